@@ -1,0 +1,46 @@
+# Every target sets up what it needs: uv (in a private venv when it is not installed), the
+# environment in .venv, then the command. `make demo` and `make test` are all a new clone needs.
+
+UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
+RUN := .venv/bin/
+ENVIRONMENT := .venv/.synced
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help demo train-demo test test-all lint parity bench-convert clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+demo: $(ENVIRONMENT) ## convert a tiny Qwen3-VL-MoE both ways and check it on four processes
+	@$(RUN)mcore-qwen3vl demo $(ARGS)
+
+train-demo: $(ENVIRONMENT) ## train a tiny model on the CPU: stop, resume, export, generate
+	@$(RUN)mcore-qwen3vl train-demo $(ARGS)
+
+test: $(ENVIRONMENT) ## the test suite, the parity matrix included (no GPU needed)
+	$(RUN)python -m pytest -m "not slow" $(ARGS)
+
+test-all: $(ENVIRONMENT) ## the slow tests too
+	$(RUN)python -m pytest $(ARGS)
+
+lint: $(ENVIRONMENT) ## ruff (lint and format) and mypy
+	$(RUN)ruff check .
+	$(RUN)ruff format --check .
+	$(RUN)mypy
+
+parity: $(ENVIRONMENT) ## the layout x batch matrix against Hugging Face, written as a table
+	$(RUN)python -m mcore_qwen3vl.parity $(ARGS)
+
+bench-convert: $(ENVIRONMENT) ## conversion against a plain copy of the same bytes
+	$(RUN)python benchmarks/convert.py $(ARGS)
+
+$(ENVIRONMENT): pyproject.toml .python-version $(filter .uv/%,$(UV))
+	$(UV) sync --quiet
+	@touch $@
+
+.uv/bin/uv:
+	python3 -m venv .uv
+	.uv/bin/python -m pip install --quiet uv
+
+clean: ## remove the environment and caches
+	rm -rf .venv .uv .pytest_cache .mypy_cache .ruff_cache

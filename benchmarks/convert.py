@@ -1,0 +1,235 @@
+"""Conversion against a plain copy of the same bytes, in the same run and with the same durability.
+
+Makes checkpoints of real sizes with random weights, then, round by round, copies the files and
+converts them in both directions; each ends with everything on disk (fsync), each starts with the
+files out of the page cache. Reports the ratio to the copy, GB/s, CPU time and peak memory.
+Memory is the proportional set size of all processes without mapped files, which are page cache.
+
+    python benchmarks/convert.py [--models 2B 30B-A3B:6] [--rounds 3] [--workers N] [--scratch DIR]
+                                 [--json FILE] [--plot FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import resource
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters import mapping, shards
+from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
+
+BUFFER = 16 * 2**20
+
+
+def write_checkpoint(config: dict[str, Any], path: Path) -> Path:
+    """A bf16 checkpoint with random values, written in pieces."""
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(config, indent=2))
+    shapes = mapping.hf_shapes(mapping.table(Architecture.from_hf(config)))
+    tensors = {n: shards.Tensor(torch.bfloat16, s) for n, s in shapes.items()}
+    files = shards.plan_shards(tensors, shards.parse_size("5GB"))
+    noise = memoryview((torch.randn(2**23) * 0.02).bfloat16().view(torch.uint8).numpy())
+    for shard in files:
+        with (path / shard.file).open("wb") as out:
+            out.write(shard.header)
+            left = shard.data_bytes
+            while left:
+                # pieces of an odd length, so that no two tensors are alike
+                left -= out.write(noise[: min(left, len(noise) - 2 * 4999)])
+    if len(files) > 1:
+        (path / "model.safetensors.index.json").write_bytes(shards.index_json(files))
+    return path
+
+
+def copy(source: Path, target: Path) -> None:
+    """A plain copy: the fastest the standard library has, then fsync."""
+    for file in (file for file in source.rglob("*") if file.is_file()):
+        copied = target / file.relative_to(source)
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, copied)
+        with copied.open("rb+") as handle:
+            os.fsync(handle.fileno())
+
+
+def forget(path: Path) -> None:
+    """Drop the files below `path` from the page cache."""
+    for file in (file for file in path.rglob("*") if file.is_file()):
+        with file.open("rb") as handle:
+            os.fsync(handle.fileno())
+            os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def child(pipe: Any, function: Callable[..., object], args: tuple[Any, ...]) -> None:
+    """Run in a process of its own; report seconds, CPU seconds and memory before."""
+    torch.set_num_threads(1)
+    pipe.send(memory(os.getpid()))
+    pipe.recv()
+    before, start = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+    function(*args)
+    wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    pipe.send((wall, cpu))
+
+
+def memory(pid: int) -> int:
+    """Proportional set size in bytes, mapped files left out."""
+    sizes = {}
+    try:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
+            name, value, *_ = line.split()
+            sizes[name] = int(value) * 1024
+    except (OSError, ValueError):
+        return 0
+    return sizes.get("Pss_Anon:", 0) + sizes.get("Pss_Shmem:", 0)
+
+
+def measure(function: Callable[..., object], *args: Any) -> dict[str, float]:
+    """Seconds, CPU seconds, and peak memory above what the imports took."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=child, args=(theirs, function, args))
+    process.start()
+    idle = ours.recv()
+    peak, running = [idle], threading.Event()
+
+    def sample() -> None:
+        while not running.wait(0.02):
+            peak[0] = max(peak[0], memory(process.pid or 0))
+
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    ours.send("go")
+    wall, cpu = ours.recv()
+    running.set()
+    sampler.join()
+    process.join()
+    return {"seconds": wall, "cpu_seconds": cpu, "peak_gb": peak[0] / 1e9, "idle_gb": idle / 1e9}
+
+
+def one_round(source: Path, scratch: Path, workers: int | None) -> dict[str, dict[str, float]]:
+    mcore, back, copied = scratch / "mcore", scratch / "back", scratch / "copy"
+    options = {"workers": workers}
+    results = {}
+    for name, function, origin, target in (
+        ("copy of HF", copy, source, copied),
+        ("HF to mcore", lambda a, b: hf_to_mcore(a, b, **options), source, mcore),
+        ("copy of mcore", copy, mcore, copied),
+        ("mcore to HF", lambda a, b: mcore_to_hf(a, b, **options), mcore, back),
+    ):
+        forget(origin)
+        os.sync()
+        results[name] = measure(function, origin, target)
+        forget(target)
+        shutil.rmtree(copied, ignore_errors=True)
+    for path in (mcore, back):
+        shutil.rmtree(path)
+    return results
+
+
+def summarise(rounds: list[dict[str, dict[str, float]]], nbytes: int) -> dict[str, Any]:
+    """Medians; ratios are taken within a round, so that a busy machine slows both sides."""
+    pairs = {"HF to mcore": "copy of HF", "mcore to HF": "copy of mcore"}
+    summary: dict[str, Any] = {"bytes": nbytes}
+    for name in rounds[0]:
+        runs = [round_[name] for round_ in rounds]
+        seconds = statistics.median(run["seconds"] for run in runs)
+        summary[name] = {
+            "seconds": seconds,
+            "gb_per_s": nbytes / 1e9 / seconds,
+            "cpu_seconds": statistics.median(run["cpu_seconds"] for run in runs),
+            "peak_gb": max(run["peak_gb"] for run in runs),
+            "all_seconds": [round(run["seconds"], 2) for run in runs],
+        }
+        if name in pairs:
+            ratios = [r[name]["seconds"] / r[pairs[name]]["seconds"] for r in rounds]
+            summary[name]["ratio"] = statistics.median(ratios)
+            summary[name]["all_ratios"] = [round(ratio, 2) for ratio in ratios]
+    return summary
+
+
+def table(results: dict[str, Any]) -> str:
+    lines = [f"{'':24}{'GB':>7}{'s':>8}{'GB/s':>7}{'ratio':>7}{'CPU s':>8}{'peak GB':>9}"]
+    for model, result in results.items():
+        for name, run in result.items():
+            if name == "bytes":
+                continue
+            ratio = f"{run['ratio']:.2f}" if "ratio" in run else ""
+            lines.append(
+                f"{model + ' ' + name:24.24}{result['bytes'] / 1e9:7.2f}{run['seconds']:8.1f}"
+                f"{run['gb_per_s']:7.2f}{ratio:>7}{run['cpu_seconds']:8.1f}{run['peak_gb']:9.2f}"
+            )
+    return "\n".join(lines)
+
+
+def plot(results: dict[str, Any], file: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.5), layout="tight")
+    speed, space = figure.subplots(1, 2)
+    names = ["copy of HF", "HF to mcore", "copy of mcore", "mcore to HF"]
+    for number, name in enumerate(names):
+        places = [at + 0.2 * number for at in range(len(results))]
+        speed.bar(places, [r[name]["seconds"] for r in results.values()], 0.18, label=name)
+    speed.set_xticks([at + 0.3 for at in range(len(results))], list(results))
+    speed.set_ylabel("seconds")
+    speed.legend()
+    sizes = [r["bytes"] / 1e9 for r in results.values()]
+    for name in ("HF to mcore", "mcore to HF"):
+        peaks = [r[name]["peak_gb"] for r in results.values()]
+        space.plot(sizes, peaks, marker="o", label=name)
+    space.set_xlabel("checkpoint, GB")
+    space.set_ylabel("peak memory, GB")
+    space.set_ylim(bottom=0)
+    space.legend()
+    figure.savefig(file)
+
+
+CONFIGS = Path(__file__).parents[1] / "tests" / "launch" / "configs"
+"""The published shapes, as ``2b.json`` or ``30b_a3b.json``."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--models", nargs="+", default=["2B"], help="NAME or NAME:LAYERS")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=None)
+    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    args = parser.parse_args()
+    results = {}
+    with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
+        for model in args.models:
+            name, _, layers = model.partition(":")
+            file = f"{name.lower().replace('-', '_')}.json"
+            config = json.loads((CONFIGS / file).read_text(encoding="utf-8"))
+            if layers:
+                config["text_config"]["num_hidden_layers"] = int(layers)
+            source = write_checkpoint(config, Path(folder) / "source")
+            nbytes = sum(file.stat().st_size for file in source.glob("*.safetensors"))
+            rounds = [one_round(source, Path(folder), args.workers) for _ in range(args.rounds)]
+            results[model] = summarise(rounds, nbytes)
+            shutil.rmtree(source)
+            print(table(results), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=2) + "\n")
+    if args.plot:
+        plot(results, args.plot)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""Data throughput per worker, against what Hugging Face's processor alone costs.
+
+    python benchmarks/data.py [--hf-model DIR] [--samples 200] [--output data.json]
+
+Both run in one process on one thread, on the same samples, in turns. Costs are CPU time, which a
+busy machine disturbs least, and the ratio is taken round by round; only the ratios are to be
+compared between machines:
+
+- ``processor``: HF's processor called on each sample (chat template, images, tokens), nothing else
+- ``ours``: what one data worker does, from a JSONL line to packed batches with labels, position
+  ids and indexed images
+
+Without ``--hf-model`` a locally made byte-level tokenizer and image processor are used, with the
+real models' patch size. Images are 64 to 1024 tokens for both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.data import Counts, DataConfig, Loader, MediaLimits, Source, load_processor
+from mcore_qwen3vl.data.media import MediaFolder, load_image
+from mcore_qwen3vl.data.records import Conversation, parse_record
+from mcore_qwen3vl.tiny import tiny_config, write_processor
+
+REAL_PATCHES = {"patch_size": 16}
+LIMITS = MediaLimits(image_min_pixels=64 * 32**2, image_max_pixels=1024 * 32**2)
+
+
+def write_samples(folder: Path, count: int, kind: str) -> Path:
+    """Synthetic question-answer pairs of varied length; photos of varied size as JPEG."""
+    random = np.random.default_rng(0)
+    lines = []
+    for index in range(count):
+        words = " ".join("word" for _ in range(int(random.integers(20, 300))))
+        record: dict[str, Any] = {}
+        if kind == "image":
+            height, width = random.integers(320, 960, 2).tolist()
+            coarse = random.integers(0, 256, (height // 16, width // 16, 3), np.uint8)
+            image = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+            image.save(folder / f"{index}.jpg")
+            record["images"] = [f"{index}.jpg"]
+        tag = "<image>" if kind == "image" else ""
+        record["messages"] = [
+            {"role": "user", "content": f"{tag}{index} {words}"},
+            {"role": "assistant", "content": words},
+        ]
+        lines.append(json.dumps(record))
+    path = folder / f"{kind}.jsonl"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def run_processor(processor: Any, path: Path) -> tuple[float, int]:
+    """(CPU seconds, tokens) of HF's processor over all samples."""
+    tokens = 0
+    start = time.process_time()
+    for line in path.open(encoding="utf-8"):
+        parsed = parse_record(json.loads(line), MediaFolder(path.parent, {}))
+        assert isinstance(parsed, Conversation)
+        text = processor.apply_chat_template(parsed.messages, tokenize=False)
+        images = [load_image(item) for item in parsed.media] or None
+        tokens += processor(text=[text], images=images, return_tensors="pt")["input_ids"].numel()
+    return time.process_time() - start, tokens
+
+
+def run_ours(loader: Loader, samples: int) -> tuple[float, Counts]:
+    """(CPU seconds, counts) of batches until `samples` were read."""
+    counts = Counts()
+    start = time.process_time()
+    while counts.samples < samples:
+        counts += next(loader).counts
+    return time.process_time() - start, counts
+
+
+def measure(model: Path, path: Path, samples: int, rounds: int, seq_length: int) -> dict[str, Any]:
+    """Both in turns; medians over the rounds after one of warm-up."""
+    architecture = Architecture.from_hf(model)
+    config = DataConfig(seq_length=seq_length, packing=True, media=LIMITS)
+    loader = Loader([Source(path)], architecture, load_processor(model), config, num_workers=0)
+    processor = load_processor(model)
+    LIMITS.apply(processor)
+    theirs, ours, total = [], [], Counts()
+    for index in range(rounds + 1):
+        seconds, tokens = run_processor(processor, path)
+        our_seconds, counts = run_ours(loader, samples)
+        if index > 0:
+            theirs.append(seconds / samples)
+            ours.append(our_seconds / counts.samples)
+            total += counts
+    ratios = [theirs_ / ours_ for theirs_, ours_ in zip(theirs, ours, strict=True)]
+    tokens_per_sample = tokens / samples
+    return {
+        "samples": samples,
+        "tokens_per_sample": tokens_per_sample,
+        "processor": _rates(theirs, tokens_per_sample),
+        "ours": _rates(ours, tokens_per_sample),
+        "ours_over_processor_speed": statistics.median(ratios),
+        "ours_over_processor_speed_range": [min(ratios), max(ratios)],
+        "packing_efficiency": total.tokens / total.capacity,
+    }
+
+
+def _rates(costs: list[float], tokens: float) -> dict[str, float]:
+    cost = statistics.median(costs)
+    return {
+        "samples_per_second": 1 / cost,
+        "tokens_per_second": tokens / cost,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--hf-model", type=Path, help="checkpoint with config and processor")
+    parser.add_argument("--samples", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seq-length", type=int, default=8192)
+    parser.add_argument("--output", type=Path, help="write the JSON here, too")
+    args = parser.parse_args()
+
+    torch.set_num_threads(1)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        model = args.hf_model
+        if model is None:
+            model = folder / "model"
+            model.mkdir()
+            tiny = tiny_config(vision=REAL_PATCHES)
+            write_processor(model, tiny["vision_config"])
+            (model / "config.json").write_text(json.dumps(tiny), encoding="utf-8")
+        results = {
+            kind: measure(
+                model,
+                write_samples(folder, args.samples, kind),
+                args.samples,
+                args.rounds,
+                args.seq_length,
+            )
+            for kind in ("image", "text")
+        }
+    text = json.dumps({"threads": 1, "seq_length": args.seq_length, **results}, indent=2)
+    print(text)
+    if args.output:
+        args.output.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

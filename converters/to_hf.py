@@ -1,0 +1,232 @@
+"""Megatron-Core to Hugging Face: the plan and its units. Each unit fills part of one shard."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from mcore_qwen3vl.config import Architecture, ExpertLayout, read_config_file
+from mcore_qwen3vl.converters import hf_config, mapping, shards
+from mcore_qwen3vl.converters.huggingface import INDEX
+from mcore_qwen3vl.converters.mapping import Row
+from mcore_qwen3vl.converters.megatron import HF_FOLDER, MegatronCheckpoint, iteration_folder
+from mcore_qwen3vl.converters.plan import (
+    Plan,
+    Step,
+    Unit,
+    cast,
+    dtype_name,
+    file_identity,
+    group_units,
+    max_rows,
+    parse_dtype,
+    unit_bytes,
+)
+from mcore_qwen3vl.converters.shards import Shard
+from mcore_qwen3vl.converters.sidecar import copy_sidecars, sidecar_files
+from mcore_qwen3vl.converters.staging import write_durably
+from mcore_qwen3vl.converters.torch_zip import as_bytes
+from mcore_qwen3vl.converters.transforms import Box
+from mcore_qwen3vl.errors import BadInput
+
+LayoutChoice = Literal["source", "published", "v5"]
+
+
+@dataclass(frozen=True)
+class Fill:
+    """One row's part of one HF tensor and where in the shard it goes."""
+
+    row: Row
+    source: int
+    dtype: torch.dtype
+    offset: int
+
+    @property
+    def name(self) -> str:
+        return self.row.sources[self.source].name
+
+    @property
+    def nbytes(self) -> int:
+        return shards.Tensor(self.dtype, self.row.sources[self.source].piece_shape).nbytes
+
+
+@dataclass(frozen=True)
+class ToHuggingFace:
+    """Does the units of one conversion; see `plan.Conversion`."""
+
+    source: MegatronCheckpoint
+    shards: tuple[Shard, ...]
+    sidecars: dict[str, Path]
+    config: bytes | None  # rewritten config.json; None: the source's own
+
+    def prepare(self, tree: Path) -> None:
+        for shard in self.shards:
+            file = tree / shard.file
+            if not file.exists() or file.stat().st_size != shard.size:
+                shard.create(tree)
+
+    def is_done(self, unit: Unit, tree: Path, result: Any) -> bool:
+        file, size = unit.name.split(":")[0], result["size"]
+        return (tree / file).is_file() and (tree / file).stat().st_size == size
+
+    def run(self, unit: Unit, tree: Path, moved: Callable[[int, str], None]) -> Any:
+        file = tree / unit.name.split(":")[0]
+        with file.open("rb+", buffering=0) as out:
+            for fill in unit.work:
+                out.seek(fill.offset)
+                for chunk in self._chunks(fill):
+                    _write_all(out.fileno(), as_bytes(chunk))
+                moved(fill.nbytes, fill.name)
+            os.fsync(out.fileno())
+        return {"size": file.stat().st_size}
+
+    def finish(self, tree: Path, results: dict[str, Any]) -> None:
+        copy_sidecars(self.sidecars, tree)
+        if self.config is not None:
+            write_durably(tree / "config.json", self.config)
+        if len(self.shards) > 1:
+            write_durably(tree / INDEX, shards.index_json(self.shards))
+
+    def _chunks(self, fill: Fill) -> Iterator[Tensor]:
+        row = fill.row
+
+        def fetch(box: Box) -> Tensor:
+            return cast(self.source.read(row, box), fill.dtype, row.key)
+
+        columns = tuple(slice(0, n) for n in row.shape[1:])
+        rows = max_rows(row, fill.dtype)
+        return row.rearrangement.stream_back(fill.source, fetch, columns, rows)
+
+
+def plan(
+    source: Path,
+    *,
+    hf_config_dir: Path | None = None,
+    dtype: str = "keep",
+    max_shard_size: str = "5GB",
+    expert_layout: LayoutChoice = "source",
+) -> Plan:
+    """Check an mcore checkpoint and lay out its export; see `convert.plan_mcore_to_hf`."""
+    wanted = parse_dtype(dtype)
+    limit = shards.parse_size(max_shard_size)
+    if expert_layout not in get_args(LayoutChoice):
+        raise BadInput(f"expert layout {expert_layout!r} is not source, published or v5.")
+    checkpoint = MegatronCheckpoint(source)
+    folder = hf_config_dir or hf_folder(source)
+    config = read_config_file(folder)
+    architecture = Architecture.from_hf(config)
+    layout = _layout(architecture, expert_layout)
+    rows = mapping.table(
+        architecture, expert_layout=layout, padded_vocab_size=checkpoint.vocab_size
+    )
+    checkpoint.require(rows)
+    tensors = {
+        source.name: shards.Tensor(wanted or checkpoint.dtype(row.key), source.shape)
+        for row in rows
+        for source in row.sources
+    }
+    files = tuple(shards.plan_shards(tensors, limit))
+    sidecars = sidecar_files(folder)
+    return Plan(
+        direction="mcore-to-hf",
+        source=str(source),
+        steps=tuple(_steps(rows, tensors)),
+        units=tuple(_units(rows, tensors, files)),
+        sidecars=sidecars,
+        expert_layout=layout,
+        identity={
+            "source": os.path.abspath(source),
+            "files": file_identity([*checkpoint.files, *sidecars.values()]),
+            "dtype": dtype,
+            "shard": limit,
+            "layout": expert_layout,
+        },
+        conversion=ToHuggingFace(
+            checkpoint, files, sidecars, _rewritten(config, expert_layout, wanted)
+        ),
+        files=len(files),
+    )
+
+
+def hf_folder(source: Path) -> Path:
+    """Where an mcore checkpoint keeps the HF config and its companions.
+
+    Raises:
+        BadInput: there is no such folder.
+    """
+    for folder in (source / HF_FOLDER, iteration_folder(source).parent / HF_FOLDER):
+        if (folder / "config.json").is_file():
+            return folder
+    raise BadInput(
+        f"{source} has no {HF_FOLDER}/config.json, so the model's shape is not known. Name a "
+        "directory with the Hugging Face config and tokenizer: --hf-config DIR."
+    )
+
+
+def _layout(architecture: Architecture, choice: LayoutChoice) -> ExpertLayout | None:
+    if not architecture.is_moe:
+        return None
+    return architecture.expert_layout if choice == "source" else choice
+
+
+def _rewritten(
+    config: dict[str, Any], layout: LayoutChoice, dtype: torch.dtype | None
+) -> bytes | None:
+    """The new ``config.json``, or None where the source's own is right."""
+    if layout == "source" and dtype is None:
+        return None
+    if layout != "source":
+        config = hf_config.with_layout(config, layout)
+    if dtype is not None:
+        config = hf_config.with_dtype(config, dtype_name(dtype))
+    return hf_config.dumps(config)
+
+
+def _units(
+    rows: list[Row], tensors: dict[str, shards.Tensor], files: tuple[Shard, ...]
+) -> Iterator[Unit]:
+    places: dict[str, list[tuple[Row, int]]] = {name: [] for name in tensors}
+    for row in rows:
+        for number, source in enumerate(row.sources):
+            places[source.name].append((row, number))
+    size = unit_bytes(sum(tensor.nbytes for tensor in tensors.values()))
+    for shard in files:
+        fills = (
+            _fill(row, number, shard) for name in shard.tensors for row, number in places[name]
+        )
+        work = ((fill, fill.nbytes) for fill in fills)
+        yield from group_units(work, size, lambda n, file=shard.file: f"{file}:{n}")
+
+
+def _fill(row: Row, number: int, shard: Shard) -> Fill:
+    source = row.sources[number]
+    dtype = shard.tensors[source.name].dtype
+    piece = shards.Tensor(dtype, source.piece_shape).nbytes
+    return Fill(row, number, dtype, shard.offset(source.name) + (source.index or 0) * piece)
+
+
+def _steps(rows: list[Row], tensors: dict[str, shards.Tensor]) -> Iterator[Step]:
+    for row in rows:
+        for source in row.sources:
+            if source.index:
+                continue
+            tensor = tensors[source.name]
+            yield Step(
+                sources=(row.key,),
+                target=source.name,
+                shape=tensor.shape,
+                dtype=dtype_name(tensor.dtype),
+                nbytes=tensor.nbytes,
+            )
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    """`os.write` may write less than it was given."""
+    while data:
+        data = data[os.write(descriptor, data) :]

@@ -1,0 +1,80 @@
+# What every script in this folder shares: the flags that never differ, and starting torchrun.
+#
+#   bash launch/sft_8b.sh --hf-model DIR --load-hf DIR --data-path train.jsonl --save runs/8b
+#   LAUNCH_DIR=$PWD/launch sbatch launch/sft_8b.sh --hf-model ...
+#
+# Whatever is appended overrides what a script sets, and every Megatron flag works. Running the
+# same command again resumes from --save. --dry-run prints the final command instead of running it.
+#
+# Set by the caller: NODES. From the environment, off Slurm: MASTER_ADDR, NODE_RANK; anywhere:
+# GPUS_PER_NODE, MASTER_PORT, FP8=1, TP_OVERLAP=1, DEEPEP=1.
+set -euo pipefail
+
+LAUNCH_DIR=${LAUNCH_DIR:-$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)}
+GPUS_PER_NODE=${GPUS_PER_NODE:-8}
+MASTER_PORT=${MASTER_PORT:-29500}
+
+COMMON=(
+    --bf16 --spec te --packing --seq-length 8192 --micro-batch-size 1
+    --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+    --cross-entropy-loss-fusion # keeps one fp32 copy of the logits less
+    --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0
+    --lr-decay-style cosine --lr-warmup-fraction 0.03
+    --num-workers 8 --save-interval 500 --log-interval 10 --exit-signal-handler
+    --distributed-timeout-minutes 30
+)
+
+# Full fine-tuning. The pretrained tower moves slower than the language model.
+SFT=(--train-iters 2000 --lr 1e-5 --min-lr 1e-6 --vision-lr-mult 0.2)
+
+# Continued pretraining on interleaved image-text.
+PRETRAIN=(--train-iters 50000 --lr 5e-5 --min-lr 5e-6 --vision-lr-mult 0.5)
+
+# All decoder layers and vision blocks keep their input only.
+FULL_RECOMPUTE=(--recompute-granularity full --recompute-method uniform --recompute-num-layers 1)
+
+# The z-loss keeps router logits small in long bf16 runs; the load-balancing coefficient comes from
+# the checkpoint's config. Experts run as one grouped GEMM.
+MOE=(--moe-grouped-gemm --moe-permute-fusion --moe-z-loss-coeff 1e-5)
+
+# Optional, and only with Transformer Engine (--spec te).
+OPTIONAL=()
+if [[ ${FP8:-0} == 1 ]]; then # Hopper: per-block scales; parameters stay in bf16
+    OPTIONAL+=(--fp8-format e4m3 --fp8-recipe blockwise)
+    if [[ ${MOE_MODEL:-0} == 1 ]]; then OPTIONAL+=(--moe-router-padding-for-quantization); fi
+fi
+if [[ ${TP_OVERLAP:-0} == 1 ]]; then # hides TP collectives behind GEMMs; needs TP > 1 and MPI
+    OPTIONAL+=(--tp-comm-overlap)
+fi
+if [[ ${DEEPEP:-0} == 1 ]]; then # MoE exchange by DeepEP kernels, which must be installed
+    OPTIONAL+=(--moe-token-dispatcher-type flex --moe-enable-deepep)
+fi
+
+# train FLAGS...: run launch/train.py on NODES x GPUS_PER_NODE ranks, or print how.
+train() {
+    local flags=() dry_run=0 flag
+    for flag in "$@"; do
+        if [[ $flag == --dry-run ]]; then dry_run=1; else flags+=("$flag"); fi
+    done
+    local command=(torchrun --nnodes "$NODES" --nproc-per-node "$GPUS_PER_NODE")
+    if [[ -n ${SLURM_JOB_ID:-} ]]; then
+        local head_node
+        head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+        command=(
+            srun --ntasks-per-node=1 --kill-on-bad-exit=1 "${command[@]}" --rdzv-backend c10d
+            --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$head_node:$MASTER_PORT"
+        )
+    elif ((NODES > 1)); then
+        command+=(
+            --node-rank "${NODE_RANK:-0}" --master-addr "${MASTER_ADDR:-localhost}"
+            --master-port "$MASTER_PORT"
+        )
+    fi
+    command+=("$LAUNCH_DIR/train.py" "${COMMON[@]}" "${flags[@]}")
+    if ((dry_run)); then
+        printf '%q ' "${command[@]}"
+        printf '\n'
+    else
+        exec "${command[@]}"
+    fi
+}

@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+#SBATCH --nodes=32 --ntasks-per-node=1 --gpus-per-node=8 --exclusive
+# Qwen3-VL-235B-A22B, continued pretraining at 8k packed: 32 nodes of 8xH100-80GB.
+#
+# Layout: as for fine-tuning, with eight data-parallel ranks and 64 micro-batches a pipeline.
+# Memory: 41.0 GB a GPU (weights 8.5, gradients 17.0, optimizer 11.4, activations 4.1, logits 0.0)
+NODES=32
+MOE_MODEL=1
+source "${LAUNCH_DIR:-$(dirname "${BASH_SOURCE[0]}")}/common.sh"
+
+train "${PRETRAIN[@]}" "${MOE[@]}" "${FULL_RECOMPUTE[@]}" \
+    --tensor-model-parallel-size 4 --sequence-parallel \
+    --pipeline-model-parallel-size 8 \
+    --decoder-first-pipeline-num-layers 11 --decoder-last-pipeline-num-layers 11 \
+    --expert-model-parallel-size 8 --expert-tensor-parallel-size 1 \
+    --global-batch-size 512 \
+    "${OPTIONAL[@]}" "$@"

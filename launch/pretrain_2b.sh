@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+#SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 --exclusive
+# Qwen3-VL-2B, continued pretraining at 8k packed: two nodes of 8xH100-80GB.
+#
+# Layout: as for fine-tuning; more data-parallel ranks divide the optimizer states further.
+# Memory: 60.8 GB a GPU (weights 4.3, gradients 8.5, optimizer 1.6, activations 34.0, logits 12.4)
+NODES=2
+source "${LAUNCH_DIR:-$(dirname "${BASH_SOURCE[0]}")}/common.sh"
+
+train "${PRETRAIN[@]}" \
+    --global-batch-size 256 \
+    "${OPTIONAL[@]}" "$@"

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+#SBATCH --nodes=8 --ntasks-per-node=1 --gpus-per-node=8 --exclusive
+# Qwen3-VL-30B-A3B, continued pretraining at 8k packed: eight nodes of 8xH100-80GB.
+#
+# Layout: enough data-parallel ranks divide the optimizer states to do without TP, whose exchange is
+# dear for layers this narrow. EP 8 stays inside a node.
+# Memory: 56.4 GB a GPU (weights 11.4, gradients 22.8, optimizer 5.8, activations 3.9, logits 12.4)
+NODES=8
+MOE_MODEL=1
+source "${LAUNCH_DIR:-$(dirname "${BASH_SOURCE[0]}")}/common.sh"
+
+train "${PRETRAIN[@]}" "${MOE[@]}" "${FULL_RECOMPUTE[@]}" \
+    --expert-model-parallel-size 8 --expert-tensor-parallel-size 1 \
+    --global-batch-size 512 \
+    "${OPTIONAL[@]}" "$@"

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+#SBATCH --nodes=8 --ntasks-per-node=1 --gpus-per-node=8 --exclusive
+# Qwen3-VL-32B, continued pretraining at 8k packed: eight nodes of 8xH100-80GB.
+#
+# Layout: TP 8 with SP in the node and PP 2 between nodes; the global batch gives each pipeline 64
+# micro-batches, so its bubble is about 1.5%.
+# Memory: 46.3 GB a GPU (weights 5.3, gradients 10.6, optimizer 7.9, activations 22.5, logits 0.0)
+NODES=8
+source "${LAUNCH_DIR:-$(dirname "${BASH_SOURCE[0]}")}/common.sh"
+
+train "${PRETRAIN[@]}" \
+    --tensor-model-parallel-size 8 --sequence-parallel \
+    --pipeline-model-parallel-size 2 \
+    --global-batch-size 256 \
+    "${OPTIONAL[@]}" "$@"

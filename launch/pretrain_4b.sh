@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+#SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 --exclusive
+# Qwen3-VL-4B, continued pretraining at 8k packed: two nodes of 8xH100-80GB.
+#
+# Layout: as for fine-tuning.
+# Memory: 50.1 GB a GPU (weights 4.9, gradients 9.7, optimizer 3.6, activations 25.7, logits 6.2)
+NODES=2
+source "${LAUNCH_DIR:-$(dirname "${BASH_SOURCE[0]}")}/common.sh"
+
+train "${PRETRAIN[@]}" \
+    --tensor-model-parallel-size 2 --sequence-parallel \
+    --global-batch-size 256 \
+    "${OPTIONAL[@]}" "$@"

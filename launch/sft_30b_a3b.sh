@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+#SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 --exclusive
+# Qwen3-VL-30B-A3B, full fine-tuning at 8k packed: two nodes of 8xH100-80GB.
+#
+# Layout: EP 8 keeps the tokens' exchange inside a node. TP 2 with SP halves logits and vision work;
+# experts are not cut (ETP 1). Each token visits eight experts, so activations are large: recompute.
+# Memory: 61.5 GB a GPU (weights 9.9, gradients 19.8, optimizer 23.7, activations 2.0, logits 6.2)
+NODES=2
+MOE_MODEL=1
+source "${LAUNCH_DIR:-$(dirname "${BASH_SOURCE[0]}")}/common.sh"
+
+train "${SFT[@]}" "${MOE[@]}" "${FULL_RECOMPUTE[@]}" \
+    --tensor-model-parallel-size 2 --sequence-parallel \
+    --expert-model-parallel-size 8 --expert-tensor-parallel-size 1 \
+    --global-batch-size 64 \
+    "${OPTIONAL[@]}" "$@"

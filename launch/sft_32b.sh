@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+#SBATCH --nodes=4 --ntasks-per-node=1 --gpus-per-node=8 --exclusive
+# Qwen3-VL-32B, full fine-tuning at 8k packed: four nodes of 8xH100-80GB.
+#
+# Layout: TP 8 with SP fills a node's NVLink; four data-parallel ranks divide the optimizer states. No
+# pipeline, so no bubble at small global batches.
+# Memory: 63.8 GB a GPU (weights 9.4, gradients 18.8, optimizer 14.1, activations 20.1, logits 1.6)
+NODES=4
+source "${LAUNCH_DIR:-$(dirname "${BASH_SOURCE[0]}")}/common.sh"
+
+train "${SFT[@]}" \
+    --tensor-model-parallel-size 8 --sequence-parallel \
+    --global-batch-size 64 \
+    "${OPTIONAL[@]}" "$@"

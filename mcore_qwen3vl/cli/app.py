@@ -1,0 +1,105 @@
+"""The command line's root: groups of commands, the single commands, and exit codes."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mcore_qwen3vl import console
+from mcore_qwen3vl.cli import convert, data, verify
+from mcore_qwen3vl.cli.generate import generate
+from mcore_qwen3vl.cli.options import Json, require
+from mcore_qwen3vl.errors import BadInput, CheckFailed
+
+app = typer.Typer(
+    help="Qwen3-VL on Megatron-Core: convert, verify, train.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+app.add_typer(convert.app, name="convert")
+app.add_typer(verify.app, name="verify")
+app.add_typer(data.app, name="data")
+app.command("generate")(generate)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and exit with its code."""
+    try:
+        app(arguments)
+    except (BadInput, CheckFailed) as error:
+        console.messages.print(f"[bold red]error:[/] {console.plain(str(error))}", soft_wrap=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        console.messages.print("interrupted")
+        sys.exit(130)
+
+
+@app.command("inspect")
+def inspect(
+    path: Annotated[Path, typer.Argument(help="A checkpoint of either kind, or a config.json.")],
+    json: Json = False,
+) -> None:
+    """What it is: sizes, shapes, layout, dtype, parameter count by part."""
+    from mcore_qwen3vl.converters.inspect import inspect_path
+
+    inspection = inspect_path(path)
+    if json:
+        total = inspection.total_parameters
+        console.emit_json({"total_parameters": total, **asdict(inspection)}, console.STDOUT)
+    else:
+        console.show_inspection(inspection)
+
+
+@app.command("demo")
+def demo(
+    dense: Annotated[bool, typer.Option("--dense", help="The dense model, tied.")] = False,
+    keep: Annotated[
+        Path | None, typer.Option(help="Keep the checkpoints in this directory.")
+    ] = None,
+) -> None:
+    """Convert a tiny Qwen3-VL both ways and prove it on four CPU processes."""
+    console.quiet_libraries()
+    from mcore_qwen3vl.demo import run_demo
+
+    with console.messages.status("starting") as status:
+        result = run_demo(dense=dense, keep=keep, status=status.update)
+    console.show_demo(result)
+    require(result.ok, "the demo did not hold.")
+
+
+@app.command(
+    "train",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,
+)
+def train(
+    context: typer.Context,
+    processes: Annotated[
+        int | None, typer.Option(help="Ranks; default: one a GPU, or one on the CPU.")
+    ] = None,
+) -> None:
+    """Train on this machine: forwards every other flag to Megatron's loop through torchrun."""
+    from mcore_qwen3vl.training.local import train_locally
+
+    sys.exit(train_locally(context.args, processes))
+
+
+@app.command("train-demo")
+def train_demo(
+    keep: Annotated[Path | None, typer.Option(help="Keep the files in this directory.")] = None,
+) -> None:
+    """Train a tiny model on image questions on the CPU, stop, resume, export, ask it."""
+    console.quiet_libraries()
+    from mcore_qwen3vl.training.demo import run_demo
+
+    result = run_demo(keep=keep, say=console.output.print)
+    console.output.print(
+        f"loss {result.first_loss:.3f} to {result.last_loss:.4f}, resumed at step "
+        f"{result.resumed_at}, {result.answered} of {result.asked} questions answered, "
+        f"{result.seconds:.0f} s"
+    )

@@ -1,0 +1,285 @@
+"""What a Qwen3-VL ``config.json`` says: the only place that reads Hugging Face config fields.
+
+Both forms are read: transformers 4.57 (the published checkpoints: ``rope_scaling`` and
+``rope_theta``, ``num_experts``) and transformers 5 (``rope_parameters``, ``num_local_experts``).
+Imports neither torch nor megatron, so that conversion and inspection start fast.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from mcore_qwen3vl.errors import BadInput
+
+ExpertLayout = Literal["published", "v5"]
+"""Fused experts on disk: ``published`` is gate_up [E, H, 2I] and down [E, I, H] (transformers
+4.57), ``v5`` is gate_up [E, 2I, H] and down [E, H, I] (transformers 5)."""
+
+VISION_ACTIVATION = "gelu_pytorch_tanh"
+VISION_ROPE_THETA = 10000.0
+
+MODEL_TYPES = {"qwen3_vl": False, "qwen3_vl_moe": True}
+
+
+@dataclass(frozen=True)
+class VisionArchitecture:
+    """The vision tower's shape; fields are named as in HF ``Qwen3VLVisionConfig``."""
+
+    depth: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    in_channels: int
+    patch_size: int
+    spatial_merge_size: int
+    temporal_patch_size: int
+    out_hidden_size: int
+    num_position_embeddings: int
+    deepstack_visual_indexes: tuple[int, ...]
+
+    @property
+    def patch_dim(self) -> int:
+        """Values in one flattened patch: channels x frames x height x width."""
+        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The shape of one Qwen3-VL model; fields are named as in HF ``Qwen3VL[Moe]Config``."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    mrope_section: tuple[int, int, int]
+    max_position_embeddings: int
+    initializer_range: float
+    tie_word_embeddings: bool
+    dtype: str
+    image_token_id: int
+    video_token_id: int
+    vision_start_token_id: int
+    vision_end_token_id: int
+    vision: VisionArchitecture
+    num_experts: int  # 0: dense
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    router_aux_loss_coef: float
+    moe_layers: tuple[bool, ...]  # one flag a layer, all False when dense
+    expert_layout: ExpertLayout | None  # as declared; None: dense, or nothing declared
+
+    @property
+    def is_moe(self) -> bool:
+        return self.num_experts > 0
+
+    @property
+    def mixed_layers(self) -> bool:
+        """Some decoder layers are MoE and some are dense."""
+        return any(self.moe_layers) and not all(self.moe_layers)
+
+    @classmethod
+    def from_hf(cls, source: str | Path | dict[str, Any]) -> Architecture:
+        """Read a ``config.json``, the directory that holds one, or its parsed content.
+
+        Raises:
+            BadInput: the file is missing, is not JSON, is not Qwen3-VL, lacks a field, declares
+                two expert layouts at once, or asks for something this model does not have.
+        """
+        config = source if isinstance(source, dict) else read_config_file(Path(source))
+        return _architecture(config)
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """The parsed ``config.json`` at `path` (the file itself or its directory)."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise BadInput(
+            f"{file} does not exist. A Hugging Face checkpoint directory holds a config.json; "
+            "check the path."
+        ) from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise BadInput(f"{file} cannot be read as JSON: {error}. Copy the file again.") from None
+    if not isinstance(config, dict):
+        raise BadInput(f"{file} holds {type(config).__name__}, not a JSON object.")
+    return config
+
+
+def _architecture(config: dict[str, Any]) -> Architecture:
+    model_type = config.get("model_type")
+    if model_type not in MODEL_TYPES:
+        raise BadInput(
+            f"config.json has model_type {model_type!r}; this tool handles "
+            f"{' and '.join(MODEL_TYPES)} only."
+        )
+    moe = MODEL_TYPES[model_type]
+    text = _section(config, "text_config")
+    if text.get("attention_bias"):
+        raise BadInput("text_config.attention_bias is true; no Qwen3-VL model has one.")
+    if text.get("hidden_act", "silu") != "silu":
+        raise BadInput(f"text_config.hidden_act is {text['hidden_act']!r}; expected 'silu'.")
+    rope = _rope(text)
+    layers = _integer(text, "num_hidden_layers")
+    heads = _integer(text, "num_attention_heads")
+    head_dim = text.get("head_dim") or _integer(text, "hidden_size") // heads
+    section = rope.get("mrope_section", [24, 20, 20])
+    if len(section) != 3 or sum(section) * 2 != head_dim:
+        raise BadInput(
+            f"mrope_section is {section}: three numbers that add up to half of head_dim "
+            f"{head_dim} are needed."
+        )
+    return Architecture(
+        vocab_size=_integer(text, "vocab_size"),
+        hidden_size=_integer(text, "hidden_size"),
+        intermediate_size=_integer(text, "intermediate_size"),
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=text.get("num_key_value_heads") or heads,
+        head_dim=head_dim,
+        rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
+        rope_theta=float(rope["rope_theta"]),
+        mrope_section=(section[0], section[1], section[2]),
+        max_position_embeddings=_integer(text, "max_position_embeddings"),
+        initializer_range=float(text.get("initializer_range", 0.02)),
+        # transformers 5 was seen writing text_config.tie_word_embeddings: true beside a
+        # top-level false; the top level is what its loader follows.
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        dtype=str(_first(config, text, "dtype", "torch_dtype", default="bfloat16")),
+        image_token_id=_integer(config, "image_token_id"),
+        video_token_id=_integer(config, "video_token_id"),
+        vision_start_token_id=_integer(config, "vision_start_token_id"),
+        vision_end_token_id=_integer(config, "vision_end_token_id"),
+        vision=_vision(_section(config, "vision_config")),
+        num_experts=_expert_count(text) if moe else 0,
+        num_experts_per_tok=_integer(text, "num_experts_per_tok") if moe else 0,
+        moe_intermediate_size=_integer(text, "moe_intermediate_size") if moe else 0,
+        router_aux_loss_coef=float(text.get("router_aux_loss_coef", 0.001)) if moe else 0.0,
+        moe_layers=_moe_layers(text, layers) if moe else (False,) * layers,
+        expert_layout=declared_expert_layout(config) if moe else None,
+    )
+
+
+def _vision(vision: dict[str, Any]) -> VisionArchitecture:
+    numbers = {
+        name: _integer(vision, name)
+        for name in VisionArchitecture.__dataclass_fields__
+        if name != "deepstack_visual_indexes"
+    }
+    if vision.get("hidden_act", VISION_ACTIVATION) != VISION_ACTIVATION:
+        raise BadInput(
+            f"vision_config.hidden_act is {vision['hidden_act']!r}; expected {VISION_ACTIVATION!r}."
+        )
+    theta = (vision.get("rope_parameters") or {}).get("rope_theta", VISION_ROPE_THETA)
+    if theta != VISION_ROPE_THETA:
+        raise BadInput(
+            f"vision_config.rope_parameters.rope_theta is {theta}; expected {VISION_ROPE_THETA}."
+        )
+    indexes = vision.get("deepstack_visual_indexes", [])
+    if any(not 0 <= i < numbers["depth"] for i in indexes):
+        raise BadInput(
+            f"vision_config.deepstack_visual_indexes is {indexes}, "
+            f"outside the depth {numbers['depth']}."
+        )
+    return VisionArchitecture(**numbers, deepstack_visual_indexes=tuple(indexes))
+
+
+def declared_expert_layout(config: dict[str, Any]) -> ExpertLayout | None:
+    """The fused-expert layout that a MoE config declares, or None when nothing declares it.
+
+    Three fields tell: ``transformers_version`` and, in ``text_config``, ``rope_parameters``
+    (5) against ``rope_scaling``/``rope_theta`` (4.57) and ``num_local_experts`` (5) against
+    ``num_experts`` (4.57).
+
+    Raises:
+        BadInput: the fields contradict each other.
+    """
+    text = _section(config, "text_config")
+    said: dict[str, ExpertLayout] = {}
+    version = config.get("transformers_version") or text.get("transformers_version")
+    if version is not None and str(version).split(".")[0].isdigit():
+        major = int(str(version).split(".")[0])
+        said[f"transformers_version {version}"] = "v5" if major >= 5 else "published"
+    if "rope_parameters" in text:
+        said["text_config.rope_parameters"] = "v5"
+    elif "rope_scaling" in text or "rope_theta" in text:
+        said["text_config.rope_scaling/rope_theta"] = "published"
+    if "num_local_experts" in text:
+        said["text_config.num_local_experts"] = "v5"
+    elif "num_experts" in text:
+        said["text_config.num_experts"] = "published"
+    layouts = set(said.values())
+    if len(layouts) > 1:
+        listing = "; ".join(f"{field} says {layout}" for field, layout in said.items())
+        raise BadInput(
+            f"config.json contradicts itself about the layout of the fused experts: {listing}. "
+            "Experts read in the wrong layout are scrambled, so nothing was guessed: restore the "
+            "config.json that was saved together with these weights."
+        )
+    return layouts.pop() if layouts else None
+
+
+def _expert_count(text: dict[str, Any]) -> int:
+    counts = {text[name] for name in ("num_experts", "num_local_experts") if name in text}
+    if len(counts) != 1:
+        raise BadInput(
+            "text_config must give one expert count in num_experts or num_local_experts; "
+            f"found {sorted(counts) or 'none'}."
+        )
+    return int(counts.pop())
+
+
+def _moe_layers(text: dict[str, Any], layers: int) -> tuple[bool, ...]:
+    """HF ``Qwen3VLMoeTextDecoderLayer``: sparse unless listed, every `decoder_sparse_step`-th."""
+    dense = set(text.get("mlp_only_layers") or ())
+    step = int(text.get("decoder_sparse_step", 1))
+    if step < 1:
+        raise BadInput(f"text_config.decoder_sparse_step is {step}; it must be at least 1.")
+    return tuple(i not in dense and (i + 1) % step == 0 for i in range(layers))
+
+
+def _rope(text: dict[str, Any]) -> dict[str, Any]:
+    rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
+    rope.setdefault("rope_theta", text.get("rope_theta"))
+    if rope["rope_theta"] is None:
+        raise BadInput(
+            "config.json gives no rotary base: neither text_config.rope_parameters.rope_theta "
+            "nor text_config.rope_theta."
+        )
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    # Checkpoints saved before 4.57 called the same thing "mrope".
+    if kind not in ("default", "mrope"):
+        raise BadInput(f"rope_type {kind!r} is not supported; Qwen3-VL uses 'default'.")
+    if rope.get("mrope_interleaved") is False:
+        raise BadInput("mrope_interleaved is false; Qwen3-VL interleaves the three axes.")
+    return rope
+
+
+def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
+    section = config.get(name)
+    if not isinstance(section, dict):
+        raise BadInput(f"config.json has no {name} object; it is not a Qwen3-VL config.")
+    return section
+
+
+def _integer(section: dict[str, Any], name: str) -> int:
+    value = section.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise BadInput(f"config.json: {name} is {value!r}; a whole number is needed.")
+    return value
+
+
+def _first(config: dict[str, Any], text: dict[str, Any], *names: str, default: str) -> Any:
+    for section in (config, text):
+        for name in names:
+            if section.get(name) is not None:
+                return section[name]
+    return default

@@ -1,0 +1,215 @@
+"""What the commands show: progress and errors on standard error, results on standard output."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape as plain
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from mcore_qwen3vl.converters.compare import Comparison
+    from mcore_qwen3vl.converters.inspect import Inspection
+    from mcore_qwen3vl.converters.plan import Plan, Summary
+    from mcore_qwen3vl.data.check import DataReport
+    from mcore_qwen3vl.demo import Demo
+
+PROBLEMS_SHOWN = 20
+STDOUT = Path("-")
+
+# Piped output is for grep and files: names must not be folded into eighty columns.
+output = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+messages = Console(stderr=True, highlight=False)
+
+ReportBytes = Callable[[int, int, str], None]
+"""``report(bytes_done, bytes_total, name)``, as the converters call it."""
+
+
+@contextmanager
+def byte_progress(title: str, *, quiet: bool = False) -> Iterator[ReportBytes]:
+    """A progress bar in bytes on standard error; silent when that is not a terminal."""
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("[dim]{task.fields[name]}"),
+        console=messages,
+        transient=True,
+        disable=quiet or not messages.is_terminal,
+    )
+    with bar:
+        task = bar.add_task(title, total=None, name="")
+        yield lambda done, total, name: bar.update(task, completed=done, total=total, name=name)
+
+
+def quiet_libraries() -> None:
+    """Keep advice that torch, megatron and transformers print while loading out of a command.
+
+    Call it before megatron is imported; errors still show.
+    """
+    warnings.filterwarnings("ignore")
+    for name in ("torch.utils.cpp_extension", "megatron"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    from transformers.utils import logging as hf_logging
+
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+
+
+def table(title: str, *columns: str) -> Table:
+    """A plain table; a column name that starts with ``>`` is right-aligned."""
+    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    for column in columns:
+        made.add_column(column.lstrip(">"), justify="right" if column.startswith(">") else "left")
+    return made
+
+
+def emit_json(data: Any, file: Path | None) -> bool:
+    """Write `data` as JSON to `file`, or to standard output when it is ``-``; None writes nothing.
+
+    Returns:
+        Whether standard output now belongs to the JSON, so that nothing else may be printed.
+    """
+    if file is None:
+        return False
+    text = json.dumps(data, indent=2, default=str) + "\n"
+    if str(file) == "-":
+        sys.stdout.write(text)
+        return True
+    file.write_text(text, encoding="utf-8")
+    return False
+
+
+def size(count: float) -> str:
+    """A byte count for people: ``4.26 GB`` (powers of ten, as disks are sold)."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TB"
+
+
+def show_plan(plan: Plan, as_json: bool) -> None:
+    """A dry run: one line a tensor, then the totals."""
+    if as_json:
+        steps = [asdict(step) for step in plan.steps]
+        emit_json({"direction": plan.direction, "bytes": plan.nbytes, "steps": steps}, STDOUT)
+        return
+    lines = table(f"{plan.direction}: {plan.source}", "from", "to", "shape", "dtype", ">size")
+    for step in plan.steps:
+        shape = "x".join(map(str, step.shape))
+        lines.add_row(", ".join(step.sources), step.target, shape, step.dtype, size(step.nbytes))
+    output.print(lines)
+    for note in plan.notes:
+        output.print(plain(note))
+    output.print(
+        f"{len(plan.steps)} tensors, {size(plan.nbytes)} in {len(plan.units)} units of work; "
+        f"{len(plan.sidecars)} other files. Nothing was written."
+    )
+
+
+def show_summary(summary: Summary, as_json: bool) -> None:
+    """What a conversion did."""
+    if as_json:
+        emit_json(asdict(summary), STDOUT)
+        return
+    rate = size(summary.nbytes / max(summary.seconds, 1e-9))
+    output.print(f"[bold green]done[/] {plain(summary.target)}")
+    output.print(
+        f"{summary.tensors} tensors, {size(summary.nbytes)} of {'/'.join(summary.dtypes)} in "
+        f"{summary.files} files and {len(summary.sidecars)} other files, "
+        f"{summary.seconds:.1f} s ({rate}/s)"
+    )
+    if summary.resumed_units:
+        output.print(f"continued an interrupted run: {summary.resumed_units} units were done")
+    for note in summary.notes:
+        output.print(plain(note))
+
+
+def show_comparison(comparison: Comparison) -> None:
+    """The verdict on two checkpoints, and what differs."""
+    equal = sum(finding.ok for finding in comparison.tensors)
+    same = sum(status == "equal" for status in comparison.files.values())
+    verdict = "[bold green]equal[/]" if comparison.ok else "[bold red]different[/]"
+    output.print(
+        f"{verdict}: {equal} of {len(comparison.tensors)} tensors bitwise equal "
+        f"({size(comparison.nbytes)}), {same} of {len(comparison.files)} other files equal"
+    )
+    problems = comparison.problems
+    for problem in problems[:PROBLEMS_SHOWN]:
+        output.print(f"  {plain(problem)}")
+    if len(problems) > PROBLEMS_SHOWN:
+        output.print(f"  and {len(problems) - PROBLEMS_SHOWN} more; --json lists them all")
+
+
+def show_inspection(inspection: Inspection) -> None:
+    """What a path is, its parameters by part, and its tensors."""
+    a = inspection.architecture
+    kinds = {"huggingface": "Hugging Face checkpoint", "megatron": "Megatron-Core checkpoint"}
+    facts = {
+        "what": kinds.get(inspection.kind, "config without weights"),
+        "model": f"Qwen3-VL {'MoE' if a.is_moe else 'dense'}, {a.num_hidden_layers} layers, "
+        f"hidden {a.hidden_size}, vocabulary {a.vocab_size}",
+        "embedding and head": "tied" if a.tie_word_embeddings else "separate",
+        "experts": f"{a.num_experts}, {a.num_experts_per_tok} a token, layout "
+        f"{inspection.expert_layout}"
+        if a.is_moe
+        else None,
+        "iteration": inspection.iteration,
+        "padded vocabulary": inspection.padded_vocab_size,
+        "dtype": ", ".join(inspection.dtypes),
+        "weights": f"{size(inspection.nbytes)} in {inspection.files} files",
+        "parameters": f"{inspection.total_parameters:,} ({inspection.active_parameters:,} active)",
+    }
+    for name, fact in facts.items():
+        if fact is not None:
+            output.print(f"{name:20}{plain(str(fact))}")
+    parts = table("parameters by part", "part", ">count")
+    for part, count in inspection.parameters.items():
+        parts.add_row(part, f"{count:,}")
+    output.print(parts)
+    tensors = table("tensors", "name", "shape", "dtype", ">size")
+    for t in inspection.tensors:
+        tensors.add_row(t.name, "x".join(map(str, t.shape)), t.dtype, size(t.nbytes))
+    output.print(tensors)
+
+
+def show_demo(demo: Demo) -> None:
+    """The demo's steps and verdict."""
+    lines = table("Qwen3-VL: Hugging Face to Megatron-Core and back", "step", "result", "", ">time")
+    marks = {None: "", True: "[green]ok[/]", False: "[bold red]WRONG[/]"}
+    for step in demo.steps:
+        lines.add_row(step.name, plain(step.result), marks[step.ok], f"{step.seconds:.1f} s")
+    output.print(lines)
+
+
+def show_data_report(report: DataReport) -> None:
+    """What a data set holds, and the first of its flaws."""
+    lines = table(str(report.path), "what", ">how much")
+    for name, amount in report.summary():
+        lines.add_row(name, amount)
+    output.print(lines)
+    for flaw in report.bad[:PROBLEMS_SHOWN]:
+        output.print(f"  {plain(flaw.sample)}: {plain(flaw.reason)}")
+    if len(report.bad) > PROBLEMS_SHOWN:
+        output.print(f"  and {len(report.bad) - PROBLEMS_SHOWN} more; --json lists them all")

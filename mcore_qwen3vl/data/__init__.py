@@ -1,0 +1,19 @@
+"""From messages and documents to packed batches that are ready for the model."""
+
+from mcore_qwen3vl.data.batch import IGNORED, Batch, Counts
+from mcore_qwen3vl.data.config import DataConfig, MediaLimits
+from mcore_qwen3vl.data.loader import Loader, Source, load_processor, parse_sources
+from mcore_qwen3vl.data.state import redistribute
+
+__all__ = [
+    "IGNORED",
+    "Batch",
+    "Counts",
+    "DataConfig",
+    "Loader",
+    "MediaLimits",
+    "Source",
+    "load_processor",
+    "parse_sources",
+    "redistribute",
+]

@@ -1,0 +1,112 @@
+"""Skip bad samples, count them, name them in the log, and stop when there are too many."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from megatron.energon import SkipSample
+from megatron.energon.errors import SYSTEM_EXCEPTIONS
+from megatron.energon.source_info import SourceInfo, get_source_info
+
+from mcore_qwen3vl.errors import BadInput
+
+log = logging.getLogger(__name__)
+
+
+class BadSample(Exception):
+    """This sample cannot be used, and the message says why. The loader skips it."""
+
+
+class OverlongSample(Exception):
+    """The sample exceeds the sequence length and is left out, as the policy says."""
+
+
+class BadSampleGuard:
+    """One worker's tally of samples that could not be used.
+
+    Over-long samples are left out by policy: they are tallied apart and never stop the run.
+    """
+
+    def __init__(self, max_fraction: float, floor: int) -> None:
+        """
+        Args:
+            max_fraction: of the samples seen that may be bad.
+            floor: until so many samples were seen, the fraction is taken of this number.
+        """
+        self._max_fraction = max_fraction
+        self._floor = floor
+        self._seen = 0
+        self._bad = 0
+        self._skipped = 0
+        self._dropped = 0
+
+    def count(self) -> None:
+        """One more sample was read."""
+        self._seen += 1
+
+    def take(self) -> tuple[int, int]:
+        """Bad and over-long samples since the last call: a batch reports those on its way."""
+        taken = self._skipped, self._dropped
+        self._skipped = self._dropped = 0
+        return taken
+
+    @contextmanager
+    def skipping(self, sample: Any) -> Iterator[None]:
+        """Turn whatever goes wrong inside into a skipped sample.
+
+        Raises:
+            SkipSample: for energon, which then takes the next sample.
+            BadInput: too many samples were bad.
+        """
+        try:
+            yield
+        except (SkipSample, *SYSTEM_EXCEPTIONS):
+            raise
+        except OverlongSample as error:
+            self._dropped += 1
+            log.info("sample %s left out: %s", sample_id(sample), error)
+            raise SkipSample from error
+        except Exception as error:
+            self._skip(sample_id(sample), error)
+            raise SkipSample from error
+
+    def on_error(self, error: Exception, sample: Any, _: list[SourceInfo] | None) -> None:
+        """Energon's error handler: what fails before :meth:`skipping`, such as a broken JSON line.
+
+        Raises:
+            BadInput: too many samples were bad.
+        """
+        if isinstance(error, BadInput):  # our own stop, on its way through energon
+            raise error
+        self._seen += 1
+        self._skip(sample_id(sample), error)
+
+    def _skip(self, name: str, error: Exception) -> None:
+        self._bad += 1
+        self._skipped += 1
+        kind = "" if isinstance(error, BadSample | BadInput) else f"{type(error).__name__}: "
+        log.warning("bad sample %s skipped: %s%s", name, kind, error)
+        if self._bad > self._max_fraction * max(self._seen, self._floor):
+            raise BadInput(
+                f"{self._bad} of {self._seen} samples read by this data worker are bad, more than "
+                f"the accepted share of {self._max_fraction:g}. The last one is {name}: "
+                f"{kind}{error} Run `mcore-qwen3vl data check` on the data set to list them all, "
+                "or raise the share."
+            )
+
+
+def sample_id(sample: Any) -> str:
+    """Where a sample came from: its file and, for JSONL, its line counted from 0."""
+    # energon hands its error handler the raw tuple of a joined sample, or a list of samples
+    inner = getattr(sample, "data", sample)
+    inner = inner[0] if isinstance(inner, list | tuple) and inner else inner
+    sources = get_source_info(inner)
+    if not sources:
+        return str(inner["__key__"] if isinstance(inner, dict) else inner)[:200]
+    source = sources[0]
+    if str(source.dataset_path).endswith(".jsonl"):
+        return f"{source.dataset_path}[{source.index}]"
+    return f"{source.dataset_path}/{source.shard_name}[{source.index}]"

@@ -1,0 +1,186 @@
+"""A micro-batch, ready for the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.data.config import DataConfig
+from mcore_qwen3vl.data.pixels import Pixels
+from mcore_qwen3vl.data.positions import mrope_position_ids
+from mcore_qwen3vl.data.samples import EncodedSample
+from mcore_qwen3vl.model.inputs import VisualInputs, visual_inputs
+
+IGNORED = -100
+"""Label of positions that are not trained, as in HF."""
+
+_ON_DEVICE = ("input_ids", "labels", "loss_weights", "position_ids", "padding_mask", "cu_seqlens")
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a batch holds, for logs. Add them up over micro-batches and ranks."""
+
+    samples: int = 0
+    tokens: int = 0  # without padding
+    capacity: int = 0  # with padding: tokens / capacity is the packing efficiency
+    trained_tokens: int = 0
+    images: int = 0
+    videos: int = 0
+    patches: int = 0
+    skipped: int = 0  # bad samples met since the data worker's last batch
+    dropped: int = 0  # over-long samples, likewise
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Counts)))
+
+
+@dataclass
+class Batch:
+    """One micro-batch of full sequences; B is 1 when packed.
+
+    Padding is on the right, or packed as a sub-sequence's tail and as sub-sequences of its own at
+    the end. Causal attention within sub-sequences never lets a token see it, so no attention mask
+    is needed.
+    """
+
+    input_ids: Tensor  # (B, S) int64
+    labels: Tensor  # (B, S) int64: the next token of the same sample, IGNORED if not trained
+    loss_weights: Tensor  # (B, S) float32: of the label, 0 if not trained
+    position_ids: Tensor  # (3, B, S) int64
+    padding_mask: Tensor  # (B, S) bool: True at padding
+    cu_seqlens: Tensor | None  # (sub-sequences + 1,) int32 from 0 to S when packed
+    max_seqlen: int | None  # the longest sub-sequence, padding included, when packed
+    visual: VisualInputs | None
+    counts: Counts
+    names: tuple[str, ...]  # of the samples: file and line
+    __restore_key__: tuple = ()  # energon's
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
+        """Move the tensors; what :class:`VisualInputs` keeps on the host stays there."""
+        return self._mapped(
+            lambda tensor: tensor.to(device, non_blocking=non_blocking),
+            self.visual and self.visual.to(device, non_blocking),
+        )
+
+    def pin_memory(self) -> Self:
+        """Page-locked copy, so that ``to(device, non_blocking=True)`` overlaps with compute."""
+        return self._mapped(Tensor.pin_memory, self.visual and self.visual.pin_memory())
+
+    def _mapped(self, function, visual: VisualInputs | None) -> Self:  # type: ignore[no-untyped-def]
+        tensors = {name: getattr(self, name) for name in _ON_DEVICE}
+        moved = {name: function(t) for name, t in tensors.items() if t is not None}
+        return replace(self, **moved, visual=visual)
+
+
+class Batcher:
+    """Puts samples side by side, or below one another."""
+
+    def __init__(self, architecture: Architecture, config: DataConfig, pad_id: int) -> None:
+        """
+        Args:
+            architecture: the model's shape.
+            config: lengths and layout.
+            pad_id: token at padding.
+        """
+        self._architecture = architecture
+        self._config = config
+        self._pad_id = pad_id
+
+    def pack(self, samples: Sequence[EncodedSample], skipped: int = 0, dropped: int = 0) -> Batch:
+        """One sequence of `seq_length`: each sample a sub-sequence, and the rest padding.
+
+        Args:
+            samples: whose padded lengths fit together.
+            skipped, dropped: for the counts.
+        """
+        lengths = [self._config.padded(len(sample.input_ids)) for sample in samples]
+        bounds = [0, *accumulate(lengths)]
+        seq_length = self._config.seq_length
+        assert bounds[-1] <= seq_length, "the packer chose more than fits"
+        if bounds[-1] < seq_length:
+            bounds.append(seq_length)
+        cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
+        places = [(0, start) for start in bounds[: len(samples)]]
+        return self._assemble(samples, places, (1, seq_length), cu_seqlens, skipped, dropped)
+
+    def pad(self, samples: Sequence[EncodedSample], skipped: int = 0, dropped: int = 0) -> Batch:
+        """One sample a row, padded on the right."""
+        width = self._config.seq_length
+        if self._config.pad_to_longest:
+            width = self._config.padded(max(len(sample.input_ids) for sample in samples))
+        places = [(row, 0) for row in range(len(samples))]
+        return self._assemble(samples, places, (len(samples), width), None, skipped, dropped)
+
+    def _assemble(
+        self,
+        samples: Sequence[EncodedSample],
+        places: list[tuple[int, int]],
+        shape: tuple[int, int],
+        cu_seqlens: Tensor | None,
+        skipped: int,
+        dropped: int,
+    ) -> Batch:
+        """Write each sample at its (row, column) and index the whole."""
+        input_ids = torch.full(shape, self._pad_id)
+        labels = torch.full(shape, IGNORED)
+        loss_weights = torch.zeros(shape)
+        padding_mask = torch.ones(shape, dtype=torch.bool)
+        for sample, (row, start) in zip(samples, places, strict=True):
+            end = start + len(sample.input_ids)
+            # The last token of a sample predicts nothing: the next one is another sample's.
+            weights = sample.loss_weights[1:]
+            input_ids[row, start:end] = sample.input_ids
+            labels[row, start : end - 1] = sample.input_ids[1:].where(weights > 0, IGNORED)
+            loss_weights[row, start : end - 1] = weights
+            padding_mask[row, start:end] = False
+
+        pixels = Pixels.concatenated([sample.pixels for sample in samples])
+        position_ids, _ = mrope_position_ids(
+            self._architecture,
+            input_ids,
+            pixels.image_grid_thw,
+            pixels.video_grid_thw,
+            attention_mask=~padding_mask,
+            cu_seqlens=cu_seqlens,
+        )
+        visual = visual_inputs(
+            self._architecture,
+            input_ids,
+            pixels.pixel_values,
+            pixels.image_grid_thw,
+            pixels.pixel_values_videos,
+            pixels.video_grid_thw,
+        )
+        return Batch(
+            input_ids=input_ids,
+            labels=labels,
+            loss_weights=loss_weights,
+            position_ids=position_ids,
+            padding_mask=padding_mask,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=None if cu_seqlens is None else int(cu_seqlens.diff().max()),
+            visual=visual,
+            counts=Counts(
+                samples=len(samples),
+                tokens=int((~padding_mask).sum()),
+                capacity=padding_mask.numel(),
+                trained_tokens=int((loss_weights > 0).sum()),
+                images=_rows(pixels.image_grid_thw),
+                videos=_rows(pixels.video_grid_thw),
+                patches=_rows(pixels.pixel_values) + _rows(pixels.pixel_values_videos),
+                skipped=skipped,
+                dropped=dropped,
+            ),
+            names=tuple(sample.name for sample in samples),
+        )
+
+
+def _rows(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else len(tensor)

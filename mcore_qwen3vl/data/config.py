@@ -1,0 +1,123 @@
+"""What the data pipeline is told: lengths, policies and the budgets of images and videos."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mcore_qwen3vl.errors import BadInput
+
+
+@dataclass(frozen=True)
+class MediaLimits:
+    """Budgets of one image or one video. None leaves the checkpoint's own processor setting.
+
+    Pixels are counted after resizing; a token is one merged patch, so a token budget is a pixel
+    budget in other units, and the smaller of the two holds. Video budgets cover the whole clip.
+    """
+
+    image_min_pixels: int | None = None
+    image_max_pixels: int | None = None
+    image_max_tokens: int | None = None
+    video_min_pixels: int | None = None
+    video_max_pixels: int | None = None
+    video_max_tokens: int | None = None
+    video_fps: float | None = None
+    video_max_frames: int | None = None
+
+    def apply(self, processor: Any) -> None:
+        """Set these budgets on an HF ``Qwen3VLProcessor``, in place.
+
+        Raises:
+            BadInput: a lower budget exceeds the upper one.
+        """
+        images, videos = processor.image_processor, processor.video_processor
+        token_pixels = (images.patch_size * images.merge_size) ** 2
+        _set_size(
+            images, "image", self.image_min_pixels, self.image_max_pixels,
+            self.image_max_tokens, token_pixels,
+        )  # fmt: skip
+        # One video token covers temporal_patch_size frames.
+        _set_size(
+            videos, "video", self.video_min_pixels, self.video_max_pixels,
+            self.video_max_tokens, token_pixels * videos.temporal_patch_size,
+        )  # fmt: skip
+        if self.video_fps is not None:
+            videos.fps = self.video_fps
+        if self.video_max_frames is not None:
+            videos.max_frames = self.video_max_frames
+            videos.min_frames = min(videos.min_frames, self.video_max_frames)
+
+
+def _set_size(
+    processor: Any,
+    kind: str,
+    min_pixels: int | None,
+    max_pixels: int | None,
+    max_tokens: int | None,
+    token_pixels: int,
+) -> None:
+    given = [max_pixels, max_tokens and max_tokens * token_pixels]
+    upper = min((pixels for pixels in given if pixels), default=processor.size["longest_edge"])
+    # A budget below the processor's floor lowers the floor, unless the floor was asked for.
+    lower = min_pixels or min(processor.size["shortest_edge"], upper)
+    if lower > upper:
+        raise BadInput(
+            f"The {kind} budget is empty: at least {lower} but at most {upper} pixels. Lower "
+            f"{kind}_min_pixels or raise {kind}_max_pixels (or {kind}_max_tokens)."
+        )
+    processor.size = type(processor.size)(shortest_edge=lower, longest_edge=upper)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """How samples become batches."""
+
+    seq_length: int
+    packing: bool = False
+    """Several samples to a sequence in THD layout; False pads one sample a row."""
+    micro_batch_size: int = 1
+    """Rows of a batch; must be 1 with packing."""
+    pad_to_longest: bool = False
+    """Without packing: pad to the batch's longest row instead of `seq_length`."""
+    length_multiple: int = 1
+    """Every sample (packed) or row (padded) is padded to a multiple of this: 2 x CP for context
+    parallelism, times TP for sequence parallelism."""
+    overlong: Literal["drop", "truncate"] = "drop"
+    """Longer than `seq_length`: leave the sample out, or cut its tail, never inside an image."""
+    packing_buffer: int = 128
+    """Samples among which the packer chooses."""
+    shuffle: bool = True
+    shuffle_buffer: int = 100
+    max_bad_fraction: float = 0.05
+    """Stop when more than this share of the samples is bad."""
+    bad_fraction_floor: int = 100
+    """Below this many samples, the share is taken of this number instead."""
+    document_end: str | None = None
+    """Token text that ends a pretraining document; None is the tokenizer's pad token, which is
+    <|endoftext|> in Qwen's tokenizers."""
+    media: MediaLimits = field(default_factory=MediaLimits)
+
+    def __post_init__(self) -> None:
+        if self.seq_length < 1 or self.micro_batch_size < 1 or self.length_multiple < 1:
+            raise BadInput("seq_length, micro_batch_size and length_multiple must be positive.")
+        if self.seq_length % self.length_multiple:
+            raise BadInput(
+                f"seq_length {self.seq_length} is not a multiple of {self.length_multiple}, which "
+                "the context- and sequence-parallel split needs. Round it."
+            )
+        if self.packing and self.micro_batch_size != 1:
+            raise BadInput(
+                f"micro_batch_size is {self.micro_batch_size} with packing: a packed batch is one "
+                "sequence. Set it to 1 and raise seq_length instead."
+            )
+        if self.packing and self.pad_to_longest:
+            raise BadInput("pad_to_longest has no meaning with packing; leave one of them out.")
+        if not 0 <= self.max_bad_fraction <= 1:
+            raise BadInput(f"max_bad_fraction is {self.max_bad_fraction}; it is a share, 0 to 1.")
+        if self.overlong not in ("drop", "truncate"):
+            raise BadInput(f"overlong is {self.overlong!r}; it is 'drop' or 'truncate'.")
+
+    def padded(self, length: int) -> int:
+        """`length` rounded up to `length_multiple`."""
+        return -(-length // self.length_multiple) * self.length_multiple

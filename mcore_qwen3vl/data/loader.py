@@ -1,0 +1,213 @@
+"""From paths to an endless, sharded, resumable stream of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron.energon import WorkerConfig, get_savable_loader, get_train_dataset
+from megatron.energon.metadataset import traverse_metadataset
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.data.batch import Batch
+from mcore_qwen3vl.data.config import DataConfig
+from mcore_qwen3vl.data.encoder import Qwen3VLTaskEncoder
+from mcore_qwen3vl.data.index import ensure_index
+from mcore_qwen3vl.data.state import from_plain, to_plain
+from mcore_qwen3vl.errors import BadInput
+
+# Energon reads this many samples in a row from one place when it shuffles.
+_RUN_LENGTH = 100
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set and its weight in a blend."""
+
+    path: Path
+    weight: float = 1.0
+
+
+def parse_sources(words: Sequence[str]) -> list[Source]:
+    """Read ``PATH`` or ``WEIGHT PATH WEIGHT PATH ...``, as in Megatron's ``--data-path``.
+
+    Raises:
+        BadInput: numbers and paths do not alternate.
+    """
+    if len(words) == 1:
+        return [Source(Path(words[0]))]
+    weights, paths = words[0::2], words[1::2]
+    try:
+        numbers = [float(weight) for weight in weights]
+    except ValueError:
+        numbers = []
+    if not words or len(numbers) != len(paths) or min(numbers) <= 0:
+        raise BadInput(
+            f"The data path {' '.join(words)!r} is neither one path nor positive weights and paths "
+            "in turn, like '0.3 a.jsonl 0.7 b.jsonl'."
+        )
+    return [Source(Path(path), number) for path, number in zip(paths, numbers, strict=True)]
+
+
+def load_processor(checkpoint: str | Path) -> Any:
+    """The HF processor (tokenizer, image and video processor, chat template) of a checkpoint.
+
+    Raises:
+        BadInput: the directory lacks one of its files.
+    """
+    from transformers import AutoProcessor
+
+    try:
+        return AutoProcessor.from_pretrained(checkpoint, local_files_only=True)
+    # transformers raises OSError, ValueError, KeyError and more for files that are missing.
+    except Exception as error:
+        raise BadInput(
+            f"{checkpoint} holds no usable processor: {error}. Copy the tokenizer, the processor "
+            "configs and chat_template.jinja from the model's repository."
+        ) from error
+
+
+class Loader(Iterator[Batch]):
+    """Endless batches of this data-parallel rank, whose state can be saved and restored.
+
+    Every rank of one model replica (TP x CP x PP) builds it with the same data-parallel rank and
+    gets the same batches.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        architecture: Architecture,
+        processor: Any,
+        config: DataConfig,
+        *,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        num_workers: int = 2,
+        split: Literal["train", "val", "test"] = "train",
+        seed: int = 0,
+        checkpoint_every_seconds: float = 60.0,
+    ) -> None:
+        """
+        Args:
+            sources: data sets and their weights. JSONL files have no splits.
+            architecture: the model's shape.
+            processor: of :func:`load_processor`; its budgets are changed as `config` says.
+            config: lengths, layout and policies.
+            dp_rank, dp_size: place among the data-parallel ranks; each reads its own shard.
+            num_workers: processes that prepare batches; 0 prepares them in this one.
+            split: part of WebDatasets and metadatasets.
+            seed: of the shuffling.
+            checkpoint_every_seconds: how often a worker notes its state. Resuming redoes and
+                discards what it prepared since.
+
+        Raises:
+            BadInput: a data set is missing or empty, or leaves a worker of this rank without data.
+        """
+        self._place = {"rank": dp_rank, "world_size": dp_size, "num_workers": num_workers}
+        encoder = Qwen3VLTaskEncoder(architecture, processor, config)
+        workers = WorkerConfig(
+            rank=dp_rank,
+            world_size=dp_size,
+            num_workers=num_workers,
+            seed_offset=seed,
+            global_error_handler=encoder.guard.on_error,
+        )
+        for source in sources:
+            _ensure_indexes(source.path, split)
+        dataset = get_train_dataset(
+            _energon_path(sources, split),
+            split_part=split,
+            worker_config=workers,
+            task_encoder=encoder,
+            batch_size=None if config.packing else config.micro_batch_size,
+            batch_drop_last=True,
+            packing_buffer_size=config.packing_buffer if config.packing else None,
+            shuffle_buffer_size=config.shuffle_buffer if config.shuffle else None,
+            shuffle_over_epochs_multiplier=1 if config.shuffle else None,
+            max_samples_per_sequence=_RUN_LENGTH if config.shuffle else None,
+            **({} if config.shuffle else {"parallel_shard_iters": 1}),
+        )
+        if not all(dataset.len_worker(worker) for worker in range(max(num_workers, 1))):
+            raise BadInput(
+                f"The data of {', '.join(str(s.path) for s in sources)} is fewer samples than the "
+                f"{dp_size} data-parallel ranks with {max(num_workers, 1)} data workers each. "
+                "Lower --num-workers or the data-parallel size, or add data."
+            )
+        self._loader = get_savable_loader(
+            dataset,
+            checkpoint_every_sec=checkpoint_every_seconds,
+            watchdog_timeout_seconds=None,
+        )
+        self._iterator: Iterator[Batch] | None = None
+
+    def __iter__(self) -> Loader:
+        return self
+
+    def __next__(self) -> Batch:
+        """
+        Raises:
+            BadInput: too many samples were bad.
+        """
+        if self._iterator is None:
+            self._iterator = iter(self._loader)
+        try:
+            return next(self._iterator)
+        except BadInput as error:
+            raise BadInput(_without_traceback(error)) from None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this rank's stream stands, as plain data; the next batch is the first after it."""
+        return {**self._place, "loader": to_plain(self._loader.save_state_rank())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where :meth:`state_dict` was taken; before the first batch is asked for.
+
+        Raises:
+            BadInput: the state is another rank's, or of another number of ranks or workers.
+        """
+        saved = {name: state[name] for name in self._place}
+        if saved != self._place:
+            raise BadInput(
+                f"The data state is that of rank {saved['rank']} of {saved['world_size']} with "
+                f"{saved['num_workers']} workers, but this is rank {self._place['rank']} of "
+                f"{self._place['world_size']} with {self._place['num_workers']}. Set "
+                f"--num-workers to {saved['num_workers']}, and redistribute the states of all "
+                "ranks when the data-parallel size changes."
+            )
+        restored = from_plain(state["loader"])
+        self._loader.restore_state_rank(restored)
+        if restored is not None and self._place["num_workers"] > 0:
+            # Energon counts a worker's batches from the state it noted, and forgets those it
+            # emitted since: saving again before that worker's next batch would repeat them.
+            self._loader._worker_sample_counters = [
+                (worker.state.sample_index if worker.state else 0) + worker.offset - 1
+                for worker in restored.worker_states
+            ]
+
+
+def _ensure_indexes(path: Path, split: str) -> None:
+    """Of a data set, or of all those that a metadataset names."""
+    ensure_index(path)
+    if path.suffix in (".yaml", ".yml"):
+        for leaf in traverse_metadataset(path.absolute(), split_part=split):
+            ensure_index(Path(str(leaf.path)))
+
+
+def _energon_path(sources: Sequence[Source], split: str) -> Any:
+    """One path, or a blend of several in energon's own terms."""
+    if len(sources) == 1:
+        return sources[0].path.absolute()
+    blend = [{"path": str(s.path.absolute()), "weight": s.weight} for s in sources]
+    return {
+        "__module__": "megatron.energon",
+        "__class__": "MetadatasetV2",
+        "splits": {split: {"blend": blend}},
+    }
+
+
+def _without_traceback(error: BadInput) -> str:
+    """The message alone: one from a worker process arrives wrapped in that process's traceback."""
+    return str(error).rsplit("BadInput: ", 1)[-1].strip()

@@ -1,0 +1,36 @@
+"""Choose which samples share a sequence."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+
+def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Best-fit decreasing: the longest item first, into the bin it fills best.
+
+    At most 11/9 of the fewest bins possible, plus one (Johnson, "Near-optimal bin packing
+    algorithms", 1973).
+
+    Args:
+        lengths: of the items, each from 1 to `capacity`.
+        capacity: of a bin.
+
+    Returns:
+        The items' indices, bin by bin. Within a bin and by their first item the bins keep the
+        order of `lengths`, so that packing does not sort training by length.
+    """
+    bins: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # (room left, bin), ascending
+    for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        length = lengths[item]
+        place = bisect_left(rooms, (length, -1))
+        if place == len(rooms):
+            bins.append([item])
+            room, index = capacity, len(bins) - 1
+        else:
+            room, index = rooms.pop(place)
+            bins[index].append(item)
+        left = (room - length, index)
+        rooms.insert(bisect_left(rooms, left), left)
+    return sorted(sorted(items) for items in bins)

@@ -1,0 +1,198 @@
+"""Tokens, loss weights and placeholders of one sample, before any pixel is decoded.
+
+HF's processor writes every placeholder token out and then tokenises the long text. The same
+tokens come out, much faster, when the short text is tokenised and the placeholders are repeated
+afterwards: special tokens are cut out before the text around them is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.video_utils import VideoMetadata
+
+from mcore_qwen3vl.data.bad_samples import BadSample, OverlongSample
+from mcore_qwen3vl.data.config import DataConfig
+from mcore_qwen3vl.data.media import Media, image_size, probe_video
+from mcore_qwen3vl.data.template import Rendered
+
+
+@dataclass(frozen=True)
+class PlannedMedia:
+    """One image or video of a sample: what it will be once decoded, and where it goes."""
+
+    media: Media
+    patches: int
+    frames: int  # frames or, for videos, pairs of frames: the first number of grid_thw
+    metadata: VideoMetadata | None  # videos: with the indices of the frames to decode
+    start: int  # tokens [start, end) hold its placeholders and all that brackets them
+    end: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A sample of T tokens."""
+
+    input_ids: np.ndarray  # (T,) int64
+    loss_weights: np.ndarray  # (T,) float32: how much predicting this token counts
+    media: list[PlannedMedia]
+
+    def token_tensor(self) -> Tensor:
+        return torch.from_numpy(self.input_ids)
+
+    def weight_tensor(self) -> Tensor:
+        return torch.from_numpy(self.loss_weights)
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """A media's size, before its place is known."""
+
+    media: Media
+    patches: int
+    frames: int
+    metadata: VideoMetadata | None
+    replacement: str  # what the processor puts for it, one placeholder a frame
+
+
+class Planner:
+    """Tokenises rendered records exactly as HF's processor would."""
+
+    def __init__(self, processor: Any, config: DataConfig) -> None:
+        """
+        Args:
+            processor: HF ``Qwen3VLProcessor``, its budgets already set.
+            config: lengths and policies.
+        """
+        self._processor = processor
+        self._config = config
+        self._tokens = {"image": processor.image_token, "video": processor.video_token}
+        self._merged = processor.image_processor.merge_size**2
+
+    def plan(self, rendered: Rendered) -> Plan:
+        """
+        Raises:
+            BadSample: media are unreadable, or the text's placeholders do not match them.
+            OverlongSample: too long, and the policy is to drop.
+        """
+        self._check_placeholders(rendered)
+        measured = [self._measure(media) for media in rendered.media]
+        return self._fit(self._tokenise(rendered, measured))
+
+    def _check_placeholders(self, rendered: Rendered) -> None:
+        for kind, token in self._tokens.items():
+            given = sum(media.kind == kind for media in rendered.media)
+            found = rendered.text.count(token)
+            if found != given:
+                raise BadSample(
+                    f"the rendered text holds {found} {kind} placeholders for {given} {kind}s; "
+                    f"does a message contain {token} literally?"
+                )
+
+    def _measure(self, media: Media) -> _Measured:
+        if media.kind == "image":
+            height, width = image_size(media)
+            patches = self._processor.image_processor.get_number_of_image_patches(height, width)
+            return _Measured(media, patches, 1, None, self._tokens["image"])
+        return self._measure_video(media)
+
+    def _measure_video(self, media: Media) -> _Measured:
+        videos = self._processor.video_processor
+        metadata = probe_video(media)
+        metadata.frames_indices = videos.sample_frames(metadata)
+        sampled = len(metadata.frames_indices)
+        patches = videos.get_num_of_video_patches(sampled, metadata.height, metadata.width)
+        frames = -(-sampled // videos.temporal_patch_size)
+        # The processor's own text for a video whose frames are one merged patch each.
+        grid = torch.tensor([[frames, videos.merge_size, videos.merge_size]])
+        text = self._processor.replace_video_token(
+            {"video_grid_thw": grid, "video_metadata": [metadata]}, 0
+        )
+        return _Measured(media, patches, frames, metadata, text)
+
+    def _tokenise(self, rendered: Rendered, measured: list[_Measured]) -> Plan:
+        texts, replaced = self._processor.get_text_with_replacements(
+            [rendered.text],
+            [m.replacement for m in measured if m.media.kind == "image"],
+            [m.replacement for m in measured if m.media.kind == "video"],
+        )
+        encoded = self._processor.tokenizer(
+            texts[0], add_special_tokens=False, return_offsets_mapping=True
+        )
+        ids = np.array(encoded["input_ids"], np.int64)  # (t,) before placeholders are repeated
+        begins, ends = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2).T
+
+        weights = np.zeros(len(ids), np.float32)
+        for span in rendered.spans:
+            start, end = _moved(span.start, replaced[0]), _moved(span.end, replaced[0])
+            # Overlap, as in HF's own assistant mask.
+            weights[(begins < end) & (ends > start)] = span.weight
+
+        repeats = self._repeats(ids, measured)
+        bounds = np.concatenate([[0], np.cumsum(repeats)])  # (t + 1,) of each token, repeated
+        planned = []
+        for item, place in zip(measured, replaced[0], strict=True):
+            inside = self._bracketed(texts[0], *place["new_span"])
+            within = np.flatnonzero((begins < inside[1]) & (ends > inside[0]))
+            weights[within] = 0
+            start, end = bounds[within[0]], bounds[within[-1] + 1]
+            planned.append(
+                PlannedMedia(item.media, item.patches, item.frames, item.metadata, start, end)
+            )
+        return Plan(np.repeat(ids, repeats), np.repeat(weights, repeats), planned)
+
+    def _repeats(self, ids: np.ndarray, measured: list[_Measured]) -> np.ndarray:
+        """(t,) how often each token stands: once, but for placeholders."""
+        repeats = np.ones(len(ids), np.int64)
+        for kind, token_id in (
+            ("image", self._processor.image_token_id),
+            ("video", self._processor.video_token_id),
+        ):
+            items = [m for m in measured if m.media.kind == kind]
+            counts = [[m.patches // m.frames // self._merged] * m.frames for m in items]
+            repeats[ids == token_id] = np.concatenate([[], *counts]).astype(np.int64)
+        return repeats
+
+    def _bracketed(self, text: str, start: int, end: int) -> tuple[int, int]:
+        """The characters of one media, with the vision tokens around it."""
+        opening = self._processor.vision_start_token
+        closing = self._processor.vision_end_token
+        if text[:start].endswith(opening) and text[end:].startswith(closing):
+            return start - len(opening), end + len(closing)
+        return start, end
+
+    def _fit(self, plan: Plan) -> Plan:
+        """Apply the over-length policy."""
+        length, limit = len(plan.input_ids), self._config.seq_length
+        if length > limit:
+            if self._config.overlong == "drop":
+                raise OverlongSample(f"{length} tokens, more than seq_length {limit}.")
+            plan = truncate(plan, limit)
+        # The first token is never predicted.
+        if not plan.loss_weights[1:].any():
+            raise BadSample(
+                f"no trained token is left in the first {limit} of its {length} tokens."
+                if length > limit
+                else "no token of it is trained."
+            )
+        return plan
+
+
+def truncate(plan: Plan, limit: int) -> Plan:
+    """The first `limit` tokens, or fewer where that would cut an image or a video in two."""
+    cut = next((item.start for item in plan.media if item.start < limit < item.end), limit)
+    media = [item for item in plan.media if item.end <= cut]
+    return Plan(plan.input_ids[:cut], plan.loss_weights[:cut], media)
+
+
+def _moved(position: int, replacements: list[dict[str, Any]]) -> int:
+    """A character's place after the placeholders before it were replaced."""
+    return position + sum(
+        len(r["replacement"]) - (r["span"][1] - r["span"][0])
+        for r in replacements
+        if r["span"][1] <= position
+    )

@@ -1,0 +1,38 @@
+"""The stages of a sample on its way through energon; each keeps energon's bookkeeping fields."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.energon import Sample, edataclass
+
+from mcore_qwen3vl.data.media import MediaFolder
+from mcore_qwen3vl.data.pixels import Pixels
+from mcore_qwen3vl.data.planning import Plan
+
+
+@edataclass
+class RawSample(Sample):
+    """As read."""
+
+    record: Any
+    folder: MediaFolder
+
+
+@edataclass
+class PlannedSample(Sample):
+    """Tokenised; its media are measured but not decoded. Waits in the packing buffer."""
+
+    plan: Plan
+    name: str
+
+
+@edataclass
+class EncodedSample(Sample):
+    """Ready to be batched."""
+
+    input_ids: torch.Tensor  # (T,) int64
+    loss_weights: torch.Tensor  # (T,) float32, of the token itself
+    pixels: Pixels
+    name: str

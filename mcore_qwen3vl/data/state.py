@@ -1,0 +1,148 @@
+"""A loader's state as plain data, and its redistribution over another number of ranks.
+
+Energon's state is a tree of its own classes, which a restricted unpickler refuses. Here it becomes
+dictionaries, lists, numbers, bytes and tensors, so that ``torch.load(weights_only=True)`` reads
+it, alone or inside a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.energon.flavors.webdataset.sample_loader import SliceState
+from megatron.energon.rng import SystemRngState
+from megatron.energon.savable_loader import (
+    SavableDataLoaderState,
+    SavableDatasetCheckpoint,
+    SavableDatasetState,
+)
+from megatron.energon.state import FlexState
+
+from mcore_qwen3vl.errors import BadInput
+
+_CLASSES: dict[str, type] = {
+    cls.__name__: cls
+    for cls in (
+        SavableDataLoaderState,
+        SavableDatasetCheckpoint,
+        SavableDatasetState,
+        SystemRngState,
+        SliceState,
+        FlexState,
+    )
+}
+_CLASS = "$class"
+
+
+def to_plain(state: Any) -> Any:
+    """Energon's state without its classes.
+
+    Raises:
+        TypeError: energon's state holds a type that this module does not know.
+    """
+    if is_dataclass(state) and not isinstance(state, type) and type(state).__name__ in _CLASSES:
+        values = {field.name: to_plain(getattr(state, field.name)) for field in fields(state)}
+        return {_CLASS: type(state).__name__, **values}
+    if isinstance(state, Mapping):
+        kind = {_CLASS: "FlexState"} if isinstance(state, FlexState) else {}
+        return kind | {key: to_plain(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(to_plain(item) for item in state)
+    if isinstance(state, np.ndarray):
+        return {_CLASS: "ndarray", "dtype": str(state.dtype), "values": state.tolist()}
+    if state is None or isinstance(state, bool | int | float | str | bytes | torch.Tensor):
+        return state
+    raise TypeError(f"energon's loader state holds a {type(state)}; this version is not supported")
+
+
+def from_plain(plain: Any) -> Any:
+    """The inverse of :func:`to_plain`."""
+    if isinstance(plain, dict):
+        values = {key: from_plain(value) for key, value in plain.items() if key != _CLASS}
+        name = plain.get(_CLASS)
+        if name is None:
+            return values
+        if name == "ndarray":
+            return np.array(values["values"], values["dtype"])
+        if name == "FlexState":
+            state = FlexState()
+            state.update(values)
+            return state
+        return _CLASSES[name](**values)
+    if isinstance(plain, list | tuple):
+        return type(plain)(from_plain(item) for item in plain)
+    return plain
+
+
+def redistribute(states: list[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
+    """Give the data workers of all ranks to another number of ranks.
+
+    A data worker's stream cannot be cut, so the number of workers in all must stay: each new
+    rank runs ``workers in all / world_size`` of them. No sample is lost or repeated; how the
+    workers' batches interleave into global batches changes.
+
+    Args:
+        states: what every data-parallel rank saved, in rank order.
+        world_size: data-parallel ranks to resume on.
+
+    Returns:
+        One state a new rank.
+
+    Raises:
+        BadInput: the workers cannot be dealt out evenly, or the states were saved without worker
+            processes, or are not those of one run.
+    """
+    if [s["rank"] for s in states] != list(range(states[0]["world_size"])):
+        raise BadInput(
+            f"The loader states are of ranks {[s['rank'] for s in states]}; all "
+            f"{states[0]['world_size']} data-parallel ranks of the saved run are needed, in order."
+        )
+    if world_size == len(states):
+        return states
+    workers = states[0]["num_workers"]
+    total = workers * len(states)
+    if workers == 0 or total % world_size:
+        raise BadInput(
+            f"The data state was saved by {len(states)} data-parallel ranks with {workers} worker "
+            f"processes each and cannot be dealt out to {world_size} ranks: their number in all "
+            "must stay, and each must have at least one. Resume with a data-parallel size that "
+            "divides it, or start the data anew."
+        )
+    per_rank = total // world_size
+    streams = [worker for s in states for worker in _worker_states(s)]
+    return [
+        {
+            "rank": rank,
+            "world_size": world_size,
+            "num_workers": per_rank,
+            "loader": {
+                **_loader_state(states[0], per_rank),
+                "worker_states": streams[rank * per_rank : (rank + 1) * per_rank],
+                "next_worker_id": 0,
+            },
+        }
+        for rank in range(world_size)
+    ]
+
+
+def _worker_states(state: dict[str, Any]) -> list[Any]:
+    """In the order in which they come next."""
+    loader = _loader_state(state, state["num_workers"])
+    return loader["worker_states"]
+
+
+def _loader_state(state: dict[str, Any], workers: int) -> dict[str, Any]:
+    if state["loader"] is not None:
+        return state["loader"]
+    # Nothing was read before saving: every worker starts at its beginning.
+    fresh = {_CLASS: "SavableDatasetCheckpoint", "state": None, "offset": 0}
+    return {
+        _CLASS: "SavableDataLoaderState",
+        "worker_states": [fresh] * workers,
+        "next_worker_id": 0,
+        "micro_batch_size": None,
+    }

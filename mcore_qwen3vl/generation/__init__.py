@@ -1,0 +1,6 @@
+"""Text from images, videos and prompts: prefill once, then decode with a key/value cache."""
+
+from mcore_qwen3vl.generation.generate import Generation, generate
+from mcore_qwen3vl.generation.sampling import load_generation_config
+
+__all__ = ["Generation", "generate", "load_generation_config"]

@@ -1,0 +1,214 @@
+"""Answer conversations with a model on any layout without CP and VPP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import GenerationConfig, TextStreamer
+
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.generation.cached_model import CachedModel, inference
+from mcore_qwen3vl.generation.prompts import Conversation, Prompts, encode_prompts
+from mcore_qwen3vl.generation.sampling import Sampler, pad_token, stop_tokens
+from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+
+Stream = Callable[[int, str], None]
+"""Called with the number of a conversation and the text that was added to its answer."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One answer."""
+
+    text: str  # without special tokens
+    token_ids: list[int]  # up to and including the stop token
+    prompt_tokens: int
+    finish_reason: Literal["stop", "length"]
+
+
+def generate(
+    models: Qwen3VLModel | Sequence[Qwen3VLModel],
+    processor: Any,
+    conversations: Sequence[Conversation],
+    *,
+    max_new_tokens: int = 128,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    seed: int | None = None,
+    stream: Stream | None = None,
+    generation_config: GenerationConfig | None = None,
+) -> list[Generation]:
+    """Answer a batch of conversations; a collective of all ranks, with equal arguments on each.
+
+    Every data-parallel replica answers all conversations, so that the ranks of an expert-parallel
+    group take the same steps. The tokens are chosen on one rank and sent to the others.
+
+    Args:
+        models: this rank's only chunk, or a list of it.
+        processor: HF ``Qwen3VLProcessor`` of the checkpoint.
+        conversations: see :func:`mcore_qwen3vl.generation.prompts.encode_prompts`; they may differ
+            in length, and are padded on the left.
+        max_new_tokens: tokens after which an answer is cut off.
+        temperature, top_p, top_k, seed: see :class:`mcore_qwen3vl.generation.sampling.Sampler`.
+        stream: called as answers grow, on every rank that passes one.
+        generation_config: stop tokens and defaults of sampling, from
+            :func:`mcore_qwen3vl.generation.sampling.load_generation_config`.
+
+    Returns:
+        The answers in the order of the conversations, on every rank.
+
+    Raises:
+        BadInput: VPP or CP, values out of range, unreadable media, or too long a prompt.
+    """
+    model = _only_chunk(models)
+    prompts = encode_prompts(
+        model.architecture,
+        processor,
+        conversations,
+        multiple_of=model.pg_collection.tp.size() if model.config.sequence_parallel else 1,
+    )
+    config = generation_config or GenerationConfig()
+    sampler = Sampler(
+        config,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        device=next(model.parameters()).device,
+    )
+    _check_lengths(model, prompts, max_new_tokens)
+    streamers = [_Streamer(processor.tokenizer, i, stream) for i in range(len(conversations))]
+    answers = decode(
+        model,
+        prompts,
+        sampler,
+        max_new_tokens=max_new_tokens,
+        stop=stop_tokens(config, processor.tokenizer),
+        pad=pad_token(config, processor.tokenizer),
+        streamers=streamers if stream else [],
+    )
+    return [
+        Generation(
+            processor.tokenizer.decode(answer.token_ids, skip_special_tokens=True),
+            answer.token_ids,
+            length,
+            "stop" if answer.stopped else "length",
+        )
+        for answer, length in zip(answers, prompts.lengths, strict=True)
+    ]
+
+
+@dataclass
+class Answer:
+    """Tokens so far, and whether a stop token was among them."""
+
+    token_ids: list[int]
+    stopped: bool = False
+
+
+def decode(
+    model: Qwen3VLModel,
+    prompts: Prompts,
+    sampler: Sampler,
+    *,
+    max_new_tokens: int,
+    stop: set[int],
+    pad: int,
+    streamers: Sequence[TextStreamer] = (),
+) -> list[Answer]:
+    """Prefill, then one token a step until every answer has stopped; arguments as above."""
+    answers = [Answer([]) for _ in prompts.lengths]
+    with inference(model):
+        cache = CachedModel(model, prompts, max_new_tokens)
+        source = _choosing_rank(model, cache.device)
+        sequences = prompts.input_ids.to(cache.device)  # (B, S + generated)
+        logits = cache.prefill()
+        for step in range(max_new_tokens):
+            tokens = _agree(sampler, sequences, logits, source, cache.device)
+            active = torch.tensor([not answer.stopped for answer in answers], device=cache.device)
+            tokens = torch.where(active, tokens, pad)
+            sequences = torch.cat([sequences, tokens[:, None]], dim=1)
+            _append(answers, tokens.tolist(), stop, streamers)
+            if all(answer.stopped for answer in answers) or step == max_new_tokens - 1:
+                break
+            logits = cache.decode(tokens)
+    for streamer, answer in zip(streamers, answers, strict=False):
+        if not answer.stopped:
+            streamer.end()
+    return answers
+
+
+def _append(
+    answers: list[Answer], tokens: list[int], stop: set[int], streamers: Sequence[TextStreamer]
+) -> None:
+    for i, (answer, token) in enumerate(zip(answers, tokens, strict=True)):
+        if answer.stopped:
+            continue
+        answer.token_ids.append(token)
+        answer.stopped = token in stop
+        if streamers:
+            streamers[i].put(torch.tensor([token]))
+            if answer.stopped:
+                streamers[i].end()
+
+
+def _choosing_rank(model: Qwen3VLModel, device: torch.device) -> int:
+    """The first rank that holds the logits."""
+    rank = dist.get_rank() if model.post_process else dist.get_world_size()
+    lowest = torch.tensor(rank, device=device)
+    dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
+    return int(lowest)
+
+
+def _agree(
+    sampler: Sampler, sequences: Tensor, logits: Tensor | None, source: int, device: torch.device
+) -> Tensor:
+    """The (B,) next tokens, chosen on rank `source`."""
+    if dist.get_rank() == source:
+        assert logits is not None
+        tokens = sampler.choose(sequences, logits)
+    else:
+        tokens = torch.empty(len(sequences), dtype=torch.int64, device=device)
+    dist.broadcast(tokens, source)
+    return tokens
+
+
+class _Streamer(TextStreamer):
+    """HF's incremental detokeniser, which hands on whole words, for one of several answers."""
+
+    def __init__(self, tokenizer: Any, number: int, stream: Stream | None) -> None:
+        super().__init__(tokenizer, skip_special_tokens=True)
+        self._number, self._stream = number, stream
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        if text and self._stream is not None:
+            self._stream(self._number, text)
+
+
+def _only_chunk(models: Qwen3VLModel | Sequence[Qwen3VLModel]) -> Qwen3VLModel:
+    chunks = list(models) if isinstance(models, Sequence) else [models]
+    if len(chunks) != 1:
+        raise BadInput(
+            f"This rank holds {len(chunks)} virtual pipeline chunks; generation takes one prompt "
+            "batch through the pipeline at a time and gains nothing from them: load with VPP 1."
+        )
+    if chunks[0].pg_collection.cp.size() > 1:
+        raise BadInput("Generation does not divide sequences over CP: load with CP 1.")
+    return chunks[0]
+
+
+def _check_lengths(model: Qwen3VLModel, prompts: Prompts, max_new_tokens: int) -> None:
+    if max_new_tokens < 1:
+        raise BadInput(f"max_new_tokens is {max_new_tokens}: ask for at least one.")
+    limit, longest = model.architecture.max_position_embeddings, max(prompts.lengths)
+    if longest + max_new_tokens > limit:
+        raise BadInput(
+            f"The longest prompt has {longest} tokens; with {max_new_tokens} new ones it exceeds "
+            f"the model's {limit} positions. Lower max_new_tokens or shrink the images."
+        )

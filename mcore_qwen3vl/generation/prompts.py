@@ -1,0 +1,145 @@
+"""From conversations to one left-padded batch, through the checkpoint's own processor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from transformers.image_utils import load_image
+from transformers.video_utils import VideoMetadata
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.data.bad_samples import BadSample
+from mcore_qwen3vl.data.media import Media, load_frames, probe_video
+from mcore_qwen3vl.data.positions import mrope_position_ids
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.model.inputs import VisualInputs, visual_inputs
+
+Conversation = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """B prompts, padded on the left to S tokens. All tensors are on the CPU."""
+
+    input_ids: Tensor  # (B, S) int64
+    attention_mask: Tensor  # (B, S) int64, 0 for padding
+    position_ids: Tensor  # (3, B, S) int64
+    next_position: Tensor  # (B,) int64: on all axes, of the first token to generate
+    visual: VisualInputs | None
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each prompt, without padding."""
+        return self.attention_mask.sum(1).tolist()
+
+
+def encode_prompts(
+    architecture: Architecture,
+    processor: Any,
+    conversations: Sequence[Conversation],
+    *,
+    multiple_of: int = 1,
+) -> Prompts:
+    """Render, tokenise, load images and videos, and compute positions.
+
+    Args:
+        architecture: the model's shape.
+        processor: HF ``Qwen3VLProcessor`` of the checkpoint.
+        conversations: of each prompt the messages, as HF's chat templates take them. An image is
+            ``{"type": "image", "image": path, URL or PIL image}``; a video is ``{"type": "video",
+            "video": path, or a pair of frames (F, H, W, 3) and ``VideoMetadata``}``.
+        multiple_of: S is rounded up to a multiple of this.
+
+    Raises:
+        BadInput: no conversation, no chat template, or media that cannot be read.
+    """
+    if not conversations:
+        raise BadInput("There is no conversation to answer: pass at least one.")
+    if not processor.chat_template:
+        raise BadInput(
+            "The processor has no chat template: copy chat_template.jinja from the checkpoint's "
+            "repository beside its tokenizer."
+        )
+    texts = [
+        processor.apply_chat_template(list(conversation), add_generation_prompt=True)
+        for conversation in conversations
+    ]
+    images = [_image(part) for part in _parts(conversations, "image")]
+    videos = [_video(part, processor) for part in _parts(conversations, "video")]
+    inputs = processor(
+        text=texts,
+        images=images or None,
+        videos=[frames for frames, _ in videos] or None,
+        video_metadata=[metadata for _, metadata in videos] or None,
+        do_sample_frames=False,  # they are sampled while they are decoded
+        padding=True,
+        padding_side="left",
+        pad_to_multiple_of=multiple_of,
+        return_tensors="pt",
+    )
+    return prompts_from_inputs(architecture, inputs)
+
+
+def prompts_from_inputs(architecture: Architecture, inputs: Mapping[str, Tensor]) -> Prompts:
+    """Prompts of what an HF processor returned, padded on the left."""
+    input_ids, attention_mask = inputs["input_ids"], inputs["attention_mask"]
+    image_grid, video_grid = inputs.get("image_grid_thw"), inputs.get("video_grid_thw")
+    position_ids, deltas = mrope_position_ids(
+        architecture, input_ids, image_grid, video_grid, attention_mask
+    )
+    return Prompts(
+        input_ids,
+        attention_mask,
+        position_ids,
+        attention_mask.sum(1) + deltas.squeeze(1),
+        visual_inputs(
+            architecture,
+            input_ids,
+            inputs.get("pixel_values"),
+            image_grid,
+            inputs.get("pixel_values_videos"),
+            video_grid,
+        ),
+    )
+
+
+def _parts(conversations: Sequence[Conversation], kind: str) -> Iterator[Any]:
+    """What the images or videos of all conversations refer to, in order."""
+    for conversation in conversations:
+        for message in conversation:
+            content = message["content"]
+            for part in [] if isinstance(content, str) else content:
+                if part.get("type") == kind:
+                    reference = next((part[k] for k in (kind, "path", "url") if k in part), None)
+                    if reference is None:
+                        raise BadInput(f"A message has an {kind} part without {kind!r}: {part}.")
+                    yield str(reference) if isinstance(reference, Path) else reference
+
+
+def _image(reference: Any) -> Any:
+    try:
+        return load_image(reference)
+    except (OSError, ValueError, TypeError) as error:
+        raise BadInput(f"Image {reference!r:.120} cannot be read: {error}") from error
+
+
+def _video(reference: Any, processor: Any) -> tuple[np.ndarray, VideoMetadata]:
+    """Frames as the processor samples them from the video's own rate and length."""
+    if isinstance(reference, tuple):
+        frames, metadata = reference
+        if metadata.frames_indices is None:
+            metadata.frames_indices = list(range(len(frames)))
+        return frames, metadata
+
+    media = Media("video", Path(reference), str(reference))
+    try:
+        metadata = probe_video(media)
+        metadata.frames_indices = processor.video_processor.sample_frames(metadata)
+        return load_frames(media, metadata.frames_indices), metadata
+    except (BadSample, ValueError) as error:  # too short to sample from
+        raise BadInput(f"Video {str(reference)!r:.120} cannot be read: {error}") from error

@@ -1,0 +1,1 @@
+"""The network: Qwen3-VL as a Megatron-Core model."""

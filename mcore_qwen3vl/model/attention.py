@@ -1,0 +1,247 @@
+"""Core attention of the ``torch`` layer spec: causal, grouped queries, CP and packed sequences.
+
+Everything is one operation, causal attention of a run of queries over the run of keys that ends
+with the last query. A sample is one such segment; under CP it is two, one for each chunk that the
+rank holds, with exactly the keys that they may see. No S x S mask is made unless padding asks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from inspect import signature
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.varlen import varlen_attn
+
+from mcore_qwen3vl.model.inputs import to_device
+from mcore_qwen3vl.model.sequence import local_positions
+
+
+@dataclass
+class PackedSequence(PackedSeqParams):
+    """mcore's packing parameters, with the bounds of the samples on the host too."""
+
+    bounds: tuple[int, ...] = ()  # from 0 to the full length, padding included
+
+    @classmethod
+    def of(cls, params: PackedSeqParams, device: torch.device) -> PackedSequence:
+        """Complete `params` for both layer specs.
+
+        Args:
+            params: with ``cu_seqlens_q``, or ``cu_seqlens_q_padded`` where samples end in padding.
+                On the host they cost nothing; on the device, one synchronisation.
+            device: where the attention kernels read them.
+        """
+        if isinstance(params, cls):
+            return params
+        given = {f.name: getattr(params, f.name) for f in fields(PackedSeqParams)}
+        padded = params.cu_seqlens_q_padded
+        cu_seqlens = (params.cu_seqlens_q if padded is None else padded).to("cpu", torch.int32)
+        longest = int(cu_seqlens.diff().max())
+        defaults = {
+            "qkv_format": "thd",
+            "cu_seqlens_kv": params.cu_seqlens_q,
+            "cu_seqlens_kv_padded": padded,
+            "max_seqlen_q": longest,
+            "max_seqlen_kv": longest,
+        }
+        given |= {name: value for name, value in defaults.items() if given[name] is None}
+        for name, value in given.items():
+            if isinstance(value, Tensor):
+                given[name] = to_device(value, device)
+        return cls(**given, bounds=tuple(cu_seqlens.tolist()))
+
+
+@dataclass(frozen=True)
+class Segments:
+    """How one rank's queries fall into runs, and which keys each run sees."""
+
+    query_lengths: tuple[int, ...]
+    key_lengths: tuple[int, ...]
+    key_rows: Tensor | None  # (sum of key_lengths,) rows of the gathered keys; None: all, in order
+
+    def cu_seqlens(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Cumulative query and key lengths, (segments + 1,) int32 each."""
+        bounds = torch.tensor([self.query_lengths, self.key_lengths]).cumsum(1)
+        queries, keys = to_device(F.pad(bounds, (1, 0)).int(), device)
+        return queries, keys
+
+
+@lru_cache(maxsize=16)  # every layer of a micro-batch asks the same
+def causal_segments(
+    bounds: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.device
+) -> Segments:
+    """The segments of the samples within `bounds` that this CP rank computes.
+
+    Args:
+        bounds: 0, the end of each sample, the last being the full length.
+        cp_size: size of the context-parallel group; keys of all its ranks are gathered in order.
+        cp_rank: rank in it.
+        device: where `Segments.key_rows` is used.
+    """
+    samples = [(start, stop) for start, stop in pairwise(bounds) if stop > start]
+    if cp_size == 1:
+        lengths = tuple(stop - start for start, stop in samples)
+        return Segments(lengths, lengths, None)
+    query_lengths, key_lengths, keys = [], [], []
+    for start, stop in samples:
+        chunk = (stop - start) // (2 * cp_size)
+        for number in (cp_rank, 2 * cp_size - 1 - cp_rank):
+            query_lengths.append(chunk)
+            key_lengths.append((number + 1) * chunk)
+            keys.append(torch.arange(start, start + key_lengths[-1]))
+    cu_seqlens = torch.tensor(bounds)
+    gathered = torch.cat(
+        [
+            local_positions(bounds[-1], cp_size=cp_size, cp_rank=rank, cu_seqlens=cu_seqlens)
+            for rank in range(cp_size)
+        ]
+    )  # (S,) positions in the order in which the ranks' keys arrive
+    rows = gathered.argsort()[torch.cat(keys)]
+    return Segments(tuple(query_lengths), tuple(key_lengths), to_device(rows, device))
+
+
+class TorchAttention(MegatronModule):
+    """``core_attention`` without Transformer Engine; mcore's own has neither CP nor packing.
+
+    Under CP the keys and values of all ranks are gathered, and their gradients are summed and
+    scattered back, so each rank computes its queries' attention alone.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.softmax_scale = softmax_scale
+        groups = pg_collection
+        self.cp_group = groups.cp if groups else parallel_state.get_context_parallel_group()
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Causal attention; a query sees the keys of its own sample up to itself.
+
+        Args:
+            query: (s, B, heads, D) queries of this rank's positions, or (t, heads, D) packed.
+            key: (s, B, groups, D) or (t, groups, D).
+            value: as `key`.
+            attention_mask: (B, S) bool, True for tokens and False for padding, or None.
+            packed_seq_params: bounds of the packed samples.
+
+        Returns:
+            (s, B, heads * D), or (t, heads * D) packed.
+        """
+        if packed_seq_params is not None:
+            query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        size, rank = self.cp_group.size(), self.cp_group.rank()
+        if packed_seq_params is not None:
+            bounds = PackedSequence.of(packed_seq_params, query.device).bounds
+        else:
+            bounds = (0, len(key) * size)
+        segments = causal_segments(bounds, size, rank, query.device)
+        if size > 1:
+            # One collective for both; its backward reduces and scatters.
+            pair = torch.cat([key, value], dim=-1)
+            pair = gather_from_sequence_parallel_region(pair, group=self.cp_group)
+            key, value = pair.index_select(0, segments.key_rows).chunk(2, dim=-1)
+        if packed_seq_params is not None and _varlen_available(query):
+            output = self._varlen(query[:, 0], key[:, 0], value[:, 0], segments).unsqueeze(1)
+        else:
+            output = self._segmented(query, key, value, segments, attention_mask)
+        output = output.flatten(2)  # (s, B, heads * D)
+        return output if packed_seq_params is None else output.squeeze(1)
+
+    def _segmented(
+        self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, valid: Tensor | None
+    ) -> Tensor:
+        """(s, B, heads, D), one SDPA call a segment."""
+        # A decoding step has fewer queries than keys; they are the last ones.
+        one = len(segments.query_lengths) == 1
+        lengths = (len(query),) if one else segments.query_lengths
+        outputs = []
+        for q, k, v in zip(
+            query.split(lengths),
+            key.split(segments.key_lengths),
+            value.split(segments.key_lengths),
+            strict=True,
+        ):
+            q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # (B, heads, s, D)
+            queries, keys = q.shape[2], k.shape[2]
+            plain = queries == keys and valid is None
+            output = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=None if plain else _mask(queries, keys, valid),
+                is_causal=plain,
+                scale=self.softmax_scale,
+                enable_gqa=True,
+            )
+            outputs.append(output.permute(2, 0, 1, 3))
+        return torch.cat(outputs)
+
+    def _varlen(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
+        """(t, heads, D), all segments in one kernel."""
+        cu_seq_q, cu_seq_k = segments.cu_seqlens(query.device)
+        grouped: dict[str, Any] = {"enable_gqa": True}
+        if "enable_gqa" not in signature(varlen_attn).parameters:  # before torch 2.12
+            grouped, groups = {}, query.shape[1] // key.shape[1]
+            key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+        output = varlen_attn(
+            query,
+            key.contiguous(),
+            value.contiguous(),
+            cu_seq_q,
+            cu_seq_k,
+            max(segments.query_lengths),
+            max(segments.key_lengths),
+            scale=self.softmax_scale,
+            window_size=(-1, 0),  # causal, aligned at the last key
+            **grouped,
+        )
+        assert isinstance(output, Tensor)  # no auxiliary output was asked for
+        return output
+
+
+def _varlen_available(query: Tensor) -> bool:
+    return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
+
+
+def _mask(queries: int, keys: int, valid: Tensor | None) -> Tensor | None:
+    """What the last `queries` of `keys` positions may see: not what follows, nor padding."""
+    if valid is None:  # the last position alone sees everything
+        return causal_lower_right(queries, keys) if queries > 1 else None
+    position = torch.arange(keys, device=valid.device)
+    own = position[keys - queries :, None]  # (queries, 1)
+    seen = (position <= own) & valid[:, None, None, :keys]  # (B, 1, queries, keys)
+    # A padding query sees itself: a row without any key would be NaN.
+    return seen | (position == own)

@@ -1,0 +1,82 @@
+"""DeepStack in the decoder: under any recompute mode and across any pipeline split.
+
+mcore's ``TransformerBlock`` hands a ``context`` and a ``context_mask`` to every layer, meant for
+cross-attention and unused here. They carry the visual features and their places, which makes both
+explicit arguments of every checkpointed region: recompute detaches them and returns their gradient
+like that of the hidden states, whatever the number of layers in a region.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import make_viewless_tensor
+from torch import Tensor
+
+from mcore_qwen3vl.model.fusion import DeepStack
+
+
+class DeepStackLayer(TransformerLayer):
+    """A decoder layer that adds visual features to its output if it is one of the first few.
+
+    Source: HF ``Qwen3VLTextModel`` (adds after the layer).
+
+    Args:
+        deepstack_layers: K, how many layers, counted from the first, have features.
+    """
+
+    def __init__(self, *args: Any, deepstack_layers: int = 0, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.deepstack_layers = deepstack_layers
+
+    def forward(
+        self,
+        *args: Any,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As mcore's layer, with ``context`` and ``context_mask`` as follows.
+
+        Args:
+            context: (K - k, n, H) features of the last K - k DeepStack layers, or None.
+            context_mask: (n,) int64 rows of the (s_local * B, H) hidden states they belong to.
+
+        Returns:
+            (s_local, B, H) hidden states, and `context` for the layers that follow.
+        """
+        hidden, _ = super().forward(*args, **kwargs)
+        if context is not None and context_mask is not None:
+            index = self.layer_number - 1 - (self.deepstack_layers - len(context))
+            hidden = DeepStack(context.unbind(), context_mask).add_to(index, hidden)
+            # The schedules free what a stage has sent, and refuse to do so with views.
+            hidden = make_viewless_tensor(hidden, requires_grad=True, keep_graph=True)
+        return hidden, context
+
+
+def pack_features(hidden: Tensor, features: Tensor) -> Tensor:
+    """Append features that later pipeline stages need to the hidden states they receive.
+
+    Args:
+        hidden: (s_local, B, H).
+        features: (k, n, H) rows of the k DeepStack layers that are still to come.
+
+    Returns:
+        (s_local + ceil(k * n / B), B, H), in the dtype of `hidden`.
+    """
+    batch, width = hidden.shape[1:]
+    rows = features.to(hidden.dtype).reshape(-1, width)  # (k * n, H)
+    rows = F.pad(rows, (0, 0, 0, -len(rows) % batch))
+    return torch.cat([hidden, rows.view(-1, batch, width)])
+
+
+def unpack_features(
+    received: Tensor, seq_len: int, layers: int, count: int
+) -> tuple[Tensor, Tensor]:
+    """The inverse of :func:`pack_features`: (s_local, B, H) and (`layers`, `count`, H)."""
+    hidden, rows = received[:seq_len], received[seq_len:]
+    features = rows.reshape(-1, rows.shape[-1])[: layers * count]
+    return hidden, features.view(layers, count, rows.shape[-1])

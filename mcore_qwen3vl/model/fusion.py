@@ -1,0 +1,109 @@
+"""Visual features into the language model: at their placeholders, and by DeepStack.
+
+Which feature row lands where is known on the host before the forward pass, so fusing is an index
+copy (and DeepStack an index add) with a fixed number of rows: no mask, no synchronisation.
+
+Every operation is linear and out of place with an explicit index, hence the gradient that reaches
+the features on a rank is that of the rows which the rank holds. Ranks that hold different rows
+(CP, SP) have different parts of it, to be summed; ranks that hold the same rows (TP without SP)
+have equal copies. :class:`mcore_qwen3vl.model.vision.VisionTower` relies on exactly this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from mcore_qwen3vl.model.inputs import to_device
+
+
+@dataclass(frozen=True)
+class FusionPlan:
+    """The n features whose placeholders this rank holds, and where."""
+
+    rows: Tensor  # (n,) int64: rows of the (N, H) features
+    destination: Tensor  # (n,) int64: rows of the (s_local * B, H) hidden states
+
+    def select(self, features: Tensor) -> Tensor:
+        """(N, H) -> (n, H): the feature rows this rank consumes."""
+        return features.index_select(0, self.rows)
+
+
+def plan_fusion(
+    token_index: Tensor | None,
+    local_positions: Tensor,
+    *,
+    seq_len: int,
+    batch_size: int,
+    device: torch.device | str = "cpu",
+) -> FusionPlan:
+    """Find, on the host, the placeholders among the positions that this rank holds.
+
+    Args:
+        token_index: (N,) int64 on the CPU, ``VisualInputs.token_index``; None for text only.
+        local_positions: (s_local,) int64 on the CPU, global positions in local order.
+        seq_len: S of the full sequence.
+        batch_size: B.
+        device: where the plan is used.
+    """
+    if token_index is None:
+        token_index = torch.empty(0, dtype=torch.int64)
+    local_of = torch.full((seq_len,), -1)  # global position -> local position
+    local_of[local_positions] = torch.arange(len(local_positions))
+    batch, local = token_index // seq_len, local_of[token_index % seq_len]  # (N,)
+    rows = torch.nonzero(local >= 0).squeeze(1)
+    destination = local[rows] * batch_size + batch[rows]
+    return FusionPlan(to_device(rows, device), to_device(destination, device))
+
+
+def fuse(embeddings: Tensor, features: Tensor, plan: FusionPlan) -> Tensor:
+    """Replace the placeholders' embeddings by the visual features.
+
+    Args:
+        embeddings: (s_local, B, H) text embeddings on this rank.
+        features: (N, H) features of the whole micro-batch; N may be 0.
+        plan: from :func:`plan_fusion`.
+
+    Returns:
+        (s_local, B, H). The features stay in the graph even when no row is local, so that the
+        vision tower's backward, and the collectives in it, run on every rank.
+    """
+    flat = embeddings.reshape(-1, embeddings.shape[-1])  # (s_local * B, H)
+    local = plan.select(features).to(flat.dtype)
+    return flat.index_copy(0, plan.destination, local).view_as(embeddings)
+
+
+@dataclass(frozen=True)
+class DeepStack:
+    """Feature rows that are added to the hidden states after the first decoder layers.
+
+    Source: Meng et al., "DeepStack", 2024; HF ``Qwen3VLTextModel._deepstack_process``.
+    """
+
+    features: tuple[Tensor, ...]  # for each injected layer (n, H): local rows
+    destination: Tensor  # (n,) int64: rows of the (s_local * B, H) hidden states
+
+    @classmethod
+    def from_features(cls, features: Sequence[Tensor], plan: FusionPlan) -> Self:
+        """Keep the local rows of each layer's (N, H) features."""
+        return cls(tuple(plan.select(layer) for layer in features), plan.destination)
+
+    def add_to(self, layer_index: int, hidden: Tensor) -> Tensor:
+        """Add layer `layer_index`'s features to its output.
+
+        Args:
+            layer_index: decoder layer, counted from 0 over the whole model.
+            hidden: (s_local, B, H).
+
+        Returns:
+            (s_local, B, H); `hidden` itself for layers without DeepStack features.
+        """
+        if layer_index >= len(self.features):
+            return hidden
+        flat = hidden.reshape(-1, hidden.shape[-1])  # (s_local * B, H)
+        local = self.features[layer_index].to(flat.dtype)
+        return flat.index_add(0, self.destination, local).view_as(hidden)

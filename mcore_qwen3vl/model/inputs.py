@@ -1,0 +1,178 @@
+"""What the vision tower needs for one micro-batch, computed on the host by data workers.
+
+Everything whose shape depends on the images is settled here, so that the forward pass never has
+to ask the device for a number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+from transformers.vision_utils import (
+    get_vision_interpolation_indices_and_weights,
+    get_vision_position_ids,
+)
+
+from mcore_qwen3vl.config import Architecture, VisionArchitecture
+from mcore_qwen3vl.errors import BadInput
+
+# Fields of VisualInputs with one row a patch.
+PER_PATCH = (
+    "pixel_values",
+    "rotary_position_ids",
+    "interpolation_indices",
+    "interpolation_weights",
+)
+
+
+@dataclass(frozen=True)
+class VisualInputs:
+    """The images, then the videos, of one micro-batch: P patches that merge into N features.
+
+    Patches stand frame by frame, and within a frame merge block by merge block, as the HF
+    processor lays them out. The tensors with a patch axis travel to the device; `grid_thw` and
+    `token_index` stay on the host, where the forward pass reads them without synchronising.
+    """
+
+    pixel_values: Tensor  # (P, patch_dim)
+    grid_thw: Tensor  # (images + videos, 3) int64, host: frames, rows, columns in patches
+    token_index: Tensor  # (N,) int64, host: feature row -> b * S + s of its placeholder
+    rotary_position_ids: Tensor  # (P, 2) int64: row and column of each patch
+    interpolation_indices: Tensor  # (P, 4) int64: corners in the learned position grid
+    interpolation_weights: Tensor  # (P, 4) float32: bilinear weights of these corners
+
+    @property
+    def frame_patches(self) -> Tensor:
+        """(F,) int64, host: patches of each frame. Attention never leaves a frame."""
+        frames, rows, columns = self.grid_thw.unbind(1)
+        return torch.repeat_interleave(rows * columns, frames)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
+        """Move what the tower computes with; `grid_thw` and `token_index` stay on the host."""
+        return replace(
+            self,
+            **{n: getattr(self, n).to(device, non_blocking=non_blocking) for n in PER_PATCH},
+        )
+
+    def pin_memory(self) -> Self:
+        """Page-locked copy, so that ``to(device, non_blocking=True)`` overlaps with compute."""
+        return replace(self, **{n: getattr(self, n).pin_memory() for n in PER_PATCH})
+
+
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Copy a host tensor to `device` without waiting for the device."""
+    if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()  # from pageable memory the copy would wait
+    return tensor.to(device, non_blocking=True)
+
+
+def visual_inputs(
+    architecture: Architecture,
+    input_ids: Tensor,
+    pixel_values: Tensor | None = None,
+    image_grid_thw: Tensor | None = None,
+    pixel_values_videos: Tensor | None = None,
+    video_grid_thw: Tensor | None = None,
+) -> VisualInputs | None:
+    """Check one micro-batch's images and videos against its placeholders and index them.
+
+    Args:
+        architecture: the model's shape.
+        input_ids: (B, S) integers, the whole micro-batch; (1, S) when packed.
+        pixel_values: (P_images, patch_dim), as the HF image processor returns it.
+        image_grid_thw: (images, 3) frames, rows and columns in patches.
+        pixel_values_videos: (P_videos, patch_dim), as the HF video processor returns it.
+        video_grid_thw: (videos, 3).
+
+    Returns:
+        The indexed inputs, on the CPU, or None when the micro-batch is text only.
+
+    Raises:
+        BadInput: pixels, grids and placeholders do not fit together.
+    """
+    vision = architecture.vision
+    tokens = input_ids.flatten()
+    kinds = [
+        ("image", pixel_values, image_grid_thw, architecture.image_token_id),
+        ("video", pixel_values_videos, video_grid_thw, architecture.video_token_id),
+    ]
+    pixels, grids, indexes = [], [], []
+    for kind, values, grid, token_id in kinds:
+        index = torch.nonzero(tokens == token_id).squeeze(1)  # (N_kind,)
+        if (values is None) != (grid is None):
+            given, absent = ("pixels", "grid_thw") if grid is None else ("grid_thw", "pixels")
+            raise BadInput(f"{kind} {given} came without {kind} {absent}; pass both or neither.")
+        if values is None or grid is None:
+            values, grid = torch.empty(0, vision.patch_dim), torch.empty(0, 3, dtype=torch.int64)
+        grid = grid.to("cpu", torch.int64)
+        _check_kind(kind, values, grid, len(index), vision)
+        pixels.append(values)
+        grids.append(grid)
+        indexes.append(index)
+
+    grid_thw = torch.cat(grids)
+    if len(grid_thw) == 0:
+        return None
+    indices, weights = get_vision_interpolation_indices_and_weights(
+        grid_thw,
+        num_grid_per_side=int(vision.num_position_embeddings**0.5),
+        mode="bilinear",
+        align_corners=True,
+        spatial_merge_size=vision.spatial_merge_size,
+    )
+    return VisualInputs(
+        # A kind without content must not decide the dtype of the other.
+        pixel_values=torch.cat([values for values in pixels if len(values)]),
+        grid_thw=grid_thw,
+        token_index=torch.cat(indexes),
+        rotary_position_ids=get_vision_position_ids(grid_thw, vision.spatial_merge_size),
+        interpolation_indices=indices,
+        interpolation_weights=weights,
+    )
+
+
+def _check_kind(
+    kind: str, values: Tensor, grid: Tensor, placeholders: int, vision: VisionArchitecture
+) -> None:
+    """The pixels fill the grids, and the grids' merged features fill the placeholders."""
+    merge = vision.spatial_merge_size
+    if grid.ndim != 2 or grid.shape[1] != 3:
+        raise BadInput(f"{kind}_grid_thw has shape {tuple(grid.shape)}; (number, 3) is needed.")
+    if bool((grid < 1).any() | (grid[:, 1:] % merge != 0).any()):
+        raise BadInput(
+            f"{kind}_grid_thw is {grid.tolist()}: frames, rows and columns must be positive, and "
+            f"rows and columns multiples of spatial_merge_size {merge}. Use the model's own "
+            "processor."
+        )
+    if values.ndim != 2 or values.shape[1] != vision.patch_dim:
+        raise BadInput(
+            f"{kind} pixels have shape {tuple(values.shape)}; (patches, {vision.patch_dim}) is "
+            "needed. Use the processor that belongs to this checkpoint."
+        )
+    patches = int(grid.prod(1).sum())
+    if len(values) != patches:
+        raise BadInput(
+            f"{len(values)} {kind} patches were given, but {kind}_grid_thw {grid.tolist()} "
+            f"describes {patches}. Pixels and grids must come from the same processor call."
+        )
+    features = patches // merge**2
+    if placeholders == features:
+        return
+    if len(grid) == 0:
+        raise BadInput(
+            f"The prompt holds {placeholders} {kind} placeholders, but no {kind} came with it. "
+            f"Pass the {kind}'s pixels and grid, or take the placeholders out."
+        )
+    if placeholders == 0:
+        raise BadInput(
+            f"{len(grid)} {kind}(s) with {features} features came with a prompt that holds no "
+            f"{kind} placeholder. Put the {kind} into the chat message, or leave its pixels out."
+        )
+    raise BadInput(
+        f"The prompt holds {placeholders} {kind} placeholders, but its {len(grid)} {kind}(s) give "
+        f"{features} features. Truncate between messages, never inside an {kind}, and expand the "
+        "placeholders with the model's own processor."
+    )

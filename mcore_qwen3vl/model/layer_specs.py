@@ -1,0 +1,129 @@
+"""The two layer specs: ``torch`` and ``te``. Same model, same checkpoint keys.
+
+Both start from Megatron-Core's own spec and change what Qwen3-VL needs: rotary positions, DeepStack
+and, for ``torch``, norms and core attention that know SP, CP and packing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.model.attention import TorchAttention
+from mcore_qwen3vl.model.decoder import DeepStackLayer
+from mcore_qwen3vl.model.norm import RMSNorm, StandaloneRMSNorm
+from mcore_qwen3vl.model.rope import RotarySelfAttention
+from mcore_qwen3vl.model.transformer_config import Spec
+
+
+def block_spec(
+    config: TransformerConfig,
+    spec: Spec,
+    *,
+    deepstack_layers: int,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
+) -> TransformerBlockSubmodules:
+    """The decoder layers of one pipeline chunk, dense or MoE as ``moe_layer_freq`` says.
+
+    Args:
+        config: from :func:`mcore_qwen3vl.model.transformer_config.transformer_config`.
+        spec: ``torch`` or ``te``.
+        deepstack_layers: how many layers, counted from the first, add visual features.
+        vp_stage: this chunk's virtual stage.
+        pp_rank: this chunk's pipeline rank.
+
+    Raises:
+        BadInput: ``te`` without Transformer Engine.
+    """
+    make = _te_layer if spec == "te" else _torch_layer
+    if spec == "te":
+        _require_transformer_engine()
+        from megatron.core.extensions.transformer_engine import TENorm as Norm
+    else:
+        Norm = StandaloneRMSNorm
+    kinds = {moe: make(config, moe) for moe in {_is_moe(config, i) for i in _all(config)}}
+    for layer in kinds.values():
+        layer.module = DeepStackLayer
+        layer.params = {"deepstack_layers": deepstack_layers}
+        layer.submodules.self_attention.module = RotarySelfAttention
+    held = _layers_of_chunk(config, vp_stage, pp_rank)
+    return TransformerBlockSubmodules(
+        layer_specs=[kinds[_is_moe(config, i)] for i in held], layer_norm=Norm
+    )
+
+
+def _torch_layer(config: TransformerConfig, moe: bool) -> ModuleSpec:
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts if moe else None,
+        qk_layernorm=True,
+        normalization="RMSNorm",
+    )
+    parts: Any = layer.submodules
+    parts.input_layernorm = RMSNorm
+    parts.pre_mlp_layernorm = StandaloneRMSNorm if moe else RMSNorm
+    attention = parts.self_attention.submodules
+    attention.q_layernorm = attention.k_layernorm = StandaloneRMSNorm
+    attention.core_attention = TorchAttention
+    if moe:
+        # mcore renames this norm as if it were fused into a dense MLP. Transformer Engine's MoE
+        # layers keep it apart, and a checkpoint must fit both.
+        del parts.sharded_state_dict_keys_map["pre_mlp_layernorm."]
+    return layer
+
+
+def _te_layer(config: TransformerConfig, moe: bool) -> ModuleSpec:
+    return get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts if moe else None,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=True,
+    )
+
+
+def _require_transformer_engine() -> None:
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    if not HAVE_TE:
+        raise BadInput(
+            "The te spec needs Transformer Engine, which is not installed: install "
+            "mcore-qwen3vl[te] (or use a container that has it), or choose the torch spec."
+        )
+
+
+def _all(config: TransformerConfig) -> range:
+    return range(config.num_layers)
+
+
+def _is_moe(config: TransformerConfig, layer: int) -> bool:
+    if config.num_moe_experts is None:
+        return False
+    frequency = config.moe_layer_freq
+    return bool(frequency[layer]) if isinstance(frequency, list) else layer % frequency == 0
+
+
+def _layers_of_chunk(
+    config: TransformerConfig, vp_stage: int | None, pp_rank: int | None
+) -> list[int]:
+    """Decoder layers of one pipeline chunk, counted from 0 over the whole model."""
+    custom = config.pipeline_model_parallel_layout
+    if custom is not None:
+        return list(
+            custom.get_layer_id_list(
+                layer_type=LayerType.decoder, vp_stage=vp_stage, pp_rank=pp_rank
+            )
+        )
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)
+    return list(range(first, first + get_num_layers_to_build(config, vp_stage, pp_rank)))

@@ -1,0 +1,355 @@
+"""Qwen3-VL as a Megatron-Core model: embed, fuse, decode, head.
+
+Every rank is given the full micro-batch and takes its own part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.model.attention import PackedSequence
+from mcore_qwen3vl.model.decoder import pack_features, unpack_features
+from mcore_qwen3vl.model.fusion import FusionPlan, fuse, plan_fusion
+from mcore_qwen3vl.model.inputs import VisualInputs, to_device
+from mcore_qwen3vl.model.layer_specs import block_spec
+from mcore_qwen3vl.model.rope import InterleavedMRoPE
+from mcore_qwen3vl.model.sequence import local_positions
+from mcore_qwen3vl.model.transformer_config import Spec, transformer_config
+from mcore_qwen3vl.model.vision import VisionTower
+
+
+@dataclass(frozen=True)
+class _Local:
+    """This rank's part of a micro-batch."""
+
+    tokens: Tensor | None  # (s,) device index of the positions CP left; None: all of them
+    hidden: Tensor  # (s_local,) host: those that SP left, the rows of the hidden states
+
+    def take(self, full: Tensor, dim: int) -> Tensor:
+        """CP's part of a tensor that holds the full sequence on `dim`."""
+        return full if self.tokens is None else full.index_select(dim, self.tokens)
+
+
+class Qwen3VLModel(GPTModel):
+    """Qwen3-VL for training and evaluation under any parallel layout.
+
+    A :class:`GPTModel` with the vision tower as its child ``visual`` (on the stage that embeds).
+    Build it with :meth:`from_hf_config`. Source: HF ``Qwen3VL[Moe]ForConditionalGeneration``.
+
+    Args:
+        config: from :func:`mcore_qwen3vl.model.transformer_config.transformer_config`.
+        architecture: the HF shape.
+        spec: layer spec, ``torch`` or ``te``.
+        vocab_size: rows of the embedding, padding included; default: the architecture's.
+        pre_process: this chunk embeds and encodes images.
+        post_process: this chunk ends in the head.
+        vp_stage: virtual pipeline stage of this chunk.
+        pg_collection: process groups; default: those of Megatron's parallel state.
+        kwargs: passed to :class:`GPTModel`.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        architecture: Architecture,
+        *,
+        spec: Spec = "torch",
+        vocab_size: int | None = None,
+        pre_process: bool = True,
+        post_process: bool = True,
+        vp_stage: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **kwargs: Any,
+    ) -> None:
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+        deepstack_layers = len(architecture.vision.deepstack_visual_indexes)
+        super().__init__(
+            config,
+            block_spec(
+                config,
+                spec,
+                deepstack_layers=deepstack_layers,
+                vp_stage=vp_stage,
+                pp_rank=groups.pp.rank(),
+            ),
+            vocab_size=vocab_size or architecture.vocab_size,
+            max_sequence_length=architecture.max_position_embeddings,
+            pre_process=pre_process,
+            post_process=post_process,
+            share_embeddings_and_output_weights=architecture.tie_word_embeddings,
+            position_embedding_type="mrope",
+            pg_collection=groups,
+            vp_stage=vp_stage,
+            **kwargs,
+        )
+        self.architecture = architecture
+        self.spec = spec
+        self.rotary_pos_emb = InterleavedMRoPE(
+            architecture.head_dim, architecture.rope_theta, architecture.mrope_section
+        )
+        layers = [layer.layer_number for layer in self.decoder.layers]  # counted from 1
+        first, last = (min(layers) - 1, max(layers)) if layers else (0, 0)
+        # DeepStack layers from this chunk on, and after it.
+        self._deepstack_in = max(deepstack_layers - first, 0)
+        self._deepstack_out = 0 if post_process else max(deepstack_layers - last, 0)
+        if self._deepstack_out and not config.variable_seq_lengths:
+            raise BadInput(
+                f"The pipeline split leaves {self._deepstack_out} of {deepstack_layers} DeepStack "
+                "layers to later stages: set variable_seq_lengths, so that their features can "
+                "travel there."
+            )
+        if pre_process:
+            self.visual = VisionTower(
+                architecture,
+                config,
+                group=groups.tp_cp,
+                recompute=config.recompute_granularity == "full",
+            )
+
+    @classmethod
+    def from_hf_config(
+        cls,
+        architecture: Architecture | str | Path,
+        *,
+        spec: Spec = "torch",
+        pre_process: bool = True,
+        post_process: bool = True,
+        vp_stage: int | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        vocab_size: int | None = None,
+        **transformer_config_overrides: Any,
+    ) -> Qwen3VLModel:
+        """Build one pipeline chunk from an HF config alone, with random weights.
+
+        Args:
+            architecture: or the directory or ``config.json`` that describes it.
+            spec: layer spec: ``torch``, or ``te`` for Transformer Engine.
+            pre_process: see the class, as for what follows.
+            transformer_config_overrides: ``TransformerConfig`` fields, such as those of
+                ``Layout.config_overrides()``.
+
+        Raises:
+            BadInput: the config is not Qwen3-VL's, the overrides contradict the spec, or ``te``
+                without Transformer Engine.
+        """
+        if not isinstance(architecture, Architecture):
+            architecture = Architecture.from_hf(architecture)
+        config = transformer_config(architecture, spec=spec, **transformer_config_overrides)
+        return cls(
+            config,
+            architecture,
+            spec=spec,
+            vocab_size=vocab_size,
+            pre_process=pre_process,
+            post_process=post_process,
+            vp_stage=vp_stage,
+            pg_collection=pg_collection,
+        )
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        labels: Tensor | None = None,
+        visual: VisualInputs | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Logits, or the loss of each token; full sequences in, this CP rank's part out.
+
+        Every rank of a TP x CP group and every pipeline stage is given the same arguments; stages
+        after the first read only ``visual.token_index`` of `visual`.
+
+        Args:
+            input_ids: (B, S) integers; (1, S) when packed.
+            position_ids: (3, B, S) integers: time, height and width.
+            attention_mask: (B, S), nonzero for tokens and zero for padding, as HF has it. Padding
+                is neither attended to nor counted in the router's losses. None: no padding.
+                Padding on the right of a sample or at the tail of a pack needs it only for the
+                router; under the ``te`` spec padding must be on the right. With an
+                `inference_context`, of all tokens up to now: (B, cached + S).
+            labels: (B, S) target of each position, already shifted by one.
+            visual: images and videos of the micro-batch; None: text only.
+            packed_seq_params: THD packing with the full sequence's cu_seqlens, tail padding
+                included; best on the host (on the device they cost a synchronisation).
+            kwargs: passed to :meth:`GPTModel.forward` (``loss_mask``, ``runtime_gather_output``…).
+
+        Returns:
+            Between pipeline stages: hidden states (s_local, B, H), followed on the first axis by
+            DeepStack features when later stages need them. On the last: logits (B, s, V / tp) or,
+            with `labels`, float32 losses (B, s), where s = S / cp and positions are those of
+            :meth:`local_tokens`.
+
+        Raises:
+            BadInput: a length does not divide by CP or SP, or shapes do not agree.
+        """
+        packed = _complete(packed_seq_params, input_ids.device)
+        _check_shapes(input_ids, position_ids, packed)
+        batch, seq_len = input_ids.shape
+        local = self._local(seq_len, packed, input_ids.device)
+        plan = plan_fusion(
+            visual.token_index if visual else None,
+            local.hidden,
+            seq_len=seq_len,
+            batch_size=batch,
+            device=input_ids.device,
+        )
+        token_ids = local.take(input_ids, 1)
+        hidden, features = (
+            self._embed(token_ids, visual, plan)
+            if self.pre_process
+            else (None, self._receive(len(local.hidden), plan))
+        )
+        padding = None if attention_mask is None else attention_mask == 0  # (B, cached + S)
+        masks = self.spec == "torch" or kwargs.get("inference_context") is not None
+        if padding is not None and not masks and packed is None:
+            _require_right_padding(padding)
+        output = super().forward(
+            token_ids,
+            local.take(position_ids, 2),
+            ~padding if padding is not None and masks and packed is None else None,
+            decoder_input=hidden,
+            labels=None if labels is None else local.take(labels, 1),
+            packed_seq_params=packed,
+            padding_mask=self._router_padding(padding, seq_len, local),
+            extra_block_kwargs={"context": features, "context_mask": plan.destination},
+            **kwargs,
+        )
+        if self._deepstack_out and features is not None:
+            return pack_features(output, features[-self._deepstack_out :])
+        return output
+
+    def local_tokens(
+        self, seq_len: int, packed_seq_params: PackedSeqParams | None = None
+    ) -> Tensor:
+        """(S / cp,) int64 on the host: positions of this rank's logits, losses and labels.
+
+        Use it to cut a loss mask: ``loss_mask[:, model.local_tokens(S)]``.
+        """
+        packed = _complete(packed_seq_params, torch.device("cpu"))
+        return self._positions(seq_len, packed, sequence_parallel=False)
+
+    def _positions(
+        self, seq_len: int, packed: PackedSequence | None, *, sequence_parallel: bool
+    ) -> Tensor:
+        cp, tp = self.pg_collection.cp, self.pg_collection.tp
+        return local_positions(
+            seq_len,
+            cp_size=cp.size(),
+            cp_rank=cp.rank(),
+            tp_size=tp.size(),
+            tp_rank=tp.rank(),
+            sequence_parallel=sequence_parallel,
+            cu_seqlens=None if packed is None else torch.tensor(packed.bounds),
+        )
+
+    def _local(self, seq_len: int, packed: PackedSequence | None, device: torch.device) -> _Local:
+        hidden = self._positions(seq_len, packed, sequence_parallel=self.config.sequence_parallel)
+        if self.pg_collection.cp.size() == 1:
+            return _Local(None, hidden)
+        tokens = self._positions(seq_len, packed, sequence_parallel=False)
+        return _Local(to_device(tokens, device), hidden)
+
+    def _embed(
+        self, token_ids: Tensor, visual: VisualInputs | None, plan: FusionPlan
+    ) -> tuple[Tensor, Tensor | None]:
+        """Hidden states (s_local, B, H) and the local DeepStack rows (K, n, H), if any."""
+        embeddings = self.embedding(token_ids, None)
+        if visual is None and not torch.is_grad_enabled():  # the tower only needs its gradients
+            return embeddings, embeddings.new_empty(self._deepstack_in, 0, embeddings.shape[-1])
+        features, deepstack = self.visual(visual)
+        rows = torch.stack([plan.select(layer) for layer in deepstack]) if deepstack else None
+        hidden = fuse(embeddings, features, plan)
+        if torch.is_grad_enabled() and not hidden.requires_grad:
+            # Recompute gives no gradient at all to a region none of whose inputs wants one.
+            hidden.requires_grad_()
+        return hidden, rows
+
+    def _receive(self, seq_len: int, plan: FusionPlan) -> Tensor | None:
+        """Take the DeepStack rows (k, n, H) off what the previous stage sent."""
+        if not self._deepstack_in:
+            return None
+        hidden, features = unpack_features(
+            self.decoder.input_tensor, seq_len, self._deepstack_in, len(plan.destination)
+        )
+        self.decoder.set_input_tensor(hidden)
+        return features
+
+    def _router_padding(self, padding: Tensor | None, seq_len: int, local: _Local) -> Tensor | None:
+        """(B, s_local) bool, True for padding; only MoE layers read it."""
+        if padding is None or self.config.num_moe_experts is None:
+            return None
+        return padding[:, -seq_len:].index_select(1, to_device(local.hidden, padding.device))
+
+
+def model_provider(
+    architecture: Architecture, *, spec: Spec = "torch", **transformer_config_overrides: Any
+) -> Callable[..., Qwen3VLModel]:
+    """A provider as ``megatron.training.get_model`` calls it: one pipeline chunk a call.
+
+    The provider's own ``config``, which Megatron makes from its flags, is used if it is given;
+    `transformer_config_overrides` serve otherwise.
+    """
+
+    def provide(
+        pre_process: bool = True,
+        post_process: bool = True,
+        vp_stage: int | None = None,
+        config: TransformerConfig | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> Qwen3VLModel:
+        if config is None:
+            config = transformer_config(architecture, spec=spec, **transformer_config_overrides)
+        return Qwen3VLModel(
+            config,
+            architecture,
+            spec=spec,
+            pre_process=pre_process,
+            post_process=post_process,
+            vp_stage=vp_stage,
+            pg_collection=pg_collection,
+        )
+
+    return provide
+
+
+def _complete(params: PackedSeqParams | None, device: torch.device) -> PackedSequence | None:
+    return None if params is None else PackedSequence.of(params, device)
+
+
+def _require_right_padding(padding: Tensor) -> None:
+    """Causal attention alone keeps tokens from padding that follows; checked without a sync."""
+    torch._assert_async(
+        (padding[:, 1:] >= padding[:, :-1]).all(),
+        "The te spec takes padding on the right only: pad there, or use the torch spec.",
+    )
+
+
+def _check_shapes(input_ids: Tensor, position_ids: Tensor, packed: PackedSequence | None) -> None:
+    batch, seq_len = input_ids.shape
+    if position_ids.shape != (3, batch, seq_len):
+        raise BadInput(
+            f"position_ids have shape {tuple(position_ids.shape)}; Qwen3-VL needs time, height and "
+            f"width for each of the {batch} x {seq_len} tokens: (3, {batch}, {seq_len})."
+        )
+    if packed is not None and batch != 1:
+        raise BadInput(f"A packed micro-batch has one row; input_ids have {batch}.")
+    if packed is not None and packed.bounds[-1] != seq_len:
+        raise BadInput(
+            f"cu_seqlens end at {packed.bounds[-1]} and input_ids have {seq_len} tokens: make the "
+            "tail padding a sample of its own."
+        )

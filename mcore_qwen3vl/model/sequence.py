@@ -1,0 +1,97 @@
+"""Which positions of the full sequence a rank holds under CP, packing and SP.
+
+Every rank is given full sequences and takes its own part, so this module is the only place that
+knows the order. Position ids, labels, visual features and rotary angles are all cut with it.
+"""
+
+from __future__ import annotations
+
+from math import lcm
+
+import torch
+from torch import Tensor
+
+from mcore_qwen3vl.errors import BadInput
+
+
+def local_positions(
+    seq_len: int,
+    *,
+    cp_size: int,
+    cp_rank: int,
+    tp_size: int = 1,
+    tp_rank: int = 0,
+    sequence_parallel: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """The global positions that one rank holds, in the order in which it holds them.
+
+    CP cuts a sequence into ``2 * cp_size`` chunks and gives rank r the r-th from the start and the
+    r-th from the end, so that causal attention costs every rank the same (mcore
+    ``get_batch_on_this_cp_rank``). Packed, it cuts each sub-sequence that way (Transformer Engine
+    ``thd_get_partitioned_indices``). SP then takes a contiguous part of what CP left.
+
+    Args:
+        seq_len: S, the length of the full (or packed) sequence.
+        cp_size: size of the context-parallel group.
+        cp_rank: rank in it.
+        tp_size: size of the tensor-parallel group; matters with `sequence_parallel` only.
+        tp_rank: rank in it.
+        sequence_parallel: hidden states are also cut over the TP group.
+        cu_seqlens: (samples + 1,) integers from 0 to `seq_len` on the host: bounds of the packed
+            sub-sequences, padding included. None: one sequence.
+
+    Returns:
+        (S / cp,) int64 on the CPU, or (S / cp / tp,) with `sequence_parallel`.
+
+    Raises:
+        BadInput: a length cannot be divided that way, or `cu_seqlens` does not cover `seq_len`.
+    """
+    positions = torch.arange(seq_len)
+    if cp_size > 1:
+        positions = positions[_cp_mask(seq_len, cp_size, cp_rank, cu_seqlens)]
+    elif cu_seqlens is not None:
+        _check_bounds(seq_len, cu_seqlens)
+    if sequence_parallel and tp_size > 1:
+        if len(positions) % tp_size != 0:
+            raise BadInput(
+                f"Sequence parallelism cuts the {len(positions)} tokens of each CP rank "
+                f"(sequence length {seq_len}, CP {cp_size}) into TP {tp_size} equal parts, which "
+                f"is impossible: pad sequences to a multiple of {length_multiple(cp_size, tp_size)}"
+                "."
+            )
+        positions = positions.chunk(tp_size)[tp_rank]
+    return positions
+
+
+def length_multiple(cp_size: int, tp_size: int = 1, sequence_parallel: bool = True) -> int:
+    """What the length of an unpacked sequence must be a multiple of."""
+    zigzag = 2 * cp_size if cp_size > 1 else 1
+    shards = cp_size * tp_size if sequence_parallel else 1
+    return lcm(zigzag, shards)
+
+
+def _cp_mask(seq_len: int, cp_size: int, cp_rank: int, cu_seqlens: Tensor | None) -> Tensor:
+    """(S,) bool: positions in the rank's two chunks of every sub-sequence."""
+    bounds = torch.tensor([0, seq_len]) if cu_seqlens is None else cu_seqlens.long()
+    _check_bounds(seq_len, bounds)
+    lengths = bounds.diff()
+    odd = lengths[lengths % (2 * cp_size) != 0]
+    if len(odd):
+        raise BadInput(
+            f"CP {cp_size} cuts every {'sequence' if cu_seqlens is None else 'packed sample'} into "
+            f"{2 * cp_size} equal chunks, but one has length {int(odd[0])}: pad lengths to a "
+            f"multiple of {2 * cp_size}."
+        )
+    offset = torch.arange(seq_len) - torch.repeat_interleave(bounds[:-1], lengths)
+    chunk = offset * (2 * cp_size) // torch.repeat_interleave(lengths, lengths)
+    return (chunk == cp_rank) | (chunk == 2 * cp_size - 1 - cp_rank)
+
+
+def _check_bounds(seq_len: int, cu_seqlens: Tensor) -> None:
+    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
+    if (first, last) != (0, seq_len) or bool((cu_seqlens.diff() < 0).any()):
+        raise BadInput(
+            f"cu_seqlens runs from {first} to {last} over a packed sequence of {seq_len} tokens: "
+            "it must rise from 0 to the full length, tail padding included."
+        )

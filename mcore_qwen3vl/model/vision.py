@@ -1,0 +1,178 @@
+"""The Hugging Face vision tower as part of a Megatron model.
+
+The tower is HF's own module with HF's parameter names. What is added here: the ranks of a TP x CP
+group share the encoding instead of repeating it, a micro-batch without images still reaches every
+parameter, and nothing in the forward pass waits for the device.
+
+Gradients. Each rank encodes some frames and all ranks gather all features. The gather's backward
+sums over the group what the ranks' copies of the features received:
+
+* CP: ranks consume different rows, so the sum over CP is the whole gradient. The parameter
+  gradients of the ranks' frames are then parts, which Megatron's DDP adds up over DP x CP.
+* TP with SP: the same, but Megatron adds parts over TP only for parameters that are marked
+  ``sequence_parallel``, as its norms are. So are the tower's.
+* TP without SP: ranks consume the same rows, so the sum over TP is TP times the gradient. The
+  parameters are marked ``average_gradients_across_tp_domain``, whose mean over TP both adds up the
+  parts and takes the factor back.
+
+The marks are right without sharing too: under SP each rank's parameter gradient is then a part
+(of the rows it consumed), and without SP it is the whole, which a mean over TP leaves as it is.
+See ``megatron.core.distributed.finalize_model_grads``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import (
+    Qwen3VLVisionModel,
+    Qwen3VLVisionRotaryEmbedding,
+)
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.model.inputs import PER_PATCH, VisualInputs, to_device
+from mcore_qwen3vl.model.vision_attention import FRAME_ATTENTION
+from mcore_qwen3vl.model.vision_sharing import Share, share_frames
+
+
+class VisionTower(Qwen3VLVisionModel):
+    """HF ``Qwen3VLVisionModel`` (``Qwen3VLMoeVisionModel`` is the same network) on Megatron ranks.
+
+    Args:
+        architecture: the model's shape.
+        config: Megatron's; read for `sequence_parallel`, `params_dtype` and where to initialise.
+        group: the TP x CP process group; None for a single rank.
+        work_sharing: divide the frames among the group. False: every rank encodes all of them.
+        recompute: keep only each block's input and recompute the block in the backward.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        config: TransformerConfig,
+        *,
+        group: torch.distributed.ProcessGroup | None = None,
+        work_sharing: bool = True,
+        recompute: bool = False,
+    ) -> None:
+        super().__init__(Qwen3VLVisionConfig(**asdict(architecture.vision)))
+        self.config._attn_implementation = FRAME_ATTENTION
+        self.patch_embed = _PatchEmbed(self.get_submodule("patch_embed.proj"))
+        self.rotary_pos_emb = _RotaryEmbedding(self.config)
+        self.to(config.params_dtype)
+        if not config.use_cpu_initialization and self.device.type != "meta":
+            self.to(torch.cuda.current_device())
+        shares = work_sharing and group is not None and group.size() > 1
+        self.sharing_group = group if shares else None
+        sum_over_tp, mean_over_tp = "sequence_parallel", "average_gradients_across_tp_domain"
+        for parameter in self.parameters():
+            setattr(parameter, sum_over_tp if config.sequence_parallel else mean_over_tp, True)
+        if recompute:
+            for block in self.blocks:
+                block.gradient_checkpointing = True
+                block._gradient_checkpointing_func = partial(
+                    checkpoint, use_reentrant=False, preserve_rng_state=False
+                )
+
+    def forward(self, visual: VisualInputs | None) -> tuple[Tensor, list[Tensor]]:
+        """Encode one micro-batch; every rank of the group calls with the same `visual`.
+
+        Args:
+            visual: the images and videos; None for a text-only micro-batch, which encodes one
+                dummy feature that nobody selects: each parameter's gradient is exactly zero,
+                and present, so that no gradient reduction waits for it.
+
+        Returns:
+            The features (N, H) and, for each DeepStack layer, its features (N, H): complete on
+            every rank, in the order of ``visual.token_index``.
+        """
+        share = self._share(visual)
+        stacked = self._encode(visual, share)  # (n, 1 + layers, H)
+        if self.sharing_group is not None:
+            padding = (0, 0, 0, 0, 0, share.padded_features - len(stacked))
+            stacked = gather_from_sequence_parallel_region(
+                F.pad(stacked, padding), group=self.sharing_group
+            )  # (ranks * padded, 1 + layers, H)
+        if self.sharing_group is not None or visual is None:
+            stacked = stacked.index_select(0, to_device(share.order, stacked.device))
+        features, *deepstack = stacked.unbind(1)
+        return features, deepstack
+
+    def _share(self, visual: VisualInputs | None) -> Share:
+        frames = torch.empty(0, dtype=torch.int64) if visual is None else visual.frame_patches
+        group = self.sharing_group
+        ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
+        return share_frames(frames, self.spatial_merge_unit, ranks, rank)
+
+    def _encode(self, visual: VisualInputs | None, share: Share) -> Tensor:
+        """This rank's frames, or one dummy feature, through HF's forward: (n, 1 + layers, H)."""
+        if visual is None or not share.frame_patches:
+            frame_patches: tuple[int, ...] = (self.spatial_merge_unit,)
+            patches = self._dummy_patches()
+        else:
+            frame_patches = share.frame_patches
+            patches = self._select(visual, share)
+        boundaries = F.pad(torch.tensor(frame_patches).cumsum(0), (1, 0)).int()  # (F + 1,)
+        output = super().forward(
+            patches["pixel_values"],
+            grid_thw=None,  # read only for what follows, all of which is given
+            cu_seqlens=to_device(boundaries, self.device),
+            max_seqlen=max(frame_patches),
+            position_ids=patches["rotary_position_ids"],
+            interp_indices=patches["interpolation_indices"],
+            interp_weights=patches["interpolation_weights"],
+            frame_patches=frame_patches,
+            return_dict=True,
+        )
+        return torch.stack([output.pooler_output, *output.deepstack_features], dim=1)
+
+    def _select(self, visual: VisualInputs, share: Share) -> dict[str, Tensor]:
+        """This rank's rows of the tensors with a patch axis, on the tower's device."""
+        patches = {name: getattr(visual, name) for name in PER_PATCH}
+        if self.sharing_group is not None:
+            rows = to_device(share.patch_rows, visual.pixel_values.device)
+            patches = {name: tensor.index_select(0, rows) for name, tensor in patches.items()}
+        return {name: to_device(tensor, self.device) for name, tensor in patches.items()}
+
+    def _dummy_patches(self) -> dict[str, Tensor]:
+        """Black patches for one feature, all at the origin."""
+        n, integers = self.spatial_merge_unit, {"dtype": torch.int64, "device": self.device}
+        width = self.patch_embed.proj.weight[0].numel()
+        return {
+            "pixel_values": torch.zeros(n, width, device=self.device),
+            "rotary_position_ids": torch.zeros(n, 2, **integers),
+            "interpolation_indices": torch.zeros(n, 4, **integers),
+            "interpolation_weights": torch.zeros(n, 4, device=self.device),
+        }
+
+
+class _PatchEmbed(nn.Module):
+    """A convolution whose stride is its kernel is a matrix product, and much faster as one."""
+
+    def __init__(self, proj: nn.Conv3d) -> None:
+        super().__init__()
+        self.proj = proj
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        """(P, patch_dim) -> (P, hidden)."""
+        weight = self.proj.weight
+        return F.linear(pixel_values.to(weight.dtype), weight.flatten(1), self.proj.bias)
+
+
+class _RotaryEmbedding(Qwen3VLVisionRotaryEmbedding):
+    """Frequencies stay float32 when Megatron casts the whole model to half precision."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> _RotaryEmbedding:
+        super()._apply(fn, recurse)
+        exact, _ = self.compute_axial_rope_parameters(self.config)
+        self.inv_freq = nn.Buffer(exact.to(self.original_inv_freq.device), persistent=False)
+        return self

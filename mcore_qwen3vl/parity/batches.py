@@ -1,0 +1,372 @@
+"""Named global batches that between them hold every kind of input, built for any Qwen3-VL shape.
+
+Content is random from a seed. Images and frames are wider than high or the reverse, and text stands
+before and between them, so that the three axes of the position ids differ.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.data.positions import mrope_position_ids
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.model.inputs import VisualInputs, visual_inputs
+
+Piece = int | tuple[Literal["image", "video"], int, int, int]
+"""A count of text tokens, or a kind with frames, rows and columns in merged features."""
+
+Form = Literal["even", "ragged", "padded", "padded-left", "packed"]
+"""How samples make micro-batches: one each, all of one length or of several lengths; two each,
+padded on the right or on the left; or all in one row, with padding at its tail."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sequence with its images and videos, as the Hugging Face processor would give it."""
+
+    input_ids: Tensor  # (L,) int64
+    pixel_values: Tensor | None  # (P_images, patch_dim) float32
+    image_grid_thw: Tensor | None  # (images, 3) int64
+    pixel_values_videos: Tensor | None  # (P_videos, patch_dim) float32
+    video_grid_thw: Tensor | None  # (videos, 3) int64
+    loss_mask: Tensor  # (L,) float32: 1 where the next token is predicted and counts
+
+    @property
+    def labels(self) -> Tensor:
+        """(L,) int64: the next token; the last one has none, and its loss is masked."""
+        return torch.cat([self.input_ids[1:], self.input_ids.new_zeros(1)])
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a sample lies in its micro-batch."""
+
+    row: int
+    start: int
+    sample: Sample
+
+    @property
+    def tokens(self) -> tuple[int, slice]:
+        return self.row, slice(self.start, self.start + len(self.sample.input_ids))
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What the model is called with, on every rank of a TP x CP group and every stage."""
+
+    input_ids: Tensor  # (B, S) int64
+    position_ids: Tensor  # (3, B, S) int64
+    attention_mask: Tensor | None  # (B, S) int64, 0 at padding; None without padding
+    labels: Tensor  # (B, S) int64
+    loss_mask: Tensor  # (B, S) float32, 0 at padding
+    cu_seqlens: Tensor | None  # (samples + 1,) int32 when packed, tail padding included
+    visual: VisualInputs | None
+    places: tuple[Place, ...]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A global batch: consecutive equal parts of it go to the data-parallel ranks."""
+
+    name: str
+    micro_batches: tuple[MicroBatch, ...]
+
+    def of_rank(self, rank: int, size: int) -> range:
+        """Numbers of the micro-batches of data-parallel rank `rank` of `size`.
+
+        Raises:
+            BadInput: they cannot be divided equally.
+        """
+        count = len(self.micro_batches)
+        if count % size:
+            raise BadInput(
+                f"The {count} micro-batches of a parity batch cannot be divided over DP {size}: "
+                f"use a DP that divides {count}."
+            )
+        per_rank = count // size
+        return range(rank * per_rank, (rank + 1) * per_rank)
+
+    @property
+    def uneven(self) -> bool:
+        """Micro-batches differ in shape, so pipeline stages must be told each one's."""
+        return len({m.input_ids.shape for m in self.micro_batches}) > 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens whose loss counts, the divisor of the loss."""
+        return int(sum(m.loss_mask.sum() for m in self.micro_batches))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The micro-batches of a batch, each a list of samples, each a list of pieces."""
+
+    form: Form
+    micro_batches: Sequence[Sequence[Sequence[Piece]]]
+
+
+RECIPES: dict[str, Recipe] = {
+    "text": Recipe("even", [[[23]], [[19]], [[24]], [[21]]]),
+    "image": Recipe(
+        "even",
+        [
+            [[5, ("image", 1, 2, 3), 4]],
+            [[3, ("image", 1, 4, 2), 6]],
+            [[7, ("image", 1, 2, 4), 2]],
+            [[2, ("image", 1, 3, 2), 5]],
+        ],
+    ),
+    "images": Recipe(
+        "even",
+        [
+            [[3, ("image", 1, 2, 3), ("image", 1, 4, 1), 4]],
+            [[1, ("image", 1, 1, 2), 3, ("image", 1, 3, 2), 2, ("image", 1, 2, 1), 1]],
+            [[5, ("image", 1, 2, 4), 2]],
+            [[2, ("image", 1, 1, 3), 4, ("image", 1, 2, 2), 3]],
+        ],
+    ),
+    "video": Recipe(
+        "even",
+        [
+            [[4, ("video", 3, 2, 2), 3]],
+            [[2, ("video", 2, 2, 3), 5]],
+            [[6, ("video", 2, 3, 1), 1, ("video", 1, 1, 2), 2]],
+            [[3, ("video", 3, 2, 2), 2]],
+        ],
+    ),
+    "mixed": Recipe(
+        "even",
+        [
+            [[3, ("image", 1, 2, 3), 2, ("video", 2, 1, 2), 4]],
+            [[4, ("video", 2, 2, 1), ("image", 1, 1, 3), 3]],
+            [[1, ("video", 1, 3, 2), 2, ("image", 1, 2, 1), ("image", 1, 1, 2), 2]],
+            [[5, ("image", 1, 3, 2), 1, ("video", 3, 1, 1), 3]],
+        ],
+    ),
+    "padded": Recipe(
+        "padded",
+        [
+            [[4, ("image", 1, 2, 3), 3], [9]],
+            [[13], [2, ("video", 2, 2, 1), 3, ("image", 1, 1, 3), 1]],
+            [[6, ("image", 1, 3, 2), 9], [1, ("image", 1, 1, 2), 2]],
+            [[5], [3, ("image", 1, 2, 2), 4]],
+        ],
+    ),
+    "padded-left": Recipe(
+        "padded-left",
+        [
+            [[8], [3, ("image", 1, 3, 2), 4]],
+            [[2, ("image", 1, 2, 3), 1], [5, ("video", 2, 1, 2), 6]],
+            [[11, ("image", 1, 2, 2), 2], [7]],
+            [[4, ("video", 1, 2, 2), 1], [3, ("image", 1, 2, 1), 5]],
+        ],
+    ),
+    "packed": Recipe(
+        "packed",
+        [
+            [[5], [3, ("image", 1, 2, 3), 4], [2, ("video", 2, 1, 2), 3]],
+            [[4, ("image", 1, 1, 3), ("video", 2, 2, 1), 2], [13]],
+            [[9], [6], [7]],
+            [[2, ("image", 1, 4, 1), 1], [3, ("image", 1, 1, 2), 2, ("image", 1, 3, 2), 2]],
+        ],
+    ),
+    # With two or four data-parallel ranks some of them see no image and no video at all.
+    "imageless": Recipe(
+        "even",
+        [
+            [[4, ("image", 1, 3, 2), 3]],
+            [[2, ("video", 2, 2, 2), 4]],
+            [[14]],
+            [[17]],
+        ],
+    ),
+    "ragged": Recipe(
+        "ragged",
+        [
+            [[5, ("image", 1, 2, 3), 9]],
+            [[11]],
+            [[3, ("video", 3, 2, 1), 4, ("image", 1, 1, 3), 7]],
+            [[2, ("image", 1, 2, 2), 3]],
+        ],
+    ),
+}
+
+
+def build_batch(name: str, architecture: Architecture, *, multiple: int = 8) -> Batch:
+    """Build the batch called `name`.
+
+    Args:
+        name: one of `RECIPES`.
+        architecture: the model's shape: vocabulary, special tokens, patch sizes.
+        multiple: what lengths are a multiple of, as the layout demands: of every sample where
+            samples are cut apart (one a micro-batch, or packed), of every row where they are
+            padded. See :func:`mcore_qwen3vl.model.sequence.length_multiple`.
+
+    Raises:
+        BadInput: an unknown name.
+    """
+    if name not in RECIPES:
+        raise BadInput(f"There is no batch called {name!r}; there are {', '.join(RECIPES)}.")
+    recipe = RECIPES[name]
+    maker = _Maker(architecture, random.Random(zlib.crc32(name.encode())))
+    lengths = [[maker.length(pieces) for pieces in micro] for micro in recipe.micro_batches]
+    if not recipe.form.startswith("padded"):
+        lengths = [[_round_up(n, multiple) for n in micro] for micro in lengths]
+    longest = _round_up(max(n for micro in lengths for n in micro), multiple)
+    if recipe.form == "even":
+        lengths = [[longest for _ in micro] for micro in lengths]
+    samples = [
+        [maker.sample(pieces, n) for pieces, n in zip(micro, of_micro, strict=True)]
+        for micro, of_micro in zip(recipe.micro_batches, lengths, strict=True)
+    ]
+    totals = [sum(of_micro) for of_micro in lengths]
+    widths = {
+        "packed": [max(totals) + multiple] * len(totals),
+        "ragged": totals,
+    }.get(recipe.form, [longest] * len(totals))
+    return Batch(
+        name,
+        tuple(
+            _assemble(architecture, recipe.form, micro, width)
+            for micro, width in zip(samples, widths, strict=True)
+        ),
+    )
+
+
+def micro_batch(
+    architecture: Architecture, samples: Sequence[Sample], *, multiple: int = 1
+) -> MicroBatch:
+    """One micro-batch, a sample a row, padded on the right to a multiple of `multiple`."""
+    longest = max(len(sample.input_ids) for sample in samples)
+    return _assemble(architecture, "padded", samples, _round_up(longest, multiple))
+
+
+class _Maker:
+    """Random samples of one architecture."""
+
+    def __init__(self, architecture: Architecture, rng: random.Random) -> None:
+        self.a, self.rng = architecture, rng
+        self.generator = torch.Generator().manual_seed(rng.randrange(2**31))
+        self.special = {
+            architecture.image_token_id,
+            architecture.video_token_id,
+            architecture.vision_start_token_id,
+            architecture.vision_end_token_id,
+        }
+
+    def length(self, pieces: Sequence[Piece]) -> int:
+        """Tokens of a sample before it is lengthened."""
+        return sum(
+            # A frame has its start and end token, and a frame of a video its timestamp.
+            p if isinstance(p, int) else p[1] * (p[2] * p[3] + (4 if p[0] == "video" else 2))
+            for p in pieces
+        )
+
+    def sample(self, pieces: Sequence[Piece], length: int) -> Sample:
+        """`pieces` as tokens and pixels, lengthened to `length` with text."""
+        a, merge = self.a, self.a.vision.spatial_merge_size
+        tokens: list[int] = []
+        grids: dict[str, list[tuple[int, int, int]]] = {"image": [], "video": []}
+        for piece in [*pieces, length - self.length(pieces)]:
+            if isinstance(piece, int):
+                tokens += self.text(piece)
+                continue
+            kind, frames, rows, columns = piece
+            grids[kind].append((frames, rows * merge, columns * merge))
+            pad = a.image_token_id if kind == "image" else a.video_token_id
+            for _ in range(frames):
+                tokens += self.text(2 if kind == "video" else 0)
+                tokens += [a.vision_start_token_id, *[pad] * (rows * columns)]
+                tokens += [a.vision_end_token_id]
+        input_ids = torch.tensor(tokens)
+        placeholder = (input_ids == a.image_token_id) | (input_ids == a.video_token_id)
+        counts = torch.ones(len(tokens))
+        counts[:-1] = (~placeholder[1:]).float()  # no loss where a placeholder would be predicted
+        counts[-1] = 0
+        return Sample(input_ids, *self.pixels(grids["image"]), *self.pixels(grids["video"]), counts)
+
+    def text(self, count: int) -> list[int]:
+        tokens: list[int] = []
+        while len(tokens) < count:
+            token = self.rng.randrange(self.a.vocab_size)
+            tokens += [] if token in self.special else [token]
+        return tokens
+
+    def pixels(self, grids: list[tuple[int, int, int]]) -> tuple[Tensor | None, Tensor | None]:
+        if not grids:
+            return None, None
+        grid_thw = torch.tensor(grids)
+        patches = int(grid_thw.prod(1).sum())
+        return torch.randn(patches, self.a.vision.patch_dim, generator=self.generator), grid_thw
+
+
+def _assemble(
+    architecture: Architecture, form: Form, samples: Sequence[Sample], width: int
+) -> MicroBatch:
+    lengths = [len(s.input_ids) for s in samples]
+    cu_seqlens = None
+    if form == "packed":
+        starts = [0, *accumulate(lengths)]
+        places = [Place(0, start, s) for start, s in zip(starts, samples, strict=False)]
+        cu_seqlens = torch.tensor([*starts, width], dtype=torch.int32)
+    else:
+        left = form == "padded-left"
+        places = [
+            Place(row, width - n if left else 0, s)
+            for row, (n, s) in enumerate(zip(lengths, samples, strict=True))
+        ]
+    rows = 1 if form == "packed" else len(samples)
+    valid = torch.zeros(rows, width, dtype=torch.int64)
+    input_ids, labels = torch.zeros_like(valid), torch.zeros_like(valid)
+    loss_mask = torch.zeros(rows, width)
+    for place in places:
+        valid[place.tokens] = 1
+        input_ids[place.tokens] = place.sample.input_ids
+        labels[place.tokens] = place.sample.labels
+        loss_mask[place.tokens] = place.sample.loss_mask
+    attention_mask = None if valid.all() else valid
+    joined = {name: _concatenated(samples, name) for name in _MEDIA}
+    positions, _ = mrope_position_ids(
+        architecture,
+        input_ids,
+        joined["image_grid_thw"],
+        joined["video_grid_thw"],
+        attention_mask,
+        cu_seqlens,
+    )
+    return MicroBatch(
+        input_ids=input_ids,
+        position_ids=positions,
+        attention_mask=attention_mask,
+        labels=labels,
+        loss_mask=loss_mask,
+        cu_seqlens=cu_seqlens,
+        visual=visual_inputs(architecture, input_ids, **joined),
+        places=tuple(places),
+    )
+
+
+_MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+
+
+def media(sample: Sample) -> dict[str, Tensor]:
+    """The pixels and grids that `sample` has, by the argument names of HF's forward."""
+    return {name: value for name in _MEDIA if (value := getattr(sample, name)) is not None}
+
+
+def _concatenated(samples: Sequence[Sample], name: str) -> Tensor | None:
+    parts = [value for s in samples if (value := getattr(s, name)) is not None]
+    return torch.cat(parts) if parts else None
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple

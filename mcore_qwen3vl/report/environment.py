@@ -1,0 +1,32 @@
+"""What the numbers of a report depend on besides the models."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from mcore_qwen3vl import __version__
+
+PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine")
+
+
+def environment() -> dict[str, str]:
+    """Versions of what computes, and the machine."""
+    found = {"mcore-qwen3vl": __version__}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    found["python"] = platform.python_version()
+    found["machine"] = f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs"
+    return found
+
+
+def command_line() -> str:
+    """The command that is running; the program without its folder."""
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])

@@ -1,0 +1,244 @@
+"""Megatron-Core on CPU with gloo.
+
+mcore assumes CUDA. :func:`install` replaces what it looks for and does not find, each replacement
+with its reason, so that every layout runs on a laptop with the code that runs on GPUs. It is never
+applied by itself: call it before megatron is imported, or start ranks with
+:func:`mcore_qwen3vl.runtime.launch.run_layout`, which does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import queue
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_qwen3vl.errors import BadInput
+
+TESTED_VERSIONS = ("0.19.2",)
+"""megatron-core versions on which the whole parity matrix passed with these replacements."""
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """One attribute that is replaced, and why."""
+
+    module: str
+    name: str
+    make: Callable[[Any], Any]  # original -> replacement
+    reason: str
+
+
+class NullStream:
+    """A stream or event on a device that runs in order: nothing to wait for."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
+
+    def __enter__(self) -> NullStream:
+        return self
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    def wait_stream(self, stream: object) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+    def record_event(self, event: object = None) -> NullStream:
+        return self
+
+    def record(self, stream: object = None) -> None: ...
+
+    def wait(self, stream: object = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class CudaMeansCpu(torch.overrides.TorchFunctionMode):
+    """``device="cuda"``, ``.cuda()`` and the type name of a CUDA tensor, taken as the CPU's.
+
+    Schedules, gradient clipping and the optimizers spell them out.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": _on_cpu(kwargs["device"])}
+        if func is Tensor.cuda:
+            return args[0]
+        if func is Tensor.to:
+            args = tuple(_on_cpu(a) if isinstance(a, str | torch.device) else a for a in args)
+        if func is Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        return func(*args, **kwargs)
+
+
+def _on_cpu(device: Any) -> Any:
+    kind = device.type if isinstance(device, torch.device) else str(device)
+    return CPU if kind.startswith("cuda") else device
+
+
+def _padded_all_gather(all_gather: Callable[..., Any]) -> Callable[..., Any]:
+    def padded(
+        tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
+        lengths = [len(t) for t in tensor_list] if tensor.ndim else [0]
+        if len(set(lengths)) == 1:
+            return all_gather(tensor_list, tensor, group=group, async_op=async_op)
+        longest = tensor.new_zeros(max(lengths), *tensor.shape[1:])
+        buffers = [torch.empty_like(longest) for _ in tensor_list]
+        longest[: len(tensor)] = tensor
+        all_gather(buffers, longest, group=group)
+        for target, buffer in zip(tensor_list, buffers, strict=True):
+            target.copy_(buffer[: len(target)])
+        return None
+
+    return padded
+
+
+def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _constant(value: Any) -> Callable[[Any], Any]:
+    """Replace by `value`, whatever was there."""
+    return lambda original: value
+
+
+def _get_rng_state(device: Any = None, clone: bool = False, graph_safe: bool = False) -> Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(new_state: Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+    torch.set_rng_state(new_state)
+
+
+def _manual_seed(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+
+
+_RNG = "the tensor-parallel RNG tracker saves and restores the device generator: use the CPU's"
+_STREAM = "side streams overlap copies and collectives: the CPU runs in order"
+_CUDA = "torch.cuda"
+_NULL = NullStream()
+
+TORCH_REPLACEMENTS = (
+    Replacement(_CUDA, "current_device", _constant(lambda: CPU), "buffers are allocated there"),
+    Replacement(_CUDA, "set_device", _constant(lambda device: None), "there is one device"),
+    Replacement(_CUDA, "synchronize", _constant(lambda device=None: None), "p2p waits for it"),
+    Replacement(_CUDA, "get_rng_state", _constant(_get_rng_state), _RNG),
+    Replacement(_CUDA, "set_rng_state", _constant(_set_rng_state), _RNG),
+    Replacement("torch.cuda.random", "get_rng_state", _constant(_get_rng_state), _RNG),
+    Replacement("torch.cuda.random", "set_rng_state", _constant(_set_rng_state), _RNG),
+    # Not manual_seed_all: torch.manual_seed calls that one.
+    Replacement(_CUDA, "manual_seed", _constant(_manual_seed), _RNG),
+    Replacement(_CUDA, "Stream", _constant(NullStream), _STREAM),
+    Replacement(_CUDA, "Event", _constant(NullStream), _STREAM),
+    Replacement(_CUDA, "current_stream", _constant(lambda device=None: _NULL), _STREAM),
+    Replacement(_CUDA, "default_stream", _constant(lambda device=None: _NULL), _STREAM),
+    Replacement(_CUDA, "stream", _constant(lambda stream: contextlib.nullcontext()), _STREAM),
+    Replacement(_CUDA, "set_stream", _constant(lambda stream: None), _STREAM),
+    Replacement(
+        "torch.distributed",
+        "all_gather",
+        _padded_all_gather,
+        "gloo refuses parts of unequal length, which the alltoall dispatcher with ETP gathers",
+    ),
+)
+
+_TP_RANDOM = "megatron.core.tensor_parallel.random"
+_MOE = "megatron.core.transformer.moe"
+_HOST = "returns a tensor when the input is on the CPU already; all_to_all wants the numbers"
+
+MEGATRON_REPLACEMENTS = (
+    Replacement(_TP_RANDOM, "_get_cuda_rng_state", _constant(_get_rng_state), _RNG),
+    Replacement(_TP_RANDOM, "_set_cuda_rng_state", _constant(_set_rng_state), _RNG),
+    Replacement(f"{_MOE}.moe_utils", "maybe_move_tensor_to_cpu", _constant(_to_host), _HOST),
+    Replacement(f"{_MOE}.token_dispatcher", "maybe_move_tensor_to_cpu", _constant(_to_host), _HOST),
+    Replacement(
+        "megatron.core.dist_checkpointing.strategies.filesystem_async",
+        "get_write_results_queue",
+        _constant(lambda mp_mode="spawn": queue.Queue()),
+        "starts a manager process that re-imports the program; a synchronous save needs none",
+    ),
+)
+
+originals: dict[tuple[str, str], Any] = {}
+"""What each replacement stands for, by (module, name). Empty until :func:`install` ran."""
+
+
+def install() -> None:
+    """Make megatron-core run on the CPU in this process and in those forked from it.
+
+    Calling it again does nothing.
+
+    Raises:
+        BadInput: megatron was imported before, its version is not a tested one, a replaced symbol
+            is gone, or CUDA is in use in this process.
+    """
+    if originals:
+        return
+    _check_environment()
+    _apply(TORCH_REPLACEMENTS)
+    CudaMeansCpu().__enter__()
+    # mcore compiles small functions at import, which costs more than the tests that run them.
+    torch._dynamo.config.disable = True
+    _apply(MEGATRON_REPLACEMENTS)
+    logging.getLogger(_TP_RANDOM).addFilter(
+        # Said whenever the RNG tracker forks, since CPU and device generator are one here.
+        lambda record: "CPU RNG state changed" not in record.getMessage()
+    )
+
+
+def installed() -> bool:
+    """Whether :func:`install` ran in this process."""
+    return bool(originals)
+
+
+def _check_environment() -> None:
+    found = version("megatron-core")
+    if found not in TESTED_VERSIONS:
+        raise BadInput(
+            f"The CPU backend was tested with megatron-core {', '.join(TESTED_VERSIONS)}; "
+            f"{found} is installed. Install megatron-core=={TESTED_VERSIONS[-1]}, or run on CUDA."
+        )
+    if "megatron.core.parallel_state" in sys.modules:
+        raise BadInput(
+            "The CPU backend must be installed before megatron is imported, because megatron "
+            "decorates functions for CUDA while it loads: call mcore_qwen3vl.runtime.cpu.install() "
+            "first."
+        )
+    if not torch.cuda.is_initialized():
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if torch.cuda.is_available():
+        raise BadInput(
+            "The CPU backend cannot be used in a process that already uses CUDA. Start it with "
+            "CUDA_VISIBLE_DEVICES set to the empty string."
+        )
+
+
+def _apply(replacements: Sequence[Replacement]) -> None:
+    for r in replacements:
+        module = importlib.import_module(r.module)
+        if not hasattr(module, r.name):
+            raise BadInput(
+                f"{r.module}.{r.name} does not exist in the installed version, so the CPU backend "
+                f"cannot replace it ({r.reason}). Install the versions that this package pins."
+            )
+        originals[r.module, r.name] = getattr(module, r.name)
+        setattr(module, r.name, r.make(originals[r.module, r.name]))

@@ -1,0 +1,202 @@
+"""Run a function on every rank of a layout, one forked process per rank.
+
+Forking from a process that has imported torch and megatron starts a rank in milliseconds; a fresh
+interpreter needs about fifteen seconds for the imports alone.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from mcore_qwen3vl.errors import BadInput, CheckFailed
+from mcore_qwen3vl.runtime import cpu
+
+_GRACE = 2.0  # seconds for the other ranks to report after one has failed, and for leaving
+
+
+class RanksFailed(RuntimeError):
+    """One or more ranks raised, died or hung; the message holds each one's traceback."""
+
+
+@dataclass
+class _Rank:
+    process: Any
+    pipe: Connection
+    stacks: Path
+    result: Any = None
+    error: BaseException | str | None = None
+    ended: float | None = None  # when it answered or died, in monotonic seconds
+
+
+def run_layout(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 120.0,
+    device: Literal["cpu", "cuda"] = "cpu",
+) -> list[Any]:
+    """Call ``fn(*args)`` on `world_size` ranks with ``torch.distributed`` initialised.
+
+    Args:
+        fn: any callable, closures included; it learns its rank from ``torch.distributed``.
+        world_size: number of ranks.
+        args: passed on, by fork and not by pickle.
+        timeout: seconds until all ranks are killed.
+        device: ``cpu``: gloo, one thread a rank, with the CPU backend installed. ``cuda``: NCCL,
+            one GPU a rank; this process must not have used CUDA yet.
+
+    Returns:
+        What each rank returned, in the order of ranks (pickled, so no CUDA tensors).
+
+    Raises:
+        BadInput, CheckFailed: raised by a rank, as it was.
+        RanksFailed: a rank raised anything else, died, or did not finish in time.
+    """
+    if device == "cpu":
+        cpu.install()
+    elif torch.cuda.is_initialized():
+        raise BadInput("Ranks cannot be forked from a process that has used CUDA; use torchrun.")
+    context = multiprocessing.get_context("fork")
+    ranks: list[_Rank] = []
+    with tempfile.TemporaryDirectory(prefix="mcore-qwen3vl-ranks-") as scratch:
+        try:
+            for rank in range(world_size):
+                ours, theirs = context.Pipe(duplex=False)
+                work = _Work(fn, args, rank, world_size, timeout, device, Path(scratch))
+                process = context.Process(target=_run_rank, args=(work, theirs), daemon=True)
+                process.start()
+                theirs.close()
+                ranks.append(_Rank(process, ours, work.stacks))
+            _collect(ranks, timeout)
+        finally:
+            for r in ranks:
+                if r.ended is not None:  # may clean up after itself
+                    r.process.join(_GRACE)
+                r.process.kill()
+                r.process.join()
+        _raise_errors(ranks, timeout)
+    return [r.result for r in ranks]
+
+
+@dataclass
+class _Work:
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    rank: int
+    world_size: int
+    timeout: float
+    device: str
+    scratch: Path
+
+    @property
+    def stacks(self) -> Path:
+        """Where this rank leaves its stack if it does not finish."""
+        return self.scratch / f"stack-{self.rank}"
+
+
+def _run_rank(work: _Work, pipe: Connection) -> None:
+    with work.stacks.open("w") as stacks:
+        faulthandler.dump_traceback_later(max(work.timeout - 1, 0.9 * work.timeout), file=stacks)
+        try:
+            answer = pickle.dumps((True, _call(work)))
+        except (BadInput, CheckFailed) as error:
+            answer = pickle.dumps((False, error))
+        except BaseException:
+            answer = pickle.dumps((False, traceback.format_exc()))
+        faulthandler.cancel_dump_traceback_later()
+    pipe.send_bytes(answer)
+    pipe.close()
+
+
+def _call(work: _Work) -> Any:
+    os.environ |= {
+        "RANK": str(work.rank),
+        "LOCAL_RANK": str(work.rank),
+        "WORLD_SIZE": str(work.world_size),
+    }
+    if work.device == "cpu":
+        # More threads would oversubscribe the machine, and OpenMP's do not survive a fork.
+        torch.set_num_threads(1)
+    else:
+        torch.cuda.set_device(work.rank)
+    dist.init_process_group(
+        "gloo" if work.device == "cpu" else "nccl",
+        # A file and not a TCP server: that would be a thread in the process that forks.
+        store=dist.FileStore(str(work.scratch / "store"), work.world_size),
+        rank=work.rank,
+        world_size=work.world_size,
+        timeout=timedelta(seconds=work.timeout),
+    )
+    result = work.fn(*work.args)
+    dist.barrier()  # a rank that leaves early would break the others' collectives
+    dist.destroy_process_group()
+    return result
+
+
+def _collect(ranks: list[_Rank], timeout: float) -> None:
+    """Wait until every rank answered, one failed, or the time is up."""
+    deadline = time.monotonic() + timeout
+    while waiting := [r for r in ranks if r.ended is None]:
+        ready = wait([r.pipe for r in waiting], max(deadline - time.monotonic(), 0))
+        if not ready:
+            return
+        for r in waiting:
+            if r.pipe in ready:
+                _receive(r)
+                if r.error is not None:
+                    deadline = min(deadline, time.monotonic() + _GRACE)
+
+
+def _receive(r: _Rank) -> None:
+    r.ended = time.monotonic()
+    try:
+        succeeded, value = pickle.loads(r.pipe.recv_bytes())
+    except EOFError:
+        r.process.join()
+        r.error = f"died with exit code {r.process.exitcode}\n"
+        return
+    if succeeded:
+        r.result = value
+    else:
+        r.error = value
+
+
+def _raise_errors(ranks: list[_Rank], timeout: float) -> None:
+    failed = [r for r in ranks if r.error is not None]
+    # The first to fail is the cause; the others lost their connection to it.
+    failed.sort(key=lambda r: r.ended or 0.0)
+    for r in failed:
+        if isinstance(r.error, BadInput | CheckFailed):
+            raise r.error
+    hanging = [r for r in ranks if r.ended is None]
+    if not failed and not hanging:
+        return
+    report = [f"rank {ranks.index(r)}: {r.error}" for r in failed]
+    if not failed:
+        report = [
+            f"rank {ranks.index(r)} did not finish within {timeout:g} s:\n{_stack(r)}"
+            for r in hanging
+        ]
+    raise RanksFailed("\n".join(report))
+
+
+def _stack(r: _Rank) -> str:
+    """Where a hanging rank was, down to the function that it runs."""
+    lines = r.stacks.read_text().splitlines()
+    own = next((i for i, line in enumerate(lines) if f'"{__file__}"' in line), len(lines))
+    return "\n".join(lines[:own])

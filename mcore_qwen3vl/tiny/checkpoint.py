@@ -1,0 +1,188 @@
+"""Write a tiny Qwen3-VL checkpoint that Hugging Face transformers loads."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_qwen3vl.config import ExpertLayout
+from mcore_qwen3vl.tiny.processor import SPECIAL_TOKENS, VOCAB_SIZE, write_processor
+
+# Sizes are pairwise distinct wherever two of them meet, so that a swapped or transposed tensor
+# cannot keep its shape by accident.
+TEXT: dict[str, Any] = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "head_dim": 24,
+    "hidden_act": "silu",
+    "hidden_size": 48,
+    "initializer_range": 0.02,
+    "intermediate_size": 104,
+    "max_position_embeddings": 4096,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "mrope_interleaved": True,
+        "mrope_section": [5, 4, 3],
+        "rope_type": "default",
+    },
+    "rope_theta": 5000000,
+    "use_cache": True,
+    "vocab_size": VOCAB_SIZE,
+}
+MOE: dict[str, Any] = {
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 36,
+    "norm_topk_prob": True,
+    "num_experts": 12,
+    "num_experts_per_tok": 3,
+}
+VISION: dict[str, Any] = {
+    "deepstack_visual_indexes": [1, 2, 3],
+    "depth": 5,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_size": 32,
+    "in_channels": 3,
+    "initializer_range": 0.02,
+    "intermediate_size": 56,
+    "num_heads": 4,
+    "num_position_embeddings": 36,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+
+
+def tiny_config(
+    *,
+    moe: bool = False,
+    tie: bool = False,
+    dtype: str = "float32",
+    text: dict[str, Any] | None = None,
+    vision: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """A ``config.json`` in the published form (transformers 4.57), with overrides."""
+    model_type = "qwen3_vl_moe" if moe else "qwen3_vl"
+    text_config = {**TEXT, **(MOE if moe else {}), **(text or {})}
+    text_config |= {
+        "bos_token_id": SPECIAL_TOKENS["<|endoftext|>"],
+        "dtype": dtype,
+        "eos_token_id": SPECIAL_TOKENS["<|im_end|>"],
+        "model_type": f"{model_type}_text",
+    }
+    if not moe:  # as published: dense text configs repeat the flag, MoE ones do not
+        text_config["tie_word_embeddings"] = tie
+    vision_config = {**VISION, "out_hidden_size": text_config["hidden_size"], **(vision or {})}
+    config = {
+        "architectures": [f"Qwen3VL{'Moe' if moe else ''}ForConditionalGeneration"],
+        "image_token_id": SPECIAL_TOKENS["<|image_pad|>"],
+        "model_type": model_type,
+        "text_config": text_config,
+        "tie_word_embeddings": tie,
+        "transformers_version": "4.57.0.dev0",
+        "video_token_id": SPECIAL_TOKENS["<|video_pad|>"],
+        "vision_config": {**vision_config, "model_type": model_type},
+        "vision_end_token_id": SPECIAL_TOKENS["<|vision_end|>"],
+        "vision_start_token_id": SPECIAL_TOKENS["<|vision_start|>"],
+    }
+    # transformers adds to the rope_scaling it is given: never hand out the dict above.
+    return deepcopy(config)
+
+
+def write_tiny_checkpoint(
+    path: str | Path,
+    *,
+    moe: bool = False,
+    tie: bool = False,
+    layout: ExpertLayout = "published",
+    dtype: str = "float32",
+    max_shard_size: str = "5GB",
+    seed: int = 0,
+    text: dict[str, Any] | None = None,
+    vision: dict[str, Any] | None = None,
+) -> Path:
+    """Write a Hugging Face checkpoint with random values in every tensor.
+
+    Args:
+        path: the directory to write; made if absent.
+        moe: Qwen3-VL-MoE instead of dense.
+        tie: share the embedding with the head, so that no ``lm_head.weight`` is stored.
+        layout: ``published`` writes experts and config as transformers 4.57 does; ``v5`` is
+            whatever the installed transformers' ``save_pretrained`` writes.
+        dtype: torch name of the stored dtype.
+        max_shard_size: as in ``save_pretrained``; a small one gives a sharded checkpoint.
+        seed: of the weights.
+        text, vision: config fields to override.
+
+    Returns:
+        `path`.
+    """
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    config = tiny_config(moe=moe, tie=tie, dtype=dtype, text=text, vision=vision)
+    model = _random_model(config, getattr(torch, dtype), seed)
+    if layout == "v5":
+        model.save_pretrained(path, max_shard_size=max_shard_size)
+    else:
+        _save_published(model, config, path, max_shard_size)
+    write_processor(path, config["vision_config"])
+    return path
+
+
+def _random_model(config: dict[str, Any], dtype: torch.dtype, seed: int) -> Any:
+    import transformers
+
+    name = config["architectures"][0]
+    config_class = getattr(transformers, name.replace("ForConditionalGeneration", "Config"))
+    hf_config = config_class.from_dict(json.loads(json.dumps(config)))
+    with torch.device("meta"):
+        model = getattr(transformers, name)(hf_config)
+    model = model.to_empty(device="cpu")
+    if config["tie_word_embeddings"]:
+        model.tie_weights()
+    _fill(model, seed)
+    model.generation_config = transformers.GenerationConfig(
+        bos_token_id=SPECIAL_TOKENS["<|endoftext|>"],
+        eos_token_id=[SPECIAL_TOKENS["<|im_end|>"], SPECIAL_TOKENS["<|endoftext|>"]],
+        pad_token_id=SPECIAL_TOKENS["<|endoftext|>"],
+    )
+    return model.to(dtype)
+
+
+@torch.no_grad()
+def _fill(model: torch.nn.Module, seed: int) -> None:
+    """Norm weights around one, biases around zero, matrices of unit gain; nothing left constant."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.ndim == 1 and name.endswith("weight"):
+            parameter.copy_(1 + 0.2 * noise)
+        elif parameter.ndim == 1:
+            parameter.copy_(0.1 * noise)
+        elif "embed" in name and "patch" not in name:
+            parameter.copy_(noise)
+        else:
+            experts = parameter.ndim == 3
+            fan_in = parameter.shape[-1] if experts else parameter[0].numel()
+            parameter.copy_(noise / fan_in**0.5)
+
+
+def _save_published(model: Any, config: dict[str, Any], path: Path, max_shard_size: str) -> None:
+    """What transformers 4.57 wrote: experts as [E, H, 2I] and [E, I, H], config in its form."""
+    from huggingface_hub import save_torch_state_dict
+
+    tensors = {
+        name: tensor.transpose(1, 2).contiguous() if ".mlp.experts." in name else tensor
+        for name, tensor in model.state_dict().items()
+        if not (name == "lm_head.weight" and config["tie_word_embeddings"])
+    }
+    save_torch_state_dict(tensors, path, max_shard_size=max_shard_size)
+    (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    model.generation_config.save_pretrained(path)

@@ -1,0 +1,88 @@
+"""A working tokenizer, image and video processor and chat template, made locally.
+
+The tokenizer is a byte-level BPE like Qwen's, with a handful of merges and Qwen's special tokens.
+"""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from tokenizers.pre_tokenizers import ByteLevel
+
+_MERGES = (
+    "Ġ t", "h e", "i n", "Ġ a", "r e", "o n", "Ġ s", "e r", "Ġt he", "a t", "i s", "e n", "o r",
+    "Ġ w", "Ġ c", "i t", "o u", "e s", "a n", "Ġ i", "Ġ o", "Ġ b", "in g", "Ġ m", "e d", "a l",
+)  # fmt: skip
+_SPECIAL = (
+    "<|im_end|>", "<|endoftext|>", "<|im_start|>", "<|vision_start|>", "<|vision_end|>",
+    "<|image_pad|>", "<|video_pad|>", "<|object_ref_start|>", "<|object_ref_end|>",
+    "<|box_start|>", "<|box_end|>",
+)  # fmt: skip
+# The end-of-sequence token comes first because the tokenizer adds its own tokens before ours.
+_BYTES = sorted(ByteLevel.alphabet())
+
+VOCAB_SIZE = 352
+"""Rows of the embedding: more than the tokenizer has, as in the published models."""
+
+SPECIAL_TOKENS = {token: len(_BYTES) + len(_MERGES) + index for index, token in enumerate(_SPECIAL)}
+
+
+def write_processor(path: Path, vision_config: dict[str, Any]) -> None:
+    """Save a ``Qwen3VLProcessor`` to `path`, for patches of `vision_config`'s sizes.
+
+    Pixel limits scale with the patch size: an image becomes 4 to 64 merged tokens, a video
+    frame 4 to 16.
+    """
+    from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
+
+    merge = vision_config["spatial_merge_size"]
+    patch = vision_config["patch_size"]
+    frames = vision_config["temporal_patch_size"]
+    token_pixels = (merge * patch) ** 2
+    common = {
+        "patch_size": patch,
+        "merge_size": merge,
+        "temporal_patch_size": frames,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+    image_size = {"shortest_edge": 4 * token_pixels, "longest_edge": 64 * token_pixels}
+    video_size = {"shortest_edge": 4 * token_pixels, "longest_edge": 16 * 8 * token_pixels}
+    processor = Qwen3VLProcessor(
+        image_processor=Qwen2VLImageProcessor(size=image_size, **common),
+        tokenizer=tiny_tokenizer(),
+        video_processor=Qwen3VLVideoProcessor(size=video_size, min_frames=2, fps=2, **common),
+        chat_template=chat_template(),
+    )
+    processor.save_pretrained(path)
+
+
+def tiny_tokenizer() -> Any:
+    """A ``Qwen2Tokenizer`` over the 256 bytes, a few merges and Qwen's special tokens."""
+    from transformers import AddedToken, Qwen2Tokenizer
+
+    vocab = {token: index for index, token in enumerate(_BYTES)}
+    vocab |= {merge.replace(" ", ""): len(_BYTES) + index for index, merge in enumerate(_MERGES)}
+    merges = [tuple(merge.split(" ")) for merge in _MERGES]
+    tokenizer = Qwen2Tokenizer(
+        vocab=vocab,
+        merges=merges,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        model_max_length=4096,
+    )
+    tokenizer.add_tokens(
+        [AddedToken(token, normalized=False, special=True) for token in _SPECIAL],
+        special_tokens=True,
+    )
+    got = {token: tokenizer.convert_tokens_to_ids(token) for token in _SPECIAL}
+    if got != SPECIAL_TOKENS:
+        raise RuntimeError(f"special tokens landed at {got}, expected {SPECIAL_TOKENS}")
+    return tokenizer
+
+
+def chat_template() -> str:
+    """The chat template: ChatML turns, images and videos as a bracketed placeholder token."""
+    return files(__package__).joinpath("chat_template.jinja").read_text(encoding="utf-8")

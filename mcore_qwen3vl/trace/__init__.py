@@ -1,0 +1,1 @@
+"""Finding the place where two models part, and why."""

@@ -1,0 +1,1 @@
+"""What ``megatron.training`` asks for: arguments, model, data and loss providers."""

@@ -1,0 +1,127 @@
+"""Finding the newest checkpoint that can be read, before Megatron starts reading it.
+
+A run that was killed while writing, or a full disk, leaves a checkpoint whose files are missing,
+short or empty. On thousands of ranks that is better found by one of them beforehand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from mcore_qwen3vl.converters import dcp_metadata
+from mcore_qwen3vl.errors import BadInput
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_ZIP = b"PK\x03\x04"  # every stored tensor starts with a zip's first bytes
+
+
+def latest_iteration(directory: str | Path) -> int | None:
+    """The iteration that the tracker names; None if there is no tracker, or it says `release`.
+
+    Raises:
+        BadInput: the tracker says neither.
+    """
+    tracker = Path(directory) / TRACKER
+    if not tracker.exists():
+        return None
+    text = tracker.read_text(encoding="utf-8").strip()
+    if text == "release":
+        return None
+    if not text.isdigit():
+        raise BadInput(f"{tracker} says {text!r}; an iteration or 'release' is needed.")
+    return int(text)
+
+
+def readable_iteration(directory: str | Path, *, fallback: bool) -> int | None:
+    """The newest iteration up to the latest whose checkpoint is complete.
+
+    Args:
+        directory: as Megatron's ``--load``.
+        fallback: go on to older ones when the latest is damaged.
+
+    Returns:
+        None when the directory holds no iteration.
+
+    Raises:
+        BadInput: the latest is damaged and `fallback` is off, or all are damaged.
+    """
+    latest = latest_iteration(directory)
+    if latest is None:
+        return None
+    folders = Path(directory).glob("iter_*")
+    found = {int(m[1]) for f in folders if (m := re.fullmatch(r"iter_(\d+)", f.name))}
+    reasons = []
+    for iteration in sorted({latest, *(i for i in found if i < latest)}, reverse=True):
+        reason = damage(Path(directory) / f"iter_{iteration:07d}")
+        if reason is None:
+            return iteration
+        reasons.append(f"iteration {iteration}: {reason}")
+        if not fallback:
+            break
+    remedy = (
+        "Start anew, or from another directory."
+        if fallback
+        else "Resume from the one before it with --on-corrupt-checkpoint fallback."
+    )
+    raise BadInput(f"No usable checkpoint in {directory}: {'; '.join(reasons)}. {remedy}")
+
+
+def choose_checkpoint(args: argparse.Namespace) -> None:
+    """Point Megatron at the newest checkpoint of ``--load`` that can be read; all ranks call this.
+
+    Raises:
+        BadInput: see :func:`readable_iteration`.
+    """
+    if args.load is None or args.ckpt_step is not None or args.ckpt_format != "torch_dist":
+        return
+    from megatron.training.utils import print_rank_0
+
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        fallback = args.on_corrupt_checkpoint == "fallback"
+        try:
+            found = [readable_iteration(args.load, fallback=fallback)]
+        except BadInput as error:
+            found = [error]
+    dist.broadcast_object_list(found, src=0)
+    if isinstance(found[0], BadInput):
+        raise found[0]
+    if found[0] is not None and found[0] != latest_iteration(args.load):
+        args.ckpt_step = found[0]
+        print_rank_0(f"the latest checkpoint is damaged; resuming from iteration {found[0]}")
+
+
+def damage(folder: Path) -> str | None:
+    """Why a torch_dist checkpoint cannot be read, or None. Reads headers, not tensors."""
+    marker = folder / "metadata.json"
+    if not marker.exists() or marker.stat().st_size == 0:
+        return f"{marker} is missing or empty"
+    try:
+        index = dcp_metadata.read(folder)
+    except BadInput as error:
+        return str(error)
+    places = [chunk.place for tensor in index.tensors.values() for chunk in tensor.chunks]
+    by_file: dict[str, list[dcp_metadata.Place]] = {}
+    for place in [*places, *index.objects.values()]:
+        by_file.setdefault(place.file, []).append(place)
+    reasons = (_damaged_file(folder / name, places) for name, places in by_file.items())
+    return next((reason for reason in reasons if reason), None)
+
+
+def _damaged_file(file: Path, places: list[dcp_metadata.Place]) -> str | None:
+    if not file.exists():
+        return f"{file} is missing"
+    size, needed = file.stat().st_size, max(place.offset + place.length for place in places)
+    if size < needed:
+        return f"{file} has {size} bytes of {needed}"
+    with file.open("rb") as stream:
+        for place in places:
+            stream.seek(place.offset)
+            if stream.read(len(_ZIP)) != _ZIP:
+                return f"{file} holds no tensor at byte {place.offset}"
+    return None

@@ -1,0 +1,139 @@
+"""The data provider: loaders for the ranks that read, one stream for each pipeline chunk."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.data.batch import Batch
+from mcore_qwen3vl.data.config import DataConfig, MediaLimits
+from mcore_qwen3vl.data.loader import Loader, load_processor, parse_sources
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.model.sequence import length_multiple
+from mcore_qwen3vl.training import data_state
+from mcore_qwen3vl.training.batches import SharedBatches
+
+
+def data_config(args: argparse.Namespace) -> DataConfig:
+    """How Megatron's flags and ours say samples become batches.
+
+    Raises:
+        BadInput: the sequence length does not divide by the layout.
+    """
+    cp, tp = args.context_parallel_size, args.tensor_model_parallel_size
+    whole = length_multiple(cp, tp, args.sequence_parallel)
+    if args.seq_length % whole:
+        raise BadInput(
+            f"--seq-length {args.seq_length} is not a multiple of {whole}, which CP {cp} and TP "
+            f"{tp} divide it by. Round it."
+        )
+    given = vars(args)
+    chosen = {f.name: given[f.name] for f in fields(DataConfig) if f.name in given}
+    # A packed sample is cut by CP alone; SP cuts the pack.
+    chosen["length_multiple"] = length_multiple(cp) if args.packing else whole
+    media = MediaLimits(**{f.name: given[f.name] for f in fields(MediaLimits)})
+    return DataConfig(**chosen, media=media)
+
+
+class DataProvider:
+    """Megatron's ``train_valid_test_dataset_provider`` with an external, resumable loader."""
+
+    is_distributed = True  # called on every rank
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        architecture: Architecture,
+        on_batch: Callable[[Batch], None],
+    ) -> None:
+        """
+        Args:
+            args: of :func:`mcore_qwen3vl.training.arguments.parse`.
+            architecture: the model's shape.
+            on_batch: is shown each training batch.
+        """
+        self._args = args
+        self._architecture = architecture
+        self._on_batch = on_batch
+        self._streams: tuple[SharedBatches, SharedBatches | None] | None = None
+        self.train_loader: Loader | None = None
+        """On ranks that read."""
+
+    def __call__(
+        self, sample_counts: Sequence[int], vp_stage: int | None = None
+    ) -> tuple[Iterator[Batch], Iterator[Batch] | None, None]:
+        """The streams of one virtual pipeline stage: training, validation, no test."""
+        if self._streams is None:
+            self._streams = self._build()
+        train, valid = self._streams
+        chunk = vp_stage or 0
+        return train.chunk(chunk), valid.chunk(chunk) if valid else None, None
+
+    def _build(self) -> tuple[SharedBatches, SharedBatches | None]:
+        args = self._args
+        host_group = _host_group()
+        train = args.train_data_path or args.data_path
+        if not train:
+            raise BadInput("No training data: give --data-path PATH, or WEIGHT PATH WEIGHT PATH….")
+        self.train_loader = self._loader(train, "train")
+        if self.train_loader and args.iteration and not args.finetune:
+            dp = parallel_state.get_data_parallel_rank(), args.data_parallel_size
+            data_state.load(self.train_loader, args.load, args.iteration, *dp)
+        valid = None
+        if args.valid_data_path:
+            valid = self._share(self._loader(args.valid_data_path, "val"), host_group)
+        return self._share(self.train_loader, host_group, self._on_batch), valid
+
+    def _share(self, loader: Loader | None, host_group: Any, *on_batch: Any) -> SharedBatches:
+        return SharedBatches(
+            loader,
+            device=torch.device(torch.cuda.current_device()),
+            group=parallel_state.get_tensor_and_context_parallel_group(),
+            host_group=host_group,
+            chunks=self._args.virtual_pipeline_model_parallel_size or 1,
+            on_batch=on_batch,
+        )
+
+    def _loader(self, words: Sequence[str], split: Any) -> Loader | None:
+        """On the first rank of each TP x CP group; the others are sent its batches."""
+        if parallel_state.get_tensor_and_context_parallel_rank() != 0:
+            return None
+        args = self._args
+        return Loader(
+            parse_sources(words),
+            self._architecture,
+            load_processor(args.hf_model),
+            data_config(args),
+            dp_rank=parallel_state.get_data_parallel_rank(),
+            dp_size=parallel_state.get_data_parallel_world_size(),
+            num_workers=args.num_workers,
+            split=split,
+            seed=args.seed,
+        )
+
+    def save_state(self, directory: str, iteration: int) -> None:
+        """Save where this data-parallel rank's training data stands."""
+        if self.train_loader and parallel_state.get_pipeline_model_parallel_rank() == 0:
+            dp_rank = parallel_state.get_data_parallel_rank()
+            data_state.save(self.train_loader, directory, iteration, dp_rank)
+
+
+def _host_group() -> dist.ProcessGroup:
+    """This rank's TP x CP group, over gloo."""
+    group = parallel_state.get_tensor_and_context_parallel_group()
+    if dist.get_backend(group) == "gloo":
+        return group
+    ranks = tuple(dist.get_process_group_ranks(group))
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, ranks)
+    mine, _ = dist.new_subgroups_by_enumeration(
+        [list(members) for members in sorted(set(everywhere))], backend="gloo"
+    )
+    return mine

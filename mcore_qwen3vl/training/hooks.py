@@ -1,0 +1,44 @@
+"""Where the run is woven into ``megatron.training``, whose loop has no callbacks.
+
+Six of its module-level functions are wrapped, by name, and nothing is copied; a Megatron that
+lacks one of them is refused at the start instead of training without it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from mcore_qwen3vl.errors import BadInput
+
+WRAPPED = (
+    "load_checkpoint",  # first chooses a checkpoint that can be read
+    "save_checkpoint_and_time",  # first saves where the data stands
+    "checkpoint_and_decide_exit",  # after each iteration: exports to Hugging Face
+    "training_log",  # also writes --log-json
+    "get_megatron_optimizer_config",  # adds the learning rates by part
+    "get_megatron_optimizer",  # makes torch's Adam resumable
+)
+
+Wrapper = Callable[..., Any]
+"""``(original, *args, **kwargs) -> result``, in place of ``original(*args, **kwargs)``."""
+
+
+def wrap(module: Any, wrappers: dict[str, Wrapper]) -> None:
+    """Replace functions of `module` by wrappers that are given the original.
+
+    Raises:
+        BadInput: the installed Megatron has no such function.
+    """
+    for name, wrapper in wrappers.items():
+        original = getattr(module, name, None)
+        if original is None:
+            raise BadInput(
+                f"{module.__name__}.{name} does not exist in the installed megatron-core, so "
+                "training would not do what its flags say. Install the pinned version."
+            )
+        original = getattr(original, "__wrapped__", original)  # of an earlier run
+        wrapped = functools.partial(wrapper, original)
+        functools.update_wrapper(wrapped, original)
+        setattr(module, name, wrapped)

@@ -1,0 +1,201 @@
+"""How much GPU memory a layout needs: arithmetic to choose a layout by, not a measurement.
+
+Weights, gradients and optimizer states are exact; activations follow Korthikanti et al.,
+"Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198), adapted to
+grouped queries, gated MLPs, experts and an attention kernel that stores no scores.
+Allocator fragmentation, NCCL buffers and the CUDA context come on top.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Literal
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.runtime.parallel import Layout
+from mcore_qwen3vl.training import parameters
+
+Recompute = Literal["none", "full"]
+
+WEIGHT = 2  # bytes: bf16
+GRADIENT = 4  # fp32 accumulation
+OPTIMIZER = 12  # fp32 main weight and Adam's two moments
+ACTIVATION = 2  # bf16
+LOGIT = 10  # bf16 logits, their fp32 copy, and its gradient
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One micro-batch."""
+
+    seq_length: int
+    micro_batch_size: int = 1
+    visual_share: float = 0.5
+    """Share of the tokens that are image or video features."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.logits
+
+    def __str__(self) -> str:
+        parts = ("weights", "gradients", "optimizer", "activations", "logits")
+        listing = ", ".join(f"{name} {getattr(self, name) / GB:.1f}" for name in parts)
+        return f"{self.total / GB:.1f} GB a GPU ({listing})"
+
+
+def estimate(
+    a: Architecture, layout: Layout, work: Workload, recompute: Recompute = "none"
+) -> Memory:
+    """Memory of the fullest rank under the distributed optimizer with bf16 weights.
+
+    Args:
+        a: the model's shape.
+        layout: all parallel sizes.
+        work: the micro-batch.
+        recompute: ``none``, or ``full``: every decoder layer and vision block keeps its input only.
+    """
+    stages = [_stage(a, layout, work, recompute, rank) for rank in range(layout.pp)]
+    return max(stages, key=lambda memory: memory.total)
+
+
+def of_arguments(args: argparse.Namespace, a: Architecture) -> Memory:
+    """:func:`estimate` for validated Megatron arguments."""
+    work = Workload(args.seq_length, args.micro_batch_size)
+    recompute: Recompute = "full" if args.recompute_granularity == "full" else "none"
+    return estimate(a, layout_of(args), work, recompute)
+
+
+def layout_of(args: argparse.Namespace) -> Layout:
+    """The layout that validated Megatron arguments describe."""
+    return Layout(
+        tp=args.tensor_model_parallel_size,
+        pp=args.pipeline_model_parallel_size,
+        vpp=args.virtual_pipeline_model_parallel_size or 1,
+        ep=args.expert_model_parallel_size,
+        etp=args.expert_tensor_parallel_size if args.num_experts else 1,
+        cp=args.context_parallel_size,
+        dp=args.data_parallel_size,
+        sp=args.sequence_parallel,
+        first=args.decoder_first_pipeline_num_layers,
+        last=args.decoder_last_pipeline_num_layers,
+    )
+
+
+def _stage(
+    a: Architecture, layout: Layout, work: Workload, recompute: Recompute, stage: int
+) -> Memory:
+    layers = stage_layers(a, layout)[stage]
+    first, last = stage == 0, stage == layout.pp - 1
+    shared = sum(layer_parameters(a, layout, moe)[0] for moe in layers)
+    experts = sum(layer_parameters(a, layout, moe)[1] for moe in layers)
+    if first:
+        shared += parameters.embedding(a) / layout.tp + parameters.vision(a)
+    if last and not (first and a.tie_word_embeddings):
+        shared += parameters.embedding(a) / layout.tp + a.hidden_size
+    # The distributed optimizer divides states over the ranks that hold the same weights.
+    shared_copies = layout.dp * layout.cp
+    expert_copies = layout.tp * layout.cp * layout.dp / (layout.ep * layout.etp)
+    tokens = work.seq_length * work.micro_batch_size / layout.cp
+    logits = tokens * a.vocab_size / layout.tp * LOGIT if last else 0.0
+    return Memory(
+        weights=WEIGHT * (shared + experts),
+        gradients=GRADIENT * (shared + experts),
+        optimizer=OPTIMIZER * (shared / shared_copies + experts / expert_copies),
+        activations=_activations(a, layout, layers, tokens, work, recompute, stage),
+        logits=logits,
+    )
+
+
+def stage_layers(a: Architecture, layout: Layout) -> list[list[bool]]:
+    """For each pipeline rank, whether each of its decoder layers is MoE (VPP chunks together)."""
+    first, last = layout.first, layout.last
+    rest = a.num_hidden_layers - (first or 0) - (last or 0)
+    equal = rest // max(layout.pp - (first is not None) - (last is not None), 1)
+    counts = [equal] * layout.pp
+    if first is not None:
+        counts[0] = first
+    if last is not None:
+        counts[-1] = last
+    bounds = [sum(counts[:i]) for i in range(layout.pp + 1)]
+    return [list(a.moe_layers[bounds[i] : bounds[i + 1]]) for i in range(layout.pp)]
+
+
+def layer_parameters(a: Architecture, layout: Layout, moe: bool) -> tuple[float, float]:
+    """Parameters of one decoder layer on one rank: (outside the experts, in the experts)."""
+    shared = parameters.attention(a) / layout.tp + parameters.norms(a)
+    if not moe:
+        return shared + parameters.dense_mlp(a) / layout.tp, 0.0
+    experts = a.num_experts * parameters.expert(a) / (layout.ep * layout.etp)
+    return shared + parameters.router(a), experts
+
+
+def _activations(
+    a: Architecture,
+    layout: Layout,
+    layers: list[bool],
+    tokens: float,
+    work: Workload,
+    recompute: Recompute,
+    stage: int,
+) -> float:
+    """Stored activations of one rank: decoder layers of all micro-batches in flight, and vision."""
+    stored = [_layer_activations(a, layout, tokens, moe) for moe in layers]
+    sequence_parts = layout.tp if layout.sp else 1
+    if recompute == "full":
+        inputs = ACTIVATION * a.hidden_size * tokens / sequence_parts
+        kept, recomputed = inputs * len(layers), max(stored, default=0.0)
+    else:
+        kept, recomputed = sum(stored), 0.0
+    vision = _vision_activations(a, layout, work, recompute) if stage == 0 else 0.0
+    return (kept + vision) * in_flight(layout, stage) + recomputed
+
+
+def in_flight(layout: Layout, stage: int) -> float:
+    """Micro-batches whose activations a pipeline rank holds at once under (interleaved) 1F1B."""
+    if layout.vpp == 1:
+        return layout.pp - stage
+    return (layout.pp * layout.vpp + layout.pp - 1 - 2 * stage) / layout.vpp
+
+
+def _layer_activations(a: Architecture, layout: Layout, tokens: float, moe: bool) -> float:
+    h, local = a.hidden_size, tokens / (layout.tp if layout.sp else 1)
+    query, key = a.num_attention_heads * a.head_dim, a.num_key_value_heads * a.head_dim
+    # Inputs of both norms and of the two blocks; q, k, v; q and k normalised and rotated;
+    # the attention's output.
+    values = 4 * h * local + (query + 2 * key + 2 * (query + key) + query) * tokens / layout.tp
+    if not moe:
+        # Gate and up, their product.
+        return ACTIVATION * (values + 3 * a.intermediate_size * tokens / layout.tp)
+    # Rows that arrive at this rank's experts on average; each is the input of the experts and
+    # their output before the weighted sum.
+    rows = a.num_experts_per_tok * tokens / layout.tp * layout.etp
+    values += rows * (2 * h + 3 * a.moe_intermediate_size / layout.etp)
+    return ACTIVATION * values
+
+
+def _vision_activations(
+    a: Architecture, layout: Layout, work: Workload, recompute: Recompute
+) -> float:
+    """The tower's, whose patches are divided over the TP x CP group."""
+    v = a.vision
+    tokens = work.seq_length * work.micro_batch_size * work.visual_share
+    patches = tokens * v.spatial_merge_size**2 / (layout.tp * layout.cp)
+    if recompute == "full":
+        return ACTIVATION * patches * v.depth * v.hidden_size
+    # Inputs of both norms and blocks, q, k, v, q and k rotated in fp32, the attention's output.
+    per_patch = v.depth * (4 + 3 + 4 + 1) * v.hidden_size + v.depth * 2 * v.intermediate_size
+    return ACTIVATION * patches * per_patch

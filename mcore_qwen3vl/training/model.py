@@ -1,0 +1,81 @@
+"""The model provider: one pipeline chunk as Megatron's flags and the HF config describe it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.argument_utils import core_transformer_config_from_args
+from megatron.training.checkpointing import checkpoint_exists
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+from mcore_qwen3vl.training.parts import check_patterns, choose_trainable
+
+
+@dataclass
+class _Fields(TransformerConfig):
+    """What the flags say, before the config derives one field from another."""
+
+    def __post_init__(self) -> None: ...
+
+
+def config_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """The ``TransformerConfig`` fields that Megatron's arguments set."""
+    given = core_transformer_config_from_args(args, _Fields)
+    return {field.name: getattr(given, field.name) for field in fields(TransformerConfig)}
+
+
+def model_provider(
+    args: argparse.Namespace, architecture: Architecture, **config_overrides: Any
+) -> Callable[..., Qwen3VLModel]:
+    """The provider for ``megatron.training.pretrain``.
+
+    Args:
+        args: of :func:`mcore_qwen3vl.training.arguments.parse`.
+        architecture: the model's shape.
+        config_overrides: ``TransformerConfig`` fields that no flag sets.
+
+    Returns:
+        A function that builds one pipeline chunk, reads ``--load-hf`` into it and freezes what the
+        flags say.
+    """
+    fields_of_all = {**config_fields(args), **config_overrides}
+    used: set[str] = set()
+
+    def provide(
+        pre_process: bool = True,
+        post_process: bool = True,
+        vp_stage: int | None = None,
+        config: TransformerConfig | None = None,
+        pg_collection: Any = None,
+    ) -> Qwen3VLModel:
+        model = Qwen3VLModel.from_hf_config(
+            architecture,
+            spec=args.spec[0],
+            pre_process=pre_process,
+            post_process=post_process,
+            vp_stage=vp_stage,
+            pg_collection=pg_collection,
+            vocab_size=args.padded_vocab_size,
+            **fields_of_all,
+        )
+        if args.load_hf and not resuming(args):
+            from mcore_qwen3vl.converters.live import load_hf
+
+            load_hf(model, args.load_hf)
+        used.update(choose_trainable(model, args.freeze, args.trainable))
+        stages = args.virtual_pipeline_model_parallel_size or 1
+        if vp_stage in (None, stages - 1):
+            check_patterns([*args.freeze, *args.trainable], used)
+        return model
+
+    return provide
+
+
+def resuming(args: argparse.Namespace) -> bool:
+    """Whether ``--load`` holds a checkpoint, which then comes before ``--load-hf``."""
+    return args.load is not None and checkpoint_exists(args.load)

@@ -1,0 +1,163 @@
+"""One training run: Megatron's loop with our providers."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from mcore_qwen3vl.training import metrics
+from mcore_qwen3vl.training.arguments import is_cpu, parse
+
+
+def main(argv: Sequence[str]) -> None:
+    """Train as the command line says; every rank calls this.
+
+    Raises:
+        BadInput: the flags, the data or the checkpoint cannot be used.
+    """
+    if is_cpu(argv):
+        from mcore_qwen3vl.runtime import cpu
+
+        cpu.install()  # before megatron is imported
+        from mcore_qwen3vl.training import cpu as training_cpu
+
+        training_cpu.install()
+    else:
+        # Megatron before Blackwell orders its overlapped transfers by this.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    Run(parse(argv)).train()
+
+
+class Run:
+    """The state of one run that Megatron's loop does not hold."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        """
+        Args:
+            args: of :func:`mcore_qwen3vl.training.arguments.parse`.
+        """
+        from mcore_qwen3vl.config import Architecture
+        from mcore_qwen3vl.training.data import DataProvider
+        from mcore_qwen3vl.training.losses import find_loss
+        from mcore_qwen3vl.training.step import ForwardStep
+
+        self.args = args
+        self.architecture = Architecture.from_hf(args.hf_model)
+        self.metrics = metrics.Metrics(self.architecture, peak_tflops=args.peak_tflops)
+        self.data = DataProvider(args, self.architecture, self.metrics.count)
+        self.forward_step = ForwardStep(find_loss(args.loss))
+        self.last_report: dict[str, float] = {}
+
+    def train(self) -> None:
+        """Call ``megatron.training.pretrain``."""
+        from megatron.core.enums import ModelType
+        from megatron.training import pretrain, training
+        from megatron.training.argument_utils import pretrain_cfg_container_from_args
+
+        from mcore_qwen3vl.training.hooks import wrap
+        from mcore_qwen3vl.training.model import model_provider
+
+        wrap(
+            training,
+            {
+                "load_checkpoint": self._load_checkpoint,
+                "save_checkpoint_and_time": self._save_checkpoint,
+                "checkpoint_and_decide_exit": self._after_iteration,
+                "training_log": self._log,
+                "get_megatron_optimizer_config": self._optimizer_config,
+                "get_megatron_optimizer": self._optimizer,
+            },
+        )
+        pretrain(
+            pretrain_cfg_container_from_args(self.args),
+            self.data,
+            ModelType.encoder_or_decoder,
+            self.forward_step,
+            model_provider=model_provider(
+                self.args, self.architecture, finalize_model_grads_func=self._finalize_gradients
+            ),
+        )
+
+    def _load_checkpoint(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        from mcore_qwen3vl.training.checkpoints import choose_checkpoint
+
+        choose_checkpoint(self.args)
+        return original(model, *args, **kwargs)
+
+    def _save_checkpoint(self, original: Any, iteration: int, *args: Any, **kwargs: Any) -> None:
+        self.data.save_state(self.args.save, iteration)
+        original(iteration, *args, **kwargs)
+
+    def _after_iteration(
+        self, original: Any, model: Any, optimizer: Any, scheduler: Any, iteration: int, *rest: Any
+    ) -> bool:
+        leaving: bool = original(model, optimizer, scheduler, iteration, *rest)
+        interval = self.args.save_hf_interval
+        due = iteration == self.args.train_iters or (interval and iteration % interval == 0)
+        if self.args.save_hf and due:
+            from mcore_qwen3vl.training.export import export
+
+            export(self.args, model, optimizer, iteration)
+        return leaving
+
+    def _optimizer_config(self, original: Any, args: argparse.Namespace) -> Any:
+        from mcore_qwen3vl.training.optimizer import learning_rate_overrides
+
+        config, overrides = original(args)
+        return config, {**(overrides or {}), **learning_rate_overrides(args)}
+
+    def _optimizer(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        from mcore_qwen3vl.training.optimizer import make_resumable
+
+        optimizer = original(*args, **kwargs)
+        make_resumable(optimizer)
+        return optimizer
+
+    def _finalize_gradients(self, model: list[Any], *args: Any, **kwargs: Any) -> None:
+        """Megatron's, after which the gradients are whole: the moment to measure them."""
+        from megatron.core.distributed import finalize_model_grads
+
+        finalize_model_grads(model, *args, **kwargs)
+        iteration = self.args.curr_iteration + 1
+        if iteration % self.args.log_interval == 0:
+            self._report(model, iteration)
+
+    def _log(
+        self,
+        original: Any,
+        losses: Any,
+        totals: Any,
+        rate: Any,
+        iteration: int,
+        *rest: Any,
+        **kw: Any,
+    ) -> Any:
+        from megatron.training.utils import is_last_rank
+
+        due = self.args.log_json and iteration % self.args.log_interval == 0
+        if due and losses and is_last_rank():  # as Megatron's own log
+            signature = inspect.signature(original)
+            given = signature.bind(losses, totals, rate, iteration, *rest, **kw).arguments
+            numbers = {name: float(loss) for name, loss in losses.items()}
+            numbers |= {"grad norm": given["grad_norm"], "learning rate": rate}
+            metrics.append_json(
+                self.args.log_json, {"iteration": iteration, **numbers, **self.last_report}
+            )
+        return original(losses, totals, rate, iteration, *rest, **kw)
+
+    def _report(self, model: list[Any], iteration: int) -> None:
+        from megatron.core import parallel_state
+        from megatron.training import get_tensorboard_writer, get_wandb_writer
+        from megatron.training.utils import print_rank_last
+
+        from mcore_qwen3vl.training.grad_norms import part_grad_norms
+
+        report = self.metrics.report(parallel_state.get_data_parallel_group())
+        norms = part_grad_norms(model)
+        report |= {f"grad norm {part}": float(norm) for part, norm in norms.items()}
+        self.last_report = report
+        metrics.write(report, iteration, get_tensorboard_writer(), get_wandb_writer())
+        print_rank_last(metrics.line(report))

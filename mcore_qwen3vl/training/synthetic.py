@@ -1,0 +1,79 @@
+"""A small image question-answering data set with real PNGs, made locally: for demos and tests."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+COLOURS = {
+    "red": (220, 30, 30),
+    "green": (30, 180, 60),
+    "blue": (40, 60, 220),
+    "yellow": (230, 220, 40),
+    "white": (245, 245, 245),
+    "black": (15, 15, 15),
+    "orange": (240, 140, 20),
+    "purple": (140, 40, 170),
+}
+SIDES = (16, 24, 32, 40)
+
+
+def write_image_qa(
+    folder: Path, samples: int, *, text_only_every: int | None = 4, seed: int = 0
+) -> Path:
+    """Write ``train.jsonl`` and its images.
+
+    Each image shows two colours with some noise; the question asks for one of them. No two samples
+    are alike, and their lengths differ.
+
+    Args:
+        folder: made if absent.
+        samples: lines to write.
+        text_only_every: every so-manieth sample has no image; None: all have one.
+        seed: of everything.
+
+    Returns:
+        The JSONL file.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = random.Random(seed)
+    records = []
+    for index in range(samples):
+        if text_only_every and index % text_only_every == text_only_every - 1:
+            records.append(_sum_question(generator))
+        else:
+            records.append(_colour_question(folder, index, generator))
+    file = folder / "train.jsonl"
+    lines = [json.dumps({"messages": messages}) for messages in records]
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return file
+
+
+def _sum_question(generator: random.Random) -> list[dict[str, Any]]:
+    a, b = generator.randrange(100), generator.randrange(10_000)
+    return [
+        {"role": "user", "content": f"What is {a} plus {b}?"},
+        {"role": "assistant", "content": f"It is {a + b}."},
+    ]
+
+
+def _colour_question(folder: Path, index: int, generator: random.Random) -> list[dict[str, Any]]:
+    left, right = generator.sample(sorted(COLOURS), 2)
+    width, height = generator.choice(SIDES), generator.choice(SIDES)
+    image = Image.new("RGB", (width, height), COLOURS[left])
+    image.paste(COLOURS[right], (width // 2, 0, width, height))
+    for _ in range(width):
+        spot = generator.randrange(width), generator.randrange(height)
+        image.putpixel(spot, tuple(generator.randrange(256) for _ in range(3)))
+    name = f"{index:04d}.png"
+    image.save(folder / name)
+    side, answer = generator.choice([("left", left), ("right", right)])
+    question = [{"type": "image", "image": name}, {"type": "text", "text": f"Which is {side}?"}]
+    return [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": f"{answer}, number {generator.randrange(1000)}."},
+    ]

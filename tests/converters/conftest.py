@@ -1,0 +1,41 @@
+"""Tiny checkpoints, written once a session and never changed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mcore_qwen3vl.converters.convert import hf_to_mcore
+from mcore_qwen3vl.tiny import write_tiny_checkpoint
+from tests.converters.checkpoints import CASES
+
+
+@pytest.fixture(autouse=True)
+def _no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test cuts the power, and on a busy disk waiting for it takes most of the time."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """``tiny(case)`` is the checkpoint directory of a case of `CASES`; read-only."""
+    written: dict[str, Path] = {}
+
+    def get(case: str) -> Path:
+        if case not in written:
+            path = tmp_path_factory.mktemp("tiny") / case
+            written[case] = write_tiny_checkpoint(path, **CASES[case])
+        return written[case]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def mcore_dense(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An mcore checkpoint of the case ``dense``; read-only."""
+    path = tmp_path_factory.mktemp("errors") / "mcore"
+    hf_to_mcore(tiny("dense"), path)
+    return path

@@ -1,0 +1,98 @@
+"""The comparison finds one flipped bit anywhere, and says what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore_qwen3vl.converters.compare import compare_checkpoints
+from mcore_qwen3vl.converters.convert import hf_to_mcore
+from tests.converters.checkpoints import copy, edit_config, load, save
+
+Tiny = Callable[[str], Path]
+LAYER = "model.language_model.layers.2."
+
+
+def flip_lowest_bit(tensor: torch.Tensor) -> None:
+    tensor.view(torch.int32).view(-1)[-1] ^= 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lm_head.weight",
+        "model.visual.pos_embed.weight",
+        f"{LAYER}self_attn.v_proj.weight",
+        f"{LAYER}mlp.experts.gate_up_proj",
+        f"{LAYER}mlp.experts.down_proj",
+    ],
+)
+def test_one_bit(tiny: Tiny, tmp_path: Path, name: str) -> None:
+    changed = copy(tiny("moe"), tmp_path / "changed")
+    tensors = load(changed)
+    flip_lowest_bit(tensors[name])
+    save(tensors, changed)
+    hf_to_mcore(tiny("moe"), tmp_path / "mcore")
+    hf_to_mcore(changed, tmp_path / "mcore-changed")
+    for a in (tiny("moe"), tmp_path / "mcore"):
+        for b in (changed, tmp_path / "mcore-changed"):
+            result = compare_checkpoints(a, b)
+            assert [f.name for f in result.tensors if not f.ok] == [name]
+            assert not result.ok
+            assert result.files_equal
+            assert result.problems[0].startswith(f"{name}: differs 1 values, by at most ")
+
+
+def test_zeros_of_different_sign_differ_and_equal_nans_do_not(tiny: Tiny, tmp_path: Path) -> None:
+    a, b = copy(tiny("dense"), tmp_path / "a"), copy(tiny("dense"), tmp_path / "b")
+    for path, zero in ((a, 0.0), (b, -0.0)):
+        tensors = load(path)
+        tensors["lm_head.weight"][1, 2] = zero
+        tensors["model.language_model.norm.weight"][3] = torch.nan
+        save(tensors, path)
+    result = compare_checkpoints(a, b)
+    assert [f.name for f in result.tensors if not f.ok] == ["lm_head.weight"]
+
+
+def test_dtype_absence_and_files(tiny: Tiny, tmp_path: Path) -> None:
+    other = copy(tiny("dense"), tmp_path / "other")
+    tensors = load(other)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].bfloat16()
+    del tensors[f"{LAYER}mlp.up_proj.weight"]
+    tensors["surplus"] = torch.zeros(2)
+    save(tensors, other)
+    edit_config(other, text_config__initializer_range=0.5)
+    (other / "generation_config.json").unlink()
+    (other / "NOTES").write_text("new")
+    result = compare_checkpoints(tiny("dense"), other)
+    status = {f.name: f.status for f in result.tensors if not f.ok}
+    assert status == {
+        "lm_head.weight": "dtype",
+        f"{LAYER}mlp.up_proj.weight": "only in A",
+        "surplus": "only in B",
+    }
+    assert {name: s for name, s in result.files.items() if s != "equal"} == {
+        "config.json": "differs",
+        "generation_config.json": "only in A",
+        "NOTES": "only in B",
+    }
+
+
+def test_models_of_different_size_are_not_equal(tiny: Tiny) -> None:
+    result = compare_checkpoints(tiny("moe"), tiny("moe-H=I"))
+    status = {f.name: f.status for f in result.tensors}
+    assert status[f"{LAYER}mlp.experts.down_proj"] == "shape"
+    assert not result.tensors_equal
+
+
+def test_a_tensor_that_both_have_beside_the_model_is_not_called_equal(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    other = copy(tiny("dense"), tmp_path / "other")
+    tensors = load(other)
+    tensors["surplus"] = torch.zeros(2)
+    save(tensors, other)
+    assert not compare_checkpoints(other, other).ok

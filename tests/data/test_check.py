@@ -1,0 +1,53 @@
+"""The report of a data set agrees with what its loader does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from mcore_qwen3vl.data import DataConfig
+from mcore_qwen3vl.data.check import DataReport, check_data, plot_report
+from mcore_qwen3vl.errors import BadInput
+from tests.data.conftest import WriteJsonl, chat, question
+from tests.data.test_planning import planned
+
+
+def test_report(processor: Any, write_jsonl: WriteJsonl, media: Path, tmp_path: Path) -> None:
+    (tmp_path / "cut.png").write_bytes((media / "2.png").read_bytes()[:2000])
+    good = [question(i, image=i % 2 > 0, words=3 * i) for i in range(8)]
+    cut = {**chat(("user", "<image>"), ("assistant", "a")), "images": ["cut.png"]}
+    path = write_jsonl([*good, cut, "{broken", question(0, image=False, words=200)])
+    config = DataConfig(seq_length=200, packing=True, packing_buffer=3)
+    report = check_data(path, processor, config)
+
+    plans = [planned(processor, record, tmp_path)[0] for record in good]
+    assert report.tokens == [len(plan.input_ids) for plan in plans]
+    assert report.trained_tokens == [int((plan.loss_weights > 0).sum()) for plan in plans]
+    assert report.patches == [sum(m.patches for m in plan.media) for plan in plans]
+    assert (report.samples, report.images, report.videos) == (11, 4, 0)
+    assert [flaw.sample.rsplit("/", 1)[-1] for flaw in report.bad] == [
+        "data.jsonl[8]",
+        "data.jsonl[9]",
+    ]
+    assert "cut.png cannot be decoded" in report.bad[0].reason
+    assert report.bad[1].reason.startswith("JSONDecodeError: ")
+    assert [flaw.sample.rsplit("/", 1)[-1] for flaw in report.overlong] == ["data.jsonl[10]"]
+    assert report.packing_efficiency == sum(report.tokens) / (200 * report.packed_sequences)
+    assert dict(report.summary())["bad"] == "2"
+    for counts, _ in report.histograms().values():
+        assert counts.sum() == 8
+
+    headers = check_data(path, processor, config, decode=False, limit=9)
+    assert (headers.samples, headers.bad) == (9, [])  # its header alone is whole
+
+    plot_report(report, tmp_path / "histograms.png")
+    with Image.open(tmp_path / "histograms.png") as image:
+        assert image.width > 1000
+
+
+def test_nothing_to_draw(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="no usable sample"):
+        plot_report(DataReport(tmp_path, 8), tmp_path / "a.png")

@@ -1,0 +1,395 @@
+"""Energon's real loaders over real files: sharding, blending, resuming, bad samples."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import multiprocessing
+import tarfile
+from collections import Counter
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.data import Batch, DataConfig, Loader, Source, load_processor, redistribute
+from mcore_qwen3vl.data.index import ensure_index
+from mcore_qwen3vl.data.loader import parse_sources
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.tiny.processor import tiny_tokenizer
+from tests.data.conftest import WriteJsonl, chat, question
+
+MakeLoader = Callable[..., Loader]
+
+PACKED = DataConfig(seq_length=256, packing=True, packing_buffer=8, shuffle_buffer=7)
+PADDED = DataConfig(seq_length=256, micro_batch_size=2, pad_to_longest=True)
+IN_ORDER = DataConfig(seq_length=256, shuffle=False)
+
+
+@pytest.fixture
+def make(architecture: Architecture, processor_dir: Path) -> MakeLoader:
+    def make_loader(*paths: Path, config: DataConfig = IN_ORDER, **options: Any) -> Loader:
+        sources = [Source(path) for path in paths]
+        return Loader(
+            options.pop("sources", sources),
+            architecture,
+            load_processor(processor_dir),
+            config,
+            **{"num_workers": 0, **options},
+        )
+
+    return make_loader
+
+
+def lines(batch: Batch) -> list[int]:
+    """The lines of a batch's samples in their JSONL."""
+    return [int(name.rsplit("[", 1)[1][:-1]) for name in batch.names]
+
+
+def same(left: Batch, right: Batch) -> bool:
+    for name in ("input_ids", "labels", "loss_weights", "position_ids"):
+        if not torch.equal(getattr(left, name), getattr(right, name)):
+            return False
+    if left.visual is None or right.visual is None:
+        if left.visual is not right.visual:
+            return False
+    elif not torch.equal(left.visual.pixel_values, right.visual.pixel_values):
+        return False
+    return left.names == right.names and left.counts == right.counts
+
+
+@pytest.fixture
+def records(write_jsonl: WriteJsonl) -> Path:
+    mixed = [question(i, image=i % 3 > 0, words=i) for i in range(40)]
+    mixed.append({**chat(("user", "<video>?"), ("assistant", "a")), "videos": ["media/clip.mp4"]})
+    return write_jsonl(mixed)
+
+
+def slow(*values: object) -> Any:
+    """A case that starts many data workers: half a minute or more."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_without_shuffling_every_sample_comes_once_an_epoch_in_order(
+    workers: int, make: MakeLoader, records: Path
+) -> None:
+    seen = []
+    for rank in range(2):
+        loader = make(records, dp_rank=rank, dp_size=2, num_workers=workers)
+        mine = [lines(next(loader))[0] for _ in range(41)]
+        if workers == 0:
+            epoch = mine[: 21 - rank]
+            assert epoch == sorted(epoch)
+            assert mine == (epoch * 3)[:41]
+        else:
+            epoch = mine[:20]
+        seen += epoch
+    assert len(set(seen)) == len(seen)
+    assert set(seen) <= set(range(41))
+    if workers == 0:
+        assert set(seen) == set(range(41))
+
+
+def test_ranks_of_one_replica_read_the_same(make: MakeLoader, records: Path) -> None:
+    loaders = [make(records, config=PACKED, dp_rank=1, dp_size=2) for _ in range(2)]
+    for _ in range(5):
+        assert same(next(loaders[0]), next(loaders[1]))
+
+
+def test_seed_changes_the_order(make: MakeLoader, records: Path) -> None:
+    first = [lines(next(make(records, config=PADDED, seed=seed))) for seed in (0, 0, 1)]
+    assert first[0] == first[1] != first[2]
+
+
+@pytest.mark.parametrize(("after", "workers"), [slow(0, 2), slow(1, 2), (5, 2), (1, 0), (12, 0)])
+@pytest.mark.parametrize("config", [PACKED, PADDED], ids=["packed", "padded"])
+def test_resume_continues_with_the_next_batch(
+    after: int, config: DataConfig, workers: int, make: MakeLoader, records: Path, tmp_path: Path
+) -> None:
+    uninterrupted = make(records, config=config, num_workers=workers)
+    for _ in range(after):
+        next(uninterrupted)
+    torch.save(uninterrupted.state_dict(), tmp_path / "state.pt")
+    expected = [next(uninterrupted) for _ in range(6)]
+
+    resumed = make(records, config=config, num_workers=workers)
+    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    for batch in expected:
+        assert same(next(resumed), batch)
+
+
+@pytest.mark.parametrize(("between", "workers"), [slow(0, 2), (1, 2), slow(3, 2), (1, 0)])
+def test_resume_from_a_resumed_run(
+    between: int, workers: int, make: MakeLoader, records: Path
+) -> None:
+    """A second interruption soon after the first, when some worker may not have read anything."""
+    uninterrupted = make(records, config=PACKED, num_workers=workers)
+    every = [next(uninterrupted) for _ in range(12)]
+
+    first = make(records, config=PACKED, num_workers=workers)
+    for _ in range(5):
+        next(first)
+    second = make(records, config=PACKED, num_workers=workers)
+    second.load_state_dict(first.state_dict())
+    for index in range(between):
+        assert same(next(second), every[5 + index])
+    third = make(records, config=PACKED, num_workers=workers)
+    third.load_state_dict(second.state_dict())
+    for index in range(5 + between, 12):
+        assert same(next(third), every[index])
+
+
+def test_state_does_not_depend_on_when_workers_noted_theirs(
+    make: MakeLoader, records: Path
+) -> None:
+    """Noted every batch instead of every minute, nothing is left to be redone."""
+    often = {"config": PACKED, "num_workers": 2, "checkpoint_every_seconds": 0.0}
+    uninterrupted = make(records, **often)
+    for _ in range(11):
+        next(uninterrupted)
+    state = uninterrupted.state_dict()
+    resumed = make(records, **often)
+    resumed.load_state_dict(state)
+    for _ in range(4):
+        assert same(next(resumed), next(uninterrupted))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [((2, 2), (4, 1)), slow((2, 2), (1, 4)), slow((4, 1), (2, 2))]
+)
+def test_resume_on_another_number_of_ranks(
+    old: tuple[int, int], new: tuple[int, int], make: MakeLoader, records: Path
+) -> None:
+    """No sample of the epoch is lost or repeated."""
+    states, seen = [], []
+    for rank in range(old[0]):
+        loader = make(records, dp_rank=rank, dp_size=old[0], num_workers=old[1])
+        seen += [lines(next(loader))[0] for _ in range(12 // old[0])]
+        states.append(loader.state_dict())
+    for rank, state in enumerate(redistribute(states, new[0])):
+        assert (state["world_size"], state["num_workers"]) == new
+        loader = make(records, dp_rank=rank, dp_size=new[0], num_workers=new[1])
+        loader.load_state_dict(state)
+        seen += [lines(next(loader))[0] for _ in range(28 // new[0])]
+    assert len(seen) == len(set(seen)) == 40
+
+
+def test_states_that_do_not_fit_are_refused(make: MakeLoader, records: Path) -> None:
+    states = [
+        make(records, dp_rank=rank, dp_size=2, num_workers=1).state_dict() for rank in range(2)
+    ]
+    with pytest.raises(BadInput, match="rank 1 of 2 with 1 workers, but this is rank 0"):
+        make(records, dp_size=2, num_workers=1).load_state_dict(states[1])
+    with pytest.raises(BadInput, match="cannot be dealt out to 4 ranks"):
+        redistribute(states, 4)
+    with pytest.raises(BadInput, match="all 2 data-parallel ranks"):
+        redistribute(states[:1], 1)
+
+
+def test_blending_follows_the_weights(make: MakeLoader, write_jsonl: WriteJsonl) -> None:
+    few = write_jsonl([question(i, image=False) for i in range(5)], "few.jsonl")
+    many = write_jsonl([question(i, image=False) for i in range(50)], "many.jsonl")
+    loader = make(sources=[Source(few, 3.0), Source(many, 1.0)])
+    names = Counter(Path(next(loader).names[0].rsplit("[", 1)[0]).name for _ in range(200))
+    assert 126 < names["few.jsonl"] < 174  # 150 expected, deviation 6.1
+
+
+def test_metadataset_yaml(make: MakeLoader, write_jsonl: WriteJsonl, tmp_path: Path) -> None:
+    write_jsonl([question(i, image=False) for i in range(5)], "a.jsonl")
+    write_jsonl([question(i, image=False) for i in range(5)], "b.jsonl")
+    (tmp_path / "blend.yaml").write_text(
+        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n"
+        "      - {path: a.jsonl, weight: 1}\n      - {path: b.jsonl, weight: 1}\n"
+    )
+    loader = make(tmp_path / "blend.yaml")
+    names = {Path(next(loader).names[0].rsplit("[", 1)[0]).name for _ in range(30)}
+    assert names == {"a.jsonl", "b.jsonl"}
+
+
+def test_webdataset_of_captions_interleaved_documents_and_chats(
+    make: MakeLoader, media: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "tars"
+    folder.mkdir()
+    image = (media / "0.png").read_bytes()
+    interleaved = {"texts": ["x ", None, " y"], "images": [None, "a.png", None]}
+    talk = {**chat(("user", "<image>?"), ("assistant", "z")), "images": ["png"]}
+    samples: list[dict[str, bytes]] = [
+        {"png": image, "txt": b"a caption"},
+        {"json": json.dumps(interleaved).encode(), "a.png": image},
+        {"json": json.dumps(talk).encode(), "png": image},
+        {"png": image, "json": json.dumps({"caption": "in json"}).encode()},
+    ]
+    with tarfile.open(folder / "0.tar", "w") as tar:
+        for key, parts in enumerate(samples):
+            for suffix, content in parts.items():
+                info = tarfile.TarInfo(f"{key}.{suffix}")
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+    loader = make(folder)
+    tokenizer = tiny_tokenizer()
+    trained = [
+        tokenizer.decode([t for t in next(loader).labels[0].tolist() if t >= 0]) for _ in range(4)
+    ]
+    end = "<|endoftext|>"
+    assert trained == ["a caption" + end, " " + " y" + end, "z<|im_end|>", "in json" + end]
+
+
+BAD = {
+    2: "{broken json",
+    5: chat(("user", "q"), ("assistant", " ")),
+    7: {**chat(("user", "<image>"), ("assistant", "a")), "images": ["media/gone.png"]},
+    8: {**chat(("user", "<image>"), ("assistant", "a")), "images": ["cut.png"]},
+    11: chat(("user", "<image>"), ("assistant", "a")),
+    12: chat(("user", "<|image_pad|>"), ("assistant", "a")),
+}
+
+
+@pytest.fixture
+def flawed(write_jsonl: WriteJsonl, media: Path, tmp_path: Path) -> Path:
+    (tmp_path / "cut.png").write_bytes((media / "2.png").read_bytes()[:2000])
+    good: list[Any] = [question(i) for i in range(16)]
+    return write_jsonl([BAD.get(i, record) for i, record in enumerate(good)])
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_bad_samples_are_skipped_counted_and_named(
+    workers: int,
+    packing: bool,
+    make: MakeLoader,
+    flawed: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = DataConfig(
+        seq_length=256, shuffle=False, packing=packing, packing_buffer=4, max_bad_fraction=1
+    )
+    loader = make(flawed, config=config, num_workers=workers)
+    seen: list[int] = []
+    skipped = 0
+    with caplog.at_level(logging.WARNING):
+        while len(seen) < 20:  # two epochs of ten good samples
+            batch = next(loader)
+            seen += lines(batch)
+            skipped += batch.counts.skipped
+    assert sorted(set(seen)) == [i for i in range(16) if i not in BAD]
+    assert skipped >= 2 * len(BAD) - 1  # those after the last good sample come with the next
+    if workers == 0:  # a worker process logs for itself
+        for line in BAD:
+            assert any(f"data.jsonl[{line}] skipped: " in m for m in caplog.messages), line
+        assert "media/gone.png: No such file" in caplog.text
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_too_many_bad_samples_stop_the_run(workers: int, make: MakeLoader, flawed: Path) -> None:
+    config = DataConfig(seq_length=256, shuffle=False, max_bad_fraction=0.25, bad_fraction_floor=12)
+    loader = make(flawed, config=config, num_workers=workers)
+    with pytest.raises(BadInput) as stop:
+        list(islice(loader, 20))
+    message = str(stop.value)
+    assert message.startswith("4 of 9 samples read by this data worker are bad, more than")
+    assert "data.jsonl[8]" in message
+    assert "Traceback" not in message
+
+
+def test_overlong_samples_are_counted_apart_and_never_stop(
+    make: MakeLoader, write_jsonl: WriteJsonl
+) -> None:
+    path = write_jsonl([question(i, image=False, words=2 + 98 * (i % 2)) for i in range(10)])
+    config = DataConfig(seq_length=128, shuffle=False, max_bad_fraction=0.0)
+    loader = make(path, config=config)
+    batches = [next(loader) for _ in range(10)]
+    assert [lines(b)[0] for b in batches] == [0, 2, 4, 6, 8] * 2
+    assert [b.counts.dropped for b in batches] == [0] + [1] * 9
+    assert not any(b.counts.skipped for b in batches)
+
+
+def index_at_once(path: str, barrier: Any, results: Any) -> None:
+    """As a rank does it: all start at the same moment."""
+    barrier.wait()
+    ensure_index(Path(path))
+    results.put((Path(path + ".idx").stat().st_ino, Path(path + ".idx").stat().st_size))
+
+
+def test_ranks_index_a_new_jsonl_at_once(write_jsonl: WriteJsonl) -> None:
+    path = write_jsonl([question(i, image=False, words=200) for i in range(3000)])
+    context = multiprocessing.get_context("fork")
+    barrier, results = context.Barrier(4), context.Queue()
+    ranks = [
+        context.Process(target=index_at_once, args=(str(path), barrier, results))
+        for _ in range(4)
+    ]  # fmt: skip
+    for rank in ranks:
+        rank.start()
+    found = {results.get(timeout=60) for _ in ranks}
+    for rank in ranks:
+        rank.join(60)
+        assert rank.exitcode == 0
+    # One file, written once: had a second rank written too, the inode would have changed.
+    assert len(found) == 1
+    assert found.pop()[1] == 8 * 3001
+
+
+def test_index_is_made_anew_when_the_file_changes(
+    make: MakeLoader, write_jsonl: WriteJsonl
+) -> None:
+    path = write_jsonl([question(i, image=False) for i in range(3)])
+    assert lines(next(make(path))) == [0]
+    path = write_jsonl([question(i, image=False) for i in range(9, 3, -1)])
+    loader = make(path)
+    assert sorted(lines(next(loader))[0] for _ in range(6)) == list(range(6))
+
+
+def test_blank_lines_are_no_samples(make: MakeLoader, tmp_path: Path) -> None:
+    record = json.dumps(question(0, image=False))
+    path = tmp_path / "blank.jsonl"
+    path.write_text(f"\n\n{record}\n\n  \n{record}\n\n{record}")
+    loader = make(path)
+    assert [lines(next(loader))[0] for _ in range(4)] == [0, 1, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("gone.jsonl", None, "does not exist"),
+        ("empty.jsonl", "\n \n", "is empty"),
+        ("data.txt", "x", "is no data set"),
+    ],
+)
+def test_unusable_paths_are_refused(
+    name: str, content: str | None, said: str, make: MakeLoader, tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(BadInput, match=said):
+        make(tmp_path / name)
+    assert not (tmp_path / f"{name}.idx").exists()
+
+
+def test_folder_without_tars_is_refused(make: MakeLoader, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="neither"):
+        make(tmp_path)
+
+
+def test_more_workers_than_samples_are_refused(make: MakeLoader, write_jsonl: WriteJsonl) -> None:
+    path = write_jsonl([question(i, image=False) for i in range(3)])
+    make(path, dp_rank=0, dp_size=2, num_workers=2)
+    with pytest.raises(BadInput, match="fewer samples than the 2"):
+        make(path, dp_rank=1, dp_size=2, num_workers=2)
+
+
+def test_sources_are_read_as_megatron_reads_its_data_path() -> None:
+    assert parse_sources(["a.jsonl"]) == [Source(Path("a.jsonl"))]
+    assert parse_sources(["0.3", "a", "0.7", "b"]) == [
+        Source(Path("a"), 0.3),
+        Source(Path("b"), 0.7),
+    ]
+    for words in ([], ["a", "b"], ["0.5", "a", "b"], ["0", "a", "1", "b"]):
+        with pytest.raises(BadInput, match="neither one path"):
+            parse_sources(words)

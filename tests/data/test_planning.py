@@ -1,0 +1,319 @@
+"""Tokens, pixels and the loss mask against Hugging Face's processor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers.video_utils import read_video_pyav
+
+from mcore_qwen3vl.data.bad_samples import BadSample, OverlongSample
+from mcore_qwen3vl.data.config import DataConfig, MediaLimits
+from mcore_qwen3vl.data.media import MediaFolder, load_image
+from mcore_qwen3vl.data.pixels import load_pixels
+from mcore_qwen3vl.data.planning import Plan, Planner, truncate
+from mcore_qwen3vl.data.records import Conversation, parse_record
+from mcore_qwen3vl.data.template import Renderer
+from tests.data.conftest import chat
+
+ANSWER = "The  answer\nis 42 — naïve 😀\n"
+
+RECORDS: dict[str, dict[str, Any]] = {
+    "text": chat(("user", "hello there"), ("assistant", ANSWER)),
+    "system": chat(("system", "be brief"), ("user", "hello"), ("assistant", ANSWER)),
+    "multi_turn": chat(
+        ("system", "sys"),
+        ("user", "one"),
+        ("assistant", "first"),
+        ("user", "two"),
+        ("assistant", ANSWER),
+    ),
+    "image": {**chat(("user", "<image>what?"), ("assistant", ANSWER)), "images": ["0.png"]},
+    "many_images": {
+        **chat(
+            ("user", "a <image> and <image>, compare"),
+            ("assistant", "different"),
+            ("user", "and <image>?"),
+            ("assistant", ANSWER),
+        ),
+        "images": ["0.png", "1.png", "3.png"],
+    },
+    "parts": chat(
+        (
+            "user",
+            [
+                {"type": "image", "image": "2.png"},
+                {"type": "text", "text": "and"},
+                {"type": "image_url", "image_url": {"url": "0.png"}},
+            ],
+        ),
+        ("assistant", [{"type": "text", "text": ANSWER}]),
+    ),
+    "video": {**chat(("user", "<video>what?"), ("assistant", ANSWER)), "videos": ["clip.mp4"]},
+    "video_and_image": {
+        **chat(
+            ("user", "see <video> and <image> and <video>"),
+            ("assistant", "seen"),
+            ("user", "sure?"),
+            ("assistant", ANSWER),
+        ),
+        "videos": ["clip.mp4", "short.mp4"],
+        "images": ["1.png"],
+    },
+}
+
+
+def planned(processor: Any, record: Any, folder: Path, **config: Any) -> tuple[Plan, Any]:
+    settings = DataConfig(**{"seq_length": 4096, **config})
+    settings.media.apply(processor)
+    parsed = parse_record(record, MediaFolder(folder, {}))
+    return Planner(processor, settings).plan(Renderer(processor).render(parsed)), parsed
+
+
+def hf_inputs(processor: Any, parsed: Conversation, **options: Any) -> Any:
+    """What HF's processor makes of the same sample, end to end, on its own."""
+    images = [load_image(m) for m in parsed.media if m.kind == "image"]
+    videos, metadata = [], []
+    for item in parsed.media:
+        if item.kind == "video":
+            every = lambda metadata, **_: np.arange(metadata.total_num_frames)  # noqa: E731
+            frames, meta = read_video_pyav(str(item.content), every)
+            videos.append(frames)
+            metadata.append(meta)
+    text = processor.apply_chat_template(parsed.messages, tokenize=False)
+    media: dict[str, Any] = {"images": images} if images else {}
+    if videos:
+        media |= {"videos": videos, "video_metadata": metadata, "do_sample_frames": True}
+    return processor(text=[text], **media, return_tensors="pt", **options)
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_tokens_and_pixels_are_those_of_the_hf_processor(
+    name: str, processor: Any, media: Path
+) -> None:
+    plan, parsed = planned(processor, RECORDS[name], media)
+    expected = hf_inputs(processor, parsed)
+    assert plan.input_ids.tolist() == expected["input_ids"][0].tolist()
+
+    pixels = load_pixels(processor, plan.media)
+    for key in ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"):
+        ours = getattr(pixels, key)
+        assert (ours is None) == (key not in expected)
+        if ours is not None:
+            assert torch.equal(ours, expected[key]), key
+
+
+def test_video_sampling_follows_fps_and_max_frames(processor: Any, media: Path) -> None:
+    record = RECORDS["video"]
+    frames = {}
+    for fps, most in [(2.0, 768), (5.0, 768), (10.0, 6)]:
+        limits = MediaLimits(video_fps=fps, video_max_frames=most)
+        plan, parsed = planned(processor, record, media, media=limits)
+        expected = hf_inputs(processor, parsed)
+        assert plan.input_ids.tolist() == expected["input_ids"][0].tolist()
+        frames[fps] = plan.media[0].frames * 2
+    assert frames == {2.0: 4, 5.0: 12, 10.0: 6}  # 2.3 s: 4.6, 11.5 and at most 6 frames
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        MediaLimits(image_max_tokens=9),
+        MediaLimits(image_max_pixels=600),
+        MediaLimits(image_min_pixels=1500, image_max_pixels=4000),
+    ],
+)
+def test_image_budgets_bind(limits: MediaLimits, processor: Any, media: Path) -> None:
+    plan, parsed = planned(processor, RECORDS["many_images"], media, media=limits)
+    assert plan.input_ids.tolist() == hf_inputs(processor, parsed)["input_ids"][0].tolist()
+    for item in plan.media:
+        if limits.image_max_tokens:
+            assert item.patches // 4 <= limits.image_max_tokens
+        if limits.image_max_pixels:
+            assert item.patches * 16 <= limits.image_max_pixels
+        if limits.image_min_pixels:
+            assert item.patches * 16 >= limits.image_min_pixels
+
+
+def trained_text(processor: Any, plan: Plan) -> list[str]:
+    """The runs of trained tokens, decoded."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], plan.loss_weights > 0, [0]])))
+    return [
+        processor.tokenizer.decode(plan.input_ids[a:b].tolist())
+        for a, b in edges.reshape(-1, 2).tolist()
+    ]
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_trained_are_the_answers_and_their_end_of_turn(
+    name: str, processor: Any, media: Path
+) -> None:
+    plan, parsed = planned(processor, RECORDS[name], media)
+    answers = [
+        m["content"] if isinstance(m["content"], str) else m["content"][0]["text"]
+        for m in parsed.messages
+        if m["role"] == "assistant"
+    ]
+    end_of_turn = processor.tokenizer.eos_token
+    assert trained_text(processor, plan) == [answer + end_of_turn for answer in answers]
+
+
+# HF's apply_chat_template decodes videos with torchcodec alone.
+@pytest.mark.parametrize("name", [name for name in RECORDS if "video" not in name])
+def test_mask_is_hf_s_own_where_the_template_marks_the_turns(
+    name: str, processor: Any, media: Path
+) -> None:
+    """Token by token: HF computes its mask from ``{% generation %}`` blocks, we from the text."""
+    plan, parsed = planned(processor, RECORDS[name], media)
+    rendered = processor.apply_chat_template(parsed.messages, tokenize=False)
+    processor.chat_template = marked_template()
+    messages = _with_media(parsed)
+    assert processor.apply_chat_template(parsed.messages, tokenize=False) == rendered
+    hf = processor.apply_chat_template(
+        messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert plan.input_ids.tolist() == hf["input_ids"][0]
+    assert (plan.loss_weights > 0).astype(int).tolist() == hf["assistant_masks"][0]
+
+
+def marked_template() -> str:
+    """The tiny template, with the assistant's part between generation markers."""
+    from mcore_qwen3vl.tiny.processor import chat_template
+
+    original = chat_template()
+    body = original[original.index("{%- if message['content'] is string") :]
+    body = body[: body.index("{{- '<|im_end|>\\n' -}}")]
+    opening = "{%- if message['role'] == 'assistant' -%}"
+    marked = (
+        f"{opening}{{%- generation -%}}{body}{{{{- '<|im_end|>' -}}}}{{%- endgeneration -%}}"
+        f"{{{{- '\\n' -}}}}{{%- else -%}}{body}{{{{- '<|im_end|>\\n' -}}}}{{%- endif -%}}"
+    )
+    return original.replace(f"{body}{{{{- '<|im_end|>\\n' -}}}}", marked)
+
+
+def _with_media(parsed: Conversation) -> list[dict[str, Any]]:
+    """Messages whose image parts carry their file, as HF's own loading wants."""
+    files = iter(parsed.media)
+    messages = []
+    for message in parsed.messages:
+        content = message["content"]
+        if not isinstance(content, str):
+            content = [
+                part if part["type"] == "text" else {**part, "path": str(next(files).content)}
+                for part in content
+            ]
+        messages.append({**message, "content": content})
+    return messages
+
+
+def test_weights_of_messages_and_sample_multiply(processor: Any, media: Path) -> None:
+    record = RECORDS["multi_turn"]
+    messages = [dict(message) for message in record["messages"]]
+    messages[2]["weight"] = 0.25
+    plan, _ = planned(processor, {"messages": messages, "weight": 2.0}, media)
+    values = sorted(set(plan.loss_weights.tolist()))
+    assert values == [0.0, 0.5, 2.0]
+    messages[2]["weight"] = 0
+    plan, _ = planned(processor, {"messages": messages}, media)
+    assert trained_text(processor, plan) == [ANSWER + "<|im_end|>"]
+
+
+def test_documents_train_all_text_and_no_media(processor: Any, media: Path) -> None:
+    record = {"texts": ["one ", None, " two ", None], "images": [None, "0.png", None, "1.png"]}
+    plan, _ = planned(processor, record, media)
+    assert trained_text(processor, plan) == ["one ", " two ", "<|endoftext|>"]
+    text = processor.tokenizer.decode(plan.input_ids.tolist())
+    assert text.startswith("one <|vision_start|><|image_pad|>")
+    assert text.endswith("<|image_pad|><|vision_end|><|endoftext|>")
+
+
+def test_caption_puts_the_image_first(processor: Any, media: Path) -> None:
+    plan, _ = planned(processor, {"image": "2.png", "caption": "a picture"}, media)
+    assert trained_text(processor, plan) == ["a picture<|endoftext|>"]
+    assert plan.media[0].start == 0
+
+
+@pytest.mark.parametrize("name", ["many_images", "video_and_image"])
+def test_truncation_never_cuts_inside_media(name: str, processor: Any, media: Path) -> None:
+    full, _ = planned(processor, RECORDS[name], media)
+    kept = set()
+    for limit in range(1, len(full.input_ids) + 1):
+        plan = truncate(full, limit)
+        length = len(plan.input_ids)
+        cut = [item for item in full.media if item.start < limit < item.end]
+        assert length == (cut[0].start if cut else limit)
+        assert plan.input_ids.tolist() == full.input_ids[:length].tolist()
+        assert [m.start for m in plan.media] == [m.start for m in full.media if m.end <= length]
+        tokens = plan.input_ids.tolist()
+        for kind, token in ("image", processor.image_token_id), ("video", processor.video_token_id):
+            placeholders = sum(m.patches // 4 for m in plan.media if m.media.kind == kind)
+            assert tokens.count(token) == placeholders
+        starts = tokens.count(processor.vision_start_token_id)
+        assert starts == tokens.count(processor.vision_end_token_id)
+        kept.add(len(plan.media))
+    assert kept == {0, 1, 2, 3}
+
+
+def test_truncation_policy(processor: Any, media: Path) -> None:
+    full, _ = planned(processor, RECORDS["many_images"], media)
+    limit = full.media[2].end - 1
+    cut, _ = planned(
+        processor, RECORDS["many_images"], media, seq_length=limit, overlong="truncate"
+    )
+    assert len(cut.input_ids) == full.media[2].start
+    assert trained_text(processor, cut) == ["different<|im_end|>"]
+    limit = full.media[1].end
+    with pytest.raises(BadSample, match="no trained token is left"):
+        planned(processor, RECORDS["many_images"], media, seq_length=limit, overlong="truncate")
+
+
+def test_overlong_is_dropped_by_default(processor: Any, media: Path) -> None:
+    with pytest.raises(OverlongSample, match="more than seq_length 16"):
+        planned(processor, RECORDS["image"], media, seq_length=16)
+
+
+def test_placeholder_text_in_a_message_is_a_mismatch(processor: Any, media: Path) -> None:
+    record = chat(("user", "what is <|image_pad|>?"), ("assistant", "a token"))
+    with pytest.raises(BadSample, match="1 image placeholders for 0 images"):
+        planned(processor, record, media)
+
+
+FORGETFUL = """{%- for m in messages -%}
+{{- '<|im_start|>' + m['role'] + '\n' -}}
+{%- if m['role'] == 'assistant' and not loop.last -%}
+{{- m['content'].split('</think>')[-1] -}}{%- else -%}{{- m['content'] -}}{%- endif -%}
+{{- '<|im_end|>\n' -}}{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"""
+
+
+def test_template_that_rewrites_history_is_refused(processor: Any, media: Path) -> None:
+    processor.chat_template = FORGETFUL
+    once = chat(("user", "a"), ("assistant", "<think>b</think>c"))
+    plan, _ = planned(processor, once, media)
+    assert trained_text(processor, plan) == ["<think>b</think>c<|im_end|>"]
+    twice = chat(*[(m["role"], m["content"]) for m in once["messages"]] * 2)
+    with pytest.raises(BadSample, match="renders message 1 differently"):
+        planned(processor, twice, media)
+
+
+def test_template_without_end_of_turn_is_refused(processor: Any, media: Path) -> None:
+    processor.chat_template = FORGETFUL.replace("<|im_end|>", "")
+    with pytest.raises(BadSample, match="not learn to stop"):
+        planned(processor, RECORDS["text"], media)
+
+
+def test_other_chatml_like_template(processor: Any, media: Path) -> None:
+    """Other markers, another end-of-turn token, a default system prompt, a generation prefix."""
+    processor.chat_template = (
+        "{{- '<|box_start|>sys<|box_end|>' -}}{%- for m in messages -%}"
+        "{{- '<|object_ref_start|>' + m['role'] + ': ' + m['content'] + '<|object_ref_end|>' -}}"
+        "{%- endfor -%}{%- if add_generation_prompt -%}"
+        "{{- '<|object_ref_start|>assistant: ' -}}{%- endif -%}"
+    )
+    plan, _ = planned(processor, RECORDS["multi_turn"], media)
+    assert trained_text(processor, plan) == [
+        f"{answer}<|object_ref_end|>" for answer in ("first", ANSWER)
+    ]

@@ -1,0 +1,212 @@
+"""Which records are read, and what is said of the others."""
+
+from __future__ import annotations
+
+import base64
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mcore_qwen3vl.data.bad_samples import BadSample
+from mcore_qwen3vl.data.media import MediaFolder, image_size, load_frames, load_image, probe_video
+from mcore_qwen3vl.data.records import Conversation, Document, parse_parts, parse_record
+from tests.data.conftest import chat, write_png, write_video
+
+PIXEL = base64.b64encode(b"x" * 60).decode()
+
+
+def parse(record: Any, root: Path = Path("/data")) -> Any:
+    return parse_record(record, MediaFolder(root, {}))
+
+
+def test_tags_and_parts_give_the_same_conversation() -> None:
+    tags = {
+        **chat(("user", "a<image>b<video>"), ("assistant", "c")),
+        "images": ["i.png"],
+        "videos": ["v.mp4"],
+    }
+
+    def parts(image: dict[str, str], video: dict[str, str]) -> dict[str, Any]:
+        content = [
+            {"type": "text", "text": "a"},
+            {"type": "image", **image},
+            {"type": "text", "text": "b"},
+            {"type": "video", **video},
+        ]
+        return chat(("user", content), ("assistant", "c"))
+
+    inline = parts({"image": "i.png"}, {"video": "v.mp4"})
+    listed = {**parts({}, {}), "images": ["i.png"], "videos": ["v.mp4"]}
+    for record in (tags, inline, listed):
+        parsed = parse(record)
+        assert isinstance(parsed, Conversation)
+        assert parsed.messages[0]["content"] == [
+            {"type": "text", "text": "a"},
+            {"type": "image"},
+            {"type": "text", "text": "b"},
+            {"type": "video"},
+        ]
+        assert [str(m.content) for m in parsed.media] == ["/data/i.png", "/data/v.mp4"]
+
+
+def test_text_stays_a_string_and_tools_are_kept() -> None:
+    parsed = parse({**chat(("user", "q"), ("assistant", "a")), "tools": [{"name": "t"}]})
+    assert parsed.messages == [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "a"},
+    ]
+    assert parsed.tools == [{"name": "t"}]
+    assert parsed.weights == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [
+        "{b64}",
+        "data:image/png;base64,{b64}",
+        {"base64": "{b64}"},
+        {"bytes": b"raw"},
+        {"bytes": None, "path": "0.png"},
+        "0.png",
+        "{absolute}",
+    ],
+)
+def test_every_form_of_an_image_loads(reference: Any, tmp_path: Path) -> None:
+    path = write_png(tmp_path / "0.png", 20, 30)
+    raw = path.read_bytes()
+
+    def filled(value: Any) -> Any:
+        if value == b"raw":
+            return raw
+        encoded = base64.b64encode(raw).decode()
+        return (
+            value.format(b64=encoded, absolute=path)
+            if isinstance(value, str)
+            else value
+        )  # fmt: skip
+
+    if isinstance(reference, dict):
+        reference = {key: filled(value) for key, value in reference.items()}
+    else:
+        reference = filled(reference)
+    media = MediaFolder(tmp_path, {}).resolve("image", reference)
+    assert image_size(media) == (20, 30)
+    assert np.array_equal(np.asarray(load_image(media)), np.asarray(Image.open(path)))
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ([], "must be a JSON object"),
+        ({}, "none of messages, texts"),
+        ({"messages": []}, "at least one message"),
+        ({"messages": ["hi"]}, "message 0 must be an object"),
+        (chat(("user", "q")), "nothing would be trained"),
+        (chat(("user", "q"), ("assistant", " \n")), "message 1, an assistant turn, is empty"),
+        (chat(("user", "q"), ("assistant", [])), "message 1, an assistant turn, is empty"),
+        (chat(("user", 3), ("assistant", "a")), "content is int"),
+        (chat(("user", [{"type": "audio"}]), ("assistant", "a")), "not 'audio'"),
+        (chat(("user", "<image>"), ("assistant", "a")), "more image placeholders than the 0"),
+        (
+            {**chat(("user", "<image>"), ("assistant", "a")), "images": ["a.png", "b.png"]},
+            "2 images are given, but only 1",
+        ),
+        (
+            {**chat(("user", "<image>"), ("assistant", "a")), "images": ["http://x/a.png"]},
+            "is remote",
+        ),
+        ({**chat(("user", "<image>"), ("assistant", "a")), "images": [7]}, "reference is 7"),
+        (
+            {
+                **chat(("user", "<image>"), ("assistant", "a")),
+                "images": ["data:image/png;base64,?"],
+            },
+            "no valid base64",
+        ),
+        ({**chat(("user", "q"), ("assistant", "a")), "weight": -1}, "weight is -1"),
+        ({**chat(("user", "q"), ("assistant", "a")), "weight": float("nan")}, "weight is nan"),
+        ({**chat(("user", "q"), ("assistant", "a")), "weight": 0}, "nothing would be trained"),
+        ({"texts": ["a", "b"], "images": [None]}, "pad with null"),
+        ({"texts": ["a", None], "images": [None, None]}, "entry 1"),
+        ({"text": " "}, "holds no text"),
+    ],
+)
+def test_malformed_records_say_what_is_wrong(record: Any, said: str) -> None:
+    with pytest.raises(BadSample, match=said):
+        parse(record)
+
+
+def test_documents() -> None:
+    assert parse({"text": "abc", "weight": 0.5}) == Document(["abc"], 0.5)
+    document = parse({"texts": [None, "b"], "images": ["i.png", None]})
+    assert [part if isinstance(part, str) else part.kind for part in document.parts] == [
+        "image",
+        "b",
+    ]
+
+
+def test_webdataset_parts() -> None:
+    folder = MediaFolder(Path("/tars"), {"jpg": b"J", "txt": b"caption \xc3\xa9"})
+    document = parse_parts(folder.parts, folder, None)
+    assert document.parts[1] == "caption é"
+    assert document.media[0].content == b"J"
+    folder = MediaFolder(Path("/tars"), {"one.png": b"1", "two.png": b"2"})
+    record = {**chat(("user", "<image><image>"), ("assistant", "a"))}
+    parsed = parse_parts(folder.parts, folder, {**record, "images": ["two.png", "one.png"]})
+    assert [m.content for m in parsed.media] == [b"2", b"1"]
+
+
+def test_exif_orientation_is_applied_to_size_and_pixels(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 50, 3), np.uint8)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # shown turned by a quarter
+    for suffix in ("jpg", "png"):
+        Image.fromarray(pixels).save(tmp_path / f"a.{suffix}", exif=exif)
+        media = MediaFolder(tmp_path, {}).resolve("image", f"a.{suffix}")
+        assert image_size(media) == (50, 20)
+        assert load_image(media).size == (20, 50)
+
+
+@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "CMYK"])
+def test_every_colour_mode_becomes_rgb(mode: str, tmp_path: Path) -> None:
+    path = tmp_path / ("a.jpg" if mode == "CMYK" else "a.png")
+    Image.new(mode, (30, 20)).save(path)
+    media = MediaFolder(tmp_path, {}).resolve("image", path.name)
+    assert load_image(media).mode == "RGB"
+
+
+def test_unreadable_media_say_so(tmp_path: Path) -> None:
+    buffer = BytesIO()
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
+    Image.fromarray(noise).save(buffer, "PNG")
+    (tmp_path / "cut.png").write_bytes(buffer.getvalue()[:3000])
+    (tmp_path / "text.png").write_text("not an image")
+    (tmp_path / "cut.mp4").write_bytes(noise.tobytes())
+    folder = MediaFolder(tmp_path, {})
+    with pytest.raises(BadSample, match=r"gone\.png: No such file"):
+        image_size(folder.resolve("image", "gone.png"))
+    with pytest.raises(BadSample, match=r"text\.png cannot be decoded"):
+        image_size(folder.resolve("image", "text.png"))
+    assert image_size(folder.resolve("image", "cut.png")) == (64, 64)
+    with pytest.raises(BadSample, match=r"cut\.png cannot be decoded"):
+        load_image(folder.resolve("image", "cut.png"))
+    with pytest.raises(BadSample, match=r"cut\.mp4 cannot be decoded"):
+        probe_video(folder.resolve("video", "cut.mp4"))
+
+
+@pytest.mark.parametrize("suffix", ["mp4", "webm"])
+def test_video_is_probed_and_decoded(suffix: str, tmp_path: Path) -> None:
+    path = write_video(tmp_path / f"a.{suffix}", frames=13, height=32, width=48, fps=10)
+    media = MediaFolder(tmp_path, {}).resolve("video", path.name)
+    metadata = probe_video(media)
+    assert (metadata.total_num_frames, metadata.height, metadata.width) == (13, 32, 48)
+    assert metadata.fps == pytest.approx(10)
+    every = load_frames(media, np.arange(13))
+    assert every.shape == (13, 32, 48, 3)
+    assert np.array_equal(load_frames(media, np.array([2, 7, 7, 12])), every[[2, 7, 7, 12]])
+    with pytest.raises(BadSample, match="holds 13 of the 14 frames"):
+        load_frames(media, np.arange(14))

@@ -1,0 +1,27 @@
+"""Greedy answers equal Hugging Face's ``generate``, token for token."""
+
+from __future__ import annotations
+
+import pytest
+
+from mcore_qwen3vl.runtime.parallel import Layout
+from tests.generation.cases import KINDS, answer, conversations, expected
+
+# Float32 logits of the two differ by about 1e-5; a token chosen by less would be chance.
+CLEAR_MARGIN = 1e-3
+
+
+@pytest.mark.parametrize(
+    ("moe", "layout"),
+    [
+        *((False, name) for name in ("single", "tp2", "tp2+sp", "pp2", "pp4")),
+        *((True, name) for name in ("single", "tp2+sp", "pp2", "ep2xdp2")),
+    ],
+)
+def test_greedy_answers_equal_hugging_face(moe: bool, layout: str) -> None:
+    wants = [expected(moe, kind) for kind in KINDS]
+    assert min(want.margin for want in wants) > CLEAR_MARGIN
+    ranks = answer(moe, [conversations(kind) for kind in KINDS], Layout.parse(layout))
+    for batches in ranks:
+        for kind, want, answers in zip(KINDS, wants, batches, strict=True):
+            assert [a.token_ids for a in answers] == want.tokens, kind

@@ -1,0 +1,123 @@
+"""Stop tokens, streaming, draws, what a decoding step costs, and bad input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoProcessor, GenerationConfig
+
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.generation import generate
+from mcore_qwen3vl.generation.sampling import Sampler
+from mcore_qwen3vl.runtime.launch import run_layout
+from mcore_qwen3vl.runtime.parallel import Layout
+from tests.generation.cases import (
+    NEW_TOKENS,
+    answer,
+    checkpoint,
+    conversations,
+    expected,
+    hugging_face_inputs,
+    hugging_face_model,
+    load,
+    user,
+)
+
+
+def on_single_rank(fn: Any, *args: Any) -> Any:
+    checkpoint(False)
+    return run_layout(fn, 1, *args)[0]
+
+
+def test_stops_and_streams() -> None:
+    want = expected(False, "batch").tokens
+    stop = [want[0][4], want[2][9]]
+    assert len({next((i for i, t in enumerate(r) if t in stop), None) for r in want}) > 1
+
+    def work() -> Any:
+        model, processor = load(checkpoint(False), Layout())
+        shown = [""] * len(want)
+
+        def stream(number: int, text: str) -> None:
+            shown[number] += text
+
+        config = GenerationConfig(eos_token_id=stop, pad_token_id=0)
+        answers = generate(
+            model,
+            processor,
+            conversations("batch"),
+            max_new_tokens=NEW_TOKENS,
+            generation_config=config,
+            stream=stream,
+        )
+        return answers, shown
+
+    answers, shown = on_single_rank(work)
+    assert shown == [a.text for a in answers]
+    for row, got in zip(want, answers, strict=True):
+        end = next((i for i, token in enumerate(row) if token in stop), None)
+        assert got.token_ids == (row if end is None else row[: end + 1])
+        assert got.finish_reason == ("length" if end is None else "stop")
+
+
+def test_draws_equal_hugging_face_with_the_same_seed() -> None:
+    options = {"temperature": 1.3, "top_p": 0.9, "top_k": 40}
+    conversation = conversations("image")[0]
+    inputs = hugging_face_inputs(AutoProcessor.from_pretrained(checkpoint(False)), conversation)
+    torch.manual_seed(7)
+    out = hugging_face_model(False).generate(
+        **inputs, do_sample=True, max_new_tokens=NEW_TOKENS, **options
+    )
+    want = out[0, inputs["input_ids"].shape[1] :].tolist()
+    for layout in (Layout(), Layout(tp=2, sp=True)):
+        for rank in answer(False, [[conversation]], layout, seed=7, **options):
+            assert rank[0][0].token_ids == want
+    assert want != expected(False, "image").tokens[0]
+
+
+def test_images_are_encoded_once_and_each_step_takes_one_token() -> None:
+    def work() -> Any:
+        model, processor = load(checkpoint(False), Layout())
+        images, lengths = [], []
+        model.visual.register_forward_hook(lambda m, i, o: images.append(len(o[0])))
+        layer = model.decoder.layers[0].self_attention.linear_qkv
+        layer.register_forward_hook(lambda m, i, o: lengths.append(len(i[0])))
+        generate(model, processor, conversations("multi-image"), max_new_tokens=6)
+        return images, lengths
+
+    images, lengths = on_single_rank(work)
+    assert len(images) == 1
+    assert lengths[0] > images[0] > 1
+    assert lengths[1:] == [1] * 5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": 1.0, "top_p": 0.0}, "top_p"),
+        ({"temperature": 1.0, "top_k": -1}, "top_k"),
+        ({"top_p": 0.5}, "set temperature"),
+    ],
+)
+def test_sampling_values_out_of_range(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        Sampler(GenerationConfig(), **options)
+
+
+@pytest.mark.parametrize(
+    ("asked", "options", "message"),
+    [
+        ([], {}, "no conversation"),
+        ([user("?", {"type": "image", "image": "missing.png"})], {}, r"missing\.png"),
+        ([user("?", {"type": "video", "video": "missing.mp4"})], {}, r"missing\.mp4"),
+        ([user("?", {"type": "image"})], {}, "image part"),
+        ([user("?")], {"max_new_tokens": 0}, "max_new_tokens"),
+        ([user("?")], {"max_new_tokens": 5000}, "4096 positions"),
+    ],
+)
+def test_bad_input(asked: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        answer(False, [asked], Layout(), **options)

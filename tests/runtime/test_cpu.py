@@ -1,0 +1,90 @@
+"""The CPU backend replaces what exists, refuses what it was not tested with, and is idempotent."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.runtime import cpu
+from mcore_qwen3vl.runtime.launch import run_layout
+
+ALL = cpu.TORCH_REPLACEMENTS + cpu.MEGATRON_REPLACEMENTS
+
+
+@pytest.mark.parametrize("r", ALL, ids=lambda r: f"{r.module}.{r.name}")
+def test_canary_every_replaced_symbol_exists_and_is_replaced(r: cpu.Replacement) -> None:
+    original = cpu.originals[r.module, r.name]
+    current = getattr(importlib.import_module(r.module), r.name)
+    assert callable(original)
+    assert current is not original
+    assert r.reason
+
+
+@pytest.mark.parametrize(
+    "r", [r for r in ALL if not inspect.isclass(r.make(None))], ids=lambda r: f"{r.module}.{r.name}"
+)
+def test_a_replacement_takes_the_arguments_of_the_original(r: cpu.Replacement) -> None:
+    original = inspect.signature(cpu.originals[r.module, r.name]).parameters.values()
+    current = inspect.signature(getattr(importlib.import_module(r.module), r.name)).parameters
+    required = [p for p in original if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    assert len(required) <= len(current)
+    named = [p.name for p in original if p.name in current]
+    assert named == [name for name in current if name in named], "arguments in another order"
+
+
+def test_a_vanished_symbol_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("gone")
+    monkeypatch.setitem(sys.modules, "gone", module)
+    with pytest.raises(BadInput, match=r"gone.away does not exist.*it was needed"):
+        cpu._apply([cpu.Replacement("gone", "away", lambda original: None, "it was needed")])
+
+
+def test_installing_twice_changes_nothing() -> None:
+    before = torch.cuda.current_device
+    cpu.install()
+    assert cpu.installed()
+    assert torch.cuda.current_device is before
+
+
+def test_an_untested_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "version", lambda name: "0.20.0")
+    with pytest.raises(
+        BadInput, match=r"tested with megatron-core 0\.19\.2; 0\.20\.0 is installed"
+    ):
+        cpu._check_environment()
+
+
+def test_it_must_come_before_megatron() -> None:
+    program = (
+        "import sys, types; sys.modules['megatron.core.parallel_state'] = types.ModuleType('x')\n"
+        "from mcore_qwen3vl.runtime import cpu; cpu.install()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "BadInput: The CPU backend must be installed before megatron is imported" in done.stderr
+
+
+def test_cuda_means_the_cpu() -> None:
+    assert torch.zeros(2, device="cuda").device.type == "cpu"
+    assert torch.zeros(2).cuda().to("cuda:0").device.type == "cpu"
+    assert torch.zeros(2).to(torch.device("cuda", 1), torch.float64).dtype == torch.float64
+    assert torch.zeros(2).type() == "torch.cuda.FloatTensor"
+
+
+def _gather_uneven() -> list[torch.Tensor]:
+    rank = torch.distributed.get_rank()
+    parts = [torch.zeros(3, 2), torch.zeros(1, 2)]
+    torch.distributed.all_gather(parts, torch.full((3 - 2 * rank, 2), float(rank + 1)))
+    return parts
+
+
+def test_parts_of_unequal_length_are_gathered() -> None:
+    for first, second in run_layout(_gather_uneven, 2):
+        assert torch.equal(first, torch.full((3, 2), 1.0))
+        assert torch.equal(second, torch.full((1, 2), 2.0))

@@ -1,0 +1,68 @@
+"""Ranks return, fail and hang in ways that can be told apart."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mcore_qwen3vl.errors import BadInput, CheckFailed
+from mcore_qwen3vl.runtime.launch import RanksFailed, run_layout
+
+
+def test_results_come_in_the_order_of_ranks() -> None:
+    def work(offset: int) -> tuple[torch.Tensor, int, str]:
+        total = torch.tensor([dist.get_rank() + offset])
+        time.sleep(0.2 * (2 - dist.get_rank()))
+        dist.all_reduce(total)
+        return total, torch.get_num_threads(), os.environ["RANK"]
+
+    results = run_layout(work, 3, 10)
+    assert [r[0].item() for r in results] == [33, 33, 33]
+    assert [r[1] for r in results] == [1, 1, 1]
+    assert [r[2] for r in results] == ["0", "1", "2"]
+
+
+def _only_on_rank_1(action: Any) -> None:
+    if dist.get_rank() == 1:
+        action()
+    dist.barrier()
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def test_the_rank_that_failed_comes_first_with_its_traceback() -> None:
+    with pytest.raises(RanksFailed, match=r"^rank 1: Traceback") as failure:
+        run_layout(_only_on_rank_1, 2, lambda: _raise(ValueError("of rank one")))
+    assert "in _raise" in str(failure.value)
+    assert "ValueError: of rank one" in str(failure.value)
+
+
+@pytest.mark.parametrize("kind", [BadInput, CheckFailed])
+def test_bad_input_stays_what_it_is(kind: type[Exception]) -> None:
+    with pytest.raises(kind, match=r"^too many$"):
+        run_layout(_only_on_rank_1, 2, lambda: _raise(kind("too many")))
+
+
+def test_a_rank_that_dies() -> None:
+    with pytest.raises(RanksFailed, match="rank 1: died with exit code 7"):
+        run_layout(_only_on_rank_1, 2, lambda: os._exit(7))
+
+
+def test_hanging_ranks_are_killed_and_say_where_they_were() -> None:
+    def hang() -> None:
+        time.sleep(60)
+
+    start = time.monotonic()
+    with pytest.raises(RanksFailed, match=r"rank 1 did not finish within 4 s") as failure:
+        run_layout(_only_on_rank_1, 2, hang, timeout=4)
+    assert time.monotonic() - start < 20
+    assert "in hang" in str(failure.value)
+    assert "in barrier" in str(failure.value)
+    assert "pytest" not in str(failure.value)

@@ -1,0 +1,101 @@
+"""The command line: exit codes, messages, JSON, and that a failure leaves nothing behind."""
+
+import json
+
+import pytest
+
+from mcore_qwen3vl.cli import main
+from mcore_qwen3vl.tiny import write_tiny_checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "hf", moe=True)
+
+
+def run(*arguments) -> int:
+    with pytest.raises(SystemExit) as stopped:
+        main([str(argument) for argument in arguments])
+    return stopped.value.code
+
+
+def test_both_ways_and_compare(checkpoint, tmp_path, capsys):
+    assert run("convert", "hf-to-mcore", checkpoint, tmp_path / "mcore") == 0
+    capsys.readouterr()
+    assert run("convert", "mcore-to-hf", tmp_path / "mcore", tmp_path / "back", "--json") == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["direction"] == "mcore-to-hf"
+    assert summary["expert_layout"] == "published"
+    assert run("verify", "tensors", checkpoint, tmp_path / "back") == 0
+    assert run("verify", "tensors", tmp_path / "mcore", tmp_path / "back") == 0
+    assert "134 of 134 tensors bitwise equal" in capsys.readouterr().out
+
+
+def test_roundtrip_writes_its_findings(checkpoint, tmp_path, capsys):
+    report = tmp_path / "report.json"
+    assert run("verify", "roundtrip", checkpoint, "--json", report) == 0
+    found = json.loads(report.read_text())
+    assert found["ok"] is True
+    assert len(found["comparison"]["tensors"]) == 134
+    assert "equal" in capsys.readouterr().out
+
+
+def test_a_difference_is_exit_code_1(checkpoint, tmp_path, capsys):
+    other = write_tiny_checkpoint(tmp_path / "other", moe=True, seed=1)
+    assert run("verify", "tensors", checkpoint, other) == 1
+    printed = capsys.readouterr()
+    assert "different: 0 of 134" in printed.out
+    assert "and 114 more" in printed.out
+    assert "differ" in printed.err
+
+
+def test_dry_run_writes_nothing(checkpoint, tmp_path, capsys):
+    dst = tmp_path / "mcore"
+    assert run("convert", "hf-to-mcore", checkpoint, dst, "--dry-run", "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    step = next(s for s in plan["steps"] if "experts.linear_fc1" in s["target"])
+    assert step["sources"] == ["model.language_model.layers.0.mlp.experts.gate_up_proj"]
+    assert (step["shape"], step["nbytes"]) == ([12, 72, 48], 12 * 72 * 48 * 4)
+    assert run("convert", "hf-to-mcore", checkpoint, dst, "--dry-run") == 0
+    assert "Nothing was written" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_inspect(checkpoint, tmp_path, capsys):
+    assert run("inspect", checkpoint, "--json") == 0
+    inspection = json.loads(capsys.readouterr().out)
+    assert inspection["kind"] == "huggingface"
+    assert inspection["total_parameters"] == sum(inspection["parameters"].values()) == 532_168
+    assert run("inspect", checkpoint) == 0
+    assert "12, 3 a token, layout published" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("convert", "hf-to-mcore", "absent", "dst"),
+        ("convert", "mcore-to-hf", "absent", "dst"),
+        ("verify", "roundtrip", "absent"),
+        ("verify", "tensors", "absent", "absent"),
+        ("inspect", "absent"),
+        ("convert", "hf-to-mcore", "src", "dst", "--dtype", "int8"),
+        ("convert", "nowhere"),
+    ],
+)
+def test_bad_input_and_usage_are_exit_code_2(arguments, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run(*arguments) == 2
+    message = capsys.readouterr().err
+    assert message
+    assert "Traceback" not in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_existing_target_needs_force(checkpoint, tmp_path, capsys):
+    dst = tmp_path / "mcore"
+    assert run("convert", "hf-to-mcore", checkpoint, dst) == 0
+    before = {f: f.read_bytes() for f in dst.rglob("*") if f.is_file()}
+    assert run("convert", "hf-to-mcore", checkpoint, dst) == 2
+    assert "exists. Remove it, choose another directory, or add --force" in capsys.readouterr().err
+    assert {f: f.read_bytes() for f in dst.rglob("*") if f.is_file()} == before
+    assert run("convert", "hf-to-mcore", checkpoint, dst, "--force") == 0

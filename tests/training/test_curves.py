@@ -1,0 +1,34 @@
+"""Our training curve is Hugging Face's: the short form of `python -m …training.curves`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mcore_qwen3vl.training.curves import cases, hf_curve, points, train, worst
+from mcore_qwen3vl.training.table import TOLERANCE
+
+STEPS = 5
+ROWS = [
+    (False, "single, packed"),
+    (False, "pp2xvpp2"),
+    (False, "cp2, packed"),
+    (False, "dp2"),
+    (True, "tp2+sp"),
+    (True, "ep2xdp2"),
+]
+
+
+@pytest.mark.parametrize(("is_moe", "name"), ROWS)
+def test_loss_and_gradient_norm_are_those_of_a_plain_hf_loop(
+    is_moe: bool, name: str, dense: Path, moe: Path, data: Path, tmp_path: Path
+) -> None:
+    checkpoint = moe if is_moe else dense
+    job = replace(cases(is_moe)[name], checkpoint=checkpoint, data=data, steps=STEPS)
+    ours, theirs = points(train(job, tmp_path, timeout=120)), hf_curve(job)
+    assert theirs[-1].loss < theirs[0].loss - 0.5  # it does learn
+    difference = worst(ours, theirs)
+    assert difference.loss <= TOLERANCE
+    assert difference.grad_norm <= TOLERANCE

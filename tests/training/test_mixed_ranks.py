@@ -1,0 +1,31 @@
+"""A rank with text alone beside a rank with images alone: no reduction waits for ever."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from mcore_qwen3vl.runtime.parallel import Layout
+from mcore_qwen3vl.training.curves import Job, train
+from mcore_qwen3vl.training.synthetic import write_image_qa
+
+STEPS, TIMEOUT = 50, 150.0
+
+
+def test_fifty_steps_of_text_beside_images_with_overlap(dense: Path, tmp_path: Path) -> None:
+    data = write_image_qa(tmp_path, 40, text_only_every=2)
+    lines = data.read_text().splitlines()
+    # Without shuffling, the first rank reads the first half.
+    text = [line for line in lines if "image" not in line]
+    images = [line for line in lines if "image" in line]
+    data.write_text("\n".join(text + images) + "\n")
+    assert all(json.loads(line) for line in lines)
+    flags = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+    job = Job(
+        dense, data, Layout(dp=2), steps=STEPS, batch=2, flags=(*flags, "--no-shuffle")
+    )  # fmt: skip
+    log = train(job, tmp_path / "run", timeout=TIMEOUT)
+    assert len(log) == STEPS
+    assert all(entry["patch imbalance"] == 2.0 for entry in log)  # one of the two had them all
+    assert log[-1]["lm loss"] < log[0]["lm loss"]
+    assert all(entry["grad norm vision"] > 0 for entry in log)

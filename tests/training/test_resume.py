@@ -1,0 +1,172 @@
+"""Stop anywhere and go on: bit for bit at the same layout, closely at another."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.runtime.parallel import Layout
+from mcore_qwen3vl.training.curves import Job, numbers_of, points, train, worst
+
+STEPS, HALF = 6, 3
+OTHER_LAYOUT = 1e-5  # relative, float32
+DISTRIBUTED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+
+
+def job(checkpoint: Path, data: Path, layout: str, *flags: str) -> Job:
+    return Job(checkpoint, data, Layout.parse(layout), steps=STEPS, flags=flags)
+
+
+def uninterrupted_and_half(run: Job, folder: Path) -> tuple[list[dict[str, Any]], Path]:
+    """The log of the whole run, and the checkpoints that it left, stopped at half."""
+    save = folder / "save"
+    whole = train(run, folder / "whole", "--save", str(save), "--save-interval", str(HALF))
+    (save / "latest_checkpointed_iteration.txt").write_text(str(HALF))
+    shutil.rmtree(save / f"iter_{STEPS:07d}")
+    return whole, save
+
+
+@pytest.mark.parametrize(
+    ("is_moe", "layout", "flags"),
+    [
+        (False, "tp2+sp", ("--packing",)),
+        (False, "dp2", DISTRIBUTED),
+        (True, "ep2xdp2", DISTRIBUTED),
+    ],
+)
+def test_same_layout_continues_bit_for_bit(
+    is_moe: bool, layout: str, flags: tuple[str, ...], dense: Path, moe: Path, data: Path,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    run = job(moe if is_moe else dense, data, layout, *flags)
+    whole, save = uninterrupted_and_half(run, tmp_path)
+    rest = train(run, tmp_path / "rest", "--save", str(save), "--save-interval", "100")
+    assert [entry["iteration"] for entry in rest] == [4, 5, 6]
+    assert numbers_of(rest) == numbers_of(whole[HALF:])
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (("tp2+sp", ()), ("pp2", ())),
+        (
+            ("dp2", (*DISTRIBUTED, "--num-workers", "1")),
+            ("tp2+sp", ("--use-distributed-optimizer", "--num-workers", "2")),
+        ),
+    ],
+    ids=["TP2 to PP2", "DP2 to TP2"],
+)
+def test_another_layout_continues_closely(
+    before: tuple[str, tuple[str, ...]], after: tuple[str, tuple[str, ...]], dense: Path,
+    data: Path, tmp_path: Path,
+) -> None:  # fmt: skip
+    whole, save = uninterrupted_and_half(job(dense, data, before[0], *before[1]), tmp_path)
+    other = job(dense, data, after[0], *after[1])
+    rest = train(other, tmp_path / "rest", "--save", str(save), "--save-interval", "100")
+    difference = worst(points(rest), points(whole[HALF:]))
+    assert difference.loss <= OTHER_LAYOUT
+    assert difference.grad_norm <= OTHER_LAYOUT
+
+
+def test_sigterm_saves_and_the_same_command_goes_on(
+    dense: Path, data: Path, tmp_path: Path
+) -> None:
+    run = replace(job(dense, data, "single"), steps=40)
+    flags = ("--save", str(tmp_path / "save"), "--save-interval", "1000", "--exit-signal-handler")
+    whole = train(run, tmp_path / "whole")
+    stopper = threading.Thread(target=terminate_after_two_steps, args=(tmp_path / "first",))
+    stopper.start()
+    first = train(run, tmp_path / "first", *flags)
+    stopper.join()
+    assert 2 <= len(first) < run.steps
+    rest = train(run, tmp_path / "rest", *flags)
+    assert rest[0]["iteration"] == len(first) + 1
+    assert numbers_of(first + rest) == numbers_of(whole)
+
+
+def terminate_after_two_steps(folder: Path) -> None:
+    """Send SIGTERM to the training process once its log has two lines."""
+    log, deadline = folder / "log.jsonl", time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if log.exists() and log.read_text().count("\n") >= 2:
+            os.kill(_child(), signal.SIGTERM)
+            return
+        time.sleep(0.01)
+
+
+def _child() -> int:
+    """The one rank that this process has forked."""
+    import multiprocessing
+
+    (rank,) = multiprocessing.active_children()
+    assert rank.pid is not None
+    return rank.pid
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(
+    dense: Path, data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Job, Path, list[dict[str, Any]]]:
+    """A finished run that saved at 3 and at 6, to be damaged."""
+    folder = tmp_path_factory.mktemp("saved")
+    run = job(dense, data, "single")
+    flags = ("--save", str(folder / "save"), "--save-interval", str(HALF))
+    return run, folder / "save", train(run, folder / "whole", *flags)
+
+
+def truncate(folder: Path) -> None:
+    largest = max(folder.glob("*.distcp"), key=lambda file: file.stat().st_size)
+    with largest.open("r+b") as stream:
+        stream.truncate(largest.stat().st_size // 2)
+
+
+def blank(folder: Path) -> None:
+    largest = max(folder.glob("*.distcp"), key=lambda file: file.stat().st_size)
+    largest.write_bytes(bytes(largest.stat().st_size))
+
+
+def lose_metadata(folder: Path) -> None:
+    (folder / ".metadata").unlink()
+
+
+@pytest.mark.parametrize("spoil", [truncate, blank, lose_metadata])
+def test_a_damaged_checkpoint_is_named(
+    spoil: Any, two_checkpoints: tuple[Job, Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    from mcore_qwen3vl.training.checkpoints import damage, readable_iteration
+
+    save = tmp_path / "save"
+    shutil.copytree(two_checkpoints[1], save)
+    assert damage(save / "iter_0000006") is None
+    assert readable_iteration(save, fallback=False) == STEPS
+    spoil(save / "iter_0000006")
+    assert readable_iteration(save, fallback=True) == HALF
+    with pytest.raises(BadInput, match=r"iteration 6: .*--on-corrupt-checkpoint fallback"):
+        readable_iteration(save, fallback=False)
+    spoil(save / "iter_0000003")
+    with pytest.raises(BadInput, match="iteration 3: "):
+        readable_iteration(save, fallback=True)
+
+
+def test_training_falls_back_to_the_checkpoint_before_or_stops(
+    two_checkpoints: tuple[Job, Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    run, saved, whole = two_checkpoints
+    save = tmp_path / "save"
+    shutil.copytree(saved, save)
+    truncate(save / "iter_0000006")
+    flags = ("--save", str(save), "--save-interval", str(HALF))
+    with pytest.raises(BadInput, match="iteration 6: "):
+        train(run, tmp_path / "stop", *flags, "--on-corrupt-checkpoint", "stop")
+    again = train(run, tmp_path / "again", *flags)
+    assert numbers_of(again) == numbers_of(whole[HALF:])
+    assert "the latest checkpoint is damaged" in (tmp_path / "again" / "output.txt").read_text()
