@@ -1,7 +1,8 @@
 """Is training the same? Our loop and a plain Hugging Face loop, on the same samples in one order.
 
 The Hugging Face side shares nothing with ours but the order of the samples: it renders and masks
-with the processor, runs one sample at a time, sums the loss over ``num_items_in_batch`` and steps
+with the processor, runs one sample at a time, divides the sum of losses by the number of trained
+tokens of the step (``num_items_in_batch``; with weights by their sum) and steps
 ``torch.optim.AdamW``.
 
     python -m mcore_qwen3vl.training.curves        # the table: layouts x {dense, MoE}
@@ -187,12 +188,16 @@ def hf_curve(job: Job) -> list[Point]:
     curve = []
     for lines in sample_order(job):
         samples = [encode(processor, records[line]["messages"], job.data.parent) for line in lines]
-        items = sum(int((labels != -100).sum()) for _, labels in samples)
+        weights = [records[line].get("weight", 1.0) for line in lines]
+        items = sum(
+            weight * int((labels != -100).sum())
+            for (_, labels), weight in zip(samples, weights, strict=True)
+        )
         optimizer.zero_grad()
         total = 0.0
-        for inputs, labels in samples:
+        for (inputs, labels), weight in zip(samples, weights, strict=True):
             logits = model(**inputs).logits[0, :-1]
-            loss = F.cross_entropy(logits, labels[1:], reduction="sum") / items
+            loss = weight * F.cross_entropy(logits, labels[1:], reduction="sum") / items
             loss.backward()
             total += loss.item()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)

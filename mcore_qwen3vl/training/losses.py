@@ -1,8 +1,9 @@
 """Losses by name: ours, those of entry points, and any ``module:function``.
 
-A loss turns this rank's per-token cross entropies into a sum and a count. Megatron adds both up
-over micro-batches, DP and CP, and divides once: the mean over all trained tokens of the global
-batch, as HF's ``num_items_in_batch``, never a mean of means.
+A loss turns this rank's per-token cross entropies into a sum and a normaliser. Both are added up
+over micro-batches, DP and CP, and divided once, so the loss is a mean over the whole global batch,
+never a mean of means. With the default the normaliser is the number of trained tokens, as HF's
+``num_items_in_batch``.
 
 To add one, write ``def my_loss(losses, weights)`` and pass ``--loss my_package.losses:my_loss``, or
 register it as an entry point of the group ``mcore_qwen3vl.losses`` and pass its name.
@@ -22,35 +23,46 @@ from mcore_qwen3vl.errors import BadInput
 GROUP = "mcore_qwen3vl.losses"
 
 Loss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""``(losses, weights) -> (sum, count)``.
+"""``(losses, weights) -> (sum, normaliser)``.
 
 Args:
     losses: (B, s) float32 cross entropy of each local position.
     weights: (B, s) float32 weight of its label; 0: not trained.
 
 Returns:
-    The sum to minimise, a float32 scalar, and the number of tokens it is of, an integer scalar;
-    Megatron counts in int32.
+    The sum to minimise, a float32 scalar with a gradient, and what it is divided by once both are
+    summed over the global batch: a scalar of any dtype, not negative, without a gradient.
 """
 
 
 def cross_entropy(losses: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Every trained token counts the same."""
-    return _masked_sum(losses, (weights > 0).to(losses.dtype)), _count(weights)
+    trained = weights > 0
+    return _masked_sum(losses, trained.to(losses.dtype)), trained.sum()
 
 
 def weighted_cross_entropy(losses: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Every trained token counts with its message's and sample's weight.
+    """The weighted mean: a token of weight 2 counts like two of weight 1.
 
-    The sum is divided by the number of trained tokens, so weights that are all 2 double the
-    gradient.
+    Divided by the sum of the weights, as Megatron divides by ``loss_mask.sum()`` and torch's
+    ``cross_entropy(weight=...)`` by the weights; weights that are all 2 change nothing.
     """
-    return _masked_sum(losses, weights), _count(weights)
+    return _masked_sum(losses, weights), weights.sum()
+
+
+def scaled_cross_entropy(losses: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights scale the gradient: the weighted sum over the number of trained tokens.
+
+    What HF's ``num_items_in_batch`` makes of losses that are multiplied by a weight; weights that
+    are all 2 double the gradient.
+    """
+    return _masked_sum(losses, weights), (weights > 0).sum()
 
 
 BUILT_IN: dict[str, Loss] = {
     "cross_entropy": cross_entropy,
     "weighted_cross_entropy": weighted_cross_entropy,
+    "scaled_cross_entropy": scaled_cross_entropy,
 }
 
 
@@ -86,7 +98,3 @@ def _import(path: str) -> Loss:
 def _masked_sum(losses: Tensor, weights: Tensor) -> Tensor:
     # Padding is cut out before the product: its loss may be infinite, and 0 * inf is NaN.
     return (losses.where(weights > 0, 0.0) * weights).sum()
-
-
-def _count(weights: Tensor) -> Tensor:
-    return (weights > 0).sum().int()

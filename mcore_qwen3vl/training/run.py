@@ -116,11 +116,17 @@ class Run:
         make_resumable(optimizer)
         return optimizer
 
-    def _finalize_gradients(self, model: list[Any], *args: Any, **kwargs: Any) -> None:
-        """Megatron's, after which the gradients are whole: the moment to measure them."""
+    def _finalize_gradients(
+        self, model: list[Any], num_tokens: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """Megatron's, divided by our normaliser; now the gradients are whole and can be measured.
+
+        Its own `num_tokens` must be an integer, which a sum of weights is not.
+        """
         from megatron.core.distributed import finalize_model_grads
 
-        finalize_model_grads(model, *args, **kwargs)
+        finalize_model_grads(model, None, *args, **kwargs)
+        self.forward_step.normalise(model)
         iteration = self.args.curr_iteration + 1
         if iteration % self.args.log_interval == 0:
             self._report(model, iteration)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
@@ -26,6 +29,7 @@ class ForwardStep:
             loss: of :func:`mcore_qwen3vl.training.losses.find_loss`.
         """
         self._loss = loss
+        self._normaliser: Tensor | None = None
 
     def __call__(
         self, batches: Iterator[Batch], model: torch.nn.Module
@@ -52,11 +56,40 @@ class ForwardStep:
     def _reduce(
         self, local: Tensor, weights: Tensor, losses: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Sum and count of this rank's (B, s) losses, and both as Megatron's log wants them."""
+        """The loss's sum, for Megatron's schedule and for its log.
+
+        The schedule would add normalisers up as int32; :meth:`normalise` divides instead.
+        """
         weights = weights.index_select(1, to_device(local, weights.device))
-        total, count = self._loss(losses.float(), weights)
-        report = torch.stack([total.detach(), count.to(total.dtype)])
-        return total, count.to(torch.int), {"lm loss": report}
+        total, normaliser = self._loss(losses.float(), weights)
+        normaliser = normaliser.detach().double()
+        if torch.is_grad_enabled():  # not of validation
+            done = self._normaliser
+            self._normaliser = normaliser if done is None else done + normaliser
+        report = torch.stack([total.detach(), normaliser.to(total.dtype)])
+        return total, torch.zeros_like(normaliser, dtype=torch.int), {"lm loss": report}
+
+    def normalise(self, model: list[Any]) -> None:
+        """Divide the summed gradients by the normaliser of the global batch; all ranks call this.
+
+        Args:
+            model: this rank's DDP-wrapped pipeline chunks, their gradients reduced.
+        """
+        own, self._normaliser = self._normaliser, None
+        if own is None:  # not the last pipeline stage
+            own = torch.zeros([], dtype=torch.float64, device=torch.cuda.current_device())
+        dist.broadcast(
+            own,
+            src=parallel_state.get_pipeline_model_parallel_last_rank(),
+            group=parallel_state.get_pipeline_model_parallel_group(),
+        )
+        dist.all_reduce(
+            own, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
+        )
+        # Nothing trained: the gradients are zero, and stay it.
+        scale = torch.where(own > 0, 1 / own, 0.0).float()
+        for chunk in model:
+            chunk.scale_gradients(scale)
 
 
 def _packing(batch: Batch) -> PackedSequence | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mcore_qwen3vl.training.curves import cases, hf_curve, points, train, worst
+from mcore_qwen3vl.training.synthetic import write_image_qa
 from mcore_qwen3vl.training.table import TOLERANCE
 
 STEPS = 5
@@ -30,5 +32,20 @@ def test_loss_and_gradient_norm_are_those_of_a_plain_hf_loop(
     ours, theirs = points(train(job, tmp_path, timeout=120)), hf_curve(job)
     assert theirs[-1].loss < theirs[0].loss - 0.5  # it does learn
     difference = worst(ours, theirs)
+    assert difference.loss <= TOLERANCE
+    assert difference.grad_norm <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["cp2, packed", "pp2xvpp2", "dp2"])
+def test_weights_are_normalised_over_the_global_batch(
+    name: str, dense: Path, tmp_path: Path
+) -> None:
+    data = write_image_qa(tmp_path / "data", 16)
+    records = [json.loads(line) for line in data.read_text().splitlines()]
+    weighted = [{**r, "weight": (0.03, 1.5, 0.4)[i % 3]} for i, r in enumerate(records)]
+    data.write_text("".join(json.dumps(record) + "\n" for record in weighted))
+    job = replace(cases(False)[name], checkpoint=dense, data=data, steps=2)
+    job = replace(job, flags=(*job.flags, "--loss", "weighted_cross_entropy"))
+    difference = worst(points(train(job, tmp_path, timeout=120)), hf_curve(job))
     assert difference.loss <= TOLERANCE
     assert difference.grad_norm <= TOLERANCE

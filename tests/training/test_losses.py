@@ -13,16 +13,21 @@ WEIGHTS = torch.tensor([[1.0, 0.0, 0.5], [2.0, 0.0, 0.0]])
 
 
 def test_cross_entropy_counts_trained_tokens_alike() -> None:
-    total, count = losses.cross_entropy(LOSSES, WEIGHTS)
+    total, normaliser = losses.cross_entropy(LOSSES, WEIGHTS)
     assert total.item() == 2 + 5 + 7
-    assert count.item() == 3
-    assert count.dtype == torch.int32
+    assert normaliser.item() == 3
 
 
-def test_weighted_cross_entropy_multiplies_by_the_weights() -> None:
-    total, count = losses.weighted_cross_entropy(LOSSES, WEIGHTS)
+def test_weighted_cross_entropy_is_a_weighted_mean() -> None:
+    total, normaliser = losses.weighted_cross_entropy(LOSSES, WEIGHTS)
     assert total.item() == 2 + 0.5 * 5 + 2 * 7
-    assert count.item() == 3
+    assert normaliser.item() == 3.5
+
+
+def test_scaled_cross_entropy_divides_by_the_tokens() -> None:
+    total, normaliser = losses.scaled_cross_entropy(LOSSES, WEIGHTS)
+    assert total.item() == 2 + 0.5 * 5 + 2 * 7
+    assert normaliser.item() == 3
 
 
 def test_infinite_losses_at_padding_leave_no_gradient() -> None:
