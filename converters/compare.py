@@ -153,7 +153,7 @@ class _Side:
             return self.megatron.read(row, box)
         hf = self.hf
         assert hf is not None
-        return row.take(lambda name, part: hf.tensor(name)[part], box)
+        return row.take(hf.read, box)
 
     def _itemsize(self, name: str) -> int:
         pieces = self.pieces[name]

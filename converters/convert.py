@@ -7,19 +7,23 @@ copying memory, during which Python's lock is free).
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from mcore_qwen3vl.converters import to_hf, to_mcore
-from mcore_qwen3vl.converters.plan import Plan, Progress, Summary, Unit
+from mcore_qwen3vl.converters.plan import (
+    Meter,
+    Plan,
+    Progress,
+    Summary,
+    Unit,
+    default_workers,
+)
 from mcore_qwen3vl.converters.staging import Staging, check_target, staging
 from mcore_qwen3vl.converters.to_hf import LayoutChoice
 from mcore_qwen3vl.errors import BadInput
-
-MOST_WORKERS = 8
 
 
 def plan_hf_to_mcore(
@@ -64,7 +68,7 @@ def hf_to_mcore(
         src, dtype, make_vocab_size_divisible_by, tp: see `plan_hf_to_mcore`.
         dst: directory to write; it appears complete or not at all.
         force: replace `dst` if it is a checkpoint.
-        workers: threads; default one per core, at most `MOST_WORKERS`.
+        workers: threads; default one per core, at most `plan.MOST_WORKERS`.
         progress: called with bytes done, bytes in all and the tensor at hand.
 
     Raises:
@@ -149,7 +153,7 @@ def execute(
     _keep_apart(plan, dst)
     try:
         with staging(dst, plan.fingerprint, force=force) as stage:
-            resumed = _run_units(plan, stage, workers or _default_workers(), progress)
+            resumed = _run_units(plan, stage, workers or default_workers(), progress)
             plan.conversion.finish(stage.tree, {u.name: stage.done[u.name] for u in plan.units})
             stage.publish()
     except OSError as error:
@@ -182,7 +186,7 @@ def _run_units(plan: Plan, stage: Staging, workers: int, progress: Progress | No
         and plan.conversion.is_done(unit, stage.tree, stage.done[unit.name])
     }
     plan.conversion.prepare(stage.tree)
-    meter = _Meter(plan.nbytes, progress)
+    meter = Meter(plan.nbytes, progress)
     meter.add(sum(unit.nbytes for unit in plan.units if unit.name in kept), "resumed")
     stop = threading.Event()
 
@@ -211,24 +215,6 @@ def _run_units(plan: Plan, stage: Staging, workers: int, progress: Progress | No
 
 class _Stopped(Exception):
     """Another worker failed."""
-
-
-class _Meter:
-    """Adds up what the workers move."""
-
-    def __init__(self, total: int, progress: Progress | None) -> None:
-        self._total, self._done, self._progress = total, 0, progress
-        self._lock = threading.Lock()
-
-    def add(self, nbytes: int, name: str) -> None:
-        with self._lock:
-            self._done += nbytes
-            if self._progress is not None:
-                self._progress(self._done, self._total, name)
-
-
-def _default_workers() -> int:
-    return min(len(os.sched_getaffinity(0)), MOST_WORKERS)
 
 
 def _directory(path: str | Path) -> Path:

@@ -21,6 +21,8 @@ from mcore_qwen3vl.errors import BadInput
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
+Box = tuple[int | slice, ...]
+
 DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
@@ -32,11 +34,19 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor as a safetensors header declares it."""
+    """One tensor as a safetensors header declares it.
+
+    Attributes:
+        file: the file that holds it.
+        dtype: what `HuggingFaceCheckpoint.read` gives.
+        shape: its shape.
+        stored: dtype in the file.
+    """
 
     file: str
     dtype: torch.dtype
     shape: Shape
+    stored: torch.dtype
 
 
 class HuggingFaceCheckpoint:
@@ -70,9 +80,18 @@ class HuggingFaceCheckpoint:
     def files(self) -> list[Path]:
         return [self.path / file for file in self._files]
 
-    def tensor(self, name: str) -> Tensor:
-        """A tensor backed by the file; read-only by convention."""
-        return self._files[self.entries[name].file].get_tensor(name)
+    def stored(self, name: str, box: Box) -> Tensor:
+        """`box` of a tensor as the file has it: a view of the file, read-only by convention."""
+        return self._files[self.entries[name].file].get_tensor(name)[box]
+
+    def read(self, name: str, box: Box = ()) -> Tensor:
+        """`box` of a tensor, by default all of it; read-only by convention.
+
+        Args:
+            name: HF name.
+            box: a slice or an index for each of the leading axes.
+        """
+        return self.stored(name, box)
 
     def require(self, rows: Iterable[Row]) -> None:
         """Check that the checkpoint holds exactly the tensors that `rows` consume.
@@ -115,7 +134,7 @@ class HuggingFaceCheckpoint:
                 f"{self.path}: tensor {name} in {file} has dtype {header.get_dtype()}; "
                 f"{', '.join(DTYPES)} are understood."
             )
-        self.entries[name] = Entry(file, dtype, tuple(header.get_shape()))
+        self.entries[name] = Entry(file, dtype, tuple(header.get_shape()), dtype)
 
     def _compare_with(self, index: dict[str, str]) -> None:
         for name, file in index.items():

@@ -59,7 +59,7 @@ def load_hf(models: nn.Module | Sequence[nn.Module], path: str | Path) -> int:
     with torch.no_grad():
         _zero_padding(chunks)
         for part in hf_parts(chunks, expert_layout=layout):
-            stored = checkpoint.tensor(part.name)[part.box]  # a view of the file
+            stored = checkpoint.read(part.name, part.box)
             part.local.copy_(cast(stored, part.local.dtype, part.name))
             read += stored.nbytes
     return read

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +24,28 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 CHUNK_BYTES = 16 * 2**20
 """Tensors move in pieces of this size, except a transposed expert, which moves whole."""
+
+
+MOST_WORKERS = 8
+
+
+class Meter:
+    """Adds up what several workers move."""
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self._total, self._done, self._progress = total, 0, progress
+        self._lock = threading.Lock()
+
+    def add(self, nbytes: int, name: str) -> None:
+        with self._lock:
+            self._done += nbytes
+            if self._progress is not None:
+                self._progress(self._done, self._total, name)
+
+
+def default_workers() -> int:
+    """Threads: one per core that this process may use, at most `MOST_WORKERS`."""
+    return min(len(os.sched_getaffinity(0)), MOST_WORKERS)
 
 
 @dataclass(frozen=True)

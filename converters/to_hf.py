@@ -80,7 +80,7 @@ class ToHuggingFace:
         with file.open("rb+", buffering=0) as out:
             for fill in unit.work:
                 out.seek(fill.offset)
-                for chunk in self._chunks(fill):
+                for chunk in stream_hf(self.source, fill.row, fill.source, fill.dtype):
                     _write_all(out.fileno(), as_bytes(chunk))
                 moved(fill.nbytes, fill.name)
             os.fsync(out.fileno())
@@ -93,15 +93,20 @@ class ToHuggingFace:
         if len(self.shards) > 1:
             write_durably(tree / INDEX, shards.index_json(self.shards))
 
-    def _chunks(self, fill: Fill) -> Iterator[Tensor]:
-        row = fill.row
 
-        def fetch(box: Box) -> Tensor:
-            return cast(self.source.read(row, box), fill.dtype, row.key)
+def stream_hf(
+    checkpoint: MegatronCheckpoint, row: Row, source: int, dtype: torch.dtype
+) -> Iterator[Tensor]:
+    """HF piece number `source` of `row` as `dtype`, a chunk at a time, in the order of its memory.
 
-        columns = tuple(slice(0, n) for n in row.shape[1:])
-        rows = max_rows(row, fill.dtype)
-        return row.rearrangement.stream_back(fill.source, fetch, columns, rows)
+    Chunks are views of the checkpoint where possible.
+    """
+
+    def fetch(box: Box) -> Tensor:
+        return cast(checkpoint.read(row, box), dtype, row.key)
+
+    columns = tuple(slice(0, n) for n in row.shape[1:])
+    return row.rearrangement.stream_back(source, fetch, columns, max_rows(row, dtype))
 
 
 def plan(

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture, read_config_file
-from mcore_qwen3vl.converters import dcp_metadata, hf_config, mapping
+from mcore_qwen3vl.converters import dcp_metadata, hf_config, manifest, mapping
 from mcore_qwen3vl.converters.dcp_metadata import CheckpointIndex, Chunk, Place, StoredTensor
 from mcore_qwen3vl.converters.huggingface import HuggingFaceCheckpoint
+from mcore_qwen3vl.converters.manifest import RowChecksums
 from mcore_qwen3vl.converters.mapping import Row
 from mcore_qwen3vl.converters.megatron import HF_FOLDER, RELEASE, TRACKER, DistcpFile
 from mcore_qwen3vl.converters.plan import (
@@ -48,6 +49,8 @@ class ToMcore:
     tensors: dict[str, StoredTensor]  # by mcore key, without chunks
     sidecars: dict[str, Path]
     config: bytes | None  # rewritten config.json; None: the source's own
+    dtype: torch.dtype | None  # to write everything in; None: the source's own
+    facts: dict[str, Any]  # other choices that the manifest states
 
     def prepare(self, tree: Path) -> None:
         (tree / RELEASE).mkdir(exist_ok=True)
@@ -58,13 +61,19 @@ class ToMcore:
 
     def run(self, unit: Unit, tree: Path, moved: Callable[[int, str], None]) -> Any:
         file = tree / RELEASE / unit.name
+        checksums: list[manifest.Checksum] = []
         with DistcpFile(file) as out:
             for row in unit.work:
-                dtype = self.tensors[row.key].dtype
-                out.write_row(row, dtype, self._chunks(row, dtype))
+                dtype, sums = self.tensors[row.key].dtype, RowChecksums(row)
+                out.write_row(row, dtype, self._chunks(row, dtype, sums))
+                checksums += sums.finish()
                 moved(row.numel * dtype.itemsize, row.key)
             out.sync()
-        return {"size": file.stat().st_size, "chunks": _chunks_as_json(out.index)}
+        return {
+            "size": file.stat().st_size,
+            "chunks": _chunks_as_json(out.index),
+            "checksums": checksums,
+        }
 
     def finish(self, tree: Path, results: dict[str, Any]) -> None:
         folder = tree / RELEASE
@@ -82,16 +91,20 @@ class ToMcore:
         copy_sidecars(self.sidecars, tree / HF_FOLDER)
         if self.config is not None:
             write_durably(tree / HF_FOLDER / "config.json", self.config)
+        checksums = (found for result in results.values() for found in result["checksums"])
+        content = manifest.dumps(self.source, self.facts, self.dtype, checksums)
+        write_durably(tree / manifest.FILE, content)
         write_durably(tree / TRACKER, RELEASE.encode())
 
-    def _chunks(self, row: Row, dtype: torch.dtype) -> Iterator[Tensor]:
+    def _chunks(self, row: Row, dtype: torch.dtype, sums: RowChecksums) -> Iterator[Tensor]:
         """The row's piece in order, a chunk at a time; views of the source where possible."""
 
         def fetch(source: int, box: Box) -> Tensor:
             named = row.sources[source]
-            whole = self.source.tensor(named.name)
-            part = whole[box] if named.index is None else whole[named.index][box]
-            return cast(part, dtype, named.name)
+            place = box if named.index is None else (named.index, *box)
+            part = cast(self.source.read(named.name, place), dtype, named.name)
+            sums.add(source, box, self.source.stored(named.name, place), part)
+            return part
 
         columns = tuple(slice(0, n) for n in row.shape[1:])
         rows = row.shape[0] if row.rearrangement.transposed else max_rows(row, dtype)
@@ -127,6 +140,11 @@ def plan(
     if wanted is not None:
         rewritten = hf_config.dumps(hf_config.with_dtype(config, dtype_name(wanted)))
     units = tuple(group_units(work, size, lambda n: f"__0_{n}.distcp"))
+    facts = {
+        "iteration": RELEASE,
+        "expert_layout": architecture.expert_layout,
+        "vocabulary": {"rows": architecture.vocab_size, "padded_to": padded},
+    }
     return Plan(
         direction="hf-to-mcore",
         source=str(source),
@@ -140,7 +158,7 @@ def plan(
             "dtype": dtype,
             "vocabulary": padded,
         },
-        conversion=ToMcore(checkpoint, architecture, tensors, sidecars, rewritten),
+        conversion=ToMcore(checkpoint, architecture, tensors, sidecars, rewritten, wanted, facts),
         files=len(units),
     )
 

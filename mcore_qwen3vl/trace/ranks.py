@@ -92,7 +92,7 @@ def _weights(chunks: list[Qwen3VLModel], hf: Path) -> Measurements:
     checkpoint = HuggingFaceCheckpoint(hf)
     measured: Measurements = {}
     for part in hf_parts(chunks):
-        stored = checkpoint.tensor(part.name)[part.box]
+        stored = checkpoint.read(part.name, part.box)
         one = measure(part.local.cpu(), cast(stored, part.local.dtype, part.name))
         key = (WEIGHTS, part.label)
         measured[key] = measured.get(key, Measurement()) + (one if part.main else one.as_copy())

@@ -122,7 +122,7 @@ class Scene:
 
     def stored(self, name: str) -> Tensor:
         """A weight of the Hugging Face checkpoint, float32."""
-        return self.hf.tensor(name).float()
+        return self.hf.read(name).float()
 
     def evidence(self, what: str, candidate: Tensor) -> str:
         """A sentence about an experiment that agreed."""

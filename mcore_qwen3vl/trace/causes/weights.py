@@ -132,7 +132,7 @@ def _same_values(scene: Scene, name: str, found: Tensor) -> Verdict | None:
     shape = tuple(found.shape)
     alike = [n for n, e in scene.hf.entries.items() if tuple(e.shape) == shape and n != name]
     for other in alike[:SEARCH_LIMIT]:
-        if not torch.equal(scene.hf.tensor(other)[:1].float(), found[:1]):
+        if not torch.equal(scene.hf.read(other, (slice(1),)).float(), found[:1]):
             continue
         if torch.equal(scene.stored(other), found):
             return Verdict(_kind_of_mix_up(name, other), f"holds the values of {other}")
