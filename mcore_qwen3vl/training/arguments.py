@@ -17,8 +17,8 @@ from typing import Any, get_args, get_type_hints
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.megatron_arguments import architecture_arguments
 from mcore_qwen3vl.training.architecture_arguments import (
-    architecture_arguments,
     check_explicit,
     explicit_arguments,
     recommended_arguments,
