@@ -21,6 +21,7 @@ import xxhash
 from torch import Tensor
 
 from mcore_qwen3vl import __version__
+from mcore_qwen3vl.converters import hub
 from mcore_qwen3vl.converters.huggingface import INDEX, HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.mapping import Row
 from mcore_qwen3vl.converters.plan import dtype_name
@@ -82,7 +83,7 @@ def describe(checkpoint: HuggingFaceCheckpoint) -> dict[str, Any]:
     index = checkpoint.path / INDEX
     files = [*checkpoint.files, *([index] if index.exists() else [])]
     return {
-        "path": str(checkpoint.path.resolve()),
+        **hub.identity(checkpoint.path),
         "config_sha256": hashlib.sha256(config).hexdigest(),
         "files": {file.name: file.stat().st_size for file in files},
     }

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from mcore_qwen3vl import console
-from mcore_qwen3vl.cli import convert, data, verify
+from mcore_qwen3vl.cli import convert, data, sources, verify
 from mcore_qwen3vl.cli.generate import generate
 from mcore_qwen3vl.cli.options import Json, require
 from mcore_qwen3vl.errors import BadInput, CheckFailed
@@ -41,7 +41,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 @app.command("inspect")
 def inspect(
-    path: Annotated[Path, typer.Argument(help="A checkpoint of either kind, or a config.json.")],
+    path: Annotated[
+        Path,
+        sources.argument("PATH", "A checkpoint of either kind, or a config.json; or a hub id."),
+    ],
     json: Json = False,
 ) -> None:
     """What it is: sizes, shapes, layout, dtype, parameter count by part."""

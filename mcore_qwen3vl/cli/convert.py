@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from mcore_qwen3vl import console
+from mcore_qwen3vl.cli import sources
 from mcore_qwen3vl.cli.options import DryRun, Force, Json, Workers
 
 app = typer.Typer(help="Convert checkpoints, without a GPU.", no_args_is_help=True)
@@ -31,7 +32,12 @@ class ExpertLayoutChoice(StrEnum):
 
 @app.command("hf-to-mcore")
 def hf_to_mcore(
-    src: Annotated[str, typer.Argument(help="Hugging Face checkpoint directory or hub id.")],
+    src: Annotated[
+        Path,
+        sources.argument(
+            "SRC", "Hugging Face checkpoint directory, or hub id: OWNER/NAME[@REVISION]."
+        ),
+    ],
     dst: Annotated[Path, typer.Argument(help="Megatron-Core checkpoint directory to write.")],
     dtype: Annotated[Dtype, typer.Option(help="Dtype to write.")] = Dtype.keep,
     make_vocab_size_divisible_by: Annotated[
@@ -67,7 +73,7 @@ def mcore_to_hf(
     dst: Annotated[Path, typer.Argument(help="Hugging Face checkpoint directory to write.")],
     hf_config: Annotated[
         Path | None,
-        typer.Option(help="Directory with config and tokenizer; the default is SRC/hf."),
+        sources.option("Directory with config and tokenizer, or hub id; the default is SRC/hf."),
     ] = None,
     dtype: Annotated[Dtype, typer.Option(help="Dtype to write.")] = Dtype.keep,
     max_shard_size: Annotated[str, typer.Option(help="Largest safetensors file.")] = "5GB",

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from mcore_qwen3vl import console
+from mcore_qwen3vl.cli import sources
 from mcore_qwen3vl.cli.options import JsonFile, require
 
 app = typer.Typer(help="Look at training data.", no_args_is_help=True)
@@ -20,7 +21,7 @@ def group() -> None:
 @app.command("check")
 def check(
     path: Annotated[Path, typer.Argument(help="JSONL, WebDataset folder or energon metadataset.")],
-    hf_model: Annotated[Path, typer.Option(help="Checkpoint whose processor is used.")],
+    hf_model: Annotated[Path, sources.option("Checkpoint, or hub id, whose processor is used.")],
     seq_length: Annotated[int, typer.Option(help="Longest sample, and length of a pack.")] = 8192,
     split: Annotated[str, typer.Option(help="Part of a WebDataset or metadataset.")] = "train",
     decode: Annotated[bool, typer.Option(help="Decode every image and video.")] = True,

@@ -10,12 +10,15 @@ from typing import Annotated, Any, Literal
 import typer
 
 from mcore_qwen3vl import console
+from mcore_qwen3vl.cli import sources
 from mcore_qwen3vl.cli.options import Size
 from mcore_qwen3vl.runtime.parallel import Layout
 
 
 def generate(
-    checkpoint: Annotated[Path, typer.Argument(help="Megatron-Core or Hugging Face directory.")],
+    checkpoint: Annotated[
+        Path, sources.argument("CHECKPOINT", "Megatron-Core or Hugging Face directory, or hub id.")
+    ],
     prompt: Annotated[str, typer.Option(help="What to ask.")],
     image: Annotated[list[str] | None, typer.Option(help="Path or URL; repeatable.")] = None,
     video: Annotated[list[Path] | None, typer.Option(help="Path; repeatable.")] = None,
@@ -37,7 +40,7 @@ def generate(
         Literal["torch", "te"], typer.Option(help="te needs Transformer Engine and a GPU.")
     ] = "torch",
     hf_model: Annotated[
-        Path | None, typer.Option(help="Config and processor, if the checkpoint has none.")
+        Path | None, sources.option("Config and processor, if the checkpoint has none.")
     ] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Without a GPU, one process a rank.")] = False,
 ) -> None:

@@ -6,12 +6,15 @@ from typing import Annotated
 import typer
 
 from mcore_qwen3vl import console
+from mcore_qwen3vl.cli import sources
 from mcore_qwen3vl.cli.options import JsonFile, require
 from mcore_qwen3vl.errors import BadInput
 
 
 def verify_trace(
-    hf: Annotated[Path, typer.Argument(help="Hugging Face checkpoint directory: the truth.")],
+    hf: Annotated[
+        Path, sources.argument("HF", "Hugging Face checkpoint directory or hub id: the truth.")
+    ],
     mcore: Annotated[
         Path | None,
         typer.Argument(help="Megatron-Core checkpoint to examine; default: HF is loaded directly."),

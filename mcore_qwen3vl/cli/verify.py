@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from mcore_qwen3vl import console
+from mcore_qwen3vl.cli import sources
 from mcore_qwen3vl.cli.options import JsonFile, ReportFolder, Size, Workers, require
 from mcore_qwen3vl.cli.trace import verify_trace
 
@@ -16,7 +17,7 @@ app.command("trace")(verify_trace)
 
 @app.command("roundtrip")
 def verify_roundtrip(
-    src: Annotated[Path, typer.Argument(help="Hugging Face checkpoint directory.")],
+    src: Annotated[Path, sources.argument("SRC", "Hugging Face checkpoint directory or hub id.")],
     work_dir: Annotated[
         Path | None, typer.Option(help="Room for twice the checkpoint; default: the system's.")
     ] = None,
@@ -36,8 +37,10 @@ def verify_roundtrip(
 
 @app.command("tensors")
 def verify_tensors(
-    a: Annotated[Path, typer.Argument(help="A checkpoint, Hugging Face or Megatron-Core.")],
-    b: Annotated[Path, typer.Argument(help="Another one.")],
+    a: Annotated[
+        Path, sources.argument("A", "A checkpoint, Hugging Face (or hub id) or Megatron-Core.")
+    ],
+    b: Annotated[Path, sources.argument("B", "Another one.")],
     report: ReportFolder = None,
     json: JsonFile = None,
 ) -> None:
@@ -54,7 +57,7 @@ def verify_tensors(
 
 @app.command("parity")
 def verify_parity(
-    hf: Annotated[Path, typer.Argument(help="Hugging Face checkpoint directory.")],
+    hf: Annotated[Path, sources.argument("HF", "Hugging Face checkpoint directory or hub id.")],
     tp: Size = 1,
     sp: Annotated[
         bool, typer.Option("--sp", help="Sequence parallelism, over the TP ranks.")

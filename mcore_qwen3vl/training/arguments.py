@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.hub import resolve
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.megatron_arguments import architecture_arguments
@@ -42,11 +43,13 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
         "--hf-model",
         metavar="DIR",
         required=True,
-        help="Hugging Face checkpoint or converted checkpoint: its config gives the architecture, "
-        "its tokenizer and processor prepare the data. Weights are not read from here.",
+        help="Hugging Face checkpoint, hub id or converted checkpoint: its config gives the "
+        "architecture, its tokenizer and processor prepare the data. Weights are not read from here.",
     )
     group.add_argument(
-        "--load-hf", metavar="DIR", help="Start from these Hugging Face weights, under any layout."
+        "--load-hf",
+        metavar="DIR",
+        help="Start from these Hugging Face weights (a directory or hub id), under any layout.",
     )
     group.add_argument("--save-hf", metavar="DIR", help="Export Hugging Face checkpoints here.")
     group.add_argument(
@@ -161,7 +164,7 @@ class ArgumentSetup:
         own = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
         known, _ = add_arguments(own).parse_known_args(self.argv)
         self.cpu = is_cpu(argv)
-        self.hf_model = hf_directory(Path(known.hf_model))
+        self.hf_model = hf_directory(resolve(known.hf_model, weights=False))
         self.architecture = Architecture.from_hf(self.hf_model)
 
     def prepare(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

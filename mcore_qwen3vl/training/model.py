@@ -64,9 +64,10 @@ def model_provider(
             **fields_of_all,
         )
         if args.load_hf and not resuming(args):
+            from mcore_qwen3vl.converters.hub import resolve
             from mcore_qwen3vl.converters.live import load_hf
 
-            load_hf(model, args.load_hf)
+            load_hf(model, resolve(args.load_hf))
         used.update(choose_trainable(model, args.freeze, args.trainable))
         stages = args.virtual_pipeline_model_parallel_size or 1
         if vp_stage in (None, stages - 1):

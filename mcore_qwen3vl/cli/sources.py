@@ -1,0 +1,28 @@
+"""Arguments and options that name a checkpoint: a path, or a Hugging Face hub id."""
+
+from pathlib import Path
+from typing import Any
+
+import typer
+
+
+def argument(metavar: str, help: str) -> Any:
+    """A checkpoint; its weights are downloaded if need be."""
+    return typer.Argument(metavar=metavar, help=help, parser=_checkpoint)
+
+
+def option(help: str) -> Any:
+    """A checkpoint of which config, tokenizer and processor are wanted, not the weights."""
+    return typer.Option(metavar="DIR", help=help, parser=_config)
+
+
+def _checkpoint(name: str) -> Path:
+    from mcore_qwen3vl.converters.hub import resolve
+
+    return resolve(name)
+
+
+def _config(name: str) -> Path:
+    from mcore_qwen3vl.converters.hub import resolve
+
+    return resolve(name, weights=False)
