@@ -5,33 +5,20 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_qwen3vl.converters.compare import Comparison, compare_checkpoints
+from mcore_qwen3vl.converters.compare import compare_checkpoints
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.plan import Progress, Summary
+from mcore_qwen3vl.report.result import Report
 
 Phase = Callable[[str], AbstractContextManager[Progress]]
 """``with phase(title) as progress:`` shows one phase of the work."""
 
 
-@dataclass(frozen=True)
-class RoundTrip:
-    """Both conversions and what the comparison of source and result found."""
-
-    forward: Summary
-    back: Summary
-    comparison: Comparison
-
-    @property
-    def ok(self) -> bool:
-        return self.comparison.ok
-
-
 def roundtrip(
     src: str | Path, work_dir: Path | None, phase: Phase, *, workers: int | None = None
-) -> RoundTrip:
+) -> Report:
     """Convert `src` both ways in a temporary directory and compare every tensor and sidecar file.
 
     Args:
@@ -51,5 +38,11 @@ def roundtrip(
         with phase("back to Hugging Face") as progress:
             returned = mcore_to_hf(mcore, back, workers=workers, progress=progress)
         with phase("comparing") as progress:
-            comparison = compare_checkpoints(src, back, progress=progress)
-    return RoundTrip(forward, returned, comparison)
+            report = compare_checkpoints(src, back, progress=progress)
+    report.title = f"{src} to Megatron-Core and back"
+    report.environment |= {"there": _outcome(forward), "back": _outcome(returned)}
+    return report
+
+
+def _outcome(summary: Summary) -> str:
+    return f"{summary.tensors} tensors, {summary.nbytes:,} bytes in {summary.seconds:.1f} s"

@@ -26,7 +26,6 @@ from rich.progress import (
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from mcore_qwen3vl.converters.compare import Comparison
     from mcore_qwen3vl.converters.inspect import Inspection
     from mcore_qwen3vl.converters.plan import Plan, Summary
     from mcore_qwen3vl.data.check import DataReport
@@ -144,22 +143,6 @@ def show_summary(summary: Summary, as_json: bool) -> None:
         output.print(f"continued an interrupted run: {summary.resumed_units} units were done")
     for note in summary.notes:
         output.print(plain(note))
-
-
-def show_comparison(comparison: Comparison) -> None:
-    """The verdict on two checkpoints, and what differs."""
-    equal = sum(finding.ok for finding in comparison.tensors)
-    same = sum(status == "equal" for status in comparison.files.values())
-    verdict = "[bold green]equal[/]" if comparison.ok else "[bold red]different[/]"
-    output.print(
-        f"{verdict}: {equal} of {len(comparison.tensors)} tensors bitwise equal "
-        f"({size(comparison.nbytes)}), {same} of {len(comparison.files)} other files equal"
-    )
-    problems = comparison.problems
-    for problem in problems[:PROBLEMS_SHOWN]:
-        output.print(f"  {plain(problem)}")
-    if len(problems) > PROBLEMS_SHOWN:
-        output.print(f"  and {len(problems) - PROBLEMS_SHOWN} more; --json lists them all")
 
 
 def show_inspection(inspection: Inspection) -> None:

@@ -102,13 +102,12 @@ def _run(folder: Path, dense: bool, status: Callable[[str], None]) -> Demo:
         return f"{summary.tensors} tensors, safetensors", None
 
     def check() -> tuple[str, bool]:
-        comparison = compare_checkpoints(hf, back)
-        equal = sum(finding.ok for finding in comparison.tensors)
-        same = sum(status == "equal" for status in comparison.files.values())
+        report = compare_checkpoints(hf, back)
+        tensors, files = report.parts().values()
         return (
-            f"{equal} of {len(comparison.tensors)} tensors bitwise equal, "
-            f"{same} of {len(comparison.files)} other files equal"
-        ), comparison.ok
+            f"{tensors.held} of {tensors.count} tensors bitwise equal, "
+            f"{files.held} of {files.count} other files equal"
+        ), report.ok
 
     ranks = f"logits on {layout.world_size} ranks ({layout})"
     for name, work in (

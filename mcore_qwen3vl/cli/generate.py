@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,31 +12,43 @@ import typer
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.cli import sources
-from mcore_qwen3vl.cli.options import Size
+from mcore_qwen3vl.cli.options import Json, layout_flags
+from mcore_qwen3vl.runtime import cpu as backend
 from mcore_qwen3vl.runtime.parallel import Layout
 
 
+def _layout(**sizes: Any) -> Layout:
+    """Replicas only as far as experts need ranks, and SP wherever there is TP, unless told."""
+    tp, experts = sizes.get("tp", 1), sizes.get("ep", 1) * sizes.get("etp", 1)
+    return Layout(**{"dp": -(-experts // tp), "sp": tp > 1, **sizes})
+
+
+@layout_flags(_layout)
 def generate(
     checkpoint: Annotated[
         Path, sources.argument("CHECKPOINT", "Megatron-Core or Hugging Face directory, or hub id.")
     ],
-    prompt: Annotated[str, typer.Option(help="What to ask.")],
+    prompt: Annotated[
+        list[str],
+        typer.Option(
+            help="What to ask; repeatable. Every prompt is about all images and videos, unless "
+            "<image> and <video> in the prompts take them one by one."
+        ),
+    ],
+    layout: Layout,
     image: Annotated[list[str] | None, typer.Option(help="Path or URL; repeatable.")] = None,
     video: Annotated[list[Path] | None, typer.Option(help="Path; repeatable.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Cut the answer off after these.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(help="Cut answers off after these.")] = 128,
     temperature: Annotated[
         float | None, typer.Option(help="0 is greedy; default: the checkpoint's.")
     ] = None,
     top_p: Annotated[float | None, typer.Option(help="Draw from this much probability.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Draw from the likeliest tokens.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of the draws; default: a random one.")] = None,
-    tp: Size = 1,
-    pp: Size = 1,
-    ep: Size = 1,
-    etp: Size = 1,
-    sp: Annotated[
-        bool | None, typer.Option(help="Divide the prompt over TP; default: if TP > 1.")
-    ] = None,
+    dtype: Annotated[
+        Literal["config", "bf16", "fp16", "fp32"],
+        typer.Option(help="Of weights and computation; config: what the checkpoint's says."),
+    ] = "config",
     spec: Annotated[
         Literal["torch", "te"], typer.Option(help="te needs Transformer Engine and a GPU.")
     ] = "torch",
@@ -43,42 +56,54 @@ def generate(
         Path | None, sources.option("Config and processor, if the checkpoint has none.")
     ] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Without a GPU, one process a rank.")] = False,
+    json: Json = False,
 ) -> None:
-    """Answer a prompt about images and videos, word by word."""
+    """Answer prompts about images and videos, word by word.
+
+    Without --dp and --sp there are as many replicas as the experts need, and SP wherever TP is.
+    """
+    console.quiet_libraries()
+    if cpu:
+        backend.install()  # before megatron is imported
+    from mcore_qwen3vl.generation.prompts import user_turns
     from mcore_qwen3vl.generation.run import Request, run
 
-    content: list[dict[str, Any]] = [{"type": "image", "image": path} for path in image or []]
-    content += [{"type": "video", "video": str(path)} for path in video or []]
-    content.append({"type": "text", "text": prompt})
-    layout = Layout(
-        tp=tp,
-        pp=pp,
-        ep=ep,
-        etp=etp,
-        dp=-(-ep * etp // tp),  # replicas only as far as experts need ranks
-        sp=tp > 1 if sp is None else sp,
-    )
+    streams = len(prompt) == 1 and not json
     request = Request(
         checkpoint,
-        [[{"role": "user", "content": content}]],
+        user_turns(prompt, image or [], [str(path) for path in video or []]),
         layout,
-        spec,
-        hf_model,
-        {
+        spec=spec,
+        dtype=dtype,
+        hf=hf_model,
+        options={
             "max_new_tokens": max_new_tokens,
             "temperature": temperature,
             "top_p": top_p,
             "top_k": top_k,
             "seed": seed,
-            "stream": lambda _, text: print(text, end="", flush=True),
+            "stream": (lambda _, text: print(text, end="", flush=True)) if streams else None,
         },
     )
     start = time.monotonic()
-    (answer,) = run(request, on_cpu=cpu)
-    if int(os.environ.get("RANK", "0")) == 0:
+    answers = run(request, on_cpu=cpu)
+    seconds = time.monotonic() - start
+    if int(os.environ.get("RANK", "0")):
+        return
+    if json:
+        found = [{"prompt": p, **asdict(a)} for p, a in zip(prompt, answers, strict=True)]
+        console.emit_json(
+            {"layout": str(layout), "seconds": seconds, "answers": found}, console.STDOUT
+        )
+        return
+    if streams:
         print()
+    for asked, answer in zip(prompt, answers, strict=True):
+        if not streams:
+            console.output.print(f"[bold]{console.plain(asked)}[/]\n{console.plain(answer.text)}\n")
+    for answer in answers:
         console.messages.print(
             f"{answer.prompt_tokens} prompt tokens, {len(answer.token_ids)} new ones, ended by "
-            f"{answer.finish_reason}, {time.monotonic() - start:.1f} s with loading, on {layout}",
-            highlight=False,
+            f"{answer.finish_reason}"
         )
+    console.messages.print(f"{seconds:.1f} s with loading, on {layout}")

@@ -1,11 +1,21 @@
-"""Options that several commands share."""
+"""Options that several commands share, and how a check ends."""
 
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from mcore_qwen3vl import console
 from mcore_qwen3vl.errors import CheckFailed
+from mcore_qwen3vl.runtime.parallel import Layout
+
+if TYPE_CHECKING:
+    from mcore_qwen3vl.report.result import Report
 
 Force = Annotated[bool, typer.Option("--force", help="Replace DST if it exists.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
@@ -16,13 +26,89 @@ JsonFile = Annotated[
 ReportFolder = Annotated[
     Path | None, typer.Option("--report", help="Write report.json and report.html to this folder.")
 ]
-Size = Annotated[int, typer.Option(min=1, help="Parallel size.")]
 Workers = Annotated[
     int | None, typer.Option(help="Parallel workers; the default suits the machine.")
 ]
+
+_SIZES = {
+    "tp": "tensor parallel",
+    "pp": "pipeline parallel",
+    "vpp": "virtual pipeline: chunks a stage",
+    "ep": "expert parallel",
+    "etp": "expert tensor parallel",
+    "cp": "context parallel",
+    "dp": "data parallel",
+}
+_LAYOUT_FLAGS: dict[str, Any] = {
+    name: Annotated[
+        int | None,
+        typer.Option(
+            f"--{name}", min=1, help=f"{what.capitalize()} size.", rich_help_panel="Layout"
+        ),
+    ]
+    for name, what in _SIZES.items()
+} | {
+    "sp": Annotated[
+        bool | None,
+        typer.Option("--sp/--no-sp", help="Sequence parallelism.", rich_help_panel="Layout"),
+    ]
+}
+
+
+def layout_flags(make: Callable[..., Layout] = Layout) -> Callable[[Any], Any]:
+    """Give a command the flags ``--tp --pp --vpp --ep --etp --cp --dp --sp``.
+
+    The command itself takes a keyword argument `layout` instead: `make` of the flags that were
+    given.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def with_flags(**options: Any) -> None:
+            given = {name: options.pop(name) for name in _LAYOUT_FLAGS}
+            sizes = {name: size for name, size in given.items() if size is not None}
+            command(**options, layout=make(**sizes))
+
+        own = inspect.signature(command, eval_str=True)
+        flags = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=flag)
+            for name, flag in _LAYOUT_FLAGS.items()
+        ]
+        kept = [
+            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for name, parameter in own.parameters.items()
+            if name != "layout"
+        ]
+        signature = own.replace(parameters=[*kept, *flags])
+        with_flags.__signature__ = signature  # type: ignore[attr-defined]
+        with_flags.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
+        return with_flags
+
+    return decorate
 
 
 def require(held: bool, otherwise: str) -> None:
     """Exit with code 1 and a message unless a check held."""
     if not held:
         raise CheckFailed(otherwise)
+
+
+def conclude(report: Report, folder: Path | None, json: Path | None) -> None:
+    """End a ``verify`` command: write what was asked for, show the report, exit by its verdict.
+
+    Args:
+        report: what was found.
+        folder: for ``report.json`` and ``report.html``; None: not written.
+        json: a file, or ``-`` for standard output, which then holds nothing else.
+
+    Raises:
+        CheckFailed: the report says that something differs.
+    """
+    from mcore_qwen3vl.report.terminal import render
+    from mcore_qwen3vl.report.write import write_report
+
+    if folder is not None:
+        write_report(report, folder)
+    if not console.emit_json(report.to_dict(), json):
+        console.output.print(render(report))
+    require(report.ok, f"{report.title}: {report.verdict}")

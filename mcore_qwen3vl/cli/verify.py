@@ -1,17 +1,23 @@
-"""``mcore-qwen3vl verify``: check that two things are the same."""
+"""``mcore-qwen3vl verify``: check that two things are the same.
 
-from dataclasses import asdict
+Every command ends in one kind of report, shown and written in one way: exit code 0
+if it holds, 1 if it does not.
+"""
+
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.cli import sources
-from mcore_qwen3vl.cli.options import JsonFile, ReportFolder, Size, Workers, require
+from mcore_qwen3vl.cli.manifest import verify_manifest
+from mcore_qwen3vl.cli.options import JsonFile, ReportFolder, Workers, conclude, layout_flags
 from mcore_qwen3vl.cli.trace import verify_trace
+from mcore_qwen3vl.runtime.parallel import Layout
 
 app = typer.Typer(help="Check that two things are the same.", no_args_is_help=True)
+app.command("manifest")(verify_manifest)
 app.command("trace")(verify_trace)
 
 
@@ -28,11 +34,7 @@ def verify_roundtrip(
     """Hugging Face to Megatron-Core and back, bitwise: every tensor and sidecar file."""
     from mcore_qwen3vl.converters.roundtrip import roundtrip
 
-    result = roundtrip(src, work_dir, console.byte_progress, workers=workers)
-    _write_report(result.comparison, report)
-    if not console.emit_json({"ok": result.ok, **asdict(result)}, json):
-        console.show_comparison(result.comparison)
-    require(result.ok, f"the round trip of {src} is not exact.")
+    conclude(roundtrip(src, work_dir, console.byte_progress, workers=workers), report, json)
 
 
 @app.command("tensors")
@@ -49,25 +51,14 @@ def verify_tensors(
 
     with console.byte_progress("comparing") as progress:
         comparison = compare_checkpoints(a, b, progress=progress)
-    _write_report(comparison, report)
-    if not console.emit_json({"ok": comparison.ok, **asdict(comparison)}, json):
-        console.show_comparison(comparison)
-    require(comparison.ok, f"{a} and {b} differ.")
+    conclude(comparison, report, json)
 
 
 @app.command("parity")
+@layout_flags()
 def verify_parity(
     hf: Annotated[Path, sources.argument("HF", "Hugging Face checkpoint directory or hub id.")],
-    tp: Size = 1,
-    sp: Annotated[
-        bool, typer.Option("--sp", help="Sequence parallelism, over the TP ranks.")
-    ] = False,
-    pp: Size = 1,
-    vpp: Size = 1,
-    ep: Size = 1,
-    etp: Size = 1,
-    cp: Size = 1,
-    dp: Size = 1,
+    layout: Layout,
     batches: Annotated[
         str | None, typer.Option(help="Comma-separated kinds of batches; default: all of them.")
     ] = None,
@@ -83,13 +74,11 @@ def verify_parity(
 ) -> None:
     """Logits, loss and every gradient under a parallel layout, against Hugging Face's model."""
     console.quiet_libraries()
-    from mcore_qwen3vl.parity.report import render
     from mcore_qwen3vl.parity.verify import verify_parity as verify
-    from mcore_qwen3vl.runtime.parallel import Layout
 
     result = verify(
         hf,
-        Layout(tp=tp, sp=sp, pp=pp, vpp=vpp, ep=ep, etp=etp, cp=cp, dp=dp),
+        layout,
         None if batches is None else batches.split(","),
         gradients=gradients,
         dtype=dtype,
@@ -97,14 +86,4 @@ def verify_parity(
         spec=spec,
         timeout=timeout,
     )
-    _write_report(result, report)
-    if not console.emit_json(result.to_dict(), json):
-        console.output.print(render(result))
-    require(result.ok, f"{hf} is not the same model at this layout.")
-
-
-def _write_report(result: Any, folder: Path | None) -> None:
-    if folder is not None:
-        from mcore_qwen3vl.report.write import write_report
-
-        write_report(result, folder)
+    conclude(result, report, json)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import GenerationConfig, TextStreamer
 
+from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.generation.cached_model import CachedModel, inference
 from mcore_qwen3vl.generation.prompts import Conversation, Prompts, encode_prompts
@@ -19,6 +20,9 @@ from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 
 Stream = Callable[[int, str], None]
 """Called with the number of a conversation and the text that was added to its answer."""
+
+
+MAX_NEW_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -34,9 +38,9 @@ class Generation:
 def generate(
     models: Qwen3VLModel | Sequence[Qwen3VLModel],
     processor: Any,
-    conversations: Sequence[Conversation],
+    conversations: Sequence[Conversation] | Prompts,
     *,
-    max_new_tokens: int = 128,
+    max_new_tokens: int = MAX_NEW_TOKENS,
     temperature: float | None = None,
     top_p: float | None = None,
     top_k: int | None = None,
@@ -53,7 +57,7 @@ def generate(
         models: this rank's only chunk, or a list of it.
         processor: HF ``Qwen3VLProcessor`` of the checkpoint.
         conversations: see :func:`mcore_qwen3vl.generation.prompts.encode_prompts`; they may differ
-            in length, and are padded on the left.
+            in length, and are padded on the left. Or what that function made of them.
         max_new_tokens: tokens after which an answer is cut off.
         temperature, top_p, top_k, seed: see :class:`mcore_qwen3vl.generation.sampling.Sampler`.
         stream: called as answers grow, on every rank that passes one.
@@ -67,12 +71,10 @@ def generate(
         BadInput: VPP or CP, values out of range, unreadable media, or too long a prompt.
     """
     model = _only_chunk(models)
-    prompts = encode_prompts(
-        model.architecture,
-        processor,
-        conversations,
-        multiple_of=model.pg_collection.tp.size() if model.config.sequence_parallel else 1,
-    )
+    prompts = conversations
+    if not isinstance(prompts, Prompts):
+        multiple = model.pg_collection.tp.size() if model.config.sequence_parallel else 1
+        prompts = encode_prompts(model.architecture, processor, prompts, multiple_of=multiple)
     config = generation_config or GenerationConfig()
     sampler = Sampler(
         config,
@@ -82,8 +84,8 @@ def generate(
         seed=seed,
         device=next(model.parameters()).device,
     )
-    _check_lengths(model, prompts, max_new_tokens)
-    streamers = [_Streamer(processor.tokenizer, i, stream) for i in range(len(conversations))]
+    check_lengths(model.architecture, prompts, max_new_tokens)
+    streamers = [_Streamer(processor.tokenizer, i, stream) for i in range(len(prompts.lengths))]
     answers = decode(
         model,
         prompts,
@@ -203,10 +205,11 @@ def _only_chunk(models: Qwen3VLModel | Sequence[Qwen3VLModel]) -> Qwen3VLModel:
     return chunks[0]
 
 
-def _check_lengths(model: Qwen3VLModel, prompts: Prompts, max_new_tokens: int) -> None:
+def check_lengths(architecture: Architecture, prompts: Prompts, max_new_tokens: int) -> None:
+    """Raise BadInput unless prompts and answers fit the model's positions."""
     if max_new_tokens < 1:
         raise BadInput(f"max_new_tokens is {max_new_tokens}: ask for at least one.")
-    limit, longest = model.architecture.max_position_embeddings, max(prompts.lengths)
+    limit, longest = architecture.max_position_embeddings, max(prompts.lengths)
     if longest + max_new_tokens > limit:
         raise BadInput(
             f"The longest prompt has {longest} tokens; with {max_new_tokens} new ones it exceeds "

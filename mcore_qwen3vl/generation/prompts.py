@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from mcore_qwen3vl.model.inputs import VisualInputs, visual_inputs
 
 Conversation = Sequence[Mapping[str, Any]]
 
+_TAG = re.compile("<(image|video)>")
+
 
 @dataclass(frozen=True)
 class Prompts:
@@ -38,6 +41,44 @@ class Prompts:
         return self.attention_mask.sum(1).tolist()
 
 
+def user_turns(
+    texts: Sequence[str], images: Sequence[Any] = (), videos: Sequence[Any] = ()
+) -> list[Conversation]:
+    """A conversation of one user turn for each text.
+
+    Without tags, every text asks about all the images and videos, which precede it. Where texts
+    hold tags, ``<image>`` and ``<video>``, each tag of all texts takes the next image or video.
+
+    Raises:
+        BadInput: there are more or fewer tags than images or videos.
+    """
+    media = {"image": list(images), "video": list(videos)}
+    tags = [tag for text in texts for tag in _TAG.findall(text)]
+    if not tags:
+        first = [{"type": kind, kind: one} for kind, many in media.items() for one in many]
+        contents = [[*first, {"type": "text", "text": text}] for text in texts]
+    else:
+        for kind, many in media.items():
+            if len(many) != tags.count(kind):
+                raise BadInput(
+                    f"The prompts hold {tags.count(kind)} <{kind}> tags and {len(many)} {kind}s "
+                    f"are given: name one {kind} for each tag, or leave all tags out to put "
+                    "the media before the text."
+                )
+        left = {kind: iter(many) for kind, many in media.items()}
+        contents = [list(_tagged(text, left)) for text in texts]
+    return [[{"role": "user", "content": content}] for content in contents]
+
+
+def _tagged(text: str, left: Mapping[str, Iterator[Any]]) -> Iterator[dict[str, Any]]:
+    """Text parts and the media that its tags stand for."""
+    for number, piece in enumerate(_TAG.split(text)):
+        if number % 2:
+            yield {"type": piece, piece: next(left[piece])}
+        elif piece:
+            yield {"type": "text", "text": piece}
+
+
 def encode_prompts(
     architecture: Architecture,
     processor: Any,
@@ -49,6 +90,21 @@ def encode_prompts(
 
     Args:
         architecture: the model's shape.
+        processor, conversations, multiple_of: see :func:`process`.
+
+    Raises:
+        BadInput: see :func:`process`.
+    """
+    inputs = process(processor, conversations, multiple_of=multiple_of)
+    return prompts_from_inputs(architecture, inputs)
+
+
+def process(
+    processor: Any, conversations: Sequence[Conversation], *, multiple_of: int = 1
+) -> Mapping[str, Tensor]:
+    """What the checkpoint's processor makes of conversations, padded on the left.
+
+    Args:
         processor: HF ``Qwen3VLProcessor`` of the checkpoint.
         conversations: of each prompt the messages, as HF's chat templates take them. An image is
             ``{"type": "image", "image": path, URL or PIL image}``; a video is ``{"type": "video",
@@ -71,7 +127,7 @@ def encode_prompts(
     ]
     images = [_image(part) for part in _parts(conversations, "image")]
     videos = [_video(part, processor) for part in _parts(conversations, "video")]
-    inputs = processor(
+    return processor(
         text=texts,
         images=images or None,
         videos=[frames for frames, _ in videos] or None,
@@ -82,7 +138,6 @@ def encode_prompts(
         pad_to_multiple_of=multiple_of,
         return_tensors="pt",
     )
-    return prompts_from_inputs(architecture, inputs)
 
 
 def prompts_from_inputs(architecture: Architecture, inputs: Mapping[str, Tensor]) -> Prompts:

@@ -1,4 +1,7 @@
-"""Load a checkpoint of either kind under a layout and generate with it."""
+"""Load a checkpoint of either kind under a layout and generate with it.
+
+Prompts are read and checked before a process starts or a weight is loaded.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,27 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.live import load_hf
 from mcore_qwen3vl.converters.megatron import is_megatron
+from mcore_qwen3vl.converters.plan import DTYPES
+from mcore_qwen3vl.data.loader import load_processor
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.runtime import cpu
+from mcore_qwen3vl.generation.generate import (
+    MAX_NEW_TOKENS,
+    Generation,
+    check_lengths,
+    generate,
+)
+from mcore_qwen3vl.generation.prompts import Prompts, encode_prompts
+from mcore_qwen3vl.generation.sampling import Sampler, load_generation_config
+from mcore_qwen3vl.parity.build import build_chunks
+from mcore_qwen3vl.runtime.checkpoint import load_checkpoint
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import Layout, initialize
 
@@ -27,8 +42,11 @@ class Request:
 
     Attributes:
         checkpoint: Megatron-Core or Hugging Face directory.
-        hf: directory with config, tokenizer and processor; None: the checkpoint's own.
         conversations: as :func:`mcore_qwen3vl.generation.generate` takes them.
+        layout: parallel sizes.
+        spec: layer spec.
+        dtype: of weights and computation; ``config``: what the checkpoint's config says.
+        hf: directory with config, tokenizer and processor; None: the checkpoint's own.
         options: its keyword arguments; `stream` is kept on the first rank alone.
     """
 
@@ -36,6 +54,7 @@ class Request:
     conversations: Sequence[Any]
     layout: Layout = field(default_factory=Layout)
     spec: Any = "torch"
+    dtype: Literal["config", "bf16", "fp16", "fp32"] = "config"
     hf: Path | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -56,67 +75,86 @@ class Request:
         return folder
 
 
-def run(request: Request, *, on_cpu: bool = False) -> list[Any]:
+def run(request: Request, *, on_cpu: bool = False) -> list[Generation]:
     """Generate on all ranks of the layout: those of torchrun if it started us, or forked ones.
 
-    Returns:
-        The list of ``Generation``.
+    Args:
+        request: what to generate.
+        on_cpu: without a GPU; the CPU backend must be installed.
 
     Raises:
         BadInput: see :func:`mcore_qwen3vl.generation.generate`; no GPU; or a layout that does not
             fit the model.
     """
-    architecture = Architecture.from_hf(request.hf_folder)
-    request.layout.validate(architecture)
-    if on_cpu:
-        cpu.install()
-    elif not torch.cuda.device_count():
+    job = _Job.of(request)
+    if not (on_cpu or torch.cuda.device_count()):
         raise BadInput("There is no GPU here: pass --cpu to generate on the CPU.")
     if "RANK" in os.environ:
-        return _under_torchrun(request, architecture, on_cpu)
+        return _under_torchrun(job, on_cpu)
     if not on_cpu and torch.cuda.device_count() < request.layout.world_size:
         raise BadInput(
             f"Layout {request.layout} needs {request.layout.world_size} GPUs and this machine has "
             f"{torch.cuda.device_count()}: start it with torchrun on more machines, or divide less."
         )
     ranks = run_layout(
-        generate_on_rank,
-        request.layout.world_size,
-        request,
-        architecture,
-        timeout=_DAY,
-        device="cpu" if on_cpu else "cuda",
+        job.on_rank, request.layout.world_size, timeout=_DAY, device="cpu" if on_cpu else "cuda"
     )
     return ranks[0]
 
 
-def _under_torchrun(request: Request, architecture: Architecture, on_cpu: bool) -> list[Any]:
+def _under_torchrun(job: _Job, on_cpu: bool) -> list[Generation]:
     if not on_cpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("gloo" if on_cpu else "nccl")
     try:
-        return generate_on_rank(request, architecture)
+        return job.on_rank()
     finally:
         dist.destroy_process_group()
 
 
-def generate_on_rank(request: Request, architecture: Architecture) -> list[Any]:
-    """Build and load this rank's part and answer; ``torch.distributed`` is initialised."""
-    # Here, because megatron must not be imported before the CPU backend is installed.
-    from transformers import AutoProcessor
+@dataclass(frozen=True)
+class _Job:
+    """A request, checked, with its prompts read; every rank is given the same."""
 
-    from mcore_qwen3vl.converters.live import load_hf
-    from mcore_qwen3vl.generation.generate import generate
-    from mcore_qwen3vl.generation.sampling import load_generation_config
-    from mcore_qwen3vl.parity.build import build_chunks
-    from mcore_qwen3vl.runtime.checkpoint import load_checkpoint
+    request: Request
+    architecture: Architecture
+    processor: Any
+    prompts: Prompts
+    options: dict[str, Any]
 
-    initialize(request.layout)
-    models = build_chunks(architecture, request.layout, spec=request.spec)
-    load = load_checkpoint if is_megatron(request.checkpoint) else load_hf
-    load(models, request.checkpoint)
-    options = {"generation_config": load_generation_config(request.hf_folder), **request.options}
-    if dist.get_rank():
-        options.pop("stream", None)
-    processor = AutoProcessor.from_pretrained(request.hf_folder)
-    return generate(models, processor, request.conversations, **options)
+    @classmethod
+    def of(cls, request: Request) -> _Job:
+        folder, layout = request.hf_folder, request.layout
+        architecture = Architecture.from_hf(folder)
+        layout.validate(architecture, training=False)
+        for name, size in (("VPP", layout.vpp), ("CP", layout.cp)):
+            if size > 1:
+                raise BadInput(f"{name} is {size}, and generation has no use for it: drop {name}.")
+        options = {"generation_config": load_generation_config(folder), **request.options}
+        processor = load_processor(folder)
+        prompts = encode_prompts(
+            architecture,
+            processor,
+            request.conversations,
+            multiple_of=layout.tp if layout.sp else 1,
+        )
+        check_lengths(architecture, prompts, options.get("max_new_tokens", MAX_NEW_TOKENS))
+        Sampler(  # raises if a value cannot be used
+            options["generation_config"],
+            temperature=options.get("temperature"),
+            top_p=options.get("top_p"),
+            top_k=options.get("top_k"),
+        )
+        return cls(request, architecture, processor, prompts, options)
+
+    def on_rank(self) -> list[Generation]:
+        """Build and load this rank's part and answer; ``torch.distributed`` is initialised."""
+        request, options = self.request, self.options
+        initialize(request.layout)
+        dtype = {} if request.dtype == "config" else {"params_dtype": DTYPES[request.dtype]}
+        models = build_chunks(self.architecture, request.layout, spec=request.spec, **dtype)
+        load = load_checkpoint if is_megatron(request.checkpoint) else load_hf
+        load(models, request.checkpoint)
+        if dist.get_rank():
+            options = {**options, "stream": None}
+        return generate(models, self.processor, self.prompts, **options)

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from mcore_qwen3vl.console import emit_json, quiet_libraries
-from mcore_qwen3vl.parity.compare import Report
 from mcore_qwen3vl.parity.matrix import MATRIX, Entry, markdown, parity_matrix
+from mcore_qwen3vl.report.result import Report
 
 
 def main() -> int:
@@ -43,8 +43,8 @@ def main() -> int:
 
 def _show(entry: Entry, report: Report) -> None:
     worst: dict[str, float] = {}
-    for (_, part), finding in report.worst().items():
-        worst[part] = max(worst.get(part, 0.0), finding.error)
+    for summary in report.parts().values():
+        worst[summary.part] = max(worst.get(summary.part, 0.0), summary.worst.error)
     errors = ", ".join(f"{part} {error:.1e}" for part, error in worst.items())
     print(f"{'ok' if report.ok else 'WRONG':6}{entry!s:56}{errors}", flush=True)
     for failure in report.failures[:5]:

@@ -12,9 +12,9 @@ from typing import Any
 
 from mcore_qwen3vl.parity.batches import RECIPES
 from mcore_qwen3vl.parity.case import Case
-from mcore_qwen3vl.parity.compare import Report
 from mcore_qwen3vl.parity.reference import AdamW
 from mcore_qwen3vl.parity.verify import Checkpoint, half_precision_tolerances, verify
+from mcore_qwen3vl.report.result import Report
 from mcore_qwen3vl.runtime.parallel import Layout
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 
@@ -235,16 +235,16 @@ def markdown(results: Sequence[tuple[Entry, Report]]) -> str:
 
 
 def _cell(report: Report, batch: str) -> str:
-    worst = report.worst()
-    parts = [worst.get((batch, part)) for part in ("logits", "loss", "gradients")]
+    found = report.parts()
+    parts = [found.get((batch, part)) for part in ("logits", "loss", "gradients")]
+    numbers = " / ".join(_micro(part.worst.error) for part in parts if part is not None)
     if None in parts:
         return ""
-    numbers = " / ".join(_micro(f.error) for f in parts if f is not None)
-    return numbers if all(f is None or f.ok for f in parts) else f"**{numbers}**"
+    return f"**{numbers}**" if any(part and part.failed for part in parts) else numbers
 
 
 def _step(report: Report) -> str:
-    errors = [f.error for (_, part), f in report.worst().items() if part == "parameters"]
+    errors = [s.worst.error for s in report.parts().values() if s.part == "parameters"]
     return _micro(max(errors)) if errors else ""
 
 

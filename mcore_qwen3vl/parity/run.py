@@ -34,8 +34,8 @@ from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.parity.batches import MicroBatch
 from mcore_qwen3vl.parity.build import build_chunks
 from mcore_qwen3vl.parity.case import Case
-from mcore_qwen3vl.parity.compare import Measurement, Measurements, measure, merge
 from mcore_qwen3vl.parity.reference import AdamW, Expected, Stepped
+from mcore_qwen3vl.report.compare import Measurement, Measurements, measure, merge
 from mcore_qwen3vl.runtime.checkpoint import load_checkpoint
 from mcore_qwen3vl.runtime.parallel import initialize
 

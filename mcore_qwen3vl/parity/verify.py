@@ -11,15 +11,9 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.mapping import table
 from mcore_qwen3vl.parity.batches import RECIPES, Batch, build_batch
 from mcore_qwen3vl.parity.case import DTYPES, Case
-from mcore_qwen3vl.parity.compare import (
-    Finding,
-    Measurements,
-    Report,
-    findings,
-    measure,
-    merge,
-)
 from mcore_qwen3vl.parity.reference import AdamW, Expected, Reference, Stepped
+from mcore_qwen3vl.report.compare import Finding, Measurements, findings, measure, merge
+from mcore_qwen3vl.report.result import Report
 from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import Layout

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from itertools import groupby
 
-from mcore_qwen3vl.report.page import Line, Page
+from mcore_qwen3vl.report.compare import Finding
+from mcore_qwen3vl.report.result import Report
 
 WIDTH, HEIGHT = 1040, 260
 LEFT, TOP, BOTTOM = 58, 14, 34
@@ -23,8 +25,8 @@ CEILING = 1e3
 class Point:
     x: float
     y: float
-    limit: float
-    line: Line
+    limit: float | None  # None: bitwise, for which there is no place on a logarithmic axis
+    finding: Finding
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Plot:
-    """One part's errors; y is logarithmic."""
+    """One part's relative errors; y is logarithmic."""
 
     title: str
     points: list[Point]
@@ -49,62 +51,68 @@ class Plot:
     @property
     def limits(self) -> str:
         """The tolerance as an SVG polyline."""
-        return " ".join(f"{p.x:.1f},{p.limit:.1f}" for p in self.points)
+        return " ".join(f"{p.x:.1f},{p.limit:.1f}" for p in self.points if p.limit is not None)
 
     @property
     def errors(self) -> str:
         return " ".join(f"{p.x:.1f},{p.y:.1f}" for p in self.points)
 
 
-def plots(page: Page) -> list[Plot]:
-    """A plot for each part with numbers enough, in the order of the page."""
+def plots(report: Report) -> list[Plot]:
+    """A plot for each part with numbers enough, in the order of the report."""
     made = []
-    for summary in page.parts():
-        lines = [
-            line
-            for line in page.lines
-            if (line.part, line.context) == (summary.part, summary.context)
-            and line.error is not None
-            and line.tolerance
+    for context, part in report.parts():
+        found = [
+            finding
+            for finding in report.findings
+            if (finding.context, finding.part) == (context, part) and finding.measured.count
         ]
-        if len(lines) >= FEWEST and any(line.error for line in lines):
-            context = f" ({summary.context})" if summary.context else ""
-            made.append(_plot(summary.part + context, _thinned(lines)))
+        if len(found) >= FEWEST and any(finding.error for finding in found):
+            made.append(_plot(f"{part} ({context})" if context else part, _thinned(found)))
     return made[:PLOTS]
 
 
-def _thinned(lines: list[Line]) -> list[Line]:
-    size = -(-len(lines) // POINTS)
-    chunks = (lines[i : i + size] for i in range(0, len(lines), size))
-    return [max(chunk, key=lambda line: line.badness) for chunk in chunks]
+def region(name: str) -> str:
+    """The piece of the network that a tensor or module belongs to."""
+    layer = re.search(r"language_model\.layers\.(\d+)", name)
+    if layer:
+        return f"layer {layer[1]}"
+    block = re.search(r"visual\.blocks\.(\d+)", name)
+    return f"block {block[1]}" if block else "vision" if "visual" in name else "ends"
 
 
-def _plot(title: str, lines: list[Line]) -> Plot:
-    values = [_clamped(v) for line in lines for v in (line.error, line.tolerance) if v]
+def _thinned(found: list[Finding]) -> list[Finding]:
+    size = -(-len(found) // POINTS)
+    chunks = (found[i : i + size] for i in range(0, len(found), size))
+    return [max(chunk, key=lambda finding: finding.badness) for chunk in chunks]
+
+
+def _plot(title: str, found: list[Finding]) -> Plot:
+    values = [_clamped(v) for f in found for v in (f.error, f.tolerance) if v]
     low = math.floor(math.log10(min(values)))
     high = max(math.ceil(math.log10(max(values))), low + 2)
-    step = (WIDTH - LEFT) / len(lines)
+    step = (WIDTH - LEFT) / len(found)
 
-    def y(value: float | None) -> float:
-        share = (math.log10(_clamped(value or FLOOR)) - low) / (high - low)
+    def y(value: float) -> float:
+        share = (math.log10(_clamped(value)) - low) / (high - low)
         return HEIGHT - BOTTOM - min(max(share, 0.0), 1.0) * (HEIGHT - BOTTOM - TOP)
 
     points = [
-        Point(LEFT + (i + 0.5) * step, y(line.error), y(line.tolerance), line)
-        for i, line in enumerate(lines)
+        Point(LEFT + (i + 0.5) * step, y(f.error), y(f.tolerance) if f.tolerance else None, f)
+        for i, f in enumerate(found)
     ]
     every = max((high - low) // 6, 1)
     decades = [(y(10.0**e), f"1e{e}") for e in range(low, high + 1, every)]
-    return Plot(title, points, _bands(lines, step), decades)
+    return Plot(title, points, _bands(found, step), decades)
 
 
-def _bands(lines: list[Line], step: float) -> list[Band]:
+def _bands(found: list[Finding], step: float) -> list[Band]:
     bands: list[Band] = []
     at = 0
-    for region, members in groupby(lines, key=lambda line: line.region):
+    for name, members in groupby(found, key=lambda finding: region(finding.name)):
         count = len(list(members))
         width = count * step
-        shown = region if width > 6.2 * len(region) else ""
+        shown = name if width > 6.2 * len(name) else ""
         bands.append(Band(LEFT + at * step, width, shown, len(bands) % 2 == 1))
         at += count
     return bands

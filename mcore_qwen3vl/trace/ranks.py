@@ -19,8 +19,8 @@ from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.model.sequence import local_positions
 from mcore_qwen3vl.model.vision_sharing import share_frames
 from mcore_qwen3vl.parity.case import Case
-from mcore_qwen3vl.parity.compare import Measurement, Measurements, measure, merge
 from mcore_qwen3vl.parity.run import Engine
+from mcore_qwen3vl.report.compare import Measurement, Measurements, measure, merge
 from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.trace.places import Place
 from mcore_qwen3vl.trace.recording import Recording, valid_tokens
@@ -93,7 +93,7 @@ def _weights(chunks: list[Qwen3VLModel], hf: Path) -> Measurements:
     measured: Measurements = {}
     for part in hf_parts(chunks):
         stored = checkpoint.read(part.name, part.box)
-        one = measure(part.local.cpu(), cast(stored, part.local.dtype, part.name))
+        one = measure(part.local.cpu(), cast(stored, part.local.dtype, part.name), bitwise=True)
         key = (WEIGHTS, part.label)
         measured[key] = measured.get(key, Measurement()) + (one if part.main else one.as_copy())
     return measured

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
-from mcore_qwen3vl.errors import CheckFailed
-from mcore_qwen3vl.parity.compare import Finding, Report
+from mcore_qwen3vl.report.compare import Finding
+from mcore_qwen3vl.report.result import Report
 
 ACTIVATIONS = "activations"
 SLOPES = "activation gradients"
 GRADIENTS = "gradients"
 WEIGHTS = "weights"
+
+AROUND = 3
+"""Places named before and after the first that is out of bounds."""
 
 
 @dataclass(frozen=True)
@@ -32,56 +34,59 @@ class Cause:
 
 
 @dataclass
-class Trace:
+class Trace(Report):
     """The same input through both models, compared along the data path.
 
+    The findings are activations in the order of the data, then gradients in the order of the
+    backward, then weights.
+
     Attributes:
-        report: every comparison: activations in the order of the data, then gradients in the
-            order of the backward, then weights.
-        parts: which part of the model each place belongs to.
         first: the first place outside the expected rounding; None when all is well.
         cause: why, when `first` is given.
         margins: by part and name, error over the rounding that float32 itself shows there.
     """
 
-    report: Report
-    parts: dict[str, str] = field(default_factory=dict)
     first: Finding | None = None
     cause: Cause | None = None
     margins: dict[tuple[str, str], float] = field(default_factory=dict)
-
-    @property
-    def ok(self) -> bool:
-        return self.report.ok
 
     @property
     def verdict(self) -> str:
         """One or two sentences."""
         if self.ok:
             return (
-                f"All {len(self.report.findings)} comparisons are within the expected rounding of "
+                f"All {len(self.findings):,} comparisons are within the expected rounding of "
                 "float32."
             )
         if self.first is None:
-            return f"{len(self.report.failures)} comparisons failed."
+            return super().verdict
         cause = f" Likely cause: {self.cause.kind}. {self.cause.explanation}" if self.cause else ""
         return f"The models part at {self.first.name} ({self.first.part}).{cause}"
 
-    def require(self) -> None:
-        """Do nothing if all is well.
+    @property
+    def notes(self) -> dict[str, str]:
+        notes = {}
+        if self.first is not None:
+            notes["Where"] = (
+                f"{self.first.name}, {self.first.part}: relative error {self.first.error:.2e}, "
+                f"where rounding allows {self.first.tolerance:.1e}. Everything before it on the "
+                "data path agrees."
+            )
+            if around := self._around():
+                notes["Around it"] = around
+        if self.cause is not None:
+            notes[f"Cause: {self.cause.kind}"] = self.cause.explanation
+            sure = "Evidence" if self.cause.confirmed else "Evidence, not conclusive"
+            notes[sure] = self.cause.evidence
+        return notes
 
-        Raises:
-            CheckFailed: it is not; the message is the verdict.
-        """
-        if not self.ok:
-            raise CheckFailed(f"{self.report.title}: {self.verdict}")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        first = self.first
-        return {
-            **self.report.to_dict(),
-            "verdict": self.verdict,
-            "first": first.to_dict() if first else None,
-            "cause": vars(self.cause) if self.cause else None,
-        }
+    def _around(self) -> str:
+        """The places before and after the first, and how far off they are."""
+        path = [f for f in self.findings if f.part == ACTIVATIONS]
+        if self.first not in path:
+            return ""
+        at = path.index(self.first)
+        near = path[max(at - AROUND, 0) : at + AROUND + 1]
+        return " → ".join(
+            f"{f.name} {f.error:.1e}{'' if f.ok else ' (out of bounds)'}" for f in near
+        )

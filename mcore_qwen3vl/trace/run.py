@@ -15,9 +15,15 @@ from mcore_qwen3vl.converters.mapping import table
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.parity.batches import Batch, MicroBatch, build_batch
 from mcore_qwen3vl.parity.case import Case
-from mcore_qwen3vl.parity.compare import Finding, Measurement, Measurements, Report, measure, merge
 from mcore_qwen3vl.parity.reference import Reference
-from mcore_qwen3vl.report.environment import environment
+from mcore_qwen3vl.report.compare import (
+    EPSILON,
+    Finding,
+    Measurement,
+    Measurements,
+    measure,
+    merge,
+)
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import Layout
 from mcore_qwen3vl.trace.places import Place, data_path
@@ -33,8 +39,6 @@ of this). The faintest planted mistakes have ratios of 17 (an epsilon of 1e-5 fo
 inputs of unit size), 22 (one slow frequency given to another axis) and 2,500 (a weight rounded to
 bfloat16); the others a million.
 """
-
-EPSILON = torch.finfo(torch.float32).eps
 
 Expectations = dict[tuple[str, str], float]
 """Allowed relative error by part and name."""
@@ -143,14 +147,12 @@ def trace(
         trace_on_rank, case.layout.world_size, job, timeout=timeout, device=case.device
     )
     measured = merge(rank.measured for rank in found)
-    report = _report(hf, mcore, case, micro, measured, allowed, counts, places)
-    result = Trace(report, {place.name: place.part for place in places})
-    result.margins = _margins(measured, allowed)
+    result = _result(hf, mcore, case, micro, measured, allowed, counts, places)
     first = _first(measured, allowed=allowed, places=places)
     if first is not None:
         from mcore_qwen3vl.trace.causes import Scene, find_cause
 
-        result.first = next(f for f in report.findings if (f.part, f.name) == first)
+        result.first = next(f for f in result.findings if (f.part, f.name) == first)
         scene = Scene.of(hf, config, case, yardstick, first, found)
         result.cause = find_cause(scene)
     return result
@@ -201,8 +203,8 @@ def _allowed(rounded: Recording, exact: Recording) -> Expectations:
     allowed: Expectations = {}
     for part, ours, theirs in pairs:
         for name, expected in theirs.items():
-            finding = Finding(part, name, measure(ours[name], expected), 0.0)
-            allowed[part, name] = MARGIN * max(finding.error, EPSILON)
+            error = measure(ours[name], expected).relative
+            allowed[part, name] = MARGIN * max(error, EPSILON)
     return allowed
 
 
@@ -259,7 +261,7 @@ def _first(
     gradients = [key for key in measured if key[0] == GRADIENTS]
     for part, name in [*_order(places), *gradients]:
         one = measured.get((part, name))
-        if one and Finding(part, name, one, 0.0).error > _allowance(allowed, part, name):
+        if one and one.relative > _allowance(allowed, part, name):
             return part, name
     return None
 
@@ -267,13 +269,13 @@ def _first(
 def _margins(measured: Measurements, allowed: Expectations) -> dict[tuple[str, str], float]:
     """Error over the rounding that is expected, 1 meaning the same."""
     return {
-        (part, name): MARGIN * Finding(part, name, one, 0.0).error / allowance
+        (part, name): MARGIN * one.relative / allowance
         for (part, name), one in measured.items()
         if (allowance := _allowance(allowed, part, name))
     }
 
 
-def _report(
+def _result(
     hf: Path,
     mcore: Path | None,
     case: Case,
@@ -282,7 +284,7 @@ def _report(
     allowed: Expectations,
     counts: dict[tuple[str, str], int],
     places: list[Place],
-) -> Report:
+) -> Trace:
     examined = mcore.name if mcore else f"{hf.name} loaded directly"
     facts: dict[str, Any] = {
         "layout": str(case.layout),
@@ -290,13 +292,13 @@ def _report(
         "dtype": "float32, judged by Hugging Face in float64",
         "tokens": int(micro.input_ids.numel()),
         "images and videos": 0 if micro.visual is None else len(micro.visual.grid_thw),
-        **environment(),
     }
-    report = Report(f"{hf.name}: trace of {examined} at {case}", facts)
+    result = Trace(f"{hf.name}: trace of {examined} at {case}", facts)
+    result.margins = _margins(measured, allowed)
     order = [key for key in _order(places) if key in measured or key in counts]
     rest = [key for key in {**measured, **counts} if key not in set(order) and key[0] != "frozen"]
     for part, name in dict.fromkeys([*order, *rest]):
         one = measured.get((part, name), Measurement())
         tolerance = _allowance(allowed, part, name)
-        report.findings.append(Finding(part, name, one, tolerance, counts.get((part, name))))
-    return report
+        result.findings.append(Finding(part, name, one, tolerance, counts.get((part, name))))
+    return result

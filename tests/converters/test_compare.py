@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_qwen3vl.converters.compare import compare_checkpoints
+from mcore_qwen3vl.converters.compare import FILES, TENSORS, compare_checkpoints
 from mcore_qwen3vl.converters.convert import hf_to_mcore
+from mcore_qwen3vl.report.result import Report
 from tests.converters.checkpoints import copy, edit_config, load, save
 
 Tiny = Callable[[str], Path]
@@ -18,6 +19,10 @@ LAYER = "model.language_model.layers.2."
 
 def flip_lowest_bit(tensor: torch.Tensor) -> None:
     tensor.view(torch.int32).view(-1)[-1] ^= 1
+
+
+def flaws(report: Report, part: str) -> dict[str, str]:
+    return {f.name: f.flaw for f in report.findings if f.part == part and not f.ok}
 
 
 @pytest.mark.parametrize(
@@ -40,10 +45,9 @@ def test_one_bit(tiny: Tiny, tmp_path: Path, name: str) -> None:
     for a in (tiny("moe"), tmp_path / "mcore"):
         for b in (changed, tmp_path / "mcore-changed"):
             result = compare_checkpoints(a, b)
-            assert [f.name for f in result.tensors if not f.ok] == [name]
             assert not result.ok
-            assert result.files_equal
-            assert result.problems[0].startswith(f"{name}: differs 1 values, by at most ")
+            assert {f.name: f.measured.different for f in result.failures} == {name: 1}
+            assert str(result.failures[0]).startswith(f"tensors {name}: 1 values differ, by at ")
 
 
 def test_zeros_of_different_sign_differ_and_equal_nans_do_not(tiny: Tiny, tmp_path: Path) -> None:
@@ -54,7 +58,7 @@ def test_zeros_of_different_sign_differ_and_equal_nans_do_not(tiny: Tiny, tmp_pa
         tensors["model.language_model.norm.weight"][3] = torch.nan
         save(tensors, path)
     result = compare_checkpoints(a, b)
-    assert [f.name for f in result.tensors if not f.ok] == ["lm_head.weight"]
+    assert [f.name for f in result.failures] == ["lm_head.weight"]
 
 
 def test_dtype_absence_and_files(tiny: Tiny, tmp_path: Path) -> None:
@@ -68,13 +72,12 @@ def test_dtype_absence_and_files(tiny: Tiny, tmp_path: Path) -> None:
     (other / "generation_config.json").unlink()
     (other / "NOTES").write_text("new")
     result = compare_checkpoints(tiny("dense"), other)
-    status = {f.name: f.status for f in result.tensors if not f.ok}
-    assert status == {
-        "lm_head.weight": "dtype",
+    assert flaws(result, TENSORS) == {
+        "lm_head.weight": "dtypes float32 and bfloat16",
         f"{LAYER}mlp.up_proj.weight": "only in A",
         "surplus": "only in B",
     }
-    assert {name: s for name, s in result.files.items() if s != "equal"} == {
+    assert flaws(result, FILES) == {
         "config.json": "differs",
         "generation_config.json": "only in A",
         "NOTES": "only in B",
@@ -83,9 +86,8 @@ def test_dtype_absence_and_files(tiny: Tiny, tmp_path: Path) -> None:
 
 def test_models_of_different_size_are_not_equal(tiny: Tiny) -> None:
     result = compare_checkpoints(tiny("moe"), tiny("moe-H=I"))
-    status = {f.name: f.status for f in result.tensors}
-    assert status[f"{LAYER}mlp.experts.down_proj"] == "shape"
-    assert not result.tensors_equal
+    name = f"{LAYER}mlp.experts.down_proj"
+    assert flaws(result, TENSORS)[name] == "the two configs give it different shapes"
 
 
 def test_a_tensor_that_both_have_beside_the_model_is_not_called_equal(

@@ -16,8 +16,8 @@ from megatron.core.transformer import transformer_block
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model import attention, decoder, fusion, qwen3vl, transformer_config, vision
-from mcore_qwen3vl.parity.compare import Report
 from mcore_qwen3vl.parity.matrix import UNIFORM, Entry, Matrix
+from mcore_qwen3vl.report.result import Report
 from mcore_qwen3vl.runtime.launch import RanksFailed
 
 FAR_OFF = 1e-2

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from mcore_qwen3vl.converters.compare import Comparison, TensorFinding
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.parity.compare import Finding, Measurement, Report
-from mcore_qwen3vl.report.page import Page, page_of
+from mcore_qwen3vl.report.compare import Finding, Measurement
 from mcore_qwen3vl.report.plot import POINTS, plots
+from mcore_qwen3vl.report.result import Report
 from mcore_qwen3vl.report.write import html, write_report
 from mcore_qwen3vl.trace.result import Cause, Trace
 
@@ -53,8 +52,8 @@ class Checker(HTMLParser):
         self.text.append(data)
 
 
-def read(page: Page) -> str:
-    text = html(page)
+def read(report: Report) -> str:
+    text = html(report)
     assert len(text.encode()) < LIMIT
     assert not re.search(r"url\(|@import|https?://", text)
     checker = Checker()
@@ -64,7 +63,7 @@ def read(page: Page) -> str:
 
 
 def test_passing_report() -> None:
-    text = read(page_of(report(1e-6, 2e-6, 3e-6, 0.0)))
+    text = read(report(1e-6, 2e-6, 3e-6, 0.0))
     assert "PASSED" in text
     assert "All 4 comparisons hold." in text
     assert "FAILED" not in text
@@ -72,56 +71,56 @@ def test_passing_report() -> None:
 
 
 def test_failing_report_names_the_worst_first() -> None:
-    page = page_of(report(1e-6, 5e-3, 3e-4, 1e-6))
-    assert page.failures == 2
-    assert [line.error for line in page.worst(2)] == [5e-3, 3e-4]
-    text = read(page)
+    failing = report(1e-6, 5e-3, 3e-4, 1e-6)
+    assert [finding.error for finding in failing.failures] == [5e-3, 3e-4]
+    assert [finding.error for finding in failing.worst()[:2]] == [5e-3, 3e-4]
+    text = read(failing)
     assert "FAILED" in text
     assert "2 of 4 comparisons failed." in text
 
 
 def test_incomplete_comparison_is_a_failure() -> None:
-    page = page_of(Report("t", {}, [finding("a", 0.0, values=6)]))
-    assert not page.ok
-    assert "6 of 7 values were compared" in read(page)
+    incomplete = Report("t", {}, [finding("a", 0.0, values=6)])
+    assert not incomplete.ok
+    assert "6 of 7 values were compared" in read(incomplete)
 
 
 def test_nothing_compared_is_no_success() -> None:
-    page = page_of(Report("t"))
-    assert not page.ok
-    assert "Nothing was compared" in read(page)
+    assert not Report("t").ok
+    assert "Nothing was compared" in read(Report("t"))
 
 
-def test_tensors_of_two_checkpoints() -> None:
-    tensors = [
-        TensorFinding("a.weight", "equal"),
-        TensorFinding("b.weight", "differs", "3 values, by at most 0.1"),
-    ]
-    page = page_of(Comparison("x", "y", tensors, {"config.json": "equal"}))
-    assert not page.ok
-    text = read(page)
-    assert "1 of 3 tensors and files differ." in text
-    assert "differs 3 values, by at most 0.1" in text
-    assert page_of(Comparison("x", "y", tensors[:1], {"config.json": "equal"})).ok
+def test_bitwise_comparisons_and_files() -> None:
+    same = Finding("tensors", "a.weight", Measurement(count=7))
+    off = Finding("tensors", "b.weight", Measurement(0.1, 1.0, 7, different=3))
+    files = [Finding("files", "config.json"), Finding("files", "vocab", flaw="only in A")]
+    text = read(Report("x and y", {}, [same, off, *files]))
+    assert "2 of 4 comparisons failed." in text
+    assert "3 values differ, by at most 0.1" in text
+    assert "only in A" in text
+    assert Report("x and y", {}, [same, files[0]]).ok
 
 
 def test_trace_says_where_and_why() -> None:
     bad = report(1e-6, 5e-3)
     cause = Cause("rotary base", "The angles are those of base 10.", "Base 10 fits.")
-    text = read(page_of(Trace(bad, {}, bad.findings[1], cause)))
+    trace = Trace(bad.title, {}, bad.findings, first=bad.findings[1], cause=cause)
+    text = read(trace)
     assert "The models part at model.language_model.layers.1" in text
     assert "Cause: rotary base" in text
     assert "Base 10 fits." in text
 
 
 def test_infinite_errors(tmp_path: Path) -> None:
-    page = write_report(report(float("inf"), 0.0, 1e-6, 1e-6), tmp_path)
-    assert "not finite" in read(page)
-    assert json.loads((tmp_path / "report.json").read_text())["lines"][0]["error"] == "inf"
+    infinite = report(float("inf"), 0.0, 1e-6, 1e-6)
+    write_report(infinite, tmp_path)
+    assert "not finite" in read(infinite)
+    written = json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
+    assert written["findings"][0]["relative_error"] == "inf"
 
 
 def test_names_are_escaped() -> None:
-    text = html(page_of(Report("<script>alert(1)</script>", {}, [finding("<b>", 1.0)])))
+    text = html(Report("<script>alert(1)</script>", {}, [finding("<b>", 1.0)]))
     assert "<script>" not in text
     assert "<b>" not in text
 
@@ -129,11 +128,11 @@ def test_names_are_escaped() -> None:
 def test_the_largest_model_stays_below_the_limit() -> None:
     many = [1e-6 * (1 + i % 7) for i in range(40_000)]
     many[31_337] = 1.0
-    page = page_of(report(*many))
-    read(page)
-    drawn = plots(page)[0].points
+    largest = report(*many)
+    read(largest)
+    drawn = plots(largest)[0].points
     assert len(drawn) <= POINTS
-    assert sum(not p.line.ok for p in drawn) == 1  # thinning keeps the worst
+    assert sum(not p.finding.ok for p in drawn) == 1  # thinning keeps the worst
 
 
 def test_folder_that_cannot_be_written(tmp_path: Path) -> None:

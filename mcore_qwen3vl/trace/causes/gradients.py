@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import torch
 
-from mcore_qwen3vl.parity.compare import Finding, measure
+from mcore_qwen3vl.report.compare import measure
 from mcore_qwen3vl.trace.causes.scene import Scene
 from mcore_qwen3vl.trace.result import GRADIENTS, SLOPES, Cause
 
@@ -30,7 +30,7 @@ def find_gradient_cause(scene: Scene) -> Cause | None:
     if not bool(found.any()):
         return Cause("no gradient", f"No gradient reaches {scene.name}.", "All values are zero.")
     ratio = float((found * right).sum() / right.square().sum())
-    left = Finding("", "", measure(found, ratio * right), 0.0).error
+    left = measure(found, ratio * right).relative
     if left > scene.tolerance:
         return None
     return Cause(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.huggingface import HuggingFaceCheckpoint
 from mcore_qwen3vl.parity.case import Case
-from mcore_qwen3vl.parity.compare import Finding, measure
+from mcore_qwen3vl.report.compare import measure
 from mcore_qwen3vl.trace.places import Place
 from mcore_qwen3vl.trace.recording import Recording
 from mcore_qwen3vl.trace.result import ACTIVATIONS, SLOPES
@@ -110,7 +110,7 @@ class Scene:
             candidate = candidate.flatten(0, -2)
         if len(candidate) != len(self.actual):
             candidate = candidate[self.rows]
-        return Finding("", "", measure(self.actual, candidate), 0.0).error
+        return measure(self.actual, candidate).relative
 
     def explains(self, candidate: Tensor) -> bool:
         """mcore computed `candidate`, up to rounding."""

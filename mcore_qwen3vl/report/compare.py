@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ from torch import Tensor
 
 from mcore_qwen3vl.errors import CheckFailed
 
-WORST_SHOWN = 5
+EPSILON = 2.0**-23
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -26,15 +28,24 @@ class Measurement:
 
     Attributes:
         error: largest |actual - expected|; infinite where a value is not finite.
-        scale: largest |expected|.
+        scale: largest |expected|; in a bitwise comparison, of the blocks that differ.
         count: values compared, each place of the tensor once.
         copies: further values compared, at places that another rank holds too.
+        different: values that differ in any bit; counted in bitwise comparisons only.
     """
 
     error: float = 0.0
     scale: float = 0.0
     count: int = 0
     copies: int = 0
+    different: int = 0
+
+    @property
+    def relative(self) -> float:
+        """The largest error over the largest expected magnitude."""
+        if self.error == 0:
+            return 0.0
+        return self.error / self.scale if self.scale else math.inf
 
     def __add__(self, other: Measurement) -> Measurement:
         return Measurement(
@@ -42,17 +53,24 @@ class Measurement:
             max(self.scale, other.scale),
             self.count + other.count,
             self.copies + other.copies,
+            self.different + other.different,
         )
 
     def as_copy(self) -> Measurement:
         return replace(self, count=0, copies=self.count)
 
 
-def measure(actual: Tensor, expected: Tensor) -> Measurement:
-    """Compare two tensors of equal shape and any dtypes, in float32 or wider.
+def measure(actual: Tensor, expected: Tensor, *, bitwise: bool = False) -> Measurement:
+    """Compare two tensors of equal shape.
+
+    Args:
+        actual: what was found, of any dtype.
+        expected: what should be there; of the same dtype if `bitwise`.
+        bitwise: compare bits, so that zeros of different sign differ and equal NaNs do not; else
+            in float32 or wider.
 
     Raises:
-        CheckFailed: the shapes differ.
+        CheckFailed: the shapes differ, or the dtypes where bits are compared.
     """
     if actual.shape != expected.shape:
         raise CheckFailed(
@@ -61,11 +79,31 @@ def measure(actual: Tensor, expected: Tensor) -> Measurement:
         )
     if actual.numel() == 0:
         return Measurement()
+    expected = expected.to(actual.device)
+    if bitwise:
+        return _measure_bits(actual, expected)
     wide = torch.promote_types(torch.promote_types(actual.dtype, expected.dtype), torch.float32)
-    expected = expected.to(actual.device, wide)
-    error = (actual.to(wide) - expected).abs().max().item()
-    scale = expected.abs().max().item()
+    return _measure_values(actual.to(wide), expected.to(wide))
+
+
+def _measure_values(actual: Tensor, expected: Tensor) -> Measurement:
+    error, scale = (actual - expected).abs().max().item(), expected.abs().max().item()
     return Measurement(error if math.isfinite(error) else math.inf, scale, actual.numel())
+
+
+def _measure_bits(actual: Tensor, expected: Tensor) -> Measurement:
+    if actual.dtype != expected.dtype:
+        raise CheckFailed(
+            f"Dtypes differ: {actual.dtype} was found where {expected.dtype} was expected."
+        )
+    as_bits = _BITS[actual.element_size()]
+    a, b = actual.contiguous().view(as_bits), expected.contiguous().view(as_bits)
+    if torch.equal(a, b):
+        return Measurement(count=actual.numel())
+    unequal = a != b
+    far = _measure_values(actual[unequal].double(), expected[unequal].double())
+    scale = expected.double().abs().max().item()
+    return Measurement(far.error, scale, actual.numel(), different=far.count)
 
 
 Measurements = dict[tuple[str, str], Measurement]
@@ -83,31 +121,30 @@ def merge(parts: Iterable[Mapping[tuple[str, str], Measurement]]) -> Measurement
 
 @dataclass(frozen=True)
 class Finding:
-    """One tensor, compared.
+    """One thing, compared: a tensor, an activation, a file.
 
     Attributes:
-        part: what kind of thing it is: ``logits``, ``loss``, ``gradients``, ``parameters``…
+        part: what kind of thing it is: ``logits``, ``gradients``, ``tensors``, ``files``…
         name: which one; a Hugging Face name for weights and gradients.
-        measured: the comparison.
+        measured: the comparison; nothing where there are no numbers to compare.
         tolerance: largest error allowed, relative to the largest expected magnitude; 0: bitwise.
         expected_count: values the tensor has; None where any number will do.
         context: where it was found, for example the batch.
+        flaw: why it fails whatever the numbers, for example ``only in A``; empty if it does not.
     """
 
     part: str
     name: str
-    measured: Measurement
-    tolerance: float
+    measured: Measurement = Measurement()
+    tolerance: float = 0.0
     expected_count: int | None = None
     context: str = ""
+    flaw: str = ""
 
     @property
     def error(self) -> float:
         """The largest error relative to the largest expected magnitude."""
-        m = self.measured
-        if m.error == 0:
-            return 0.0
-        return m.error / m.scale if m.scale else math.inf
+        return self.measured.relative
 
     @property
     def complete(self) -> bool:
@@ -116,32 +153,44 @@ class Finding:
 
     @property
     def ok(self) -> bool:
-        return self.complete and self.error <= self.tolerance
+        bits = self.tolerance == 0 and self.measured.different
+        return not (self.flaw or bits) and self.complete and self.error <= self.tolerance
+
+    @property
+    def badness(self) -> tuple[bool, float]:
+        """Failures first, then by error over tolerance, or over float32's where it is bitwise."""
+        return not self.ok, self.error / (self.tolerance or EPSILON)
+
+    @property
+    def detail(self) -> str:
+        """What the numbers alone do not say."""
+        m = self.measured
+        if self.flaw:
+            return self.flaw
+        if not self.complete:
+            return f"{m.count} of {self.expected_count} values were compared"
+        return f"{m.different} values differ, by at most {m.error:.3g}" if m.different else ""
 
     def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; infinities as text."""
+        m = self.measured
         return {
             "part": self.part,
-            "name": self.name,
             "context": self.context,
-            "relative_error": self.error,
-            "absolute_error": self.measured.error,
-            "largest_expected": self.measured.scale,
-            "tolerance": self.tolerance,
-            "values": self.measured.count,
+            "name": self.name,
             "ok": self.ok,
+            "relative_error": _finite(self.error),
+            "absolute_error": _finite(m.error),
+            "largest_expected": _finite(m.scale),
+            "tolerance": self.tolerance,
+            "values": m.count,
+            "detail": self.detail,
         }
 
     def __str__(self) -> str:
         where = f" ({self.context})" if self.context else ""
-        if not self.complete:
-            return (
-                f"{self.part} {self.name}{where}: {self.measured.count} of "
-                f"{self.expected_count} values were compared"
-            )
-        return (
-            f"{self.part} {self.name}{where}: relative error {self.error:.1e}, "
-            f"tolerance {self.tolerance:.0e}"
-        )
+        what = self.detail or f"relative error {self.error:.1e}, tolerance {self.tolerance:.0e}"
+        return f"{self.part} {self.name}{where}: {what}"
 
 
 def findings(
@@ -166,67 +215,5 @@ def findings(
         yield Finding(part, name, one, tolerances[part], expected, context)
 
 
-@dataclass
-class Report:
-    """The result of a comparison; every ``verify`` command ends in one.
-
-    Attributes:
-        title: what was compared with what.
-        environment: layout, dtype, versions and whatever else the numbers depend on.
-        findings: one for each tensor compared.
-    """
-
-    title: str
-    environment: dict[str, Any] = field(default_factory=dict)
-    findings: list[Finding] = field(default_factory=list)
-
-    @property
-    def ok(self) -> bool:
-        """Something was compared, and all of it holds."""
-        return bool(self.findings) and all(finding.ok for finding in self.findings)
-
-    def worst(self) -> dict[tuple[str, str], Finding]:
-        """The worst finding for each context and part: a failed one first, then by error."""
-        worst: dict[tuple[str, str], Finding] = {}
-        for finding in self.findings:
-            key = (finding.context, finding.part)
-            if key not in worst or _badness(finding) > _badness(worst[key]):
-                worst[key] = finding
-        return worst
-
-    @property
-    def failures(self) -> list[Finding]:
-        return sorted((f for f in self.findings if not f.ok), key=_badness, reverse=True)
-
-    def require(self) -> None:
-        """Do nothing if all is well.
-
-        Raises:
-            CheckFailed: it is not; the message names the worst findings.
-        """
-        if self.ok:
-            return
-        if not self.findings:
-            raise CheckFailed(f"{self.title}: nothing was compared.")
-        failures = self.failures
-        lines = [str(finding) for finding in failures[:WORST_SHOWN]]
-        rest = len(failures) - len(lines)
-        more = f"\n  and {rest} more" if rest else ""
-        raise CheckFailed(
-            f"{self.title}: {len(failures)} of {len(self.findings)} comparisons failed.\n  "
-            + "\n  ".join(lines)
-            + more
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return {
-            "title": self.title,
-            "ok": self.ok,
-            "environment": self.environment,
-            "findings": [finding.to_dict() for finding in self.findings],
-        }
-
-
-def _badness(finding: Finding) -> tuple[bool, float]:
-    return not finding.ok, finding.error
+def _finite(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
