@@ -12,7 +12,8 @@ import time
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 
-from mcore_qwen3vl.converters import to_hf, to_mcore
+from mcore_qwen3vl.converters import to_hf, to_legacy, to_mcore
+from mcore_qwen3vl.converters.legacy_layout import Legacy
 from mcore_qwen3vl.converters.plan import (
     Meter,
     Plan,
@@ -32,6 +33,7 @@ def plan_hf_to_mcore(
     dtype: str = "keep",
     make_vocab_size_divisible_by: int = 1,
     tp: int = 1,
+    legacy: Legacy | None = None,
 ) -> Plan:
     """Check a Hugging Face checkpoint and say how it would be converted; writes nothing.
 
@@ -39,16 +41,16 @@ def plan_hf_to_mcore(
         src: checkpoint directory.
         dtype: "keep", "bf16", "fp16" or "fp32".
         make_vocab_size_divisible_by, tp: pad the vocabulary as Megatron does for these flags.
+        legacy: write Megatron's legacy format (``--ckpt-format torch``) for this layout, whose TP
+            then decides the padding; None: ``torch_dist``.
 
     Raises:
         BadInput: anything about the input or the options that cannot be converted exactly.
     """
-    return to_mcore.plan(
-        _directory(src),
-        dtype=dtype,
-        make_vocab_size_divisible_by=make_vocab_size_divisible_by,
-        tp=tp,
-    )
+    options = {"dtype": dtype, "make_vocab_size_divisible_by": make_vocab_size_divisible_by}
+    if legacy is not None:
+        return to_legacy.plan(_directory(src), legacy, **options)
+    return to_mcore.plan(_directory(src), **options, tp=tp)
 
 
 def hf_to_mcore(
@@ -58,14 +60,15 @@ def hf_to_mcore(
     dtype: str = "keep",
     make_vocab_size_divisible_by: int = 1,
     tp: int = 1,
+    legacy: Legacy | None = None,
     force: bool = False,
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> Summary:
-    """Write a ``torch_dist`` checkpoint that Megatron loads under any layout.
+    """Write a checkpoint that Megatron loads: under any layout, or a legacy one under its own.
 
     Args:
-        src, dtype, make_vocab_size_divisible_by, tp: see `plan_hf_to_mcore`.
+        src, dtype, make_vocab_size_divisible_by, tp, legacy: see `plan_hf_to_mcore`.
         dst: directory to write; it appears complete or not at all.
         force: replace `dst` if it is a checkpoint.
         workers: threads; default one per core, at most `plan.MOST_WORKERS`.
@@ -77,7 +80,11 @@ def hf_to_mcore(
     """
     check_target(Path(dst), force=force)
     plan = plan_hf_to_mcore(
-        src, dtype=dtype, make_vocab_size_divisible_by=make_vocab_size_divisible_by, tp=tp
+        src,
+        dtype=dtype,
+        make_vocab_size_divisible_by=make_vocab_size_divisible_by,
+        tp=tp,
+        legacy=legacy,
     )
     return execute(plan, Path(dst), force=force, workers=workers, progress=progress)
 

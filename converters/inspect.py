@@ -9,8 +9,9 @@ from pathlib import Path
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters import mapping
 from mcore_qwen3vl.converters.huggingface import INDEX, SINGLE, HuggingFaceCheckpoint
+from mcore_qwen3vl.converters.legacy import open_megatron
 from mcore_qwen3vl.converters.mapping import Row, Shape
-from mcore_qwen3vl.converters.megatron import MegatronCheckpoint, is_megatron
+from mcore_qwen3vl.converters.megatron import is_megatron
 from mcore_qwen3vl.converters.plan import dtype_name
 from mcore_qwen3vl.converters.to_hf import hf_folder
 from mcore_qwen3vl.errors import BadInput
@@ -83,8 +84,8 @@ def inspect_path(path: str | Path) -> Inspection:
 
 
 def _megatron(path: Path) -> Inspection:
-    checkpoint = MegatronCheckpoint(path)
     architecture = Architecture.from_hf(hf_folder(path))
+    checkpoint = open_megatron(path, architecture)
     stored = {key: checkpoint.index.tensors[key] for key in sorted(checkpoint.model_keys())}
     tensors = tuple(
         _info(key, t.shape, dtype_name(t.dtype), t.dtype.itemsize) for key, t in stored.items()
@@ -96,7 +97,7 @@ def _megatron(path: Path) -> Inspection:
         tensors,
         iteration=checkpoint.folder.name,
         padded_vocab_size=checkpoint.vocab_size,
-        files=len(checkpoint.files) - 1,
+        files=len(checkpoint.data_files),
     )
 
 

@@ -40,7 +40,8 @@ NOT_THE_MODEL = re.compile(r"^(optimizer|chained_\d+|rng_state|rerun_state|opt_p
 
 def is_megatron(path: Path) -> bool:
     """Whether `path` looks like a Megatron checkpoint or one iteration of it."""
-    return (path / TRACKER).is_file() or (path / dcp_metadata.FILE).is_file()
+    known = (path / TRACKER).is_file() or (path / dcp_metadata.FILE).is_file()
+    return known or any(path.glob("mp_rank_*"))
 
 
 def iteration_folder(path: Path) -> Path:
@@ -93,8 +94,14 @@ class MegatronCheckpoint:
         return embedding.shape[0]
 
     @property
+    def data_files(self) -> list[Path]:
+        """The files that hold tensors."""
+        return [self.folder / file for file in self._files]
+
+    @property
     def files(self) -> list[Path]:
-        return [self.folder / file for file in (dcp_metadata.FILE, *self._files)]
+        """The files that tell this checkpoint from another."""
+        return [self.folder / dcp_metadata.FILE, *self.data_files]
 
     def model_keys(self) -> set[str]:
         """Keys of the model's own tensors, optimizer state and the like left out."""
@@ -158,11 +165,14 @@ class MegatronCheckpoint:
             out[inside.target] = part
             filled += part.numel()
         if out is None or filled != out.numel():
-            raise BadInput(
-                f"{self.folder / dcp_metadata.FILE}: the chunks of {key} do not fill the tensor "
-                f"at {list(start)}. A rank's file is missing from the checkpoint."
-            )
+            raise self._unfilled(key)
         return out
+
+    def _unfilled(self, key: str) -> BadInput:
+        return BadInput(
+            f"{self.folder / dcp_metadata.FILE}: the chunks of {key} do not fill the tensor. A "
+            "rank's file is missing from the checkpoint."
+        )
 
     def _tensor(self, key: str, chunk: Chunk) -> Tensor:
         where = f"{self.folder / chunk.place.file}: the data of {key} at {list(chunk.offsets)}"

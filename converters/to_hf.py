@@ -14,6 +14,7 @@ from torch import Tensor
 from mcore_qwen3vl.config import Architecture, ExpertLayout, read_config_file
 from mcore_qwen3vl.converters import hf_config, mapping, shards
 from mcore_qwen3vl.converters.huggingface import INDEX
+from mcore_qwen3vl.converters.legacy import open_megatron
 from mcore_qwen3vl.converters.mapping import Row
 from mcore_qwen3vl.converters.megatron import HF_FOLDER, MegatronCheckpoint, iteration_folder
 from mcore_qwen3vl.converters.plan import (
@@ -122,10 +123,10 @@ def plan(
     limit = shards.parse_size(max_shard_size)
     if expert_layout not in get_args(LayoutChoice):
         raise BadInput(f"expert layout {expert_layout!r} is not source, published or v5.")
-    checkpoint = MegatronCheckpoint(source)
     folder = hf_config_dir or hf_folder(source)
     config = read_config_file(folder)
     architecture = Architecture.from_hf(config)
+    checkpoint = open_megatron(source, architecture)
     layout = _layout(architecture, expert_layout)
     rows = mapping.table(
         architecture, expert_layout=layout, padded_vocab_size=checkpoint.vocab_size

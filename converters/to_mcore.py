@@ -88,13 +88,24 @@ class ToMcore:
         write_durably(folder / dcp_metadata.FILE, dcp_metadata.dumps(index))
         backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         write_durably(folder / "metadata.json", json.dumps(backend).encode())
+        self.accompany(tree, results)
+
+    def accompany(self, tree: Path, results: dict[str, Any]) -> None:
+        """Write what goes beside the weights in any mcore format; the tracker comes last."""
         copy_sidecars(self.sidecars, tree / HF_FOLDER)
         if self.config is not None:
             write_durably(tree / HF_FOLDER / "config.json", self.config)
-        checksums = (found for result in results.values() for found in result["checksums"])
+        checksums = (found for result in results.values() for found in result.get("checksums", ()))
         content = manifest.dumps(self.source, self.facts, self.dtype, checksums)
         write_durably(tree / manifest.FILE, content)
         write_durably(tree / TRACKER, RELEASE.encode())
+
+    def checksums(self, row: Row) -> list[manifest.Checksum]:
+        """Checksums of the HF pieces of `row`, by reading them."""
+        sums = RowChecksums(row)
+        for _ in self._chunks(row, self.tensors[row.key].dtype, sums):
+            pass
+        return sums.finish()
 
     def _chunks(self, row: Row, dtype: torch.dtype, sums: RowChecksums) -> Iterator[Tensor]:
         """The row's piece in order, a chunk at a time; views of the source where possible."""

@@ -13,6 +13,7 @@ import pickle
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from math import prod
 from typing import Any, BinaryIO
 
@@ -50,10 +51,24 @@ def write_tensor(
         stream: anything with ``write``; never sought.
         chunks: contiguous tensors of `dtype` whose memory, in order, is the tensor's.
     """
+    write_archive(stream, Described(dtype, shape), [(prod(shape) * dtype.itemsize, chunks)])
+
+
+def write_archive(
+    stream: BinaryIO, value: Any, storages: Iterable[tuple[int, Iterable[Tensor]]]
+) -> None:
+    """Append the archive of `value` to `stream`, as ``torch.save`` would write it.
+
+    Args:
+        stream: anything with ``write``; never sought.
+        value: what the archive holds, with a `Described` for each tensor.
+        storages: number of bytes and memory of the tensors, in the order of their `storage`.
+    """
     with zipfile.ZipFile(_Unseekable(stream), "w") as archive:
-        _add(archive, "data.pkl", [tensor_pickle(dtype, shape)])
+        _add(archive, "data.pkl", [_pickled(value)])
         _add(archive, "byteorder", [b"little"])
-        _add(archive, "data/0", (as_bytes(chunk) for chunk in chunks), prod(shape) * dtype.itemsize)
+        for number, (size, chunks) in enumerate(storages):
+            _add(archive, f"data/{number}", (as_bytes(chunk) for chunk in chunks), size)
         _add(archive, "version", [b"3\n"])
 
 
@@ -95,42 +110,55 @@ def read_tensor(view: memoryview) -> Tensor:
 
 def tensor_pickle(dtype: torch.dtype, shape: Shape) -> bytes:
     """What ``torch.save`` puts in ``data.pkl`` for a contiguous CPU tensor."""
-    buffer = io.BytesIO()
-    _TensorPickler(buffer, protocol=2).dump(_Described(dtype, shape))
-    return buffer.getvalue()
+    return _pickled(Described(dtype, shape))
 
 
-class _Storage:
-    """Stands for the tensor's memory, which is outside the pickle."""
+@dataclass(frozen=True)
+class Described:
+    """Pickles as the contiguous CPU tensor that it describes, whose memory is outside the pickle.
 
-    def __init__(self, dtype: torch.dtype, count: int) -> None:
-        self.dtype, self.count = dtype, count
+    Attributes:
+        dtype, shape: the tensor's.
+        storage: number of its memory in the archive.
+    """
 
-
-class _Described:
-    """Pickles as the tensor it describes."""
-
-    def __init__(self, dtype: torch.dtype, shape: Shape) -> None:
-        self.dtype, self.shape = dtype, tuple(shape)
+    dtype: torch.dtype
+    shape: Shape
+    storage: int = 0
 
     def __reduce__(self) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
-        storage = _Storage(self.dtype, prod(self.shape))
+        memory = _Storage(self.dtype, prod(self.shape), self.storage)
         stride = contiguous_stride(self.shape)
         return torch._utils._rebuild_tensor_v2, (
-            storage,
+            memory,
             0,
-            self.shape,
+            tuple(self.shape),
             stride,
             False,
             OrderedDict(),
         )
 
 
-class _TensorPickler(pickle.Pickler):
+@dataclass(frozen=True)
+class _Storage:
+    """Stands for a tensor's memory."""
+
+    dtype: torch.dtype
+    count: int
+    number: int
+
+
+class _Pickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
         if isinstance(obj, _Storage):
-            return ("storage", STORAGES[obj.dtype], "0", "cpu", obj.count)
+            return ("storage", STORAGES[obj.dtype], str(obj.number), "cpu", obj.count)
         return None
+
+
+def _pickled(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=2).dump(value)
+    return buffer.getvalue()
 
 
 DTYPE_OF = {f"{storage.__module__}.{storage.__name__}": d for d, storage in STORAGES.items()}

@@ -2,13 +2,15 @@
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.cli import sources
 from mcore_qwen3vl.cli.options import DryRun, Force, Json, Workers
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.runtime.parallel import Layout
 
 app = typer.Typer(help="Convert checkpoints, without a GPU.", no_args_is_help=True)
 
@@ -20,6 +22,30 @@ class Dtype(StrEnum):
     bf16 = "bf16"
     fp16 = "fp16"
     fp32 = "fp32"
+
+
+class Format(StrEnum):
+    """Megatron's checkpoint format to write."""
+
+    torch_dist = "torch_dist"
+    torch = "torch"
+
+
+class LayerSpec(StrEnum):
+    """Layer spec whose parameter names a legacy checkpoint has."""
+
+    te = "te"
+    torch = "torch"
+
+
+def _legacy_size(flag: str, what: str, default: str = "1") -> Any:
+    """A size of the layout that `--format torch` writes for; None where it was not given."""
+    return typer.Option(
+        f"--{flag}",
+        min=1,
+        help=f"{what} (--format torch; default: {default}).",
+        rich_help_panel="Legacy format",
+    )
 
 
 class ExpertLayoutChoice(StrEnum):
@@ -43,7 +69,34 @@ def hf_to_mcore(
     make_vocab_size_divisible_by: Annotated[
         int, typer.Option(help="Pad the vocabulary to a multiple of this times --tp.")
     ] = 1,
-    tp: Annotated[int, typer.Option(help="Tensor parallel size the padding is for.")] = 1,
+    tp: Annotated[
+        int,
+        typer.Option(min=1, help="Tensor parallel size that padding or --format torch is for."),
+    ] = 1,
+    format: Annotated[
+        Format,
+        typer.Option(help="torch_dist loads under any layout; torch (legacy) under one."),
+    ] = Format.torch_dist,
+    pp: Annotated[int | None, _legacy_size("pp", "Pipeline parallel size")] = None,
+    vpp: Annotated[int | None, _legacy_size("vpp", "Chunks of a pipeline rank")] = None,
+    ep: Annotated[int | None, _legacy_size("ep", "Expert parallel size")] = None,
+    etp: Annotated[
+        int | None, _legacy_size("etp", "Expert tensor parallel size", "--tp, as in Megatron")
+    ] = None,
+    first: Annotated[
+        int | None,
+        _legacy_size("decoder-first-pipeline-num-layers", "Layers of the first rank", "equal"),
+    ] = None,
+    last: Annotated[
+        int | None,
+        _legacy_size("decoder-last-pipeline-num-layers", "Layers of the last rank", "equal"),
+    ] = None,
+    spec: Annotated[
+        LayerSpec | None,
+        typer.Option(
+            help="Layer spec (--format torch; default: te).", rich_help_panel="Legacy format"
+        ),
+    ] = None,
     workers: Workers = None,
     force: Force = False,
     dry_run: DryRun = False,
@@ -51,11 +104,22 @@ def hf_to_mcore(
 ) -> None:
     """Hugging Face to Megatron-Core ([bold]torch_dist[/], loads under any parallel layout)."""
     from mcore_qwen3vl.converters import convert
+    from mcore_qwen3vl.converters.legacy_layout import Legacy
 
+    legacy = None
+    if format is Format.torch:
+        sizes = Layout(tp, pp or 1, vpp or 1, ep or 1, etp or tp, first=first, last=last)
+        legacy = Legacy(sizes, (spec or LayerSpec.te).value)
+    elif any((pp, vpp, ep, etp, first, last, spec)):
+        raise BadInput(
+            "--format torch_dist loads under any layout and layer spec: leave the flags of the "
+            "legacy format out, or add --format torch."
+        )
     options = {
         "dtype": dtype.value,
         "make_vocab_size_divisible_by": make_vocab_size_divisible_by,
         "tp": tp,
+        "legacy": legacy,
     }
     if dry_run:
         console.show_plan(convert.plan_hf_to_mcore(src, **options), json)

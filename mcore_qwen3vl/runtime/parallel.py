@@ -76,6 +76,13 @@ class Layout:
             "context_parallel_size": self.cp,
         }
 
+    def layers_per_stage(self, num_layers: int) -> list[int]:
+        """Decoder layers of each pipeline rank, its virtual stages together."""
+        uneven = ((0, self.first), (self.pp - 1, self.last))
+        own = {stage: count for stage, count in uneven if count is not None}
+        equal = (num_layers - sum(own.values())) // max(self.pp - len(own), 1)
+        return [own.get(stage, equal) for stage in range(self.pp)]
+
     def validate(self, architecture: Architecture) -> None:
         """Check that the model divides this way.
 

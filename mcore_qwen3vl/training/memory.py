@@ -122,14 +122,7 @@ def _stage(
 
 def stage_layers(a: Architecture, layout: Layout) -> list[list[bool]]:
     """For each pipeline rank, whether each of its decoder layers is MoE (VPP chunks together)."""
-    first, last = layout.first, layout.last
-    rest = a.num_hidden_layers - (first or 0) - (last or 0)
-    equal = rest // max(layout.pp - (first is not None) - (last is not None), 1)
-    counts = [equal] * layout.pp
-    if first is not None:
-        counts[0] = first
-    if last is not None:
-        counts[-1] = last
+    counts = layout.layers_per_stage(a.num_hidden_layers)
     bounds = [sum(counts[:i]) for i in range(layout.pp + 1)]
     return [list(a.moe_layers[bounds[i] : bounds[i + 1]]) for i in range(layout.pp)]
 
