@@ -91,6 +91,8 @@ def _plot(title: str, found: list[Finding]) -> Plot:
     values = [_clamped(v) for f in found for v in (f.error, f.tolerance) if v]
     low = math.floor(math.log10(min(values)))
     high = max(math.ceil(math.log10(max(values))), low + 2)
+    zeros = any(not f.error for f in found)
+    low -= 2 * zeros  # room for them below the smallest
     step = (WIDTH - LEFT) / len(found)
 
     def y(value: float) -> float:
@@ -102,7 +104,8 @@ def _plot(title: str, found: list[Finding]) -> Plot:
         for i, f in enumerate(found)
     ]
     every = max((high - low) // 6, 1)
-    decades = [(y(10.0**e), f"1e{e}") for e in range(low, high + 1, every)]
+    decades = [(y(10.0**e), f"1e{e}") for e in range(low + 2 * zeros, high + 1, every)]
+    decades += [(y(FLOOR), "0")] * zeros
     return Plot(title, points, _bands(found, step), decades)
 
 

@@ -16,7 +16,7 @@ The JSON, of ``--json`` and of ``report.json`` alike::
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from mcore_qwen3vl.errors import CheckFailed
 from mcore_qwen3vl.report.compare import Finding
@@ -70,6 +70,7 @@ class Report:
     title: str
     environment: dict[str, Any] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
+    failures_shown: ClassVar[int] = 20  # on a terminal
 
     @property
     def ok(self) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from textwrap import indent
 
 from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
-from mcore_qwen3vl.console import PROBLEMS_SHOWN, table
+from mcore_qwen3vl.console import table
 from mcore_qwen3vl.report.compare import Finding
 from mcore_qwen3vl.report.result import Report
 
@@ -17,13 +18,14 @@ def render(report: Report) -> Group:
     """Something that rich prints."""
     verdict = "[bold green]equal[/]" if report.ok else "[bold red]different[/]"
     lines: list[str | Table] = [f"{verdict}: {escape(report.title)}. {escape(report.verdict)}"]
-    lines += [f"{escape(heading)}: {escape(text)}" for heading, text in report.notes.items()]
+    for heading, text in report.notes.items():
+        lines.append(f"[bold]{escape(heading)}[/]\n" + escape(indent(text, "  ")))
     if report.findings:
         lines.append(by_part(report))
-    failures = report.failures
-    lines += [f"  {escape(str(finding))}" for finding in failures[:PROBLEMS_SHOWN]]
-    if len(failures) > PROBLEMS_SHOWN:
-        lines.append(f"  and {len(failures) - PROBLEMS_SHOWN} more; --json lists them all")
+    failures, shown = report.failures, report.failures_shown
+    lines += [f"  {escape(str(finding))}" for finding in failures[:shown]]
+    if len(failures) > shown:
+        lines.append(f"  and {len(failures) - shown} more; --json lists them all")
     return Group(*lines)
 
 

@@ -13,6 +13,8 @@ from mcore_qwen3vl.report.result import Report
 from mcore_qwen3vl.report.terminal import allowance, number
 
 WORST_SHOWN = 30
+NEAREST_SHOWN = 10
+"""Of the comparisons that hold, but only to fill up so many lines."""
 
 
 def write_report(report: Report, folder: str | Path) -> None:
@@ -48,13 +50,15 @@ def html(report: Report) -> str:
     )
     environment.filters |= {"number": number, "allowance": allowance}
     content = report.to_dict()
+    failures = len(report.failures)
+    listed = min(max(failures, NEAREST_SHOWN), WORST_SHOWN)
     return environment.get_template("page.html.jinja").render(
         report=report,
         environment=content["environment"],
         command=content["command"],
         plots=plot.plots(report),
-        worst=report.worst()[:WORST_SHOWN],
-        failures=len(report.failures),
+        worst=[finding for finding in report.worst() if finding.error or not finding.ok][:listed],
+        failures=failures,
         contexts=any(finding.context for finding in report.findings),
         width=plot.WIDTH,
         height=plot.HEIGHT,

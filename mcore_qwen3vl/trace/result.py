@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from mcore_qwen3vl.report.compare import Finding
 from mcore_qwen3vl.report.result import Report
@@ -49,6 +50,7 @@ class Trace(Report):
     first: Finding | None = None
     cause: Cause | None = None
     margins: dict[tuple[str, str], float] = field(default_factory=dict)
+    failures_shown: ClassVar[int] = 5  # most of the others only follow from the first
 
     @property
     def verdict(self) -> str:
@@ -87,6 +89,6 @@ class Trace(Report):
             return ""
         at = path.index(self.first)
         near = path[max(at - AROUND, 0) : at + AROUND + 1]
-        return " → ".join(
-            f"{f.name} {f.error:.1e}{'' if f.ok else ' (out of bounds)'}" for f in near
+        return "\n".join(
+            f"{f.name}: {f.error:.1e}{'' if f.ok else ', out of bounds'}" for f in near
         )

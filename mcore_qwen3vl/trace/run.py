@@ -296,7 +296,7 @@ def _result(
     result = Trace(f"{hf.name}: trace of {examined} at {case}", facts)
     result.margins = _margins(measured, allowed)
     order = [key for key in _order(places) if key in measured or key in counts]
-    rest = [key for key in {**measured, **counts} if key not in set(order) and key[0] != "frozen"]
+    rest = [key for key in {**counts, **measured} if key not in set(order) and key[0] != "frozen"]
     for part, name in dict.fromkeys([*order, *rest]):
         one = measured.get((part, name), Measurement())
         tolerance = _allowance(allowed, part, name)
