@@ -112,7 +112,8 @@ def process(
         multiple_of: S is rounded up to a multiple of this.
 
     Raises:
-        BadInput: no conversation, no chat template, or media that cannot be read.
+        BadInput: no conversation, no chat template, media that cannot be read, or more or fewer
+            placeholders than media.
     """
     if not conversations:
         raise BadInput("There is no conversation to answer: pass at least one.")
@@ -127,17 +128,30 @@ def process(
     ]
     images = [_image(part) for part in _parts(conversations, "image")]
     videos = [_video(part, processor) for part in _parts(conversations, "video")]
-    return processor(
-        text=texts,
-        images=images or None,
-        videos=[frames for frames, _ in videos] or None,
-        video_metadata=[metadata for _, metadata in videos] or None,
-        do_sample_frames=False,  # they are sampled while they are decoded
-        padding=True,
-        padding_side="left",
-        pad_to_multiple_of=multiple_of,
-        return_tensors="pt",
-    )
+    for kind, token, media in (
+        ("image", processor.image_token, images),
+        ("video", processor.video_token, videos),
+    ):
+        placeholders = sum(text.count(token) for text in texts)
+        if placeholders != len(media):
+            raise BadInput(
+                f"The rendered prompts hold {placeholders} placeholders {token} for {len(media)} "
+                f"{kind}s: give one {kind} for each, and do not write {token} in a prompt."
+            )
+    try:
+        return processor(
+            text=texts,
+            images=images or None,
+            videos=[frames for frames, _ in videos] or None,
+            video_metadata=[metadata for _, metadata in videos] or None,
+            do_sample_frames=False,  # they are sampled while they are decoded
+            padding=True,
+            padding_side="left",
+            pad_to_multiple_of=multiple_of,
+            return_tensors="pt",
+        )
+    except ValueError as error:  # sizes out of its range, such as a video of one frame
+        raise BadInput(f"The processor cannot take these images and videos: {error}") from error
 
 
 def prompts_from_inputs(architecture: Architecture, inputs: Mapping[str, Tensor]) -> Prompts:

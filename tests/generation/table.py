@@ -1,4 +1,4 @@
-"""Print the token-for-token table: ``python -m tests.generation.table``."""
+"""Print the token-for-token table, in Markdown: ``python -m tests.generation.table``."""
 
 from __future__ import annotations
 
@@ -8,30 +8,38 @@ from mcore_qwen3vl.runtime import cpu
 
 cpu.install()
 
+from mcore_qwen3vl.console import quiet_libraries  # noqa: E402
 from mcore_qwen3vl.generation import Generation  # noqa: E402
 from mcore_qwen3vl.runtime.parallel import Layout  # noqa: E402
 from tests.generation.cases import KINDS, answer, conversations, expected  # noqa: E402
 
 LAYOUTS = {
     False: ("single", "tp2", "tp2+sp", "pp2", "pp4"),
-    True: ("single", "tp2+sp", "pp2", "ep2xdp2"),
+    True: ("single", "tp2", "tp2+sp", "pp2", "ep2xdp2"),
 }
 
 
 def main() -> int:
-    print(f"{'model':6} {'layout':8} {'prompt':12} {'equal tokens':>13}  smallest margin")
+    quiet_libraries()
+    print(f"| model | layout | {' | '.join(KINDS)} |")
+    print("|---|---|" + "---|" * len(KINDS))
     wrong = 0
     for moe, layouts in LAYOUTS.items():
+        model = "MoE" if moe else "dense"
         wants = [expected(moe, kind) for kind in KINDS]
+        totals = [sum(map(len, want.tokens)) for want in wants]
         batches = [conversations(kind) for kind in KINDS]
         for name in layouts:
             ranks = answer(moe, batches, Layout.parse(name))
-            for number, (kind, want) in enumerate(zip(KINDS, wants, strict=True)):
-                total = sum(map(len, want.tokens))
-                equal = min(_equal(want.tokens, rank[number]) for rank in ranks)
-                wrong += equal != total
-                model = "MoE" if moe else "dense"
-                print(f"{model:6} {name:8} {kind:12} {equal:6} / {total:<4}  {want.margin:.1e}")
+            equal = [
+                min(_equal(want.tokens, rank[number]) for rank in ranks)
+                for number, want in enumerate(wants)
+            ]
+            wrong += equal != totals
+            cells = (f"{n} / {total}" for n, total in zip(equal, totals, strict=True))
+            print(f"| {model} | {name} | {' | '.join(cells)} |", flush=True)
+        margins = (f"{want.margin:.0e}" for want in wants)
+        print(f"| {model} | *smallest margin* | {' | '.join(margins)} |", flush=True)
     return int(wrong > 0)
 
 

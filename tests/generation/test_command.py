@@ -1,0 +1,173 @@
+"""``mcore-qwen3vl generate``: every kind of checkpoint, of prompt and of bad input; bfloat16."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from mcore_qwen3vl.cli import main
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.convert import hf_to_mcore
+from mcore_qwen3vl.converters.live import load_hf
+from mcore_qwen3vl.generation.cached_model import CachedModel, inference
+from mcore_qwen3vl.generation.prompts import prompts_from_inputs
+from mcore_qwen3vl.parity.build import build_chunks
+from mcore_qwen3vl.parity.verify import HALF_PRECISION_FACTOR
+from mcore_qwen3vl.report.compare import measure
+from mcore_qwen3vl.runtime.launch import run_layout
+from mcore_qwen3vl.runtime.parallel import Layout, initialize
+from tests.generation.cases import (
+    NEW_TOKENS,
+    checkpoint,
+    clip,
+    conversations,
+    expected,
+    hugging_face_inputs,
+    hugging_face_model,
+    picture,
+)
+
+IMAGES = {"a": (0, 40, 64), "b": (1, 40, 64), "c": (2, 72, 24), "d": (3, 24, 24)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Images, and the dense checkpoint as converted and as training saves it."""
+    path = tmp_path_factory.mktemp("generate")
+    for name, image in IMAGES.items():
+        picture(*image).save(path / f"{name}.png")
+    mcore = path / "mcore"
+    hf_to_mcore(checkpoint(False), mcore)
+    trained = path / "trained"
+    shutil.copytree(mcore / "release", trained / "iter_0000012")
+    (trained / "latest_checkpointed_iteration.txt").write_text("12")
+    return path
+
+
+def run(source: Path, *arguments: Any) -> int:
+    with pytest.raises(SystemExit) as stopped:
+        main(["generate", str(source), "--cpu", *map(str, arguments)])
+    return int(stopped.value.code or 0)
+
+
+def tokens(capsys: Any, *arguments: Any) -> list[list[int]]:
+    limit = ("--max-new-tokens", NEW_TOKENS, "--json")
+    assert run(*arguments, *limit) == 0
+    return [answer["token_ids"] for answer in json.loads(capsys.readouterr().out)["answers"]]
+
+
+def test_one_image_from_every_format(folder: Path, capsys: Any) -> None:
+    asked = ("--image", folder / "a.png", "--prompt", "What is this?")
+    want = expected(False, "image").tokens
+    assert tokens(capsys, checkpoint(False), *asked) == want
+    assert tokens(capsys, folder / "mcore", *asked, "--tp", 2) == want
+    hf_model = ("--hf-model", checkpoint(False))
+    assert tokens(capsys, folder / "trained", *asked, *hf_model, "--pp", 2) == want
+
+
+def test_media_before_the_text_or_at_their_tags(folder: Path, capsys: Any) -> None:
+    images = [argument for n in "bcd" for argument in ("--image", folder / f"{n}.png")]
+    want = expected(False, "multi-image").tokens
+    assert tokens(capsys, folder / "mcore", *images, "--prompt", "Compare these.") == want
+    tagged = "<image><image><image>Compare these."
+    assert tokens(capsys, folder / "mcore", *images, "--prompt", tagged) == want
+    prompts = ("--prompt", "<image>What is this?", "--prompt", "<video>What moves?")
+    media = ("--image", folder / "a.png", "--video", clip())
+    together = [*expected(False, "image").tokens, *expected(False, "video").tokens]
+    assert tokens(capsys, folder / "mcore", *media, *prompts) == together
+
+
+def test_experts_over_tensor_parallel_ranks(folder: Path, capsys: Any) -> None:
+    asked = ("--image", folder / "a.png", "--prompt", "What is this?")
+    want = expected(True, "image").tokens
+    assert tokens(capsys, checkpoint(True), *asked, "--tp", 2, "--etp", 2) == want
+    assert tokens(capsys, checkpoint(True), *asked, "--tp", 2, "--no-sp") == want
+
+
+def test_streams_to_the_terminal(folder: Path, capfd: Any) -> None:
+    asked = ("--image", folder / "a.png", "--prompt", "What is this?")
+    assert run(folder / "mcore", *asked, "--max-new-tokens", NEW_TOKENS) == 0
+    printed = capfd.readouterr()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint(False))
+    want = tokenizer.decode(expected(False, "image").tokens[0], skip_special_tokens=True)
+    assert printed.out == f"{want}\n"
+    assert f"{NEW_TOKENS} new ones, ended by length" in printed.err
+
+
+@torch.no_grad()
+def test_half_precision(folder: Path) -> None:
+    """As near to float32 as Hugging Face's own bfloat16, at every step of a given answer."""
+    path = checkpoint(False)
+    inputs = hugging_face_inputs(
+        transformers.AutoProcessor.from_pretrained(path), conversations("image")[0]
+    )
+    answer = torch.tensor(expected(False, "image").tokens)
+    length = inputs["input_ids"].shape[1]
+    whole = dict(inputs)
+    for name, more in (("input_ids", answer), ("attention_mask", torch.ones_like(answer))):
+        whole[name] = torch.cat([inputs[name], more], 1)
+    whole["mm_token_type_ids"] = torch.nn.functional.pad(
+        inputs["mm_token_type_ids"], (0, answer.shape[1])
+    )
+    half_model = transformers.AutoModelForImageTextToText.from_pretrained(
+        path, dtype=torch.bfloat16
+    )
+    exact, half = (
+        model(**whole).logits[0, length - 1 : -1].float()
+        for model in (hugging_face_model(False), half_model)
+    )
+
+    def work() -> torch.Tensor:
+        initialize(Layout())
+        architecture = Architecture.from_hf(path)
+        (model,) = build_chunks(architecture, Layout(), params_dtype=torch.bfloat16)
+        load_hf(model, path)
+        with inference(model):
+            cache = CachedModel(model, prompts_from_inputs(architecture, inputs), NEW_TOKENS)
+            steps = [cache.prefill(), *(cache.decode(t) for t in answer[0, :-1, None])]
+        return torch.cat([step for step in steps if step is not None])
+
+    (ours,) = run_layout(work, 1)
+    assert ours.dtype == torch.bfloat16
+    error, allowed = measure(ours, exact).relative, measure(half, exact).relative
+    print(f"observed: {error:.1e}, Hugging Face's {allowed:.1e}")
+    assert 1e-4 < error < HALF_PRECISION_FACTOR * allowed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere", "--prompt", "?"], "nowhere"),
+        (["trained", "--prompt", "?"], "--hf-model"),
+        (["mcore", "--prompt", "<image> and <image>", "--image", "a.png"], "2 <image> tags and 1"),
+        (
+            ["mcore", "--prompt", "<image>", "--image", "a.png", "--image", "b.png"],
+            "1 <image> tags",
+        ),
+        (["mcore", "--prompt", "<|image_pad|>"], "placeholder"),
+        (["mcore", "--prompt", "?", "--image", "missing.png"], "missing.png"),
+        (["mcore", "--prompt", "?", "--video", "a.png"], "cannot take these images and videos"),
+        (["mcore", "--prompt", "?", "--video", "mcore"], "mcore"),
+        (["mcore", "--prompt", "?", "--tp", "3"], "8 attention heads cannot be divided over TP 3"),
+        (["mcore", "--prompt", "?", "--ep", "2"], "dense: drop EP"),
+        (["mcore", "--prompt", "?", "--cp", "2"], "drop CP"),
+        (["mcore", "--prompt", "?" * 9000], "4096 positions"),
+        (["mcore", "--prompt", "?", "--top-p", "0.5"], "set temperature"),
+        (["mcore"], "--prompt"),
+    ],
+)
+def test_bad_input_is_one_message(
+    folder: Path, capsys: Any, monkeypatch: Any, arguments: list[str], message: str
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("mcore_qwen3vl.generation.run.run_layout", pytest.fail)
+    assert run(*arguments) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.out == ""
