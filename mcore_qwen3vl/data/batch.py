@@ -12,10 +12,10 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig
-from mcore_qwen3vl.data.pixels import Pixels
+from mcore_qwen3vl.data.pixels import join_grids, join_patches
 from mcore_qwen3vl.data.positions import mrope_position_ids
 from mcore_qwen3vl.data.samples import EncodedSample
-from mcore_qwen3vl.model.inputs import VisualInputs, visual_inputs
+from mcore_qwen3vl.model.inputs import PixelScale, VisualInputs, visual_inputs
 
 IGNORED = -100
 """Label of positions that are not trained, as in HF."""
@@ -82,16 +82,24 @@ class Batch:
 class Batcher:
     """Puts samples side by side, or below one another."""
 
-    def __init__(self, architecture: Architecture, config: DataConfig, pad_id: int) -> None:
+    def __init__(
+        self,
+        architecture: Architecture,
+        config: DataConfig,
+        pad_id: int,
+        pixel_scale: PixelScale | None,
+    ) -> None:
         """
         Args:
             architecture: the model's shape.
             config: lengths and layout.
             pad_id: token at padding.
+            pixel_scale: of the :class:`PixelLoader` that the samples' pixels come from.
         """
         self._architecture = architecture
         self._config = config
         self._pad_id = pad_id
+        self._pixel_scale = pixel_scale
 
     def pack(self, samples: Sequence[EncodedSample], skipped: int = 0, dropped: int = 0) -> Batch:
         """One sequence of `seq_length`: each sample a sub-sequence, and the rest padding.
@@ -141,22 +149,16 @@ class Batcher:
             loss_weights[row, start : end - 1] = weights
             padding_mask[row, start:end] = False
 
-        pixels = Pixels.concatenated([sample.pixels for sample in samples])
+        patches = join_patches([sample.pixels for sample in samples])
+        image_grid = join_grids([sample.pixels.image_grid_thw for sample in samples])
+        video_grid = join_grids([sample.pixels.video_grid_thw for sample in samples])
         position_ids, _ = mrope_position_ids(
             self._architecture,
             input_ids,
-            pixels.image_grid_thw,
-            pixels.video_grid_thw,
+            image_grid,
+            video_grid,
             attention_mask=~padding_mask,
             cu_seqlens=cu_seqlens,
-        )
-        visual = visual_inputs(
-            self._architecture,
-            input_ids,
-            pixels.pixel_values,
-            pixels.image_grid_thw,
-            pixels.pixel_values_videos,
-            pixels.video_grid_thw,
         )
         return Batch(
             input_ids=input_ids,
@@ -166,20 +168,43 @@ class Batcher:
             padding_mask=padding_mask,
             cu_seqlens=cu_seqlens,
             max_seqlen=None if cu_seqlens is None else int(cu_seqlens.diff().max()),
-            visual=visual,
+            visual=self._visual(input_ids, patches, image_grid, video_grid),
             counts=Counts(
                 samples=len(samples),
                 tokens=int((~padding_mask).sum()),
                 capacity=padding_mask.numel(),
                 trained_tokens=int((loss_weights > 0).sum()),
-                images=_rows(pixels.image_grid_thw),
-                videos=_rows(pixels.video_grid_thw),
-                patches=_rows(pixels.pixel_values) + _rows(pixels.pixel_values_videos),
+                images=_rows(image_grid),
+                videos=_rows(video_grid),
+                patches=_rows(patches),
                 skipped=skipped,
                 dropped=dropped,
             ),
             names=tuple(sample.name for sample in samples),
         )
+
+    def _visual(
+        self,
+        input_ids: Tensor,
+        patches: Tensor | None,
+        image_grid: Tensor | None,
+        video_grid: Tensor | None,
+    ) -> VisualInputs | None:
+        """Checked and indexed by their shapes: `patches` already lie as they would be joined."""
+        if patches is None:
+            return visual_inputs(self._architecture, input_ids)
+        images = 0 if image_grid is None else int(image_grid.prod(1).sum())
+        shapes = torch.empty_like(patches, dtype=torch.float32, device="meta")
+        visual = visual_inputs(
+            self._architecture,
+            input_ids,
+            None if image_grid is None else shapes[:images],
+            image_grid,
+            None if video_grid is None else shapes[images:],
+            video_grid,
+        )
+        assert visual is not None
+        return replace(visual, pixel_values=patches, pixel_scale=self._pixel_scale)
 
 
 def _rows(tensor: Tensor | None) -> int:

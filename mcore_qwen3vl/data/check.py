@@ -19,7 +19,7 @@ from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.encoder import cook, plan_sample
 from mcore_qwen3vl.data.index import ensure_index
 from mcore_qwen3vl.data.packing import best_fit
-from mcore_qwen3vl.data.pixels import load_pixels
+from mcore_qwen3vl.data.pixels import PixelLoader
 from mcore_qwen3vl.data.planning import Plan, Planner
 from mcore_qwen3vl.data.template import Renderer
 from mcore_qwen3vl.errors import BadInput
@@ -112,6 +112,7 @@ def check_data(
     """
     config.media.apply(processor)
     renderer, planner = Renderer(processor, config.document_end), Planner(processor, config)
+    pixels = PixelLoader(processor)
     report = DataReport(path, config.seq_length)
     for index, crude in enumerate(_samples(path, split)):
         if limit is not None and index >= limit:
@@ -119,7 +120,7 @@ def check_data(
         try:
             plan = plan_sample(renderer, planner, cook(_parsed(crude)))
             if decode:
-                load_pixels(processor, plan.media)
+                pixels.load(plan.media)
         except OverlongSample as error:
             report.overlong.append(Flaw(sample_id(crude), str(error)))
         except Exception as error:  # as the loader does: whatever a sample raises is its flaw

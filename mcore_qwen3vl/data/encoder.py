@@ -26,7 +26,7 @@ from mcore_qwen3vl.data.batch import Batch, Batcher
 from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.media import MediaFolder
 from mcore_qwen3vl.data.packing import best_fit
-from mcore_qwen3vl.data.pixels import load_pixels
+from mcore_qwen3vl.data.pixels import PixelLoader
 from mcore_qwen3vl.data.planning import Plan, Planner
 from mcore_qwen3vl.data.records import parse_parts, parse_record
 from mcore_qwen3vl.data.samples import EncodedSample, PlannedSample, RawSample
@@ -72,11 +72,12 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, EncodedSample, Batch, Batch]):
         """
         config.media.apply(processor)
         self.config = config
-        self.processor = processor
         self.guard = BadSampleGuard(config.max_bad_fraction, config.bad_fraction_floor)
         self.renderer = Renderer(processor, config.document_end)
         self.planner = Planner(processor, config)
-        self._batcher = Batcher(architecture, config, processor.tokenizer.pad_token_id)
+        self._pixels = PixelLoader(processor)
+        pad_id = processor.tokenizer.pad_token_id
+        self._batcher = Batcher(architecture, config, pad_id, self._pixels.scale)
 
     @stateless
     def preencode_sample(self, sample: RawSample) -> PlannedSample:
@@ -96,7 +97,7 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, EncodedSample, Batch, Batch]):
     def postencode_sample(self, sample: PlannedSample) -> EncodedSample:
         """Decode the pixels."""
         with self.guard.skipping(sample):
-            pixels = load_pixels(self.processor, sample.plan.media)
+            pixels = self._pixels.load(sample.plan.media)
         return EncodedSample.derive_from(
             sample,
             input_ids=sample.plan.token_tensor(),

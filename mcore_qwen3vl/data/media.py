@@ -147,8 +147,9 @@ def load_image(media: Media) -> Image.Image:
         BadSample: missing file, no image, or a truncated one.
     """
     with _image(media) as image:
-        upright = ImageOps.exif_transpose(image)
-        return upright.convert("RGB")
+        ImageOps.exif_transpose(image, in_place=True)
+        image.load()  # converting does it, too, but RGB is not converted: that would only copy
+        return image if image.mode == "RGB" else image.convert("RGB")
 
 
 @contextmanager

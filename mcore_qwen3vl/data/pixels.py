@@ -1,4 +1,9 @@
-"""Decode the images and videos of a planned sample, with HF's image and video processors."""
+"""Decode the images and videos of a planned sample, with HF's image and video processors.
+
+HF's processors decode and resize to bytes, and then normalise each byte to four. Here patches stay
+bytes until they are on the device (:class:`mcore_qwen3vl.model.inputs.PixelScale`): what comes out
+is the same, bit for bit, and a quarter of it is copied and sent on the way.
+"""
 
 from __future__ import annotations
 
@@ -8,79 +13,101 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import get_worker_info
 from transformers.image_utils import ChannelDimension
 
 from mcore_qwen3vl.data.bad_samples import BadSample
 from mcore_qwen3vl.data.media import load_frames, load_image
 from mcore_qwen3vl.data.planning import PlannedMedia
+from mcore_qwen3vl.model.inputs import PixelScale
 
 
 @dataclass(frozen=True)
 class Pixels:
-    """Patches of some images and videos, each kind in its order."""
+    """Patches of one sample's images and videos, each kind in its order.
 
-    pixel_values: Tensor | None  # (P_images, patch_dim) float32
+    They are uint8 where :class:`PixelLoader` has a scale, and float32 otherwise.
+    """
+
+    pixel_values: Tensor | None  # (P_images, patch_dim)
     image_grid_thw: Tensor | None  # (images, 3) int64
-    pixel_values_videos: Tensor | None  # (P_videos, patch_dim) float32
+    pixel_values_videos: Tensor | None  # (P_videos, patch_dim)
     video_grid_thw: Tensor | None  # (videos, 3) int64
 
-    @classmethod
-    def concatenated(cls, pixels: Sequence[Pixels]) -> Pixels:
-        """Those of several samples, in order."""
-        return cls(
-            _concatenated([p.pixel_values for p in pixels]),
-            _concatenated([p.image_grid_thw for p in pixels]),
-            _concatenated([p.pixel_values_videos for p in pixels]),
-            _concatenated([p.video_grid_thw for p in pixels]),
-        )
 
+class PixelLoader:
+    """Decodes, resizes and cuts into patches.
 
-def _concatenated(tensors: list[Tensor | None]) -> Tensor | None:
-    present = [tensor for tensor in tensors if tensor is not None]
-    return torch.cat(present) if present else None
-
-
-def load_pixels(processor: Any, media: list[PlannedMedia]) -> Pixels:
-    """Decode, resize, normalise and cut into patches.
-
-    Args:
-        processor: the HF ``Qwen3VLProcessor`` the sample was planned with.
-        media: of one sample.
-
-    Raises:
-        BadSample: a file is corrupt, or is not what its header promised.
+    Attributes:
+        scale: that the patches are still to be normalised with; None where HF's processors do it,
+            because theirs cannot be written as one scale for images and videos.
     """
-    images = [item for item in media if item.media.kind == "image"]
-    videos = [item for item in media if item.media.kind == "video"]
-    pixel_values, image_grid = _images(processor.image_processor, images)
-    video_values, video_grid = _videos(processor.video_processor, videos)
-    return Pixels(pixel_values, image_grid, video_values, video_grid)
+
+    def __init__(self, processor: Any) -> None:
+        """
+        Args:
+            processor: the HF ``Qwen3VLProcessor`` that samples are planned with.
+        """
+        self._images, self._videos = processor.image_processor, processor.video_processor
+        self.scale = _common_scale(self._images, self._videos)
+        # Said only where it is so: each option costs HF's processor a validation.
+        raw = {"do_rescale": False, "do_normalize": False}
+        self._options: dict[str, Any] = {"return_tensors": "pt", **(raw if self.scale else {})}
+
+    def load(self, media: list[PlannedMedia]) -> Pixels:
+        """
+        Args:
+            media: of one sample.
+
+        Raises:
+            BadSample: a file is corrupt, or is not what its header promised.
+        """
+        images = [item for item in media if item.media.kind == "image"]
+        videos = [item for item in media if item.media.kind == "video"]
+        return Pixels(*self._load_images(images), *self._load_videos(videos))
+
+    def _load_images(self, items: list[PlannedMedia]) -> tuple[Tensor | None, Tensor | None]:
+        if not items:
+            return None, None
+        out = self._images(images=[load_image(item.media) for item in items], **self._options)
+        return _checked(items, out["pixel_values"], out["image_grid_thw"])
+
+    def _load_videos(self, items: list[PlannedMedia]) -> tuple[Tensor | None, Tensor | None]:
+        if not items:
+            return None, None
+        frames, metadata = [], []
+        for item in items:
+            assert item.metadata is not None
+            decoded = load_frames(item.media, item.metadata.frames_indices)  # (F, H, W, 3)
+            frames.append(torch.from_numpy(decoded).permute(0, 3, 1, 2))
+            metadata.append(item.metadata)
+        out = self._videos(
+            videos=frames,
+            video_metadata=metadata,
+            do_sample_frames=False,
+            input_data_format=ChannelDimension.FIRST,
+            **self._options,
+        )
+        return _checked(items, out["pixel_values_videos"], out["video_grid_thw"])
 
 
-def _images(processor: Any, items: list[PlannedMedia]) -> tuple[Tensor | None, Tensor | None]:
-    if not items:
-        return None, None
-    out = processor(images=[load_image(item.media) for item in items], return_tensors="pt")
-    return _checked(items, out["pixel_values"], out["image_grid_thw"])
-
-
-def _videos(processor: Any, items: list[PlannedMedia]) -> tuple[Tensor | None, Tensor | None]:
-    if not items:
-        return None, None
-    frames, metadata = [], []
-    for item in items:
-        assert item.metadata is not None
-        decoded = load_frames(item.media, item.metadata.frames_indices)  # (F, H, W, 3)
-        frames.append(torch.from_numpy(decoded).permute(0, 3, 1, 2))
-        metadata.append(item.metadata)
-    out = processor(
-        videos=frames,
-        video_metadata=metadata,
-        do_sample_frames=False,
-        input_data_format=ChannelDimension.FIRST,
-        return_tensors="pt",
+def _common_scale(images: Any, videos: Any) -> PixelScale | None:
+    """Of both processors, if they rescale and normalise alike."""
+    settings = [
+        (p.do_rescale, p.do_normalize, p.rescale_factor, tuple(p.image_mean), tuple(p.image_std))
+        for p in (images, videos)
+    ]
+    rescales, normalizes, factor, mean, std = settings[0]
+    if settings[0] != settings[1] or not (rescales and normalizes):
+        return None
+    # HF's own numbers: rescaling folded into the mean and the deviation.
+    fused_mean, fused_std, _ = images._fuse_mean_std_and_rescale_factor(
+        do_normalize=True, image_mean=mean, image_std=std, do_rescale=True, rescale_factor=factor
     )
-    return _checked(items, out["pixel_values_videos"], out["video_grid_thw"])
+    per_channel = images.temporal_patch_size * images.patch_size**2
+    return PixelScale(
+        fused_mean.repeat_interleave(per_channel), fused_std.repeat_interleave(per_channel)
+    )
 
 
 def _checked(items: list[PlannedMedia], values: Tensor, grid: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,3 +119,27 @@ def _checked(items: list[PlannedMedia], values: Tensor, grid: Tensor) -> tuple[T
                 f"promised {item.patches}. Save it anew."
             )
     return values, grid
+
+
+def join_patches(pixels: Sequence[Pixels]) -> Tensor | None:
+    """(P, patch_dim): the patches of all images, then of all videos; one copy, however many.
+
+    In a data worker they are written to shared memory, where the batch is sent from.
+    """
+    values = [p.pixel_values for p in pixels] + [p.pixel_values_videos for p in pixels]
+    present = [tensor for tensor in values if tensor is not None]
+    if not present:
+        return None
+    if get_worker_info() is None:
+        return torch.cat(present) if len(present) > 1 else present[0]
+    first = present[0]
+    rows, width = sum(len(tensor) for tensor in present), first.shape[1]
+    # As torch's own collate function shares memory.
+    storage = first._typed_storage()._new_shared(rows * width, device=first.device)
+    return torch.cat(present, out=first.new(storage).resize_(rows, width))
+
+
+def join_grids(grids: Sequence[Tensor | None]) -> Tensor | None:
+    """(n, 3): those that are there, in order; None if there is none."""
+    present = [grid for grid in grids if grid is not None]
+    return torch.cat(present) if present else None

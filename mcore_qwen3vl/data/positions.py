@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.model.inputs import check_one_frame
 
 
 def mrope_position_ids(
@@ -112,11 +113,8 @@ class _Grids:
         frames, rows, columns = (
             np.empty((3, 0), np.int64) if grid_thw is None else grid_thw.numpy().T
         )
-        if kind == "image" and (frames != 1).any():
-            raise BadInput(
-                f"image_grid_thw has an image of {frames.max()} frames; pass it as a video, whose "
-                "frames are separated by timestamps."
-            )
+        if kind == "image" and grid_thw is not None:
+            check_one_frame(grid_thw)
         self.rows = np.repeat(rows // merge, frames)  # (R,) merged
         self.columns = np.repeat(columns // merge, frames)
         expected = self.rows * self.columns

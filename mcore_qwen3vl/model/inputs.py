@@ -29,20 +29,49 @@ PER_PATCH = (
 
 
 @dataclass(frozen=True)
+class PixelScale:
+    """How bytes become what the tower reads: ``(byte - mean) / std``, rounded as HF rounds it."""
+
+    mean: Tensor  # (patch_dim,) float32, host
+    std: Tensor  # (patch_dim,) float32, host
+
+    def apply(self, pixels: Tensor) -> Tensor:
+        """(P, patch_dim) uint8 -> float32, on the same device."""
+        mean, std = (to_device(tensor, pixels.device) for tensor in (self.mean, self.std))
+        return pixels.float().sub_(mean).div_(std)
+
+
+@dataclass(frozen=True)
 class VisualInputs:
     """The images, then the videos, of one micro-batch: P patches that merge into N features.
 
     Patches stand frame by frame, and within a frame merge block by merge block, as the HF
     processor lays them out. The tensors with a patch axis travel to the device; `grid_thw` and
     `token_index` stay on the host, where the forward pass reads them without synchronising.
+
+    Pixels are either normalised, or bytes with their `pixel_scale`: a quarter of the memory to
+    move between processes, ranks and devices; the tower then normalises what it encodes.
     """
 
-    pixel_values: Tensor  # (P, patch_dim)
+    pixel_values: Tensor  # (P, patch_dim) floating point, or uint8 with `pixel_scale`
     grid_thw: Tensor  # (images + videos, 3) int64, host: frames, rows, columns in patches
     token_index: Tensor  # (N,) int64, host: feature row -> b * S + s of its placeholder
     rotary_position_ids: Tensor  # (P, 2) int64: row and column of each patch
     interpolation_indices: Tensor  # (P, 4) int64: corners in the learned position grid
     interpolation_weights: Tensor  # (P, 4) float32: bilinear weights of these corners
+    pixel_scale: PixelScale | None = None
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            BadInput: pixels are bytes without their scale, or floating point with one.
+        """
+        if (self.pixel_values.dtype == torch.uint8) != (self.pixel_scale is not None):
+            raise BadInput(
+                f"The pixels are {self.pixel_values.dtype} "
+                f"{'without' if self.pixel_scale is None else 'with'} a pixel_scale: bytes need "
+                "one, and normalised pixels must not have one."
+            )
 
     @property
     def frame_patches(self) -> Tensor:
@@ -134,6 +163,22 @@ def visual_inputs(
     )
 
 
+def check_one_frame(image_grid_thw: Tensor) -> None:
+    """
+    Args:
+        image_grid_thw: (images, 3).
+
+    Raises:
+        BadInput: an image has several frames, for which its prompt has no timestamps.
+    """
+    for index, (frames, *_) in enumerate(image_grid_thw.tolist()):
+        if frames != 1:
+            raise BadInput(
+                f"image_grid_thw gives image {index} {frames} frames; pass it as a video, whose "
+                "frames are separated by timestamps."
+            )
+
+
 def _check_kind(
     kind: str, values: Tensor, grid: Tensor, placeholders: int, vision: VisionArchitecture
 ) -> None:
@@ -147,6 +192,8 @@ def _check_kind(
             f"rows and columns multiples of spatial_merge_size {merge}. Use the model's own "
             "processor."
         )
+    if kind == "image":
+        check_one_frame(grid)
     if values.ndim != 2 or values.shape[1] != vision.patch_dim:
         raise BadInput(
             f"{kind} pixels have shape {tuple(values.shape)}; (patches, {vision.patch_dim}) is "

@@ -141,7 +141,10 @@ class VisionTower(Qwen3VLVisionModel):
         if self.sharing_group is not None:
             rows = to_device(share.patch_rows, visual.pixel_values.device)
             patches = {name: tensor.index_select(0, rows) for name, tensor in patches.items()}
-        return {name: to_device(tensor, self.device) for name, tensor in patches.items()}
+        patches = {name: to_device(tensor, self.device) for name, tensor in patches.items()}
+        if visual.pixel_scale is not None:
+            patches["pixel_values"] = visual.pixel_scale.apply(patches["pixel_values"])
+        return patches
 
     def _dummy_patches(self) -> dict[str, Tensor]:
         """Black patches for one feature, all at the origin."""

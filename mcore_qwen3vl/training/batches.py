@@ -72,7 +72,7 @@ class SharedBatches:
         batch = self._to_device(replace(light, visual=None))
         if light.visual is None:
             return batch
-        patches = {
+        patches: dict[str, Any] = {
             name: self._patches(getattr(visual, name, None), getattr(light.visual, name))
             for name in PER_PATCH
         }

@@ -15,11 +15,13 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data import IGNORED, Batch, Counts, DataConfig
 from mcore_qwen3vl.data.batch import Batcher
 from mcore_qwen3vl.data.packing import best_fit
-from mcore_qwen3vl.data.pixels import load_pixels
+from mcore_qwen3vl.data.pixels import PixelLoader
 from mcore_qwen3vl.data.samples import EncodedSample
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.model.inputs import PixelScale
 from tests.data.test_planning import RECORDS, planned
 
+SCALE = PixelScale(torch.zeros(1), torch.ones(1))
 NAMES = ["many_images", "video_and_image", "text", "multi_turn", "image", "video"]
 
 
@@ -30,7 +32,7 @@ def encoded(processor: Any, media: Path, name: str, weight: float = 1.0) -> Enco
         __restore_key__=(),
         input_ids=plan.token_tensor(),
         loss_weights=plan.weight_tensor(),
-        pixels=load_pixels(processor, plan.media),
+        pixels=PixelLoader(processor).load(plan.media),
         name=name,
     )
 
@@ -41,7 +43,7 @@ def samples(processor: Any, media: Path) -> list[EncodedSample]:
 
 
 def batcher(architecture: Architecture, **config: Any) -> Batcher:
-    return Batcher(architecture, DataConfig(**config), pad_id=283)
+    return Batcher(architecture, DataConfig(**config), pad_id=283, pixel_scale=SCALE)
 
 
 def bounds(batch: Batch) -> list[tuple[int, int]]:
@@ -85,7 +87,13 @@ def test_a_packed_batch_is_its_samples(
         if alone.visual is not None:
             patches += len(alone.visual.pixel_values)
             features += len(alone.visual.token_index)
-    assert len(packed.visual.pixel_values) == patches == packed.counts.patches
+    every = [s.pixels.pixel_values for s in samples] + [
+        s.pixels.pixel_values_videos for s in samples
+    ]
+    expected = torch.cat([values for values in every if values is not None])
+    assert torch.equal(packed.visual.pixel_values, expected)
+    assert packed.visual.pixel_scale is SCALE
+    assert len(expected) == patches == packed.counts.patches
     assert len(packed.visual.token_index) == features
     assert packed.padding_mask[0, pieces[-1][0] :].all()
     assert packed.counts == Counts(

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers.image_utils import load_image
 from transformers.video_utils import read_video_pyav
 
 from mcore_qwen3vl.data.bad_samples import BadSample, OverlongSample
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits
-from mcore_qwen3vl.data.media import MediaFolder, load_image
-from mcore_qwen3vl.data.pixels import load_pixels
+from mcore_qwen3vl.data.media import MediaFolder
+from mcore_qwen3vl.data.pixels import PixelLoader
 from mcore_qwen3vl.data.planning import Plan, Planner, truncate
 from mcore_qwen3vl.data.records import Conversation, parse_record
 from mcore_qwen3vl.data.template import Renderer
@@ -75,7 +76,7 @@ def planned(processor: Any, record: Any, folder: Path, **config: Any) -> tuple[P
 
 def hf_inputs(processor: Any, parsed: Conversation, **options: Any) -> Any:
     """What HF's processor makes of the same sample, end to end, on its own."""
-    images = [load_image(m) for m in parsed.media if m.kind == "image"]
+    images = [load_image(str(m.content)) for m in parsed.media if m.kind == "image"]
     videos, metadata = [], []
     for item in parsed.media:
         if item.kind == "video":
@@ -98,12 +99,44 @@ def test_tokens_and_pixels_are_those_of_the_hf_processor(
     expected = hf_inputs(processor, parsed)
     assert plan.input_ids.tolist() == expected["input_ids"][0].tolist()
 
-    pixels = load_pixels(processor, plan.media)
+    assert_pixels_are_hf_s(PixelLoader(processor), plan, expected, torch.uint8)
+
+
+def assert_pixels_are_hf_s(
+    loader: PixelLoader, plan: Plan, expected: Any, dtype: torch.dtype
+) -> None:
+    """Bit for bit, once normalised."""
+    pixels = loader.load(plan.media)
     for key in ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"):
         ours = getattr(pixels, key)
         assert (ours is None) == (key not in expected)
+        if ours is not None and key.startswith("pixel"):
+            assert ours.dtype == dtype
+            ours = loader.scale.apply(ours) if loader.scale else ours
         if ours is not None:
             assert torch.equal(ours, expected[key]), key
+
+
+@pytest.mark.parametrize(
+    ("both", "videos", "scaled"),
+    [
+        ({"image_mean": [0.48, 0.45, 0.4], "image_std": [0.27, 0.26, 0.28]}, {}, True),
+        ({}, {"image_mean": [0.48, 0.45, 0.4]}, False),
+        ({"do_rescale": False}, {}, False),
+    ],
+)
+def test_pixels_are_hf_s_however_its_processors_normalise(
+    both: dict[str, Any], videos: dict[str, Any], scaled: bool, processor: Any, media: Path
+) -> None:
+    for name, value in both.items():
+        setattr(processor.image_processor, name, value)
+    for name, value in {**both, **videos}.items():
+        setattr(processor.video_processor, name, value)
+    plan, parsed = planned(processor, RECORDS["video_and_image"], media)
+    loader = PixelLoader(processor)
+    assert (loader.scale is not None) == scaled
+    dtype = torch.uint8 if scaled else torch.float32
+    assert_pixels_are_hf_s(loader, plan, hf_inputs(processor, parsed), dtype)
 
 
 def test_video_sampling_follows_fps_and_max_frames(processor: Any, media: Path) -> None:

@@ -10,9 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from transformers.image_transforms import convert_to_rgb
+from transformers.image_utils import load_image as hf_load_image
 
 from mcore_qwen3vl.data.bad_samples import BadSample
-from mcore_qwen3vl.data.media import MediaFolder, image_size, load_frames, load_image, probe_video
+from mcore_qwen3vl.data.media import (
+    Media,
+    MediaFolder,
+    image_size,
+    load_frames,
+    load_image,
+    probe_video,
+)
 from mcore_qwen3vl.data.records import Conversation, Document, parse_parts, parse_record
 from tests.data.conftest import chat, write_png, write_video
 
@@ -160,23 +169,37 @@ def test_webdataset_parts() -> None:
     assert [m.content for m in parsed.media] == [b"2", b"1"]
 
 
-def test_exif_orientation_is_applied_to_size_and_pixels(tmp_path: Path) -> None:
+@pytest.mark.parametrize("suffix", ["jpg", "png"])
+def test_exif_orientation_is_applied_to_size_and_pixels(suffix: str, tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (20, 50, 3), np.uint8)
     exif = Image.Exif()
     exif[0x0112] = 6  # shown turned by a quarter
-    for suffix in ("jpg", "png"):
-        Image.fromarray(pixels).save(tmp_path / f"a.{suffix}", exif=exif)
-        media = MediaFolder(tmp_path, {}).resolve("image", f"a.{suffix}")
-        assert image_size(media) == (50, 20)
-        assert load_image(media).size == (20, 50)
+    Image.fromarray(pixels).save(tmp_path / f"a.{suffix}", exif=exif)
+    media = MediaFolder(tmp_path, {}).resolve("image", f"a.{suffix}")
+    assert image_size(media) == (50, 20)
+    assert_as_hf(media)
 
 
-@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "CMYK"])
-def test_every_colour_mode_becomes_rgb(mode: str, tmp_path: Path) -> None:
-    path = tmp_path / ("a.jpg" if mode == "CMYK" else "a.png")
-    Image.new(mode, (30, 20)).save(path)
-    media = MediaFolder(tmp_path, {}).resolve("image", path.name)
-    assert load_image(media).mode == "RGB"
+@pytest.mark.parametrize("mode", ["L", "LA", "RGB", "RGB, one colour transparent", "RGBA", "P"])
+def test_every_colour_mode_becomes_hf_s_rgb(mode: str, tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 30, 4), np.uint8)
+    image = Image.fromarray(pixels).convert(mode.split(",")[0])
+    transparency = {"transparency": image.getpixel((3, 4))} if "," in mode else {}
+    image.save(tmp_path / "a.png", **transparency)
+    assert_as_hf(MediaFolder(tmp_path, {}).resolve("image", "a.png"))
+
+
+def test_cmyk_becomes_hf_s_rgb(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 30, 4), np.uint8)
+    Image.fromarray(pixels, "CMYK").save(tmp_path / "a.jpg")
+    assert_as_hf(MediaFolder(tmp_path, {}).resolve("image", "a.jpg"))
+
+
+def assert_as_hf(media: Media) -> None:
+    ours, theirs = load_image(media), hf_load_image(str(media.content))
+    assert ours.mode == "RGB"
+    assert np.array_equal(np.asarray(ours), np.asarray(theirs))
+    assert np.array_equal(convert_to_rgb(ours, True), convert_to_rgb(theirs, True))
 
 
 def test_unreadable_media_say_so(tmp_path: Path) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.model.inputs import visual_inputs
+from mcore_qwen3vl.model.inputs import PixelScale, visual_inputs
 from tests.vision.toy import ARCHITECTURE, batch
 
 DIM = ARCHITECTURE.vision.patch_dim
@@ -64,8 +65,13 @@ def test_picklable_and_moved_without_its_host_part():
         (prompt(images=6), {}, "6 image placeholders, but no image came with it"),
         (
             prompt(videos=8),
-            {"pixel_values": torch.zeros(32, DIM), "image_grid_thw": [[2, 4, 4]]},
+            {"pixel_values": torch.zeros(32, DIM), "image_grid_thw": [[1, 4, 8]]},
             "holds no image placeholder",
+        ),
+        (
+            prompt(images=14),
+            {"pixel_values": torch.zeros(56, DIM), "image_grid_thw": [[1, 4, 6], [2, 4, 4]]},
+            "gives image 1 2 frames; pass it as a video",
         ),
         (
             prompt(images=6),
@@ -98,3 +104,16 @@ def test_what_does_not_fit_is_refused(ids, arguments, says):
     arguments = {k: torch.tensor(v) if isinstance(v, list) else v for k, v in arguments.items()}
     with pytest.raises(BadInput, match=says):
         visual_inputs(ARCHITECTURE, ids, **arguments)
+
+
+def test_bytes_need_their_scale_and_normalised_pixels_have_none():
+    grid = torch.tensor([[1, 4, 6]])
+    pixels = torch.arange(24 * DIM).remainder(256).reshape(24, DIM).to(torch.uint8)
+    scale = PixelScale(torch.full([DIM], 127.5), torch.full([DIM], 63.75))
+    with pytest.raises(BadInput, match=r"uint8 without a pixel_scale: bytes need one"):
+        visual_inputs(ARCHITECTURE, prompt(images=6), pixels, grid)
+    visual = visual_inputs(ARCHITECTURE, prompt(images=6), pixels.float(), grid)
+    with pytest.raises(BadInput, match=r"float32 with a pixel_scale"):
+        replace(visual, pixel_scale=scale)
+    scaled = replace(visual, pixel_values=pixels, pixel_scale=scale)
+    assert torch.equal(scale.apply(scaled.pixel_values), (pixels.float() - 127.5) / 63.75)

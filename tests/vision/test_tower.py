@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLM
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVisionModel
 
 from mcore_qwen3vl.model.fusion import DeepStack, fuse, plan_fusion
+from mcore_qwen3vl.model.inputs import PixelScale, VisualInputs
 from mcore_qwen3vl.model.vision import VisionTower
 from tests.vision.toy import ARCHITECTURE, DTYPE, SEQ, batch, vision_weights
 
@@ -52,6 +53,23 @@ def test_equals_hugging_face(hf_class, hf_config):
     for got, want in zip([features, *deepstack], wanted, strict=True):
         assert got.shape == want.shape
         assert (got - want).abs().max() <= 1e-9 * want.abs().max()
+
+
+def as_bytes(visual: VisualInputs) -> VisualInputs:
+    """Other pixels of the same shape, not normalised yet."""
+    generator = torch.Generator().manual_seed(6)
+    shape = visual.pixel_values.shape
+    scale = PixelScale(*(torch.rand(shape[1], generator=generator) * 60 + low for low in (100, 30)))
+    pixels = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
+    return replace(visual, pixel_values=pixels, pixel_scale=scale)
+
+
+def test_bytes_are_normalised_before_they_are_encoded():
+    raw = as_bytes(MIXED.visual())
+    pixels = (raw.pixel_values.float() - raw.pixel_scale.mean) / raw.pixel_scale.std
+    made = tower()
+    got = made(raw)[0]
+    assert torch.equal(got, made(replace(raw, pixel_values=pixels, pixel_scale=None))[0])
 
 
 @pytest.mark.parametrize(("hf_class", "hf_config"), HF_TOWERS, ids=["dense", "moe"])
@@ -138,15 +156,17 @@ def test_the_guard_sees_a_sync(sync):
         sync(torch.arange(3))
 
 
-@pytest.mark.parametrize("one", [MIXED, batch([])], ids=["images", "text only"])
+@pytest.mark.parametrize(
+    ("visual", "batch_size"),
+    [(MIXED.visual(), 2), (as_bytes(MIXED.visual()), 2), (None, 1)],
+    ids=["images", "bytes", "text only"],
+)
 @pytest.mark.parametrize("recompute", [False, True])
-def test_forward_and_backward_read_nothing_from_the_device(one, recompute):
+def test_forward_and_backward_read_nothing_from_the_device(visual, batch_size, recompute):
     """The device is ``meta``, which has no numbers to read: any read, tagged or not, fails."""
     model = tower(recompute=recompute).to("meta")
-    visual = one.visual()
     token_index = None if visual is None else visual.token_index
     visual = None if visual is None else visual.to("meta")
-    batch_size = len(one.input_ids)
     with NoHostSync("meta") as guard:
         features, deepstack_features = model(visual)
         plan = plan_fusion(
