@@ -11,9 +11,8 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
-from collections import OrderedDict
-from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -21,7 +20,17 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+from mcore_qwen3vl.converters.boxes import Extent
 from mcore_qwen3vl.converters.mapping import Shape
+from mcore_qwen3vl.converters.restricted_pickle import (
+    FAILURES,
+    Record,
+    RestrictedUnpickler,
+    make_ordered_dict,
+    make_set,
+    make_tuple,
+    reconstruct,
+)
 from mcore_qwen3vl.errors import BadInput
 
 FILE = ".metadata"
@@ -37,11 +46,9 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class Chunk(Extent):
     """One stored box of a tensor."""
 
-    offsets: Shape
-    sizes: Shape
     place: Place
 
 
@@ -97,19 +104,16 @@ def read(folder: Path) -> CheckpointIndex:
             f"{file} asks for {error}, which has no place in checkpoint metadata. Refused: loading "
             "it could run code. Do not use this checkpoint with a tool that would."
         ) from None
-    except (OSError, pickle.UnpicklingError, LookupError, TypeError, ValueError) as error:
-        raise BadInput(_damaged(file, error)) from None
-    except (EOFError, AttributeError, OverflowError, MemoryError, RecursionError) as error:
-        raise BadInput(_damaged(file, error)) from None
-
-
-def _damaged(file: Path, error: Exception) -> str:
-    return f"{file} is not readable checkpoint metadata ({error!r}). Copy the checkpoint again."
+    except (OSError, *FAILURES) as error:
+        raise BadInput(
+            f"{file} is not readable checkpoint metadata ({error!r:.200}). Copy the checkpoint "
+            "again."
+        ) from None
 
 
 def loads(data: bytes) -> Any:
     """The pickle's content with every class replaced by an inert `Record`."""
-    return _Unpickler(io.BytesIO(data)).load()
+    return _Unpickler(data).load()
 
 
 def _storage_info(place: Place) -> _StorageInfo:
@@ -127,27 +131,8 @@ class _Pickler(pickle.Pickler):
         return copyreg.__newobj__, (dcp.TensorProperties,), state  # type: ignore[attr-defined]
 
 
-class Record:
-    """An inert stand-in for one instance of a class named in the pickle."""
-
-    def __init__(self, *args: Any) -> None:
-        self.args = args
-        self.state: Any = None
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def __getitem__(self, name: str) -> Any:
-        if not isinstance(self.state, Mapping):
-            raise pickle.UnpicklingError(f"no field {name}")
-        return self.state[name]
-
-
-class _Enum:
+class _Enum(Record):
     """Enumerations pickle as a call with the value; the value is not needed."""
-
-    def __init__(self, *args: Any) -> None:
-        pass
 
 
 class _Refused(Exception):
@@ -171,23 +156,23 @@ RECORDS = {
 }
 ENUMS = {f"{DCP}.metadata": {"_MEM_FORMAT_ENCODING"}, f"{DCP}.planner": {"WriteItemType"}}
 PLAIN: dict[tuple[str, str], Any] = {
-    ("torch", "Size"): tuple,
-    ("collections", "OrderedDict"): OrderedDict,
+    ("torch", "Size"): make_tuple,
+    ("collections", "OrderedDict"): make_ordered_dict,
     ("torch.serialization", "_get_layout"): _Enum,
-    ("pathlib", "PosixPath"): PurePosixPath,
-    ("builtins", "set"): set,
-    ("__builtin__", "set"): set,
-    ("copyreg", "_reconstructor"): lambda cls, *_: cls(),
-    ("copy_reg", "_reconstructor"): lambda cls, *_: cls(),
-    ("builtins", "object"): object,
-    ("__builtin__", "object"): object,
+    ("pathlib", "PosixPath"): _Enum,
+    ("builtins", "set"): make_set,
+    ("__builtin__", "set"): make_set,
+    ("copyreg", "_reconstructor"): reconstruct,
+    ("copy_reg", "_reconstructor"): reconstruct,
+    ("builtins", "object"): Record,
+    ("__builtin__", "object"): Record,
 }
 CLASSES = {
     (module, name): type(name, (Record,), {}) for module, names in RECORDS.items() for name in names
 }
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(RestrictedUnpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in CLASSES:
             return CLASSES[module, name]
@@ -207,10 +192,7 @@ def _is(value: Any, name: str) -> bool:
 def _index(metadata: Any) -> CheckpointIndex:
     if not _is(metadata, "Metadata"):
         raise pickle.UnpicklingError("it does not hold a Metadata object")
-    places: dict[tuple[str, Shape | None], Place] = {}
-    for at, info in metadata["storage_data"].items():
-        offset = at.state.get("offset")
-        places[at["fqn"], offset and _shape(offset)] = _place(info)
+    places = _places(metadata["storage_data"])
     index = CheckpointIndex()
     for key, described in metadata["state_dict_metadata"].items():
         if _is(described, "BytesStorageMetadata"):
@@ -220,6 +202,23 @@ def _index(metadata: Any) -> CheckpointIndex:
         else:
             raise pickle.UnpicklingError(f"{key} is neither a tensor nor an object")
     return index
+
+
+def _places(storage: dict[Any, Record]) -> dict[tuple[str, Shape | None], Place]:
+    """Where each chunk and object is: one place each, none of them shared."""
+    places: dict[tuple[str, Shape | None], Place] = {}
+    for at, info in storage.items():
+        key, offset = at["fqn"], at.state.get("offset")
+        if not isinstance(key, str):
+            raise pickle.UnpicklingError("a key that is not text")
+        place = places.setdefault((key, offset and _shape(offset)), found := _place(info))
+        if place is not found:
+            raise pickle.UnpicklingError(f"{key:.100} is in two places")
+    ordered = sorted((p for p in places.values() if p.length), key=lambda p: (p.file, p.offset))
+    for first, second in pairwise(ordered):
+        if first.file == second.file and first.offset + first.length > second.offset:
+            raise pickle.UnpicklingError(f"two pieces of data overlap in {first.file}")
+    return places
 
 
 def _tensor(key: str, described: Record, places: dict[Any, Place]) -> StoredTensor:
@@ -241,7 +240,7 @@ def _tensor(key: str, described: Record, places: dict[Any, Place]) -> StoredTens
 def _place(info: Record) -> Place:
     file, offset, length = info["relative_path"], info["offset"], info["length"]
     if not isinstance(file, str) or file != PurePosixPath(file).name or file in ("", "..", "."):
-        raise pickle.UnpicklingError(f"{file!r} is not a plain file name in the same directory")
+        raise pickle.UnpicklingError(f"{file!r:.100} is no plain file name in the same directory")
     if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
         raise pickle.UnpicklingError("an offset or length that is not a count")
     if info.state.get("transform_descriptors"):
@@ -251,5 +250,5 @@ def _place(info: Record) -> Place:
 
 def _shape(value: Any) -> Shape:
     if not isinstance(value, tuple) or not all(type(n) is int and n >= 0 for n in value):
-        raise pickle.UnpicklingError(f"{value!r} is not a shape")
+        raise pickle.UnpicklingError(f"a {type(value).__name__} that is not a shape")
     return value

@@ -7,7 +7,6 @@ Neither needs megatron-core, a model or a process group. A checkpoint directory 
 
 from __future__ import annotations
 
-import io
 import json
 import mmap
 import os
@@ -24,9 +23,10 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.converters import dcp_metadata
+from mcore_qwen3vl.converters.boxes import Extent, fill, overlap
 from mcore_qwen3vl.converters.dcp_metadata import CheckpointIndex, Chunk, Place, StoredTensor
 from mcore_qwen3vl.converters.mapping import EMBEDDING, Row, Shape, mcore_shapes
-from mcore_qwen3vl.converters.torch_zip import NotAPlainTensor, read_tensor, write_tensor
+from mcore_qwen3vl.converters.torch_zip import NotATensor, read_tensor, write_tensor
 from mcore_qwen3vl.converters.transforms import Box
 from mcore_qwen3vl.errors import BadInput
 
@@ -84,6 +84,9 @@ class MegatronCheckpoint:
         for tensor in self.index.tensors.values():
             for chunk in tensor.chunks:
                 self._view(chunk.place)
+        for key in self.model_keys():
+            if not fill(self.index.tensors[key].chunks, self.index.tensors[key].shape):
+                raise self._unfilled(key)
 
     @property
     def vocab_size(self) -> int:
@@ -155,14 +158,14 @@ class MegatronCheckpoint:
         out: Tensor | None = None
         filled = 0
         for chunk in self._chunks[key].get(corner, ()):
-            inside = _overlap(start, size, chunk)
+            inside = overlap(Extent(start, size), chunk)
             if inside is None:
                 continue
-            part = self._tensor(key, chunk)[inside.source]
+            part = self._tensor(key, chunk)[inside.stored]
             if part.numel() == prod(size):
                 return part
             out = torch.empty(size, dtype=self.dtype(key)) if out is None else out
-            out[inside.target] = part
+            out[inside.wanted] = part
             filled += part.numel()
         if out is None or filled != out.numel():
             raise self._unfilled(key)
@@ -170,17 +173,16 @@ class MegatronCheckpoint:
 
     def _unfilled(self, key: str) -> BadInput:
         return BadInput(
-            f"{self.folder / dcp_metadata.FILE}: the chunks of {key} do not fill the tensor. A "
-            "rank's file is missing from the checkpoint."
+            f"{self.folder / dcp_metadata.FILE}: the chunks of {key} do not fill the tensor once "
+            "each. A rank's file is missing from the checkpoint, or the metadata is damaged."
         )
 
     def _tensor(self, key: str, chunk: Chunk) -> Tensor:
         where = f"{self.folder / chunk.place.file}: the data of {key} at {list(chunk.offsets)}"
-        view = self._view(chunk.place)
         try:
-            tensor = read_tensor(view)
-        except NotAPlainTensor:
-            tensor = _load_any(view, where)
+            tensor = read_tensor(self._view(chunk.place))
+        except NotATensor as error:
+            raise BadInput(f"{where} is damaged or of another kind: {error}.") from None
         if tuple(tensor.shape) != chunk.sizes or tensor.dtype != self.dtype(key):
             raise BadInput(
                 f"{where} is {list(tensor.shape)} {tensor.dtype}, but .metadata says "
@@ -203,17 +205,21 @@ class MegatronCheckpoint:
 def _check_backend(folder: Path) -> None:
     file = folder / "metadata.json"
     try:
-        backend = json.loads(file.read_bytes()).get("sharded_backend")
+        content = json.loads(file.read_bytes())
+        backend, version = content.get("sharded_backend"), content.get("sharded_backend_version", 1)
     except FileNotFoundError:
         raise BadInput(
             f"{folder} is not a Megatron-Core torch_dist checkpoint: it has no metadata.json."
         ) from None
     except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise BadInput(f"{file} cannot be read ({error!r}). Copy the checkpoint again.") from None
-    if backend != "torch_dist":
         raise BadInput(
-            f"{file} says the checkpoint's format is {backend!r}; torch_dist is read. Load it in "
-            "Megatron and save it again with --ckpt-format torch_dist."
+            f"{file} cannot be read ({error!r:.200}). Copy the checkpoint again."
+        ) from None
+    if backend != "torch_dist" or version != 1:
+        raise BadInput(
+            f"{file} says the checkpoint's format is {backend!r:.40}, version {version!r:.40}; "
+            "torch_dist is read, version 1. Load it in Megatron and save it again with "
+            "--ckpt-format torch_dist."
         )
 
 
@@ -223,17 +229,6 @@ def _map(file: Path) -> memoryview:
             return memoryview(mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY))
     except (OSError, ValueError) as error:
         raise BadInput(f"{file} cannot be read ({error}). The checkpoint is incomplete.") from None
-
-
-def _load_any(view: memoryview, where: str) -> Tensor:
-    """What `read_tensor` leaves: views and other tensors that torch itself must rebuild."""
-    try:
-        tensor = torch.load(io.BytesIO(view), map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise BadInput(f"{where} is damaged ({error!r:.200}). Copy the file again.") from None
-    if not isinstance(tensor, Tensor):
-        raise BadInput(f"{where} is {type(tensor).__name__}, not a tensor.")
-    return tensor.contiguous()
 
 
 def _by_corner(tensor: StoredTensor) -> dict[Shape, list[Chunk]]:
@@ -249,23 +244,6 @@ def _by_corner(tensor: StoredTensor) -> dict[Shape, list[Chunk]]:
                 break
             table[chunk.offsets[: axis + 1]].append(chunk)
     return table
-
-
-@dataclass(frozen=True)
-class _Overlap:
-    source: Box  # in the chunk
-    target: Box  # in the wanted box
-
-
-def _overlap(start: Shape, size: Shape, chunk: Chunk) -> _Overlap | None:
-    source, target = [], []
-    for at, n, first, count in zip(start, size, chunk.offsets, chunk.sizes, strict=True):
-        low, high = max(at, first), min(at + n, first + count)
-        if low >= high:
-            return None
-        source.append(slice(low - first, high - first))
-        target.append(slice(low - at, high - at))
-    return _Overlap(tuple(source), tuple(target))
 
 
 @dataclass

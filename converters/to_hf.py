@@ -157,7 +157,14 @@ def plan(
             checkpoint, files, sidecars, _rewritten(config, expert_layout, wanted)
         ),
         files=len(files),
+        notes=_notes(checkpoint.vocab_size - architecture.vocab_size),
     )
+
+
+def _notes(padding: int) -> tuple[str, ...]:
+    if not padding:
+        return ()
+    return (f"The last {padding} rows of the vocabulary are padding and were left out.",)
 
 
 def hf_folder(source: Path) -> Path:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import io
 import pickle
+import struct
 import zipfile
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,6 +23,12 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.converters.mapping import Shape
+from mcore_qwen3vl.converters.restricted_pickle import (
+    FAILURES,
+    RestrictedUnpickler,
+    make_ordered_dict,
+    make_tuple,
+)
 
 STORAGES = {
     torch.bfloat16: torch.BFloat16Storage,
@@ -33,8 +41,12 @@ FOLDER = "archive"
 EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest a zip file can say: the bytes depend on nothing else
 
 
-class NotAPlainTensor(Exception):
-    """The archive holds something else than one contiguous tensor."""
+LARGEST_PICKLE = 2**16
+"""Bytes of the pickle that describes one tensor; 150 are usual."""
+
+
+class NotATensor(Exception):
+    """The archive is damaged or holds something else than one CPU tensor of a model's dtypes."""
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
@@ -75,37 +87,61 @@ def write_archive(
 def read_tensor(view: memoryview) -> Tensor:
     """The tensor in an archive, sharing `view`'s memory.
 
+    Everything is checked before use, since the archive may come from anywhere: the places of its
+    parts against each other, the tensor's extent against the data that is there.
+
     Raises:
-        NotAPlainTensor: the archive is damaged, or holds more than one contiguous CPU tensor.
+        NotATensor: the archive is damaged, or holds anything but one strided CPU tensor.
     """
     try:
         with zipfile.ZipFile(_View(view)) as archive:
-            folder = archive.namelist()[0].split("/")[0]
-            unpickler = _TensorUnpickler(io.BytesIO(archive.read(f"{folder}/data.pkl")))
-            dtype, key, shape = unpickler.load()
-            data = archive.getinfo(f"{folder}/data/{key}")
-    except (
-        zipfile.BadZipFile,
-        pickle.UnpicklingError,
-        LookupError,
-        ValueError,
-        TypeError,
-    ) as error:
-        raise NotAPlainTensor(str(error)) from error
-    except (EOFError, AttributeError, NotImplementedError, RuntimeError, OSError) as error:
-        raise NotAPlainTensor(str(error)) from error
-    header = view[data.header_offset : data.header_offset + 30]
-    if len(header) < 30 or data.compress_type != zipfile.ZIP_STORED:
-        raise NotAPlainTensor("the tensor data is compressed or cut short")
-    start = (
-        data.header_offset + 30 + sum(int.from_bytes(header[i : i + 2], "little") for i in (26, 28))
-    )
-    count = prod(shape)
-    if data.file_size != count * dtype.itemsize or start + data.file_size > len(view):
-        raise NotAPlainTensor(f"{data.file_size} bytes of data for shape {list(shape)}")
-    if count == 0:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(view, dtype=dtype, count=count, offset=start).view(shape)
+            described = _TensorUnpickler(_small_part(archive, "data.pkl")).load()
+            if not isinstance(described, _Read):
+                raise NotATensor(f"it holds {type(described).__name__}, not a tensor")
+            if _small_part(archive, "byteorder", default=b"little") != b"little":
+                raise NotATensor("it was written by a big-endian machine")
+            data = _part(archive, f"data/{described.key}")
+        start = _data_start(view, data)
+    except (zipfile.BadZipFile, zlib.error, OSError, *FAILURES) as error:
+        raise NotATensor(f"{error!r:.200}") from error
+    return described.tensor(view[start : start + data.file_size])
+
+
+def _part(archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
+    folder = archive.namelist()[0].split("/")[0]
+    found = [info for info in archive.infolist() if info.filename == f"{folder}/{name}"]
+    if len(found) != 1 or found[0].compress_type != zipfile.ZIP_STORED:
+        raise NotATensor(f"it holds {len(found)} parts {name}, or a compressed one")
+    return found[0]
+
+
+def _small_part(archive: zipfile.ZipFile, name: str, default: bytes | None = None) -> bytes:
+    if default is not None and not any(n.endswith(f"/{name}") for n in archive.namelist()):
+        return default
+    part = _part(archive, name)
+    if part.file_size > LARGEST_PICKLE:
+        raise NotATensor(f"{name} has {part.file_size} bytes")
+    return archive.read(part)
+
+
+def _data_start(view: memoryview, part: zipfile.ZipInfo) -> int:
+    """Where the bytes of `part` begin.
+
+    A local header whose lengths are wrong would move the data by some bytes, so what comes right
+    after it must be what a zip file has there.
+    """
+    at = part.header_offset
+    name, extra = struct.unpack("<HH", view[at + 26 : at + 30])
+    start = at + 30 + name + extra
+    after = bytes(view[start + part.file_size : start + part.file_size + 8])
+    if part.flag_bits & 8:
+        sound = after == b"PK\7\x08" + struct.pack("<I", part.CRC)
+    else:
+        sound = after[:4] in (b"PK\3\4", b"PK\1\2")
+    named = bytes(view[at + 30 : at + 30 + name]) == part.orig_filename.encode()
+    if not (sound and named and view[at : at + 4] == b"PK\3\4"):
+        raise NotATensor(f"the parts around {part.filename} do not fit together")
+    return start
 
 
 def tensor_pickle(dtype: torch.dtype, shape: Shape) -> bytes:
@@ -164,36 +200,63 @@ def _pickled(value: Any) -> bytes:
 DTYPE_OF = {f"{storage.__module__}.{storage.__name__}": d for d, storage in STORAGES.items()}
 
 
-class _TensorUnpickler(pickle.Unpickler):
-    """Reads one contiguous tensor's description and refuses everything else."""
+@dataclass(frozen=True)
+class _Read:
+    """What the pickle says of a tensor."""
+
+    dtype: torch.dtype
+    key: str
+    count: int
+    offset: int
+    shape: Shape
+    stride: Shape
+
+    def tensor(self, data: memoryview) -> Tensor:
+        """Over `data`, the bytes of the storage."""
+        if len(data) != self.count * self.dtype.itemsize:
+            raise NotATensor(f"{len(data)} bytes of data for {self.count} values")
+        if 0 in self.shape:
+            return torch.empty(self.shape, dtype=self.dtype)
+        whole = torch.frombuffer(data, dtype=self.dtype, count=self.count)
+        return whole.as_strided(self.shape, self.stride, self.offset)
+
+
+class _TensorUnpickler(RestrictedUnpickler):
+    """Reads the description of one tensor and refuses everything else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return _describe
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
         if (dtype := DTYPE_OF.get(f"{module}.{name}")) is not None:
             return dtype
+        if (function := FUNCTIONS.get(f"{module}.{name}")) is not None:
+            return function
         raise pickle.UnpicklingError(f"{module}.{name} in a tensor's archive")
 
     def persistent_load(self, pid: Any) -> tuple[torch.dtype, str, int]:
         _, dtype, key, _, count = pid
-        if not isinstance(dtype, torch.dtype) or not isinstance(key, str):
+        if not isinstance(dtype, torch.dtype) or not isinstance(key, str) or not key.isdigit():
             raise pickle.UnpicklingError("not a plain storage")
         return dtype, key, count
 
 
 def _describe(
     storage: tuple[torch.dtype, str, int], offset: int, size: Any, stride: Any, *_: Any
-) -> tuple[torch.dtype, str, Shape]:
+) -> _Read:
     dtype, key, count = storage
-    shape = tuple(size)
-    if not all(type(n) is int and n >= 0 for n in shape):
+    numbers = (count, offset, *size, *stride)
+    if len(size) != len(stride) or not all(type(n) is int and 0 <= n < 2**62 for n in numbers):
         raise pickle.UnpicklingError("a size that is not a count")
-    plain = offset == 0 and count == prod(shape) and tuple(stride) == contiguous_stride(shape)
-    if not plain:
-        raise pickle.UnpicklingError("the tensor is a view of a larger or permuted storage")
-    return dtype, key, shape
+    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    if prod(size) > count or last >= max(count, 1):
+        raise pickle.UnpicklingError("the tensor is larger than its data")
+    return _Read(dtype, key, count, offset, tuple(size), tuple(stride))
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "torch._utils._rebuild_tensor_v2": _describe,
+    "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
+    "collections.OrderedDict": make_ordered_dict,
+    "torch.Size": make_tuple,
+}
 
 
 def contiguous_stride(shape: Shape) -> Shape:
@@ -245,8 +308,9 @@ class _View(io.RawIOBase):
     def tell(self) -> int:
         return self._at
 
-    def readinto(self, buffer: Any) -> int:
-        part = self._view[self._at : self._at + len(buffer)]
-        buffer[: len(part)] = part
+    def read(self, size: int = -1) -> bytes:
+        """Never reserves more than there is, whatever `size` a damaged file asks for."""
+        stop = len(self._view) if size is None or size < 0 else self._at + size
+        part = bytes(self._view[self._at : stop])
         self._at += len(part)
-        return len(part)
+        return part

@@ -8,6 +8,7 @@ Imports neither torch nor megatron, so that conversion and inspection start fast
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -107,8 +108,10 @@ def read_config_file(path: Path) -> dict[str, Any]:
             f"{file} does not exist. A Hugging Face checkpoint directory holds a config.json; "
             "check the path."
         ) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise BadInput(f"{file} cannot be read as JSON: {error}. Copy the file again.") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise BadInput(
+            f"{file} cannot be read as JSON: {error!s:.200}. Copy the file again."
+        ) from None
     if not isinstance(config, dict):
         raise BadInput(f"{file} holds {type(config).__name__}, not a JSON object.")
     return config
@@ -116,9 +119,9 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 def _architecture(config: dict[str, Any]) -> Architecture:
     model_type = config.get("model_type")
-    if model_type not in MODEL_TYPES:
+    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         raise BadInput(
-            f"config.json has model_type {model_type!r}; this tool handles "
+            f"config.json has model_type {model_type!r:.40}; this tool handles "
             f"{' and '.join(MODEL_TYPES)} only."
         )
     moe = MODEL_TYPES[model_type]
@@ -126,15 +129,14 @@ def _architecture(config: dict[str, Any]) -> Architecture:
     if text.get("attention_bias"):
         raise BadInput("text_config.attention_bias is true; no Qwen3-VL model has one.")
     if text.get("hidden_act", "silu") != "silu":
-        raise BadInput(f"text_config.hidden_act is {text['hidden_act']!r}; expected 'silu'.")
+        raise BadInput(f"text_config.hidden_act is {text['hidden_act']!r:.40}; expected 'silu'.")
     rope = _rope(text)
     layers = _integer(text, "num_hidden_layers")
-    heads = _integer(text, "num_attention_heads")
-    head_dim = text.get("head_dim") or _integer(text, "hidden_size") // heads
-    section = rope.get("mrope_section", [24, 20, 20])
+    heads, kv_heads, head_dim = _heads(text)
+    section = _integers(rope, "mrope_section", default=(24, 20, 20))
     if len(section) != 3 or sum(section) * 2 != head_dim:
         raise BadInput(
-            f"mrope_section is {section}: three numbers that add up to half of head_dim "
+            f"mrope_section is {list(section)}: three numbers that add up to half of head_dim "
             f"{head_dim} are needed."
         )
     return Architecture(
@@ -143,13 +145,13 @@ def _architecture(config: dict[str, Any]) -> Architecture:
         intermediate_size=_integer(text, "intermediate_size"),
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=text.get("num_key_value_heads") or heads,
+        num_key_value_heads=kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
-        rope_theta=float(rope["rope_theta"]),
+        rms_norm_eps=_number(text, "rms_norm_eps", 1e-6),
+        rope_theta=_number(rope, "rope_theta"),
         mrope_section=(section[0], section[1], section[2]),
         max_position_embeddings=_integer(text, "max_position_embeddings"),
-        initializer_range=float(text.get("initializer_range", 0.02)),
+        initializer_range=_number(text, "initializer_range", 0.02),
         # transformers 5 was seen writing text_config.tie_word_embeddings: true beside a
         # top-level false; the top level is what its loader follows.
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
@@ -162,7 +164,7 @@ def _architecture(config: dict[str, Any]) -> Architecture:
         num_experts=_expert_count(text) if moe else 0,
         num_experts_per_tok=_integer(text, "num_experts_per_tok") if moe else 0,
         moe_intermediate_size=_integer(text, "moe_intermediate_size") if moe else 0,
-        router_aux_loss_coef=float(text.get("router_aux_loss_coef", 0.001)) if moe else 0.0,
+        router_aux_loss_coef=_number(text, "router_aux_loss_coef", 0.001) if moe else 0.0,
         moe_layers=_moe_layers(text, layers) if moe else (False,) * layers,
         expert_layout=declared_expert_layout(config) if moe else None,
     )
@@ -176,20 +178,23 @@ def _vision(vision: dict[str, Any]) -> VisionArchitecture:
     }
     if vision.get("hidden_act", VISION_ACTIVATION) != VISION_ACTIVATION:
         raise BadInput(
-            f"vision_config.hidden_act is {vision['hidden_act']!r}; expected {VISION_ACTIVATION!r}."
+            f"vision_config.hidden_act is {vision['hidden_act']!r:.40}; "
+            f"expected {VISION_ACTIVATION!r}."
         )
-    theta = (vision.get("rope_parameters") or {}).get("rope_theta", VISION_ROPE_THETA)
+    rope = _section(vision, "rope_parameters") if vision.get("rope_parameters") else {}
+    theta = rope.get("rope_theta", VISION_ROPE_THETA)
     if theta != VISION_ROPE_THETA:
         raise BadInput(
-            f"vision_config.rope_parameters.rope_theta is {theta}; expected {VISION_ROPE_THETA}."
+            f"vision_config.rope_parameters.rope_theta is {theta!r:.40}; "
+            f"expected {VISION_ROPE_THETA}."
         )
-    indexes = vision.get("deepstack_visual_indexes", [])
-    if any(not 0 <= i < numbers["depth"] for i in indexes):
+    indexes = _integers(vision, "deepstack_visual_indexes", default=())
+    if any(not 0 <= i < numbers["depth"] for i in indexes) or len(set(indexes)) < len(indexes):
         raise BadInput(
-            f"vision_config.deepstack_visual_indexes is {indexes}, "
-            f"outside the depth {numbers['depth']}."
+            f"vision_config.deepstack_visual_indexes is {list(indexes)}, "
+            f"not different layers of the depth {numbers['depth']}."
         )
-    return VisionArchitecture(**numbers, deepstack_visual_indexes=tuple(indexes))
+    return VisionArchitecture(**numbers, deepstack_visual_indexes=indexes)
 
 
 def declared_expert_layout(config: dict[str, Any]) -> ExpertLayout | None:
@@ -205,9 +210,8 @@ def declared_expert_layout(config: dict[str, Any]) -> ExpertLayout | None:
     text = _section(config, "text_config")
     said: dict[str, ExpertLayout] = {}
     version = config.get("transformers_version") or text.get("transformers_version")
-    if version is not None and str(version).split(".")[0].isdigit():
-        major = int(str(version).split(".")[0])
-        said[f"transformers_version {version}"] = "v5" if major >= 5 else "published"
+    if major := re.match(r"\d{1,4}\b", str(version), re.ASCII):
+        said[f"transformers_version {version!s:.40}"] = "v5" if int(major[0]) >= 5 else "published"
     if "rope_parameters" in text:
         said["text_config.rope_parameters"] = "v5"
     elif "rope_scaling" in text or "rope_theta" in text:
@@ -228,26 +232,26 @@ def declared_expert_layout(config: dict[str, Any]) -> ExpertLayout | None:
 
 
 def _expert_count(text: dict[str, Any]) -> int:
-    counts = {text[name] for name in ("num_experts", "num_local_experts") if name in text}
+    names = ("num_experts", "num_local_experts")
+    counts = {_integer(text, name) for name in names if name in text}
     if len(counts) != 1:
         raise BadInput(
             "text_config must give one expert count in num_experts or num_local_experts; "
             f"found {sorted(counts) or 'none'}."
         )
-    return int(counts.pop())
+    return counts.pop()
 
 
 def _moe_layers(text: dict[str, Any], layers: int) -> tuple[bool, ...]:
     """HF ``Qwen3VLMoeTextDecoderLayer``: sparse unless listed, every `decoder_sparse_step`-th."""
-    dense = set(text.get("mlp_only_layers") or ())
-    step = int(text.get("decoder_sparse_step", 1))
-    if step < 1:
-        raise BadInput(f"text_config.decoder_sparse_step is {step}; it must be at least 1.")
+    dense = _integers(text, "mlp_only_layers", default=())
+    step = _integer({"decoder_sparse_step": 1, **text}, "decoder_sparse_step", least=1)
     return tuple(i not in dense and (i + 1) % step == 0 for i in range(layers))
 
 
 def _rope(text: dict[str, Any]) -> dict[str, Any]:
-    rope = dict(text.get("rope_parameters") or text.get("rope_scaling") or {})
+    names = ("rope_parameters", "rope_scaling")
+    rope = dict(next((_section(text, name) for name in names if text.get(name)), {}))
     rope.setdefault("rope_theta", text.get("rope_theta"))
     if rope["rope_theta"] is None:
         raise BadInput(
@@ -257,7 +261,7 @@ def _rope(text: dict[str, Any]) -> dict[str, Any]:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     # Checkpoints saved before 4.57 called the same thing "mrope".
     if kind not in ("default", "mrope"):
-        raise BadInput(f"rope_type {kind!r} is not supported; Qwen3-VL uses 'default'.")
+        raise BadInput(f"rope_type {kind!r:.40} is not supported; Qwen3-VL uses 'default'.")
     if rope.get("mrope_interleaved") is False:
         raise BadInput("mrope_interleaved is false; Qwen3-VL interleaves the three axes.")
     return rope
@@ -270,11 +274,60 @@ def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
     return section
 
 
-def _integer(section: dict[str, Any], name: str) -> int:
+LIMITS = {
+    "num_hidden_layers": 2**12,
+    "depth": 2**12,
+    "num_experts": 2**12,
+    "num_local_experts": 2**12,
+    "num_key_value_heads": 2**12,
+}
+"""Counts that make this many tensors or pieces; a damaged file must not make billions."""
+
+LARGEST = 2**31 - 1
+"""Of every other whole number in a config."""
+
+
+def _heads(text: dict[str, Any]) -> tuple[int, int, int]:
+    """Query heads, key and value heads, and the size of one."""
+    heads = _integer(text, "num_attention_heads", least=1)
+    kv_heads = heads
+    if text.get("num_key_value_heads") is not None:
+        kv_heads = _integer(text, "num_key_value_heads", least=1)
+    if heads % kv_heads:
+        raise BadInput(
+            f"config.json: num_attention_heads {heads} is no multiple of num_key_value_heads "
+            f"{kv_heads}."
+        )
+    if text.get("head_dim") is not None:
+        return heads, kv_heads, _integer(text, "head_dim", least=1)
+    return heads, kv_heads, _integer(text, "hidden_size") // heads
+
+
+def _integer(section: dict[str, Any], name: str, *, least: int = 0) -> int:
     value = section.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise BadInput(f"config.json: {name} is {value!r}; a whole number is needed.")
+    most = LIMITS.get(name, LARGEST)
+    if type(value) is not int or not least <= value <= most:
+        raise BadInput(
+            f"config.json: {name} is {value!r:.40}; a whole number from {least} to {most} is "
+            "needed."
+        )
     return value
+
+
+def _integers(section: dict[str, Any], name: str, default: tuple[int, ...]) -> tuple[int, ...]:
+    values = section.get(name)
+    if values is None:
+        return default
+    if not isinstance(values, list | tuple) or any(type(n) is not int for n in values):
+        raise BadInput(f"config.json: {name} is {values!r:.40}; whole numbers are needed.")
+    return tuple(values)
+
+
+def _number(section: dict[str, Any], name: str, default: float | None = None) -> float:
+    value = section.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
+        raise BadInput(f"config.json: {name} is {value!r:.40}; a number is needed.")
+    return float(value)
 
 
 def _first(config: dict[str, Any], text: dict[str, Any], *names: str, default: str) -> Any:

@@ -1,0 +1,122 @@
+"""Unpickling what an allow-list admits, in memory and time proportional to the data.
+
+`pickle.Unpickler` calls nothing that `find_class` refuses, but a few bytes can still make it
+reserve gigabytes (a memo index, a byte array's length), hash shared nested tuples for ever, or
+change the attributes of an admitted class. The interpreter written in Python keeps its memo in a
+dictionary and lets each of those be refused.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+
+class Record:
+    """An inert stand-in for one instance of a class named in the pickle."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+        self.state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __getitem__(self, name: str) -> Any:
+        if not isinstance(self.state, dict) or name not in self.state:
+            raise pickle.UnpicklingError(f"no field {name}")
+        return self.state[name]
+
+
+KEYS = (str, int, Record)
+"""What may be a dictionary's key or a set's member: their hashes take no time."""
+
+FAILURES = (
+    *(pickle.UnpicklingError, LookupError, TypeError, ValueError, EOFError, AttributeError),
+    *(OverflowError, MemoryError, RecursionError, NotImplementedError, AssertionError),
+    struct.error,
+)
+"""What reading a damaged pickle may raise."""
+
+PYTHONS: Any = pickle._Unpickler
+"""The interpreter written in Python; `pickle.Unpickler` is the one in C."""
+
+
+class RestrictedUnpickler(PYTHONS):
+    """Base class; override `find_class` and, where needed, ``persistent_load``.
+
+    Raises one of `FAILURES` on damaged data, and whatever the overrides raise.
+    """
+
+    stack: list[Any]
+    dispatch: ClassVar[dict[int, Callable[..., None]]] = dict(PYTHONS.dispatch)
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"{module}.{name}")
+
+    def load_setitem(self) -> None:
+        _check_keys(self.stack[-2:-1])
+        PYTHONS.load_setitem(self)
+
+    def load_setitems(self) -> None:
+        _check_keys(self.stack[::2])
+        PYTHONS.load_setitems(self)
+
+    def load_additems(self) -> None:
+        _check_keys(self.stack)
+        PYTHONS.load_additems(self)
+
+    def load_build(self) -> None:
+        if not isinstance(self.stack[-2], Record):
+            raise pickle.UnpicklingError("state for something that has none")
+        PYTHONS.load_build(self)
+
+    def refuse(self) -> None:
+        raise pickle.UnpicklingError("an instruction that no checkpoint uses")
+
+    dispatch[pickle.SETITEM[0]] = load_setitem
+    dispatch[pickle.SETITEMS[0]] = load_setitems
+    dispatch[pickle.ADDITEMS[0]] = load_additems
+    dispatch[pickle.BUILD[0]] = load_build
+    for _code in (
+        *(pickle.BYTEARRAY8, pickle.DICT, pickle.FROZENSET, pickle.INST, pickle.OBJ),
+        *(pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER),
+    ):
+        dispatch[_code[0]] = refuse
+
+
+def make_set(members: Iterable[Any] = ()) -> set[Any]:
+    """`set` as a pickle may call it."""
+    members = list(members)
+    _check_keys(members)
+    return set(members)
+
+
+def make_ordered_dict(pairs: Iterable[Any] = ()) -> OrderedDict[Any, Any]:
+    """`OrderedDict` as a pickle may call it."""
+    pairs = [(key, value) for key, value in pairs]
+    _check_keys(key for key, _ in pairs)
+    return OrderedDict(pairs)
+
+
+def make_tuple(members: Iterable[Any] = ()) -> tuple[Any, ...]:
+    """``torch.Size`` as a pickle may call it."""
+    return tuple(members)
+
+
+def reconstruct(cls: Callable[[], Any], *_: Any) -> Any:
+    """``copyreg._reconstructor`` for admitted classes."""
+    return cls()
+
+
+def _check_keys(keys: Iterable[Any]) -> None:
+    for key in keys:
+        if not isinstance(key, KEYS):
+            raise pickle.UnpicklingError(f"a {type(key).__name__} as key")
