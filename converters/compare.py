@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from hashlib import sha256
 from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters import mapping
+from mcore_qwen3vl.config import Architecture, read_config_file
+from mcore_qwen3vl.converters import hf_config, mapping, quantization
 from mcore_qwen3vl.converters.huggingface import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.legacy import open_megatron
 from mcore_qwen3vl.converters.mapping import Row
@@ -53,7 +54,7 @@ def compare_checkpoints(
             progress(done, total, name)
     only_b = (name for name in right.pieces if name not in left.pieces)
     result.findings += [Finding(TENSORS, name, flaw="only in B") for name in only_b]
-    result.findings += _compare_files(left.sidecars, right.sidecars)
+    result.findings += _compare_files(left, right)
     return result
 
 
@@ -109,6 +110,13 @@ class _Side:
         hf = self.hf
         assert hf is not None
         return row.take(hf.read, box)
+
+    def digest(self, name: str) -> str:
+        """Of a sidecar file; of a quantised checkpoint's config as its values are read."""
+        if name == "config.json" and self.hf is not None and self.hf.quantization is not None:
+            config = quantization.without(read_config_file(self.sidecars[name]))
+            return sha256(hf_config.dumps(config)).hexdigest()
+        return digest(self.sidecars[name])
 
     def _itemsize(self, name: str) -> int:
         pieces = self.pieces[name]
@@ -172,10 +180,11 @@ def _measure(a: _Piece, b: _Piece, left: _Side, right: _Side) -> Measurement:
     return measured
 
 
-def _compare_files(a: dict[str, Path], b: dict[str, Path]) -> Iterator[Finding]:
+def _compare_files(left: _Side, right: _Side) -> Iterator[Finding]:
+    a, b = left.sidecars, right.sidecars
     for name in sorted(a.keys() | b.keys()):
         if name not in a or name not in b:
             flaw = "only in A" if name in a else "only in B"
         else:
-            flaw = "" if digest(a[name]) == digest(b[name]) else "differs"
+            flaw = "" if left.digest(name) == right.digest(name) else "differs"
         yield Finding(FILES, name, flaw=flaw)

@@ -15,7 +15,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from mcore_qwen3vl.config import read_config_file
 from mcore_qwen3vl.converters.mapping import Row, Shape, hf_shapes
+from mcore_qwen3vl.converters.plan import cast
+from mcore_qwen3vl.converters.quantization import declared, dequantize, pair
 from mcore_qwen3vl.errors import BadInput
 
 INDEX = "model.safetensors.index.json"
@@ -38,15 +41,17 @@ class Entry:
 
     Attributes:
         file: the file that holds it.
-        dtype: what `HuggingFaceCheckpoint.read` gives.
+        dtype: what `HuggingFaceCheckpoint.read` gives, unless asked for another.
         shape: its shape.
-        stored: dtype in the file.
+        stored: dtype in the file; differs where the tensor is quantised.
+        scale: name of the tensor with the factors of a quantised one.
     """
 
     file: str
     dtype: torch.dtype
     shape: Shape
     stored: torch.dtype
+    scale: str | None = None
 
 
 class HuggingFaceCheckpoint:
@@ -57,15 +62,20 @@ class HuggingFaceCheckpoint:
 
     Attributes:
         path: the directory.
-        entries: what each tensor is, by HF name.
+        entries: what each tensor of the model is, by HF name.
+        scales: the factors of quantised tensors.
+        quantization: the ``quantization_config``, if there is one.
 
     Raises:
         BadInput: no safetensors files, a file that is cut short or not safetensors, an index that
-            names absent or outside files, or disagrees with what the files hold.
+            names absent or outside files, or disagrees with what the files hold; or the checkpoint
+            is quantised in a way that is not understood (see `quantization`).
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        config = path / "config.json"
+        self.quantization = declared(read_config_file(config)) if config.exists() else None
         index = _index(path)
         files = sorted(set(index.values())) if index is not None else [_only_file(path)]
         self._files = {file: _open(path / file) for file in files}
@@ -75,23 +85,38 @@ class HuggingFaceCheckpoint:
                 self._add(file, name, handle.get_slice(name))
         if index is not None:
             self._compare_with(index)
+        self.entries, self.scales = pair(self.entries, self.quantization)
 
     @property
     def files(self) -> list[Path]:
         return [self.path / file for file in self._files]
 
-    def stored(self, name: str, box: Box) -> Tensor:
+    def stored(self, name: str, box: Box = ()) -> Tensor:
         """`box` of a tensor as the file has it: a view of the file, read-only by convention."""
-        return self._files[self.entries[name].file].get_tensor(name)[box]
+        entry = self.entries.get(name) or self.scales[name]
+        return self._files[entry.file].get_tensor(name)[box]
 
-    def read(self, name: str, box: Box = ()) -> Tensor:
+    def read(self, name: str, box: Box = (), dtype: torch.dtype | None = None) -> Tensor:
         """`box` of a tensor, by default all of it; read-only by convention.
 
         Args:
             name: HF name.
-            box: a slice or an index for each of the leading axes.
+            box: a slice for each of the leading axes; for the first of three, an index will do.
+            dtype: of the result; default: the entry's, which makes it a view of the file unless
+                the tensor is quantised.
+
+        Raises:
+            BadInput: a value does not fit `dtype`.
         """
-        return self.stored(name, box)
+        entry = self.entries[name]
+        stored = self.stored(name, box)
+        if entry.scale is None:
+            return cast(stored, dtype or entry.dtype, name)
+        *stack, rows, columns = (*box, *(slice(None) for _ in entry.shape[len(box) :]))
+        height, width = entry.shape[-2:]
+        factors = self.stored(entry.scale, tuple(stack))
+        places = slice(*rows.indices(height)), slice(*columns.indices(width))
+        return dequantize(stored, factors, *places, dtype or entry.dtype, name)
 
     def require(self, rows: Iterable[Row]) -> None:
         """Check that the checkpoint holds exactly the tensors that `rows` consume.
@@ -195,7 +220,9 @@ def _index(path: Path) -> dict[str, str] | None:
     try:
         weight_map = json.loads(file.read_bytes())["weight_map"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise BadInput(f"{file} cannot be read as an index ({error!r}). Copy it again.") from None
+        raise BadInput(
+            f"{file} cannot be read as an index ({error!r:.200}). Copy it again."
+        ) from None
     if not isinstance(weight_map, dict) or not weight_map:
         raise BadInput(f"{file} has no tensor in its weight_map. Copy it again.")
     for name, target in weight_map.items():
@@ -205,10 +232,10 @@ def _index(path: Path) -> dict[str, str] | None:
 
 def _check_target(index: Path, name: str, target: Any) -> None:
     safe = isinstance(target, str) and target == PurePosixPath(target).name and "\\" not in target
-    if not safe or target in ("", ".", "..") or "\0" in target:
+    if not safe or target in ("", ".", "..") or "\0" in target or len(target) > 255:
         raise BadInput(
-            f"{index} puts tensor {name} in {target!r}, which is not a plain file name in the same "
-            "directory. Refused: an index must not reach outside its checkpoint."
+            f"{index} puts tensor {name:.200} in {target!r:.200}, which is not a plain file name "
+            "in the same directory. Refused: an index must not reach outside its checkpoint."
         )
     if not (index.parent / target).is_file():
         raise BadInput(
@@ -222,5 +249,5 @@ def _open(file: Path) -> Any:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError, ValueError) as error:
         raise BadInput(
-            f"{file} is not a complete safetensors file ({error}). Fetch it again."
+            f"{file} is not a complete safetensors file ({error!s:.200}). Fetch it again."
         ) from None

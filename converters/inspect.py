@@ -104,8 +104,8 @@ def _megatron(path: Path) -> Inspection:
 def _huggingface(path: Path) -> Inspection:
     checkpoint = HuggingFaceCheckpoint(path)
     tensors = tuple(
-        _info(name, e.shape, dtype_name(e.dtype), e.dtype.itemsize)
-        for name, e in checkpoint.entries.items()
+        _info(name, e.shape, dtype_name(e.stored), e.stored.itemsize)
+        for name, e in (checkpoint.entries | checkpoint.scales).items()
     )
     architecture = Architecture.from_hf(path)
     return _inspection(path, "huggingface", architecture, tensors, files=len(checkpoint.files))

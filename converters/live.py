@@ -21,7 +21,7 @@ from mcore_qwen3vl.config import Architecture, ExpertLayout
 from mcore_qwen3vl.converters import shards
 from mcore_qwen3vl.converters.huggingface import INDEX, HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.mapping import hf_shapes
-from mcore_qwen3vl.converters.plan import cast, dtype_name
+from mcore_qwen3vl.converters.plan import dtype_name
 from mcore_qwen3vl.converters.sharded import Part, hf_parts, table_of, unwrap
 from mcore_qwen3vl.converters.sidecar import copy_sidecars, sidecar_files
 from mcore_qwen3vl.converters.staging import Staging, staging, write_durably
@@ -59,9 +59,8 @@ def load_hf(models: nn.Module | Sequence[nn.Module], path: str | Path) -> int:
     with torch.no_grad():
         _zero_padding(chunks)
         for part in hf_parts(chunks, expert_layout=layout):
-            stored = checkpoint.read(part.name, part.box)
-            part.local.copy_(cast(stored, part.local.dtype, part.name))
-            read += stored.nbytes
+            part.local.copy_(checkpoint.read(part.name, part.box, part.local.dtype))
+            read += checkpoint.stored(part.name, part.box).nbytes
     return read
 
 

@@ -105,20 +105,13 @@ def dumps(
     """
     tensors: dict[str, dict[str, Any]] = {}
     for name, expert, after, before in checksums:
-        entry = checkpoint.entries[name]
-        tensor = tensors.setdefault(
-            name,
-            {
-                "shape": list(entry.shape),
-                "dtype": dtype_name(dtype or entry.dtype),
-                "source_dtype": dtype_name(entry.stored),
-            },
-        )
+        if name not in tensors:
+            tensors[name] = _tensor(checkpoint, name, dtype)
         for key, value in ((CHECKSUM, after), (SOURCE_CHECKSUM, before)):
             if value is not None and expert is None:
-                tensor[key] = value
+                tensors[name][key] = value
             elif value is not None:
-                tensor.setdefault(key, []).append(value)
+                tensors[name].setdefault(key, []).append(value)
     content = {
         "format": FORMAT,
         "direction": "hf-to-mcore",
@@ -137,3 +130,25 @@ def dumps(
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(t)}" for name, t in tensors.items())
     head = json.dumps(content, indent=1).removesuffix("\n}")
     return f'{head},\n "tensors": {{\n{lines}\n }}\n}}\n'.encode()
+
+
+def _tensor(
+    checkpoint: HuggingFaceCheckpoint, name: str, dtype: torch.dtype | None
+) -> dict[str, Any]:
+    """All but the checksums of what is converted."""
+    entry = checkpoint.entries[name]
+    tensor = {
+        "shape": list(entry.shape),
+        "dtype": dtype_name(dtype or entry.dtype),
+        "source_dtype": dtype_name(entry.stored),
+    }
+    if entry.scale is not None:
+        factors = checkpoint.stored(entry.scale)
+        checksum = xxhash.xxh3_128_hexdigest(as_bytes(factors))
+        tensor["source_scale"] = {
+            "name": entry.scale,
+            "shape": list(factors.shape),
+            "dtype": dtype_name(factors.dtype),
+            CHECKSUM: checksum,
+        }
+    return tensor

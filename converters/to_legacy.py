@@ -34,7 +34,7 @@ from mcore_qwen3vl.converters.legacy_layout import (
 )
 from mcore_qwen3vl.converters.mapping import EMBEDDING, Row, Shape
 from mcore_qwen3vl.converters.megatron import RELEASE
-from mcore_qwen3vl.converters.plan import Plan, Unit, cast, max_rows
+from mcore_qwen3vl.converters.plan import Plan, Unit, max_rows
 from mcore_qwen3vl.converters.to_mcore import ToMcore
 from mcore_qwen3vl.converters.torch_zip import Described, write_archive
 from mcore_qwen3vl.converters.transforms import Box
@@ -155,7 +155,7 @@ class ToLegacy:
         row, source = tensor.row, self.mcore.source
 
         def fetch(name: str, box: Box) -> Tensor:
-            return cast(source.read(name, box), tensor.dtype, name)
+            return source.read(name, box, tensor.dtype)
 
         for rows, *columns in tensor.boxes:
             whole = row.rearrangement.transposed
@@ -232,7 +232,6 @@ def _arguments(legacy: Legacy, mcore: ToMcore, divisor: int) -> dict[str, Any]:
         "add_position_embedding": True,  # Megatron's default, which mrope leaves alone
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
-        "seq_length": a.max_position_embeddings,
         "tokenizer_type": "NullTokenizer",
         "make_vocab_size_divisible_by": divisor,
         "padded_vocab_size": mcore.tensors[EMBEDDING].shape[0],

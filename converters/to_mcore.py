@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture, read_config_file
-from mcore_qwen3vl.converters import dcp_metadata, hf_config, manifest, mapping
+from mcore_qwen3vl.converters import dcp_metadata, hf_config, manifest, mapping, quantization
 from mcore_qwen3vl.converters.dcp_metadata import CheckpointIndex, Chunk, Place, StoredTensor
 from mcore_qwen3vl.converters.huggingface import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.manifest import RowChecksums
@@ -24,7 +24,6 @@ from mcore_qwen3vl.converters.plan import (
     Plan,
     Step,
     Unit,
-    cast,
     dtype_name,
     file_identity,
     group_units,
@@ -113,7 +112,7 @@ class ToMcore:
         def fetch(source: int, box: Box) -> Tensor:
             named = row.sources[source]
             place = box if named.index is None else (named.index, *box)
-            part = cast(self.source.read(named.name, place), dtype, named.name)
+            part = self.source.read(named.name, place, dtype)
             sums.add(source, box, self.source.stored(named.name, place), part)
             return part
 
@@ -147,14 +146,12 @@ def plan(
     sidecars = sidecar_files(source)
     work = [(row, row.numel * tensors[row.key].dtype.itemsize) for row in rows]
     size = unit_bytes(sum(nbytes for _, nbytes in work))
-    rewritten = None
-    if wanted is not None:
-        rewritten = hf_config.dumps(hf_config.with_dtype(config, dtype_name(wanted)))
     units = tuple(group_units(work, size, lambda n: f"__0_{n}.distcp"))
     facts = {
         "iteration": RELEASE,
         "expert_layout": architecture.expert_layout,
         "vocabulary": {"rows": architecture.vocab_size, "padded_to": padded},
+        "quantization": checkpoint.quantization,  # of the source; the tensors here have none
     }
     return Plan(
         direction="hf-to-mcore",
@@ -169,9 +166,38 @@ def plan(
             "dtype": dtype,
             "vocabulary": padded,
         },
-        conversion=ToMcore(checkpoint, architecture, tensors, sidecars, rewritten, wanted, facts),
+        conversion=ToMcore(
+            checkpoint,
+            architecture,
+            tensors,
+            sidecars,
+            _rewritten(config, checkpoint, wanted),
+            wanted,
+            facts,
+        ),
         files=len(units),
+        notes=_notes(checkpoint, wanted),
     )
+
+
+def _rewritten(
+    config: dict[str, Any], checkpoint: HuggingFaceCheckpoint, dtype: torch.dtype | None
+) -> bytes | None:
+    """The new ``config.json``, or None where the source's own is right."""
+    if checkpoint.quantization is None and dtype is None:
+        return None
+    config = quantization.without(config)
+    if dtype is not None:
+        config = hf_config.with_dtype(config, dtype_name(dtype))
+    return hf_config.dumps(config)
+
+
+def _notes(checkpoint: HuggingFaceCheckpoint, dtype: torch.dtype | None) -> tuple[str, ...]:
+    count = sum(entry.scale is not None for entry in checkpoint.entries.values())
+    if not count:
+        return ()
+    written = dtype_name(dtype or quantization.DEQUANTIZED)
+    return (f"{count} tensors are FP8 and are written dequantised, as {written}.",)
 
 
 def _targets(
