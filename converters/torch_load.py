@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import pickle
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +64,8 @@ def load(file: Path) -> Any:
     Raises:
         BadInput: the file is damaged, or names something outside the list.
     """
-    allowed: list[Any] = [(argparse.Namespace, "argparse.Namespace")]
-    allowed += [(type("StandIn", (_StandIn,), {}), name) for name in STAND_INS]
     try:
-        with torch.serialization.safe_globals(allowed):
+        with _only_the_list():
             return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         if found := re.search(r"GLOBAL ([\w.]+)", str(error)):
@@ -77,6 +77,24 @@ def load(file: Path) -> Any:
         raise BadInput(_damaged(file, error)) from None
     except Exception as error:  # torch's readers raise nearly anything on a damaged file
         raise BadInput(_damaged(file, error)) from None
+
+
+@contextmanager
+def _only_the_list() -> Iterator[None]:
+    """Admit what is listed here, and not what other libraries have told torch to admit.
+
+    Importing megatron-core admits the real classes, which would meet our stand-ins.
+    """
+    others = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    listed: list[Any] = [(argparse.Namespace, "argparse.Namespace")]
+    listed += [(type("StandIn", (_StandIn,), {}), name) for name in STAND_INS]
+    torch.serialization.add_safe_globals(listed)
+    try:
+        yield
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(others)
 
 
 def _damaged(file: Path, error: Exception) -> str:
