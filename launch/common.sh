@@ -13,6 +13,8 @@ set -euo pipefail
 LAUNCH_DIR=${LAUNCH_DIR:-$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)}
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}
 MASTER_PORT=${MASTER_PORT:-29500}
+# What a step and a checkpoint may take after SIGTERM; torchrun's 30 s would kill a rank in it.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 
 COMMON=(
     --bf16 --spec te --packing --seq-length 8192 --micro-batch-size 1

@@ -87,9 +87,11 @@ def train(
     ] = None,
 ) -> None:
     """Train on this machine: forwards every other flag to Megatron's loop through torchrun."""
-    from mcore_qwen3vl.training.local import train_locally
+    from mcore_qwen3vl.training.local import show_help, train_locally
 
-    sys.exit(train_locally(context.args, processes))
+    if {"-h", "--help"}.isdisjoint(context.args):
+        sys.exit(train_locally(context.args, processes))
+    show_help()
 
 
 @app.command("train-demo")

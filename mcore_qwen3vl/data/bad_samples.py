@@ -15,6 +15,9 @@ from mcore_qwen3vl.errors import BadInput
 
 log = logging.getLogger(__name__)
 
+OVERLONG_IN_A_ROW = 1000
+"""So many over-long samples without one that fits are no policy any more: nothing would train."""
+
 
 class BadSample(Exception):
     """This sample cannot be used, and the message says why. The loader skips it."""
@@ -27,7 +30,8 @@ class OverlongSample(Exception):
 class BadSampleGuard:
     """One worker's tally of samples that could not be used.
 
-    Over-long samples are left out by policy: they are tallied apart and never stop the run.
+    Over-long samples are left out by policy: they are tallied apart, and stop the run only when
+    nothing else comes.
     """
 
     def __init__(self, max_fraction: float, floor: int) -> None:
@@ -42,6 +46,7 @@ class BadSampleGuard:
         self._bad = 0
         self._skipped = 0
         self._dropped = 0
+        self._overlong_in_a_row = 0
 
     def count(self) -> None:
         """One more sample was read."""
@@ -59,15 +64,23 @@ class BadSampleGuard:
 
         Raises:
             SkipSample: for energon, which then takes the next sample.
-            BadInput: too many samples were bad.
+            BadInput: too many samples were bad, or all of the last ones over-long.
         """
         try:
             yield
+            self._overlong_in_a_row = 0
         except (SkipSample, *SYSTEM_EXCEPTIONS):
             raise
         except OverlongSample as error:
             self._dropped += 1
+            self._overlong_in_a_row += 1
             log.info("sample %s left out: %s", sample_id(sample), error)
+            if self._overlong_in_a_row == OVERLONG_IN_A_ROW:
+                raise BadInput(
+                    f"The last {OVERLONG_IN_A_ROW} samples were all left out as over-long. The "
+                    f"last one is {sample_id(sample)}: {error} Raise --seq-length, lower the "
+                    "pixel budgets, or set --overlong truncate."
+                ) from error
             raise SkipSample from error
         except Exception as error:
             self._skip(sample_id(sample), error)

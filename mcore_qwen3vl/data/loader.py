@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
 from megatron.energon import WorkerConfig, get_savable_loader, get_train_dataset
 from megatron.energon.metadataset import traverse_metadataset
 
@@ -98,7 +99,7 @@ class Loader(Iterator[Batch]):
             config: lengths, layout and policies.
             dp_rank, dp_size: place among the data-parallel ranks; each reads its own shard.
             num_workers: processes that prepare batches; 0 prepares them in this one.
-            split: part of WebDatasets and metadatasets.
+            split: part of WebDatasets and metadatasets; folders that lack it are used whole.
             seed: of the shuffling.
             checkpoint_every_seconds: how often a worker notes its state. Resuming redoes and
                 discards what it prepared since.
@@ -116,10 +117,10 @@ class Loader(Iterator[Batch]):
             global_error_handler=encoder.guard.on_error,
         )
         for source in sources:
-            _ensure_indexes(source.path, split)
+            _ensure_indexes(source.path)
         dataset = get_train_dataset(
             _energon_path(sources, split),
-            split_part=split,
+            split_part=_split_of(sources[0].path, split) if len(sources) == 1 else split,
             worker_config=workers,
             task_encoder=encoder,
             batch_size=None if config.packing else config.micro_batch_size,
@@ -188,19 +189,36 @@ class Loader(Iterator[Batch]):
             ]
 
 
-def _ensure_indexes(path: Path, split: str) -> None:
-    """Of a data set, or of all those that a metadataset names."""
+def _ensure_indexes(path: Path) -> None:
+    """Of a data set, or of all those that a metadataset names; energon opens all of its splits."""
     ensure_index(path)
     if path.suffix in (".yaml", ".yml"):
-        for leaf in traverse_metadataset(path.absolute(), split_part=split):
-            ensure_index(Path(str(leaf.path)))
+        for split in yaml.safe_load(path.read_text(encoding="utf-8")).get("splits", {}):
+            for leaf in traverse_metadataset(path.absolute(), split_part=split):
+                ensure_index(Path(str(leaf.path)))
+
+
+def _split_of(path: Path, split: str) -> str:
+    """`split`, or `train` for a folder of tars that has no such part, as one indexed here."""
+    parts = path / ".nv-meta" / "split.yaml"
+    if not parts.exists():
+        return split
+    shards = yaml.safe_load(parts.read_text(encoding="utf-8"))["split_parts"]
+    return split if shards.get(split) else "train"
 
 
 def _energon_path(sources: Sequence[Source], split: str) -> Any:
     """One path, or a blend of several in energon's own terms."""
     if len(sources) == 1:
         return sources[0].path.absolute()
-    blend = [{"path": str(s.path.absolute()), "weight": s.weight} for s in sources]
+    blend = [
+        {
+            "path": str(source.path.absolute()),
+            "weight": source.weight,
+            "split_part": _split_of(source.path, split),
+        }
+        for source in sources
+    ]
     return {
         "__module__": "megatron.energon",
         "__class__": "MetadatasetV2",

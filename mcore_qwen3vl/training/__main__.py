@@ -1,6 +1,8 @@
 """``torchrun … -m mcore_qwen3vl.training FLAGS``: one rank of a training run."""
 
+import os
 import sys
+from pathlib import Path
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.training.run import main
@@ -11,8 +13,23 @@ def entry() -> None:
     try:
         main(sys.argv[1:])
     except BadInput as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        if _first_on_this_node():
+            print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
+
+
+def _first_on_this_node() -> bool:
+    """Whether no other rank that torchrun started here has reported its error; they are alike."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # ATTEMPT/LOCAL_RANK/error.json
+    if file is None:
+        return True
+    try:
+        (Path(file).parents[1] / "reported").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:  # say it twice rather than not at all
+        return True
+    return True
 
 
 if __name__ == "__main__":

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, NoReturn, get_args, get_type_hints
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hub import resolve
@@ -24,6 +25,7 @@ from mcore_qwen3vl.training.architecture_arguments import (
     explicit_arguments,
     recommended_arguments,
 )
+from mcore_qwen3vl.training.argument_checks import check, check_surroundings, complaint
 
 SPECS = ("te", "torch")
 # Set by Megatron's own flags, or by what the layout needs.
@@ -44,7 +46,7 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="DIR",
         required=True,
         help="Hugging Face checkpoint, hub id or converted checkpoint: its config gives the "
-        "architecture, its tokenizer and processor prepare the data. Weights are not read from here.",
+        "architecture, its tokenizer and processor prepare the data. Weights are not read here.",
     )
     group.add_argument(
         "--load-hf",
@@ -128,40 +130,58 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse and validate `argv` with Megatron, and set its global state.
 
     Raises:
-        BadInput: a flag contradicts the model's config, or values do not fit together.
+        BadInput: a flag is unknown, contradicts the model's config or does not fit the others, or
+            a path does not exist.
     """
     from megatron.training.arguments import parse_and_validate_args
 
-    setup = ArgumentSetup(argv)
-    with _command_line(argv):
+    setup = ArgumentSetup(argv, check=check_surroundings)
+    with _megatron_reads(setup.argv):
         args = parse_and_validate_args(extra_args_provider=setup.prepare)
     setup.finish(args)
     return args
 
 
 def validate(argv: Sequence[str], world_size: int) -> argparse.Namespace:
-    """What :func:`parse` would give on `world_size` ranks; touches no global state.
+    """What :func:`parse` would give on `world_size` ranks; touches no global state, opens no file.
 
     Raises:
-        BadInput, AssertionError, ValueError: ours, and Megatron's own complaints.
+        BadInput: a flag is unknown, contradicts the model's config or does not fit the others.
     """
     from megatron.training.arguments import parse_args, validate_args
 
     setup = ArgumentSetup(argv)
-    with _command_line(argv):
+    with _megatron_reads(setup.argv):
         args = parse_args(extra_args_provider=setup.prepare)
-    args.rank, args.world_size = 0, world_size
-    validate_args(args)
+        args.rank, args.world_size = 0, world_size
+        validate_args(args)
     setup.finish(args)
     return args
+
+
+def show_help(argv: Sequence[str]) -> None:
+    """Print Megatron's flags and ours, and exit, if `argv` asks for it."""
+    if not {"-h", "--help"}.isdisjoint(argv):
+        from megatron.training.arguments import add_megatron_arguments
+
+        parser = argparse.ArgumentParser(description="Qwen3-VL training", allow_abbrev=False)
+        add_arguments(add_megatron_arguments(parser)).parse_args(["--help"])
 
 
 class ArgumentSetup:
     """Adds our flags and defaults to Megatron's parser for one command line."""
 
-    def __init__(self, argv: Sequence[str]) -> None:
-        self.argv = list(argv)
-        own = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    def __init__(
+        self, argv: Sequence[str], check: Callable[[argparse.Namespace], None] | None = None
+    ) -> None:
+        """
+        Args:
+            argv: the command line.
+            check: is shown what it says before Megatron validates and acts on it.
+        """
+        self.argv = _train_data_path(argv)
+        self._check = check
+        own = _OwnParser(allow_abbrev=False, add_help=False)
         known, _ = add_arguments(own).parse_known_args(self.argv)
         self.cpu = is_cpu(argv)
         self.hf_model = hf_directory(resolve(known.hf_model, weights=False))
@@ -169,6 +189,8 @@ class ArgumentSetup:
 
     def prepare(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Megatron's ``extra_args_provider``."""
+        # Instead of a screen of all of Megatron's flags from every rank.
+        parser.error = _refuse  # type: ignore[method-assign]
         explicit = explicit_arguments(add_arguments(parser), self.argv)
         fixed = architecture_arguments(self.architecture)
         check_explicit(parser, explicit, fixed)
@@ -184,6 +206,8 @@ class ArgumentSetup:
         if explicit.get("save"):
             # The command that started a run resumes it.
             parser.set_defaults(load=explicit["save"])
+        if self._check is not None:
+            self._check(parser.parse_args(self.argv))
         return parser
 
     def finish(self, args: argparse.Namespace) -> None:
@@ -191,12 +215,18 @@ class ArgumentSetup:
         from megatron.training.vocab_utils import calculate_padded_vocab_size
 
         args.hf_model = str(self.hf_model)
-        args.calculate_per_token_loss = True
         if args.padded_vocab_size is None:
             args.padded_vocab_size = calculate_padded_vocab_size(
                 args.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
             )
-        _check(args, self.architecture)
+        check(args, self.architecture)
+
+
+def _train_data_path(argv: Sequence[str]) -> list[str]:
+    """Beside ``--valid-data-path`` Megatron wants ``--data-path`` to be called another name."""
+    if "--valid-data-path" not in argv:
+        return list(argv)
+    return ["--train-data-path" if word == "--data-path" else word for word in argv]
 
 
 def hf_directory(path: Path) -> Path:
@@ -216,6 +246,8 @@ def _spec(value: list[str] | None, cpu: bool) -> str:
 def _loop_defaults() -> dict[str, Any]:
     return {
         "dataloader_type": "external",
+        # One division by the global batch, which is ours: see ForwardStep.normalise.
+        "calculate_per_token_loss": True,
         "eval_iters": 0,
         "eval_interval": 1000,
         "ckpt_format": "torch_dist",
@@ -247,55 +279,23 @@ def _cpu_defaults() -> dict[str, Any]:
     }
 
 
-def _check(args: argparse.Namespace, architecture: Architecture) -> None:
-    if args.packing and args.micro_batch_size != 1:
-        raise BadInput(
-            f"--micro-batch-size is {args.micro_batch_size} with --packing: a packed micro-batch "
-            "is one sequence. Use --micro-batch-size 1 and raise --seq-length."
-        )
-    if args.eval_iters and not args.valid_data_path:
-        raise BadInput("--eval-iters is set without --valid-data-path: say what to evaluate on.")
-    if args.save_hf_interval is not None and args.save_hf is None:
-        raise BadInput("--save-hf-interval is set without --save-hf DIR: say where to export.")
-    if architecture.is_moe and args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
-        raise BadInput(
-            f"Megatron-Core trains MoE models under TP {args.tensor_model_parallel_size} with "
-            "sequence parallelism only: add --sequence-parallel."
-        )
-    if args.overlap_moe_expert_parallel_comm:
-        raise BadInput(
-            "--overlap-moe-expert-parallel-comm runs the parts of a layer by its own schedule, "
-            "which leaves DeepStack out: drop the flag. The flex dispatcher "
-            "(--moe-token-dispatcher-type flex --moe-enable-deepep) speeds the exchange up instead."
-        )
-    if args.spec == ["torch"]:
-        _check_torch_spec(args)
+def _refuse(message: str) -> NoReturn:
+    raise BadInput(f"{message}. launch/train.py --help lists the flags.")
 
 
-def _check_torch_spec(args: argparse.Namespace) -> None:
-    """mcore ignores these without Transformer Engine, in silence."""
-    ignored = {
-        "--moe-grouped-gemm": args.moe_grouped_gemm,
-        "--fp8-format": args.fp8,
-        "--tp-comm-overlap": args.tp_comm_overlap,
-    }
-    named = [flag for flag, value in ignored.items() if value]
-    if named:
-        raise BadInput(
-            f"{', '.join(named)} needs Transformer Engine and would do nothing with --spec torch: "
-            "use --spec te, or leave it out."
-        )
+class _OwnParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        _refuse(message)
 
 
-class _command_line:
-    """Megatron parses ``sys.argv``; show it `argv` meanwhile."""
-
-    def __init__(self, argv: Sequence[str]) -> None:
-        self.argv = list(argv)
-
-    def __enter__(self) -> None:
-        self.saved = sys.argv
-        sys.argv = [self.saved[0], *self.argv]
-
-    def __exit__(self, *_: object) -> None:
-        sys.argv = self.saved
+@contextmanager
+def _megatron_reads(argv: Sequence[str]) -> Iterator[None]:
+    """Megatron parses ``sys.argv``: show it `argv` meanwhile, and say its complaints as ours."""
+    saved = sys.argv
+    sys.argv = [saved[0], *argv]
+    try:
+        yield
+    except (AssertionError, ValueError, RuntimeError) as error:
+        raise complaint(error) from error
+    finally:
+        sys.argv = saved

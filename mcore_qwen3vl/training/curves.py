@@ -11,6 +11,7 @@ tokens of the step (``num_items_in_batch``; with weights by their sum) and steps
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
 import multiprocessing
@@ -25,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.console import quiet_libraries
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import Layout
 
@@ -143,7 +145,8 @@ def sample_order(job: Job) -> list[list[int]]:
     from mcore_qwen3vl.training.arguments import validate
     from mcore_qwen3vl.training.data import data_config
 
-    args = validate(job.argv, job.layout.world_size)
+    with contextlib.redirect_stdout(io.StringIO()):  # Megatron prints every argument
+        args = validate(job.argv, job.layout.world_size)
     loaders = [
         Loader(
             [Source(job.data)],
@@ -273,6 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--only", nargs="+", help="rows whose name contains one of these words")
     options = parser.parse_args(arguments)
+    quiet_libraries()
     with tempfile.TemporaryDirectory() as folder:
         return curves_table(Path(folder), options.steps, options.only)
 

@@ -1,6 +1,6 @@
 """Where the run is woven into ``megatron.training``, whose loop has no callbacks.
 
-Six of its module-level functions are wrapped, by name, and nothing is copied; a Megatron that
+Some of its module-level functions are wrapped, by name, and nothing is copied; a Megatron that
 lacks one of them is refused at the start instead of training without it.
 """
 
@@ -11,15 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 from mcore_qwen3vl.errors import BadInput
-
-WRAPPED = (
-    "load_checkpoint",  # first chooses a checkpoint that can be read
-    "save_checkpoint_and_time",  # first saves where the data stands
-    "checkpoint_and_decide_exit",  # after each iteration: exports to Hugging Face
-    "training_log",  # also writes --log-json
-    "get_megatron_optimizer_config",  # adds the learning rates by part
-    "get_megatron_optimizer",  # makes torch's Adam resumable
-)
 
 Wrapper = Callable[..., Any]
 """``(original, *args, **kwargs) -> result``, in place of ``original(*args, **kwargs)``."""

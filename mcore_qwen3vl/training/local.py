@@ -1,19 +1,30 @@
-"""Training on this machine: ``mcore-qwen3vl train`` forwards to torchrun."""
+"""Training on this machine: ``mcore-qwen3vl train`` is torchrun for one node."""
 
 from __future__ import annotations
 
+import argparse
+import logging
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 
-from mcore_qwen3vl.training.arguments import is_cpu
+from mcore_qwen3vl import console
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.training.arguments import add_arguments, is_cpu
+
+SHUTDOWN_SECONDS = 600
+"""What a step and a checkpoint may take after SIGTERM; torchrun's 30 s would kill a rank in it."""
 
 
-def torchrun_command(flags: Sequence[str], processes: int) -> list[str]:
-    """The command that trains with `flags` on `processes` ranks of this machine."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return [*launcher, "--nproc-per-node", str(processes), "-m", "mcore_qwen3vl.training", *flags]
+def show_help() -> None:
+    """Print our flags; Megatron's are in the hundreds."""
+    parser = argparse.ArgumentParser(
+        prog="mcore-qwen3vl train [--processes N]",
+        usage="%(prog)s --hf-model DIR --data-path PATH [FLAG...]",
+        description="Train on this machine with Megatron's loop, one rank a GPU (--cpu: one).",
+        epilog="Every Megatron flag works too: launch/train.py --help lists them all.",
+        add_help=False,
+    )
+    add_arguments(parser).print_help()
 
 
 def default_processes(flags: Sequence[str]) -> int:
@@ -24,13 +35,32 @@ def default_processes(flags: Sequence[str]) -> int:
 
 
 def train_locally(flags: Sequence[str], processes: int | None = None) -> int:
-    """Train on this machine and return torchrun's exit code.
+    """Train on this machine: be torchrun, without its pages about a rank that failed.
 
     Args:
         flags: those of :mod:`mcore_qwen3vl.training.arguments` and Megatron's.
         processes: ranks; default: :func:`default_processes`.
+
+    Returns:
+        The exit code: 0 done, 1 a rank crashed, 2 bad input, 128 + N stopped by signal N.
     """
-    command = torchrun_command(flags, processes or default_processes(flags))
-    # As many threads a rank as torchrun would set, without its warning.
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    return subprocess.run(command, env=environment, check=False).returncode
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun sets it, without its warning
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    count = str(processes or default_processes(flags))
+    arguments = ["--standalone", "--nproc-per-node", count, "-m", "mcore_qwen3vl.training", *flags]
+    try:
+        torchrun.run(torchrun.parse_args(arguments))
+    except ChildFailedError as failed:
+        rank, failure = failed.get_first_failure()
+        if failure.exitcode == BadInput.exit_code:
+            return BadInput.exit_code  # the rank has said why
+        console.messages.print(f"error: rank {rank} ended: {console.plain(failure.message)}")
+        return 1
+    except SignalException as stopped:
+        return 128 + int(stopped.sigval)
+    return 0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,14 +75,24 @@ class Metrics:
         self._peak = peak_tflops or device_peak_tflops()
         self._clock = clock
         self._work = Work()
-        self._since = clock()
+        self._since: float | None = None  # the first batch, not the start of the program
 
     def count(self, batch: Batch) -> None:
         """One more micro-batch of this data-parallel rank."""
+        if self._since is None:
+            self._since = self._clock()
         self._work.add(batch)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out the time that saving, exporting or validating takes."""
+        started = self._clock()
+        yield
+        if self._since is not None:
+            self._since += self._clock() - started
+
     def report(self, group: dist.ProcessGroup) -> dict[str, float]:
-        """Numbers since the last report, over all ranks.
+        """Numbers since the last report, over all ranks; there was a batch since the start.
 
         Args:
             group: the data-parallel ranks, CP left out.
@@ -92,7 +103,8 @@ class Metrics:
         dist.all_reduce(total, group=group)
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
         now = self._clock()
-        seconds, self._since, self._work = now - self._since, now, Work()
+        seconds = now - (self._since or 0.0)
+        self._since, self._work = now, Work()
         return self._derive(total.tolist(), float(most), seconds, group.size())
 
     def _derive(

@@ -13,7 +13,7 @@ from megatron.training.checkpointing import checkpoint_exists
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
-from mcore_qwen3vl.training.parts import check_patterns, choose_trainable
+from mcore_qwen3vl.training.parts import check_choice, choose_trainable
 
 
 @dataclass
@@ -45,6 +45,7 @@ def model_provider(
     """
     fields_of_all = {**config_fields(args), **config_overrides}
     used: set[str] = set()
+    training: list[bool] = []
 
     def provide(
         pre_process: bool = True,
@@ -69,9 +70,10 @@ def model_provider(
 
             load_hf(model, resolve(args.load_hf))
         used.update(choose_trainable(model, args.freeze, args.trainable))
+        training.extend(parameter.requires_grad for parameter in model.parameters())
         stages = args.virtual_pipeline_model_parallel_size or 1
         if vp_stage in (None, stages - 1):
-            check_patterns([*args.freeze, *args.trainable], used)
+            check_choice([*args.freeze, *args.trainable], used, any(training))
         return model
 
     return provide

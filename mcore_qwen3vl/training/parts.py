@@ -34,7 +34,7 @@ def choose_trainable(
         trainable: if any, parts or patterns of what alone is trained.
 
     Returns:
-        The patterns that selected something here; see :func:`check_patterns`.
+        The patterns that selected something here; see :func:`check_choice`.
 
     Raises:
         BadInput: a pattern is neither a part nor a regular expression.
@@ -50,18 +50,25 @@ def choose_trainable(
     return used
 
 
-def check_patterns(patterns: Sequence[str], used: set[str]) -> None:
-    """Refuse a pattern that selects nothing on any rank; called by all ranks.
+def check_choice(patterns: Sequence[str], used: set[str], trains: bool) -> None:
+    """Refuse a pattern that selects nothing on any rank, and to train nothing; for all ranks.
+
+    Args:
+        patterns: of the command line.
+        used: those that selected something on this rank.
+        trains: whether this rank trains any parameter.
 
     Raises:
         BadInput: naming the patterns.
     """
-    everywhere: list[set[str]] = [set()] * dist.get_world_size()
-    dist.all_gather_object(everywhere, used)
-    unused = sorted(set(patterns).difference(*everywhere))
+    everywhere: list[tuple[set[str], bool]] = [(set(), False)] * dist.get_world_size()
+    dist.all_gather_object(everywhere, (used, trains))
+    unused = sorted(set(patterns).difference(*(used for used, _ in everywhere)))
     if unused:
         raise BadInput(
             f"--freeze/--trainable {' '.join(unused)} selects no parameter. Use "
             f"{', '.join(PARTS)}, or a regular expression for the start of names such as "
             "decoder.layers.0.mlp, visual.blocks, embedding or output_layer."
         )
+    if not any(trains for _, trains in everywhere):
+        raise BadInput("--freeze/--trainable leave no parameter to train: freeze less.")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import inspect
 import os
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.training import metrics
-from mcore_qwen3vl.training.arguments import is_cpu, parse
+from mcore_qwen3vl.training.arguments import is_cpu, parse, show_help
 
 
 def main(argv: Sequence[str]) -> None:
@@ -19,6 +21,8 @@ def main(argv: Sequence[str]) -> None:
         BadInput: the flags, the data or the checkpoint cannot be used.
     """
     if is_cpu(argv):
+        # What megatron misses on CUDA is not missing here.
+        warnings.filterwarnings("ignore", module="megatron")
         from mcore_qwen3vl.runtime import cpu
 
         cpu.install()  # before megatron is imported
@@ -28,6 +32,7 @@ def main(argv: Sequence[str]) -> None:
     else:
         # Megatron before Blackwell orders its overlapped transfers by this.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    show_help(argv)
     Run(parse(argv)).train()
 
 
@@ -63,11 +68,19 @@ class Run:
         wrap(
             training,
             {
+                # First chooses a checkpoint that can be read.
                 "load_checkpoint": self._load_checkpoint,
+                # First saves where the data stands.
                 "save_checkpoint_and_time": self._save_checkpoint,
+                # After each iteration: exports to Hugging Face.
                 "checkpoint_and_decide_exit": self._after_iteration,
+                # Is no part of the speed in our log.
+                "evaluate_and_print_results": self._evaluate,
+                # Also writes --log-json.
                 "training_log": self._log,
+                # Adds the learning rates by part.
                 "get_megatron_optimizer_config": self._optimizer_config,
+                # Makes torch's Adam resumable.
                 "get_megatron_optimizer": self._optimizer,
             },
         )
@@ -85,11 +98,25 @@ class Run:
         from mcore_qwen3vl.training.checkpoints import choose_checkpoint
 
         choose_checkpoint(self.args)
-        return original(model, *args, **kwargs)
+        try:
+            return original(model, *args, **kwargs)
+        except AssertionError as error:
+            if "OptimizerParamScheduler" not in str(error):
+                raise
+            raise BadInput(
+                f"The checkpoint in {self.args.load} was made with another schedule: {error}. Add "
+                "--override-opt-param-scheduler to take the command line's, or "
+                "--use-checkpoint-opt-param-scheduler to take the checkpoint's."
+            ) from error
 
     def _save_checkpoint(self, original: Any, iteration: int, *args: Any, **kwargs: Any) -> None:
-        self.data.save_state(self.args.save, iteration)
-        original(iteration, *args, **kwargs)
+        with self.metrics.paused():
+            self.data.save_state(self.args.save, iteration)
+            original(iteration, *args, **kwargs)
+
+    def _evaluate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.metrics.paused():
+            return original(*args, **kwargs)
 
     def _after_iteration(
         self, original: Any, model: Any, optimizer: Any, scheduler: Any, iteration: int, *rest: Any
@@ -100,7 +127,8 @@ class Run:
         if self.args.save_hf and due:
             from mcore_qwen3vl.training.export import export
 
-            export(self.args, model, optimizer, iteration)
+            with self.metrics.paused():
+                export(self.args, model, optimizer, iteration)
         return leaving
 
     def _optimizer_config(self, original: Any, args: argparse.Namespace) -> Any:

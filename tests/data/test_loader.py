@@ -310,6 +310,16 @@ def test_overlong_samples_are_counted_apart_and_never_stop(
     assert not any(b.counts.skipped for b in batches)
 
 
+def test_overlong_samples_alone_stop(
+    make: MakeLoader, write_jsonl: WriteJsonl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mcore_qwen3vl.data.bad_samples.OVERLONG_IN_A_ROW", 25)
+    path = write_jsonl([question(i, image=False, words=100) for i in range(10)])
+    loader = make(path, config=DataConfig(seq_length=128, shuffle=False))
+    with pytest.raises(BadInput, match=r"last 25 samples .* over-long.*Raise --seq-length"):
+        next(loader)
+
+
 def index_at_once(path: str, barrier: Any, results: Any) -> None:
     """As a rank does it: all start at the same moment."""
     barrier.wait()

@@ -10,6 +10,7 @@ import pytest
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
+from mcore_qwen3vl.training.argument_checks import check_surroundings
 from mcore_qwen3vl.training.arguments import validate
 
 BASE = (
@@ -98,6 +99,10 @@ def test_a_flag_that_agrees_with_the_checkpoint_is_fine(dense: Path) -> None:
         (("--save-hf-interval", "5"), "--save-hf DIR"),
         (("--eval-iters", "2"), "--valid-data-path"),
         (("--fp8-format", "e4m3"), "needs Transformer Engine"),
+        (("--no-such-flag", "3"), r"unrecognized arguments: --no-such-flag 3\. .*--help"),
+        (("--train-iters", "many"), "--train-iters: invalid int value: 'many'"),
+        (("--global-batch-size", "0"), "Megatron refuses these flags: .*global_batch_size"),
+        (("--tensor-model-parallel-size", "2"), "Megatron refuses these flags: world size"),
     ],
 )
 def test_flags_that_do_not_fit_together(flags: tuple[str, ...], message: str, dense: Path) -> None:
@@ -133,3 +138,37 @@ def test_sequence_length_must_divide_by_the_layout(dense: Path) -> None:
     args.seq_length = 126
     with pytest.raises(BadInput, match="not a multiple of 4"):
         data_config(args)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((), "No training data: give --data-path"),
+        (("--data-path", "gone.jsonl"), "gone.jsonl does not exist"),
+        (("--data-path", "{here}", "--valid-data-path", "gone"), "gone does not exist"),
+        (("--data-path", "0.3", "{here}", "0.7"), "weights and paths in turn"),
+        (("--data-path", "{here}", "--wandb-project", "x"), "wandb"),
+    ],
+)
+def test_what_the_run_will_want_is_looked_for_first(
+    flags: tuple[str, ...], message: str, dense: Path
+) -> None:
+    args = parsed(dense, *(flag.format(here=dense) for flag in flags))
+    with pytest.raises(BadInput, match=message):
+        check_surroundings(args)
+
+
+def test_one_rank_of_a_node_reports_bad_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mcore_qwen3vl.training.__main__ import entry
+
+    monkeypatch.setattr("sys.argv", ["train", "--cpu", "--hf-model", str(tmp_path / "gone")])
+    for rank in range(2):
+        file = tmp_path / "attempt_0" / str(rank) / "error.json"
+        file.parent.mkdir(parents=True)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        with pytest.raises(SystemExit) as left:
+            entry()
+        assert left.value.code == 2
+    assert capsys.readouterr().err.count("error: ") == 1

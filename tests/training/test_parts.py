@@ -39,7 +39,7 @@ def trained(path: Path, frozen: list[str], trainable: list[str]) -> list[str]:
 
     from mcore_qwen3vl.model.freeze import global_name
     from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
-    from mcore_qwen3vl.training.parts import check_patterns, choose_trainable
+    from mcore_qwen3vl.training.parts import check_choice, choose_trainable
 
     layout = Layout(pp=2)
     initialize(layout)
@@ -50,8 +50,9 @@ def trained(path: Path, frozen: list[str], trainable: list[str]) -> list[str]:
         **layout.config_overrides(),
     )
     used = choose_trainable(model, frozen, trainable)
-    check_patterns([*frozen, *trainable], used)
-    return [global_name(model, n) for n, p in model.named_parameters() if p.requires_grad]
+    names = [global_name(model, n) for n, p in model.named_parameters() if p.requires_grad]
+    check_choice([*frozen, *trainable], used, bool(names))
+    return names
 
 
 def test_layers_are_numbered_over_the_whole_pipeline(dense: Path) -> None:
@@ -72,6 +73,11 @@ def test_frozen_parts_are_those_named(dense: Path) -> None:
 def test_a_pattern_that_selects_nothing_is_refused(dense: Path) -> None:
     with pytest.raises(BadInput, match="lm_head selects no parameter"):
         run_layout(trained, 2, dense, ["vision", "lm_head"], [])
+
+
+def test_to_train_nothing_is_refused(dense: Path) -> None:
+    with pytest.raises(BadInput, match="leave no parameter to train"):
+        run_layout(trained, 2, dense, ["vision", "aligner", "language"], [])
 
 
 def test_learning_rates_by_part_reach_the_optimizer(dense: Path) -> None:

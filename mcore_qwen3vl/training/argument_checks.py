@@ -1,0 +1,92 @@
+"""Refusing flags that do not fit together, or the machine, before anything is built."""
+
+from __future__ import annotations
+
+import argparse
+import traceback
+from importlib.util import find_spec
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.errors import BadInput
+
+
+def check(args: argparse.Namespace, architecture: Architecture) -> None:
+    """Combinations of flags that Megatron's own validation lets through.
+
+    Raises:
+        BadInput: naming the flags and the remedy.
+    """
+    if args.packing and args.micro_batch_size != 1:
+        raise BadInput(
+            f"--micro-batch-size is {args.micro_batch_size} with --packing: a packed micro-batch "
+            "is one sequence. Use --micro-batch-size 1 and raise --seq-length."
+        )
+    if args.eval_iters and not args.valid_data_path:
+        raise BadInput("--eval-iters is set without --valid-data-path: say what to evaluate on.")
+    if args.save_hf_interval is not None and args.save_hf is None:
+        raise BadInput("--save-hf-interval is set without --save-hf DIR: say where to export.")
+    if architecture.is_moe and args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
+        raise BadInput(
+            f"Megatron-Core trains MoE models under TP {args.tensor_model_parallel_size} with "
+            "sequence parallelism only: add --sequence-parallel."
+        )
+    if args.overlap_moe_expert_parallel_comm:
+        raise BadInput(
+            "--overlap-moe-expert-parallel-comm runs the parts of a layer by its own schedule, "
+            "which leaves DeepStack out: drop the flag. The flex dispatcher "
+            "(--moe-token-dispatcher-type flex --moe-enable-deepep) speeds the exchange up instead."
+        )
+    if args.spec == ["torch"]:
+        _check_torch_spec(args)
+
+
+def _check_torch_spec(args: argparse.Namespace) -> None:
+    """mcore ignores these without Transformer Engine, in silence."""
+    ignored = {
+        "--moe-grouped-gemm": args.moe_grouped_gemm,
+        "--fp8-format": args.fp8,
+        "--tp-comm-overlap": args.tp_comm_overlap,
+    }
+    named = [flag for flag, value in ignored.items() if value]
+    if named:
+        raise BadInput(
+            f"{', '.join(named)} needs Transformer Engine and would do nothing with --spec torch: "
+            "use --spec te, or leave it out."
+        )
+
+
+def check_surroundings(args: argparse.Namespace) -> None:
+    """Data and packages that the run will want, before it has built a model.
+
+    Raises:
+        BadInput: one of them is not there.
+    """
+    from mcore_qwen3vl.data.loader import parse_sources
+
+    train = args.train_data_path or args.data_path
+    if not train:
+        raise BadInput("No training data: give --data-path PATH, or WEIGHT PATH WEIGHT PATH….")
+    for source in [*parse_sources(train), *parse_sources(args.valid_data_path or train)]:
+        if not source.path.exists():
+            raise BadInput(f"The data set {source.path} does not exist; check the path.")
+    _check_loggers(args)
+
+
+def _check_loggers(args: argparse.Namespace) -> None:
+    if args.tensorboard_dir and find_spec("tensorboard") is None:
+        raise BadInput(
+            "--tensorboard-dir needs the package tensorboard: pip install 'mcore-qwen3vl[logging]'."
+        )
+    if args.wandb_project:
+        if find_spec("wandb") is None:
+            raise BadInput("--wandb-project needs the package wandb: pip install wandb.")
+        if not args.wandb_exp_name:
+            raise BadInput("--wandb-project needs a name for the run: add --wandb-exp-name NAME.")
+        if not (args.wandb_save_dir or args.save):
+            raise BadInput("--wandb-project needs a place for its files: --wandb-save-dir DIR.")
+
+
+def complaint(error: Exception) -> BadInput:
+    """What Megatron's validation raised, as one line; a bare assertion shows its condition."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return BadInput(f"Megatron refuses these flags: {str(error) or frame.line}")

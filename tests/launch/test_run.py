@@ -1,0 +1,111 @@
+"""Scripts and commands run for real on the CPU: processes of their own, signals, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_qwen3vl.tiny import write_tiny_checkpoint
+from mcore_qwen3vl.training.synthetic import write_image_qa
+
+pytestmark = pytest.mark.slow  # every rank imports torch and megatron anew
+
+ROOT = Path(__file__).parents[2]
+STEPS = 12
+PATIENCE = 300.0
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("files")
+    model = str(write_tiny_checkpoint(folder / "model"))
+    data = str(write_image_qa(folder / "data", 24))
+    return {"--hf-model": model, "--load-hf": model, "--data-path": data}
+
+
+def words(files: dict[str, str], *flags: object) -> list[str]:
+    tiny = {"--seq-length": 256, "--global-batch-size": 4, "--train-iters": STEPS, "--lr": 1e-3}
+    given = [word for pair in {**files, **tiny}.items() for word in pair]
+    return [str(word) for word in (*given, "--log-interval", 1, "--num-workers", 1, *flags)]
+
+
+def start(command: list[str], output: Path, **environment: str) -> subprocess.Popen[bytes]:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with output.open("ab") as stream:
+        return subprocess.Popen(
+            command, env={**env, **environment}, stdout=stream, stderr=subprocess.STDOUT
+        )
+
+
+def entries(log: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+
+def interrupt_after_two_steps(process: subprocess.Popen[bytes], log: Path) -> int:
+    """Send SIGTERM, and return the exit code."""
+    deadline = time.monotonic() + PATIENCE
+    while len(entries(log)) < 2:
+        assert process.poll() is None, "ended before its second step"
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    return process.wait(PATIENCE)
+
+
+COMMANDS = {
+    "script": ["bash", str(ROOT / "launch" / "sft_2b.sh"), "--spec", "torch"],
+    "command": ["mcore-qwen3vl", "train", "--processes", "2", "--micro-batch-size", "1",
+                "--packing", "--exit-signal-handler"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_training_goes_on_after_sigterm_and_exports(
+    name: str, files: dict[str, str], tmp_path: Path
+) -> None:
+    log, hf = tmp_path / "log.jsonl", tmp_path / "hf"
+    command = COMMANDS[name] + words(
+        files, "--cpu", "--tensor-model-parallel-size", 2, "--sequence-parallel",
+        "--save", tmp_path / "save", "--save-hf", hf, "--log-json", log,
+    )  # fmt: skip
+    first = start(command, tmp_path / "out.txt", GPUS_PER_NODE="2")
+    assert interrupt_after_two_steps(first, log) != 0
+    stopped = len(entries(log))
+    assert stopped < STEPS
+    second = start(command, tmp_path / "out.txt", GPUS_PER_NODE="2")
+    assert second.wait(PATIENCE) == 0, (tmp_path / "out.txt").read_text()[-3000:]
+    losses = [entry["lm loss"] for entry in entries(log)]
+    assert [entry["iteration"] for entry in entries(log)] == list(range(1, STEPS + 1))
+    assert losses[-1] < losses[0] - 0.5
+    assert (hf / f"iter_{STEPS:07d}" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--no-such-flag",), "unrecognized arguments: --no-such-flag"),
+        (("--data-path", "gone.jsonl"), "gone.jsonl does not exist"),
+        (("--tensor-model-parallel-size", "2"), "world size"),
+        (("--load-hf", "gone"), "gone"),
+    ],
+)
+def test_bad_input_is_one_error_and_exit_code_2(
+    flags: tuple[str, ...], message: str, files: dict[str, str], tmp_path: Path
+) -> None:
+    command = ["mcore-qwen3vl", "train", "--processes", "3", "--cpu"]
+    command += words(files, "--micro-batch-size", 1, "--global-batch-size", 3, *flags)
+    output = tmp_path / "out.txt"
+    assert start(command, output).wait(PATIENCE) == 2
+    text = output.read_text()
+    (error,) = [line for line in text.splitlines() if line.startswith("error: ")]
+    assert message in error
+    assert "Traceback" not in text
