@@ -9,33 +9,26 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
-import re
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
 from mcore_qwen3vl.converters import dcp_metadata
-from mcore_qwen3vl.converters.boxes import Extent, fill, overlap
+from mcore_qwen3vl.converters.boxes import fill
 from mcore_qwen3vl.converters.dcp_metadata import CheckpointIndex, Chunk, Place, StoredTensor
-from mcore_qwen3vl.converters.mapping import EMBEDDING, Row, Shape, mcore_shapes
+from mcore_qwen3vl.converters.direct import DirectFile
+from mcore_qwen3vl.converters.mapping import Row
+from mcore_qwen3vl.converters.stored import StoredModel
 from mcore_qwen3vl.converters.torch_zip import NotATensor, read_tensor, write_tensor
-from mcore_qwen3vl.converters.transforms import Box
 from mcore_qwen3vl.errors import BadInput
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 HF_FOLDER = "hf"
-
-NOT_THE_MODEL = re.compile(r"^(optimizer|chained_\d+|rng_state|rerun_state|opt_param_scheduler)")
-"""Keys that a training checkpoint holds beside the model's."""
 
 
 def is_megatron(path: Path) -> bool:
@@ -64,23 +57,18 @@ def iteration_folder(path: Path) -> Path:
     return folder
 
 
-class MegatronCheckpoint:
+class MegatronCheckpoint(StoredModel):
     """The tensors of one ``torch_dist`` checkpoint of any iteration, written at any layout.
-
-    Attributes:
-        folder: the iteration's folder.
-        index: every key with its dtype, shape and chunks.
 
     Raises:
         BadInput: not a ``torch_dist`` checkpoint, damaged metadata, or an absent data file.
     """
 
     def __init__(self, path: Path) -> None:
-        self.folder = iteration_folder(path)
-        _check_backend(self.folder)
-        self.index = dcp_metadata.read(self.folder)
+        folder = iteration_folder(path)
+        _check_backend(folder)
+        super().__init__(folder, dcp_metadata.read(folder))
         self._files: dict[str, memoryview] = {}
-        self._chunks = {key: _by_corner(t) for key, t in self.index.tensors.items()}
         for tensor in self.index.tensors.values():
             for chunk in tensor.chunks:
                 self._view(chunk.place)
@@ -89,87 +77,12 @@ class MegatronCheckpoint:
                 raise self._unfilled(key)
 
     @property
-    def vocab_size(self) -> int:
-        """Rows of the embedding, padding included."""
-        embedding = self.index.tensors.get(EMBEDDING)
-        if embedding is None or len(embedding.shape) != 2:
-            raise BadInput(f"{self.folder} holds no {EMBEDDING}; it is not a whole GPT model.")
-        return embedding.shape[0]
-
-    @property
     def data_files(self) -> list[Path]:
-        """The files that hold tensors."""
         return [self.folder / file for file in self._files]
 
     @property
     def files(self) -> list[Path]:
-        """The files that tell this checkpoint from another."""
         return [self.folder / dcp_metadata.FILE, *self.data_files]
-
-    def model_keys(self) -> set[str]:
-        """Keys of the model's own tensors, optimizer state and the like left out."""
-        return {key for key in self.index.tensors if not NOT_THE_MODEL.match(key)}
-
-    def require(self, rows: Iterable[Row]) -> None:
-        """Check that the checkpoint's model tensors are exactly those that `rows` make.
-
-        Raises:
-            BadInput: a tensor is missing, has another shape, or belongs to no row.
-        """
-        wanted = mcore_shapes(list(rows))
-        found = {key: self.index.tensors[key] for key in self.model_keys()}
-        for key, shape in wanted.items():
-            if key not in found:
-                raise BadInput(
-                    f"{self.folder} lacks the tensor {key} {list(shape)}, which the Hugging Face "
-                    "config calls for. Was it saved by another model, or is another config meant?"
-                )
-            if found[key].shape != shape:
-                raise BadInput(
-                    f"{self.folder}: tensor {key} has shape {list(found[key].shape)}, but the "
-                    f"Hugging Face config makes it {list(shape)}. They are different models."
-                )
-        if extra := min((key for key in found if key not in wanted), default=None):
-            raise BadInput(
-                f"{self.folder} holds the tensor {extra} {list(found[extra].shape)}, which is no "
-                "part of the model that the Hugging Face config describes. Dropping it in silence "
-                "would lose data, so nothing was converted."
-            )
-
-    def dtype(self, key: str) -> torch.dtype:
-        return self.index.tensors[key].dtype
-
-    def tensor(self, key: str) -> Tensor:
-        """The whole tensor under `key`."""
-        shape = self.index.tensors[key].shape
-        return self._read(key, (), (0,) * len(shape), shape)
-
-    def read(self, row: Row, box: Box) -> Tensor:
-        """A box of one row's piece: a view of the file where one chunk covers it, else a copy.
-
-        Raises:
-            BadInput: the chunks do not fill the box, or a chunk is damaged.
-        """
-        start = (*row.offset, *(part.start for part in box))
-        size = (*(1 for _ in row.offset), *(part.stop - part.start for part in box))
-        return self._read(row.key, row.offset, start, size).view(size[len(row.offset) :])
-
-    def _read(self, key: str, corner: Shape, start: Shape, size: Shape) -> Tensor:
-        out: Tensor | None = None
-        filled = 0
-        for chunk in self._chunks[key].get(corner, ()):
-            inside = overlap(Extent(start, size), chunk)
-            if inside is None:
-                continue
-            part = self._tensor(key, chunk)[inside.stored]
-            if part.numel() == prod(size):
-                return part
-            out = torch.empty(size, dtype=self.dtype(key)) if out is None else out
-            out[inside.wanted] = part
-            filled += part.numel()
-        if out is None or filled != out.numel():
-            raise self._unfilled(key)
-        return out
 
     def _unfilled(self, key: str) -> BadInput:
         return BadInput(
@@ -231,21 +144,6 @@ def _map(file: Path) -> memoryview:
         raise BadInput(f"{file} cannot be read ({error}). The checkpoint is incomplete.") from None
 
 
-def _by_corner(tensor: StoredTensor) -> dict[Shape, list[Chunk]]:
-    """Chunks by what they may overlap: all of them, one layer, one expert of one layer.
-
-    Megatron stores each layer and each expert apart, so a chunk is one slice thick there.
-    """
-    table: dict[Shape, list[Chunk]] = defaultdict(list)
-    for chunk in tensor.chunks:
-        table[()].append(chunk)
-        for axis in range(min(2, len(chunk.sizes))):
-            if chunk.sizes[axis] != 1:
-                break
-            table[chunk.offsets[: axis + 1]].append(chunk)
-    return table
-
-
 @dataclass
 class DistcpFile:
     """One ``.distcp`` file being written, tensor after tensor.
@@ -255,10 +153,10 @@ class DistcpFile:
 
     path: Path
     index: CheckpointIndex = field(default_factory=CheckpointIndex)
-    _stream: BinaryIO = field(init=False)
+    _stream: DirectFile = field(init=False)
 
     def __enter__(self) -> DistcpFile:
-        self._stream = self.path.open("wb", buffering=2**20)
+        self._stream = DirectFile(self.path, create=True).__enter__()
         return self
 
     def __exit__(
@@ -267,12 +165,11 @@ class DistcpFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._stream.close()
+        self._stream.__exit__(kind, error, trace)
 
     def sync(self) -> None:
         """Make everything written so far durable."""
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
+        self._stream.sync()
 
     def write_row(self, row: Row, dtype: torch.dtype, chunks: Iterable[Tensor]) -> None:
         """Append one row's piece; `chunks` are its memory in order."""

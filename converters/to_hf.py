@@ -13,10 +13,11 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture, ExpertLayout, read_config_file
 from mcore_qwen3vl.converters import hf_config, mapping, shards
+from mcore_qwen3vl.converters.direct import DirectFile
 from mcore_qwen3vl.converters.huggingface import INDEX
 from mcore_qwen3vl.converters.legacy import open_megatron
 from mcore_qwen3vl.converters.mapping import Row
-from mcore_qwen3vl.converters.megatron import HF_FOLDER, MegatronCheckpoint, iteration_folder
+from mcore_qwen3vl.converters.megatron import HF_FOLDER, iteration_folder
 from mcore_qwen3vl.converters.plan import (
     Plan,
     Step,
@@ -32,6 +33,7 @@ from mcore_qwen3vl.converters.plan import (
 from mcore_qwen3vl.converters.shards import Shard
 from mcore_qwen3vl.converters.sidecar import copy_sidecars, sidecar_files
 from mcore_qwen3vl.converters.staging import write_durably
+from mcore_qwen3vl.converters.stored import StoredModel
 from mcore_qwen3vl.converters.torch_zip import as_bytes
 from mcore_qwen3vl.converters.transforms import Box
 from mcore_qwen3vl.errors import BadInput
@@ -61,7 +63,7 @@ class Fill:
 class ToHuggingFace:
     """Does the units of one conversion; see `plan.Conversion`."""
 
-    source: MegatronCheckpoint
+    source: StoredModel
     shards: tuple[Shard, ...]
     sidecars: dict[str, Path]
     config: bytes | None  # rewritten config.json; None: the source's own
@@ -78,13 +80,13 @@ class ToHuggingFace:
 
     def run(self, unit: Unit, tree: Path, moved: Callable[[int, str], None]) -> Any:
         file = tree / unit.name.split(":")[0]
-        with file.open("rb+", buffering=0) as out:
+        with DirectFile(file, create=False) as out:
             for fill in unit.work:
                 out.seek(fill.offset)
                 for chunk in stream_hf(self.source, fill.row, fill.source, fill.dtype):
-                    _write_all(out.fileno(), as_bytes(chunk))
+                    out.write(as_bytes(chunk))
                 moved(fill.nbytes, fill.name)
-            os.fsync(out.fileno())
+            out.sync()
         return {"size": file.stat().st_size}
 
     def finish(self, tree: Path, results: dict[str, Any]) -> None:
@@ -96,7 +98,7 @@ class ToHuggingFace:
 
 
 def stream_hf(
-    checkpoint: MegatronCheckpoint, row: Row, source: int, dtype: torch.dtype
+    checkpoint: StoredModel, row: Row, source: int, dtype: torch.dtype
 ) -> Iterator[Tensor]:
     """HF piece number `source` of `row` as `dtype`, a chunk at a time, in the order of its memory.
 
@@ -237,9 +239,3 @@ def _steps(rows: list[Row], tensors: dict[str, shards.Tensor]) -> Iterator[Step]
                 dtype=dtype_name(tensor.dtype),
                 nbytes=tensor.nbytes,
             )
-
-
-def _write_all(descriptor: int, data: memoryview) -> None:
-    """`os.write` may write less than it was given."""
-    while data:
-        data = data[os.write(descriptor, data) :]

@@ -1,0 +1,126 @@
+"""Write large files past the page cache, from any offset and in pieces of any size.
+
+A buffered write costs the processor two to four times as much as moving the data, in pages that
+nothing reads again and that push useful ones out. Whole blocks therefore go straight to the disk
+from an aligned buffer. The bytes before the first and after the last whole block are written the
+usual way; where a file system knows no direct writing, everything is.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+BLOCK = 4096
+"""Every disk and file system that writes directly accepts this alignment."""
+
+BUFFER_BYTES = 8 * 2**20
+
+
+class DirectFile:
+    """A file being written; use as a context manager.
+
+    Several may write to one file at once, each its own range: a block that two ranges share is
+    written the usual way by both.
+
+    Args:
+        path: the file.
+        create: begin a new, empty file; otherwise `path` exists and keeps what is not overwritten.
+
+    Raises:
+        OSError: from any method, as the system reports it.
+    """
+
+    def __init__(self, path: Path, *, create: bool) -> None:
+        flags = os.O_WRONLY | os.O_CLOEXEC
+        self._plain = os.open(path, flags | (os.O_CREAT | os.O_TRUNC if create else 0), 0o666)
+        self._direct = _open_direct(path, flags)
+        self._buffer = mmap.mmap(-1, BUFFER_BYTES)
+        self._base = 0  # where the buffer's first byte belongs; a whole number of blocks
+        self._first = self._last = 0  # what the buffer holds
+
+    def __enter__(self) -> DirectFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for descriptor in (self._plain, self._direct):
+            if descriptor is not None:
+                os.close(descriptor)
+        self._buffer.close()
+
+    def tell(self) -> int:
+        return self._base + self._last
+
+    def seek(self, offset: int) -> None:
+        """Go on writing at `offset`."""
+        if offset == self.tell():
+            return
+        self._flush()
+        self._base, self._first = offset - offset % BLOCK, offset % BLOCK
+        self._last = self._first
+
+    def write(self, data: Any) -> int:
+        """Take all of `data`, bytes or anything like it."""
+        left = memoryview(data).cast("B")
+        while left:
+            piece = left[: BUFFER_BYTES - self._last]
+            self._buffer[self._last : self._last + len(piece)] = piece
+            self._last += len(piece)
+            left = left[len(piece) :]
+            if self._last == BUFFER_BYTES:
+                self._flush()
+        return memoryview(data).nbytes
+
+    def sync(self) -> None:
+        """Make everything written so far durable."""
+        self._flush()
+        os.fsync(self._plain)
+
+    def _flush(self) -> None:
+        """Write what the buffer holds and begin it anew at the same place in the file."""
+        first, last = self._first, self._last
+        head = min(first + -first % BLOCK, last)
+        tail = max(last - last % BLOCK, head)
+        with memoryview(self._buffer) as buffer:
+            _write_all(self._plain, buffer[first:head], self._base + first)
+            self._write_blocks(buffer[head:tail], self._base + head)
+            _write_all(self._plain, buffer[tail:last], self._base + tail)
+        at = self._base + last
+        self._base, self._first = at - at % BLOCK, at % BLOCK
+        self._last = self._first
+
+    def _write_blocks(self, blocks: memoryview, offset: int) -> None:
+        if self._direct is not None and blocks:
+            try:
+                written = os.pwrite(self._direct, blocks, offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # a stricter alignment, or none at all
+                    raise
+                written = 0
+                os.close(self._direct)
+                self._direct = None
+            blocks, offset = blocks[written:], offset + written
+        _write_all(self._plain, blocks, offset)
+
+
+def _open_direct(path: Path, flags: int) -> int | None:
+    try:
+        return os.open(path, flags | os.O_DIRECT)
+    except OSError:
+        return None
+
+
+def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
+    """`os.pwrite` may write less than it was given."""
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written
