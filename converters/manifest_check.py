@@ -19,8 +19,9 @@ from mcore_qwen3vl.converters import mapping
 from mcore_qwen3vl.converters.legacy import open_megatron
 from mcore_qwen3vl.converters.manifest import CHECKSUM, FILE, FORMAT
 from mcore_qwen3vl.converters.mapping import Row, hf_shapes
-from mcore_qwen3vl.converters.megatron import MegatronCheckpoint, is_megatron
+from mcore_qwen3vl.converters.megatron import is_megatron
 from mcore_qwen3vl.converters.plan import Meter, Progress, default_workers, dtype_name
+from mcore_qwen3vl.converters.stored import StoredModel
 from mcore_qwen3vl.converters.to_hf import hf_folder, stream_hf
 from mcore_qwen3vl.converters.torch_zip import as_bytes
 from mcore_qwen3vl.errors import BadInput
@@ -103,7 +104,7 @@ class _Piece:
     def nbytes(self) -> int:
         return prod(self.row.sources[self.source].piece_shape) * self.dtype.itemsize
 
-    def checksum(self, checkpoint: MegatronCheckpoint) -> str:
+    def checksum(self, checkpoint: StoredModel) -> str:
         found = xxhash.xxh3_128()
         for chunk in stream_hf(checkpoint, self.row, self.source, self.dtype):
             found.update(as_bytes(chunk))
@@ -111,7 +112,7 @@ class _Piece:
 
 
 def _pieces(
-    rows: list[Row], checkpoint: MegatronCheckpoint, stated: dict[str, dict[str, Any]]
+    rows: list[Row], checkpoint: StoredModel, stated: dict[str, dict[str, Any]]
 ) -> Iterator[_Piece]:
     for row in rows:
         for number, source in enumerate(row.sources):
@@ -122,7 +123,7 @@ def _pieces(
 
 
 def _misfits(
-    rows: list[Row], checkpoint: MegatronCheckpoint, stated: dict[str, dict[str, Any]]
+    rows: list[Row], checkpoint: StoredModel, stated: dict[str, dict[str, Any]]
 ) -> Iterator[tuple[str, str]]:
     """Tensors whose bytes need not be read to see that they are not those of the manifest."""
     shapes = hf_shapes(rows)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mcore_qwen3vl.converters.megatron import NOT_THE_MODEL, iteration_folder
+from mcore_qwen3vl.converters.megatron import iteration_folder
+from mcore_qwen3vl.converters.stored import NOT_THE_MODEL
 from mcore_qwen3vl.errors import BadInput
 
 
