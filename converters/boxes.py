@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import prod
+from typing import Any
 
 from mcore_qwen3vl.converters.mapping import Shape
 from mcore_qwen3vl.converters.transforms import Box
@@ -25,6 +26,15 @@ class Overlap:
 
     stored: Box
     wanted: Box
+
+
+def explicit(box: Sequence[int | slice], shape: Shape) -> tuple[Any, ...]:
+    """`box` with a slice for every axis that it leaves out, and no bound left open."""
+    whole = (*box, *(slice(None) for _ in shape[len(box) :]))
+    return tuple(
+        slice(*place.indices(size)) if isinstance(place, slice) else place
+        for place, size in zip(whole, shape, strict=True)
+    )
 
 
 def overlap(wanted: Extent, stored: Extent) -> Overlap | None:

@@ -16,9 +16,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mcore_qwen3vl.config import read_config_file
+from mcore_qwen3vl.converters.boxes import explicit
 from mcore_qwen3vl.converters.mapping import Row, Shape, hf_shapes
 from mcore_qwen3vl.converters.plan import cast
 from mcore_qwen3vl.converters.quantization import declared, dequantize, pair
+from mcore_qwen3vl.converters.split_experts import fuse
 from mcore_qwen3vl.errors import BadInput
 
 INDEX = "model.safetensors.index.json"
@@ -64,6 +66,7 @@ class HuggingFaceCheckpoint:
         path: the directory.
         entries: what each tensor of the model is, by HF name.
         scales: the factors of quantised tensors.
+        split: the fused tensors among `entries` that the files hold expert by expert.
         quantization: the ``quantization_config``, if there is one.
 
     Raises:
@@ -74,8 +77,8 @@ class HuggingFaceCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        config = path / "config.json"
-        self.quantization = declared(read_config_file(config)) if config.exists() else None
+        config = read_config_file(path) if (path / "config.json").exists() else {}
+        self.quantization = declared(config)
         index = _index(path)
         files = sorted(set(index.values())) if index is not None else [_only_file(path)]
         self._files = {file: _open(path / file) for file in files}
@@ -85,15 +88,21 @@ class HuggingFaceCheckpoint:
                 self._add(file, name, handle.get_slice(name))
         if index is not None:
             self._compare_with(index)
-        self.entries, self.scales = pair(self.entries, self.quantization)
+        self._stored, self.scales = pair(self.entries, self.quantization)
+        self.entries, self.split = fuse(self._stored, config)
 
     @property
     def files(self) -> list[Path]:
         return [self.path / file for file in self._files]
 
     def stored(self, name: str, box: Box = ()) -> Tensor:
-        """`box` of a tensor as the file has it: a view of the file, read-only by convention."""
-        entry = self.entries.get(name) or self.scales[name]
+        """`box` of a tensor as the file has it: a view of the file, read-only by convention.
+
+        Of fused experts that are stored one by one it is a copy.
+        """
+        if (split := self.split.get(name)) is not None:
+            return split.take(box, self.stored)
+        entry = self._stored.get(name) or self.scales[name]
         return self._files[entry.file].get_tensor(name)[box]
 
     def read(self, name: str, box: Box = (), dtype: torch.dtype | None = None) -> Tensor:
@@ -108,15 +117,15 @@ class HuggingFaceCheckpoint:
         Raises:
             BadInput: a value does not fit `dtype`.
         """
-        entry = self.entries[name]
+        if (split := self.split.get(name)) is not None:
+            return split.take(box, lambda part, place: self.read(part, place, dtype))
+        entry = self._stored[name]
         stored = self.stored(name, box)
         if entry.scale is None:
             return cast(stored, dtype or entry.dtype, name)
-        *stack, rows, columns = (*box, *(slice(None) for _ in entry.shape[len(box) :]))
-        height, width = entry.shape[-2:]
-        factors = self.stored(entry.scale, tuple(stack))
-        places = slice(*rows.indices(height)), slice(*columns.indices(width))
-        return dequantize(stored, factors, *places, dtype or entry.dtype, name)
+        place = explicit(box, entry.shape)
+        factors, (rows, columns) = self.stored(entry.scale, place[:-2]), place[-2:]
+        return dequantize(stored, factors, rows, columns, dtype or entry.dtype, name)
 
     def require(self, rows: Iterable[Row]) -> None:
         """Check that the checkpoint holds exactly the tensors that `rows` consume.

@@ -25,6 +25,7 @@ from mcore_qwen3vl.converters import hub
 from mcore_qwen3vl.converters.huggingface import INDEX, HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.mapping import Row
 from mcore_qwen3vl.converters.plan import dtype_name
+from mcore_qwen3vl.converters.quantization import SUFFIX
 from mcore_qwen3vl.converters.torch_zip import as_bytes
 from mcore_qwen3vl.converters.transforms import Box
 
@@ -142,13 +143,25 @@ def _tensor(
         "dtype": dtype_name(dtype or entry.dtype),
         "source_dtype": dtype_name(entry.stored),
     }
+    if name in checkpoint.split:
+        parts = checkpoint.split[name].parts
+        tensor["source_tensors"] = [
+            part.replace(".experts.0.", ".experts.{expert}.") for part in parts[0]
+        ]
+        scales = (f"{part}{SUFFIX}" for expert in parts for part in expert)
+        factors = [_scale(checkpoint, scale) for scale in scales if scale in checkpoint.scales]
+        tensor["source_scales"] = factors
     if entry.scale is not None:
-        factors = checkpoint.stored(entry.scale)
-        checksum = xxhash.xxh3_128_hexdigest(as_bytes(factors))
-        tensor["source_scale"] = {
-            "name": entry.scale,
-            "shape": list(factors.shape),
-            "dtype": dtype_name(factors.dtype),
-            CHECKSUM: checksum,
-        }
+        tensor["source_scale"] = _scale(checkpoint, entry.scale)
     return tensor
+
+
+def _scale(checkpoint: HuggingFaceCheckpoint, name: str) -> dict[str, Any]:
+    """The factors of a quantised tensor."""
+    factors = checkpoint.stored(name)
+    return {
+        "name": name,
+        "shape": list(factors.shape),
+        "dtype": dtype_name(factors.dtype),
+        CHECKSUM: xxhash.xxh3_128_hexdigest(as_bytes(factors)),
+    }

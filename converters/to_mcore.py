@@ -113,7 +113,9 @@ class ToMcore:
             named = row.sources[source]
             place = box if named.index is None else (named.index, *box)
             part = self.source.read(named.name, place, dtype)
-            sums.add(source, box, self.source.stored(named.name, place), part)
+            same = self.source.entries[named.name].stored == dtype
+            stored = part if same else self.source.stored(named.name, place)
+            sums.add(source, box, stored, part)
             return part
 
         columns = tuple(slice(0, n) for n in row.shape[1:])
@@ -193,7 +195,8 @@ def _rewritten(
 
 
 def _notes(checkpoint: HuggingFaceCheckpoint, dtype: torch.dtype | None) -> tuple[str, ...]:
-    count = sum(entry.scale is not None for entry in checkpoint.entries.values())
+    stored = [entry.stored for entry in checkpoint.entries.values()]
+    count = stored.count(quantization.STORED)
     if not count:
         return ()
     written = dtype_name(dtype or quantization.DEQUANTIZED)

@@ -36,7 +36,7 @@ CONFIG = {
     "weight_block_size": [128, 128],
 }
 # No dimension of a matrix is a multiple of 128, and most are more than one block.
-LARGE = {
+LARGE: dict[str, Any] = {
     "text": {
         "hidden_size": 152,
         "intermediate_size": 328,
@@ -87,13 +87,49 @@ def quantize(tensors: Tensors) -> tuple[Tensors, Tensors]:
     return stored, meant
 
 
-def write(path: Path, layout: ExpertLayout, *, moe: bool = True) -> Tensors:
+def split_experts(tensors: Tensors, layout: ExpertLayout) -> Tensors:
+    """Fused experts as three matrices an expert."""
+    split: Tensors = {}
+    for name, tensor in tensors.items():
+        prefix, _, kind = name.rpartition(".")
+        if not prefix.endswith(".mlp.experts"):
+            split[name] = tensor
+            continue
+        for expert, matrix in enumerate(tensor.mT if layout == "published" else tensor):
+            parts = {kind: matrix}
+            if kind == "gate_up_proj":
+                parts = dict(zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True))
+            for part, values in parts.items():
+                split[f"{prefix}.{expert}.{part}.weight"] = values.contiguous()
+    return split
+
+
+def fuse_experts(tensors: Tensors, layout: ExpertLayout) -> Tensors:
+    """Inverse of `split_experts`."""
+    fused = {name: tensor for name, tensor in tensors.items() if ".mlp.experts." not in name}
+    for layer in range(LARGE["text"]["num_hidden_layers"]):
+        prefix = f"model.language_model.layers.{layer}.mlp.experts"
+
+        def matrix(expert: int, *kinds: str, prefix: str = prefix) -> Tensor:
+            parts = [tensors[f"{prefix}.{expert}.{kind}.weight"] for kind in kinds]
+            return torch.cat(parts).T if layout == "published" else torch.cat(parts)
+
+        experts = range(LARGE["text"]["num_experts"])
+        gate_up = [matrix(expert, "gate_proj", "up_proj") for expert in experts]
+        fused[f"{prefix}.gate_up_proj"] = torch.stack(gate_up)
+        fused[f"{prefix}.down_proj"] = torch.stack([matrix(e, "down_proj") for e in experts])
+    return fused
+
+
+def write(path: Path, kind: str) -> Tensors:
     """An FP8 checkpoint in `path`; returns what its tensors mean."""
-    write_tiny_checkpoint(path, moe=moe, layout=layout, dtype="bfloat16", **LARGE)
-    stored, meant = quantize(load(path))
+    layout: ExpertLayout = "v5" if "v5" in kind else "published"
+    write_tiny_checkpoint(path, moe="moe" in kind, layout=layout, dtype="bfloat16", **LARGE)
+    tensors = load(path)
+    stored, meant = quantize(split_experts(tensors, layout) if "split" in kind else tensors)
     save(stored, path)
     edit_config(path, quantization_config=CONFIG)
-    return meant
+    return fuse_experts(meant, layout) if "split" in kind else meant
 
 
 @pytest.fixture(scope="module")
@@ -104,8 +140,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[P
     def get(kind: str) -> tuple[Path, Tensors]:
         if kind not in made:
             path = tmp_path_factory.mktemp("fp8") / kind
-            layout: ExpertLayout = "v5" if kind == "moe-v5" else "published"
-            made[kind] = path, write(path, layout, moe=kind != "dense")
+            made[kind] = path, write(path, kind)
         return made[kind]
 
     return get
@@ -122,7 +157,7 @@ def assert_equal(path: Path, expected: Tensors, dtype: torch.dtype) -> None:
         assert torch.equal(found[name], tensor.to(dtype)), name
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe", "moe-v5"])
+@pytest.mark.parametrize("kind", ["dense", "moe", "moe-v5", "moe-split", "moe-v5-split"])
 def test_fp8_is_imported_as_what_it_means(sources: Sources, tmp_path: Path, kind: str) -> None:
     source, meant = sources(kind)
     summary = hf_to_mcore(source, tmp_path / "mcore")
@@ -173,8 +208,9 @@ def test_the_manifest_states_it(sources: Sources, tmp_path: Path) -> None:
         }
 
 
-def test_other_commands_understand_it(sources: Sources, tmp_path: Path) -> None:
-    source, _ = sources("moe")
+@pytest.mark.parametrize("kind", ["moe", "moe-split"])
+def test_other_commands_understand_it(sources: Sources, tmp_path: Path, kind: str) -> None:
+    source, _ = sources(kind)
     report = roundtrip(source, tmp_path, lambda title: nullcontext(lambda *_: None))
     assert report.ok, report.failures
     inspection = inspect_path(source)
@@ -185,8 +221,9 @@ def test_other_commands_understand_it(sources: Sources, tmp_path: Path) -> None:
     assert check_manifest(tmp_path / "legacy").ok
 
 
-def test_any_box_can_be_read(sources: Sources) -> None:
-    source, meant = sources("moe")
+@pytest.mark.parametrize("kind", ["moe", "moe-split", "moe-v5-split"])
+def test_any_box_can_be_read(sources: Sources, kind: str) -> None:
+    source, meant = sources(kind)
     checkpoint = HuggingFaceCheckpoint(source)
     boxes: list[tuple[str, tuple[int | slice, ...]]] = [
         (QUERY, ()),
@@ -196,6 +233,8 @@ def test_any_box_can_be_read(sources: Sources) -> None:
         (EXPERTS, ()),
         (EXPERTS, (2,)),
         (EXPERTS, (1, slice(140, 152), slice(130, 280))),
+        (EXPERTS, (1, slice(130, 150), slice(0, 70))),
+        (EXPERTS, (0, slice(3), slice(139, 141))),
         (EXPERTS, (slice(1, 3), slice(0, 130))),
         (LAYER + "mlp.gate.weight", (slice(1, 2),)),
     ]
@@ -312,6 +351,40 @@ def test_a_factor_that_is_not_finite_is_refused(sources: Sources, tmp_path: Path
     with pytest.raises(BadInput, match=r"gate_up_proj_scale_inv holds a factor .* not finite"):
         hf_to_mcore(source, tmp_path / "mcore")
     assert not (tmp_path / "mcore").exists()
+
+
+def test_experts_one_by_one_in_the_manifest(sources: Sources, tmp_path: Path) -> None:
+    source, _ = sources("moe-split")
+    hf_to_mcore(source, tmp_path / "mcore")
+    stated = json.loads((tmp_path / "mcore" / "manifest.json").read_text())["tensors"][EXPERTS]
+    names = [f"{EXPERTS.removesuffix('gate_up_proj')}{{expert}}.{p}_proj" for p in ("gate", "up")]
+    assert stated["source_tensors"] == [f"{name}.weight" for name in names]
+    scales = [f"{name}.weight_scale_inv".format(expert=e) for e in range(3) for name in names]
+    assert [factors["name"] for factors in stated["source_scales"]] == scales
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t, name: t.pop(name), r"one by one, but \S+experts.2.up_proj.weight is missing"),
+        (lambda t, name: t.update({name: torch.ones(140, 151)}), "is not like the same matrix"),
+        (lambda t, name: t.update({name: torch.ones(140, 152)}), "is not like the same matrix"),
+    ],
+    ids=["missing", "shape", "dtype"],
+)
+def test_incomplete_experts_are_refused(
+    sources: Sources, tmp_path: Path, change: Callable[[Tensors, str], object], message: str
+) -> None:
+    source = copy(sources("moe-split")[0], tmp_path / "source")
+    name = f"{LAYER}mlp.experts.2.up_proj.weight"
+
+    def damage(found: Tensors) -> None:
+        change(found, name)
+        del found[f"{name}_scale_inv"]
+
+    tensors(damage)(source)
+    with pytest.raises(BadInput, match=message):
+        plan_hf_to_mcore(source)
 
 
 def test_names_of_a_plain_checkpoint_are_not_mistaken(tiny: Tiny) -> None:
