@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.encoder import Qwen3VLTaskEncoder
 from mcore_qwen3vl.data.index import ensure_index
 from mcore_qwen3vl.data.state import from_plain, to_plain
+from mcore_qwen3vl.data.worker import start_worker
 from mcore_qwen3vl.errors import BadInput
 
 # Energon reads this many samples in a row from one place when it shuffles.
@@ -142,6 +144,8 @@ class Loader(Iterator[Batch]):
             checkpoint_every_sec=checkpoint_every_seconds,
             watchdog_timeout_seconds=None,
         )
+        if num_workers > 0:
+            self._loader.worker_init_fn = partial(start_worker, self._loader.worker_init_fn)
         self._iterator: Iterator[Batch] | None = None
 
     def __iter__(self) -> Loader:

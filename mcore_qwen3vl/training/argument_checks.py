@@ -23,6 +23,11 @@ def check(args: argparse.Namespace, architecture: Architecture) -> None:
         )
     if args.eval_iters and not args.valid_data_path:
         raise BadInput("--eval-iters is set without --valid-data-path: say what to evaluate on.")
+    if args.full_validation:
+        raise BadInput(
+            "--full-validation needs data with an end, and the stream of validation has none: "
+            "say how many batches to evaluate on with --eval-iters N."
+        )
     if args.save_hf_interval is not None and args.save_hf is None:
         raise BadInput("--save-hf-interval is set without --save-hf DIR: say where to export.")
     if architecture.is_moe and args.tensor_model_parallel_size > 1 and not args.sequence_parallel:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +96,32 @@ def choose_checkpoint(args: argparse.Namespace) -> None:
     if found[0] is not None and found[0] != latest_iteration(args.load):
         args.ckpt_step = found[0]
         print_rank_0(f"the latest checkpoint is damaged; resuming from iteration {found[0]}")
+
+
+@contextmanager
+def explained(directory: str) -> Iterator[None]:
+    """Say what Megatron raises when it loads what does not fit the command line.
+
+    Raises:
+        BadInput: the schedule changed, or the optimizer or RNG was not saved.
+    """
+    try:
+        yield
+    except AssertionError as error:
+        if "OptimizerParamScheduler" not in str(error):
+            raise
+        raise BadInput(
+            f"The checkpoint in {directory} was made with another schedule: {error}. Add "
+            "--override-opt-param-scheduler to take the command line's, or "
+            "--use-checkpoint-opt-param-scheduler to take the checkpoint's."
+        ) from error
+    except KeyError as error:
+        if error.args[0] not in ("optimizer", "opt_param_scheduler", "rng_state"):
+            raise
+        raise BadInput(
+            f"The checkpoint in {directory} was saved without {error}. Add --no-load-optim "
+            "--no-load-rng to go on without, or --finetune to start its weights anew."
+        ) from error
 
 
 def damage(folder: Path) -> str | None:

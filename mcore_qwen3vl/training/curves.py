@@ -5,7 +5,8 @@ with the processor, runs one sample at a time, divides the sum of losses by the 
 tokens of the step (``num_items_in_batch``; with weights by their sum) and steps
 ``torch.optim.AdamW``.
 
-    python -m mcore_qwen3vl.training.curves        # the table: layouts x {dense, MoE}
+    python -m mcore_qwen3vl.training.curves            # the table: layouts x {dense, MoE}
+    python -m mcore_qwen3vl.training.curves --resume   # stopped at half, against not stopped
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import Layout
 
 LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY, CLIP = 1e-3, (0.9, 0.95), 1e-8, 0.1, 1.0
+
+DISTRIBUTED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+"""Megatron's flags of the distributed optimizer, with all that overlaps."""
 
 
 @dataclass(frozen=True)
@@ -255,29 +259,31 @@ def worst(ours: Sequence[Point], theirs: Sequence[Point]) -> Point:
 
 def cases(moe: bool) -> dict[str, Job]:
     """The layouts of the table, without checkpoint and data."""
-    distributed = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
     layouts = ["single", "tp2+sp", "pp2xvpp2", "cp2", *(["ep2xdp2"] if moe else []), "dp2"]
     blank = Job(Path(), Path())
     jobs = {name: replace(blank, layout=Layout.parse(name)) for name in layouts}
-    jobs["dp2"] = replace(jobs["dp2"], flags=distributed)
+    jobs["dp2"] = replace(jobs["dp2"], flags=DISTRIBUTED)
     jobs["single, packed"] = replace(blank, packing=True)
     jobs["cp2, packed"] = replace(jobs["cp2"], packing=True)
     return jobs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table; 1 if a difference exceeds the tolerance."""
+    """Print a table; 1 if a difference exceeds the tolerance."""
     import argparse
     import tempfile
 
-    from mcore_qwen3vl.training.table import curves_table
+    from mcore_qwen3vl.training.table import curves_table, resume_table
 
     parser = argparse.ArgumentParser(description="Training curves against Hugging Face, on the CPU")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--only", nargs="+", help="rows whose name contains one of these words")
+    parser.add_argument("--resume", action="store_true", help="the table of resumed runs instead")
     options = parser.parse_args(arguments)
     quiet_libraries()
     with tempfile.TemporaryDirectory() as folder:
+        if options.resume:
+            return resume_table(Path(folder), options.steps)
         return curves_table(Path(folder), options.steps, options.only)
 
 

@@ -52,7 +52,7 @@ def run_demo(
 
     training_cpu.install()
     from mcore_qwen3vl.tiny import write_tiny_checkpoint
-    from mcore_qwen3vl.training.curves import Job, train
+    from mcore_qwen3vl.training.curves import DISTRIBUTED, Job, train
     from mcore_qwen3vl.training.synthetic import write_image_qa
 
     with nullcontext(keep) if keep else tempfile.TemporaryDirectory() as place:
@@ -65,7 +65,7 @@ def run_demo(
             packing=True,
             flags=(
                 "--lr", "5e-3", "--weight-decay", "0", "--packing-buffer", str(SAMPLES),
-                "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather",
+                *DISTRIBUTED,
                 "--save", str(folder / "checkpoints"), "--save-interval", str(steps // 2),
                 "--save-hf", str(folder / "hf"),
             ),

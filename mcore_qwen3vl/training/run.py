@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.training import metrics
 from mcore_qwen3vl.training.arguments import is_cpu, parse, show_help
 
@@ -95,19 +94,11 @@ class Run:
         )
 
     def _load_checkpoint(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        from mcore_qwen3vl.training.checkpoints import choose_checkpoint
+        from mcore_qwen3vl.training.checkpoints import choose_checkpoint, explained
 
         choose_checkpoint(self.args)
-        try:
+        with explained(self.args.load):
             return original(model, *args, **kwargs)
-        except AssertionError as error:
-            if "OptimizerParamScheduler" not in str(error):
-                raise
-            raise BadInput(
-                f"The checkpoint in {self.args.load} was made with another schedule: {error}. Add "
-                "--override-opt-param-scheduler to take the command line's, or "
-                "--use-checkpoint-opt-param-scheduler to take the checkpoint's."
-            ) from error
 
     def _save_checkpoint(self, original: Any, iteration: int, *args: Any, **kwargs: Any) -> None:
         with self.metrics.paused():

@@ -98,6 +98,7 @@ def test_a_flag_that_agrees_with_the_checkpoint_is_fine(dense: Path) -> None:
         (("--packing", "--micro-batch-size", "2"), "one sequence"),
         (("--save-hf-interval", "5"), "--save-hf DIR"),
         (("--eval-iters", "2"), "--valid-data-path"),
+        (("--full-validation",), "--eval-iters N"),
         (("--fp8-format", "e4m3"), "needs Transformer Engine"),
         (("--no-such-flag", "3"), r"unrecognized arguments: --no-such-flag 3\. .*--help"),
         (("--train-iters", "many"), "--train-iters: invalid int value: 'many'"),

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from mcore_qwen3vl.runtime.parallel import Layout
-from mcore_qwen3vl.training.curves import Job, train
+from mcore_qwen3vl.training.curves import DISTRIBUTED, Job, train
 from mcore_qwen3vl.training.synthetic import write_image_qa
 
 STEPS, TIMEOUT = 50, 150.0
@@ -20,9 +20,8 @@ def test_fifty_steps_of_text_beside_images_with_overlap(dense: Path, tmp_path: P
     images = [line for line in lines if "image" in line]
     data.write_text("\n".join(text + images) + "\n")
     assert all(json.loads(line) for line in lines)
-    flags = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
     job = Job(
-        dense, data, Layout(dp=2), steps=STEPS, batch=2, flags=(*flags, "--no-shuffle")
+        dense, data, Layout(dp=2), steps=STEPS, batch=2, flags=(*DISTRIBUTED, "--no-shuffle")
     )  # fmt: skip
     log = train(job, tmp_path / "run", timeout=TIMEOUT)
     assert len(log) == STEPS

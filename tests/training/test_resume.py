@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import threading
@@ -11,28 +10,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.parallel import Layout
-from mcore_qwen3vl.training.curves import Job, numbers_of, points, train, worst
+from mcore_qwen3vl.training.curves import DISTRIBUTED, Job, numbers_of, points, train, worst
+from mcore_qwen3vl.training.table import OTHER_LAYOUT, whole_and_half
 
 STEPS, HALF = 6, 3
-OTHER_LAYOUT = 1e-5  # relative, float32
-DISTRIBUTED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
 
 
 def job(checkpoint: Path, data: Path, layout: str, *flags: str) -> Job:
     return Job(checkpoint, data, Layout.parse(layout), steps=STEPS, flags=flags)
-
-
-def uninterrupted_and_half(run: Job, folder: Path) -> tuple[list[dict[str, Any]], Path]:
-    """The log of the whole run, and the checkpoints that it left, stopped at half."""
-    save = folder / "save"
-    whole = train(run, folder / "whole", "--save", str(save), "--save-interval", str(HALF))
-    (save / "latest_checkpointed_iteration.txt").write_text(str(HALF))
-    shutil.rmtree(save / f"iter_{STEPS:07d}")
-    return whole, save
 
 
 @pytest.mark.parametrize(
@@ -48,7 +38,7 @@ def test_same_layout_continues_bit_for_bit(
     tmp_path: Path,
 ) -> None:  # fmt: skip
     run = job(moe if is_moe else dense, data, layout, *flags)
-    whole, save = uninterrupted_and_half(run, tmp_path)
+    whole, save = whole_and_half(run, tmp_path)
     rest = train(run, tmp_path / "rest", "--save", str(save), "--save-interval", "100")
     assert [entry["iteration"] for entry in rest] == [4, 5, 6]
     assert numbers_of(rest) == numbers_of(whole[HALF:])
@@ -69,7 +59,7 @@ def test_another_layout_continues_closely(
     before: tuple[str, tuple[str, ...]], after: tuple[str, tuple[str, ...]], dense: Path,
     data: Path, tmp_path: Path,
 ) -> None:  # fmt: skip
-    whole, save = uninterrupted_and_half(job(dense, data, before[0], *before[1]), tmp_path)
+    whole, save = whole_and_half(job(dense, data, before[0], *before[1]), tmp_path)
     other = job(dense, data, after[0], *after[1])
     rest = train(other, tmp_path / "rest", "--save", str(save), "--save-interval", "100")
     difference = worst(points(rest), points(whole[HALF:]))
@@ -80,7 +70,7 @@ def test_another_layout_continues_closely(
 def test_sigterm_saves_and_the_same_command_goes_on(
     dense: Path, data: Path, tmp_path: Path
 ) -> None:
-    run = replace(job(dense, data, "single"), steps=40)
+    run = replace(job(dense, data, "single", "--num-workers", "1"), steps=40)
     flags = ("--save", str(tmp_path / "save"), "--save-interval", "1000", "--exit-signal-handler")
     whole = train(run, tmp_path / "whole")
     stopper = threading.Thread(target=terminate_after_two_steps, args=(tmp_path / "first",))
@@ -94,11 +84,15 @@ def test_sigterm_saves_and_the_same_command_goes_on(
 
 
 def terminate_after_two_steps(folder: Path) -> None:
-    """Send SIGTERM to the training process once its log has two lines."""
+    """Send SIGTERM to the rank and its data worker, as torchrun does, after two steps."""
     log, deadline = folder / "log.jsonl", time.monotonic() + 60
     while time.monotonic() < deadline:
         if log.exists() and log.read_text().count("\n") >= 2:
-            os.kill(_child(), signal.SIGTERM)
+            rank = psutil.Process(_child())
+            processes = [*rank.children(), rank]
+            assert len(processes) == 2
+            for process in processes:
+                process.send_signal(signal.SIGTERM)
             return
         time.sleep(0.01)
 
@@ -170,3 +164,25 @@ def test_training_falls_back_to_the_checkpoint_before_or_stops(
     again = train(run, tmp_path / "again", *flags)
     assert numbers_of(again) == numbers_of(whole[HALF:])
     assert "the latest checkpoint is damaged" in (tmp_path / "again" / "output.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--train-iters", "9"), "another schedule: .*--override-opt-param-scheduler"),
+        (("--ckpt-step", "1"), "saved without 'optimizer'. Add --no-load-optim"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_the_flags_is_explained(
+    flags: tuple[str, ...], message: str, two_checkpoints: tuple[Job, Path, list[dict[str, Any]]],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    run, saved, _ = two_checkpoints
+    save = tmp_path / "save"
+    if flags[0] == "--ckpt-step":
+        saving = ("--save", str(save), "--save-interval", "1", "--no-save-optim")
+        train(replace(run, steps=1), tmp_path / "first", *saving)
+    else:
+        shutil.copytree(saved, save)
+    with pytest.raises(BadInput, match=message):
+        train(run, tmp_path / "again", "--save", str(save), "--save-interval", str(HALF), *flags)
