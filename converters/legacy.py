@@ -123,10 +123,16 @@ class _Parts:
         return stages([[self._by_tp[rank, 0].layers(vp) for rank in pp] for vp in vpp])
 
     def _names(self, row: Row, stage: Stage) -> set[str]:
-        """The names of `row` under which the ranks of `stage` have something: one, or none."""
-        state = self._file(row, stage, 0).models[stage.vp]
+        """The names of `row` under which a rank of `stage` has something: one, or none."""
+        states = [self._file(row, stage, n).models[stage.vp] for n in range(self._count(row))]
         names = {local_name(row, stage, self._experts, spec) for spec in get_args(Spec)}
-        return {name for name in names if name in state}
+        return {name for name in names if any(name in state for state in states)}
+
+    def _count(self, row: Row) -> int:
+        """In how many parts the ranks hold `row`."""
+        if row.tp_axis is None:
+            return 1
+        return self._layout.tp if place(row)[1] is None else self._layout.etp
 
     def _file(self, row: Row, stage: Stage, part: int) -> RankFile:
         """A file with part number `part` of `row`; others have copies of it."""
@@ -137,9 +143,7 @@ class _Parts:
 
     def _add(self, row: Row, stage: Stage, name: str) -> None:
         """Enter the ranks' parts of `row`, each cut into what is one box of the whole."""
-        count = 1
-        if row.tp_axis is not None:
-            count = self._layout.tp if place(row)[1] is None else self._layout.etp
+        count = self._count(row)
         for part in range(count):
             file = self._file(row, stage, part)
             local = file.tensor(stage.vp, name)

@@ -45,7 +45,12 @@ class RankFile:
         Raises:
             BadInput: it is absent, or no tensor of a model's dtypes.
         """
-        value = self.models[vp].get(name)
+        if name not in self.models[vp]:
+            raise BadInput(
+                f"{self.path} lacks the parameter {name}, which other ranks have. The files do not "
+                "belong together."
+            )
+        value = self.models[vp][name]
         if not isinstance(value, Tensor) or value.dtype not in STORAGES:
             kind = str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
             raise BadInput(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.converters import to_mcore
+from mcore_qwen3vl.converters.direct import DirectFile
 from mcore_qwen3vl.converters.legacy_layout import (
     FILE,
     Legacy,
@@ -87,10 +87,9 @@ class ToLegacy:
         file = self._file(unit, tree)
         file.parent.mkdir(exist_ok=True)
         models = list(self.models(rank))
-        with file.open("wb", buffering=2**20) as out:
+        with DirectFile(file, create=True) as out:
             write_archive(out, self._content(models), self._storages(models, moved))
-            out.flush()
-            os.fsync(out.fileno())
+            out.sync()
         return {"size": file.stat().st_size}
 
     def finish(self, tree: Path, results: dict[str, Any]) -> None:

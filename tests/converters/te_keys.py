@@ -5,6 +5,7 @@ extension is replaced by a stand-in that only has the enumerations. `te-keys.jso
 
     pip install --no-deps --target DIR transformer_engine einops onnx onnxscript onnx_ir ml_dtypes
     python -m tests.converters.te_keys DIR > tests/converters/te-keys.json
+    python -m tests.converters.te_keys DIR ranks > tests/converters/te-rank-keys.json
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 from tests.converters.checkpoints import CASES
 
 KEY_CASES = ["dense", "dense-tied", "moe", "mixed-listed"]
+RANK_CASES = [("dense-tied", "tp2xpp2xvpp2"), ("moe", "tp2xpp2xep2+sp"), ("mixed-listed", "pp2")]
 
 
 class Anything:
@@ -81,24 +83,38 @@ def prepare(packages: Path) -> None:
     random.CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
 
 
-def keys(case: str) -> dict[str, Any]:
+def build(case: str, layout: str = "single", vp_stage: int | None = None) -> Any:
+    """One pipeline chunk of this rank, without memory for its parameters."""
     import torch
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+    from megatron.core import parallel_state as mpu
 
     from mcore_qwen3vl.config import Architecture
     from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
-    from mcore_qwen3vl.runtime.parallel import Layout, initialize
+    from mcore_qwen3vl.runtime.parallel import Layout
     from mcore_qwen3vl.tiny.checkpoint import tiny_config
 
     options = {k: v for k, v in CASES[case].items() if k not in ("seed", "layout")}
-    initialize(Layout())
     with torch.device("meta"):
-        architecture = Architecture.from_hf(tiny_config(**options))
-        model = Qwen3VLModel.from_hf_config(
-            architecture, spec="te", init_model_with_meta_device=True
+        return Qwen3VLModel.from_hf_config(
+            Architecture.from_hf(tiny_config(**options)),
+            spec="te",
+            init_model_with_meta_device=True,
+            pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            vp_stage=vp_stage,
+            **Layout.parse(layout).config_overrides(),
         )
-    state = model.sharded_state_dict()
+
+
+def keys(case: str) -> dict[str, Any]:
+    """Names in a ``torch_dist`` checkpoint."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
+    from mcore_qwen3vl.runtime.parallel import Layout, initialize
+
+    initialize(Layout())
+    state = build(case).sharded_state_dict()
     apply_factories(state)
     tensors = [v for v in nested_values(state) if isinstance(v, ShardedTensor)]
     objects = [v for v in nested_values(state) if not isinstance(v, ShardedTensor)]
@@ -108,9 +124,43 @@ def keys(case: str) -> dict[str, Any]:
     }
 
 
+def rank_keys(case: str, layout_text: str) -> dict[str, Any]:
+    """Names in this rank's file of a legacy checkpoint, vision left out, by chunk."""
+    from megatron.core import parallel_state as mpu
+
+    from mcore_qwen3vl.converters.legacy_layout import Rank
+    from mcore_qwen3vl.runtime.parallel import Layout, initialize
+
+    layout = Layout.parse(layout_text)
+    initialize(layout)
+    rank = Rank(
+        mpu.get_tensor_model_parallel_rank(),
+        mpu.get_pipeline_model_parallel_rank(),
+        mpu.get_expert_model_parallel_rank(),
+    )
+    folder = rank.folder(layout)
+    chunks = {}
+    for vp in range(layout.vpp):
+        state = build(case, layout_text, vp if layout.vpp > 1 else None).state_dict()
+        chunks[f"model{vp}" if layout.vpp > 1 else "model"] = {
+            name: None if name.endswith("_extra_state") else list(value.shape)
+            for name, value in state.items()
+            if not name.startswith("visual.")
+        }
+    return {folder: chunks}
+
+
 if __name__ == "__main__":
     prepare(Path(sys.argv[1]))
     from mcore_qwen3vl.runtime.launch import run_layout
+    from mcore_qwen3vl.runtime.parallel import Layout
 
-    listing = {case: run_layout(keys, 1, case)[0] for case in KEY_CASES}
+    listing: dict[str, Any] = {}
+    if sys.argv[2:] == ["ranks"]:
+        for case, layout in RANK_CASES:
+            ranks = run_layout(rank_keys, Layout.parse(layout).world_size, case, layout)
+            first_and_last = {**ranks[0], **ranks[-1]}  # the others differ in nothing new
+            listing[f"{case} {layout}"] = first_and_last
+    else:
+        listing = {case: run_layout(keys, 1, case)[0] for case in KEY_CASES}
     print(json.dumps(listing, indent=1, sort_keys=True))
