@@ -93,6 +93,31 @@ def test_images_are_encoded_once_and_each_step_takes_one_token() -> None:
     assert lengths[1:] == [1] * 5
 
 
+def test_the_model_is_afterwards_as_it_was() -> None:
+    """Sequence parallelism, which decoding cannot use, is back, and so is training mode."""
+
+    def work() -> Any:
+        model, processor = load(checkpoint(False), Layout(tp=2, sp=True))
+
+        def flags() -> list[tuple[str, str, bool]]:
+            modules = [("config", model.config), *model.named_modules()]
+            return [
+                (name, flag, value)
+                for name, module in modules
+                for flag, value in vars(module).items()
+                if isinstance(value, bool)
+            ]
+
+        before = flags()
+        generate(model, processor, conversations("text"), max_new_tokens=3)
+        return before, flags()
+
+    checkpoint(False)
+    for before, after in run_layout(work, 2):
+        assert ("config", "sequence_parallel", True) in before
+        assert [b for b, a in zip(before, after, strict=True) if a != b] == []
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
