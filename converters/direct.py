@@ -55,7 +55,6 @@ class DirectFile:
         for descriptor in (self._plain, self._direct):
             if descriptor is not None:
                 os.close(descriptor)
-        self._buffer.close()
 
     def tell(self) -> int:
         return self._base + self._last

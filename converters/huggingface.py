@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import read_config_file
 from mcore_qwen3vl.converters.boxes import explicit
+from mcore_qwen3vl.converters.mapped import FirstBytes, bring_in
 from mcore_qwen3vl.converters.mapping import Row, Shape, hf_shapes
 from mcore_qwen3vl.converters.plan import cast
 from mcore_qwen3vl.converters.quantization import declared, dequantize, pair
@@ -82,6 +83,7 @@ class HuggingFaceCheckpoint:
         index = _index(path)
         files = sorted(set(index.values())) if index is not None else [_only_file(path)]
         self._files = {file: _open(path / file) for file in files}
+        self._first_bytes = {file: FirstBytes(path / file) for file in files}
         self.entries: dict[str, Entry] = {}
         for file, handle in self._files.items():
             for name in handle.keys():  # noqa: SIM118 (a safe_open is not a mapping)
@@ -103,7 +105,8 @@ class HuggingFaceCheckpoint:
         if (split := self.split.get(name)) is not None:
             return split.take(box, self.stored)
         entry = self._stored.get(name) or self.scales[name]
-        return self._files[entry.file].get_tensor(name)[box]
+        self._first_bytes[entry.file].check(name)
+        return bring_in(self._files[entry.file].get_tensor(name)[box])
 
     def read(self, name: str, box: Box = (), dtype: torch.dtype | None = None) -> Tensor:
         """`box` of a tensor, by default all of it; read-only by convention.
@@ -255,7 +258,10 @@ def _check_target(index: Path, name: str, target: Any) -> None:
 
 def _open(file: Path) -> Any:
     try:
-        return safe_open(file, framework="pt")
+        with file.open("rb"):  # safetensors calls every file that it may not open absent
+            return safe_open(file, framework="pt")
+    except PermissionError as error:
+        raise BadInput(f"{file} cannot be read: {error.strerror}. Check its mode.") from None
     except (SafetensorError, OSError, ValueError) as error:
         raise BadInput(
             f"{file} is not a complete safetensors file ({error!s:.200}). Fetch it again."

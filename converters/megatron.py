@@ -21,6 +21,7 @@ from mcore_qwen3vl.converters import dcp_metadata
 from mcore_qwen3vl.converters.boxes import fill
 from mcore_qwen3vl.converters.dcp_metadata import CheckpointIndex, Chunk, Place, StoredTensor
 from mcore_qwen3vl.converters.direct import DirectFile
+from mcore_qwen3vl.converters.mapped import bring_in
 from mcore_qwen3vl.converters.mapping import Row
 from mcore_qwen3vl.converters.stored import StoredModel
 from mcore_qwen3vl.converters.torch_zip import NotATensor, read_tensor, write_tensor
@@ -29,6 +30,9 @@ from mcore_qwen3vl.errors import BadInput
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 HF_FOLDER = "hf"
+
+ENDS = 2**16
+"""Bytes at both ends of an archive that hold all of it but the tensor."""
 
 
 def is_megatron(path: Path) -> bool:
@@ -93,7 +97,10 @@ class MegatronCheckpoint(StoredModel):
     def _tensor(self, key: str, chunk: Chunk) -> Tensor:
         where = f"{self.folder / chunk.place.file}: the data of {key} at {list(chunk.offsets)}"
         try:
-            tensor = read_tensor(self._view(chunk.place))
+            view = self._view(chunk.place)
+            for end in (view[:ENDS], view[-ENDS:]):
+                bring_in(torch.frombuffer(end, dtype=torch.uint8))
+            tensor = read_tensor(view)
         except NotATensor as error:
             raise BadInput(f"{where} is damaged or of another kind: {error}.") from None
         if tuple(tensor.shape) != chunk.sizes or tensor.dtype != self.dtype(key):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mcore_qwen3vl.converters.boxes import Extent, overlap
 from mcore_qwen3vl.converters.dcp_metadata import CheckpointIndex, Chunk, StoredTensor
+from mcore_qwen3vl.converters.mapped import bring_in
 from mcore_qwen3vl.converters.mapping import EMBEDDING, Row, Shape, mcore_shapes
 from mcore_qwen3vl.converters.transforms import Box
 from mcore_qwen3vl.errors import BadInput
@@ -115,7 +116,7 @@ class StoredModel(ABC):
             inside = overlap(Extent(start, size), chunk)
             if inside is None:
                 continue
-            part = self._tensor(key, chunk)[inside.stored]
+            part = bring_in(self._tensor(key, chunk)[inside.stored])
             if part.numel() == prod(size):
                 return part
             out = torch.empty(size, dtype=self.dtype(key)) if out is None else out

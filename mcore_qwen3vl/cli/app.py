@@ -34,6 +34,9 @@ def main(arguments: list[str] | None = None) -> None:
     except (BadInput, CheckFailed) as error:
         console.messages.print(f"[bold red]error:[/] {console.plain(str(error))}", soft_wrap=True)
         sys.exit(error.exit_code)
+    except OSError as error:  # the disk, where no command could say more
+        console.messages.print(f"[bold red]error:[/] {console.plain(str(error))}", soft_wrap=True)
+        sys.exit(BadInput.exit_code)
     except KeyboardInterrupt:
         console.messages.print("interrupted")
         sys.exit(130)

@@ -1,0 +1,66 @@
+"""Memory-mapped files: a page that cannot be read is an error, not a signal that ends the process.
+
+The disk may fail, or someone may cut the file short, while it is mapped; the first touch of such a
+page then raises SIGBUS. Linux (5.14 on) can be asked to bring pages in and say instead. It also
+reads ahead further than faults do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import mmap
+import os
+from pathlib import Path
+
+from torch import Tensor
+
+POPULATE_READ = 22  # MADV_POPULATE_READ of <asm-generic/mman-common.h>
+LOST = "a mapped file cannot be read: bad disk, or cut short by now"
+UNREADABLE = (errno.EFAULT, errno.EIO, 133)  # 133: EHWPOISON
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def bring_in(tensor: Tensor) -> Tensor:
+    """Read what a view of a mapped file covers; returns `tensor`.
+
+    A view whose elements lie far apart is left to be read as it is used.
+
+    Raises:
+        OSError: a page cannot be read.
+    """
+    spans = ((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    length = (1 + sum(spans)) * tensor.element_size()
+    if tensor.nbytes > 0 and length <= 2 * tensor.nbytes:
+        first = tensor.data_ptr() - tensor.data_ptr() % mmap.PAGESIZE
+        failed = _libc.madvise(first, tensor.data_ptr() + length - first, POPULATE_READ)
+        if failed and ctypes.get_errno() in UNREADABLE:
+            raise OSError(errno.EIO, LOST)
+    return tensor
+
+
+class FirstBytes:
+    """Reads the first byte of a tensor before `safetensors` does so in the mapped file."""
+
+    def __init__(self, file: Path) -> None:
+        """`file` is one that `safe_open` has accepted."""
+        self._file = file.open("rb", buffering=0)
+        length = int.from_bytes(self._file.read(8), "little")
+        header = json.loads(self._file.read(length))
+        self._at = {
+            name: 8 + length + described["data_offsets"][0]
+            for name, described in header.items()
+            if name != "__metadata__"
+            and described["data_offsets"][0] < described["data_offsets"][1]
+        }
+
+    def check(self, name: str) -> None:
+        """
+        Raises:
+            OSError: the byte cannot be read.
+        """
+        if name in self._at and not os.pread(self._file.fileno(), 1, self._at[name]):
+            raise OSError(errno.EIO, LOST)
