@@ -1,6 +1,8 @@
 """The command line: exit codes, messages, JSON, and that a failure leaves nothing behind."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -107,3 +109,8 @@ def test_existing_target_needs_force(checkpoint, tmp_path, capsys):
     assert "exists. Remove it, choose another directory, or add --force" in capsys.readouterr().err
     assert {f: f.read_bytes() for f in dst.rglob("*") if f.is_file()} == before
     assert run("convert", "hf-to-mcore", checkpoint, dst, "--force") == 0
+
+
+def test_help_does_not_wait_for_torch():
+    code = "import sys, mcore_qwen3vl.cli; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

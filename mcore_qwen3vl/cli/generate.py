@@ -13,7 +13,6 @@ import typer
 from mcore_qwen3vl import console
 from mcore_qwen3vl.cli import sources
 from mcore_qwen3vl.cli.options import Json, layout_flags
-from mcore_qwen3vl.runtime import cpu as backend
 from mcore_qwen3vl.runtime.parallel import Layout
 
 
@@ -64,6 +63,8 @@ def generate(
     """
     console.quiet_libraries()
     if cpu:
+        from mcore_qwen3vl.runtime import cpu as backend
+
         backend.install()  # before megatron is imported
     from mcore_qwen3vl.generation.prompts import user_turns
     from mcore_qwen3vl.generation.run import Request, run
