@@ -74,9 +74,12 @@ def check_manifest(
                 wrong.setdefault(piece.name, []).append(piece)
         meter.add(piece.nbytes, piece.name)
 
-    with ThreadPoolExecutor(workers or default_workers()) as pool:
-        for _ in pool.map(check, pieces):
-            pass
+    try:
+        with ThreadPoolExecutor(workers or default_workers()) as pool:
+            for _ in pool.map(check, pieces):
+                pass
+    except OSError as error:
+        raise BadInput(f"{folder} cannot be read: {error}. Copy the checkpoint again.") from error
     problems |= {name: _difference(found) for name, found in wrong.items()}
     names = dict.fromkeys([*hf_shapes(rows), *stated])
     findings = [Finding(TENSORS, name, flaw=problems.get(name, "")) for name in names]

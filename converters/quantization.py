@@ -41,6 +41,9 @@ UNDERSTOOD = {
 }
 """``quantization_config``; the first two must be there."""
 
+SKIPPED = ("modules_to_not_convert", "ignored_layers")
+"""Fields of ``quantization_config`` with the modules that are left as they were."""
+
 LEFTOVER = re.compile(
     r"(weight|input|output|activation|[qkv])_(scale|zero_point)(_\d)?$|_scale_inv$|_scales?$"
     r"|\.(scales|biases|qweight|qzeros|g_idx|SCB|weight_packed|weight_shape|weight_format|absmax)$"
@@ -78,6 +81,10 @@ def declared(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
                 f"bf16, fp16, fp32, and fp8 with factors for blocks of {BLOCK} x {BLOCK} "
                 f"({key} {wanted!r}). Convert the model's original checkpoint."
             )
+    if not all(isinstance(quantization.get(key) or [], list) for key in SKIPPED):
+        raise BadInput(
+            f"config.json: {' or '.join(SKIPPED)} in its quantization_config is no list."
+        )
     return quantization
 
 
@@ -191,8 +198,7 @@ def _check(
             f"{name} {list(entry.shape)} in blocks of {BLOCK} x {BLOCK} has {list(grid)} factors. "
             "Another kind of quantisation is not read."
         )
-    skipped = quantization.get("modules_to_not_convert") or quantization.get("ignored_layers")
-    for module in skipped or ():
+    for module in (module for key in SKIPPED for module in quantization.get(key) or ()):
         if name == module or name.startswith(f"{module}."):
             raise BadInput(
                 f"config.json says that {module} is not quantised, but tensor {name} is "

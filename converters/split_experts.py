@@ -8,7 +8,7 @@ reader of Hugging Face checkpoints puts the fused ones together as they are read
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from mcore_qwen3vl.errors import BadInput
 if TYPE_CHECKING:
     from mcore_qwen3vl.converters.huggingface import Box, Entry
 
-NAME = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+NAME = re.compile(r"(.+\.mlp\.experts)\.(0|[1-9]\d{0,5})\.(gate_proj|up_proj|down_proj)\.weight")
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
@@ -81,28 +81,39 @@ def fuse(
         BadInput: an expert is missing, or is not like the others; or the config contradicts
             itself.
     """
-    found: dict[str, dict[str, dict[int, str]]] = {}
+    found: dict[str, dict[int, set[str]]] = {}
     fused: dict[str, Entry] = {}
     for name, entry in entries.items():
         if (named := NAME.fullmatch(name)) is not None:
             prefix, expert, kind = named.groups()
-            found.setdefault(prefix, {}).setdefault(kind, {})[int(expert)] = name
+            found.setdefault(prefix, {}).setdefault(int(expert), set()).add(kind)
         else:
             fused[name] = entry
     split: dict[str, SplitExperts] = {}
-    for prefix, kinds in found.items():
-        count = 1 + max(expert for experts in kinds.values() for expert in experts)
-        for target, sources in FUSED.items():
+    for prefix, experts in found.items():
+        _check_numbers(prefix, experts)
+        for target, kinds in FUSED.items():
             name = f"{prefix}.{target}"
-            names = [[f"{prefix}.{e}.{kind}.weight" for kind in sources] for e in range(count)]
+            if name in fused:
+                raise BadInput(f"{prefix} are stored both one by one and fused, as {name}.")
+            names = [[f"{prefix}.{e}.{kind}.weight" for kind in kinds] for e in range(len(experts))]
             first = _alike(names, entries)
             height, columns = first.shape
-            rows = height * len(sources)
+            rows = height * len(kinds)
             swapped = declared_expert_layout(config) == "published"
-            shape = (count, columns, rows) if swapped else (count, rows, columns)
+            shape = (len(experts), *((columns, rows) if swapped else (rows, columns)))
             split[name] = SplitExperts(tuple(map(tuple, names)), shape, height, swapped)
             fused[name] = replace(first, shape=shape, scale=None)
     return fused, split
+
+
+def _check_numbers(prefix: str, experts: Iterable[int]) -> None:
+    numbers = set(experts)
+    if missing := set(range(len(numbers))) - numbers:
+        raise BadInput(
+            f"the checkpoint stores {prefix} one by one and has {len(numbers)} of them, but lacks "
+            f"number {min(missing)}. Fetch the complete checkpoint."
+        )
 
 
 def _alike(names: list[list[str]], entries: Mapping[str, Entry]) -> Entry:

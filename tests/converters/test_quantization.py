@@ -274,6 +274,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "static activations": (config(activation_scheme="static"), "activation_scheme 'static'"),
     "e5m2": (config(fmt="e5m2"), "fmt 'e5m2'"),
     "powers of two": (config(scale_fmt="ue8m0"), "scale_fmt 'ue8m0'"),
+    "modules to skip": (config(ignored_layers="lm_head"), "ignored_layers .* is no list"),
     "not an object": (lambda p: edit_config(p, quantization_config=[1]), "one of no use"),
     "in the text config": (
         lambda p: edit_config(p, text_config__quantization_config={"quant_method": "hqq"}),
@@ -369,8 +370,17 @@ def test_experts_one_by_one_in_the_manifest(sources: Sources, tmp_path: Path) ->
         (lambda t, name: t.pop(name), r"one by one, but \S+experts.2.up_proj.weight is missing"),
         (lambda t, name: t.update({name: torch.ones(140, 151)}), "is not like the same matrix"),
         (lambda t, name: t.update({name: torch.ones(140, 152)}), "is not like the same matrix"),
+        (
+            lambda t, name: t.update({name.replace(".2.", ".999999."): torch.ones(1)}),
+            r"one by one and has 4 of them, but lacks number 3",
+        ),
+        (
+            lambda t, name: t.update({name.replace(".2.", ".02."): torch.ones(140, 152)}),
+            r"experts.02.up_proj.weight \[140, 152\], which is no part of the model",
+        ),
+        (lambda t, name: t.update({EXPERTS: torch.ones(1)}), "both one by one and fused"),
     ],
-    ids=["missing", "shape", "dtype"],
+    ids=["missing", "shape", "dtype", "number", "leading zero", "fused too"],
 )
 def test_incomplete_experts_are_refused(
     sources: Sources, tmp_path: Path, change: Callable[[Tensors, str], object], message: str
@@ -380,7 +390,8 @@ def test_incomplete_experts_are_refused(
 
     def damage(found: Tensors) -> None:
         change(found, name)
-        del found[f"{name}_scale_inv"]
+        if name not in found or found[name].dtype != FP8:
+            del found[f"{name}_scale_inv"]
 
     tensors(damage)(source)
     with pytest.raises(BadInput, match=message):
