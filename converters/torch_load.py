@@ -10,6 +10,7 @@ megatron nor numpy is asked for anything.
 from __future__ import annotations
 
 import argparse
+import mmap
 import pickle
 import re
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 
+from mcore_qwen3vl.converters.torch_zip import check_archive
 from mcore_qwen3vl.errors import BadInput
 
 STAND_INS = (
@@ -65,6 +67,8 @@ def load(file: Path) -> Any:
         BadInput: the file is damaged, or names something outside the list.
     """
     try:
+        with file.open("rb") as handle:
+            check_archive(memoryview(mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)))
         with _only_the_list():
             return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:

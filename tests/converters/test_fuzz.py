@@ -13,6 +13,8 @@ import torch
 
 from mcore_qwen3vl.converters import dcp_metadata
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
+from mcore_qwen3vl.converters.legacy_layout import Legacy
+from mcore_qwen3vl.runtime.parallel import Layout
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from tests.converters.checkpoints import load, tree_digests
 from tests.converters.fuzz import (
@@ -27,7 +29,15 @@ from tests.converters.fuzz import (
 TEXT: dict[str, Any] = {"num_hidden_layers": 2, "num_experts": 2, "num_experts_per_tok": 1}
 VISION: dict[str, Any] = {"depth": 1, "deepstack_visual_indexes": [0]}
 SEED = "2"
-COUNTS = {"header": 500, "index": 200, "config": 300, "metadata": 500, "archive": 300, "small": 50}
+COUNTS = {
+    "header": 500,
+    "index": 200,
+    "config": 300,
+    "metadata": 500,
+    "archive": 300,
+    "legacy": 100,
+    "small": 50,
+}
 """Cases in a default run; the slow one makes 20 times as many, others."""
 
 Digests = dict[str, str]
@@ -120,8 +130,22 @@ def data_ranges(folder: Path) -> dict[str, list[tuple[int, int]]]:
     return ranges
 
 
+def legacy_damage(file: Path) -> Damage:
+    """Anything but the tensors' own bytes, which have no checksum that is read."""
+    whole = file.read_bytes()
+    ranges = []
+    with zipfile.ZipFile(file) as archive:
+        for entry in archive.infolist():
+            if "/data/" in entry.filename:
+                start = whole.index(archive.read(entry), entry.header_offset)
+                ranges.append((start, start + entry.file_size))
+    return Damage(file, bytes_outside(ranges))
+
+
 def damages(part: str, source: Path) -> list[Damage]:
     release = source / "release"
+    if part == "legacy":
+        return [legacy_damage(file) for file in sorted(release.rglob("*.pt"))]
     if part == "header":
         return [Damage(file, spoil_header) for file in sorted(source.glob("*.safetensors"))]
     if part == "index":
@@ -144,7 +168,11 @@ def fuzz(
 ) -> None:
     hf, mcore = checkpoints
     importing = part in ("header", "index", "config of hf")
-    source = Path(shutil.copytree(hf if importing else mcore, tmp_path / "source"))
+    source = tmp_path / "source"
+    if part == "legacy":
+        hf_to_mcore(hf, source, legacy=Legacy(Layout(tp=2, pp=2, ep=2)))
+    else:
+        shutil.copytree(hf if importing else mcore, source)
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     attempt = (import_attempt if importing else export_attempt)(source, scratch)
@@ -158,7 +186,16 @@ def fuzz(
     assert tally.refused > count // 10  # the damage does reach the readers
 
 
-PARTS = ["header", "index", "config of hf", "config of mcore", "metadata", "archive", "small"]
+PARTS = [
+    "header",
+    "index",
+    "config of hf",
+    "config of mcore",
+    "metadata",
+    "archive",
+    "legacy",
+    "small",
+]
 
 
 @pytest.mark.parametrize("part", PARTS)
