@@ -1,14 +1,16 @@
 """Prefill and per-token time of generation against Hugging Face's, on one CPU thread.
 
 ``python benchmarks/generate.py`` prints JSON. Both run in one process on the same weights and
-inputs, alternating, and the best of several repetitions counts, so that the ratios hold on a busy
-machine too. For each number of images there is a text prompt of the same length: what a token
-costs after prefill depends on how many tokens the cache holds, not on how many are images.
+inputs, in turn; a ratio is taken within each repetition and the median of them reported, so that it
+holds on a busy machine. For each number of images there is a text prompt of the same length: what
+a token costs after prefill depends on how many tokens the cache holds, not on how many are images.
+The narrow model shows what Python costs a layer, the wide one what is left of it beside arithmetic.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,24 +28,28 @@ from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import Layout, initialize
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 
-IMAGES = (0, 1, 4, 12)
-NEW_TOKENS = 24
-REPETITIONS = 4
-TEXT = {
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 8,
-    "max_position_embeddings": 8192,
+MODELS = {
+    "narrow": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8},
+    "wide": {"hidden_size": 1536, "intermediate_size": 4608, "num_hidden_layers": 4},
 }
+IMAGES = {"narrow": (0, 1, 4, 12), "wide": (0, 4)}
+NEW_TOKENS = 16
+REPETITIONS = 5
 
 
 def main() -> None:
     cpu.install()
-    with tempfile.TemporaryDirectory() as folder:
-        path = write_tiny_checkpoint(Path(folder) / "hf", text=TEXT)
-        (rows,) = run_layout(measure, 1, path, timeout=1800)
+    from mcore_qwen3vl.console import quiet_libraries
+
+    quiet_libraries()
+    rows = []
+    for name, text in MODELS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            path = write_tiny_checkpoint(Path(folder) / "hf", text=text)
+            (found,) = run_layout(measure, 1, path, IMAGES[name], timeout=1800)
+        rows += [{"model": name, **row} for row in found]
     report = {
-        "what": "seconds, float32, batch 1, one CPU thread, best of the repetitions",
+        "what": "seconds, float32, batch 1, one CPU thread, median of the repetitions",
         "new_tokens": NEW_TOKENS,
         "repetitions": REPETITIONS,
         "torch": torch.__version__,
@@ -53,7 +59,7 @@ def main() -> None:
     print(json.dumps(report, indent=2))
 
 
-def measure(path: Path) -> list[dict[str, Any]]:
+def measure(path: Path, counts: tuple[int, ...]) -> list[dict[str, Any]]:
     from mcore_qwen3vl.converters.live import load_hf
     from mcore_qwen3vl.generation.generate import decode
     from mcore_qwen3vl.generation.prompts import prompts_from_inputs
@@ -69,50 +75,49 @@ def measure(path: Path) -> list[dict[str, Any]]:
     sampler = Sampler(transformers.GenerationConfig())
 
     rows = []
-    for images in IMAGES:
+    for images in counts:
         inputs = prompt(processor, images)
-        prompts = prompts_from_inputs(architecture, inputs)
-        plain_inputs = {
+        plain = {
             "input_ids": torch.full_like(inputs["input_ids"], 65),
             "attention_mask": inputs["attention_mask"],
         }
-        plain = prompts_from_inputs(architecture, plain_inputs)
 
-        def mcore(new: int, given: Any = prompts) -> Any:
-            return decode(ours, given, sampler, max_new_tokens=new, stop=set(), pad=0)
-
-        def text(new: int, given: Any = plain) -> Any:
-            return decode(ours, given, sampler, max_new_tokens=new, stop=set(), pad=0)
+        def mcore(given: Any) -> Callable[[int], Any]:
+            prompts = prompts_from_inputs(architecture, given)
+            return lambda new: decode(ours, prompts, sampler, max_new_tokens=new, stop=set(), pad=0)
 
         def hugging_face(new: int, given: Any = inputs) -> Any:
             limits = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
             return theirs.generate(**given, **limits)
 
-        times = best_of({"mcore": mcore, "text": text, "hf": hugging_face})
+        runs = {"mcore": mcore(inputs), "text": mcore(plain), "hf": hugging_face}
         rows.append(
-            {
-                "images": images,
-                "prompt_tokens": inputs["input_ids"].shape[1],
-                **{f"{name}_prefill": first for name, (first, _) in times.items()},
-                **{f"{name}_per_token": each for name, (_, each) in times.items()},
-                "prefill_vs_hf": times["mcore"][0] / times["hf"][0],
-                "per_token_vs_hf": times["mcore"][1] / times["hf"][1],
-                "per_token_vs_text_of_same_length": times["mcore"][1] / times["text"][1],
-            }
+            {"images": images, "prompt_tokens": inputs["input_ids"].shape[1], **times(runs)}
         )
     return rows
 
 
-def best_of(runs: dict[str, Callable[[int], Any]]) -> dict[str, tuple[float, float]]:
-    """Seconds of prefill with the first token, and of each further one."""
-    best = {name: [float("inf"), float("inf")] for name in runs}
+def times(runs: dict[str, Callable[[int], Any]]) -> dict[str, float]:
+    """Median seconds of prefill with the first token and of each further one, and ratios."""
+    seen: dict[str, list[float]] = {}
     for _ in range(REPETITIONS):
         for name, run in runs.items():
-            for i, new in enumerate((1, NEW_TOKENS)):
-                start = time.perf_counter()
-                run(new)
-                best[name][i] = min(best[name][i], time.perf_counter() - start)
-    return {name: (one, (many - one) / (NEW_TOKENS - 1)) for name, (one, many) in best.items()}
+            one, many = (seconds(run, new) for new in (1, NEW_TOKENS))
+            seen.setdefault(f"{name}_prefill", []).append(one)
+            seen.setdefault(f"{name}_per_token", []).append((many - one) / (NEW_TOKENS - 1))
+    for ratio, above, below in (
+        ("prefill_vs_hf", "mcore_prefill", "hf_prefill"),
+        ("per_token_vs_hf", "mcore_per_token", "hf_per_token"),
+        ("per_token_vs_text_of_same_length", "mcore_per_token", "text_per_token"),
+    ):
+        seen[ratio] = [a / b for a, b in zip(seen[above], seen[below], strict=True)]
+    return {name: statistics.median(values) for name, values in seen.items()}
+
+
+def seconds(run: Callable[[int], Any], new: int) -> float:
+    start = time.perf_counter()
+    run(new)
+    return time.perf_counter() - start
 
 
 def prompt(processor: Any, images: int) -> Any:

@@ -17,6 +17,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.compare import compare_checkpoints
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.data.positions import mrope_position_ids
+from mcore_qwen3vl.report.compare import measure
 from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.runtime.checkpoint import load_checkpoint
 from mcore_qwen3vl.runtime.launch import run_layout
@@ -89,8 +90,7 @@ def _run(folder: Path, dense: bool, status: Callable[[str], None]) -> Demo:
         inputs = prompt_inputs(hf)
         expected = hugging_face_logits(hf, inputs)
         found = run_layout(_mcore_logits, layout.world_size, mcore, layout, inputs)
-        worst = max((logits - expected).abs().max().item() for logits in found)
-        relative = worst / expected.abs().max().item()
+        relative = max(measure(logits, expected).relative for logits in found)
         text = (
             f"{expected.shape[1]} tokens, {int(inputs['image_grid_thw'].prod())} patches: "
             f"off by {relative:.1e} of max |logit| (limit {TOLERANCE:.0e})"

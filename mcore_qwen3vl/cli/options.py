@@ -30,10 +30,11 @@ Workers = Annotated[
     int | None, typer.Option(help="Parallel workers; the default suits the machine.")
 ]
 
+_PANEL = "Layout, all sizes 1 unless given"
 _SIZES = {
     "tp": "tensor parallel",
     "pp": "pipeline parallel",
-    "vpp": "virtual pipeline: chunks a stage",
+    "vpp": "virtual pipeline",
     "ep": "expert parallel",
     "etp": "expert tensor parallel",
     "cp": "context parallel",
@@ -43,14 +44,18 @@ _LAYOUT_FLAGS: dict[str, Any] = {
     name: Annotated[
         int | None,
         typer.Option(
-            f"--{name}", min=1, help=f"{what.capitalize()} size.", rich_help_panel="Layout"
+            f"--{name}",
+            min=1,
+            metavar="N",
+            help=f"{what.capitalize()} size.",
+            rich_help_panel=_PANEL,
         ),
     ]
     for name, what in _SIZES.items()
 } | {
     "sp": Annotated[
         bool | None,
-        typer.Option("--sp/--no-sp", help="Sequence parallelism.", rich_help_panel="Layout"),
+        typer.Option("--sp/--no-sp", help="Sequence parallelism.", rich_help_panel=_PANEL),
     ]
 }
 

@@ -20,7 +20,10 @@ def verify_trace(
     layout: Layout,
     mcore: Annotated[
         Path | None,
-        typer.Argument(help="Megatron-Core checkpoint to examine; default: HF is loaded directly."),
+        typer.Argument(
+            metavar="MCORE",
+            help="Megatron-Core checkpoint to examine; default: HF is loaded directly.",
+        ),
     ] = None,
     image: Annotated[list[Path] | None, typer.Option(help="An image; may be repeated.")] = None,
     video: Annotated[list[Path] | None, typer.Option(help="A video; may be repeated.")] = None,
