@@ -26,6 +26,7 @@ from rich.progress import (
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from mcore_qwen3vl.converters.estimate import Estimate
     from mcore_qwen3vl.converters.inspect import Inspection
     from mcore_qwen3vl.converters.plan import Plan, Summary
     from mcore_qwen3vl.data.check import DataReport
@@ -175,6 +176,25 @@ def show_inspection(inspection: Inspection) -> None:
     for t in inspection.tensors:
         tensors.add_row(t.name, "x".join(map(str, t.shape)), t.dtype, size(t.nbytes))
     output.print(tensors)
+
+
+def show_estimate(estimate: Estimate) -> None:
+    """What a conversion will take."""
+    facts = {
+        "model": f"{estimate.model}, {estimate.dtype}",
+        "tensors": f"{estimate.tensors:,} of Hugging Face, in {estimate.pieces:,} pieces and "
+        f"{estimate.units} units of work",
+        "bytes": f"{estimate.nbytes:,} ({size(estimate.nbytes)})",
+        "largest slice": f"{size(estimate.largest_slice_bytes)} ({estimate.largest_slice})",
+        "memory, at most": f"{size(estimate.memory_bound_bytes)} for {estimate.workers} workers",
+    }
+    if estimate.seconds is not None:
+        facts["time"] = (
+            f"{estimate.seconds:,.0f} s to read and write everything once at "
+            f"{estimate.disk_gb_per_s:g} GB/s"
+        )
+    for name, fact in facts.items():
+        output.print(f"{name:20}{plain(fact)}", soft_wrap=True)
 
 
 def show_demo(demo: Demo) -> None:

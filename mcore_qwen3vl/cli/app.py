@@ -12,7 +12,7 @@ import typer
 from mcore_qwen3vl import console
 from mcore_qwen3vl.cli import convert, data, sources, verify
 from mcore_qwen3vl.cli.generate import generate
-from mcore_qwen3vl.cli.options import Json, require
+from mcore_qwen3vl.cli.options import Json, Workers, require
 from mcore_qwen3vl.errors import BadInput, CheckFailed
 
 app = typer.Typer(
@@ -45,14 +45,32 @@ def main(arguments: list[str] | None = None) -> None:
 @app.command("inspect")
 def inspect(
     path: Annotated[
-        Path,
+        Path | None,
         sources.argument("PATH", "A checkpoint of either kind, or a config.json; or a hub id."),
-    ],
+    ] = None,
+    hf_config: Annotated[
+        Path | None,
+        sources.option("Instead of PATH: what converting a model of this config will take."),
+    ] = None,
+    workers: Workers = None,
+    disk_gb_per_s: Annotated[
+        float | None, typer.Option(help="With --hf-config: the disk's speed, to estimate time.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """What it is: sizes, shapes, layout, dtype, parameter count by part."""
+    from mcore_qwen3vl.converters.estimate import estimate
     from mcore_qwen3vl.converters.inspect import inspect_path
 
+    if (path is None) == (hf_config is None):
+        raise BadInput("name one thing to inspect: PATH, or --hf-config DIR.")
+    if hf_config is not None:
+        found = estimate(hf_config, workers=workers, disk_gb_per_s=disk_gb_per_s)
+        if json:
+            console.emit_json(asdict(found), console.STDOUT)
+        else:
+            console.show_estimate(found)
+        return
     inspection = inspect_path(path)
     if json:
         total = inspection.total_parameters
