@@ -83,6 +83,11 @@ def _check_loggers(args: argparse.Namespace) -> None:
             "--tensorboard-dir needs the package tensorboard: pip install 'mcore-qwen3vl[logging]'."
         )
     if args.wandb_project:
+        if not args.tensorboard_dir:
+            raise BadInput(
+                "--wandb-project alone would not show the loss: Megatron sends W&B what it writes "
+                "to TensorBoard. Add --tensorboard-dir DIR."
+            )
         if find_spec("wandb") is None:
             raise BadInput("--wandb-project needs the package wandb: pip install wandb.")
         if not args.wandb_exp_name:

@@ -148,7 +148,7 @@ def test_sequence_length_must_divide_by_the_layout(dense: Path) -> None:
         (("--data-path", "gone.jsonl"), "gone.jsonl does not exist"),
         (("--data-path", "{here}", "--valid-data-path", "gone"), "gone does not exist"),
         (("--data-path", "0.3", "{here}", "0.7"), "weights and paths in turn"),
-        (("--data-path", "{here}", "--wandb-project", "x"), "wandb"),
+        (("--data-path", "{here}", "--wandb-project", "x"), "Add --tensorboard-dir"),
     ],
 )
 def test_what_the_run_will_want_is_looked_for_first(
