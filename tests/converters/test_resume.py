@@ -15,7 +15,9 @@ import pytest
 
 from mcore_qwen3vl.converters import staging, to_hf, to_mcore
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
+from mcore_qwen3vl.converters.legacy_layout import Legacy
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.runtime.parallel import Layout
 from tests.converters.checkpoints import tree_digests
 
 Tiny = Callable[[str], Path]
@@ -34,7 +36,12 @@ def directions(tiny: Tiny, tmp_path: Path) -> dict[str, tuple[Convert, Path]]:
     """Source of each direction."""
     mcore = tmp_path / "reference-mcore"
     hf_to_mcore(tiny("moe"), mcore)
-    return {"hf-to-mcore": (hf_to_mcore, tiny("moe")), "mcore-to-hf": (mcore_to_hf, mcore)}
+    to_legacy = functools.partial(hf_to_mcore, legacy=Legacy(Layout(tp=2, pp=2, ep=2, etp=2)))
+    return {
+        "hf-to-mcore": (hf_to_mcore, tiny("moe")),
+        "hf-to-legacy": (to_legacy, tiny("moe")),
+        "mcore-to-hf": (mcore_to_hf, mcore),
+    }
 
 
 def in_child(work: Callable[[], object]) -> int:
@@ -46,7 +53,7 @@ def in_child(work: Callable[[], object]) -> int:
     return process.exitcode
 
 
-@pytest.mark.parametrize("direction", ["hf-to-mcore", "mcore-to-hf"])
+@pytest.mark.parametrize("direction", ["hf-to-mcore", "hf-to-legacy", "mcore-to-hf"])
 def test_kill_at_any_point(
     directions: dict[str, tuple[Convert, Path]], tmp_path: Path, direction: str
 ) -> None:
@@ -125,7 +132,7 @@ def test_kill_while_finishing(
     assert not (tmp_path / ".target.incomplete").exists()
 
 
-@pytest.mark.parametrize("direction", ["hf-to-mcore", "mcore-to-hf"])
+@pytest.mark.parametrize("direction", ["hf-to-mcore", "hf-to-legacy", "mcore-to-hf"])
 def test_a_write_that_fails_is_one_error_and_resumes(
     directions: dict[str, tuple[Convert, Path]], tmp_path: Path, direction: str
 ) -> None:
