@@ -23,6 +23,18 @@ def is_legacy(path: Path) -> bool:
     return any(iteration_folder(path).glob(f"mp_rank_*/{FILE}"))
 
 
+def saved_arguments(folder: Path) -> Namespace:
+    """Megatron's arguments of the run that saved the legacy checkpoint in `folder`.
+
+    Raises:
+        BadInput: there is no such checkpoint, or it is damaged or has none.
+    """
+    path = min(folder.glob(f"mp_rank_*/{FILE}"), default=None)
+    if path is None:
+        raise BadInput(f"{folder} holds no mp_rank_*/{FILE}; it is no legacy checkpoint.")
+    return _arguments(load(path), path)
+
+
 @dataclass(frozen=True)
 class RankFile:
     """One mapped file.
@@ -108,14 +120,19 @@ def _require_all_ranks(folder: Path, found: list[RankFile]) -> None:
             )
 
 
-def _layout(content: Any, path: Path) -> Layout:
-    """The parallel sizes in the arguments that the file holds."""
+def _arguments(content: Any, path: Path) -> Namespace:
     args = content.get("args") if isinstance(content, dict) else None
     if not isinstance(args, Namespace):
         raise BadInput(
             f"{path} holds no arguments, so the layout that it was saved under is not known. Load "
             "it in Megatron and save it again."
         )
+    return args
+
+
+def _layout(content: Any, path: Path) -> Layout:
+    """The parallel sizes in the arguments that the file holds."""
+    args = _arguments(content, path)
     tp = getattr(args, "tensor_model_parallel_size", None)
     layout = Layout(
         tp=_size(tp, path),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mcore_qwen3vl.converters.legacy_files import is_legacy
 from mcore_qwen3vl.converters.megatron import iteration_folder
 from mcore_qwen3vl.converters.stored import NOT_THE_MODEL
 from mcore_qwen3vl.errors import BadInput
@@ -29,6 +30,11 @@ def load_checkpoint(models: Sequence[Any], path: str | Path) -> None:
     from torch.distributed.checkpoint.api import CheckpointException
 
     folder = iteration_folder(Path(path))
+    if is_legacy(folder):
+        raise BadInput(
+            f"{folder} is of Megatron's legacy format, which only its own layout loads. Export it "
+            "first: mcore-qwen3vl convert mcore-to-hf."
+        )
     state = {f"model{i}": model.sharded_state_dict() for i, model in enumerate(models)}
     try:
         # In mcore's words the model's keys are tested: `unexpected` are those that the checkpoint

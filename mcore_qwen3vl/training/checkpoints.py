@@ -16,7 +16,9 @@ from typing import Any
 import torch.distributed as dist
 
 from mcore_qwen3vl.converters import dcp_metadata
+from mcore_qwen3vl.converters.legacy_layout import FILE
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.training.legacy import check_legacy
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _ZIP = b"PK\x03\x04"  # every stored tensor starts with a zip's first bytes
@@ -77,17 +79,17 @@ def choose_checkpoint(args: argparse.Namespace) -> None:
     """Point Megatron at the newest checkpoint of ``--load`` that can be read; all ranks call this.
 
     Raises:
-        BadInput: see :func:`readable_iteration`.
+        BadInput: see :func:`readable_iteration` and
+            :func:`mcore_qwen3vl.training.legacy.check_legacy`.
     """
-    if args.load is None or args.ckpt_step is not None or args.ckpt_format != "torch_dist":
+    if args.load is None or args.ckpt_step is not None:
         return
     from megatron.training.utils import print_rank_0
 
     found: list[Any] = [None]
     if dist.get_rank() == 0:
-        fallback = args.on_corrupt_checkpoint == "fallback"
         try:
-            found = [readable_iteration(args.load, fallback=fallback)]
+            found = [_newest(args)]
         except BadInput as error:
             found = [error]
     dist.broadcast_object_list(found, src=0)
@@ -96,6 +98,18 @@ def choose_checkpoint(args: argparse.Namespace) -> None:
     if found[0] is not None and found[0] != latest_iteration(args.load):
         args.ckpt_step = found[0]
         print_rank_0(f"the latest checkpoint is damaged; resuming from iteration {found[0]}")
+
+
+def _newest(args: argparse.Namespace) -> int | None:
+    """The iteration to load; None leaves it to Megatron."""
+    latest = latest_iteration(args.load)
+    folder = Path(args.load) / ("release" if latest is None else f"iter_{latest:07d}")
+    if any(folder.glob(f"mp_rank_*/{FILE}")):
+        check_legacy(folder, args)
+        return None
+    if args.ckpt_format != "torch_dist":
+        return None
+    return readable_iteration(args.load, fallback=args.on_corrupt_checkpoint == "fallback")
 
 
 @contextmanager

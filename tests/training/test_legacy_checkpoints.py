@@ -16,11 +16,13 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.legacy_layout import Legacy
 from mcore_qwen3vl.converters.torch_load import load
+from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import Layout, initialize
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training.arguments import validate
 from mcore_qwen3vl.training.curves import Job, layout_flags, numbers_of, train
+from mcore_qwen3vl.training.legacy import check_legacy
 from tests.converters.checkpoints import assert_same_tensors
 from tests.converters.ranks import build_chunks, check_chunks
 
@@ -143,3 +145,28 @@ def test_training_from_a_converted_checkpoint_is_training_from_the_hf_one(tiny, 
         flags = ("--load", str(mcore), "--ckpt-format", format)
         found = train(job, tmp_path / f"run-{format}", *flags)
         assert numbers_of(found) == numbers_of(expected)
+
+
+@pytest.mark.parametrize(
+    ("case", "layout", "difference"),
+    [
+        ("dense", "pp2", "tensor_model_parallel_size 2 instead of 1"),
+        ("dense", "tp2", "pipeline_model_parallel_size 2 instead of 1"),
+        ("dense", "tp2xpp2xvpp2", "virtual_pipeline_model_parallel_size None instead of 2"),
+        ("dense", "tp2xpp2+first1", "decoder_first_pipeline_num_layers None instead of 1"),
+        ("moe", "tp2xpp2xep2+sp", "expert_tensor_parallel_size 2 instead of 1"),
+    ],
+)
+def test_a_run_of_another_layout_is_refused(tiny, tmp_path, case, layout, difference):
+    layout = Layout.parse(layout)
+    saved = Layout(tp=2, pp=2, ep=layout.ep, etp=2 if case == "moe" else 1)
+    hf_to_mcore(tiny(case), tmp_path / "mcore", legacy=Legacy(saved, "torch"))
+    with pytest.raises(BadInput, match=f"has {difference}"):
+        check_legacy(tmp_path / "mcore" / "release", arguments(tiny(case), layout))
+
+
+def test_a_run_of_another_spec_is_refused_before_megatron_loads_half(tiny, data, tmp_path):
+    hf_to_mcore(tiny("dense"), tmp_path / "mcore", legacy=Legacy(Layout(), "te"))
+    job = Job(tiny("dense"), data, steps=1)
+    with pytest.raises(BadInput, match=r"spec \['te'\] instead of \['torch'\]"):
+        train(job, tmp_path / "run", "--load", str(tmp_path / "mcore"))
