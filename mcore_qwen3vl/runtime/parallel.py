@@ -83,8 +83,12 @@ class Layout:
         equal = (num_layers - sum(own.values())) // max(self.pp - len(own), 1)
         return [own.get(stage, equal) for stage in range(self.pp)]
 
-    def validate(self, architecture: Architecture) -> None:
+    def validate(self, architecture: Architecture, *, training: bool = True) -> None:
         """Check that the model divides this way.
+
+        Args:
+            architecture: the model's shape.
+            training: what only training forbids is refused too.
 
         Raises:
             BadInput: it does not; the message names both numbers and what to change.
@@ -94,7 +98,7 @@ class Layout:
                 raise BadInput(f"{name.upper()} is {size}; parallel sizes start at 1.")
         self._check_tensor_parallel(architecture)
         self._check_pipeline(architecture)
-        self._check_experts(architecture)
+        self._check_experts(architecture, training)
 
     def _check_tensor_parallel(self, a: Architecture) -> None:
         if self.sp and self.tp == 1:
@@ -137,13 +141,13 @@ class Layout:
         if stages:
             _check_divides(layers, "decoder layers", stages * self.vpp, "PP x VPP")
 
-    def _check_experts(self, a: Architecture) -> None:
+    def _check_experts(self, a: Architecture, training: bool) -> None:
         if not a.is_moe:
             for name, size in (("EP", self.ep), ("ETP", self.etp)):
                 if size > 1:
                     raise BadInput(f"{name} is {size}, but this model is dense: drop {name}.")
             return
-        if self.tp > 1 and not self.sp:
+        if training and self.tp > 1 and not self.sp:
             raise BadInput(
                 f"Megatron-Core trains MoE models under TP {self.tp} with sequence parallelism "
                 "only: add SP."

@@ -82,8 +82,6 @@ def test_media_before_the_text_or_at_their_tags(folder: Path, capsys: Any) -> No
     images = [argument for n in "bcd" for argument in ("--image", folder / f"{n}.png")]
     want = first(False, "multi-image")
     assert tokens(capsys, folder / "mcore", *images, "--prompt", "Compare these.") == want
-    tagged = "<image><image><image>Compare these."
-    assert tokens(capsys, folder / "mcore", *images, "--prompt", tagged) == want
     prompts = ("--prompt", "<image>What is this?", "--prompt", "<video>What moves?")
     media = ("--image", folder / "a.png", "--video", clip())
     together = [*first(False, "image"), *first(False, "video")]
