@@ -8,7 +8,7 @@ reader of Hugging Face checkpoints puts the fused ones together as they are read
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from mcore_qwen3vl.errors import BadInput
 if TYPE_CHECKING:
     from mcore_qwen3vl.converters.huggingface import Box, Entry
 
-NAME = re.compile(r"(.+\.mlp\.experts)\.(0|[1-9]\d{0,5})\.(gate_proj|up_proj|down_proj)\.weight")
+NAME = re.compile(r"(.+\.mlp\.experts)\.(0|[1-9]\d{0,5})\.(?:gate_proj|up_proj|down_proj)\.weight")
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
@@ -81,12 +81,11 @@ def fuse(
         BadInput: an expert is missing, or is not like the others; or the config contradicts
             itself.
     """
-    found: dict[str, dict[int, set[str]]] = {}
+    found: dict[str, set[int]] = {}
     fused: dict[str, Entry] = {}
     for name, entry in entries.items():
         if (named := NAME.fullmatch(name)) is not None:
-            prefix, expert, kind = named.groups()
-            found.setdefault(prefix, {}).setdefault(int(expert), set()).add(kind)
+            found.setdefault(named[1], set()).add(int(named[2]))
         else:
             fused[name] = entry
     split: dict[str, SplitExperts] = {}
@@ -107,11 +106,10 @@ def fuse(
     return fused, split
 
 
-def _check_numbers(prefix: str, experts: Iterable[int]) -> None:
-    numbers = set(experts)
-    if missing := set(range(len(numbers))) - numbers:
+def _check_numbers(prefix: str, experts: set[int]) -> None:
+    if missing := set(range(len(experts))) - experts:
         raise BadInput(
-            f"the checkpoint stores {prefix} one by one and has {len(numbers)} of them, but lacks "
+            f"the checkpoint stores {prefix} one by one and has {len(experts)} of them, but lacks "
             f"number {min(missing)}. Fetch the complete checkpoint."
         )
 
