@@ -203,6 +203,8 @@ def _unit(conversion: ToLegacy, rank: Rank) -> Unit:
 def _check(layout: Layout, mcore: ToMcore, rows: list[Row]) -> None:
     """Refuse a layout that the model or the format cannot have."""
     a = mcore.architecture
+    if min(layout.tp, layout.pp, layout.vpp, layout.ep, layout.etp) < 1:
+        raise BadInput(f"{layout}: parallel sizes start at 1.")
     if a.is_moe and layout.tp % layout.etp:
         raise BadInput(
             f"The names of legacy files tell TP, PP and EP ranks apart, but not those of ETP "
