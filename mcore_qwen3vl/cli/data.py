@@ -42,4 +42,6 @@ def check(
         plot_report(report, plot)
     if not console.emit_json({"samples": report.samples, **asdict(report)}, json):
         console.show_data_report(report)
+        if plot is not None:
+            console.output.print(f"  histograms in {plot}")
     require(not report.bad, f"{len(report.bad)} samples of {path} cannot be used.")

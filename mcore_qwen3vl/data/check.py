@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,7 +87,11 @@ class DataReport:
             "trained tokens": self.trained_tokens,
             "patches": self.patches,
         }
-        return {name: np.histogram(v, bins) for name, v in measured.items() if v}
+        return {
+            name: np.histogram(v, min(bins, max(v) - min(v) + 1))
+            for name, v in measured.items()
+            if v
+        }
 
 
 def check_data(
@@ -151,7 +157,8 @@ def _samples(path: Path, split: str) -> Iterator[dict[str, Any]]:
         )
         # Not through the factory's own loading, which parses JSON and stops at a broken line.
         factory._load_sample = factory.load_sample = lambda sample: sample
-        dataset = factory.build()
+        with redirect_stdout(sys.stderr):  # energon says what it reads; ours may be JSON
+            dataset = factory.build()
         workers.worker_activate(0)
         try:
             yield from dataset
@@ -205,4 +212,7 @@ def plot_report(report: DataReport, png: Path) -> None:
     ):
         axes.stairs(counts, edges, fill=True)
         axes.set(xlabel=f"{name} a sample", ylabel="samples")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.get_major_locator().set_params(integer=True)
+    figure.suptitle(f"{report.path.name}: {len(report.tokens):,} usable samples")
     figure.savefig(png, dpi=150)

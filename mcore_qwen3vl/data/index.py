@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -96,8 +97,9 @@ def _index_tars(path: Path) -> None:
     tars = sorted(str(tar.relative_to(path)) for tar in path.rglob("*.tar"))
     if not tars:
         raise BadInput(f"{path} holds neither .tar files nor an energon index (.nv-meta).")
-    BaseWebdatasetFactory.prepare_dataset(
-        path, tars, split_parts_ratio=[("train", 1.0)], workers=min(8, len(tars))
-    )
+    with redirect_stdout(sys.stderr):  # a command's own output may be JSON
+        BaseWebdatasetFactory.prepare_dataset(
+            path, tars, split_parts_ratio=[("train", 1.0)], workers=min(8, len(tars))
+        )
     # Last: whoever finds this file finds the rest complete.
     (path / ".nv-meta" / "dataset.yaml").write_text(_CRUDE, encoding="utf-8")

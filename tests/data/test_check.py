@@ -15,7 +15,13 @@ from tests.data.conftest import WriteJsonl, chat, question
 from tests.data.test_planning import planned
 
 
-def test_report(processor: Any, write_jsonl: WriteJsonl, media: Path, tmp_path: Path) -> None:
+def test_report(
+    processor: Any,
+    write_jsonl: WriteJsonl,
+    media: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     (tmp_path / "cut.png").write_bytes((media / "2.png").read_bytes()[:2000])
     good = [question(i, image=i % 2 > 0, words=3 * i) for i in range(8)]
     cut = {**chat(("user", "<image>"), ("assistant", "a")), "images": ["cut.png"]}
@@ -37,8 +43,11 @@ def test_report(processor: Any, write_jsonl: WriteJsonl, media: Path, tmp_path: 
     assert [flaw.sample.rsplit("/", 1)[-1] for flaw in report.overlong] == ["data.jsonl[10]"]
     assert report.packing_efficiency == sum(report.tokens) / (200 * report.packed_sequences)
     assert dict(report.summary())["bad"] == "2"
-    for counts, _ in report.histograms().values():
+    for counts, edges in report.histograms().values():
         assert counts.sum() == 8
+        assert len(counts) <= edges[-1] - edges[0] + 1  # no bin between integers
+
+    assert capsys.readouterr().out == ""  # stdout may be taken by JSON
 
     headers = check_data(path, processor, config, decode=False, limit=9)
     assert (headers.samples, headers.bad) == (9, [])  # its header alone is whole
