@@ -32,7 +32,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters import mapping, shards
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 
-BUFFER = 16 * 2**20
+ORDERS = (0, 1, 2, 3), (1, 0, 3, 2)
 
 
 def write_checkpoint(config: dict[str, Any], path: Path) -> Path:
@@ -85,30 +85,32 @@ def child(pipe: Any, function: Callable[..., object], args: tuple[Any, ...]) -> 
     pipe.send((wall, cpu))
 
 
-def memory(pid: int) -> int:
-    """Proportional set size in bytes, mapped files left out."""
+def memory(pid: int) -> tuple[int, int]:
+    """Proportional set size in bytes, mapped files left out; and resident size, with them."""
     sizes = {}
     try:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
             name, value, *_ = line.split()
             sizes[name] = int(value) * 1024
     except (OSError, ValueError):
-        return 0
-    return sizes.get("Pss_Anon:", 0) + sizes.get("Pss_Shmem:", 0)
+        return 0, 0
+    return sizes.get("Pss_Anon:", 0) + sizes.get("Pss_Shmem:", 0), sizes.get("Rss:", 0)
 
 
 def measure(function: Callable[..., object], *args: Any) -> dict[str, float]:
-    """Seconds, CPU seconds, and peak memory above what the imports took."""
+    """Seconds, CPU seconds, and peak memory with what the imports took."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
     process = context.Process(target=child, args=(theirs, function, args))
     process.start()
     idle = ours.recv()
-    peak, running = [idle], threading.Event()
+    peak, running = idle, threading.Event()
 
     def sample() -> None:
+        nonlocal peak
         while not running.wait(0.02):
-            peak[0] = max(peak[0], memory(process.pid or 0))
+            now = memory(process.pid or 0)
+            peak = max(peak[0], now[0]), max(peak[1], now[1])
 
     sampler = threading.Thread(target=sample)
     sampler.start()
@@ -117,19 +119,29 @@ def measure(function: Callable[..., object], *args: Any) -> dict[str, float]:
     running.set()
     sampler.join()
     process.join()
-    return {"seconds": wall, "cpu_seconds": cpu, "peak_gb": peak[0] / 1e9, "idle_gb": idle / 1e9}
+    return {
+        "seconds": wall,
+        "cpu_seconds": cpu,
+        "peak_gb": peak[0] / 1e9,
+        "idle_gb": idle[0] / 1e9,
+        "peak_rss_gb": peak[1] / 1e9,
+    }
 
 
-def one_round(source: Path, scratch: Path, workers: int | None) -> dict[str, dict[str, float]]:
+def one_round(
+    source: Path, scratch: Path, workers: int | None, number: int
+) -> dict[str, dict[str, float]]:
+    """Copy first in even rounds, conversion first in odd ones."""
     mcore, back, copied = scratch / "mcore", scratch / "back", scratch / "copy"
     options = {"workers": workers}
     results = {}
-    for name, function, origin, target in (
+    steps = [
         ("copy of HF", copy, source, copied),
         ("HF to mcore", lambda a, b: hf_to_mcore(a, b, **options), source, mcore),
         ("copy of mcore", copy, mcore, copied),
         ("mcore to HF", lambda a, b: mcore_to_hf(a, b, **options), mcore, back),
-    ):
+    ]
+    for name, function, origin, target in (steps[i] for i in ORDERS[number % 2]):
         forget(origin)
         os.sync()
         results[name] = measure(function, origin, target)
@@ -152,6 +164,8 @@ def summarise(rounds: list[dict[str, dict[str, float]]], nbytes: int) -> dict[st
             "gb_per_s": nbytes / 1e9 / seconds,
             "cpu_seconds": statistics.median(run["cpu_seconds"] for run in runs),
             "peak_gb": max(run["peak_gb"] for run in runs),
+            "idle_gb": max(run["idle_gb"] for run in runs),
+            "peak_rss_gb": max(run["peak_rss_gb"] for run in runs),
             "all_seconds": [round(run["seconds"], 2) for run in runs],
         }
         if name in pairs:
@@ -162,7 +176,9 @@ def summarise(rounds: list[dict[str, dict[str, float]]], nbytes: int) -> dict[st
 
 
 def table(results: dict[str, Any]) -> str:
-    lines = [f"{'':24}{'GB':>7}{'s':>8}{'GB/s':>7}{'ratio':>7}{'CPU s':>8}{'peak GB':>9}"]
+    lines = [
+        f"{'':24}{'GB':>7}{'s':>8}{'GB/s':>7}{'ratio':>7}{'CPU s':>8}{'peak GB':>9}{'RSS GB':>8}"
+    ]
     for model, result in results.items():
         for name, run in result.items():
             if name == "bytes":
@@ -170,7 +186,7 @@ def table(results: dict[str, Any]) -> str:
             ratio = f"{run['ratio']:.2f}" if "ratio" in run else ""
             lines.append(
                 f"{model + ' ' + name:24.24}{result['bytes'] / 1e9:7.2f}{run['seconds']:8.1f}"
-                f"{run['gb_per_s']:7.2f}{ratio:>7}{run['cpu_seconds']:8.1f}{run['peak_gb']:9.2f}"
+                f"{run['gb_per_s']:7.2f}{ratio:>7}{run['cpu_seconds']:8.1f}{run['peak_gb']:9.2f}{run['peak_rss_gb']:8.2f}"
             )
     return "\n".join(lines)
 
@@ -221,7 +237,10 @@ def main() -> None:
                 config["text_config"]["num_hidden_layers"] = int(layers)
             source = write_checkpoint(config, Path(folder) / "source")
             nbytes = sum(file.stat().st_size for file in source.glob("*.safetensors"))
-            rounds = [one_round(source, Path(folder), args.workers) for _ in range(args.rounds)]
+            rounds = [
+                one_round(source, Path(folder), args.workers, number)
+                for number in range(args.rounds)
+            ]
             results[model] = summarise(rounds, nbytes)
             shutil.rmtree(source)
             print(table(results), flush=True)

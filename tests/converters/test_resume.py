@@ -7,7 +7,9 @@ import multiprocessing
 import os
 import random
 import resource
+import shutil
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from tests.converters.checkpoints import tree_digests
 Tiny = Callable[[str], Path]
 Convert = Callable[..., object]
 KILLS = 12
+KILLS_BY_THE_CLOCK = 150
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +85,42 @@ def test_kill_at_any_point(
         assert tree_digests(target) == expected
         assert not (tmp_path / f".killed-{number}.incomplete").exists()
     assert resumed > KILLS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("direction", ["hf-to-mcore", "mcore-to-hf"])
+def test_kill_at_any_moment(
+    directions: dict[str, tuple[Convert, Path]], tmp_path: Path, direction: str
+) -> None:
+    """By the clock instead of between two calls; about every third time the rest is killed too."""
+    convert, source = directions[direction]
+    whole, target = tmp_path / "whole", tmp_path / "target"
+    started = time.monotonic()
+    assert in_child(functools.partial(convert, source, whole, workers=2)) == 0
+    longest = 1.2 * (time.monotonic() - started)
+    expected = tree_digests(whole)
+    rng = random.Random(0)
+    resumed = killed = 0
+    while killed < KILLS_BY_THE_CLOCK:
+        child = multiprocessing.get_context("fork").Process(
+            target=functools.partial(convert, source, target, workers=2)
+        )
+        child.start()
+        time.sleep(rng.uniform(0, longest))
+        child.kill()
+        child.join()
+        killed += child.exitcode == -signal.SIGKILL
+        if target.exists():  # complete, or it must not be there
+            assert tree_digests(target) == expected
+        elif rng.random() < 0.3:
+            continue
+        else:
+            resumed += convert(source, target).resumed_units  # type: ignore[attr-defined]
+            assert tree_digests(target) == expected
+        shutil.rmtree(target)
+    shutil.rmtree(tmp_path / ".target.incomplete", ignore_errors=True)
+    print(f"{direction}: {killed} kills, {resumed} units kept over them")
+    assert resumed > killed
 
 
 @pytest.mark.parametrize("step", ["finish", "publish", "between renames", "after renames"])
