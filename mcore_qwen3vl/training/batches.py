@@ -14,14 +14,15 @@ from torch import Tensor
 from mcore_qwen3vl.data.batch import Batch
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.inputs import PER_PATCH, VisualInputs, to_device
+from mcore_qwen3vl.training.stages import StageFeed
 
 
 class SharedBatches:
     """Batches of one loader, for every rank of a TP x CP group and every chunk of a rank.
 
     The first rank of the group reads; what is small goes to the others over the host, the tensors
-    with a patch axis over the device. Each pipeline stage reads for itself: a broadcast across
-    stages would make the first wait for the last, which waits for the first's activations.
+    with a patch axis over the device. Later pipeline stages get what the first one read, through
+    its first rank, with shapes in place of those tensors.
     """
 
     def __init__(
@@ -31,15 +32,18 @@ class SharedBatches:
         device: torch.device,
         group: dist.ProcessGroup,
         host_group: dist.ProcessGroup,
+        feed: StageFeed | None = None,
         chunks: int = 1,
         on_batch: Sequence[Callable[[Batch], None]] = (),
     ) -> None:
         """
         Args:
-            loader: on the group's first rank; None on the others.
+            loader: on the first rank of the first stage's group; None on the others.
             device: where the model is.
             group: the TP x CP group.
             host_group: the same ranks over gloo.
+            feed: between the first ranks of all pipeline stages; None on other ranks, or when there
+                is one stage.
             chunks: virtual pipeline stages of this rank, each of which gets every batch.
             on_batch: are shown each batch once, on the host and without pixels.
         """
@@ -47,6 +51,7 @@ class SharedBatches:
         self._device = device
         self._group = group
         self._host_group = host_group
+        self._feed = feed
         self._on_batch = on_batch
         self._waiting: list[deque[Batch]] = [deque() for _ in range(chunks)]
 
@@ -60,23 +65,35 @@ class SharedBatches:
             yield self._waiting[index].popleft()
 
     def _next(self) -> Batch:
-        read = None if self._loader is None else _read(self._loader)
-        visual, message = None, [read]
-        if isinstance(read, Batch) and read.visual is not None:
-            visual, message = read.visual, [replace(read, visual=_shapes(read.visual))]
+        read, visual = self._read(), None
+        if isinstance(read, Batch) and read.visual is not None and self._loader is not None:
+            visual, read = read.visual, replace(read, visual=_shapes(read.visual))
+        if self._feed is not None and self._feed.is_source:
+            self._feed.send(read)
+        message = [(read, self._loader is not None)]
         if self._group.size() > 1:
             dist.broadcast_object_list(message, group=self._host_group, group_src=0)
-        light = _checked(message[0])
+        light, pixels_follow = _checked(message[0][0]), message[0][1]
         for show in self._on_batch:
             show(light)
-        batch = self._to_device(replace(light, visual=None))
-        if light.visual is None:
+        batch = replace(self._to_device(replace(light, visual=None)), visual=light.visual)
+        if light.visual is None or not pixels_follow:
             return batch
         patches: dict[str, Any] = {
             name: self._patches(getattr(visual, name, None), getattr(light.visual, name))
             for name in PER_PATCH
         }
         return replace(batch, visual=replace(light.visual, **patches))
+
+    def _read(self) -> Batch | BadInput | None:
+        """The next batch, or what stops the run: the other ranks must hear of it too."""
+        if self._loader is not None:
+            try:
+                return next(self._loader)
+            except BadInput as error:
+                return error
+        received: Batch | BadInput | None = self._feed.receive() if self._feed else None
+        return received
 
     def _to_device(self, batch: Batch) -> Batch:
         """All but cu_seqlens, whose values the host needs."""
@@ -93,14 +110,6 @@ class SharedBatches:
         if self._group.size() > 1:
             dist.broadcast(full, group=self._group, group_src=0)
         return full
-
-
-def _read(loader: Iterator[Batch]) -> Batch | BadInput:
-    """The next batch, or what stops the run: the other ranks must hear of it too."""
-    try:
-        return next(loader)
-    except BadInput as error:
-        return error
 
 
 def _checked(message: Any) -> Batch:

@@ -19,6 +19,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.sequence import length_multiple
 from mcore_qwen3vl.training import data_state
 from mcore_qwen3vl.training.batches import SharedBatches
+from mcore_qwen3vl.training.stages import StageFeed
 
 
 def data_config(args: argparse.Namespace) -> DataConfig:
@@ -79,31 +80,35 @@ class DataProvider:
     def _build(self) -> tuple[SharedBatches, SharedBatches | None]:
         args = self._args
         host_group = _host_group()
+        stages = _stages_group()
+        feeds = [StageFeed(stages, tag) if stages else None for tag in range(2)]
         train = args.train_data_path or args.data_path
-        if not train:
-            raise BadInput("No training data: give --data-path PATH, or WEIGHT PATH WEIGHT PATH….")
         self.train_loader = self._loader(train, "train")
         if self.train_loader and args.iteration and not args.finetune:
             dp = parallel_state.get_data_parallel_rank(), args.data_parallel_size
             data_state.load(self.train_loader, args.load, args.iteration, *dp)
         valid = None
         if args.valid_data_path:
-            valid = self._share(self._loader(args.valid_data_path, "val"), host_group)
-        return self._share(self.train_loader, host_group, self._on_batch), valid
+            loader = self._loader(args.valid_data_path, "val")
+            valid = self._share(loader, host_group, feeds[1])
+        return self._share(self.train_loader, host_group, feeds[0], self._on_batch), valid
 
-    def _share(self, loader: Loader | None, host_group: Any, *on_batch: Any) -> SharedBatches:
+    def _share(
+        self, loader: Loader | None, host_group: Any, feed: StageFeed | None, *on_batch: Any
+    ) -> SharedBatches:
         return SharedBatches(
             loader,
             device=torch.device(torch.cuda.current_device()),
             group=parallel_state.get_tensor_and_context_parallel_group(),
             host_group=host_group,
+            feed=feed,
             chunks=self._args.virtual_pipeline_model_parallel_size or 1,
             on_batch=on_batch,
         )
 
     def _loader(self, words: Sequence[str], split: Any) -> Loader | None:
-        """On the first rank of each TP x CP group; the others are sent its batches."""
-        if parallel_state.get_tensor_and_context_parallel_rank() != 0:
+        """On the first rank of each first stage; the others are sent its batches."""
+        if not _is_first_of_stage() or parallel_state.get_pipeline_model_parallel_rank() != 0:
             return None
         args = self._args
         return Loader(
@@ -120,9 +125,14 @@ class DataProvider:
 
     def save_state(self, directory: str, iteration: int) -> None:
         """Save where this data-parallel rank's training data stands."""
-        if self.train_loader and parallel_state.get_pipeline_model_parallel_rank() == 0:
+        if self.train_loader:
             dp_rank = parallel_state.get_data_parallel_rank()
             data_state.save(self.train_loader, directory, iteration, dp_rank)
+
+
+def _is_first_of_stage() -> bool:
+    """Whether this rank is the first of its TP x CP group."""
+    return bool(parallel_state.get_tensor_and_context_parallel_rank() == 0)
 
 
 def _host_group() -> dist.ProcessGroup:
@@ -130,10 +140,27 @@ def _host_group() -> dist.ProcessGroup:
     group = parallel_state.get_tensor_and_context_parallel_group()
     if dist.get_backend(group) == "gloo":
         return group
-    ranks = tuple(dist.get_process_group_ranks(group))
+    mine = _over_gloo(dist.get_process_group_ranks(group))
+    assert mine is not None
+    return mine
+
+
+def _stages_group() -> dist.ProcessGroup | None:
+    """This rank's pipeline group over gloo if it is the first of its stage and there are several.
+
+    A group of its own even where that one is on gloo: its messages must not meet activations.
+    """
+    group = parallel_state.get_pipeline_model_parallel_group()
+    if group.size() == 1:
+        return None
+    return _over_gloo(dist.get_process_group_ranks(group) if _is_first_of_stage() else [])
+
+
+def _over_gloo(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    """A new group of these ranks; every rank of the run calls, those of none with no ranks."""
     everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, ranks)
+    dist.all_gather_object(everywhere, tuple(ranks))
     mine, _ = dist.new_subgroups_by_enumeration(
-        [list(members) for members in sorted(set(everywhere))], backend="gloo"
+        [list(members) for members in sorted(set(everywhere)) if members], backend="gloo"
     )
     return mine
