@@ -64,7 +64,7 @@ def interrupt_after_two_steps(process: subprocess.Popen[bytes], log: Path) -> in
 COMMANDS = {
     "script": ["bash", str(ROOT / "launch" / "sft_2b.sh"), "--spec", "torch"],
     "command": ["mcore-qwen3vl", "train", "--processes", "2", "--micro-batch-size", "1",
-                "--packing", "--exit-signal-handler"],
+                "--packing", "--exit-signal-handler", "--save-interval", "1000"],
 }  # fmt: skip
 
 

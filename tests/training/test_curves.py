@@ -12,7 +12,7 @@ from mcore_qwen3vl.training.curves import cases, hf_curve, points, train, worst
 from mcore_qwen3vl.training.synthetic import write_image_qa
 from mcore_qwen3vl.training.table import TOLERANCE
 
-STEPS = 5
+STEPS = 3
 ROWS = [
     (False, "single, packed"),
     (False, "pp2xvpp2"),

@@ -18,7 +18,8 @@ from mcore_qwen3vl.runtime.parallel import Layout
 from mcore_qwen3vl.training.curves import DISTRIBUTED, Job, numbers_of, points, train, worst
 from mcore_qwen3vl.training.table import OTHER_LAYOUT, whole_and_half
 
-STEPS, HALF = 6, 3
+STEPS, HALF = 4, 2
+LAST, BEFORE = f"iter_{STEPS:07d}", f"iter_{HALF:07d}"
 
 
 def job(checkpoint: Path, data: Path, layout: str, *flags: str) -> Job:
@@ -40,7 +41,7 @@ def test_same_layout_continues_bit_for_bit(
     run = job(moe if is_moe else dense, data, layout, *flags)
     whole, save = whole_and_half(run, tmp_path)
     rest = train(run, tmp_path / "rest", "--save", str(save), "--save-interval", "100")
-    assert [entry["iteration"] for entry in rest] == [4, 5, 6]
+    assert [entry["iteration"] for entry in rest] == [3, 4]
     assert numbers_of(rest) == numbers_of(whole[HALF:])
 
 
@@ -70,7 +71,7 @@ def test_another_layout_continues_closely(
 def test_sigterm_saves_and_the_same_command_goes_on(
     dense: Path, data: Path, tmp_path: Path
 ) -> None:
-    run = replace(job(dense, data, "single", "--num-workers", "1"), steps=40)
+    run = replace(job(dense, data, "single", "--num-workers", "1"), steps=24)
     flags = ("--save", str(tmp_path / "save"), "--save-interval", "1000", "--exit-signal-handler")
     whole = train(run, tmp_path / "whole")
     stopper = threading.Thread(target=terminate_after_two_steps, args=(tmp_path / "first",))
@@ -110,7 +111,7 @@ def _child() -> int:
 def two_checkpoints(
     dense: Path, data: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Job, Path, list[dict[str, Any]]]:
-    """A finished run that saved at 3 and at 6, to be damaged."""
+    """A finished run that saved at half and at the end, to be damaged."""
     folder = tmp_path_factory.mktemp("saved")
     run = job(dense, data, "single")
     flags = ("--save", str(folder / "save"), "--save-interval", str(HALF))
@@ -140,14 +141,14 @@ def test_a_damaged_checkpoint_is_named(
 
     save = tmp_path / "save"
     shutil.copytree(two_checkpoints[1], save)
-    assert damage(save / "iter_0000006") is None
+    assert damage(save / LAST) is None
     assert readable_iteration(save, fallback=False) == STEPS
-    spoil(save / "iter_0000006")
+    spoil(save / LAST)
     assert readable_iteration(save, fallback=True) == HALF
-    with pytest.raises(BadInput, match=r"iteration 6: .*--on-corrupt-checkpoint fallback"):
+    with pytest.raises(BadInput, match=rf"iteration {STEPS}: .*--on-corrupt-checkpoint fallback"):
         readable_iteration(save, fallback=False)
-    spoil(save / "iter_0000003")
-    with pytest.raises(BadInput, match="iteration 3: "):
+    spoil(save / BEFORE)
+    with pytest.raises(BadInput, match=f"iteration {HALF}: "):
         readable_iteration(save, fallback=True)
 
 
@@ -157,9 +158,9 @@ def test_training_falls_back_to_the_checkpoint_before_or_stops(
     run, saved, whole = two_checkpoints
     save = tmp_path / "save"
     shutil.copytree(saved, save)
-    truncate(save / "iter_0000006")
+    truncate(save / LAST)
     flags = ("--save", str(save), "--save-interval", str(HALF))
-    with pytest.raises(BadInput, match="iteration 6: "):
+    with pytest.raises(BadInput, match=f"iteration {STEPS}: "):
         train(run, tmp_path / "stop", *flags, "--on-corrupt-checkpoint", "stop")
     again = train(run, tmp_path / "again", *flags)
     assert numbers_of(again) == numbers_of(whole[HALF:])
