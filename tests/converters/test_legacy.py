@@ -16,7 +16,12 @@ from typer.testing import CliRunner
 
 from mcore_qwen3vl.cli.app import app
 from mcore_qwen3vl.converters.compare import compare_checkpoints
-from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf, plan_hf_to_mcore
+from mcore_qwen3vl.converters.convert import (
+    hf_to_mcore,
+    mcore_to_hf,
+    plan_hf_to_mcore,
+    plan_mcore_to_hf,
+)
 from mcore_qwen3vl.converters.inspect import inspect_path
 from mcore_qwen3vl.converters.legacy_layout import Legacy
 from mcore_qwen3vl.converters.manifest_check import check_manifest
@@ -209,6 +214,16 @@ def test_a_file_that_does_not_fit_is_refused(mcore: Path, tmp_path: Path, change
     with pytest.raises(BadInput, match=reason):
         mcore_to_hf(damaged, tmp_path / "back")
     assert not (tmp_path / "back").exists()
+
+
+def test_a_parameter_lost_from_every_rank_is_named(mcore: Path, tmp_path: Path) -> None:
+    damaged = Path(shutil.copytree(mcore, tmp_path / "damaged"))
+    for file in damaged.glob("release/mp_rank_0?_001_00?/*.pt"):
+        content = torch.load(file, weights_only=False)
+        del content["model"]["decoder.layers.1.pre_mlp_layernorm.weight"]
+        torch.save(content, file)
+    with pytest.raises(BadInput, match=r"pre_mlp_layernorm\.weight do not make up the whole"):
+        plan_mcore_to_hf(damaged)  # before anything is written
 
 
 @pytest.mark.parametrize("folder", sorted(FILES))
