@@ -37,7 +37,7 @@ KEYS = (str, int, Record)
 
 FAILURES = (
     *(pickle.UnpicklingError, LookupError, TypeError, ValueError, EOFError, AttributeError),
-    *(OverflowError, MemoryError, RecursionError, NotImplementedError, AssertionError),
+    *(OverflowError, MemoryError, RuntimeError, AssertionError),
     struct.error,
 )
 """What reading a damaged pickle may raise."""

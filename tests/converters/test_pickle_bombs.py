@@ -90,3 +90,11 @@ def test_compressed_bomb() -> None:
         assert small(tracemalloc.get_traced_memory()[1])
     finally:
         tracemalloc.stop()
+
+
+def test_encrypted_part() -> None:
+    archive = zipped({"data.pkl": b"N.", "data/0": b""})
+    directory = bytes(archive).index(b"PK\1\2")
+    archive[directory + 8] |= 1  # the flag: encrypted
+    with pytest.raises(NotATensor, match="encrypted"):
+        read_tensor(archive)
