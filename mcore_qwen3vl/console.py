@@ -68,7 +68,7 @@ def quiet_libraries() -> None:
     Call it before megatron is imported; errors still show.
     """
     warnings.filterwarnings("ignore")
-    for name in ("torch.utils.cpp_extension", "megatron", "huggingface_hub"):
+    for name in ("torch.utils.cpp_extension", "megatron"):
         logging.getLogger(name).setLevel(logging.ERROR)
     from transformers.utils import logging as hf_logging
 
