@@ -163,6 +163,12 @@ class Loader(Iterator[Batch]):
         except BadInput as error:
             raise BadInput(_without_traceback(error)) from None
 
+    def __del__(self) -> None:
+        # The workers stop at once when their iterator goes by its reference count. Left to the
+        # garbage collector, its queues go first, and each worker is waited for and then killed.
+        if workers := getattr(getattr(self, "_loader", None), "_epoch_iterator", None):
+            workers.close()
+
     def state_dict(self) -> dict[str, Any]:
         """Where this rank's stream stands, as plain data; the next batch is the first after it."""
         return {**self._place, "loader": to_plain(self._loader.save_state_rank())}
