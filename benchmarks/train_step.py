@@ -2,20 +2,24 @@
 
     python benchmarks/train_step.py --shape 2B --seq-length 8192          # CUDA
     python benchmarks/train_step.py --shape tiny --device cpu --seq-length 256
+    python benchmarks/train_step.py --shape 2B --layers 2 --device cpu --seq-length 256
 
-Both sides run forward, backward and AdamW on one packed sequence of image and text samples with
-random weights; tokens are the same. Hugging Face's step is the `Trainer`'s: bf16 model, its own
-packing (position ids that restart, FlashAttention 2 if installed, else SDPA, which then attends
-over the whole pack: the JSON says which). Times are medians after a warm-up.
+Both sides run forward, backward, clipping and AdamW on the same packed sequence of image and text
+samples with random weights, each in a process of its own, so that neither's memory counts for the
+other. On CUDA both compute in bfloat16 and keep float32 main weights and gradients: ours as
+Megatron does, Hugging Face's as `Trainer` does with ``bf16=True`` (autocast over float32 weights);
+``--hf-weights bf16`` is its step without main weights, which saves memory and precision. Hugging
+Face's own packing is position ids that restart, with FlashAttention 2 if installed, else SDPA under
+the block mask it derives from them. On the CPU everything is float32. Times are medians.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -26,57 +30,77 @@ import torch
 from torch import Tensor
 
 SHAPES = Path(__file__).parents[1] / "tests" / "launch" / "configs"
-IMAGE_SHARE = 0.5  # of the tokens
-IMAGE_GRID = (1, 32, 32)  # patches: frames, rows, columns
+IMAGE_SHARE = 0.5  # of the tokens, about
+IMAGE_SIDE = 16  # features along the side of an image, or fewer in short samples
 
 
 def main() -> None:
     """Measure what was asked for and print one JSON object."""
     options = arguments()
-    if options.device == "cpu":
-        from mcore_qwen3vl.runtime import cpu
+    if len(options.sides) > 1:
+        results = {side: in_process_of_its_own(side) for side in options.sides}
+    else:
+        results = {options.sides[0]: measure(options.sides[0], shape(options), options)}
+    report = {"options": vars(options), "device": device_name(options), "results": results}
+    print(json.dumps(report, indent=2))
 
-        cpu.install()
-    config = shape(options.shape)
-    results = {}
-    for side in options.sides:
-        results[side] = measure(side, config, options)
-        gc.collect()  # the other side's peak must not count this side's model
-        torch.cuda.empty_cache()
-    print(
-        json.dumps({"options": vars(options), "device": device_name(options), "results": results})
-    )
+
+def in_process_of_its_own(side: str) -> dict[str, Any]:
+    """This script's result for one side."""
+    command = [sys.executable, *sys.argv, "--sides", side]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    result: dict[str, Any] = json.loads(output[output.index("{\n") :])["results"][side]
+    return result
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shape", default="2B", help="tiny, or a size such as 2B or 4B")
+    parser.add_argument("--layers", type=int, help="keep so many, of each tower")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seq-length", type=int, default=8192)
     parser.add_argument("--samples", type=int, default=4, help="samples in the pack")
     parser.add_argument(
         "--sides", nargs="+", choices=("te", "torch", "hf"), default=["torch", "hf"]
     )
+    parser.add_argument("--hf-weights", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--recompute", action="store_true", help="full recompute on every side")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--peak-tflops", type=float, default=None)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.seq_length % options.samples:
+        parser.error(f"--seq-length must be a multiple of the {options.samples} samples")
+    return options
 
 
-def shape(name: str) -> dict[str, Any]:
-    """A ``config.json``, parsed."""
+def shape(options: argparse.Namespace) -> dict[str, Any]:
+    """A ``config.json``, parsed and cut to the layers asked for."""
     from mcore_qwen3vl.tiny import tiny_config
 
-    if name == "tiny":
-        return tiny_config()
-    text = (SHAPES / f"{name.lower().replace('-', '_')}.json").read_text(encoding="utf-8")
-    config: dict[str, Any] = json.loads(text)
+    if options.shape == "tiny":
+        config: dict[str, Any] = tiny_config()
+    else:
+        name = options.shape.lower().replace("-", "_")
+        config = json.loads((SHAPES / f"{name}.json").read_text(encoding="utf-8"))
+    if options.layers:
+        vision = config["vision_config"]
+        config["text_config"]["num_hidden_layers"] = vision["depth"] = options.layers
+        taps = len(vision["deepstack_visual_indexes"])
+        vision["deepstack_visual_indexes"] = list(range(min(taps, options.layers)))
     return config
 
 
 def measure(side: str, config: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """Median step time and what follows from it, for one side."""
+    """Median step time and what follows from it, for one side.
+
+    The FLOPs are those of the samples, the same for both sides; what a side computes beyond them,
+    such as masked scores, only costs it time.
+    """
+    if options.device == "cpu":
+        from mcore_qwen3vl.runtime import cpu
+
+        cpu.install()
     from mcore_qwen3vl.config import Architecture
     from mcore_qwen3vl.training import flops
     from mcore_qwen3vl.training.metrics import device_peak_tflops
@@ -85,8 +109,7 @@ def measure(side: str, config: dict[str, Any], options: argparse.Namespace) -> d
     torch.manual_seed(0)
     batch = make_batch(architecture, options)
     step, note = (hf_step if side == "hf" else our_step)(side, architecture, config, batch, options)
-    for _ in range(options.warmup):
-        step()
+    losses = [step() for _ in range(options.warmup)]
     if options.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     seconds = [timed(step, options.device) for _ in range(options.steps)]
@@ -102,7 +125,11 @@ def measure(side: str, config: dict[str, Any], options: argparse.Namespace) -> d
         "seconds": median,
         "fastest": min(seconds),
         "slowest": max(seconds),
-        "tokens/s": options.seq_length / median,
+        "first loss": float(losses[0]) if losses else None,
+        "tokens": batch["ids"].numel(),
+        "patches": int(patches),
+        "images": len(batch["grid"]),
+        "tokens/s": batch["ids"].numel() / median,
         "TFLOP/s": operations / median / 1e12,
         "MFU": operations / median / 1e12 / peak if peak else None,
         "peak memory GB": peak_memory(options.device),
@@ -110,7 +137,7 @@ def measure(side: str, config: dict[str, Any], options: argparse.Namespace) -> d
     }
 
 
-def timed(step: Callable[[], None], device: str) -> float:
+def timed(step: Callable[[], Any], device: str) -> float:
     synchronize(device)
     started = time.perf_counter()
     step()
@@ -133,14 +160,17 @@ def peak_memory(device: str) -> float:
 
 
 def make_batch(architecture: Any, options: argparse.Namespace) -> dict[str, Tensor]:
-    """One pack on the host: samples of equal length, each text with as many images as fit half."""
+    """One pack on the host: samples of equal length, text, half of it images."""
     vision = architecture.vision
-    grid = torch.tensor(IMAGE_GRID if options.shape != "tiny" else (1, 8, 8))
-    features = int(grid.prod()) // vision.spatial_merge_size**2
     length = options.seq_length // options.samples
-    images = max(int(length * IMAGE_SHARE) // (features + 2), 1)
+    share = int(length * IMAGE_SHARE)  # tokens of a sample
+    side = min(IMAGE_SIDE, int((share - 2) ** 0.5))  # merged patches, between two brackets
+    grid = torch.tensor([1, *[side * vision.spatial_merge_size] * 2])
+    features = side**2
+    images = share // (features + 2)
     sample = torch.randint(0, min(architecture.vocab_size, 1000), (length,))
-    sample[sample == architecture.image_token_id] = 0
+    for placeholder in (architecture.image_token_id, architecture.video_token_id):
+        sample[sample == placeholder] = 0
     for image in range(images):
         start = 1 + image * (features + 2)
         sample[start] = architecture.vision_start_token_id
@@ -161,7 +191,7 @@ def make_batch(architecture: Any, options: argparse.Namespace) -> dict[str, Tens
 
 def our_step(
     spec: str, architecture: Any, config: dict[str, Any], batch: dict[str, Tensor], options: Any
-) -> tuple[Callable[[], None], str]:
+) -> tuple[Callable[[], Tensor], str]:
     """A step of the Megatron model under its own optimizer and gradient buffers."""
     import torch.distributed as dist
 
@@ -222,29 +252,31 @@ def our_step(
     )
     ids, labels, positions = (t.to(device) for t in (batch["ids"], batch["labels"], positions))
 
-    def step() -> None:
+    def step() -> Tensor:
         model.zero_grad_buffer()
         optimizer.zero_grad()
         losses = model(
             ids, positions, None, labels=labels, visual=visual, packed_seq_params=packing
         )
-        losses.float().mean().backward()
+        loss = losses.float().mean()
+        loss.backward()
         finalize_model_grads([model])
         optimizer.step()
+        return loss.detach()
 
-    return step, "distributed optimizer with fp32 main weights and gradients"
+    return step, f"{spec} spec, {dtype} with float32 main weights and gradients"
 
 
 def hf_step(
     side: str, architecture: Any, config: dict[str, Any], batch: dict[str, Tensor], options: Any
-) -> tuple[Callable[[], None], str]:
+) -> tuple[Callable[[], Tensor], str]:
     """What Hugging Face's ``Trainer`` does in a step, on the same pack."""
     import transformers
     from transformers.utils import is_flash_attn_2_available
 
-    flash = options.device == "cuda" and is_flash_attn_2_available()
-    attention = "flash_attention_2" if flash else "sdpa"
-    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+    cuda = options.device == "cuda"
+    attention = "flash_attention_2" if cuda and is_flash_attn_2_available() else "sdpa"
+    dtype = torch.bfloat16 if cuda and options.hf_weights == "bf16" else torch.float32
     name = config["architectures"][0]
     hf_config = getattr(transformers, name.replace("ForConditionalGeneration", "Config"))
     device = torch.device(options.device)
@@ -255,17 +287,22 @@ def hf_step(
     model.train()
     if options.recompute:
         model.gradient_checkpointing_enable()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=options.device == "cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=cuda)
     inputs = hf_inputs(architecture, batch, dtype, device)
+    autocast = torch.autocast(options.device, torch.bfloat16, enabled=cuda)
 
-    def step() -> None:
+    def step() -> Tensor:
         optimizer.zero_grad()
-        model(**inputs).loss.backward()
+        with autocast:
+            # With a cache, Hugging Face would not look for the samples' bounds under SDPA.
+            loss = model(**inputs, use_cache=False).loss
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        return loss.detach()
 
-    whole = "" if flash else ", attending over the whole pack"
-    return step, f"AdamW on {dtype} weights, {attention}{whole}"
+    computes = "bfloat16 autocast over " if cuda and dtype == torch.float32 else ""
+    return step, f"{attention}, {computes}{dtype} weights"
 
 
 def hf_inputs(
