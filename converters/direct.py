@@ -112,6 +112,8 @@ class DirectFile:
 
 
 def _open_direct(path: Path, flags: int) -> int | None:
+    if not hasattr(os, "O_DIRECT"):  # macOS
+        return None
     try:
         return os.open(path, flags | os.O_DIRECT)
     except OSError:

@@ -88,6 +88,7 @@ def layout_flags(layout: Layout) -> list[str]:
         "--context-parallel-size": layout.cp,
     }
     flags = [word for flag, size in sizes.items() if size > 1 for word in (flag, str(size))]
+    flags += ["--expert-tensor-parallel-size", str(layout.etp)]  # Megatron's default is its TP
     return [*flags, *(["--sequence-parallel"] if layout.sp else [])]
 
 

@@ -257,11 +257,9 @@ def test_no_code_of_a_file_is_run(mcore: Path, tmp_path: Path) -> None:
 
 
 def test_what_other_libraries_admit_is_not_admitted_here(mcore: Path, tmp_path: Path) -> None:
-    torch.serialization.add_safe_globals([Hostile])
-    try:
-        marked = rewrite(mcore, tmp_path / "marked", lambda c: c.update(other=Namespace(x=Hostile)))
+    marked = rewrite(mcore, tmp_path / "marked", lambda c: c.update(other=Namespace(x=Hostile)))
+    with torch.serialization.safe_globals([Hostile]):
+        admitted = torch.serialization.get_safe_globals()
         with pytest.raises(BadInput, match=r"asks for tests\.converters\.test_legacy\.Hostile"):
             mcore_to_hf(marked, tmp_path / "back")
-        assert Hostile in torch.serialization.get_safe_globals()
-    finally:
-        torch.serialization.clear_safe_globals()
+        assert set(torch.serialization.get_safe_globals()) == set(admitted)

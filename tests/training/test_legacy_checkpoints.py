@@ -62,7 +62,7 @@ def arguments(source: Path, layout: Layout, *flags: str) -> Namespace:
     uneven = ["--decoder-first-pipeline-num-layers", str(layout.first)] if layout.first else []
     words = ["--cpu", "--hf-model", str(source), "--seq-length", "128", "--micro-batch-size", "1"]
     words += ["--train-iters", "1", "--lr", "1", "--ckpt-format", "torch", *uneven]
-    words += [*layout_flags(layout), "--expert-tensor-parallel-size", str(layout.etp), *flags]
+    words += [*layout_flags(layout), *flags]
     return validate(words, layout.world_size)
 
 
