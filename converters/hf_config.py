@@ -1,4 +1,4 @@
-"""Rewrite a ``config.json``: to the other expert layout's form, or to another dtype.
+"""Rewrite a ``config.json``: to the other expert layout's form, to another dtype, unquantised.
 
 The layout of the experts and the form of the config travel together, since the config is what
 declares the layout. Fields that mean the same in both forms are left as they are.
@@ -10,12 +10,37 @@ import json
 from copy import deepcopy
 from typing import Any
 
+import torch
+
 from mcore_qwen3vl.config import ExpertLayout
+from mcore_qwen3vl.converters import quantization
+from mcore_qwen3vl.converters.plan import dtype_name
 
 VERSIONS = {"published": "4.57.0", "v5": "5.17.0"}
 """``transformers_version`` written into a converted config: the oldest that has this form."""
 
 Config = dict[str, Any]
+
+
+def for_weights(
+    config: Config, *, layout: ExpertLayout | None = None, dtype: torch.dtype | None = None
+) -> bytes | None:
+    """The ``config.json`` that goes beside weights written here, none of which are quantised.
+
+    Args:
+        config: what the weights came with.
+        layout: of their experts, if it changed.
+        dtype: all of theirs, if it changed.
+
+    Returns:
+        None if `config` is right as it is.
+    """
+    wanted = quantization.without(config)
+    if layout is not None:
+        wanted = with_layout(wanted, layout)
+    if dtype is not None:
+        wanted = with_dtype(wanted, dtype_name(dtype))
+    return None if wanted == config else dumps(wanted)
 
 
 def with_layout(config: Config, layout: ExpertLayout) -> Config:

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mcore_qwen3vl.config import Architecture, ExpertLayout
+from mcore_qwen3vl.config import Architecture, ExpertLayout, read_config_file
 from mcore_qwen3vl.converters import shards
+from mcore_qwen3vl.converters.hf_config import for_weights
 from mcore_qwen3vl.converters.huggingface import INDEX, HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.mapping import hf_shapes
 from mcore_qwen3vl.converters.plan import dtype_name
@@ -270,7 +271,7 @@ def _prepare(
 def _publish(stage: Staging | None, files: Sequence[shards.Shard], hf_config: Path) -> None:
     if stage is None:
         return
-    copy_sidecars(sidecar_files(hf_config), stage.tree)
+    copy_sidecars(sidecar_files(hf_config), stage.tree, for_weights(read_config_file(hf_config)))
     if len(files) > 1:
         write_durably(stage.tree / INDEX, shards.index_json(files))
     stage.publish()

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mcore_qwen3vl.converters.huggingface import INDEX
+from mcore_qwen3vl.converters.staging import write_durably
 
 LARGEST = 256 * 2**20
 """A bigger file is not a sidecar; `sidecar_files` leaves it out."""
@@ -26,11 +27,14 @@ def sidecar_files(path: Path) -> dict[str, Path]:
     return {str(file.relative_to(path)): file for file in sorted(_walk(path)) if _is_sidecar(file)}
 
 
-def copy_sidecars(files: dict[str, Path], target: Path) -> None:
-    """Copy the content of `files` under `target`, durably."""
+def copy_sidecars(files: dict[str, Path], target: Path, config: bytes | None = None) -> None:
+    """Copy the content of `files` under `target`, durably; `config` replaces ``config.json``'s."""
     for name, file in files.items():
         copy = target / name
         copy.parent.mkdir(parents=True, exist_ok=True)
+        if name == "config.json" and config is not None:
+            write_durably(copy, config)
+            continue
         shutil.copyfile(file, copy)
         with copy.open("rb+") as handle:
             os.fsync(handle.fileno())

@@ -90,9 +90,7 @@ class ToHuggingFace:
         return {"size": file.stat().st_size}
 
     def finish(self, tree: Path, results: dict[str, Any]) -> None:
-        copy_sidecars(self.sidecars, tree)
-        if self.config is not None:
-            write_durably(tree / "config.json", self.config)
+        copy_sidecars(self.sidecars, tree, self.config)
         if len(self.shards) > 1:
             write_durably(tree / INDEX, shards.index_json(self.shards))
 
@@ -156,7 +154,12 @@ def plan(
             "layout": expert_layout,
         },
         conversion=ToHuggingFace(
-            checkpoint, files, sidecars, _rewritten(config, expert_layout, wanted)
+            checkpoint,
+            files,
+            sidecars,
+            hf_config.for_weights(
+                config, layout=None if expert_layout == "source" else expert_layout, dtype=wanted
+            ),
         ),
         files=len(files),
         notes=_notes(checkpoint.vocab_size - architecture.vocab_size),
@@ -169,8 +172,12 @@ def _notes(padding: int) -> tuple[str, ...]:
     return (f"The last {padding} rows of the vocabulary are padding and were left out.",)
 
 
-def hf_folder(source: Path) -> Path:
+def hf_folder(source: Path, *, flag: str = "--hf-config") -> Path:
     """Where an mcore checkpoint keeps the HF config and its companions.
+
+    Args:
+        source: its directory, or the folder of one iteration.
+        flag: what names another folder, for the message.
 
     Raises:
         BadInput: there is no such folder.
@@ -180,7 +187,7 @@ def hf_folder(source: Path) -> Path:
             return folder
     raise BadInput(
         f"{source} has no {HF_FOLDER}/config.json, so the model's shape is not known. Name a "
-        "directory with the Hugging Face config and tokenizer: --hf-config DIR."
+        f"directory with the Hugging Face config and tokenizer: {flag} DIR."
     )
 
 
@@ -188,19 +195,6 @@ def _layout(architecture: Architecture, choice: LayoutChoice) -> ExpertLayout | 
     if not architecture.is_moe:
         return None
     return architecture.expert_layout if choice == "source" else choice
-
-
-def _rewritten(
-    config: dict[str, Any], layout: LayoutChoice, dtype: torch.dtype | None
-) -> bytes | None:
-    """The new ``config.json``, or None where the source's own is right."""
-    if layout == "source" and dtype is None:
-        return None
-    if layout != "source":
-        config = hf_config.with_layout(config, layout)
-    if dtype is not None:
-        config = hf_config.with_dtype(config, dtype_name(dtype))
-    return hf_config.dumps(config)
 
 
 def _units(

@@ -91,9 +91,7 @@ class ToMcore:
 
     def accompany(self, tree: Path, results: dict[str, Any]) -> None:
         """Write what goes beside the weights in any mcore format; the tracker comes last."""
-        copy_sidecars(self.sidecars, tree / HF_FOLDER)
-        if self.config is not None:
-            write_durably(tree / HF_FOLDER / "config.json", self.config)
+        copy_sidecars(self.sidecars, tree / HF_FOLDER, self.config)
         checksums = (found for result in results.values() for found in result.get("checksums", ()))
         content = manifest.dumps(self.source, self.facts, self.dtype, checksums)
         write_durably(tree / manifest.FILE, content)
@@ -173,25 +171,13 @@ def plan(
             architecture,
             tensors,
             sidecars,
-            _rewritten(config, checkpoint, wanted),
+            hf_config.for_weights(config, dtype=wanted),
             wanted,
             facts,
         ),
         files=len(units),
         notes=_notes(checkpoint, wanted),
     )
-
-
-def _rewritten(
-    config: dict[str, Any], checkpoint: HuggingFaceCheckpoint, dtype: torch.dtype | None
-) -> bytes | None:
-    """The new ``config.json``, or None where the source's own is right."""
-    if checkpoint.quantization is None and dtype is None:
-        return None
-    config = quantization.without(config)
-    if dtype is not None:
-        config = hf_config.with_dtype(config, dtype_name(dtype))
-    return hf_config.dumps(config)
 
 
 def _notes(checkpoint: HuggingFaceCheckpoint, dtype: torch.dtype | None) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.live import load_hf
 from mcore_qwen3vl.converters.megatron import is_megatron
 from mcore_qwen3vl.converters.plan import DTYPES
+from mcore_qwen3vl.converters.to_hf import hf_folder
 from mcore_qwen3vl.data.loader import load_processor
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.generation.generate import (
@@ -65,13 +66,11 @@ class Request:
         Raises:
             BadInput: the checkpoint has none.
         """
-        own = self.checkpoint / "hf" if is_megatron(self.checkpoint) else self.checkpoint
-        folder = self.hf or own
+        if self.hf is None and is_megatron(self.checkpoint):
+            return hf_folder(self.checkpoint, flag="--hf-model")
+        folder = self.hf or self.checkpoint
         if not (folder / "config.json").is_file():
-            raise BadInput(
-                f"{folder} has no config.json: name a checkpoint directory, or pass --hf-model "
-                "with the Hugging Face directory that the checkpoint came from."
-            )
+            raise BadInput(f"{folder} has no config.json: name a checkpoint directory.")
         return folder
 
 

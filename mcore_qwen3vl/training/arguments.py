@@ -26,6 +26,7 @@ from mcore_qwen3vl.training.architecture_arguments import (
     recommended_arguments,
 )
 from mcore_qwen3vl.training.argument_checks import check, check_surroundings, complaint
+from mcore_qwen3vl.training.checkpoints import check_companions
 
 SPECS = ("te", "torch")
 # Set by Megatron's own flags, or by what the layout needs.
@@ -139,6 +140,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     with _megatron_reads(setup.argv):
         args = parse_and_validate_args(extra_args_provider=setup.prepare)
     setup.finish(args)
+    if args.save:
+        check_companions(args.save, setup.architecture)
     return args
 
 

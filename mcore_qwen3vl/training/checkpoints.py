@@ -1,22 +1,30 @@
-"""Finding the newest checkpoint that can be read, before Megatron starts reading it.
+"""What surrounds Megatron's own loading and saving.
 
 A run that was killed while writing, or a full disk, leaves a checkpoint whose files are missing,
-short or empty. On thousands of ranks that is better found by one of them beforehand.
+short or empty. On thousands of ranks that is better found by one of them before Megatron starts
+reading. And a checkpoint is of more use with the model's config, tokenizer and processor beside it.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from mcore_qwen3vl.config import Architecture, read_config_file
 from mcore_qwen3vl.converters import dcp_metadata
+from mcore_qwen3vl.converters.hf_config import for_weights
 from mcore_qwen3vl.converters.legacy_layout import FILE
+from mcore_qwen3vl.converters.megatron import HF_FOLDER
+from mcore_qwen3vl.converters.sidecar import copy_sidecars, sidecar_files
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.training.legacy import check_legacy
 
@@ -110,6 +118,39 @@ def _newest(args: argparse.Namespace) -> int | None:
     if args.ckpt_format != "torch_dist":
         return None
     return readable_iteration(args.load, fallback=args.on_corrupt_checkpoint == "fallback")
+
+
+def check_companions(directory: str | Path, architecture: Architecture) -> None:
+    """Refuse to save beside the checkpoints of another model.
+
+    Raises:
+        BadInput: the ``hf`` folder of `directory` describes another model.
+    """
+    folder = Path(directory) / HF_FOLDER
+    if not folder.exists():
+        return
+    there = Architecture.from_hf(folder)
+    free = ("dtype", "expert_layout", "initializer_range", "router_aux_loss_coef")
+    if replace(there, **{name: getattr(architecture, name) for name in free}) != architecture:
+        raise BadInput(
+            f"{folder} describes another model than --hf-model: choose another directory to --save "
+            "to, or remove it."
+        )
+
+
+def save_companions(args: argparse.Namespace) -> None:
+    """Put what ``--hf-model`` holds besides weights into the ``hf`` folder of ``--save``.
+
+    As a conversion does, so that the checkpoints can be exported, compared and generated with as
+    they are. One rank calls this; the folder appears whole or not at all.
+    """
+    folder, source = Path(args.save) / HF_FOLDER, Path(args.hf_model)
+    if folder.exists():
+        return
+    partial = folder.with_name(f".{HF_FOLDER}.{os.getpid()}.tmp")
+    shutil.rmtree(partial, ignore_errors=True)
+    copy_sidecars(sidecar_files(source), partial, for_weights(read_config_file(source)))
+    partial.rename(folder)
 
 
 @contextmanager

@@ -101,7 +101,13 @@ class Run:
             return original(model, *args, **kwargs)
 
     def _save_checkpoint(self, original: Any, iteration: int, *args: Any, **kwargs: Any) -> None:
+        import torch.distributed as dist
+
+        from mcore_qwen3vl.training.checkpoints import save_companions
+
         with self.metrics.paused():
+            if dist.get_rank() == 0:
+                save_companions(self.args)
             self.data.save_state(self.args.save, iteration)
             original(iteration, *args, **kwargs)
 

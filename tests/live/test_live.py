@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import filecmp
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,16 @@ def test_loaded_at_one_layout_and_reloaded_at_another(tiny, tmp_path):
     expected, found = (load_file(p / "model.safetensors") for p in (source, tmp_path / "b"))
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_weights_of_a_quantised_model_are_not_called_quantised(tiny, tmp_path):
+    source, quantised = tiny("tied"), tmp_path / "fp8"
+    config = json.loads((source / "config.json").read_text())
+    said = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    quantised.mkdir()
+    (quantised / "config.json").write_text(json.dumps({**config, "quantization_config": said}))
+    on_ranks(source, "single", lambda c: save_hf(c, tmp_path / "a", hf_config=quantised))
+    assert json.loads((tmp_path / "a" / "config.json").read_text()) == config
 
 
 def test_an_expert_parallel_rank_reads_its_share_of_the_experts(tiny):

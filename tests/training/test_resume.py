@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import threading
@@ -12,7 +13,11 @@ from typing import Any
 
 import psutil
 import pytest
+from safetensors.torch import load_file
 
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.convert import mcore_to_hf
+from mcore_qwen3vl.converters.sidecar import sidecar_files
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.parallel import Layout
 from mcore_qwen3vl.training.curves import DISTRIBUTED, Job, numbers_of, points, train, worst
@@ -187,3 +192,31 @@ def test_a_checkpoint_that_does_not_fit_the_flags_is_explained(
         shutil.copytree(saved, save)
     with pytest.raises(BadInput, match=message):
         train(run, tmp_path / "again", "--save", str(save), "--save-interval", str(HALF), *flags)
+
+
+def test_a_trained_checkpoint_is_exported_as_it_is(
+    two_checkpoints: tuple[Job, Path, list[dict[str, Any]]], dense: Path, tmp_path: Path
+) -> None:
+    """Config, tokenizer and processor lie beside it, whichever folder of it is named."""
+    save = two_checkpoints[1]
+    assert not list(save.glob(".hf.*"))
+    sidecars = {name: file.read_bytes() for name, file in sidecar_files(dense).items()}
+    for source in (save, save / BEFORE):
+        back = tmp_path / source.name
+        mcore_to_hf(source, back)
+        assert {name: file.read_bytes() for name, file in sidecar_files(back).items()} == sidecars
+    last, before = (load_file(tmp_path / n / "model.safetensors") for n in ("save", BEFORE))
+    assert any(not last[name].equal(tensor) for name, tensor in before.items())
+
+
+def test_checkpoints_of_another_model_are_not_joined(
+    two_checkpoints: tuple[Job, Path, list[dict[str, Any]]], dense: Path, tmp_path: Path
+) -> None:
+    from mcore_qwen3vl.training.checkpoints import check_companions
+
+    config = json.loads((dense / "config.json").read_text())
+    config["dtype"] = "bfloat16"
+    check_companions(two_checkpoints[1], Architecture.from_hf(config))
+    config["text_config"]["rms_norm_eps"] = 0.25
+    with pytest.raises(BadInput, match=r"another model than --hf-model"):
+        check_companions(two_checkpoints[1], Architecture.from_hf(config))
