@@ -41,7 +41,7 @@ IMAGES = {"a": (0, 40, 64), "b": (1, 40, 64), "c": (2, 72, 24), "d": (3, 24, 24)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Images, and the dense checkpoint as converted and as training saves it."""
+    """Images, and the dense checkpoint as converted and as Megatron saves it."""
     path = tmp_path_factory.mktemp("generate")
     for name, image in IMAGES.items():
         picture(*image).save(path / f"{name}.png")
@@ -74,6 +74,7 @@ def test_one_image_from_every_format(folder: Path, capsys: Any) -> None:
     want = first(False, "image")
     assert tokens(capsys, checkpoint(False), *asked) == want
     assert tokens(capsys, folder / "mcore", *asked, "--tp", 2) == want
+    assert tokens(capsys, folder / "mcore" / "release", *asked) == want
     hf_model = ("--hf-model", checkpoint(False))
     assert tokens(capsys, folder / "trained", *asked, *hf_model, "--pp", 2) == want
 
