@@ -4,9 +4,6 @@ A buffered write costs the processor two to four times as much as moving the dat
 nothing reads again and that push useful ones out. Whole blocks therefore go straight to the disk
 from an aligned buffer. The bytes before the first and after the last whole block are written the
 usual way; where a file system knows no direct writing, everything is.
-
-A direct write waits for the disk, so there are two buffers: a thread writes one while the caller
-reads into the other.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -36,17 +32,14 @@ class DirectFile:
         create: begin a new, empty file; otherwise `path` exists and keeps what is not overwritten.
 
     Raises:
-        OSError: from any method, as the system reports it; that of a write, at the latest from
-            `sync`.
+        OSError: from any method, as the system reports it.
     """
 
     def __init__(self, path: Path, *, create: bool) -> None:
         flags = os.O_WRONLY | os.O_CLOEXEC
         self._plain = os.open(path, flags | (os.O_CREAT | os.O_TRUNC if create else 0), 0o666)
         self._direct = _open_direct(path, flags)
-        self._buffer, self._other = (mmap.mmap(-1, BUFFER_BYTES) for _ in range(2))
-        self._thread = ThreadPoolExecutor(1)
-        self._writing: Future[None] | None = None  # what becomes of `_other`
+        self._buffer = mmap.mmap(-1, BUFFER_BYTES)
         self._base = 0  # where the buffer's first byte belongs; a whole number of blocks
         self._first = self._last = 0  # what the buffer holds
 
@@ -59,7 +52,6 @@ class DirectFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._thread.shutdown()  # a descriptor closed too early may be another file's by then
         for descriptor in (self._plain, self._direct):
             if descriptor is not None:
                 os.close(descriptor)
@@ -90,32 +82,20 @@ class DirectFile:
     def sync(self) -> None:
         """Make everything written so far durable."""
         self._flush()
-        self._wait()
         os.fsync(self._plain)
 
     def _flush(self) -> None:
-        """Have the buffer's content written and go on at the same place in the file."""
-        self._wait()
-        self._buffer, self._other = self._other, self._buffer
-        self._writing = self._thread.submit(self._write_out, self._base, self._first, self._last)
-        at = self._base + self._last
-        self._base, self._first = at - at % BLOCK, at % BLOCK
-        self._last = self._first
-
-    def _wait(self) -> None:
-        """Until the other buffer is free."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.result()
-
-    def _write_out(self, base: int, first: int, last: int) -> None:
-        """Write what lies at ``first:last`` of the other buffer."""
+        """Write what the buffer holds and begin it anew at the same place in the file."""
+        first, last = self._first, self._last
         head = min(first + -first % BLOCK, last)
         tail = max(last - last % BLOCK, head)
-        with memoryview(self._other) as buffer:
-            _write_all(self._plain, buffer[first:head], base + first)
-            self._write_blocks(buffer[head:tail], base + head)
-            _write_all(self._plain, buffer[tail:last], base + tail)
+        with memoryview(self._buffer) as buffer:
+            _write_all(self._plain, buffer[first:head], self._base + first)
+            self._write_blocks(buffer[head:tail], self._base + head)
+            _write_all(self._plain, buffer[tail:last], self._base + tail)
+        at = self._base + last
+        self._base, self._first = at - at % BLOCK, at % BLOCK
+        self._last = self._first
 
     def _write_blocks(self, blocks: memoryview, offset: int) -> None:
         if self._direct is not None and blocks:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import random
-import time
 from pathlib import Path
 from typing import Any
 
@@ -89,33 +88,3 @@ def test_large_pieces(tmp_path: Path) -> None:
         out.write(piece)
         out.sync()
     assert (tmp_path / "file").read_bytes() == b"head" + piece + piece
-
-
-def test_a_write_that_fails_is_reported_by_sync(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def pwrite(descriptor: int, data: Any, offset: int) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with DirectFile(tmp_path / "file", create=True) as out:
-        monkeypatch.setattr(os, "pwrite", pwrite)
-        out.write(bytes(BUFFER_BYTES + 5))
-        with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
-            out.sync()
-
-
-def test_no_write_is_under_way_when_the_file_is_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It would reach whatever file has the descriptor's number by then."""
-    ended: list[int] = []
-
-    def pwrite(descriptor: int, data: Any, offset: int) -> int:
-        time.sleep(0.1)
-        ended.append(PWRITE(descriptor, data, offset))
-        return ended[-1]
-
-    monkeypatch.setattr(os, "pwrite", pwrite)
-    with DirectFile(tmp_path / "file", create=True) as out:
-        out.write(bytes(BUFFER_BYTES))
-    assert sum(ended) == BUFFER_BYTES
