@@ -2,8 +2,11 @@
 
 Makes checkpoints of real sizes with random weights, then, round by round, copies the files and
 converts them in both directions; each ends with everything on disk (fsync), each starts with the
-files out of the page cache. Reports the ratio to the copy, GB/s, CPU time and peak memory.
-Memory is the proportional set size of all processes without mapped files, which are page cache.
+files out of the page cache and with free memory that has been touched (a virtual machine's host
+takes free pages back, and the first to use them again waits for it: up to a second a gigabyte, in
+turn for one side or the other). Reports the ratio to the copy, GB/s, CPU time and peak memory.
+Memory is the proportional set size of all processes without mapped files, which are page cache;
+it is measured in runs of their own, since looking at it slows a process with mapped files.
 
     python benchmarks/convert.py [--models 2B 30B-A3B:6] [--rounds 3] [--workers N] [--scratch DIR]
                                  [--json FILE] [--plot FILE]
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import multiprocessing
 import os
 import resource
@@ -73,6 +77,16 @@ def forget(path: Path) -> None:
             os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def touch_memory(nbytes: int) -> None:
+    """Use up to `nbytes` of the free memory once and give it back."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    with mmap.mmap(-1, max(min(nbytes, free - 2 * 2**30), mmap.PAGESIZE)) as memory:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        for page in range(0, len(memory), mmap.PAGESIZE):
+            memory[page] = 1
+
+
 def child(pipe: Any, function: Callable[..., object], args: tuple[Any, ...]) -> None:
     """Run in a process of its own; report seconds, CPU seconds and memory before."""
     torch.set_num_threads(1)
@@ -97,8 +111,10 @@ def memory(pid: int) -> tuple[int, int]:
     return sizes.get("Pss_Anon:", 0) + sizes.get("Pss_Shmem:", 0), sizes.get("Rss:", 0)
 
 
-def measure(function: Callable[..., object], *args: Any) -> dict[str, float]:
-    """Seconds, CPU seconds, and peak memory with what the imports took."""
+def measure(
+    function: Callable[..., object], *args: Any, look_at_memory: bool = False
+) -> dict[str, float]:
+    """Seconds and CPU seconds; or peak memory, with what the imports took."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
     process = context.Process(target=child, args=(theirs, function, args))
@@ -113,23 +129,21 @@ def measure(function: Callable[..., object], *args: Any) -> dict[str, float]:
             peak = max(peak[0], now[0]), max(peak[1], now[1])
 
     sampler = threading.Thread(target=sample)
-    sampler.start()
+    if look_at_memory:
+        sampler.start()
     ours.send("go")
     wall, cpu = ours.recv()
     running.set()
-    sampler.join()
+    if look_at_memory:
+        sampler.join()
     process.join()
-    return {
-        "seconds": wall,
-        "cpu_seconds": cpu,
-        "peak_gb": peak[0] / 1e9,
-        "idle_gb": idle[0] / 1e9,
-        "peak_rss_gb": peak[1] / 1e9,
-    }
+    if not look_at_memory:
+        return {"seconds": wall, "cpu_seconds": cpu}
+    return {"peak_gb": peak[0] / 1e9, "idle_gb": idle[0] / 1e9, "peak_rss_gb": peak[1] / 1e9}
 
 
 def one_round(
-    source: Path, scratch: Path, workers: int | None, number: int
+    source: Path, scratch: Path, workers: int | None, number: int, *, look_at_memory: bool = False
 ) -> dict[str, dict[str, float]]:
     """Copy first in even rounds, conversion first in odd ones."""
     mcore, back, copied = scratch / "mcore", scratch / "back", scratch / "copy"
@@ -144,7 +158,8 @@ def one_round(
     for name, function, origin, target in (steps[i] for i in ORDERS[number % 2]):
         forget(origin)
         os.sync()
-        results[name] = measure(function, origin, target)
+        touch_memory(3 * sum(file.stat().st_size for file in origin.rglob("*")))
+        results[name] = measure(function, origin, target, look_at_memory=look_at_memory)
         forget(target)
         shutil.rmtree(copied, ignore_errors=True)
     for path in (mcore, back):
@@ -152,7 +167,9 @@ def one_round(
     return results
 
 
-def summarise(rounds: list[dict[str, dict[str, float]]], nbytes: int) -> dict[str, Any]:
+def summarise(
+    rounds: list[dict[str, dict[str, float]]], memory: dict[str, dict[str, float]], nbytes: int
+) -> dict[str, Any]:
     """Medians; ratios are taken within a round, so that a busy machine slows both sides."""
     pairs = {"HF to mcore": "copy of HF", "mcore to HF": "copy of mcore"}
     summary: dict[str, Any] = {"bytes": nbytes}
@@ -163,10 +180,8 @@ def summarise(rounds: list[dict[str, dict[str, float]]], nbytes: int) -> dict[st
             "seconds": seconds,
             "gb_per_s": nbytes / 1e9 / seconds,
             "cpu_seconds": statistics.median(run["cpu_seconds"] for run in runs),
-            "peak_gb": max(run["peak_gb"] for run in runs),
-            "idle_gb": max(run["idle_gb"] for run in runs),
-            "peak_rss_gb": max(run["peak_rss_gb"] for run in runs),
             "all_seconds": [round(run["seconds"], 2) for run in runs],
+            **memory[name],
         }
         if name in pairs:
             ratios = [r[name]["seconds"] / r[pairs[name]]["seconds"] for r in rounds]
@@ -241,7 +256,8 @@ def main() -> None:
                 one_round(source, Path(folder), args.workers, number)
                 for number in range(args.rounds)
             ]
-            results[model] = summarise(rounds, nbytes)
+            memory = one_round(source, Path(folder), args.workers, 0, look_at_memory=True)
+            results[model] = summarise(rounds, memory, nbytes)
             shutil.rmtree(source)
             print(table(results), flush=True)
     if args.json:

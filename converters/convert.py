@@ -71,7 +71,7 @@ def hf_to_mcore(
         src, dtype, make_vocab_size_divisible_by, tp, legacy: see `plan_hf_to_mcore`.
         dst: directory to write; it appears complete or not at all.
         force: replace `dst` if it is a checkpoint.
-        workers: threads; default one per core, at most `plan.MOST_WORKERS`.
+        workers: threads; default two per core, at most `plan.MOST_WORKERS`.
         progress: called with bytes done, bytes in all and the tensor at hand.
 
     Raises:

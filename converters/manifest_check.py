@@ -39,7 +39,7 @@ def check_manifest(
 
     Args:
         path: a checkpoint that `hf_to_mcore` wrote; later iterations beside it are not looked at.
-        workers: threads; default one per core.
+        workers: threads; default two per core.
         progress: called with bytes done, bytes in all and the tensor at hand.
 
     Returns:

@@ -44,8 +44,11 @@ class Meter:
 
 
 def default_workers() -> int:
-    """Threads: one per core that this process may use, at most `MOST_WORKERS`."""
-    return min(len(os.sched_getaffinity(0)), MOST_WORKERS)
+    """Threads: two per core that this process may use, at most `MOST_WORKERS`.
+
+    While one waits for the disk, another can use its core.
+    """
+    return min(2 * len(os.sched_getaffinity(0)), MOST_WORKERS)
 
 
 @dataclass(frozen=True)
