@@ -78,7 +78,7 @@ def forget(path: Path) -> None:
 
 
 def touch_memory(nbytes: int) -> None:
-    """Use up to `nbytes` of the free memory once and give it back."""
+    """Use up to `nbytes` of the free memory and give it back."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     with mmap.mmap(-1, max(min(nbytes, free - 2 * 2**30), mmap.PAGESIZE)) as memory:
@@ -158,7 +158,7 @@ def one_round(
     for name, function, origin, target in (steps[i] for i in ORDERS[number % 2]):
         forget(origin)
         os.sync()
-        touch_memory(3 * sum(file.stat().st_size for file in origin.rglob("*")))
+        touch_memory(2 * sum(file.stat().st_size for file in origin.rglob("*")))
         results[name] = measure(function, origin, target, look_at_memory=look_at_memory)
         forget(target)
         shutil.rmtree(copied, ignore_errors=True)
