@@ -2,9 +2,9 @@
 
 Makes checkpoints of real sizes with random weights, then, round by round, copies the files and
 converts them in both directions; each ends with everything on disk (fsync), each starts with the
-files out of the page cache and with free memory that has been touched (a virtual machine's host
-takes free pages back, and the first to use them again waits for it: up to a second a gigabyte, in
-turn for one side or the other). Reports the ratio to the copy, GB/s, CPU time and peak memory.
+files out of the page cache and with other files in it, as on a machine that has been up for a
+while. (In a virtual machine the host takes free memory back, and the first to use it again waits
+for it, up to a second a gigabyte.) Reports the ratio to the copy, GB/s, CPU time and peak memory.
 Memory is the proportional set size of all processes without mapped files, which are page cache;
 it is measured in runs of their own, since looking at it slows a process with mapped files.
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import mmap
 import multiprocessing
 import os
 import resource
@@ -77,14 +76,16 @@ def forget(path: Path) -> None:
             os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def touch_memory(nbytes: int) -> None:
-    """Use up to `nbytes` of the free memory and give it back."""
+def fill_page_cache(filler: Path) -> None:
+    """Read a new file, all hole and no disk, of as many bytes as memory is free."""
+    filler.unlink(missing_ok=True)
     lines = Path("/proc/meminfo").read_text().splitlines()
-    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    with mmap.mmap(-1, max(min(nbytes, free - 2 * 2**30), mmap.PAGESIZE)) as memory:
-        memory.madvise(mmap.MADV_HUGEPAGE)
-        for page in range(0, len(memory), mmap.PAGESIZE):
-            memory[page] = 1
+    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemFree"))
+    buffer = bytearray(16 * 2**20)
+    with filler.open("w+b", buffering=0) as file:
+        file.truncate(free)
+        while file.readinto(buffer):
+            pass
 
 
 def child(pipe: Any, function: Callable[..., object], args: tuple[Any, ...]) -> None:
@@ -158,7 +159,7 @@ def one_round(
     for name, function, origin, target in (steps[i] for i in ORDERS[number % 2]):
         forget(origin)
         os.sync()
-        touch_memory(2 * sum(file.stat().st_size for file in origin.rglob("*")))
+        fill_page_cache(scratch / "filler")
         results[name] = measure(function, origin, target, look_at_memory=look_at_memory)
         forget(target)
         shutil.rmtree(copied, ignore_errors=True)
