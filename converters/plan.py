@@ -224,7 +224,7 @@ def group_units(
 
 def unit_bytes(total: int) -> int:
     """Unit size for `total` bytes: enough units to share out, few enough files."""
-    return min(max(total // 64, 64 * 2**20), 2 * 2**30)
+    return min(max(total // 64, 256 * 2**20), 2 * 2**30)
 
 
 def max_rows(row: Row, dtype: torch.dtype) -> int:
