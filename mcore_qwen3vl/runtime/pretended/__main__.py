@@ -67,6 +67,9 @@ def _run(program: str, arguments: list[str], is_module: bool) -> int:
             runpy.run_path(program, run_name="__main__")
     except SystemExit as left:
         return left.code if isinstance(left.code, int) else int(bool(left.code))
+    except BadInput as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
     except Exception:
         traceback.print_exc()
         return 1

@@ -41,8 +41,22 @@ def check(args: argparse.Namespace, architecture: Architecture) -> None:
             "which leaves DeepStack out: drop the flag. The flex dispatcher "
             "(--moe-token-dispatcher-type flex --moe-enable-deepep) speeds the exchange up instead."
         )
+    _check_graphs(args)
     if args.spec == ["torch"]:
         _check_torch_spec(args)
+
+
+def _check_graphs(args: argparse.Namespace) -> None:
+    given = {
+        f"--cuda-graph-impl {args.cuda_graph_impl}": args.cuda_graph_impl != "none",
+        "--enable-cuda-graph": args.enable_cuda_graph,
+        "--external-cuda-graph": args.external_cuda_graph,
+    }
+    for flag in (flag for flag, value in given.items() if value):
+        raise BadInput(
+            f"{flag}: a CUDA graph repeats one number of image tokens, which differs from batch to "
+            "batch, and Megatron's graphs of single layers leave DeepStack out: drop the flag."
+        )
 
 
 def _check_torch_spec(args: argparse.Namespace) -> None:
