@@ -155,7 +155,7 @@ class OneRankGroup(_ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None) -> Done:
         tensors = _list(tensors)
         for tensor in tensors:
-            if not tensor.is_cuda and opts is not None and "SUM" in str(opts.reduceOp):
+            if not tensor.is_cuda and opts is not None and opts.reduceOp == dist.ReduceOp.SUM:
                 tensor.mul_(self._size)
         return self._did("all_reduce", tensors, tensors)
 

@@ -14,7 +14,7 @@ from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.verify.parity.batches import RECIPES, Batch, build_batch
 from mcore_qwen3vl.verify.parity.case import DTYPES, Case
-from mcore_qwen3vl.verify.parity.reference import AdamW, Expected, Reference, Stepped
+from mcore_qwen3vl.verify.parity.reference import AFTER_STEP, AdamW, Expected, Reference, Stepped
 from mcore_qwen3vl.verify.report.compare import Finding, Measurements, findings, measure, merge
 from mcore_qwen3vl.verify.report.result import Report
 
@@ -25,7 +25,7 @@ TOLERANCE = 2e-5
 """Largest error in float32, relative to the largest expected magnitude of the same tensor."""
 
 
-PARTS = ("logits", "loss", "gradients", "parameters", "gradient norm")
+PARTS = ("logits", "loss", "gradients", "parameters", "gradient norm", AFTER_STEP)
 
 HALF_PRECISION_FACTOR = 2.0
 """Two bf16 runs that are each within E of the truth are within 2 E of one another."""
@@ -162,6 +162,8 @@ def verify(
             if stepped is not None and number == len(expected) - 1:
                 counts |= {("parameters", n): c for (k, n), c in counts.items() if k == "gradients"}
                 counts["gradient norm", "all"] = 1
+                if case.overlap and case.distributed_optimizer:
+                    counts[AFTER_STEP, "all"] = counts["logits", "all"]
             report.findings += _judge(measured, counts, allowed, batch.batch.name)
     return report
 
