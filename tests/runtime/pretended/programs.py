@@ -172,7 +172,7 @@ def verify_parity(checkpoint: Path) -> dict[str, int]:
 
     _without_torchrun()
     report = verify(checkpoint, batches=["images"], device="cuda", timeout=300)
-    return {f"{f.part} {f.name}": f.count for f in report.findings}
+    return {f"{f.part} {f.name}": f.measured.count for f in report.findings}
 
 
 def generate(checkpoint: Path, under_torchrun: bool) -> list[int]:
