@@ -47,15 +47,12 @@ def check(args: argparse.Namespace, architecture: Architecture) -> None:
 
 
 def _check_graphs(args: argparse.Namespace) -> None:
-    given = {
-        f"--cuda-graph-impl {args.cuda_graph_impl}": args.cuda_graph_impl != "none",
-        "--enable-cuda-graph": args.enable_cuda_graph,
-        "--external-cuda-graph": args.external_cuda_graph,
-    }
-    for flag in (flag for flag, value in given.items() if value):
+    if args.cuda_graph_impl != "none":  # Megatron turns its older flags into this one
         raise BadInput(
-            f"{flag}: a CUDA graph repeats one number of image tokens, which differs from batch to "
-            "batch, and Megatron's graphs of single layers leave DeepStack out: drop the flag."
+            f"--cuda-graph-impl {args.cuda_graph_impl} (--enable-cuda-graph and "
+            "--external-cuda-graph mean it too): a CUDA graph repeats one number of image tokens, "
+            "which differs from batch to batch, and Megatron's graphs of single layers leave "
+            "DeepStack out: drop the flag."
         )
 
 
