@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mcore_qwen3vl.converters.convert import hf_to_mcore
-from mcore_qwen3vl.verify.checkpoints.compare import FILES, TENSORS, compare_checkpoints
+from mcore_qwen3vl.verify.checkpoints.bitwise import FILES, TENSORS, compare_checkpoints
 from mcore_qwen3vl.verify.report.result import Report
 from tests.converters.checkpoints import copy, edit_config, load, save
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.verify.checkpoints.manifest import check_manifest
+from mcore_qwen3vl.verify.checkpoints.manifest_check import check_manifest
 from tests.converters.checkpoints import copy, load, save
 
 Tiny = Callable[[str], Path]

@@ -1,4 +1,4 @@
-"""Our training curve is Hugging Face's: the short form of `python -m …training.curves`."""
+"""Our training curve is Hugging Face's: the short form of `python -m mcore_qwen3vl.verify.curves`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from mcore_qwen3vl.tiny.records import write_image_qa
-from mcore_qwen3vl.verify.curves.run import cases, hf_curve, points, train, worst
-from mcore_qwen3vl.verify.curves.table import TOLERANCE
+from mcore_qwen3vl.verify.curves.curve import curve_of, worst_difference
+from mcore_qwen3vl.verify.curves.hf_loop import hf_curve
+from mcore_qwen3vl.verify.curves.job import train
+from mcore_qwen3vl.verify.curves.tables import TOLERANCE, cases
 
 STEPS = 3
 ROWS = [
@@ -29,9 +31,9 @@ def test_loss_and_gradient_norm_are_those_of_a_plain_hf_loop(
 ) -> None:
     checkpoint = moe if is_moe else dense
     job = replace(cases(is_moe)[name], checkpoint=checkpoint, data=data, steps=STEPS)
-    ours, theirs = points(train(job, tmp_path, timeout=120)), hf_curve(job)
+    ours, theirs = curve_of(train(job, tmp_path, timeout=120)), hf_curve(job)
     assert theirs[-1].loss < theirs[0].loss - 0.5  # it does learn
-    difference = worst(ours, theirs)
+    difference = worst_difference(ours, theirs)
     assert difference.loss <= TOLERANCE
     assert difference.grad_norm <= TOLERANCE
 
@@ -46,6 +48,6 @@ def test_weights_are_normalised_over_the_global_batch(
     data.write_text("".join(json.dumps(record) + "\n" for record in weighted))
     job = replace(cases(False)[name], checkpoint=dense, data=data, steps=2)
     job = replace(job, flags=(*job.flags, "--loss", "weighted_cross_entropy"))
-    difference = worst(points(train(job, tmp_path, timeout=120)), hf_curve(job))
+    difference = worst_difference(curve_of(train(job, tmp_path, timeout=120)), hf_curve(job))
     assert difference.loss <= TOLERANCE
     assert difference.grad_norm <= TOLERANCE

@@ -20,8 +20,9 @@ from mcore_qwen3vl.converters.convert import mcore_to_hf
 from mcore_qwen3vl.converters.hf.companions import sidecar_files
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.verify.curves.run import DISTRIBUTED, Job, numbers_of, points, train, worst
-from mcore_qwen3vl.verify.curves.table import OTHER_LAYOUT, whole_and_half
+from mcore_qwen3vl.verify.curves.curve import curve_of, numbers_of, worst_difference
+from mcore_qwen3vl.verify.curves.job import DISTRIBUTED, Job, train
+from mcore_qwen3vl.verify.curves.tables import OTHER_LAYOUT, whole_and_half
 
 STEPS, HALF = 4, 2
 LAST, BEFORE = f"iter_{STEPS:07d}", f"iter_{HALF:07d}"
@@ -68,7 +69,7 @@ def test_another_layout_continues_closely(
     whole, save = whole_and_half(job(dense, data, before[0], *before[1]), tmp_path)
     other = job(dense, data, after[0], *after[1])
     rest = train(other, tmp_path / "rest", "--save", str(save), "--save-interval", "100")
-    difference = worst(points(rest), points(whole[HALF:]))
+    difference = worst_difference(curve_of(rest), curve_of(whole[HALF:]))
     assert difference.loss <= OTHER_LAYOUT
     assert difference.grad_norm <= OTHER_LAYOUT
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mcore_qwen3vl.errors import CheckFailed
-from mcore_qwen3vl.verify.report.compare import Finding, Measurement, findings, measure, merge
+from mcore_qwen3vl.verify.report.measurement import Finding, Measurement, findings, measure, merge
 from mcore_qwen3vl.verify.report.result import Report
 
 

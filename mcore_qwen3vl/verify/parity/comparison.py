@@ -1,4 +1,4 @@
-"""The whole comparison: reference, ranks, findings."""
+"""A case compared with Hugging Face: the reference, the ranks, the findings."""
 
 from __future__ import annotations
 
@@ -13,61 +13,17 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.verify.parity.batches import RECIPES, Batch, build_batch
-from mcore_qwen3vl.verify.parity.case import DTYPES, Case
-from mcore_qwen3vl.verify.parity.reference import AdamW, Expected, Reference, Stepped
-from mcore_qwen3vl.verify.report.compare import Finding, Measurements, findings, measure, merge
+from mcore_qwen3vl.verify.parity.cached_reference import CachedReference
+from mcore_qwen3vl.verify.parity.case import Case
+from mcore_qwen3vl.verify.parity.reference import AdamW, Expected
+from mcore_qwen3vl.verify.parity.tolerance import TOLERANCE, half_precision_tolerances
+from mcore_qwen3vl.verify.report.measurement import Finding, Measurements, findings, merge
 from mcore_qwen3vl.verify.report.result import Report
 
 if TYPE_CHECKING:  # imports megatron, before which the CPU backend must be installed
     from mcore_qwen3vl.model.transformer_config import Spec
 
-TOLERANCE = 2e-5
-"""Largest error in float32, relative to the largest expected magnitude of the same tensor."""
-
-
 PARTS = ("logits", "loss", "gradients", "parameters", "gradient norm")
-
-HALF_PRECISION_FACTOR = 2.0
-"""Two bf16 runs that are each within E of the truth are within 2 E of one another."""
-
-
-class Checkpoint:
-    """A Hugging Face checkpoint and what the reference computes with it, each batch once.
-
-    Args:
-        path: checkpoint directory.
-        dtype: of the reference.
-    """
-
-    def __init__(self, path: str | Path, dtype: str = "fp32") -> None:
-        self.path = Path(path)
-        self.architecture = Architecture.from_hf(self.path)
-        self._dtype = DTYPES[dtype]
-        self._reference: Reference | None = None
-        self._expected: dict[tuple[str, int], Expected] = {}
-        self._stepped: dict[tuple[str, int, AdamW], Stepped] = {}
-
-    def expected(self, batch: str, multiple: int, gradients: bool = True) -> Expected:
-        """The reference for the batch of this name, with lengths of this multiple."""
-        found = self._expected.get((batch, multiple))
-        if found is None or (gradients and not found.gradients):
-            made = build_batch(batch, self.architecture, multiple=multiple)
-            found = self.reference.run(made, gradients=gradients)
-            self._expected[batch, multiple] = found
-        return found
-
-    def stepped(self, batch: str, multiple: int, adamw: AdamW) -> Stepped:
-        """The reference's parameters after an optimizer step on this batch."""
-        key = (batch, multiple, adamw)
-        if key not in self._stepped:
-            self._stepped[key] = self.reference.step(self.expected(batch, multiple), adamw)
-        return self._stepped[key]
-
-    @property
-    def reference(self) -> Reference:
-        if self._reference is None:
-            self._reference = Reference(self.path, dtype=self._dtype)
-        return self._reference
 
 
 def verify_parity(
@@ -105,16 +61,16 @@ def verify_parity(
         layout or Layout(), spec=spec, dtype=dtype, device=device, gradients=gradients, adamw=adamw
     )
     names = list(batches or RECIPES)
-    checkpoint = Checkpoint(hf_dir, dtype)
-    case.layout.validate(checkpoint.architecture)
+    reference = CachedReference(hf_dir, dtype)
+    case.layout.validate(reference.architecture)
     tolerances = None
     if dtype == "bf16":
-        tolerances = half_precision_tolerances(checkpoint, Checkpoint(hf_dir), case, names)
-    return verify(checkpoint, case, names, tolerances=tolerances, timeout=timeout)
+        tolerances = half_precision_tolerances(reference, CachedReference(hf_dir), case, names)
+    return compare_case(reference, case, names, tolerances=tolerances, timeout=timeout)
 
 
-def verify(
-    checkpoint: Checkpoint,
+def compare_case(
+    reference: CachedReference,
     case: Case,
     batches: Sequence[str],
     *,
@@ -124,7 +80,7 @@ def verify(
     """Run `case` on `batches` and compare everything with the reference.
 
     Args:
-        checkpoint: weights and reference.
+        reference: weights and reference.
         case: how the model runs.
         batches: names from `RECIPES`; an optimizer step is taken on the last of each run.
         tolerances: by part (``logits``, ``loss``, ``gradients``, ``parameters``, ``gradient
@@ -135,21 +91,21 @@ def verify(
         BadInput: the model or a batch does not divide by the layout.
     """
     report = Report(
-        f"{checkpoint.path.name} at {case} against Hugging Face",
+        f"{reference.path.name} at {case} against Hugging Face",
         {"layout": str(case.layout), "spec": case.spec, "dtype": case.dtype, "device": case.device},
     )
-    made = tuple(build_batch(n, checkpoint.architecture, multiple=case.multiple) for n in batches)
-    case.validate(checkpoint.architecture, made)
+    made = tuple(build_batch(n, reference.architecture, multiple=case.multiple) for n in batches)
+    case.validate(reference.architecture, made)
     allowed = tolerances or dict.fromkeys(PARTS, TOLERANCE)
     for names in _runs(made, case):
-        expected = [checkpoint.expected(n, case.multiple, case.gradients) for n in names]
+        expected = [reference.expected(n, case.multiple, case.gradients) for n in names]
         stepped = None
         if case.adamw is not None and not case.freeze:
-            stepped = checkpoint.stepped(names[-1], case.multiple, case.adamw)
+            stepped = reference.stepped(names[-1], case.multiple, case.adamw)
         ranks = run_layout(
             _measure_on_rank(case),
             case.layout.world_size,
-            checkpoint.path,
+            reference.path,
             case,
             expected,
             stepped,
@@ -158,7 +114,7 @@ def verify(
         )
         for number, batch in enumerate(expected):
             measured = merge(rank[number] for rank in ranks)
-            counts = _counts(checkpoint.architecture, case, batch)
+            counts = _counts(reference.architecture, case, batch)
             if stepped is not None and number == len(expected) - 1:
                 counts |= {("parameters", n): c for (k, n), c in counts.items() if k == "gradients"}
                 counts["gradient norm", "all"] = 1
@@ -170,7 +126,7 @@ def _measure_on_rank(case: Case) -> Callable[..., list[Measurements]]:
     """What the ranks run, imported here so that they need not import it again."""
     if case.device == "cpu":
         cpu.install()
-    from mcore_qwen3vl.verify.parity.run import measure_on_rank
+    from mcore_qwen3vl.verify.parity.on_rank import measure_on_rank
 
     return measure_on_rank
 
@@ -210,29 +166,3 @@ def _judge(
         if not counts["gradients", name]:
             del counts["gradients", name]
     return findings(measured, tolerances, counts=counts, context=context)
-
-
-def half_precision_tolerances(
-    half: Checkpoint, full: Checkpoint, case: Case, batches: Iterable[str]
-) -> dict[str, float]:
-    """By part, `HALF_PRECISION_FACTOR` times the worst error of Hugging Face's own bf16 run."""
-    worst = dict.fromkeys(("logits", "loss", "gradients"), 0.0)
-    for name in batches:
-        ours, exact = (c.expected(name, case.multiple, case.gradients) for c in (half, full))
-        measured = merge(_differences(ours, exact))
-        for finding in findings(measured, worst):
-            worst[finding.part] = max(worst[finding.part], finding.error)
-    return {part: HALF_PRECISION_FACTOR * error for part, error in worst.items()}
-
-
-def _differences(actual: Expected, expected: Expected) -> Iterator[Measurements]:
-    """One reference measured against another."""
-    for number, valid in enumerate(expected.valid):
-        logits, losses = actual.logits[number], actual.losses[number]
-        yield {
-            ("logits", "all"): measure(logits[valid], expected.logits[number][valid]),
-            ("loss", "all"): measure(losses[valid], expected.losses[number][valid]),
-        }
-    for name, gradient in expected.gradients.items():
-        if gradient.any():  # rounding has no scale where the gradient is exactly zero
-            yield {("gradients", name): measure(actual.gradients[name], gradient)}

@@ -1,4 +1,4 @@
-"""Tables of :mod:`mcore_qwen3vl.verify.curves.run`: against Hugging Face, and after a resume."""
+"""The tables of training curves: against Hugging Face, and after a resume."""
 
 from __future__ import annotations
 
@@ -13,16 +13,9 @@ import torch
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.tiny.records import write_image_qa
 from mcore_qwen3vl.training.checkpoints.resume import TRACKER
-from mcore_qwen3vl.verify.curves.run import (
-    DISTRIBUTED,
-    Job,
-    Point,
-    cases,
-    hf_curve,
-    points,
-    train,
-    worst,
-)
+from mcore_qwen3vl.verify.curves.curve import StepMetrics, curve_of, worst_difference
+from mcore_qwen3vl.verify.curves.hf_loop import hf_curve
+from mcore_qwen3vl.verify.curves.job import DISTRIBUTED, Job, train
 
 TOLERANCE = 1e-4
 """Relative, in float32: rounding that thirty Adam steps carry along."""
@@ -48,6 +41,17 @@ OTHER_LAYOUT = 1e-5
 """Relative, in float32: a resume at another layout; at the same one, it is bit for bit."""
 
 
+def cases(moe: bool) -> dict[str, Job]:
+    """The layouts of the table, without checkpoint and data."""
+    layouts = ["single", "tp2+sp", "pp2xvpp2", "cp2", *(["ep2xdp2"] if moe else []), "dp2"]
+    blank = Job(Path(), Path())
+    jobs = {name: replace(blank, layout=Layout.parse(name)) for name in layouts}
+    jobs["dp2"] = replace(jobs["dp2"], flags=DISTRIBUTED)
+    jobs["single, packed"] = replace(blank, packing=True)
+    jobs["cp2, packed"] = replace(jobs["cp2"], packing=True)
+    return jobs
+
+
 def install() -> None:
     """The CPU backend, before megatron is imported."""
     from mcore_qwen3vl.runtime import cpu
@@ -69,7 +73,7 @@ def curves_table(folder: Path, steps: int, only: Sequence[str] | None = None) ->
     failed = False
     for moe in (False, True):
         checkpoint = write_tiny_checkpoint(folder / f"tiny-{moe}", moe=moe)
-        references: dict[tuple[int, int, bool], list[Point]] = {}
+        references: dict[tuple[int, int, bool], list[StepMetrics]] = {}
         for name, blank in cases(moe).items():
             label = f"{'MoE' if moe else 'dense':6} {name:16}"
             if only and not any(word in label for word in only):
@@ -79,8 +83,8 @@ def curves_table(folder: Path, steps: int, only: Sequence[str] | None = None) ->
             order = (job.layout.dp, job.layout.cp if job.packing else 1, job.packing)
             if order not in references:
                 references[order] = hf_curve(job)
-            theirs, ours = references[order], points(train(job, folder / label.strip()))
-            difference = worst(ours, theirs)
+            theirs, ours = references[order], curve_of(train(job, folder / label.strip()))
+            difference = worst_difference(ours, theirs)
             good = max(difference.loss, difference.grad_norm) <= TOLERANCE
             failed |= not good
             print(
@@ -108,7 +112,7 @@ def resume_table(folder: Path, steps: int) -> int:
         )
         whole, save = whole_and_half(first, place)
         rest = train(then, place / "rest", "--save", str(save), "--save-interval", "1000")
-        difference = worst(points(rest), points(whole[steps // 2 :]))
+        difference = worst_difference(curve_of(rest), curve_of(whole[steps // 2 :]))
         limit = 0.0 if before == after else OTHER_LAYOUT
         good = max(difference.loss, difference.grad_norm) <= limit
         failed |= not good

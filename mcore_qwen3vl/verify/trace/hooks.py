@@ -1,4 +1,4 @@
-"""The same places in a running, sharded Megatron model: which tensor, which rows, which columns.
+"""The probe points in a running, sharded Megatron model: which tensor, which rows, which columns.
 
 Modules are paired by the table that maps the weights: the rows of a weight that this rank holds are
 the columns of the output that it computes, and a row-parallel weight's columns those of its input.
@@ -17,33 +17,33 @@ from torch import Tensor, nn
 
 from mcore_qwen3vl.converters.live.sharded import hf_parts
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
-from mcore_qwen3vl.verify.trace.places import TEXT, VISUAL, Place, Rows, cosine_and_sine
+from mcore_qwen3vl.verify.trace.probe_points import TEXT, VISUAL, ProbePoint, Rows, cosine_and_sine
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Columns of a local tensor that are columns of a place.
+class ColumnMap:
+    """Columns of a local tensor that are columns of a probe point.
 
     Attributes:
-        place: its name.
-        mine, theirs: the columns here and there.
+        point: name of the probe point.
+        local, reference: the columns here and there.
         split: other ranks of the TP group hold other columns.
     """
 
-    place: str
-    mine: slice
-    theirs: slice
+    point: str
+    local: slice
+    reference: slice
     split: bool = False
 
 
 @dataclass(frozen=True)
-class Tap:
+class Hook:
     """A tensor that a module of this chunk takes or makes.
 
     Attributes:
         module: the module.
         rows: what its rows stand for; tokens are sequence-major.
-        cuts: what its columns are.
+        columns: what its columns are.
         side: whether it is an input or an output.
         pick: the tensor among them.
         spread: that tensor as it is compared.
@@ -53,7 +53,7 @@ class Tap:
 
     module: nn.Module
     rows: Rows
-    cuts: tuple[Cut, ...]
+    columns: tuple[ColumnMap, ...]
     side: str = "output"
     pick: Callable[[Any], Tensor] = lambda value: value[0] if isinstance(value, tuple) else value
     spread: Callable[[Tensor], Tensor] = lambda tensor: tensor
@@ -65,18 +65,18 @@ class Tap:
         return self.spread(tensor).flatten(-self.wide).flatten(0, -2)
 
 
-def taps(chunk: Qwen3VLModel, places: list[Place]) -> Iterator[Tap]:
-    """Where this chunk can be compared with `places`; some lie on other pipeline stages.
+def hooks_of(chunk: Qwen3VLModel, points: list[ProbePoint]) -> Iterator[Hook]:
+    """Where this chunk can be compared with `points`; some lie on other pipeline stages.
 
     A norm that Transformer Engine fuses into the next linear layer has no output to look at.
     """
     if chunk.pre_process:
-        yield from _tower(chunk, places)
+        yield from _tower(chunk, points)
         yield _whole(chunk.embedding, f"{TEXT}.embed_tokens")
-    yield Tap(
+    yield Hook(
         chunk.rotary_pos_emb,
         "tokens",
-        (Cut(f"{TEXT}.rotary_emb", slice(None), slice(None)),),
+        (ColumnMap(f"{TEXT}.rotary_emb", slice(None), slice(None)),),
         spread=lambda angles: cosine_and_sine((angles.cos(), angles.sin())),
     )
     yield from _linears_and_norms(chunk)
@@ -94,29 +94,29 @@ def taps(chunk: Qwen3VLModel, places: list[Place]) -> Iterator[Tap]:
         yield _head(chunk)
 
 
-def _whole(module: nn.Module, place: str, side: str = "output") -> Tap:
-    return Tap(module, "tokens", (Cut(place, slice(None), slice(None)),), side)
+def _whole(module: nn.Module, point: str, side: str = "output") -> Hook:
+    return Hook(module, "tokens", (ColumnMap(point, slice(None), slice(None)),), side)
 
 
-def _tower(chunk: Qwen3VLModel, places: list[Place]) -> Iterator[Tap]:
+def _tower(chunk: Qwen3VLModel, points: list[ProbePoint]) -> Iterator[Hook]:
     """The tower keeps its Hugging Face names."""
-    for place in places:
-        if not place.name.startswith(VISUAL):
+    for point in points:
+        if not point.name.startswith(VISUAL):
             continue
-        module = chunk.visual.get_submodule(place.module.removeprefix(f"{VISUAL}."))
-        cut = Cut(place.name, slice(None), slice(None))
-        wide = 2 if place.name.endswith("pos_embed") else 1
-        yield Tap(module, place.rows, (cut,), pick=place.pick, wide=wide)
+        module = chunk.visual.get_submodule(point.module.removeprefix(f"{VISUAL}."))
+        whole = ColumnMap(point.name, slice(None), slice(None))
+        wide = 2 if point.name.endswith("pos_embed") else 1
+        yield Hook(module, point.rows, (whole,), pick=point.pick, wide=wide)
 
 
-def _linears_and_norms(chunk: Qwen3VLModel) -> Iterator[Tap]:
+def _linears_and_norms(chunk: Qwen3VLModel) -> Iterator[Hook]:
     """Every linear layer and norm of the decoder, from the weights they hold."""
     modules = dict(chunk.named_modules())
-    outputs: dict[str, list[Cut]] = defaultdict(list)
-    inputs: dict[str, list[Cut]] = {}
+    outputs: dict[str, list[ColumnMap]] = defaultdict(list)
+    inputs: dict[str, list[ColumnMap]] = {}
     used: dict[str, int] = defaultdict(int)  # columns of a module's output so far
     for part in hf_parts([chunk]):
-        owner, place = (n.rpartition(".")[0] for n in (part.parameter, part.name))
+        owner, point = (n.rpartition(".")[0] for n in (part.parameter, part.name))
         if not owner.startswith("decoder.") or ".experts" in owner or "router" in owner:
             continue
         if owner.endswith(("q_layernorm", "k_layernorm")):
@@ -127,24 +127,26 @@ def _linears_and_norms(chunk: Qwen3VLModel) -> Iterator[Tap]:
         assert isinstance(rows, slice)
         length = rows.stop - rows.start
         weight = modules[owner].weight
-        split = getattr(weight, "partition_dim", -1) == 0 and mpu_tp_size() > 1
-        mine = slice(used[owner], used[owner] + length)
+        split = getattr(weight, "partition_dim", -1) == 0 and _tp_size() > 1
+        local = slice(used[owner], used[owner] + length)
         used[owner] += length
-        outputs[owner].append(Cut(place, mine, rows, split))
-        if place.endswith("o_proj"):
+        outputs[owner].append(ColumnMap(point, local, rows, split))
+        if point.endswith("o_proj"):
             assert isinstance(columns[0], slice)
             width = columns[0].stop - columns[0].start
-            inputs[owner] = [Cut(f"{place}:input", slice(0, width), columns[0], mpu_tp_size() > 1)]
-    for owner, cuts in outputs.items():
-        yield Tap(modules[owner], "tokens", tuple(cuts))
-    for owner, cuts in inputs.items():
-        yield Tap(modules[owner], "tokens", tuple(cuts), "input")
+            inputs[owner] = [
+                ColumnMap(f"{point}:input", slice(0, width), columns[0], _tp_size() > 1)
+            ]
+    for owner, maps in outputs.items():
+        yield Hook(modules[owner], "tokens", tuple(maps))
+    for owner, maps in inputs.items():
+        yield Hook(modules[owner], "tokens", tuple(maps), "input")
 
 
-def _head_norms(chunk: Qwen3VLModel, attention: Any, name: str) -> Iterator[Tap]:
+def _head_norms(chunk: Qwen3VLModel, attention: Any, name: str) -> Iterator[Hook]:
     """The norms of queries and keys, whose columns are the heads of this TP rank."""
-    a, size, rank = chunk.architecture, mpu_tp_size(), mpu.get_tensor_model_parallel_rank()
-    for module, place, heads in (
+    a, size, rank = chunk.architecture, _tp_size(), mpu.get_tensor_model_parallel_rank()
+    for module, point, heads in (
         (attention.q_layernorm, f"{name}.q_norm", a.num_attention_heads),
         (attention.k_layernorm, f"{name}.k_norm", a.num_key_value_heads),
     ):
@@ -152,23 +154,28 @@ def _head_norms(chunk: Qwen3VLModel, attention: Any, name: str) -> Iterator[Tap]
         first = rank * heads // size
         # With fewer heads than ranks, several ranks hold the same one; the first answers for it.
         split = size > 1 and (heads >= size or rank % (size // heads) == 0)
-        theirs = slice(first * a.head_dim, (first + held) * a.head_dim)
-        yield Tap(
-            module, "tokens", (Cut(place, slice(None), theirs, split),), wide=2, shared=heads < size
+        reference = slice(first * a.head_dim, (first + held) * a.head_dim)
+        yield Hook(
+            module,
+            "tokens",
+            (ColumnMap(point, slice(None), reference, split),),
+            wide=2,
+            shared=heads < size,
         )
 
 
-def _head(chunk: Qwen3VLModel) -> Tap:
+def _head(chunk: Qwen3VLModel) -> Hook:
     """The head's columns are the vocabulary rows of this TP rank, padding left out."""
-    size, rank = mpu_tp_size(), mpu.get_tensor_model_parallel_rank()
+    size, rank = _tp_size(), mpu.get_tensor_model_parallel_rank()
     width = chunk.vocab_size // size
     stop = min((rank + 1) * width, chunk.architecture.vocab_size)
     held = max(stop - rank * width, 0)
-    cut = Cut("lm_head", slice(0, held), slice(rank * width, rank * width + held), size > 1)
-    return Tap(chunk.output_layer, "tokens", (cut,))
+    reference = slice(rank * width, rank * width + held)
+    columns = (ColumnMap("lm_head", slice(0, held), reference, size > 1),)
+    return Hook(chunk.output_layer, "tokens", columns)
 
 
-def mpu_tp_size() -> int:
+def _tp_size() -> int:
     return int(mpu.get_tensor_model_parallel_world_size())
 
 
@@ -178,5 +185,5 @@ def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def rows_of(index: Tensor, batch_size: int, seq_len: int) -> Tensor:
-    """(s * B,) flat places b * S + s of sequence-major rows at positions `index` (s,)."""
+    """(s * B,) flat indices b * S + s of sequence-major rows at positions `index` (s,)."""
     return (index[:, None] + torch.arange(batch_size) * seq_len).flatten()

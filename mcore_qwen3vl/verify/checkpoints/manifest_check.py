@@ -27,7 +27,7 @@ from mcore_qwen3vl.converters.storage.progress import Meter, Progress
 from mcore_qwen3vl.converters.torch_dist.paths import hf_folder, is_megatron
 from mcore_qwen3vl.converters.torch_dist.stored import StoredModel
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.verify.report.compare import Finding
+from mcore_qwen3vl.verify.report.measurement import Finding
 from mcore_qwen3vl.verify.report.result import Report
 
 TENSORS = "tensors"

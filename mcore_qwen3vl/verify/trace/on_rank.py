@@ -1,4 +1,4 @@
-"""The rank's side of a trace: watch a pass of the model and compare it place by place."""
+"""The rank's side of a trace: one pass of the model, compared at every probe point."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from mcore_qwen3vl.model.sequence import local_positions
 from mcore_qwen3vl.model.vision_sharing import share_frames
 from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.verify.parity.case import Case
-from mcore_qwen3vl.verify.parity.run import Engine
-from mcore_qwen3vl.verify.report.compare import Measurement, Measurements, measure, merge
-from mcore_qwen3vl.verify.trace.places import Place
+from mcore_qwen3vl.verify.parity.on_rank import Engine
+from mcore_qwen3vl.verify.report.measurement import Measurement, Measurements, measure, merge
+from mcore_qwen3vl.verify.trace.hooks import ColumnMap, Hook, hooks_of, input_of, rows_of
+from mcore_qwen3vl.verify.trace.probe_points import ProbePoint
 from mcore_qwen3vl.verify.trace.recording import Recording, valid_tokens
-from mcore_qwen3vl.verify.trace.result import ACTIVATIONS, GRADIENTS, SLOPES, WEIGHTS
-from mcore_qwen3vl.verify.trace.taps import Cut, Tap, input_of, rows_of, taps
+from mcore_qwen3vl.verify.trace.result import ACTIVATION_GRADIENTS, ACTIVATIONS, GRADIENTS, WEIGHTS
 
 Choose = Callable[[Measurements], tuple[str, str] | None]
-"""From all ranks' measurements, the part and name of the first that is out of bounds."""
+"""From all ranks' measurements, the part and name of the first that is out of tolerance."""
 
 
 @dataclass(frozen=True)
-class Job:
+class TraceRequest:
     """What every rank does.
 
     Attributes:
@@ -40,7 +40,7 @@ class Job:
         config: directory whose config the model is built from.
         mcore: Megatron-Core checkpoint that it loads; None: it loads `hf`.
         case: how the model runs.
-        places: the data path.
+        points: the probe points, in the order of the data.
         recording: Hugging Face's values, in float64.
         choose: see `Choose`.
     """
@@ -49,19 +49,19 @@ class Job:
     config: Path
     mcore: Path | None
     case: Case
-    places: list[Place]
+    points: list[ProbePoint]
     recording: Recording
     choose: Choose
 
 
 @dataclass
-class Found:
+class RankTrace:
     """What one rank sends back.
 
     Attributes:
         measured: comparisons, by part and name.
-        pieces: of the first place out of bounds: rows, columns and values there.
-        weights: the model's weights around it, by HF name: place in the tensor and values.
+        pieces: of the first probe point out of tolerance: rows, columns and values there.
+        weights: the model's weights around it, by HF name: box in the tensor and values.
     """
 
     measured: Measurements = field(default_factory=dict)
@@ -69,20 +69,20 @@ class Found:
     weights: dict[str, list[tuple[Any, Tensor]]] = field(default_factory=dict)
 
 
-def trace_on_rank(job: Job) -> Found:
+def trace_on_rank(request: TraceRequest) -> RankTrace:
     """Run the model on this rank; every rank of the layout calls this."""
-    initialize(job.case.layout)
-    engine = Engine(job.config, job.case, uneven=False, mcore=job.mcore)
-    watch = _Watch(engine.chunks, job)
-    ends = engine.measure(job.recording.expected)
-    measured = merge([watch.measure(), ends, _weights(engine.chunks, job.hf)])
+    initialize(request.case.layout)
+    engine = Engine(request.config, request.case, uneven=False, mcore=request.mcore)
+    hooks = _ComparisonHooks(engine.chunks, request)
+    ends = engine.measure(request.recording.expected)
+    measured = merge([hooks.measure(), ends, _weights(engine.chunks, request.hf)])
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, measured)
-    first = job.choose(merge(ranks))
-    found = Found(measured)
+    first = request.choose(merge(ranks))
+    found = RankTrace(measured)
     if first is not None:
         part, name = first
-        found.pieces = list(watch.pieces(name, slopes=part == SLOPES))
+        found.pieces = list(hooks.pieces(name, gradients=part == ACTIVATION_GRADIENTS))
         found.weights = _held(engine.chunks, name, gradient if part == GRADIENTS else weight)
     return found
 
@@ -100,13 +100,13 @@ def _weights(chunks: list[Qwen3VLModel], hf: Path) -> Measurements:
 
 
 def _held(
-    chunks: list[Qwen3VLModel], place: str, values: Values
+    chunks: list[Qwen3VLModel], point: str, values: Values
 ) -> dict[str, list[tuple[Any, Tensor]]]:
-    """This rank's parts of the weights of a place and, in a decoder layer, of those beside it.
+    """This rank's parts of the weights at a probe point and, in a decoder layer, beside it.
 
-    `place` may also be the label of a parameter, which is held whole.
+    `point` may also be the label of a parameter, which is held whole.
     """
-    name = place.removesuffix(":input").partition("[")[0]
+    name = point.removesuffix(":input").partition("[")[0]
     beside = name.rpartition(".")[0] if ".layers." in name else name
     held: dict[str, list[tuple[Any, Tensor]]] = {}
     for part in hf_parts(chunks, values):
@@ -115,58 +115,62 @@ def _held(
     return held
 
 
-class _Watch:
-    """Hooks on every tap; only the first micro-batch is kept."""
+class _ComparisonHooks:
+    """Forward hooks on every tensor to compare; only the first micro-batch is kept."""
 
-    def __init__(self, chunks: list[Qwen3VLModel], job: Job) -> None:
-        self.recording = job.recording
-        self.places = {place.name: place for place in job.places}
-        self.taps = [(chunk, tap) for chunk in chunks for tap in taps(chunk, job.places)]
+    def __init__(self, chunks: list[Qwen3VLModel], request: TraceRequest) -> None:
+        self.recording = request.recording
+        self.points = {point.name: point for point in request.points}
+        self.hooks = [(chunk, hook) for chunk in chunks for hook in hooks_of(chunk, request.points)]
         self.values: dict[int, Tensor] = {}
         self.gradients: dict[int, Tensor] = {}
-        self.tokens = job.recording.expected.batch.tokens
-        for number, (_, tap) in enumerate(self.taps):
-            tap.module.register_forward_hook(self._keeper(number, tap), with_kwargs=True)
+        self.tokens = request.recording.expected.batch.tokens
+        for number, (_, hook) in enumerate(self.hooks):
+            hook.module.register_forward_hook(self._keeper(number, hook), with_kwargs=True)
 
     def measure(self) -> Measurements:
-        """Every tap against the recording."""
+        """Every hooked tensor against the recording."""
         kinds = (
             (ACTIVATIONS, self.values, self.recording.values),
-            (SLOPES, self.gradients, self.recording.gradients),
+            (ACTIVATION_GRADIENTS, self.gradients, self.recording.gradients),
         )
         measured: Measurements = {}
         for kind, local, expected in kinds:
-            for name, main, rows, cut, value in self._cut(local):
+            for name, main, rows, columns, value in self._compared(local):
                 if name not in expected:
                     continue
-                known = _flat(expected[name])[rows][:, cut.theirs]
+                known = _flat(expected[name])[rows][:, columns.reference]
                 one = measure(value, known)
                 key = (kind, name)
                 measured[key] = measured.get(key, Measurement()) + (one if main else one.as_copy())
         return measured
 
-    def pieces(self, place: str, *, slopes: bool) -> Iterator[tuple[Tensor, slice, Tensor]]:
-        """Rows, columns and values of `place` that this rank answers for."""
-        for name, main, rows, cut, value in self._cut(self.gradients if slopes else self.values):
-            if name == place and main:
-                yield rows, cut.theirs, value
+    def pieces(self, point: str, *, gradients: bool) -> Iterator[tuple[Tensor, slice, Tensor]]:
+        """Rows, columns and values of `point` that this rank answers for."""
+        for name, main, rows, columns, value in self._compared(
+            self.gradients if gradients else self.values
+        ):
+            if name == point and main:
+                yield rows, columns.reference, value
 
-    def _cut(self, local: dict[int, Tensor]) -> Iterator[tuple[str, bool, Tensor, Cut, Tensor]]:
+    def _compared(
+        self, local: dict[int, Tensor]
+    ) -> Iterator[tuple[str, bool, Tensor, ColumnMap, Tensor]]:
         for number, value in local.items():
-            chunk, tap = self.taps[number]
-            rows, mine, shared = self._rows(chunk, tap, len(value))
+            chunk, hook = self.hooks[number]
+            rows, mine, shared = self._rows(chunk, hook, len(value))
             value = value[mine]
-            for cut in tap.cuts:
+            for columns in hook.columns:
                 # Without a part of its own, only the first rank of a TP group answers.
-                main = shared or cut.split or mpu.get_tensor_model_parallel_rank() == 0
+                main = shared or columns.split or mpu.get_tensor_model_parallel_rank() == 0
                 main = main and mpu.get_data_parallel_rank() == 0
-                main = main and (chunk.pre_process or not cut.place.endswith("rotary_emb"))
-                yield cut.place, main, rows, cut, value[:, cut.mine]
+                main = main and (chunk.pre_process or not columns.point.endswith("rotary_emb"))
+                yield columns.point, main, rows, columns, value[:, columns.local]
 
-    def _rows(self, chunk: Qwen3VLModel, tap: Tap, count: int) -> tuple[Tensor, Tensor, bool]:
+    def _rows(self, chunk: Qwen3VLModel, hook: Hook, count: int) -> tuple[Tensor, Tensor, bool]:
         """Rows of the recording, the local rows that they are, and whether TP divides them."""
-        if tap.rows != "tokens":
-            return self._visual_rows(chunk, tap.rows == "features", count)
+        if hook.rows != "tokens":
+            return self._visual_rows(chunk, hook.rows == "features", count)
         micro = self.recording.micro
         batch, length = micro.input_ids.shape
         for sequence_parallel in (True, False):
@@ -182,7 +186,9 @@ class _Watch:
             if len(positions) * batch == count:
                 break
         else:
-            raise AssertionError(f"{count} rows of {tap.cuts[0].place} are not the rank's tokens")
+            raise AssertionError(
+                f"{count} rows of {hook.columns[0].point} are not the rank's tokens"
+            )
         rows = rows_of(positions, batch, length)
         mine = torch.nonzero(valid_tokens(micro).flatten()[rows]).squeeze(1)
         shared = sequence_parallel and chunk.config.sequence_parallel
@@ -202,18 +208,18 @@ class _Watch:
         # Without a frame of its own a rank encodes a dummy, which has no counterpart.
         return rows, torch.arange(count if len(rows) else 0), group is not None
 
-    def _keeper(self, number: int, tap: Tap) -> Callable[..., None]:
+    def _keeper(self, number: int, hook: Hook) -> Callable[..., None]:
         def keep(_: Any, args: Any, kwargs: Any, output: Any) -> None:
             if number in self.values:
                 return
-            tensor = tap.pick(input_of(args, kwargs) if tap.side == "input" else output)
+            tensor = hook.pick(input_of(args, kwargs) if hook.side == "input" else output)
             # A copy: pipeline stages free what they have sent.
-            self.values[number] = tap.flat(tensor.detach()).cpu().clone()
-            if tensor.requires_grad and not tap.shared:
+            self.values[number] = hook.flat(tensor.detach()).cpu().clone()
+            if tensor.requires_grad and not hook.shared:
 
                 def keep_gradient(gradient: Tensor) -> None:
                     scale = self._gradient_scale(number) / self.tokens
-                    self.gradients[number] = tap.flat(gradient.detach()).cpu() * scale
+                    self.gradients[number] = hook.flat(gradient.detach()).cpu() * scale
 
                 tensor.register_hook(keep_gradient)
 
@@ -224,9 +230,9 @@ class _Watch:
 
         Megatron takes the mean over TP of the parameters' gradients afterwards.
         """
-        chunk, tap = self.taps[number]
+        chunk, hook = self.hooks[number]
         tp = mpu.get_tensor_model_parallel_world_size()
-        shared = tap.rows != "tokens" and chunk.visual.sharing_group is not None
+        shared = hook.rows != "tokens" and chunk.visual.sharing_group is not None
         return 1 / tp if shared and not chunk.config.sequence_parallel else 1.0
 
 

@@ -37,7 +37,7 @@ from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.verify.parity.batches import MicroBatch
 from mcore_qwen3vl.verify.parity.case import Case
 from mcore_qwen3vl.verify.parity.reference import AdamW, Expected, Stepped
-from mcore_qwen3vl.verify.report.compare import Measurement, Measurements, measure, merge
+from mcore_qwen3vl.verify.report.measurement import Measurement, Measurements, measure, merge
 
 IN_MEMORY: ExpertLayout = "v5"
 """How transformers 5 lays experts out in memory, whatever the checkpoint has."""
@@ -245,7 +245,7 @@ class Engine:
         return counts
 
     def _keep_logits(self, module: Any, inputs: Any, outputs: Any) -> None:
-        # A copy: the cross-entropy that follows works in place.
+        # A copy: the cross-entropy that follows works in span.
         self._logits = outputs[0].detach().transpose(0, 1).clone()  # (B, s, V / tp)
 
     @property

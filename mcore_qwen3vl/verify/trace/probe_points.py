@@ -1,6 +1,6 @@
-"""The data path: the places where the two models are compared, in the order in which data passes.
+"""The data path: the probe points where the two models are compared, in the order of the data.
 
-A place is the output (or the input) of one Hugging Face module, and carries that module's name.
+A probe point is the output (or the input) of one Hugging Face module, and has that module's name.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import Tensor
 from mcore_qwen3vl.config import Architecture
 
 Rows = Literal["tokens", "patches", "features"]
-"""What the rows of a place's values stand for: tokens (B, S), patches (P), merged features (N)."""
+"""What the rows at a probe point stand for: tokens (B, S), patches (P), merged features (N)."""
 
 VISUAL = "model.visual"
 TEXT = "model.language_model"
 
 
 @dataclass(frozen=True)
-class Place:
-    """One place on the data path.
+class ProbePoint:
+    """One probe point on the data path.
 
     Attributes:
         name: HF module name; with ``:input`` where the module's input is meant.
@@ -44,8 +44,8 @@ class Place:
     spread: Callable[[Tensor, Any], Tensor] = lambda tensor, value: tensor
 
 
-def data_path(a: Architecture) -> list[Place]:
-    """All places of a model, in order."""
+def data_path(a: Architecture) -> list[ProbePoint]:
+    """All probe points of a model, in order."""
     return [*_vision(a), *_text(a)]
 
 
@@ -54,12 +54,12 @@ def cosine_and_sine(tables: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat(tables, dim=-1)
 
 
-def _vision(a: Architecture) -> Iterator[Place]:
-    def patches(name: str, part: str = "vision", **kwargs: Any) -> Place:
-        return Place(f"{VISUAL}.{name}", part, "patches", f"{VISUAL}.{name}", **kwargs)
+def _vision(a: Architecture) -> Iterator[ProbePoint]:
+    def patches(name: str, part: str = "vision", **kwargs: Any) -> ProbePoint:
+        return ProbePoint(f"{VISUAL}.{name}", part, "patches", f"{VISUAL}.{name}", **kwargs)
 
-    def merger(name: str, part: str) -> Place:
-        return Place(f"{VISUAL}.{name}", part, "features", f"{VISUAL}.{name}")
+    def merger(name: str, part: str) -> ProbePoint:
+        return ProbePoint(f"{VISUAL}.{name}", part, "features", f"{VISUAL}.{name}")
 
     yield patches("patch_embed")
     yield patches("pos_embed")
@@ -74,9 +74,9 @@ def _vision(a: Architecture) -> Iterator[Place]:
     yield merger("merger", "merger")
 
 
-def _text(a: Architecture) -> Iterator[Place]:
-    def tokens(name: str, part: str, **kwargs: Any) -> Place:
-        return Place(name, part, "tokens", kwargs.pop("module", name), **kwargs)
+def _text(a: Architecture) -> Iterator[ProbePoint]:
+    def tokens(name: str, part: str, **kwargs: Any) -> ProbePoint:
+        return ProbePoint(name, part, "tokens", kwargs.pop("module", name), **kwargs)
 
     yield tokens(f"{TEXT}.embed_tokens", "embedding")
     yield tokens(f"{TEXT}.inputs_embeds", "embedding", module=f"{TEXT}.layers.0", side="input")

@@ -1,4 +1,4 @@
-"""Everything that is known about the first place out of bounds."""
+"""Everything that is known about the first probe point out of tolerance."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from torch import Tensor, nn
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.verify.parity.case import Case
-from mcore_qwen3vl.verify.report.compare import measure
-from mcore_qwen3vl.verify.trace.places import Place
+from mcore_qwen3vl.verify.report.measurement import measure
+from mcore_qwen3vl.verify.trace.probe_points import ProbePoint
 from mcore_qwen3vl.verify.trace.recording import Recording
-from mcore_qwen3vl.verify.trace.result import ACTIVATIONS, SLOPES
+from mcore_qwen3vl.verify.trace.result import ACTIVATION_GRADIENTS, ACTIVATIONS
 
 if TYPE_CHECKING:
-    from mcore_qwen3vl.verify.trace.ranks import Found
-    from mcore_qwen3vl.verify.trace.run import Yardstick
+    from mcore_qwen3vl.verify.trace.on_rank import RankTrace
+    from mcore_qwen3vl.verify.trace.reference import ReferenceRun
 
 
 @dataclass(frozen=True)
-class Scene:
-    """The first place out of bounds.
+class Divergence:
+    """The first probe point out of tolerance.
 
     Attributes:
         hf: weights that are right.
-        truth, examined: what the two configs say.
+        architecture, examined: what the two configs say, the right one first.
         case: how mcore's model ran.
         model: Hugging Face's, in float64.
         recording: its values and calls.
         part, name: the comparison that failed.
-        place: the place; None for a parameter's gradient and for the loss.
-        actual, expected: (rows, W) at the rows that were compared; empty without a place.
+        point: the probe point; None for a parameter's gradient and for the loss.
+        actual, expected: (rows, W) at the rows that were compared; empty without a probe point.
         tolerance: relative error that rounding explains.
-        weights: mcore's weights around the place, by HF name and in HF's shape.
+        weights: mcore's weights around it, by HF name and in HF's shape.
     """
 
     hf: HuggingFaceCheckpoint
-    truth: Architecture
+    architecture: Architecture
     examined: Architecture
     case: Case
     model: nn.Module
     recording: Recording
     part: str
     name: str
-    place: Place | None
+    point: ProbePoint | None
     actual: Tensor
     expected: Tensor
     rows: Tensor
@@ -61,20 +61,20 @@ class Scene:
         hf: Path,
         config: Path,
         case: Case,
-        yardstick: Yardstick,
+        run: ReferenceRun,
         first: tuple[str, str],
-        found: Sequence[Found],
-    ) -> Scene:
+        found: Sequence[RankTrace],
+    ) -> Divergence:
         """Put together what the ranks sent."""
         part, name = first
-        recording, allowed = yardstick.exact, yardstick.allowed
+        recording, tolerances = run.exact, run.tolerances
         checkpoint = HuggingFaceCheckpoint(hf)
-        place = next((p for p in yardstick.places if p.name == name), None)
-        if place is None:
+        point = next((p for p in run.points if p.name == name), None)
+        if point is None:
             actual = expected = torch.empty(0)
             rows = torch.empty(0, dtype=torch.int64)
         else:
-            known = recording.gradients if part == SLOPES else recording.values
+            known = recording.gradients if part == ACTIVATION_GRADIENTS else recording.values
             expected = known[name].flatten(0, -2)
             actual = torch.full_like(expected, torch.nan)
             for rank in found:
@@ -87,22 +87,22 @@ class Scene:
             Architecture.from_hf(hf),
             Architecture.from_hf(config),
             case,
-            yardstick.reference.model,
+            run.reference.model,
             recording,
             part,
             name,
-            place,
+            point,
             actual,
             expected,
             rows,
-            allowed.get(first, allowed.get((part, name.partition("[")[0]), 0.0)),
+            tolerances.of(part, name),
             _whole_weights(checkpoint, found),
         )
 
     @property
-    def forward(self) -> Place | None:
-        """The place, if it is an activation."""
-        return self.place if self.part == ACTIVATIONS else None
+    def forward(self) -> ProbePoint | None:
+        """The probe point, if it is an activation."""
+        return self.point if self.part == ACTIVATIONS else None
 
     def distance(self, candidate: Tensor) -> float:
         """Relative error of mcore's values against `candidate`, (B, S, W) or (rows, W)."""
@@ -117,7 +117,7 @@ class Scene:
         return self.distance(candidate) <= self.tolerance
 
     def value(self, name: str) -> Tensor:
-        """(rows, W) what Hugging Face has at another place, at the same rows."""
+        """(rows, W) what Hugging Face has at another probe point, at the same rows."""
         return self.recording.values[name].flatten(0, -2)[self.rows]
 
     def stored(self, name: str) -> Tensor:
