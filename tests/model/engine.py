@@ -38,7 +38,7 @@ class Case:
     expected: Expected  # samples in the order of the batches
     overrides: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=dict)
-    prepare: Callable[[Qwen3VLModel], None] = lambda model: None
+    prepare: Callable[[Qwen3VLModel], object] = lambda model: None
 
 
 @dataclass

@@ -32,6 +32,13 @@ MODELS: dict[str, dict[str, Any]] = {
 """What :func:`write_tiny_checkpoint` is given for each model."""
 
 EVERY = tuple(RECIPES)
+STAGED = ("mixed", "padded-left", "packed", "imageless", "ragged")
+"""What a pipeline can get wrong by itself. It computes in the order of one rank, so its errors are
+those of the same layout without it, digit for digit; what it may lose is what has to reach a later
+stage: features, the padding mask, the bounds of a pack, micro-batches without a feature, shapes."""
+DIVIDED = ("packed", "imageless", "ragged")
+"""What data parallelism can get wrong by itself, where the rank's micro-batches are those of one
+rank: the divisor of the loss, ranks without an image, ranks with micro-batches of other shapes."""
 UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform"}
 SHARDED = {"distributed_optimizer": True}
 OVERLAPPED = {"distributed_optimizer": True, "overlap": True}
@@ -68,15 +75,15 @@ MATRIX: tuple[MatrixRow, ...] = (
     MatrixRow("dense", "tp2"),
     MatrixRow("dense", "tp2+sp"),
     MatrixRow("dense", "tp4+sp", ("mixed", "packed", "padded-left")),
-    MatrixRow("dense", "pp2"),
+    MatrixRow("dense", "pp2", STAGED),
     MatrixRow("dense", "pp4", ("images", "video", "packed", "ragged")),
-    MatrixRow("dense", "pp2xvpp2"),
+    MatrixRow("dense", "pp2xvpp2", STAGED),
     MatrixRow("dense", "pp2+first1", ("mixed", "padded", "ragged")),
     MatrixRow("dense", "pp2+last1", ("images", "packed")),
     MatrixRow("dense", "pp4+first1+last1", ("text", "mixed")),
     MatrixRow("dense", "cp2"),
     MatrixRow("dense", "cp4", ("video", "packed", "padded")),
-    MatrixRow("dense", "dp2"),
+    MatrixRow("dense", "dp2", DIVIDED),
     MatrixRow("dense", "dp2", ("imageless", "packed"), {"overlap": True}, "overlap"),
     MatrixRow("dense", "dp2", ("imageless", "mixed"), SHARDED, "distributed optimizer"),
     MatrixRow(

@@ -1,4 +1,4 @@
-"""Our training curve is Hugging Face's: the short form of `python -m mcore_qwen3vl.verify.curves`."""
+"""Our training curve is Hugging Face's: a few steps of `python -m mcore_qwen3vl.verify.curves`."""
 
 from __future__ import annotations
 

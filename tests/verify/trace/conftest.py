@@ -1,14 +1,8 @@
-from mcore_qwen3vl.runtime import cpu
+import pytest
 
-cpu.install()  # before any test module imports megatron
-
-from pathlib import Path  # noqa: E402
-
-import pytest  # noqa: E402
-
-from mcore_qwen3vl.verify.trace.fault_injection import FaultInjector  # noqa: E402
+from mcore_qwen3vl.verify.trace.fault_injection import FaultInjector
 
 
 @pytest.fixture(scope="session")
 def injector(tmp_path_factory: pytest.TempPathFactory) -> FaultInjector:
-    return FaultInjector(Path(tmp_path_factory.mktemp("injector")))
+    return FaultInjector(tmp_path_factory.mktemp("faults"))

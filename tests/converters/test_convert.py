@@ -55,7 +55,7 @@ def test_vocabulary_padding_round_trips(tiny: Tiny, tmp_path: Path, case: str) -
     assert_same_tensors(tiny(case), back)
 
 
-def test_sidecar_files_of_any_kind_travel(tiny: Tiny, tmp_path: Path) -> None:
+def test_companion_files_of_any_kind_travel(tiny: Tiny, tmp_path: Path) -> None:
     source = tmp_path / "source"
     copy(tiny("dense"), source)
     (source / "LICENSE").write_text("do as you like")

@@ -1,10 +1,12 @@
-"""The CPU backend, tiny checkpoints and a small data set, made once."""
+"""The CPU backend, and tiny checkpoints and data that several folders of tests share."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
+import torch
 
 from mcore_qwen3vl.runtime import cpu
 
@@ -15,6 +17,8 @@ from mcore_qwen3vl.tiny.records import write_image_qa  # noqa: E402
 from mcore_qwen3vl.training import cpu as training_cpu  # noqa: E402
 
 training_cpu.install()
+logging.getLogger("megatron").setLevel(logging.ERROR)
+torch.set_num_threads(1)  # the models are too small to share out, and other ranks want the cores
 
 
 @pytest.fixture(scope="session")
