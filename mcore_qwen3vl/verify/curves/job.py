@@ -80,6 +80,7 @@ def train(job: Job, folder: Path, *flags: str, timeout: float = 600.0) -> list[d
     Returns:
         What ``--log-json`` holds for each step.
     """
+    _import_for_ranks()
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "log.jsonl"
     log.unlink(missing_ok=True)
@@ -88,6 +89,18 @@ def train(job: Job, folder: Path, *flags: str, timeout: float = 600.0) -> list[d
     if not log.exists():  # nothing was left to do
         return []
     return [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+
+
+def _import_for_ranks() -> None:
+    """Import here, once, what each forked rank would take seconds to import again."""
+    from mcore_qwen3vl.runtime import cpu
+    from mcore_qwen3vl.training import cpu as training_cpu
+
+    cpu.install()  # before megatron is imported
+    training_cpu.install()
+    import mcore_qwen3vl.training.feed.provider
+    import mcore_qwen3vl.training.model
+    import mcore_qwen3vl.training.run  # noqa: F401
 
 
 def run_rank(argv: Sequence[str], output: Path) -> None:

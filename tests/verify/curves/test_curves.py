@@ -19,7 +19,7 @@ ROWS = [
     (False, "single, packed"),
     (False, "pp2xvpp2"),
     (False, "cp2, packed"),
-    (False, "dp2"),
+    pytest.param(False, "dp2", marks=pytest.mark.slow),  # ep2xdp2 has its optimizer and losses
     (True, "tp2+sp"),
     (True, "ep2xdp2"),
 ]
@@ -38,7 +38,14 @@ def test_loss_and_gradient_norm_are_those_of_a_plain_hf_loop(
     assert difference.grad_norm <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["cp2, packed", "pp2xvpp2", "dp2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cp2, packed",
+        pytest.param("pp2xvpp2", marks=pytest.mark.slow),  # it divides no sample and no batch
+        "dp2",
+    ],
+)
 def test_weights_are_normalised_over_the_global_batch(
     name: str, dense: Path, tmp_path: Path
 ) -> None:
