@@ -51,7 +51,7 @@ def test_equal_models(injector: FaultInjector, layout: str, moe: bool, batch: st
     assert max(result.margins.values()) < MARGIN / 2  # the bound has room, and is no guess
 
 
-def test_every_place_is_compared(injector: FaultInjector) -> None:
+def test_every_probe_point_is_compared(injector: FaultInjector) -> None:
     result = traced(injector, "tp2+sp", moe=True, gradients=True)
     from mcore_qwen3vl.config import Architecture
 
@@ -65,7 +65,7 @@ def test_every_place_is_compared(injector: FaultInjector) -> None:
     assert any(f.part == GRADIENTS for f in result.findings)
 
 
-def test_a_place_that_nobody_saw_fails(
+def test_a_probe_point_that_nobody_saw_fails(
     injector: FaultInjector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = on_rank.hooks_of
