@@ -13,7 +13,8 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.training.hooks import gather_items
 from mcore_qwen3vl.training.run import Run
-from mcore_qwen3vl.verify.curves.run import Job, points, train, worst
+from mcore_qwen3vl.verify.curves.curve import curve_of, worst_difference
+from mcore_qwen3vl.verify.curves.job import Job, train
 
 
 def _signals() -> tuple[list[int], list[int]]:
@@ -62,6 +63,6 @@ def test_batches_padded_to_their_longest_sample_cross_pipeline_stages(
     # All DeepStack layers on the first stage: otherwise lengths vary anyhow.
     split = (*flags, "--decoder-first-pipeline-num-layers", "3")
     staged = Job(dense, data, Layout.parse("pp2"), steps=2, flags=split)
-    found = worst(points(train(staged, tmp_path / "pp2", timeout=60)), points(alone))
+    found = worst_difference(curve_of(train(staged, tmp_path / "pp2", timeout=60)), curve_of(alone))
     assert found.loss < 1e-4
     assert found.grad_norm < 1e-4

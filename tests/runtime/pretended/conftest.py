@@ -53,6 +53,7 @@ def rehearse(
         layers: int | None = None,
         vision_blocks: int | None = None,
         model: Path | None = None,
+        gpus_per_node: int = 8,
     ) -> Report:
         if model is None:
             model = tmp_path_factory.mktemp("models") / "model"
@@ -61,6 +62,7 @@ def rehearse(
         words = final_command(
             script, "--spec", "torch", "--hf-model", str(model), "--data-path", str(data),
             "--train-iters", "2", "--lr-warmup-fraction", "0", "--num-workers", "0", *flags,
+            gpus_per_node=gpus_per_node,
         )  # fmt: skip
         nodes, gpus = (int(words[words.index(w) + 1]) for w in ("--nnodes", "--nproc-per-node"))
         entry = next(i for i, word in enumerate(words) if word.endswith("/train.py"))
@@ -71,9 +73,9 @@ def rehearse(
     return run
 
 
-def final_command(script: str, *flags: str) -> list[str]:
+def final_command(script: str, *flags: str, gpus_per_node: int) -> list[str]:
     """What a launch script would run, word by word."""
     command = ["bash", str(ROOT / "launch" / f"{script}.sh"), *flags, "--dry-run"]
-    environment = {"PATH": "/usr/bin:/bin"}
+    environment = {"PATH": "/usr/bin:/bin", "GPUS_PER_NODE": str(gpus_per_node)}
     shown = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     return shlex.split(shown.stdout)

@@ -168,7 +168,7 @@ def spawned_ranks() -> list[Any]:
 
 def verify_parity(checkpoint: Path) -> dict[str, int]:
     """Ours on the device against Hugging Face's on the host: how many values were compared."""
-    from mcore_qwen3vl.verify.parity.verify import verify_parity as verify
+    from mcore_qwen3vl.verify.parity.comparison import verify_parity as verify
 
     _without_torchrun()
     report = verify(checkpoint, batches=["images"], device="cuda", timeout=300)

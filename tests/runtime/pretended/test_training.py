@@ -109,17 +109,13 @@ def test_peak_memory_is_what_it_was(rehearsed: tuple[Role, Report]) -> None:
 
 
 def test_export_out_of_a_running_job(rehearse: Rehearse, tmp_path: Path) -> None:
-    """``--save-hf`` as the first rank of TP2, whose peers' slices are made up."""
+    """``--save-hf`` as the only rank: several would all claim to hold the same slices."""
     tiny = write_tiny_checkpoint(tmp_path / "tiny", moe=True)
     out = tmp_path / "exported"
-    report = rehearse(
-        "sft_30b_a3b", "--seq-length", "1024", "--expert-model-parallel-size", "2",
-        "--global-batch-size", "8", "--save-hf", str(out), model=tiny,
-    )  # fmt: skip
+    flags = ("--seq-length", "1024", "--global-batch-size", "2", "--save-hf", str(out))
+    report = rehearse("sft_2b", *flags, model=tiny, gpus_per_node=1)
     assert report.facts["without gradient"] == []
-    assert (out / "iter_0000002" / "model.safetensors.index.json").exists() or list(
-        (out / "iter_0000002").glob("*.safetensors")
-    )
+    assert list((out / "iter_0000002").glob("*.safetensors"))
 
 
 def test_a_rank_that_is_sent_its_batches_is_refused(workbench: Workbench, tmp_path: Path) -> None:
