@@ -35,6 +35,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="an upper bound of the memory that several streams hold",
     )
+    parser.add_argument("--peak", action="store_true", help="say what held the memory at its peak")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole record here")
     parser.add_argument("-m", dest="module", action="store_true", help="PROGRAM is a module")
     parser.add_argument("program")
@@ -46,11 +47,16 @@ def main(argv: Sequence[str]) -> int:
     """Run the program; the exit code is its own."""
     own = _parser().parse_args(argv)
     start_again(Settings(own.memory_gib, own.capability, own.late_events))
+    from mcore_qwen3vl.runtime.pretended import peak
     from mcore_qwen3vl.runtime.pretended.rank import one_rank
 
     with one_rank(own.rank, own.world_size) as rank:
+        if own.peak:
+            peak.record()
         code = _run(own.program, own.arguments, own.module)
         rank.end_stage("end")
+        if own.peak:
+            rank.report.facts["bytes at the peak, by line"] = peak.peak_by(peak.line)[1]
     print(table(rank.report), file=sys.stderr)
     if own.json:
         own.json.write_text(json.dumps(rank.report.to_json(), indent=1))
@@ -89,8 +95,14 @@ def table(report: Report) -> str:
             f"{t.size / 1e6:10.2f} MB in {t.calls:5} calls of {t.operation} by {t.group}"
             for t in stage.traffic
         ]
-    lines += ["", *(f"{name}: {value}" for name, value in report.facts.items())]
+    lines += ["", *(_fact(name, value) for name, value in report.facts.items())]
     return "\n".join(lines)
+
+
+def _fact(name: str, value: object) -> str:
+    if not isinstance(value, dict):
+        return f"{name}: {value}"
+    return "\n".join([f"{name}:", *(f"  {key}: {inner}" for key, inner in value.items())])
 
 
 def _row(s: Stage) -> str:

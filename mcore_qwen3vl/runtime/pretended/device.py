@@ -22,7 +22,7 @@ WAITS = (
     *("copy to pageable", "copy from pageable", "cudaFree"),
 )
 _PLACES = 3  # Python frames kept of a wait
-_NOT_THE_CALLER = ("/torch/", "/mcore_qwen3vl/runtime/pretended/", "<")
+NOT_THE_CALLER = ("/torch/", "/mcore_qwen3vl/runtime/pretended/", "<")
 
 
 class Device:
@@ -77,7 +77,7 @@ def _place(frame: FrameType | None) -> str:
     places: list[str] = []
     while frame and len(places) < _PLACES:
         file = frame.f_code.co_filename
-        if not any(part in file for part in _NOT_THE_CALLER):
+        if not any(part in file for part in NOT_THE_CALLER):
             places.append(f"{short_path(file)}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back
     return " < ".join(places) or "autograd"

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from mcore_qwen3vl.runtime.pretended.device import NOT_THE_CALLER, short_path
+
 
 def record() -> None:
     """Let PyTorch's allocator keep its whole history, which :func:`peak_by` replays."""
@@ -48,3 +50,11 @@ def _change(live: dict[int, dict[str, Any]], event: dict[str, Any]) -> int:
     if event["action"] == "free_completed" and event["addr"] in live:
         return -int(live.pop(event["addr"])["size"])
     return 0
+
+
+def line(frames: list[dict[str, Any]]) -> str:
+    """The innermost line outside PyTorch; ``autograd`` where there is none."""
+    for frame in frames:
+        if not any(part in frame["filename"] for part in NOT_THE_CALLER):
+            return f"{short_path(frame['filename'])}:{frame['line']} {frame['name']}"
+    return "autograd"

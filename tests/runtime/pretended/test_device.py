@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import shutil
 import subprocess
 import sys
@@ -242,13 +241,16 @@ def test_it_is_compiled_once_and_again_when_its_source_changes(
 def test_a_program_runs_on_it_from_the_command_line(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
-        "import sys, torch\nprint(torch.ones(2, device='cuda').sum().device)\nsys.exit(3)"
+        "import sys, torch\n"
+        "kept = torch.empty(3 << 20, dtype=torch.uint8, device='cuda')\n"
+        "print(kept.device)\n"
+        "sys.exit(3)\n"
     )
-    command = [sys.executable, "-m", "mcore_qwen3vl.runtime.pretended", str(program)]
-    done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ))
+    command = [sys.executable, "-m", "mcore_qwen3vl.runtime.pretended", "--peak", str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout == "cuda:0\n"
     assert done.returncode == 3
-    assert "allocated" in done.stderr
+    assert "program.py:2 <module>: 3145728" in done.stderr
 
 
 def test_outside_it_says_so() -> None:
