@@ -7,13 +7,13 @@ from math import prod
 from pathlib import Path
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.hf.checkpoint import INDEX, SINGLE, HuggingFaceCheckpoint
-from mcore_qwen3vl.converters.legacy.checkpoint import open_megatron
+from mcore_qwen3vl.converters.hf.checkpoint import HuggingFaceCheckpoint, is_huggingface
 from mcore_qwen3vl.converters.mapping.row import Row
 from mcore_qwen3vl.converters.mapping.table import hf_shapes, table
+from mcore_qwen3vl.converters.mcore.formats import is_megatron, open_megatron
+from mcore_qwen3vl.converters.mcore.paths import hf_folder
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
-from mcore_qwen3vl.converters.torch_dist.paths import hf_folder, is_megatron
 from mcore_qwen3vl.errors import BadInput
 
 
@@ -74,7 +74,7 @@ def inspect_path(path: str | Path) -> Inspection:
     path = Path(path)
     if is_megatron(path):
         return _megatron(path)
-    if path.is_dir() and ((path / SINGLE).exists() or (path / INDEX).exists()):
+    if is_huggingface(path):
         return _huggingface(path)
     if path.is_file() or (path / "config.json").is_file():
         return _config(path)

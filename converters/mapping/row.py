@@ -17,7 +17,7 @@ CHUNK_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceTensor:
     """An HF tensor, or one slice of its first axis (an expert of the fused tensor).
 
     Attributes:
@@ -54,7 +54,7 @@ class Row:
     key: str
     global_shape: Shape
     offset: Shape
-    sources: tuple[Source, ...]
+    sources: tuple[SourceTensor, ...]
     rearrangement: Rearrangement
     tp_axis: int | None = None
     tp_parts: int = 1
@@ -102,4 +102,4 @@ def max_rows(row: Row, dtype: torch.dtype) -> int:
 
 def same(key: str, name: str, shape: Shape) -> Row:
     """The row of a tensor that is the same on both sides and is on no stacked axis."""
-    return Row(key, shape, (), (Source(name, shape),), identity(shape[0]))
+    return Row(key, shape, (), (SourceTensor(name, shape),), identity(shape[0]))

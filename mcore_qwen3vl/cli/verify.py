@@ -31,7 +31,7 @@ def verify_roundtrip(
     report: ReportFolder = None,
     json: JsonFile = None,
 ) -> None:
-    """Hugging Face to Megatron-Core and back, bitwise: every tensor and sidecar file."""
+    """Hugging Face to Megatron-Core and back, bitwise: every tensor and companion file."""
     from mcore_qwen3vl.verify.checkpoints.roundtrip import roundtrip
 
     conclude(roundtrip(src, work_dir, console.byte_progress, workers=workers), report, json)

@@ -66,7 +66,7 @@ def model_provider(
         )
         if args.load_hf and not resuming(args):
             from mcore_qwen3vl.converters.hf.hub import resolve
-            from mcore_qwen3vl.converters.live.transfer import load_hf
+            from mcore_qwen3vl.converters.live.load import load_hf
 
             load_hf(model, resolve(args.load_hf))
         used.update(choose_trainable(model, args.freeze, args.trainable))

@@ -38,7 +38,7 @@ def test_a_wrong_weight_on_the_way_there_shows_in_the_logits(tmp_path, monkeypat
     assert not result.ok
 
 
-def test_a_changed_sidecar_shows(tmp_path, monkeypatch):
+def test_a_changed_companion_file_shows(tmp_path, monkeypatch):
     def careless(src, dst):
         summary = mcore_to_hf(src, dst)
         config = json.loads((dst / "generation_config.json").read_text())

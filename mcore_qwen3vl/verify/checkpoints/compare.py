@@ -14,14 +14,14 @@ from torch import Tensor
 from mcore_qwen3vl.config import Architecture, read_config_file
 from mcore_qwen3vl.converters.hf import config_file, fp8
 from mcore_qwen3vl.converters.hf.checkpoint import HuggingFaceCheckpoint
-from mcore_qwen3vl.converters.hf.companions import digest, sidecar_files
-from mcore_qwen3vl.converters.legacy.checkpoint import open_megatron
+from mcore_qwen3vl.converters.hf.companions import companion_files, digest
 from mcore_qwen3vl.converters.mapping.row import Row, max_rows
 from mcore_qwen3vl.converters.mapping.table import table
+from mcore_qwen3vl.converters.mcore.formats import is_megatron, open_megatron
+from mcore_qwen3vl.converters.mcore.paths import hf_folder
 from mcore_qwen3vl.converters.storage.boxes import Box
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.converters.storage.progress import Progress
-from mcore_qwen3vl.converters.torch_dist.paths import hf_folder, is_megatron
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.verify.report.compare import Finding, Measurement, measure
 from mcore_qwen3vl.verify.report.result import Report
@@ -33,7 +33,7 @@ TENSORS, FILES = "tensors", "files"
 def compare_checkpoints(
     a: str | Path, b: str | Path, *, progress: Progress | None = None
 ) -> Report:
-    """Compare every tensor bitwise and every sidecar file by content.
+    """Compare every tensor bitwise and every companion file by content.
 
     Each side is an HF or an mcore checkpoint directory. Experts in different layouts are compared
     as what they mean. NaNs compare by their bits. A tensor or file that cannot be compared has a
@@ -80,7 +80,7 @@ class _Side:
         architecture = Architecture.from_hf(folder)
         self.megatron = open_megatron(path, architecture) if is_megatron(path) else None
         self.hf = HuggingFaceCheckpoint(path) if self.megatron is None else None
-        self.sidecars = sidecar_files(folder) if _config_folder(path) else {}
+        self.companions = companion_files(folder) if _config_folder(path) else {}
         vocabulary = self.megatron.vocab_size if self.megatron else None
         rows = table(architecture, padded_vocab_size=vocabulary)
         self.pieces: dict[str, list[_Piece]] = {}
@@ -113,11 +113,11 @@ class _Side:
         return row.take(hf.read, box)
 
     def digest(self, name: str) -> str:
-        """Of a sidecar file; of a quantised checkpoint's config as its values are read."""
+        """Of a companion file; of a quantised checkpoint's config as its values are read."""
         if name == "config.json" and self.hf is not None and self.hf.quantization is not None:
-            config = fp8.without(read_config_file(self.sidecars[name]))
+            config = fp8.without(read_config_file(self.companions[name]))
             return sha256(config_file.dumps(config)).hexdigest()
-        return digest(self.sidecars[name])
+        return digest(self.companions[name])
 
     def _itemsize(self, name: str) -> int:
         pieces = self.pieces[name]
@@ -182,7 +182,7 @@ def _measure(a: _Piece, b: _Piece, left: _Side, right: _Side) -> Measurement:
 
 
 def _compare_files(left: _Side, right: _Side) -> Iterator[Finding]:
-    a, b = left.sidecars, right.sidecars
+    a, b = left.companions, right.companions
     for name in sorted(a.keys() | b.keys()):
         if name not in a or name not in b:
             flaw = "only in A" if name in a else "only in B"

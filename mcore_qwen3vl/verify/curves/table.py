@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from mcore_qwen3vl.converters.mcore.paths import TRACKER
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.tiny.records import write_image_qa
-from mcore_qwen3vl.training.checkpoints.resume import TRACKER
 from mcore_qwen3vl.verify.curves.run import (
     DISTRIBUTED,
     Job,

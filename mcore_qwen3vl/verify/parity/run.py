@@ -28,8 +28,8 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture, ExpertLayout
 from mcore_qwen3vl.converters.live.checkpoint import load_checkpoint
+from mcore_qwen3vl.converters.live.load import load_hf
 from mcore_qwen3vl.converters.live.sharded import Values, gradient, hf_parts, unwrap, weight
-from mcore_qwen3vl.converters.live.transfer import load_hf
 from mcore_qwen3vl.model.build import build_chunks
 from mcore_qwen3vl.model.freeze import freeze
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel

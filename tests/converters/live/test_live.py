@@ -16,8 +16,9 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
+from mcore_qwen3vl.converters.live.export import export_hf, save_hf
+from mcore_qwen3vl.converters.live.load import load_hf
 from mcore_qwen3vl.converters.live.sharded import gradient, hf_parts
-from mcore_qwen3vl.converters.live.transfer import export_hf, load_hf, save_hf
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.build import build_chunks
@@ -248,7 +249,7 @@ def test_a_parameter_that_is_no_part_of_the_model_is_named(tiny):
 
 
 def test_nothing_is_left_when_a_rank_cannot_write(tiny, tmp_path, monkeypatch):
-    from mcore_qwen3vl.converters.live import transfer as live
+    from mcore_qwen3vl.converters.live import export as live
 
     def full(self: Any, tensors: dict[str, Tensor]) -> None:
         raise OSError("no space left on device")

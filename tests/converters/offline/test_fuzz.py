@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
-from mcore_qwen3vl.converters.legacy.layout import Legacy
 from mcore_qwen3vl.converters.torch_dist import metadata
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
@@ -170,7 +169,7 @@ def fuzz(
     importing = part in ("header", "index", "config of hf")
     source = tmp_path / "source"
     if part == "legacy":
-        hf_to_mcore(hf, source, legacy=Legacy(Layout(tp=2, pp=2, ep=2)))
+        hf_to_mcore(hf, source, format="torch", layout=Layout(tp=2, pp=2, ep=2))
     else:
         shutil.copytree(hf if importing else mcore, source)
     scratch = tmp_path / "scratch"

@@ -55,7 +55,7 @@ def test_vocabulary_padding_round_trips(tiny: Tiny, tmp_path: Path, case: str) -
     assert_same_tensors(tiny(case), back)
 
 
-def test_sidecar_files_of_any_kind_travel(tiny: Tiny, tmp_path: Path) -> None:
+def test_companion_files_of_any_kind_travel(tiny: Tiny, tmp_path: Path) -> None:
     source = tmp_path / "source"
     copy(tiny("dense"), source)
     (source / "LICENSE").write_text("do as you like")
@@ -66,7 +66,7 @@ def test_sidecar_files_of_any_kind_travel(tiny: Tiny, tmp_path: Path) -> None:
     (source / ".git" / "HEAD").write_text("not part of the checkpoint")
     (source / "pytorch_model.bin").write_bytes(b"other weights")
     hf_to_mcore(source, tmp_path / "mcore")
-    summary = mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
+    result = mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
     back = tmp_path / "back"
     assert (back / "LICENSE").read_text() == "do as you like"
     assert (back / "figures" / "logo.png").read_bytes() == bytes(range(256))
@@ -74,7 +74,7 @@ def test_sidecar_files_of_any_kind_travel(tiny: Tiny, tmp_path: Path) -> None:
     assert not (back / "linked.json").is_symlink()
     assert not (back / ".git").exists()
     assert not (back / "pytorch_model.bin").exists()
-    assert {"LICENSE", "figures/logo.png", "config.json"} <= set(summary.sidecars)
+    assert {"LICENSE", "figures/logo.png", "config.json"} <= set(result.companion_files)
 
 
 def test_shards_and_index_of_an_export(tiny: Tiny, tmp_path: Path) -> None:

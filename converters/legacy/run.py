@@ -22,7 +22,7 @@ _COMPARED = (
 _COMPARED_IN_MOE = ("expert_model_parallel_size", "expert_tensor_parallel_size")
 
 
-def check_legacy(folder: Path, args: argparse.Namespace) -> None:
+def check_run(folder: Path, args: argparse.Namespace) -> None:
     """Check that the legacy checkpoint in `folder` is for the run that `args` describe.
 
     Raises:
