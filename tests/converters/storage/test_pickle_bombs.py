@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import struct
 import tracemalloc
 import zipfile
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
+from mcore_qwen3vl.converters.legacy import torch_load
+from mcore_qwen3vl.converters.legacy.files import open_ranks
+from mcore_qwen3vl.converters.legacy.run import check_run
 from mcore_qwen3vl.converters.storage.archive import BadArchive, read_tensor
 from mcore_qwen3vl.converters.torch_dist import metadata
 from mcore_qwen3vl.errors import BadInput
@@ -39,6 +44,16 @@ BOMBS = {
     "ordered by call": b"ccollections\nOrderedDict\n(" + shared_tuples(64) + b"N\x86l\x85R.",
     "class attribute": METADATA + b"}X\x05\x00\x00\x00stateNsb.",
     "class attributes by slots": METADATA + b"N}X\x05\x00\x00\x00stateNs\x86b.",
+    "copies as sizes": b"]q\x00("
+    + b"N" * 2**16
+    + b"e0]("
+    + b"ctorch\nSize\nh\x00\x85R" * 2**12
+    + b"e.",
+    "copies as sets": b"]q\x00("
+    + b"".join(b"J" + struct.pack("<i", n) for n in range(2**13))
+    + b"e0]("
+    + b"cbuiltins\nset\nh\x00\x85R" * 2**12
+    + b"e.",
     "nested lists": b"]" * 100_000 + b"a" * 99_999 + b".",
     "a shape": METADATA + b")\x81}(X\x0c\x00\x00\x00storage_data}X\x13\x00\x00\x00"
     b"state_dict_metadata}X\x01\x00\x00\x00x" + shared_tuples(64) + b"ssub.",
@@ -59,6 +74,37 @@ def test_metadata_bomb(tmp_path: Path, name: str) -> None:
         assert small(tracemalloc.get_traced_memory()[1])
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_legacy_bomb(tmp_path: Path, name: str) -> None:
+    """Also as one value of an otherwise sound file."""
+    for number, content in enumerate((BOMBS[name], b"}X\x05\x00\x00\x00other" + BOMBS[name])):
+        if not content.endswith(b"."):
+            continue
+        file = tmp_path / f"{number}.pt"
+        file.write_bytes(zipped({"data.pkl": HEAD + content, "byteorder": b"little"}))
+        tracemalloc.start()
+        try:
+            with contextlib.suppress(BadInput):  # some are only odd, once nothing is copied
+                torch_load.load(file)
+            assert small(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+
+
+def test_arguments_that_never_end_when_they_are_printed(tmp_path: Path) -> None:
+    """Shared tuples as a parallel size: messages that repeat what the file says would not end."""
+    arguments = b"cargparse\nNamespace\n)\x81}X\x1a\x00\x00\x00tensor_model_parallel_size"
+    arguments += shared_tuples(64) + b"sb"
+    content = b"}X\x04\x00\x00\x00args" + arguments + b"s."
+    file = tmp_path / "mp_rank_00" / "model_optim_rng.pt"
+    file.parent.mkdir()
+    file.write_bytes(zipped({"data.pkl": HEAD + content, "byteorder": b"little"}))
+    with pytest.raises(BadInput, match="give a tuple as a parallel size"):
+        open_ranks(tmp_path)
+    with pytest.raises(BadInput, match="tensor_model_parallel_size a tuple instead of 2"):
+        check_run(tmp_path, Namespace(tensor_model_parallel_size=2, num_experts=None))
 
 
 def zipped(parts: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> memoryview:

@@ -132,12 +132,12 @@ def test_plans_write_nothing_and_tell_all(tiny: Tiny, tmp_path: Path) -> None:
     assert sorted(tmp_path.rglob("*")) == before
     tensors = load(tiny("moe"))
     assert plan.nbytes == sum(t.nbytes for t in tensors.values())
-    assert plan.nbytes == sum(step.nbytes for step in plan.steps)
-    assert {name for step in plan.steps for name in step.sources} == set(tensors)
+    assert plan.nbytes == sum(tensor.nbytes for tensor in plan.planned)
+    assert {name for tensor in plan.planned for name in tensor.sources} == set(tensors)
     summary = hf_to_mcore(tiny("moe"), tmp_path / "mcore")
     assert (summary.tensors, summary.nbytes) == (plan.tensors, plan.nbytes)
     back = plan_mcore_to_hf(tmp_path / "mcore")
-    assert {step.target: step.shape for step in back.steps} == {
+    assert {tensor.target: tensor.shape for tensor in back.planned} == {
         name: tuple(t.shape) for name, t in tensors.items()
     }
     assert back.nbytes == plan.nbytes
