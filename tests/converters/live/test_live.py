@@ -5,6 +5,7 @@ from __future__ import annotations
 import filecmp
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from mcore_qwen3vl.model.build import build_chunks
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
+from tests.converters.disk import Disk, NotDurable
 
 CASES: dict[str, dict[str, Any]] = {
     "dense": {},
@@ -275,3 +277,21 @@ def test_an_existing_target_is_refused_on_every_rank(tiny, tmp_path):
 
     on_ranks(tiny("dense"), "tp2", work)
     assert (tmp_path / "keep").read_text() == "mine"
+
+
+def test_what_is_published_is_on_the_disk(tiny, tmp_path):
+    """And the buckets of one shard are synced once, not once a tensor."""
+    source, target = tiny("dense"), tmp_path / "target"
+
+    def work(chunks: list[Any]) -> None:
+        for ignored in ("", "DirectFile.sync", "copy_companions", "sync_folder"):
+            with pytest.MonkeyPatch.context() as patch:
+                disk = Disk(patch, target, ignored)
+                with pytest.raises(NotDurable) if ignored else nullcontext():
+                    save_hf(chunks, target, hf_config=source, force=True, max_shard_size="600KB")
+                    disk.finish()
+                if not ignored:
+                    tensors = len(load_file(target / "model-00001-of-00002.safetensors"))
+                    assert disk.syncs["DirectFile.sync"] == 2 < tensors
+
+    on_ranks(source, "single", work)
