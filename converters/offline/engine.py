@@ -39,7 +39,7 @@ class ConversionResult:
         tensors: tensors written, as the target counts them.
         nbytes: bytes of tensor data.
         files: files of tensor data.
-        companion_files: other files copied.
+        companion_files: files copied besides: config, tokenizer, processor.
         dtypes: dtypes written.
         expert_layout: layout of the fused experts on the HF side; None for a dense model.
         resumed_units: units that an interrupted run had finished.

@@ -29,7 +29,7 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class Unit:
-    """Work that one worker does at one go and that the journal notes when finished."""
+    """Work that one worker does without a break; the journal notes when it is finished."""
 
     name: str
     nbytes: int

@@ -121,7 +121,16 @@ def staging(
 
 
 def check_target(target: Path, *, force: bool, replaceable: Replaceable) -> None:
-    """Refuse a target that would be overwritten without leave, or that `force` must not delete."""
+    """Refuse a target that exists and may not be overwritten.
+
+    Args:
+        target: the directory to write.
+        force: it may be replaced, if `replaceable` says so.
+        replaceable: see `Replaceable`.
+
+    Raises:
+        BadInput: it exists and `force` is not given, or is not `replaceable`.
+    """
     if not target.exists() and not target.is_symlink():
         return
     if not force:

@@ -291,7 +291,7 @@ def test_what_is_published_is_on_the_disk(tiny, tmp_path):
                     save_hf(chunks, target, hf_config=source, force=True, max_shard_size="600KB")
                     disk.finish()
                 if not ignored:
-                    tensors = len(load_file(target / "model-00001-of-00002.safetensors"))
-                    assert disk.syncs["DirectFile.sync"] == 2 < tensors
+                    shards = list(target.glob("*.safetensors"))
+                    assert disk.syncs["DirectFile.sync"] == len(shards) > 1
 
     on_ranks(source, "single", work)
