@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
+import signal
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -23,6 +27,8 @@ from mcore_qwen3vl.converters.convert import (
 )
 from mcore_qwen3vl.converters.describe.inspect import inspect_path
 from mcore_qwen3vl.converters.legacy.torch_load import load
+from mcore_qwen3vl.converters.storage.archive import as_bytes
+from mcore_qwen3vl.converters.storage.restricted_pickle import Record
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.verify.checkpoints.compare import compare_checkpoints
@@ -263,3 +269,51 @@ def test_what_other_libraries_admit_is_not_admitted_here(mcore: Path, tmp_path: 
         with pytest.raises(BadInput, match=r"asks for tests\.converters.*\.Hostile"):
             mcore_to_hf(marked, tmp_path / "back")
         assert set(torch.serialization.get_safe_globals()) == set(admitted)
+
+
+def test_what_megatron_puts_beside_the_model_is_read(tmp_path: Path) -> None:
+    """Everything of the list that can be made here, with tensors of every kind of pickle."""
+    marked, fp32 = torch.arange(6.0).view(2, 3), torch.nn.Parameter(torch.randn(4))
+    marked.tensor_model_parallel = True  # as Megatron marks parameters
+    fp32.partition_dim = 0
+    module = torch.nn.Linear(2, 3)  # whose state_dict() has an attribute, `_metadata`
+    tensors = {
+        "view": torch.arange(20).view(4, 5)[1:3, ::2],
+        "marked": marked,
+        "parameter": torch.nn.Parameter(torch.randn(3)),
+        "parameter with attributes": fp32,
+        "fp8": torch.randn(5).to(torch.float8_e4m3fn),
+        "uint16": torch.arange(3).to(torch.uint16),
+        "bool": torch.tensor([True, False]),
+        "scalar": torch.tensor(2.5, dtype=torch.bfloat16),
+        "empty": torch.empty(0, 3),
+        "rng": torch.get_rng_state(),
+    }
+    others = {
+        "extra state": io.BytesIO(b"scales"),
+        "numpy": np.random.get_state(),
+        "bytes": b"x" * 300,
+        "set": {1, "a"},
+        "path": Path("a/b"),
+        "signal": signal.SIGTERM,
+        "nested": SimpleNamespace(a=1),
+        "dtype": torch.bfloat16,
+        "device": torch.device("cpu"),
+        "size": torch.Size([2, 3]),
+        3: [None, 1.5, (True, "text")],
+    }
+    args = Namespace(tensor_model_parallel_size=2, spec=["te"])
+    file = tmp_path / "model_optim_rng.pt"
+    torch.save({"args": args, "model": module.state_dict(), **tensors, **others}, file)
+    found = load(file)
+    assert found["args"] == args
+    assert list(found["model"]) == ["weight", "bias"]
+    assert torch.equal(found["model"]["weight"], module.weight)
+    for name, tensor in tensors.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        # by their bytes: not every dtype can be compared
+        assert bytes(as_bytes(found[name].detach())) == bytes(as_bytes(tensor.detach())), name
+    for name in ("set", "dtype", "size", 3):
+        assert found[name] == others[name]
+    for name in ("extra state", "path", "signal", "nested", "device", "bytes"):
+        assert isinstance(found[name], Record), name
