@@ -116,16 +116,16 @@ def data_ranges(folder: Path) -> dict[str, list[tuple[int, int]]]:
     ranges: dict[str, list[tuple[int, int]]] = {}
     for tensor in metadata.read(folder).tensors.values():
         for chunk in tensor.chunks:
-            place = chunk.place
-            with (folder / place.file).open("rb") as file:
-                file.seek(place.offset)
-                data = file.read(place.length)
+            stored = chunk.data
+            with (folder / stored.file).open("rb") as file:
+                file.seek(stored.offset)
+                data = file.read(stored.length)
             (scratch := folder.parent / "one.zip").write_bytes(data)
             with zipfile.ZipFile(scratch) as archive:
                 entry = next(i for i in archive.infolist() if "/data/" in i.filename)
                 content = archive.read(entry)
-            start = place.offset + data.index(content)
-            ranges.setdefault(place.file, []).append((start, start + len(content)))
+            start = stored.offset + data.index(content)
+            ranges.setdefault(stored.file, []).append((start, start + len(content)))
     return ranges
 
 
