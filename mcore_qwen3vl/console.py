@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -28,11 +28,14 @@ from rich.table import Table
 if TYPE_CHECKING:
     from mcore_qwen3vl.converters.estimate import Estimate
     from mcore_qwen3vl.converters.inspect import Inspection
+    from mcore_qwen3vl.converters.mapping_lines import MappingLine
     from mcore_qwen3vl.converters.plan import Plan, Summary
     from mcore_qwen3vl.data.check import DataReport
     from mcore_qwen3vl.demo import Demo
 
 PROBLEMS_SHOWN = 20
+MAPPING_WIDTH = 260
+"""Columns in which no name of the mapping is folded, for pipes and files."""
 STDOUT = Path("-")
 
 # Piped output is for grep and files: names must not be folded into eighty columns.
@@ -176,6 +179,32 @@ def show_inspection(inspection: Inspection) -> None:
     for t in inspection.tensors:
         tensors.add_row(t.name, "x".join(map(str, t.shape)), t.dtype, size(t.nbytes))
     output.print(tensors)
+
+
+def show_mapping(lines: Sequence[MappingLine]) -> None:
+    """The mapping, in the order of the network."""
+    shown = table(
+        "mapping, with the shape of one piece and the axes on which pieces are stacked",
+        "Hugging Face", "shape", "Megatron-Core", "shape", "stacked", "transform", "cut by",
+    )  # fmt: skip
+    for column in shown.columns:
+        column.overflow = "fold"  # a name that ends in dots is no name
+    for line in lines:
+        parts = f" in {line.tp_parts} parts" if line.tp_parts > 1 else ""
+        shown.add_row(
+            plain("\n".join(line.hf)),
+            "\n".join(map(_shape, line.hf_shapes)),
+            plain(line.mcore),
+            _shape(line.shape),
+            _shape(line.stacked),
+            line.transform,
+            f"{line.cut_by}: axis {line.tp_axis}{parts}" if line.cut_by else "",
+        )
+    output.print(shown, width=None if output.is_terminal else MAPPING_WIDTH, crop=False)
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))
 
 
 def show_estimate(estimate: Estimate) -> None:
