@@ -29,7 +29,7 @@ lint: $(ENVIRONMENT) ## ruff (lint and format) and mypy
 	$(RUN)mypy
 
 parity: $(ENVIRONMENT) ## the layout x batch matrix against Hugging Face, written as a table
-	$(RUN)python -m mcore_qwen3vl.parity $(ARGS)
+	$(RUN)python -m mcore_qwen3vl.verify.parity $(ARGS)
 
 bench-convert: $(ENVIRONMENT) ## conversion against a plain copy of the same bytes
 	$(RUN)python benchmarks/convert.py $(ARGS)

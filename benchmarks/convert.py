@@ -32,8 +32,10 @@ from typing import Any
 import torch
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters import mapping, shards
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
+from mcore_qwen3vl.converters.hf import shards
+from mcore_qwen3vl.converters.mapping.table import hf_shapes, table
+from mcore_qwen3vl.shapes import SHAPES
 
 ORDERS = (0, 1, 2, 3), (1, 0, 3, 2)
 
@@ -42,7 +44,7 @@ def write_checkpoint(config: dict[str, Any], path: Path) -> Path:
     """A bf16 checkpoint with random values, written in pieces."""
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(config, indent=2))
-    shapes = mapping.hf_shapes(mapping.table(Architecture.from_hf(config)))
+    shapes = hf_shapes(table(Architecture.from_hf(config)))
     tensors = {n: shards.Tensor(torch.bfloat16, s) for n, s in shapes.items()}
     files = shards.plan_shards(tensors, shards.parse_size("5GB"))
     noise = memoryview((torch.randn(2**23) * 0.02).bfloat16().view(torch.uint8).numpy())
@@ -191,7 +193,7 @@ def summarise(
     return summary
 
 
-def table(results: dict[str, Any]) -> str:
+def result_table(results: dict[str, Any]) -> str:
     lines = [
         f"{'':24}{'GB':>7}{'s':>8}{'GB/s':>7}{'ratio':>7}{'CPU s':>8}{'peak GB':>9}{'RSS GB':>8}"
     ]
@@ -230,7 +232,6 @@ def plot(results: dict[str, Any], file: Path) -> None:
     figure.savefig(file)
 
 
-CONFIGS = Path(__file__).parents[1] / "tests" / "launch" / "configs"
 """The published shapes, as ``2b.json`` or ``30b_a3b.json``."""
 
 
@@ -248,7 +249,7 @@ def main() -> None:
         for model in args.models:
             name, _, layers = model.partition(":")
             file = f"{name.lower().replace('-', '_')}.json"
-            config = json.loads((CONFIGS / file).read_text(encoding="utf-8"))
+            config = json.loads((SHAPES / file).read_text(encoding="utf-8"))
             if layers:
                 config["text_config"]["num_hidden_layers"] = int(layers)
             source = write_checkpoint(config, Path(folder) / "source")
@@ -260,7 +261,7 @@ def main() -> None:
             memory = one_round(source, Path(folder), args.workers, 0, look_at_memory=True)
             results[model] = summarise(rounds, memory, nbytes)
             shutil.rmtree(source)
-            print(table(results), flush=True)
+            print(result_table(results), flush=True)
     if args.json:
         args.json.write_text(json.dumps(results, indent=2) + "\n")
     if args.plot:

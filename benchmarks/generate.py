@@ -24,9 +24,10 @@ import transformers
 from PIL import Image
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.runtime.parallel import Layout, initialize
+from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 
 MODELS = {
@@ -61,11 +62,11 @@ def main() -> None:
 
 
 def measure(path: Path, counts: tuple[int, ...]) -> list[dict[str, Any]]:
-    from mcore_qwen3vl.converters.live import load_hf
+    from mcore_qwen3vl.converters.live.transfer import load_hf
     from mcore_qwen3vl.generation.generate import decode
     from mcore_qwen3vl.generation.prompts import prompts_from_inputs
     from mcore_qwen3vl.generation.sampling import Sampler
-    from mcore_qwen3vl.parity.build import build_chunks
+    from mcore_qwen3vl.model.build import build_chunks
 
     initialize(Layout())
     architecture = Architecture.from_hf(path)

@@ -23,13 +23,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-SHAPES = Path(__file__).parents[1] / "tests" / "launch" / "configs"
+from mcore_qwen3vl.shapes import SHAPES
+
 IMAGE_SHARE = 0.5  # of the tokens, about
 IMAGE_SIDE = 16  # features along the side of an image, or fewer in short samples
 
@@ -102,8 +102,8 @@ def measure(side: str, config: dict[str, Any], options: argparse.Namespace) -> d
 
         cpu.install()
     from mcore_qwen3vl.config import Architecture
-    from mcore_qwen3vl.training import flops
-    from mcore_qwen3vl.training.metrics import device_peak_tflops
+    from mcore_qwen3vl.training.logs import flops
+    from mcore_qwen3vl.training.logs.metrics import device_peak_tflops
 
     architecture = Architecture.from_hf(config)
     torch.manual_seed(0)
@@ -198,7 +198,8 @@ def our_step(
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29611")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    from mcore_qwen3vl.runtime.parallel import Layout, initialize
+    from mcore_qwen3vl.layout import Layout
+    from mcore_qwen3vl.runtime.parallel import initialize
 
     if not dist.is_initialized():
         dist.init_process_group("gloo" if options.device == "cpu" else "nccl", rank=0, world_size=1)

@@ -12,18 +12,13 @@ import time
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 
-from mcore_qwen3vl.converters import to_hf, to_legacy, to_mcore
-from mcore_qwen3vl.converters.legacy_layout import Legacy
-from mcore_qwen3vl.converters.plan import (
-    Meter,
-    Plan,
-    Progress,
-    Summary,
-    Unit,
-    default_workers,
-)
-from mcore_qwen3vl.converters.staging import Staging, check_target, staging
-from mcore_qwen3vl.converters.to_hf import LayoutChoice
+from mcore_qwen3vl.converters.legacy import to_legacy
+from mcore_qwen3vl.converters.legacy.layout import Legacy
+from mcore_qwen3vl.converters.offline import to_hf, to_mcore
+from mcore_qwen3vl.converters.offline.plan import Plan, Summary, Unit, default_workers
+from mcore_qwen3vl.converters.offline.to_hf import LayoutChoice
+from mcore_qwen3vl.converters.storage.progress import Meter, Progress
+from mcore_qwen3vl.converters.storage.staging import Staging, check_target, staging
 from mcore_qwen3vl.errors import BadInput
 
 

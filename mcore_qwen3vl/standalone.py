@@ -23,9 +23,11 @@ from PIL import Image
 from torch import nn
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.torch_dist.paths import hf_folder, is_megatron
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
-from mcore_qwen3vl.runtime.parallel import Layout, initialize
+from mcore_qwen3vl.runtime.parallel import initialize
 
 if TYPE_CHECKING:
     from mcore_qwen3vl.data.batch import Batch
@@ -97,13 +99,12 @@ def load_model(
         BadInput: the layout does not divide the model, or the checkpoint does not hold exactly its
             tensors.
     """
-    from mcore_qwen3vl.converters.live import load_hf
-    from mcore_qwen3vl.converters.megatron import is_megatron
-    from mcore_qwen3vl.parity.build import build_chunks
-    from mcore_qwen3vl.runtime.checkpoint import load_checkpoint
+    from mcore_qwen3vl.converters.live.checkpoint import load_checkpoint
+    from mcore_qwen3vl.converters.live.transfer import load_hf
+    from mcore_qwen3vl.model.build import build_chunks
 
     checkpoint, layout = Path(checkpoint), layout or Layout()
-    architecture = Architecture.from_hf(hf_directory(checkpoint))
+    architecture = Architecture.from_hf(_companions(checkpoint))
     layout.validate(architecture)
     chunks = build_chunks(architecture, layout, spec=spec, **config_overrides)
     for chunk in chunks:
@@ -199,15 +200,15 @@ def save_model(
     Raises:
         BadInput: `path` exists or cannot be written, or the ranks do not hold the whole model.
     """
-    from mcore_qwen3vl.converters.live import save_hf
+    from mcore_qwen3vl.converters.live.transfer import save_hf
 
-    save_hf(models, path, hf_config=hf_directory(like), force=force)
+    save_hf(models, path, hf_config=_companions(like), force=force)
 
 
-def hf_directory(checkpoint: str | Path) -> Path:
+def _companions(checkpoint: str | Path) -> Path:
     """Where config, tokenizer and processor of a checkpoint of either kind are."""
-    folder = Path(checkpoint) / "hf"
-    return folder if (folder / "config.json").is_file() else Path(checkpoint)
+    path = Path(checkpoint)
+    return hf_folder(path) if is_megatron(path) else path
 
 
 def _with_encoded_images(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import pytest
 
 from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.mapping import table
+from mcore_qwen3vl.converters.mapping.table import table
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 
 

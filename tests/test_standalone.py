@@ -9,9 +9,9 @@ from PIL import Image
 
 from mcore_qwen3vl.data import IGNORED, load_processor
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.runtime.parallel import Layout
 from mcore_qwen3vl.standalone import init_distributed, load_model, prepare_batch, save_model
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 

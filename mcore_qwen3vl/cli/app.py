@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from mcore_qwen3vl import console
-from mcore_qwen3vl.cli import convert, data, sources, verify
+from mcore_qwen3vl.cli import convert, data, show, sources, verify
 from mcore_qwen3vl.cli.generate import generate
 from mcore_qwen3vl.cli.options import Json, Workers, require
 from mcore_qwen3vl.errors import BadInput, CheckFailed
@@ -63,9 +63,9 @@ def inspect(
     json: Json = False,
 ) -> None:
     """What it is: sizes, shapes, layout, dtype, parameter count by part."""
-    from mcore_qwen3vl.converters.estimate import estimate
-    from mcore_qwen3vl.converters.inspect import inspect_path
-    from mcore_qwen3vl.converters.mapping_lines import mapping_lines
+    from mcore_qwen3vl.converters.describe.estimate import estimate
+    from mcore_qwen3vl.converters.describe.inspect import inspect_path
+    from mcore_qwen3vl.converters.describe.mapping_lines import mapping_lines
 
     if (path is None) == (hf_config is None):
         raise BadInput("name one thing to inspect: PATH, or --hf-config DIR.")
@@ -76,7 +76,7 @@ def inspect(
         if json:
             console.emit_json(asdict(found), console.STDOUT)
         else:
-            console.show_estimate(found)
+            show.estimate(found)
         return
     inspection = inspect_path(path)
     if table:
@@ -86,13 +86,13 @@ def inspect(
             mapping = [asdict(line) for line in lines]
             console.emit_json({**found, "mapping": mapping}, console.STDOUT)
         else:
-            console.show_mapping(lines)
+            show.mapping(lines)
         return
     if json:
         total = inspection.total_parameters
         console.emit_json({"total_parameters": total, **asdict(inspection)}, console.STDOUT)
     else:
-        console.show_inspection(inspection)
+        show.inspection(inspection)
 
 
 @app.command("tiny")
@@ -121,11 +121,11 @@ def demo(
 ) -> None:
     """Convert a tiny Qwen3-VL both ways and prove it on four CPU processes."""
     console.quiet_libraries()
-    from mcore_qwen3vl.demo import run_demo
+    from mcore_qwen3vl.demos.convert import run_demo
 
     with console.messages.status("starting") as status:
         result = run_demo(dense=dense, keep=keep, status=status.update)
-    console.show_demo(result)
+    show.demo(result)
     require(result.ok, "the demo did not hold.")
 
 
@@ -154,7 +154,7 @@ def train_demo(
 ) -> None:
     """Train a tiny model on image questions on the CPU, stop, resume, export, ask it."""
     console.quiet_libraries()
-    from mcore_qwen3vl.training.demo import run_demo
+    from mcore_qwen3vl.demos.train import run_demo
 
     result = run_demo(keep=keep, say=console.output.print)
     console.output.print(

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 import typer
 
 from mcore_qwen3vl import console
-from mcore_qwen3vl.cli import sources
+from mcore_qwen3vl.cli import show, sources
 from mcore_qwen3vl.cli.options import DryRun, Force, Json, Workers
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.runtime.parallel import Layout
+from mcore_qwen3vl.layout import Layout
 
 app = typer.Typer(help="Convert checkpoints, without a GPU.", no_args_is_help=True)
 
@@ -104,7 +104,7 @@ def hf_to_mcore(
 ) -> None:
     """Hugging Face to Megatron-Core ([bold]torch_dist[/], loads under any parallel layout)."""
     from mcore_qwen3vl.converters import convert
-    from mcore_qwen3vl.converters.legacy_layout import Legacy
+    from mcore_qwen3vl.converters.legacy.layout import Legacy
 
     legacy = None
     if format is Format.torch:
@@ -122,13 +122,13 @@ def hf_to_mcore(
         "legacy": legacy,
     }
     if dry_run:
-        console.show_plan(convert.plan_hf_to_mcore(src, **options), json)
+        show.plan(convert.plan_hf_to_mcore(src, **options), json)
         return
     with console.byte_progress("converting", quiet=json) as report:
         summary = convert.hf_to_mcore(
             src, dst, **options, force=force, workers=workers, progress=report
         )
-    console.show_summary(summary, json)
+    show.summary(summary, json)
 
 
 @app.command("mcore-to-hf")
@@ -160,10 +160,10 @@ def mcore_to_hf(
         "expert_layout": expert_layout.value,
     }
     if dry_run:
-        console.show_plan(convert.plan_mcore_to_hf(src, **options), json)
+        show.plan(convert.plan_mcore_to_hf(src, **options), json)
         return
     with console.byte_progress("converting", quiet=json) as report:
         summary = convert.mcore_to_hf(
             src, dst, **options, force=force, workers=workers, progress=report
         )
-    console.show_summary(summary, json)
+    show.summary(summary, json)

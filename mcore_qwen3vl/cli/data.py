@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from mcore_qwen3vl import console
-from mcore_qwen3vl.cli import sources
+from mcore_qwen3vl.cli import show, sources
 from mcore_qwen3vl.cli.options import JsonFile, require
 
 app = typer.Typer(help="Look at training data.", no_args_is_help=True)
@@ -41,7 +41,7 @@ def check(
     if plot is not None:
         plot_report(report, plot)
     if not console.emit_json({"samples": report.samples, **asdict(report)}, json):
-        console.show_data_report(report)
+        show.data_report(report)
         if plot is not None:
             console.output.print(f"  histograms in {plot}")
     require(not report.bad, f"{len(report.bad)} samples of {path} cannot be used.")

@@ -13,7 +13,7 @@ import typer
 from mcore_qwen3vl import console
 from mcore_qwen3vl.cli import sources
 from mcore_qwen3vl.cli.options import Json, layout_flags
-from mcore_qwen3vl.runtime.parallel import Layout
+from mcore_qwen3vl.layout import Layout
 
 
 def _layout(**sizes: Any) -> Layout:

@@ -12,10 +12,10 @@ import typer
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.errors import CheckFailed
-from mcore_qwen3vl.runtime.parallel import Layout
+from mcore_qwen3vl.layout import Layout
 
 if TYPE_CHECKING:
-    from mcore_qwen3vl.report.result import Report
+    from mcore_qwen3vl.verify.report.result import Report
 
 Force = Annotated[bool, typer.Option("--force", help="Replace DST if it exists.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
@@ -109,8 +109,8 @@ def conclude(report: Report, folder: Path | None, json: Path | None) -> None:
     Raises:
         CheckFailed: the report says that something differs.
     """
-    from mcore_qwen3vl.report.terminal import render
-    from mcore_qwen3vl.report.write import write_report
+    from mcore_qwen3vl.verify.report.terminal import render
+    from mcore_qwen3vl.verify.report.write import write_report
 
     if folder is not None:
         write_report(report, folder)

@@ -17,12 +17,12 @@ def option(help: str) -> Any:
 
 
 def _checkpoint(name: str) -> Path:
-    from mcore_qwen3vl.converters.hub import resolve
+    from mcore_qwen3vl.converters.hf.hub import resolve
 
     return resolve(name)
 
 
 def _config(name: str) -> Path:
-    from mcore_qwen3vl.converters.hub import resolve
+    from mcore_qwen3vl.converters.hf.hub import resolve
 
     return resolve(name, weights=False)

@@ -9,7 +9,7 @@ from mcore_qwen3vl import console
 from mcore_qwen3vl.cli import sources
 from mcore_qwen3vl.cli.options import JsonFile, ReportFolder, conclude, layout_flags
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.runtime.parallel import Layout
+from mcore_qwen3vl.layout import Layout
 
 
 @layout_flags()
@@ -48,9 +48,9 @@ def verify_trace(
     from mcore_qwen3vl.runtime import cpu
 
     cpu.install()
-    from mcore_qwen3vl.parity.case import Case
-    from mcore_qwen3vl.trace.input import from_prompt
-    from mcore_qwen3vl.trace.run import trace
+    from mcore_qwen3vl.verify.parity.case import Case
+    from mcore_qwen3vl.verify.trace.input import from_prompt
+    from mcore_qwen3vl.verify.trace.run import trace
 
     if (image or video) and prompt is None:
         raise BadInput("--image and --video need a --prompt that asks about them.")

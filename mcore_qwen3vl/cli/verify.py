@@ -14,7 +14,7 @@ from mcore_qwen3vl.cli import sources
 from mcore_qwen3vl.cli.manifest import verify_manifest
 from mcore_qwen3vl.cli.options import JsonFile, ReportFolder, Workers, conclude, layout_flags
 from mcore_qwen3vl.cli.trace import verify_trace
-from mcore_qwen3vl.runtime.parallel import Layout
+from mcore_qwen3vl.layout import Layout
 
 app = typer.Typer(help="Check that two things are the same.", no_args_is_help=True)
 app.command("manifest")(verify_manifest)
@@ -32,7 +32,7 @@ def verify_roundtrip(
     json: JsonFile = None,
 ) -> None:
     """Hugging Face to Megatron-Core and back, bitwise: every tensor and sidecar file."""
-    from mcore_qwen3vl.converters.roundtrip import roundtrip
+    from mcore_qwen3vl.verify.checkpoints.roundtrip import roundtrip
 
     conclude(roundtrip(src, work_dir, console.byte_progress, workers=workers), report, json)
 
@@ -47,7 +47,7 @@ def verify_tensors(
     json: JsonFile = None,
 ) -> None:
     """Compare two checkpoints bitwise as Hugging Face tensors."""
-    from mcore_qwen3vl.converters.compare import compare_checkpoints
+    from mcore_qwen3vl.verify.checkpoints.compare import compare_checkpoints
 
     with console.byte_progress("comparing") as progress:
         comparison = compare_checkpoints(a, b, progress=progress)
@@ -74,7 +74,7 @@ def verify_parity(
 ) -> None:
     """Logits, loss and every gradient under a parallel layout, against Hugging Face's model."""
     console.quiet_libraries()
-    from mcore_qwen3vl.parity.verify import verify_parity as verify
+    from mcore_qwen3vl.verify.parity.verify import verify_parity as verify
 
     result = verify(
         hf,

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.live import load_hf
-from mcore_qwen3vl.converters.megatron import is_megatron
-from mcore_qwen3vl.converters.plan import DTYPES
-from mcore_qwen3vl.converters.to_hf import hf_folder
+from mcore_qwen3vl.converters.live.checkpoint import load_checkpoint
+from mcore_qwen3vl.converters.live.transfer import load_hf
+from mcore_qwen3vl.converters.storage.dtypes import DTYPES
+from mcore_qwen3vl.converters.torch_dist.paths import hf_folder, is_megatron
 from mcore_qwen3vl.data.loader import load_processor
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.generation.generate import (
@@ -29,10 +29,10 @@ from mcore_qwen3vl.generation.generate import (
 )
 from mcore_qwen3vl.generation.prompts import Prompts, encode_prompts
 from mcore_qwen3vl.generation.sampling import Sampler, load_generation_config
-from mcore_qwen3vl.parity.build import build_chunks
-from mcore_qwen3vl.runtime.checkpoint import load_checkpoint
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.model.build import build_chunks
 from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.runtime.parallel import Layout, initialize
+from mcore_qwen3vl.runtime.parallel import initialize
 
 _DAY = 86400.0  # seconds; an answer may take long, and the user can interrupt it
 

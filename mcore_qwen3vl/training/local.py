@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.training.arguments import add_arguments, is_cpu
+from mcore_qwen3vl.training.arguments.parser import add_arguments, is_cpu
 
 SHUTDOWN_SECONDS = 600
 """What a step and a checkpoint may take after SIGTERM; torchrun's 30 s would kill a rank in it."""
@@ -38,7 +38,7 @@ def train_locally(flags: Sequence[str], processes: int | None = None) -> int:
     """Train on this machine: be torchrun, without its pages about a rank that failed.
 
     Args:
-        flags: those of :mod:`mcore_qwen3vl.training.arguments` and Megatron's.
+        flags: those of :mod:`mcore_qwen3vl.training.arguments.parser` and Megatron's.
         processes: ranks; default: :func:`default_processes`.
 
     Returns:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.runtime.parallel import Layout
+from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.training import parameters
 
 Recompute = Literal["none", "full"]

@@ -13,7 +13,7 @@ from megatron.training.checkpointing import checkpoint_exists
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
-from mcore_qwen3vl.training.parts import check_choice, choose_trainable
+from mcore_qwen3vl.training.step.parts import check_choice, choose_trainable
 
 
 @dataclass
@@ -35,7 +35,7 @@ def model_provider(
     """The provider for ``megatron.training.pretrain``.
 
     Args:
-        args: of :func:`mcore_qwen3vl.training.arguments.parse`.
+        args: of :func:`mcore_qwen3vl.training.arguments.parser.parse`.
         architecture: the model's shape.
         config_overrides: ``TransformerConfig`` fields that no flag sets.
 
@@ -65,8 +65,8 @@ def model_provider(
             **fields_of_all,
         )
         if args.load_hf and not resuming(args):
-            from mcore_qwen3vl.converters.hub import resolve
-            from mcore_qwen3vl.converters.live import load_hf
+            from mcore_qwen3vl.converters.hf.hub import resolve
+            from mcore_qwen3vl.converters.live.transfer import load_hf
 
             load_hf(model, resolve(args.load_hf))
         used.update(choose_trainable(model, args.freeze, args.trainable))

@@ -9,8 +9,8 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from mcore_qwen3vl.training import metrics
-from mcore_qwen3vl.training.arguments import is_cpu, parse, show_help
+from mcore_qwen3vl.training.arguments.parser import is_cpu, parse, show_help
+from mcore_qwen3vl.training.logs import metrics
 
 
 def main(argv: Sequence[str]) -> None:
@@ -41,12 +41,12 @@ class Run:
     def __init__(self, args: argparse.Namespace) -> None:
         """
         Args:
-            args: of :func:`mcore_qwen3vl.training.arguments.parse`.
+            args: of :func:`mcore_qwen3vl.training.arguments.parser.parse`.
         """
         from mcore_qwen3vl.config import Architecture
-        from mcore_qwen3vl.training.data import DataProvider
-        from mcore_qwen3vl.training.losses import find_loss
-        from mcore_qwen3vl.training.step import ForwardStep
+        from mcore_qwen3vl.training.feed.provider import DataProvider
+        from mcore_qwen3vl.training.step.forward import ForwardStep
+        from mcore_qwen3vl.training.step.losses import find_loss
 
         self.args = args
         self.architecture = Architecture.from_hf(args.hf_model)
@@ -94,7 +94,7 @@ class Run:
         )
 
     def _load_checkpoint(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        from mcore_qwen3vl.training.checkpoints import choose_checkpoint, explained
+        from mcore_qwen3vl.training.checkpoints.resume import choose_checkpoint, explained
 
         choose_checkpoint(self.args)
         with explained(self.args.load):
@@ -103,7 +103,7 @@ class Run:
     def _save_checkpoint(self, original: Any, iteration: int, *args: Any, **kwargs: Any) -> None:
         import torch.distributed as dist
 
-        from mcore_qwen3vl.training.checkpoints import save_companions
+        from mcore_qwen3vl.training.checkpoints.resume import save_companions
 
         with self.metrics.paused():
             if dist.get_rank() == 0:
@@ -122,20 +122,20 @@ class Run:
         interval = self.args.save_hf_interval
         due = iteration == self.args.train_iters or (interval and iteration % interval == 0)
         if self.args.save_hf and due:
-            from mcore_qwen3vl.training.export import export
+            from mcore_qwen3vl.training.checkpoints.export import export
 
             with self.metrics.paused():
                 export(self.args, model, optimizer, iteration)
         return leaving
 
     def _optimizer_config(self, original: Any, args: argparse.Namespace) -> Any:
-        from mcore_qwen3vl.training.optimizer import learning_rate_overrides
+        from mcore_qwen3vl.training.step.optimizer import learning_rate_overrides
 
         config, overrides = original(args)
         return config, {**(overrides or {}), **learning_rate_overrides(args)}
 
     def _optimizer(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        from mcore_qwen3vl.training.optimizer import make_resumable
+        from mcore_qwen3vl.training.step.optimizer import make_resumable
 
         optimizer = original(*args, **kwargs)
         make_resumable(optimizer)
@@ -184,7 +184,7 @@ class Run:
         from megatron.training import get_tensorboard_writer, get_wandb_writer
         from megatron.training.utils import print_rank_last
 
-        from mcore_qwen3vl.training.grad_norms import part_grad_norms
+        from mcore_qwen3vl.training.logs.grad_norms import part_grad_norms
 
         report = self.metrics.report(parallel_state.get_data_parallel_group())
         norms = part_grad_norms(model)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.runtime.parallel import Layout
+from mcore_qwen3vl.layout import Layout
 from tests.converters.checkpoints import load
 
 HEADS, GROUPS, HEAD_DIM, EXPERTS = 8, 4, 24, 12

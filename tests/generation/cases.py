@@ -16,12 +16,13 @@ from PIL import Image
 from transformers.video_utils import VideoMetadata
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.live import load_hf
+from mcore_qwen3vl.converters.live.transfer import load_hf
 from mcore_qwen3vl.generation import Generation, generate, load_generation_config
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.model.build import build_chunks
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
-from mcore_qwen3vl.parity.build import build_chunks
 from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.runtime.parallel import Layout, initialize
+from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 
 NEW_TOKENS = 24

@@ -10,7 +10,7 @@ cpu.install()
 
 from mcore_qwen3vl.console import quiet_libraries  # noqa: E402
 from mcore_qwen3vl.generation import Generation  # noqa: E402
-from mcore_qwen3vl.runtime.parallel import Layout  # noqa: E402
+from mcore_qwen3vl.layout import Layout  # noqa: E402
 from tests.generation.cases import KINDS, answer, conversations, expected  # noqa: E402
 
 LAYOUTS = {

@@ -14,14 +14,15 @@ import transformers
 from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.convert import hf_to_mcore
-from mcore_qwen3vl.converters.live import load_hf
+from mcore_qwen3vl.converters.live.transfer import load_hf
 from mcore_qwen3vl.generation.cached_model import CachedModel, inference
 from mcore_qwen3vl.generation.prompts import prompts_from_inputs
-from mcore_qwen3vl.parity.build import build_chunks
-from mcore_qwen3vl.parity.verify import HALF_PRECISION_FACTOR
-from mcore_qwen3vl.report.compare import measure
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.model.build import build_chunks
 from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.runtime.parallel import Layout, initialize
+from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.verify.parity.verify import HALF_PRECISION_FACTOR
+from mcore_qwen3vl.verify.report.compare import measure
 from tests.generation.cases import (
     NEW_TOKENS,
     checkpoint,

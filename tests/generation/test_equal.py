@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mcore_qwen3vl.runtime.parallel import Layout
+from mcore_qwen3vl.layout import Layout
 from tests.generation.cases import KINDS, answer, conversations, expected
 
 # Float32 logits of the two differ by about 1e-5; a token chosen by less would be chance.

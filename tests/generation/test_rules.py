@@ -15,8 +15,8 @@ from megatron.core.inference.contexts import StaticInferenceContext
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.generation import cached_model, prompts
 from mcore_qwen3vl.generation.cached_model import CachedModel
+from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import RanksFailed
-from mcore_qwen3vl.runtime.parallel import Layout
 from tests.generation.cases import answer, conversations, expected
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
-from mcore_qwen3vl.training.synthetic import write_image_qa
+from mcore_qwen3vl.tiny.records import write_image_qa
 
 pytestmark = pytest.mark.slow  # every rank imports torch and megatron anew
 

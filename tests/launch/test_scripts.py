@@ -12,9 +12,9 @@ import pytest
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.shapes import SHAPES
 
 LAUNCH = Path(__file__).parents[2] / "launch"
-CONFIGS = Path(__file__).parent / "configs"
 SCRIPTS = sorted(LAUNCH.glob("sft_*.sh")) + sorted(LAUNCH.glob("pretrain_*.sh"))
 H100 = 80.0
 HEADROOM = 0.9  # of its memory; the rest is for fragmentation, NCCL and the CUDA context
@@ -44,7 +44,7 @@ def final_command(script: Path, *arguments: str, **environment: str) -> list[str
 
 def parsed(script: Path, tmp_path: Path, *arguments: str, **env: str) -> argparse.Namespace:
     """The script's flags, validated by Megatron on the world size that it starts."""
-    from mcore_qwen3vl.training.arguments import validate
+    from mcore_qwen3vl.training.arguments.parser import validate
 
     words = final_command(
         script, "--hf-model", str(config_of(script)), "--data-path", "train.jsonl",
@@ -56,11 +56,11 @@ def parsed(script: Path, tmp_path: Path, *arguments: str, **env: str) -> argpars
 
 
 def config_of(script: Path) -> Path:
-    return CONFIGS / f"{script.stem.split('_', 1)[1]}.json"
+    return SHAPES / f"{script.stem.split('_', 1)[1]}.json"
 
 
 def test_there_is_a_script_for_every_size_and_task() -> None:
-    sizes = {config.stem for config in CONFIGS.glob("*.json")}
+    sizes = {config.stem for config in SHAPES.glob("*.json")}
     assert len(sizes) == 6
     assert {script.stem for script in SCRIPTS} == {
         f"{task}_{size}" for task in ("sft", "pretrain") for size in sizes
@@ -73,7 +73,7 @@ def test_megatron_accepts_the_flags_which_describe_the_model_and_its_memory(
 ) -> None:
     from mcore_qwen3vl.model.transformer_config import transformer_config
     from mcore_qwen3vl.training import memory
-    from mcore_qwen3vl.training.data import data_config
+    from mcore_qwen3vl.training.feed.provider import data_config
     from mcore_qwen3vl.training.model import config_fields
 
     args = parsed(script, tmp_path)

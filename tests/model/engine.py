@@ -16,9 +16,10 @@ from megatron.core.distributed import (
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.runtime.parallel import Layout, initialize
+from mcore_qwen3vl.runtime.parallel import initialize
 from tests.model import weights
 from tests.model.reference import Expected, Reference
 from tests.model.samples import MicroBatch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mcore_qwen3vl.runtime.parallel import Layout
+from mcore_qwen3vl.layout import Layout
 from tests.model.engine import Case, References, check
 from tests.model.samples import Sample, packed, padded, sample
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mcore_qwen3vl.runtime.parallel import Layout
+from mcore_qwen3vl.layout import Layout
 from tests.model.engine import Case, References, check
 from tests.model.reference import Reference
 from tests.model.samples import padded, sample

@@ -8,8 +8,8 @@ import pytest
 from torch import Tensor
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
 
+from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.runtime.parallel import Layout
 from tests.model.engine import TOLERANCE, Case, References, build, train_step, wrap
 from tests.model.reference import Expected
 from tests.model.samples import MicroBatch, packed, padded, sample

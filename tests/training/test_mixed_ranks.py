@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from mcore_qwen3vl.runtime.parallel import Layout
-from mcore_qwen3vl.training.curves import DISTRIBUTED, Job, train
-from mcore_qwen3vl.training.synthetic import write_image_qa
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.tiny.records import write_image_qa
+from mcore_qwen3vl.verify.curves.run import DISTRIBUTED, Job, train
 
 STEPS, TIMEOUT = 50, 150.0
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from mcore_qwen3vl.runtime.parallel import Layout
-from mcore_qwen3vl.training.curves import Job, train
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.verify.curves.run import Job, train
 
 COLOURS = ((220, 30, 30), (30, 180, 60), (40, 60, 220), (230, 220, 40))
 

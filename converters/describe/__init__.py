@@ -1,0 +1,1 @@
+"""What a checkpoint is, and what converting it will take."""

@@ -1,0 +1,183 @@
+"""Say what a path is: which checkpoint, of which model, how large, made of what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.hf.checkpoint import INDEX, SINGLE, HuggingFaceCheckpoint
+from mcore_qwen3vl.converters.legacy.checkpoint import open_megatron
+from mcore_qwen3vl.converters.mapping.row import Row
+from mcore_qwen3vl.converters.mapping.table import hf_shapes, table
+from mcore_qwen3vl.converters.storage.boxes import Shape
+from mcore_qwen3vl.converters.storage.dtypes import dtype_name
+from mcore_qwen3vl.converters.torch_dist.paths import hf_folder, is_megatron
+from mcore_qwen3vl.errors import BadInput
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor as it is stored: HF's name, or mcore's key with layers stacked."""
+
+    name: str
+    shape: Shape
+    dtype: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What `inspect_path` found.
+
+    Attributes:
+        kind: "huggingface", "megatron" or "config" (a config without weights).
+        architecture: the model's shape.
+        expert_layout: declared layout of the fused experts; None for a dense model.
+        iteration: name of the mcore iteration folder; None elsewhere.
+        tensors: what is stored; for a config, what its weights would be.
+        parameters: parameter count by part of the model, without vocabulary padding.
+        active_parameters: parameters used for one token (top-k experts), all parts.
+        padded_vocab_size: rows of the mcore embedding; None elsewhere.
+        files: files of weights.
+        nbytes: bytes of tensor data.
+    """
+
+    path: str
+    kind: str
+    architecture: Architecture
+    expert_layout: str | None
+    iteration: str | None
+    tensors: tuple[TensorInfo, ...]
+    parameters: dict[str, int]
+    active_parameters: int
+    padded_vocab_size: int | None
+    files: int
+    nbytes: int
+
+    @property
+    def total_parameters(self) -> int:
+        return sum(self.parameters.values())
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        return tuple(sorted({tensor.dtype for tensor in self.tensors}))
+
+    def mapping(self) -> list[Row]:
+        """The rows of its mapping, with this checkpoint's vocabulary padding."""
+        return table(self.architecture, padded_vocab_size=self.padded_vocab_size)
+
+
+def inspect_path(path: str | Path) -> Inspection:
+    """Inspect an HF checkpoint, an mcore checkpoint, or a ``config.json`` (file or directory).
+
+    Raises:
+        BadInput: the path is none of these, or is damaged.
+    """
+    path = Path(path)
+    if is_megatron(path):
+        return _megatron(path)
+    if path.is_dir() and ((path / SINGLE).exists() or (path / INDEX).exists()):
+        return _huggingface(path)
+    if path.is_file() or (path / "config.json").is_file():
+        return _config(path)
+    raise BadInput(
+        f"{path} is neither a Hugging Face checkpoint, nor a Megatron-Core one, nor a config.json."
+    )
+
+
+def _megatron(path: Path) -> Inspection:
+    architecture = Architecture.from_hf(hf_folder(path))
+    checkpoint = open_megatron(path, architecture)
+    stored = {key: checkpoint.index.tensors[key] for key in sorted(checkpoint.model_keys())}
+    tensors = tuple(
+        _info(key, t.shape, dtype_name(t.dtype), t.dtype.itemsize) for key, t in stored.items()
+    )
+    return _inspection(
+        path,
+        "megatron",
+        architecture,
+        tensors,
+        iteration=checkpoint.folder.name,
+        padded_vocab_size=checkpoint.vocab_size,
+        files=len(checkpoint.data_files),
+    )
+
+
+def _huggingface(path: Path) -> Inspection:
+    checkpoint = HuggingFaceCheckpoint(path)
+    tensors = tuple(
+        _info(name, e.shape, dtype_name(e.stored), e.stored.itemsize)
+        for name, e in (checkpoint.entries | checkpoint.scales).items()
+    )
+    architecture = Architecture.from_hf(path)
+    return _inspection(path, "huggingface", architecture, tensors, files=len(checkpoint.files))
+
+
+def _config(path: Path) -> Inspection:
+    architecture = Architecture.from_hf(path)
+    shapes = hf_shapes(table(architecture))
+    itemsize = {"float32": 4}.get(architecture.dtype, 2)
+    tensors = tuple(_info(n, s, architecture.dtype, itemsize) for n, s in shapes.items())
+    return _inspection(path, "config", architecture, tensors, files=0)
+
+
+def _inspection(
+    path: Path,
+    kind: str,
+    architecture: Architecture,
+    tensors: tuple[TensorInfo, ...],
+    *,
+    files: int,
+    iteration: str | None = None,
+    padded_vocab_size: int | None = None,
+) -> Inspection:
+    rows = table(architecture)
+    return Inspection(
+        path=str(path),
+        kind=kind,
+        architecture=architecture,
+        expert_layout=architecture.expert_layout,
+        iteration=iteration,
+        tensors=tensors,
+        parameters=_parameters(rows),
+        active_parameters=_active(architecture, rows),
+        padded_vocab_size=padded_vocab_size,
+        files=files,
+        nbytes=sum(tensor.nbytes for tensor in tensors),
+    )
+
+
+PARTS = (
+    ("visual.", "vision"),
+    ("embedding.", "embedding"),
+    ("output_layer.", "output layer"),
+    (".self_attention.", "attention"),
+    (".experts.", "experts"),
+    (".router.", "router"),
+    (".mlp.linear", "mlp"),
+)
+
+
+def _parameters(rows: list[Row]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for row in rows:
+        part = next((name for pattern, name in PARTS if pattern in row.key), "norms")
+        if row.key.endswith("layernorm.weight") or row.key.endswith("layer_norm_weight"):
+            part = "norms"
+        counts[part] = counts.get(part, 0) + row.numel
+    return counts
+
+
+def _active(architecture: Architecture, rows: list[Row]) -> int:
+    experts = sum(row.numel for row in rows if ".experts." in row.key)
+    total = sum(row.numel for row in rows)
+    if not experts:
+        return total
+    used = experts * architecture.num_experts_per_tok // architecture.num_experts
+    return total - experts + used
+
+
+def _info(name: str, shape: Shape, dtype: str, itemsize: int) -> TensorInfo:
+    return TensorInfo(name, shape, dtype, prod(shape) * itemsize)

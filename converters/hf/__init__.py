@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints: reading, writing, config, companion files, the hub, FP8."""

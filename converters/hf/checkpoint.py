@@ -1,0 +1,269 @@
+"""Read a Hugging Face checkpoint lazily: safetensors files, their index, and the files beside them.
+
+Tensors are views of memory-mapped files; nothing is read until it is used.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from mcore_qwen3vl.config import read_config_file
+from mcore_qwen3vl.converters.hf.fp8 import declared, dequantize, pair
+from mcore_qwen3vl.converters.hf.single_experts import fuse
+from mcore_qwen3vl.converters.mapping.row import Row
+from mcore_qwen3vl.converters.mapping.table import hf_shapes
+from mcore_qwen3vl.converters.storage.boxes import Shape, explicit
+from mcore_qwen3vl.converters.storage.dtypes import cast
+from mcore_qwen3vl.converters.storage.mapped import FirstBytes, bring_in
+from mcore_qwen3vl.errors import BadInput
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+Box = tuple[int | slice, ...]
+
+DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
+"""safetensors' names of the dtypes that a Qwen3-VL checkpoint may hold."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor as a safetensors header declares it.
+
+    Attributes:
+        file: the file that holds it.
+        dtype: what `HuggingFaceCheckpoint.read` gives, unless asked for another.
+        shape: its shape.
+        stored: dtype in the file; differs where the tensor is quantised.
+        scale: name of the tensor with the factors of a quantised one.
+    """
+
+    file: str
+    dtype: torch.dtype
+    shape: Shape
+    stored: torch.dtype
+    scale: str | None = None
+
+
+class HuggingFaceCheckpoint:
+    """The tensors of one Hugging Face checkpoint directory.
+
+    Every header is read and checked on construction (sizes against the file, the index against the
+    headers); tensor data is not.
+
+    Attributes:
+        path: the directory.
+        entries: what each tensor of the model is, by HF name.
+        scales: the factors of quantised tensors.
+        split: the fused tensors among `entries` that the files hold expert by expert.
+        quantization: the ``quantization_config``, if there is one.
+
+    Raises:
+        BadInput: no safetensors files, a file that is cut short or not safetensors, an index that
+            names absent or outside files, or disagrees with what the files hold; or the checkpoint
+            is quantised in a way that is not understood (see `quantization`).
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        config = read_config_file(path) if (path / "config.json").exists() else {}
+        self.quantization = declared(config)
+        index = _index(path)
+        files = sorted(set(index.values())) if index is not None else [_only_file(path)]
+        self._files = {file: _open(path / file) for file in files}
+        self._first_bytes = {file: FirstBytes(path / file) for file in files}
+        self.entries: dict[str, Entry] = {}
+        for file, handle in self._files.items():
+            for name in handle.keys():  # noqa: SIM118 (a safe_open is not a mapping)
+                self._add(file, name, handle.get_slice(name))
+        if index is not None:
+            self._compare_with(index)
+        self._stored, self.scales = pair(self.entries, self.quantization)
+        self.entries, self.split = fuse(self._stored, config)
+
+    @property
+    def files(self) -> list[Path]:
+        return [self.path / file for file in self._files]
+
+    def stored(self, name: str, box: Box = ()) -> Tensor:
+        """`box` of a tensor as the file has it: a view of the file, read-only by convention.
+
+        Of fused experts that are stored one by one it is a copy.
+        """
+        if (split := self.split.get(name)) is not None:
+            return split.take(box, self.stored)
+        entry = self._stored.get(name) or self.scales[name]
+        self._first_bytes[entry.file].check(name)
+        return bring_in(self._files[entry.file].get_tensor(name)[box])
+
+    def read(self, name: str, box: Box = (), dtype: torch.dtype | None = None) -> Tensor:
+        """`box` of a tensor, by default all of it; read-only by convention.
+
+        Args:
+            name: HF name.
+            box: a slice for each of the leading axes; for the first of three, an index will do.
+            dtype: of the result; default: the entry's, which makes it a view of the file unless
+                the tensor is quantised.
+
+        Raises:
+            BadInput: a value does not fit `dtype`.
+        """
+        if (split := self.split.get(name)) is not None:
+            return split.take(box, lambda part, place: self.read(part, place, dtype))
+        entry = self._stored[name]
+        stored = self.stored(name, box)
+        if entry.scale is None:
+            return cast(stored, dtype or entry.dtype, name)
+        place = explicit(box, entry.shape)
+        factors, (rows, columns) = self.stored(entry.scale, place[:-2]), place[-2:]
+        return dequantize(stored, factors, rows, columns, dtype or entry.dtype, name)
+
+    def require(self, rows: Iterable[Row]) -> None:
+        """Check that the checkpoint holds exactly the tensors that `rows` consume.
+
+        Raises:
+            BadInput: a tensor is missing, has another shape, or no row consumes it.
+        """
+        wanted = hf_shapes(list(rows))
+        for name, shape in wanted.items():
+            if name not in self.entries:
+                raise BadInput(
+                    f"{self.path} lacks the tensor {name} {list(shape)}, which config.json calls "
+                    "for. Nothing is initialised at random here: fetch the complete checkpoint."
+                )
+            found = self.entries[name].shape
+            if found != shape:
+                raise BadInput(
+                    f"{self.path}: tensor {name} has shape {list(found)}, but config.json makes it "
+                    f"{list(shape)}. The config and the weights belong to different models"
+                    f"{_layout_hint(name, found, shape)}."
+                )
+        for name in self.entries:
+            if name not in wanted:
+                raise BadInput(
+                    f"{self.path} holds the tensor {name} {list(self.entries[name].shape)}, which "
+                    "is no part of the model that config.json describes"
+                    f"{_tied_hint(name)}. Dropping it in silence would lose data, so nothing "
+                    "was converted."
+                )
+
+    def _add(self, file: str, name: str, header: Any) -> None:
+        if name in self.entries:
+            raise BadInput(
+                f"{self.path}: tensor {name} is in both {self.entries[name].file} and {file}. "
+                "Files of two checkpoints are mixed in this directory."
+            )
+        dtype = DTYPES.get(header.get_dtype())
+        if dtype is None:
+            raise BadInput(
+                f"{self.path}: tensor {name} in {file} has dtype {header.get_dtype()}; "
+                f"{', '.join(DTYPES)} are understood."
+            )
+        self.entries[name] = Entry(file, dtype, tuple(header.get_shape()), dtype)
+
+    def _compare_with(self, index: dict[str, str]) -> None:
+        for name, file in index.items():
+            entry = self.entries.get(name)
+            if entry is None or entry.file != file:
+                place = f"it is in {entry.file}" if entry else "no file holds it"
+                raise BadInput(
+                    f"{self.path / INDEX} says that tensor {name} is in {file}, but {place}. "
+                    "The index belongs to another checkpoint or a file was replaced."
+                )
+        if extra := next((name for name in self.entries if name not in index), None):
+            raise BadInput(
+                f"{self.path}: tensor {extra} is in {self.entries[extra].file} but not in {INDEX}. "
+                "The index belongs to another checkpoint or a file was replaced."
+            )
+
+
+def _layout_hint(name: str, found: Shape, wanted: Shape) -> str:
+    if ".experts." in name and found == (wanted[0], wanted[2], wanted[1]):
+        return (
+            " (the last two axes are swapped: the experts are in the other layout than the one "
+            "that config.json declares, so the config is not the one saved with these weights)"
+        )
+    return ""
+
+
+def _tied_hint(name: str) -> str:
+    if name == "lm_head.weight":
+        return " (tie_word_embeddings is true, so the embedding serves as output layer)"
+    return ""
+
+
+def _only_file(path: Path) -> str:
+    if (path / SINGLE).is_file():
+        return SINGLE
+    others = sorted(file.name for file in path.glob("*.safetensors"))
+    if others:
+        raise BadInput(
+            f"{path} holds {', '.join(others[:3])} but neither {SINGLE} nor {INDEX}, so which "
+            "files make the model is not known. Fetch the index too."
+        )
+    raise BadInput(
+        f"{path} holds no safetensors weights (neither {SINGLE} nor {INDEX}). Other weight formats "
+        "are not read; save the model with safe_serialization=True."
+    )
+
+
+def _index(path: Path) -> dict[str, str] | None:
+    """Tensor name -> file name, or None for a single-file checkpoint."""
+    file = path / INDEX
+    if not file.exists():
+        return None
+    if (path / SINGLE).exists():
+        raise BadInput(
+            f"{path} holds both {SINGLE} and {INDEX}, so which of them is the model is not known. "
+            "Remove the one that is left over."
+        )
+    try:
+        weight_map = json.loads(file.read_bytes())["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise BadInput(
+            f"{file} cannot be read as an index ({error!r:.200}). Copy it again."
+        ) from None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise BadInput(f"{file} has no tensor in its weight_map. Copy it again.")
+    for name, target in weight_map.items():
+        _check_target(file, name, target)
+    return weight_map
+
+
+def _check_target(index: Path, name: str, target: Any) -> None:
+    safe = isinstance(target, str) and target == PurePosixPath(target).name and "\\" not in target
+    if not safe or target in ("", ".", "..") or "\0" in target or len(target) > 255:
+        raise BadInput(
+            f"{index} puts tensor {name:.200} in {target!r:.200}, which is not a plain file name "
+            "in the same directory. Refused: an index must not reach outside its checkpoint."
+        )
+    if not (index.parent / target).is_file():
+        raise BadInput(
+            f"{index} puts tensor {name} in {target}, which does not exist. "
+            "The checkpoint is incomplete: fetch the missing file."
+        )
+
+
+def _open(file: Path) -> Any:
+    try:
+        with file.open("rb"):  # safetensors calls every file that it may not open absent
+            return safe_open(file, framework="pt")
+    except PermissionError as error:
+        raise BadInput(f"{file} cannot be read: {error.strerror}. Check its mode.") from None
+    except (SafetensorError, OSError, ValueError) as error:
+        raise BadInput(
+            f"{file} is not a complete safetensors file ({error!s:.200}). Fetch it again."
+        ) from None

@@ -1,0 +1,1 @@
+"""Megatron's legacy format, ``--ckpt-format torch``."""

@@ -1,0 +1,198 @@
+"""Megatron's legacy checkpoints (``--ckpt-format torch``), read as the table's tensors.
+
+A legacy checkpoint is one file for each model-parallel rank, with that rank's parameters under the
+names of its layer spec. The files are mapped, and their tensors are read as the parts of whole
+ones that they are; optimizer and random states beside them are never touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import get_args
+
+from torch import Tensor
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.legacy.files import RankFile, is_legacy, open_ranks
+from mcore_qwen3vl.converters.legacy.layout import (
+    FILE,
+    OUTPUT,
+    Spec,
+    Stage,
+    local_name,
+    place,
+    share_out,
+    stages,
+)
+from mcore_qwen3vl.converters.mapping.row import Row
+from mcore_qwen3vl.converters.mapping.table import EMBEDDING, table
+from mcore_qwen3vl.converters.storage.boxes import Shape, fill
+from mcore_qwen3vl.converters.torch_dist.checkpoint import MegatronCheckpoint
+from mcore_qwen3vl.converters.torch_dist.metadata import CheckpointIndex, Chunk, Place, StoredTensor
+from mcore_qwen3vl.converters.torch_dist.paths import iteration_folder
+from mcore_qwen3vl.converters.torch_dist.stored import StoredModel
+from mcore_qwen3vl.errors import BadInput
+
+
+def open_megatron(path: Path, architecture: Architecture) -> StoredModel:
+    """The checkpoint at `path`, in either format.
+
+    Args:
+        path: checkpoint directory, or the folder of one iteration.
+        architecture: the model that it should be.
+
+    Raises:
+        BadInput: it is neither format, damaged or incomplete.
+    """
+    return LegacyCheckpoint(path, architecture) if is_legacy(path) else MegatronCheckpoint(path)
+
+
+class LegacyCheckpoint(StoredModel):
+    """The tensors of one legacy checkpoint, put together from the ranks' files.
+
+    A parameter that the table does not know is in `index` under its file's and its own name.
+
+    Attributes:
+        layout: the parallel sizes that it was saved under.
+
+    Raises:
+        BadInput: not a legacy checkpoint, a damaged file, one with more in it than tensors and
+            Megatron's own state, or a rank's file is absent.
+    """
+
+    def __init__(self, path: Path, architecture: Architecture) -> None:
+        folder = iteration_folder(path)
+        self._ranks = open_ranks(folder)
+        self.layout = self._ranks[0].layout
+        parts = _Parts(self._ranks, architecture)
+        self._values = parts.values
+        super().__init__(folder, parts.index)
+
+    @property
+    def data_files(self) -> list[Path]:
+        return [file.path for file in self._ranks]
+
+    def require(self, rows: Iterable[Row]) -> None:
+        super().require(rows)
+        for key, tensor in self.index.tensors.items():
+            if not fill(tensor.chunks, tensor.shape):
+                raise self._unfilled(key)
+
+    def _tensor(self, key: str, chunk: Chunk) -> Tensor:
+        return self._values[key, chunk.offsets]
+
+    def _unfilled(self, key: str) -> BadInput:
+        return BadInput(
+            f"{self.folder}: the ranks' parts of {key} do not make up the whole tensor. A layer or "
+            "an expert is missing from a rank's file."
+        )
+
+
+class _Parts:
+    """Finds in the ranks' files what each row is made of.
+
+    Attributes:
+        index: the tensors that the parts make up.
+        values: each chunk's values, by key and first corner.
+    """
+
+    def __init__(self, files: list[RankFile], a: Architecture) -> None:
+        self.index = CheckpointIndex()
+        self.values: dict[tuple[str, Shape], Tensor] = {}
+        self._files, self._layout = files, files[0].layout
+        self._experts = max(a.num_experts // self._layout.ep, 1)  # of a layer, on one rank
+        etp = self._layout.etp
+        self._by_tp = {(f.rank.pp, f.rank.tp): f for f in files}
+        self._by_etp = {(f.rank.pp, f.rank.ep, f.rank.tp % etp): f for f in files}
+        pipeline = self._pipeline()
+        self._layers = sum(len(stage.layers) for stage in pipeline)
+        vocabulary = self._by_tp[0, 0].models[0].get(EMBEDDING)
+        padded = len(vocabulary) * self._layout.tp if isinstance(vocabulary, Tensor) else 0
+        rows = table(a, expert_layout="published", padded_vocab_size=max(padded, a.vocab_size))
+        shares = share_out(rows, pipeline, tied=a.tie_word_embeddings)
+        for stage, held in zip(pipeline, shares, strict=True):
+            known = set()
+            for row in held:
+                for name in self._names(row, stage):
+                    known.add(name)
+                    if not (a.tie_word_embeddings and name == OUTPUT):  # the embedding's copy
+                        self._add(row, stage, name)
+            self._add_unknown(stage, known)
+
+    def _pipeline(self) -> list[Stage]:
+        pp, vpp = range(self._layout.pp), range(self._layout.vpp)
+        return stages([[self._by_tp[rank, 0].layers(vp) for rank in pp] for vp in vpp])
+
+    def _names(self, row: Row, stage: Stage) -> set[str]:
+        """The names of `row` under which a rank of `stage` has something: one, or none."""
+        states = [self._file(row, stage, n).models[stage.vp] for n in range(self._count(row))]
+        names = {local_name(row, stage, self._experts, spec) for spec in get_args(Spec)}
+        return {name for name in names if any(name in state for state in states)}
+
+    def _count(self, row: Row) -> int:
+        """In how many parts the ranks hold `row`."""
+        if row.tp_axis is None:
+            return 1
+        return self._layout.tp if place(row)[1] is None else self._layout.etp
+
+    def _file(self, row: Row, stage: Stage, part: int) -> RankFile:
+        """A file with part number `part` of `row`; others have copies of it."""
+        _, expert = place(row)
+        if expert is None:
+            return self._by_tp[stage.pp, part]
+        return self._by_etp[stage.pp, expert // self._experts, part]
+
+    def _add(self, row: Row, stage: Stage, name: str) -> None:
+        """Enter the ranks' parts of `row`, each cut into what is one box of the whole."""
+        count = self._count(row)
+        for part in range(count):
+            file = self._file(row, stage, part)
+            local = file.tensor(stage.vp, name)
+            stored = self._entry(row, local, count, f"{file.path}: {name}")
+            for offsets, box in _cut(row, local, part, count):
+                corner = (*row.offset, *offsets)
+                values = box[(None,) * len(row.offset)]
+                stored.chunks.append(Chunk(corner, tuple(values.shape), Place(FILE, 0, 0)))
+                self.values[row.key, corner] = values
+
+    def _entry(self, row: Row, local: Tensor, count: int, where: str) -> StoredTensor:
+        """The entry of the row's tensor; its shape is what the files say, not the config."""
+        shape = list(local.shape)
+        if row.tp_axis is not None and row.tp_axis < len(shape):
+            shape[row.tp_axis] *= count
+        stacked = list(row.global_shape[: len(row.offset)])
+        if len(stacked) > (place(row)[1] is not None):
+            stacked[0] = self._layers
+        whole = (*stacked, *shape)
+        entry = self.index.tensors.setdefault(row.key, StoredTensor(local.dtype, whole))
+        if (entry.dtype, entry.shape) != (local.dtype, whole):
+            raise BadInput(
+                f"{where} makes {row.key} {list(whole)} {local.dtype}, but other ranks or layers "
+                f"make it {list(entry.shape)} {entry.dtype}. The files do not belong together."
+            )
+        return entry
+
+    def _add_unknown(self, stage: Stage, known: set[str]) -> None:
+        for file in self._files:
+            if file.rank.pp != stage.pp:
+                continue
+            for name in file.models[stage.vp]:
+                if name in known or name.endswith("_extra_state"):
+                    continue
+                tensor = file.tensor(stage.vp, name)
+                entry = StoredTensor(tensor.dtype, tuple(tensor.shape))
+                self.index.tensors[f"{file.path.parent.name}/{name}"] = entry
+
+
+def _cut(row: Row, local: Tensor, part: int, parts: int) -> Iterator[tuple[Shape, Tensor]]:
+    """Part number `part` of `parts` in boxes of the whole: each one's corner and values."""
+    axis = row.tp_axis
+    if axis is None or local.dim() <= axis:
+        yield (0,) * local.dim(), local
+        return
+    width = local.shape[axis] // row.tp_parts
+    for number in range(row.tp_parts):
+        start = (number * parts + part) * width
+        corner = tuple(start if i == axis else 0 for i in range(local.dim()))
+        yield corner, local.narrow(axis, number * width, width)

@@ -1,0 +1,177 @@
+"""The files of a legacy checkpoint: opened, and checked to be all the ranks' of one run."""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mcore_qwen3vl.converters.legacy.layout import FILE, Rank, model_key
+from mcore_qwen3vl.converters.legacy.torch_load import load
+from mcore_qwen3vl.converters.storage.archive import STORAGES
+from mcore_qwen3vl.converters.torch_dist.paths import iteration_folder
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.layout import Layout
+
+
+def is_legacy(path: Path) -> bool:
+    """Whether `path`, a Megatron checkpoint or one iteration of it, is of the legacy format."""
+    return any(iteration_folder(path).glob(f"mp_rank_*/{FILE}"))
+
+
+def saved_arguments(folder: Path) -> Namespace:
+    """Megatron's arguments of the run that saved the legacy checkpoint in `folder`.
+
+    Raises:
+        BadInput: there is no such checkpoint, or it is damaged or has none.
+    """
+    path = min(folder.glob(f"mp_rank_*/{FILE}"), default=None)
+    if path is None:
+        raise BadInput(f"{folder} holds no mp_rank_*/{FILE}; it is no legacy checkpoint.")
+    return _arguments(load(path), path)
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """One mapped file.
+
+    Attributes:
+        path: where it is.
+        rank: whose parameters it has.
+        layout: the parallel sizes that it was saved under.
+        models: the state of each of the rank's pipeline chunks.
+    """
+
+    path: Path
+    rank: Rank
+    layout: Layout
+    models: list[dict[str, Any]]
+
+    def tensor(self, vp: int, name: str) -> Tensor:
+        """Parameter `name` of chunk `vp`.
+
+        Raises:
+            BadInput: it is absent, or no tensor of a model's dtypes.
+        """
+        if name not in self.models[vp]:
+            raise BadInput(
+                f"{self.path} lacks the parameter {name}, which other ranks have. The files do not "
+                "belong together."
+            )
+        value = self.models[vp][name]
+        if not isinstance(value, Tensor) or value.dtype not in STORAGES:
+            kind = str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
+            raise BadInput(
+                f"{self.path}: {name} is {kind}; a tensor of {', '.join(map(str, STORAGES))} is "
+                "read."
+            )
+        return value
+
+    def layers(self, vp: int) -> int:
+        """How many decoder layers chunk `vp` has: one more than the last one's number."""
+        numbers = (re.match(r"decoder\.layers\.(\d+)\.", name) for name in self.models[vp])
+        return max((int(found[1]) + 1 for found in numbers if found), default=0)
+
+
+def open_ranks(folder: Path) -> list[RankFile]:
+    """Every rank's file, mapped.
+
+    Raises:
+        BadInput: there is none, one is damaged, or they are not of one checkpoint.
+    """
+    found = []
+    for path in sorted(folder.glob(f"mp_rank_*/{FILE}")):
+        content = load(path)
+        layout = _layout(content, path)
+        models = [_state(content, model_key(vp, layout.vpp), path) for vp in range(layout.vpp)]
+        found.append(RankFile(path, _rank(path, layout), layout, models))
+    if not found:
+        raise BadInput(f"{folder} holds no mp_rank_*/{FILE}; it is no legacy checkpoint.")
+    for file in found:
+        if file.layout != found[0].layout:
+            raise BadInput(
+                f"{found[0].path} was saved under {found[0].layout} and {file.path} under "
+                f"{file.layout}. They are of different checkpoints."
+            )
+    _require_all_ranks(folder, found)
+    return found
+
+
+def _require_all_ranks(folder: Path, found: list[RankFile]) -> None:
+    """Each part of a tensor, and each expert, must be in some file."""
+    layout = found[0].layout
+    tp = {(file.rank.pp, file.rank.tp) for file in found}
+    experts = {(file.rank.pp, file.rank.ep, file.rank.tp % layout.etp) for file in found}
+    for pp in range(layout.pp):
+        absent = [f"TP rank {n}" for n in range(layout.tp) if (pp, n) not in tp]
+        absent += [
+            f"EP rank {n}"
+            for n in range(layout.ep)
+            if not all((pp, n, etp) in experts for etp in range(layout.etp))
+        ]
+        if absent:
+            raise BadInput(
+                f"{folder} was saved under {layout} and lacks a file of {absent[0]}, PP rank {pp}. "
+                "Copy the checkpoint again."
+            )
+
+
+def _arguments(content: Any, path: Path) -> Namespace:
+    args = content.get("args") if isinstance(content, dict) else None
+    if not isinstance(args, Namespace):
+        raise BadInput(
+            f"{path} holds no arguments, so the layout that it was saved under is not known. Load "
+            "it in Megatron and save it again."
+        )
+    return args
+
+
+def _layout(content: Any, path: Path) -> Layout:
+    """The parallel sizes in the arguments that the file holds."""
+    args = _arguments(content, path)
+    tp = getattr(args, "tensor_model_parallel_size", None)
+    layout = Layout(
+        tp=_size(tp, path),
+        pp=_size(getattr(args, "pipeline_model_parallel_size", None), path),
+        vpp=_size(getattr(args, "virtual_pipeline_model_parallel_size", None) or 1, path),
+        ep=_size(getattr(args, "expert_model_parallel_size", 1), path),
+        etp=_size(getattr(args, "expert_tensor_parallel_size", None) or tp, path),
+    )
+    if not getattr(args, "num_experts", None):
+        return replace(layout, ep=1, etp=1)
+    if layout.tp % layout.etp:
+        raise BadInput(
+            f"{path} was saved under ETP {layout.etp} and TP {layout.tp}. ETP does not divide TP, "
+            "and several ranks have written the same file: part of the experts is lost."
+        )
+    return layout
+
+
+def _size(value: Any, path: Path) -> int:
+    if type(value) is not int or value < 1:
+        raise BadInput(f"{path}: the arguments give {value!r:.40} as a parallel size.")
+    return value
+
+
+def _rank(path: Path, layout: Layout) -> Rank:
+    """The rank that the folder's name tells, read as the layout says it is written."""
+    pattern = r"mp_rank_(\d{2,})" + r"_(\d{3,})" * ((layout.pp > 1) + (layout.ep > 1))
+    match = re.fullmatch(pattern, path.parent.name)
+    numbers = [int(number) for number in match.groups()] if match else []
+    tp, *others = numbers or [layout.tp]
+    pp = others.pop(0) if others and layout.pp > 1 else 0
+    ep = others.pop(0) if others else 0
+    if tp >= layout.tp or pp >= layout.pp or ep >= layout.ep:
+        raise BadInput(f"{path}: the arguments say {layout}, which is not how its folder is named.")
+    return Rank(tp, pp, ep)
+
+
+def _state(content: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
+    state = content.get(key)
+    if not isinstance(state, dict):
+        raise BadInput(f"{path} holds no {key!r} with parameters, but {', '.join(content)}.")
+    return state

@@ -1,0 +1,258 @@
+"""Hugging Face to Megatron's legacy format: the plan and its units, a rank's file each."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import lcm, prod
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from mcore_qwen3vl.converters.legacy.layout import (
+    FILE,
+    Legacy,
+    Rank,
+    Spec,
+    Stage,
+    boxes,
+    extra_state,
+    local_name,
+    local_shape,
+    model_key,
+    place,
+    ranks,
+    share_out,
+    stages,
+)
+from mcore_qwen3vl.converters.mapping.row import Row, max_rows
+from mcore_qwen3vl.converters.mapping.table import EMBEDDING
+from mcore_qwen3vl.converters.offline import to_mcore
+from mcore_qwen3vl.converters.offline.plan import Plan, Unit
+from mcore_qwen3vl.converters.offline.to_mcore import ToMcore
+from mcore_qwen3vl.converters.storage.archive import Described, write_archive
+from mcore_qwen3vl.converters.storage.boxes import Box, Shape
+from mcore_qwen3vl.converters.storage.direct import DirectFile
+from mcore_qwen3vl.converters.torch_dist.paths import RELEASE
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.megatron_arguments import architecture_arguments
+
+
+@dataclass(frozen=True)
+class _LocalTensor:
+    """One parameter of one rank: parts of a row's piece, one after another."""
+
+    name: str
+    row: Row
+    boxes: list[Box]
+    shape: Shape
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+_Models = list[tuple[Stage, list[_LocalTensor]]]
+
+
+@dataclass(frozen=True)
+class ToLegacy:
+    """Does the units of one conversion; see `plan.Conversion`."""
+
+    mcore: ToMcore  # the same source as a torch_dist conversion
+    rows: list[Row]
+    legacy: Legacy
+    args: dict[str, Any]  # Megatron's, as far as its loader asks for them
+
+    def prepare(self, tree: Path) -> None:
+        self.mcore.prepare(tree)
+
+    def is_done(self, unit: Unit, tree: Path, result: Any) -> bool:
+        if not isinstance(unit.work[0], Rank):
+            return True
+        file = self._file(unit, tree)
+        return file.is_file() and file.stat().st_size == result["size"]
+
+    def run(self, unit: Unit, tree: Path, moved: Callable[[int, str], None]) -> Any:
+        rank = unit.work[0]
+        if not isinstance(rank, Rank):
+            # Ranks read parts of tensors, some of them several times; the manifest wants each once.
+            return {"checksums": [c for row in unit.work for c in self.mcore.checksums(row)]}
+        file = self._file(unit, tree)
+        file.parent.mkdir(exist_ok=True)
+        models = list(self.models(rank))
+        with DirectFile(file, create=True) as out:
+            write_archive(out, self._content(models), self._storages(models, moved))
+            out.sync()
+        return {"size": file.stat().st_size}
+
+    def finish(self, tree: Path, results: dict[str, Any]) -> None:
+        self.mcore.accompany(tree, results)
+
+    def models(self, rank: Rank) -> Iterator[tuple[Stage, list[_LocalTensor]]]:
+        """The rank's pipeline chunks and the parameters of each, in the order of the network."""
+        for stage, rows in self._pipeline:
+            if stage.pp == rank.pp:
+                yield stage, list(self._tensors(stage, rows, rank))
+
+    @cached_property
+    def _pipeline(self) -> list[tuple[Stage, list[Row]]]:
+        a, layout = self.mcore.architecture, self.legacy.layout
+        counts = layout.layers_per_stage(a.num_hidden_layers)
+        pipeline = stages([[count // layout.vpp for count in counts]] * layout.vpp)
+        shares = share_out(self.rows, pipeline, tied=a.tie_word_embeddings)
+        return list(zip(pipeline, shares, strict=True))
+
+    def _tensors(self, stage: Stage, rows: list[Row], rank: Rank) -> Iterator[_LocalTensor]:
+        layout = self.legacy.layout
+        experts = self.mcore.architecture.num_experts // layout.ep
+        for row in rows:
+            _, expert = place(row)
+            if expert is not None and expert // experts != rank.ep:
+                continue
+            name = local_name(row, stage, experts, self.legacy.spec)
+            index, size = rank.share(row, layout)
+            dtype = self.mcore.tensors.get(row.key, self.mcore.tensors[EMBEDDING]).dtype
+            yield _LocalTensor(name, row, boxes(row, index, size), local_shape(row, size), dtype)
+
+    def _content(self, models: _Models) -> dict[str, Any]:
+        """What `generate_state_dict` of ``megatron.training.checkpointing`` makes."""
+        content: dict[str, Any] = {
+            "args": Namespace(**self.args),
+            "checkpoint_version": 3.0,
+            "iteration": 0,
+        }
+        storage = 0
+        for stage, tensors in models:
+            state: OrderedDict[str, Any] = OrderedDict()
+            for tensor in tensors:
+                state[tensor.name] = Described(tensor.dtype, tensor.shape, storage)
+                storage += 1
+                for name in extra_state(tensor.row, tensor.name, self.legacy.spec):
+                    state[name] = None
+            if stage.last:
+                state["output_layer._extra_state"] = None
+            content[model_key(stage.vp, self.legacy.layout.vpp)] = state
+        return content
+
+    def _storages(
+        self, models: _Models, moved: Callable[[int, str], None]
+    ) -> Iterator[tuple[int, Iterator[Tensor]]]:
+        for _, tensors in models:
+            for tensor in tensors:
+                yield tensor.nbytes, self._memory(tensor)
+                moved(tensor.nbytes, tensor.name)
+
+    def _memory(self, tensor: _LocalTensor) -> Iterator[Tensor]:
+        """The tensor's memory in order, a chunk at a time; views of the source where possible."""
+        row, source = tensor.row, self.mcore.source
+
+        def fetch(name: str, box: Box) -> Tensor:
+            return source.read(name, box, tensor.dtype)
+
+        for rows, *columns in tensor.boxes:
+            whole = row.rearrangement.transposed
+            step = rows.stop - rows.start if whole else max_rows(row, tensor.dtype)
+            for start in range(rows.start, rows.stop, step):
+                yield row.take(fetch, (slice(start, min(start + step, rows.stop)), *columns))
+
+    def _file(self, unit: Unit, tree: Path) -> Path:
+        return tree / RELEASE / unit.name / FILE
+
+
+def plan(source: Path, legacy: Legacy, **options: Any) -> Plan:
+    """Check an HF checkpoint and lay out its conversion; `options` are those of `to_mcore.plan`.
+
+    Raises:
+        BadInput: the model cannot be divided that way, or the format cannot hold such a layout.
+    """
+    if legacy.spec not in get_args(Spec):
+        raise BadInput(f"layer spec {legacy.spec!r} is not one of {', '.join(get_args(Spec))}.")
+    same = to_mcore.plan(source, **options, tp=legacy.layout.tp)
+    base = same.conversion
+    assert isinstance(base, ToMcore)
+    layout = legacy.layout if base.architecture.is_moe else replace(legacy.layout, etp=1)
+    legacy = replace(legacy, layout=layout)
+    rows = [row for unit in same.units for row in unit.work]
+    _check(layout, base, rows)
+    divisor = options.get("make_vocab_size_divisible_by", 1)
+    conversion = ToLegacy(base, rows, legacy, _arguments(legacy, base, divisor))
+    files = [_unit(conversion, rank) for rank in ranks(layout)]
+    checksums = [Unit(f"checksums {unit.name}", 0, unit.work) for unit in same.units]
+    return replace(
+        same,
+        units=(*files, *checksums),
+        identity={**same.identity, "layout": str(layout), "spec": legacy.spec},
+        conversion=conversion,
+        files=len(files),
+        notes=(*same.notes, f"For layout {layout} and layer spec {legacy.spec} only."),
+    )
+
+
+def _unit(conversion: ToLegacy, rank: Rank) -> Unit:
+    nbytes = sum(tensor.nbytes for _, tensors in conversion.models(rank) for tensor in tensors)
+    return Unit(rank.folder(conversion.legacy.layout), nbytes, (rank,))
+
+
+def _check(layout: Layout, mcore: ToMcore, rows: list[Row]) -> None:
+    """Refuse a layout that the model or the format cannot have."""
+    a = mcore.architecture
+    if min(layout.tp, layout.pp, layout.vpp, layout.ep, layout.etp) < 1:
+        raise BadInput(f"{layout}: parallel sizes start at 1.")
+    if a.is_moe and layout.tp % layout.etp:
+        raise BadInput(
+            f"The names of legacy files tell TP, PP and EP ranks apart, but not those of ETP "
+            f"{layout.etp} under TP {layout.tp}: choose an ETP that divides TP, or --format "
+            "torch_dist, which loads under any layout."
+        )
+    together = lcm(layout.tp, layout.etp * layout.ep)
+    enough = replace(layout, cp=1, dp=together // layout.tp, sp=layout.tp > 1)
+    padded = mcore.tensors[EMBEDDING].shape[0]
+    enough.validate(replace(a, vocab_size=padded))
+    for row in rows:
+        size = layout.tp if place(row)[1] is None else layout.etp
+        if row.tp_axis is not None and row.shape[row.tp_axis] % (size * row.tp_parts):
+            raise BadInput(
+                f"{row.key} {list(row.shape)} cannot be cut into {size} equal parts along axis "
+                f"{row.tp_axis}: choose another TP."
+            )
+
+
+def _arguments(legacy: Legacy, mcore: ToMcore, divisor: int) -> dict[str, Any]:
+    """Megatron's arguments that its loader compares or takes over from a checkpoint."""
+    a, layout = mcore.architecture, legacy.layout
+    dtype = mcore.tensors[EMBEDDING].dtype
+    return {
+        **architecture_arguments(a),
+        "add_position_embedding": True,  # Megatron's default, which mrope leaves alone
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "tokenizer_type": "NullTokenizer",
+        "make_vocab_size_divisible_by": divisor,
+        "padded_vocab_size": mcore.tensors[EMBEDDING].shape[0],
+        "params_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        "decoder_first_pipeline_num_layers": layout.first,
+        "decoder_last_pipeline_num_layers": layout.last,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        "spec": [legacy.spec],
+        "transformer_impl": "transformer_engine" if legacy.spec == "te" else "local",
+        "moe_grouped_gemm": a.is_moe and legacy.spec == "te",
+        "data_parallel_random_init": False,
+        "consumed_train_samples": 0,
+        "skipped_train_samples": 0,
+        "consumed_valid_samples": 0,
+        "ckpt_format": "torch",
+    }

@@ -1,0 +1,1 @@
+"""The same table on a running, sharded model: load and export."""

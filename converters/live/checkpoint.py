@@ -1,0 +1,62 @@
+"""Load a ``torch_dist`` checkpoint into a running model of any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mcore_qwen3vl.converters.legacy.files import is_legacy
+from mcore_qwen3vl.converters.torch_dist.paths import iteration_folder
+from mcore_qwen3vl.converters.torch_dist.stored import NOT_THE_MODEL
+from mcore_qwen3vl.errors import BadInput
+
+
+def load_checkpoint(models: Sequence[Any], path: str | Path) -> None:
+    """Fill the model chunks of this rank from a checkpoint; a collective of all ranks.
+
+    Optimizer and random states that a training checkpoint holds beside the model are left alone.
+
+    Args:
+        models: this rank's chunks (several under VPP), not wrapped in DDP.
+        path: checkpoint directory, or the folder of one iteration.
+
+    Raises:
+        BadInput: there is no checkpoint, or its keys or shapes are not exactly the model's.
+    """
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from megatron.core.dist_checkpointing.validation import StrictHandling
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    folder = iteration_folder(Path(path))
+    if is_legacy(folder):
+        raise BadInput(
+            f"{folder} is of Megatron's legacy format, which only its own layout loads. Export it "
+            "first: mcore-qwen3vl convert mcore-to-hf."
+        )
+    state = {f"model{i}": model.sharded_state_dict() for i, model in enumerate(models)}
+    try:
+        # In mcore's words the model's keys are tested: `unexpected` are those that the checkpoint
+        # lacks, `missing` those that it holds and the model does not ask for.
+        loaded, extra, lacking = dist_checkpointing.load(
+            state, str(folder), strict=StrictHandling.RETURN_ALL
+        )
+    except CheckpointingException as error:
+        raise _not_this_model(folder, str(error)) from error
+    except CheckpointException as error:  # torch's, around what failed on each rank
+        failures = [failure[0] for failure in error.failures.values()]
+        raise _not_this_model(folder, str(failures[0])) from error
+    extra = {key for key in extra if not NOT_THE_MODEL.match(key)}
+    for keys, problem in ((lacking, "lacks"), (extra, "holds beside the model")):
+        if keys:
+            raise _not_this_model(folder, f"it {problem} {', '.join(sorted(keys)[:3])}")
+    for i, model in enumerate(models):
+        model.load_state_dict(loaded[f"model{i}"])
+
+
+def _not_this_model(folder: Path, why: str) -> BadInput:
+    return BadInput(
+        f"{folder} does not hold exactly this model: {why}. Build the model from the config that "
+        "belongs to the checkpoint."
+    )

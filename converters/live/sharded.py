@@ -1,0 +1,165 @@
+"""Which part of which Hugging Face tensor each parameter of a running, sharded model holds.
+
+The model's own ``sharded_state_dict()`` says which box of which checkpoint tensor each parameter
+holds; the table says which boxes of Hugging Face tensors make it. Nothing here knows how TP, PP, EP
+or ETP cut a tensor, nor what a layer spec calls its parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedTensor,
+    ShardedTensorFactory,
+    is_main_replica,
+)
+from torch import Tensor, nn
+
+from mcore_qwen3vl.config import ExpertLayout
+from mcore_qwen3vl.converters.mapping.row import Row
+from mcore_qwen3vl.converters.mapping.table import table
+from mcore_qwen3vl.errors import BadInput
+
+Values = Callable[[nn.Parameter], Tensor | None]
+"""Which tensor of a parameter's shape is meant: the weight, its gradient; None leaves it out."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where a local tensor and one Hugging Face tensor overlap.
+
+    Attributes:
+        name: HF tensor name.
+        box: the place in the whole HF tensor: a slice for each axis, or for one expert of the
+            fused tensor its number first.
+        local: that part of the local tensor, a view of it in HF's orientation.
+        main: this rank is the one that answers for it; others hold copies.
+        parameter: local name of the parameter.
+    """
+
+    name: str
+    box: tuple[int | slice, ...]
+    local: Tensor
+    main: bool
+    parameter: str
+
+    @property
+    def label(self) -> str:
+        """The HF name, with the expert's number for one expert of the fused tensor."""
+        first = self.box[0]
+        return f"{self.name}[{first}]" if isinstance(first, int) else self.name
+
+
+def weight(parameter: nn.Parameter) -> Tensor:
+    """The parameter itself."""
+    return parameter.data
+
+
+def gradient(parameter: nn.Parameter) -> Tensor | None:
+    """What Megatron's DDP accumulated, or ``grad`` without it; None for a frozen parameter."""
+    if not parameter.requires_grad:
+        return None
+    main = getattr(parameter, "main_grad", None)
+    return parameter.grad if main is None else main
+
+
+def hf_parts(
+    models: nn.Module | Sequence[nn.Module],
+    values: Values = weight,
+    *,
+    expert_layout: ExpertLayout | None = None,
+) -> Iterator[Part]:
+    """Every local parameter, cut into its parts of Hugging Face tensors.
+
+    Args:
+        models: the model, or its virtual pipeline chunks; wrappers are seen through.
+        values: which tensor of each parameter to cut.
+        expert_layout: of the fused experts on the HF side; default: what the config that the model
+            was built from declares.
+
+    Raises:
+        BadInput: a parameter that the table does not know, or of another shape.
+    """
+    chunks = unwrap(models)
+    rows = _Rows(table_of(chunks, expert_layout))
+    for chunk in chunks:
+        parameters = dict(chunk.named_parameters(remove_duplicate=False))
+        for name, entry in chunk.sharded_state_dict().items():
+            if name not in parameters:
+                continue  # _extra_state
+            tensor = values(parameters[name])
+            for piece in _pieces(entry, tensor) if tensor is not None else ():
+                yield from _parts(rows.of(name, piece), piece, name)
+
+
+def table_of(chunks: Sequence[Any], expert_layout: ExpertLayout | None = None) -> list[Row]:
+    """The table of a running model, whose vocabulary may be padded."""
+    model = chunks[0]
+    return table(
+        model.architecture, expert_layout=expert_layout, padded_vocab_size=model.vocab_size
+    )
+
+
+def unwrap(models: nn.Module | Iterable[nn.Module]) -> list[Any]:
+    """The chunks inside Megatron's wrappers (DDP, ``Float16Module``)."""
+    chunks: list[Any] = [models] if isinstance(models, nn.Module) else list(models)
+    while any(hasattr(chunk, "module") for chunk in chunks):
+        chunks = [getattr(chunk, "module", chunk) for chunk in chunks]
+    return chunks
+
+
+class _Rows:
+    """Rows by key and place on the stacked axes."""
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self._rows = {(row.key, row.offset): row for row in rows}
+
+    def of(self, parameter: str, piece: ShardedTensor) -> Row:
+        stacked = piece.global_offset[: piece.prepend_axis_num]
+        row = self._rows.get((piece.key, tuple(stacked)))
+        if row is None:
+            raise BadInput(
+                f"Parameter {parameter} ({piece.key}) is no part of a Qwen3-VL checkpoint. "
+                "Merge or remove adapters and other added parameters first."
+            )
+        if row.global_shape != tuple(piece.global_shape):
+            raise BadInput(
+                f"Parameter {parameter} ({piece.key}) has the global shape "
+                f"{list(piece.global_shape)}, but the Hugging Face model makes it "
+                f"{list(row.global_shape)}. The model was built from another config."
+            )
+        return row
+
+
+def _pieces(entry: Any, tensor: Tensor) -> Iterator[ShardedTensor]:
+    """The boxes of checkpoint tensors that `tensor` fills: one, or two for a gated linear.
+
+    mcore derives the sharding of optimizer states from that of their parameters in this way.
+    """
+    if isinstance(entry, ShardedTensorFactory):
+        yield from replace(entry, data=tensor).build()
+    else:
+        yield replace(entry, data=tensor, dtype=tensor.dtype)
+
+
+def _parts(row: Row, piece: ShardedTensor, parameter: str) -> Iterator[Part]:
+    start, *others = piece.global_offset[piece.prepend_axis_num :]
+    length, *widths = piece.local_shape
+    columns = tuple(slice(o, o + n) for o, n in zip(others, widths, strict=True))
+    how, at = row.rearrangement, 0
+    for source, first, last in how.spans(start, start + length):
+        local = piece.data[at : at + last - first]
+        at += last - first
+        rows = slice(first, last)
+        box: tuple[int | slice, ...] = (*columns, rows) if how.transposed else (rows, *columns)
+        named = row.sources[source]
+        yield Part(
+            name=named.name,
+            box=box if named.index is None else (named.index, *box),
+            local=local.T if how.transposed else local,
+            main=is_main_replica(piece.replica_id),
+            parameter=parameter,
+        )

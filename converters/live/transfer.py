@@ -1,0 +1,309 @@
+"""Move weights between a running, sharded model and Hugging Face tensors, on any layout.
+
+Collectives run here and nowhere else in the converters: exporting gathers what the ranks hold.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mcore_qwen3vl.config import Architecture, ExpertLayout, read_config_file
+from mcore_qwen3vl.converters.hf import shards
+from mcore_qwen3vl.converters.hf.checkpoint import INDEX, HuggingFaceCheckpoint
+from mcore_qwen3vl.converters.hf.companions import copy_sidecars, sidecar_files
+from mcore_qwen3vl.converters.hf.config_file import for_weights
+from mcore_qwen3vl.converters.live.sharded import Part, hf_parts, table_of, unwrap
+from mcore_qwen3vl.converters.mapping.table import hf_shapes
+from mcore_qwen3vl.converters.storage.archive import as_bytes
+from mcore_qwen3vl.converters.storage.dtypes import dtype_name
+from mcore_qwen3vl.converters.storage.staging import Staging, staging, write_durably
+from mcore_qwen3vl.errors import BadInput
+
+BUCKET_BYTES = 256 * 2**20
+"""Tensors are gathered in groups of at most this size; a larger tensor is a group by itself."""
+
+Models = nn.Module | Sequence[nn.Module]
+
+
+def load_hf(models: nn.Module | Sequence[nn.Module], path: str | Path) -> int:
+    """Fill every parameter from a Hugging Face checkpoint; a rank reads only what it holds.
+
+    Values are cast to the parameters' dtype. An optimizer that keeps float32 copies must be told
+    afterwards (``optimizer.reload_model_params()``).
+
+    Args:
+        models: the model, or its virtual pipeline chunks, on any layout.
+        path: checkpoint directory.
+
+    Returns:
+        Bytes of tensor data that this rank read.
+
+    Raises:
+        BadInput: the checkpoint does not hold exactly this model's tensors.
+    """
+    path = Path(path)
+    chunks = unwrap(models)
+    checkpoint = HuggingFaceCheckpoint(path)
+    layout = Architecture.from_hf(path).expert_layout
+    checkpoint.require(table_of(chunks, layout))
+    read = 0
+    with torch.no_grad():
+        _zero_padding(chunks)
+        for part in hf_parts(chunks, expert_layout=layout):
+            part.local.copy_(checkpoint.read(part.name, part.box, part.local.dtype))
+            read += checkpoint.stored(part.name, part.box).nbytes
+    return read
+
+
+def export_hf(
+    models: Models,
+    *,
+    expert_layout: ExpertLayout | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    group: dist.ProcessGroup | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Hugging Face names and whole tensors, in the order of the network, on every rank.
+
+    A collective: every rank of `group` must exhaust the iterator. The tensors of one bucket share
+    memory; what is not kept is freed as the iteration moves on.
+
+    Args:
+        models: the model, or its virtual pipeline chunks.
+        expert_layout: of the fused experts; default: the one the model's config declares.
+        bucket_bytes: memory to gather into, besides the model; exceeded by larger tensors only.
+        group: ranks that hold the model between them; default: all.
+
+    Yields:
+        (name, tensor) in the model's dtype, on the model's device, bitwise as trained.
+
+    Raises:
+        BadInput: the ranks do not hold the whole model between them.
+    """
+    exporter = _Exporter(models, expert_layout, group)
+    for bucket in exporter.buckets(bucket_bytes):
+        yield from exporter.gather(bucket).items()
+
+
+def save_hf(
+    models: Models,
+    path: str | Path,
+    *,
+    hf_config: str | Path,
+    max_shard_size: str = "5GB",
+    force: bool = False,
+    bucket_bytes: int = BUCKET_BYTES,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write a Hugging Face checkpoint; the files are those of the offline export.
+
+    A collective. Buckets go round the ranks, each writing its own while the next is gathered, all
+    into the same files: `path` must be on a file system that they share. It appears complete or
+    not at all.
+
+    Args:
+        models: the model, or its virtual pipeline chunks.
+        path: directory to write.
+        hf_config: directory whose config, tokenizer and processor belong to this model; its
+            config decides the layout of the fused experts.
+        max_shard_size: largest safetensors file, like "5GB".
+        force: replace `path` if it is a checkpoint.
+        bucket_bytes, group: as in :func:`export_hf`.
+
+    Raises:
+        BadInput: on every rank, when one cannot write, or as in :func:`export_hf`.
+    """
+    path, hf_config = Path(path), Path(hf_config)
+    layout = Architecture.from_hf(hf_config).expert_layout
+    exporter = _Exporter(models, layout, group)
+    files = shards.plan_shards(exporter.tensors, shards.parse_size(max_shard_size))
+    with ExitStack() as stack:
+        stage = _together(lambda: _prepare(stack, path, files, force, group), group)
+        writer = _Writer(_from_first(stage and stage.tree, group), files)
+        for number, bucket in enumerate(exporter.buckets(bucket_bytes)):
+            turn = number % dist.get_world_size(group)
+            gathered = exporter.gather(bucket, only=turn)
+            if turn == dist.get_rank(group):
+                writer.put(gathered)
+        _together(writer.finish, group)
+        _together(lambda: _publish(stage, files, hf_config), group)
+
+
+class _Exporter:
+    """Gathers Hugging Face tensors from the ranks that hold their parts."""
+
+    def __init__(
+        self, models: Models, expert_layout: ExpertLayout | None, group: dist.ProcessGroup | None
+    ) -> None:
+        chunks = unwrap(models)
+        self._group = group
+        self._device = next(chunks[0].parameters()).device
+        self._parts: dict[str, list[Part]] = {}
+        for part in hf_parts(chunks, expert_layout=expert_layout):
+            if part.main:
+                self._parts.setdefault(part.name, []).append(part)
+        shapes = hf_shapes(table_of(chunks, expert_layout))
+        dtypes = self._agree(shapes)
+        self.tensors = {name: shards.Tensor(dtypes[name], s) for name, s in shapes.items()}
+
+    def buckets(self, limit: int) -> Iterator[list[str]]:
+        """Names of consecutive tensors of one dtype that fit in `limit` bytes, or of one tensor."""
+        bucket: list[str] = []
+        size = 0
+        for name, tensor in self.tensors.items():
+            other = bucket and self.tensors[bucket[0]].dtype != tensor.dtype
+            if bucket and (other or size + tensor.nbytes > limit):
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(name)
+            size += tensor.nbytes
+        yield bucket
+
+    def gather(self, names: list[str], only: int | None = None) -> dict[str, Tensor]:
+        """The whole tensors, on every rank or on rank `only` of the group.
+
+        Each rank writes its parts into zeros and the ranks' memory is added up as integers: every
+        value comes from one rank, so its bits arrive unchanged.
+        """
+        sizes = [prod(self.tensors[name].shape) for name in names]
+        flat = torch.zeros(
+            sum(sizes) + -sum(sizes) % 4, dtype=self.tensors[names[0]].dtype, device=self._device
+        )
+        tensors = {
+            name: values.view(self.tensors[name].shape)
+            for name, values in zip(names, flat.split([*sizes, -sum(sizes) % 4]), strict=False)
+        }
+        for name in names:
+            for part in self._parts.get(name, ()):
+                tensors[name][part.box] = part.local
+        if only is None:
+            dist.all_reduce(flat.view(torch.int32), group=self._group)
+        else:
+            dist.reduce(flat.view(torch.int32), group=self._group, group_dst=only)
+        return tensors
+
+    def _agree(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.dtype]:
+        """Each tensor's dtype, once it is certain that the ranks hold all of it.
+
+        Raises:
+            BadInput: they do not, or ranks hold parts of one tensor in different dtypes.
+        """
+        held = {
+            name: (parts[0].local.dtype, sum(part.local.numel() for part in parts))
+            for name, parts in self._parts.items()
+        }
+        ranks: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(ranks, held, group=self._group)
+        found: dict[str, torch.dtype] = {}
+        for name, shape in shapes.items():
+            parts = [rank[name] for rank in ranks if name in rank]
+            dtypes, count = {dtype for dtype, _ in parts}, sum(numel for _, numel in parts)
+            if count != prod(shape) or len(dtypes) != 1:
+                kinds = ", ".join(sorted(map(dtype_name, dtypes)))
+                raise BadInput(
+                    f"The ranks hold {count} of the {prod(shape)} values of {name} "
+                    f"({kinds or 'no dtype'}): pass all pipeline chunks of the model, on every "
+                    "rank, in one dtype."
+                )
+            found[name] = dtypes.pop()
+        return found
+
+
+class _Writer:
+    """Writes gathered tensors into the shards, one bucket at a time, beside the next gathering."""
+
+    def __init__(self, tree: Path, files: Sequence[shards.Shard]) -> None:
+        self._tree = tree
+        self._shards = {name: shard for shard in files for name in shard.tensors}
+        self._thread = ThreadPoolExecutor(1)
+        self._pending: Future[None] | None = None
+        self._error: BaseException | None = None
+
+    def put(self, tensors: dict[str, Tensor]) -> None:
+        """Start writing; waits for the previous bucket first, which bounds the memory."""
+        self._wait()
+        if self._error is None:  # after an error the rank still takes part in the collectives
+            self._pending = self._thread.submit(self._write, tensors)
+
+    def finish(self) -> None:
+        """Wait for the last bucket and raise what went wrong."""
+        self._wait()
+        self._thread.shutdown()
+        if self._error is not None:
+            raise self._error
+
+    def _wait(self) -> None:
+        if self._pending is not None:
+            self._error = self._error or self._pending.exception()
+            self._pending = None
+
+    def _write(self, tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            shard = self._shards[name]
+            with (self._tree / shard.file).open("rb+") as out:
+                out.seek(shard.offset(name))
+                out.write(as_bytes(tensor.cpu()))
+                out.flush()
+                os.fsync(out.fileno())
+
+
+def _prepare(
+    stack: ExitStack, path: Path, files: Sequence[shards.Shard], force: bool, group: Any
+) -> Staging | None:
+    """On the first rank, make the files at their full size."""
+    if dist.get_rank(group) != 0:
+        return None
+    stage = stack.enter_context(staging(path, "live", force=force))
+    for shard in files:
+        shard.create(stage.tree)
+    return stage
+
+
+def _publish(stage: Staging | None, files: Sequence[shards.Shard], hf_config: Path) -> None:
+    if stage is None:
+        return
+    copy_sidecars(sidecar_files(hf_config), stage.tree, for_weights(read_config_file(hf_config)))
+    if len(files) > 1:
+        write_durably(stage.tree / INDEX, shards.index_json(files))
+    stage.publish()
+
+
+def _together[Result](work: Callable[[], Result], group: dist.ProcessGroup | None) -> Result:
+    """Run `work` on every rank; when it fails on one, fail on all, so that none waits for it."""
+    result: Result | None = None
+    error: str | None = None
+    try:
+        result = work()
+    except (BadInput, OSError) as raised:
+        error = str(raised)
+    errors: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(errors, error, group=group)
+    for rank, message in enumerate(errors):
+        if message is not None:
+            raise BadInput(f"Rank {rank} could not save the model: {message}")
+    return result  # type: ignore[return-value]
+
+
+def _from_first(value: Any, group: dist.ProcessGroup | None) -> Any:
+    values = [value]
+    dist.broadcast_object_list(values, group=group, group_src=0)
+    return values[0]
+
+
+def _zero_padding(chunks: Sequence[Any]) -> None:
+    """Rows of a padded vocabulary have no source; the offline conversion leaves them zero too."""
+    for chunk in chunks:
+        if chunk.vocab_size == chunk.architecture.vocab_size:
+            continue
+        for name, parameter in chunk.named_parameters():
+            if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+                parameter.data.zero_()

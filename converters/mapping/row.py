@@ -1,0 +1,105 @@
+"""A row of the table: one piece of a Megatron-Core tensor and the Hugging Face tensors in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from mcore_qwen3vl.converters.mapping.transforms import Rearrangement, identity
+from mcore_qwen3vl.converters.storage.boxes import Box, Shape
+
+CHUNK_BYTES = 16 * 2**20
+"""Tensors move in pieces of this size, except a transposed expert, which moves whole."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """An HF tensor, or one slice of its first axis (an expert of the fused tensor).
+
+    Attributes:
+        name: HF tensor name.
+        shape: shape of the whole HF tensor.
+        index: the slice of the first axis that is meant; None is the whole tensor.
+    """
+
+    name: str
+    shape: Shape
+    index: int | None = None
+
+    @property
+    def piece_shape(self) -> Shape:
+        return self.shape if self.index is None else self.shape[1:]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One piece of one mcore tensor and the HF tensors it is made of.
+
+    Attributes:
+        key: mcore sharded checkpoint key, equal for all pieces of the same tensor.
+        global_shape: shape of the whole mcore tensor, stacked axes first.
+        offset: where this piece lies on the stacked axes: (), (layer,), (expert,) or
+            (layer, expert).
+        sources: the HF tensors, in the order `rearrangement` counts them.
+        rearrangement: how they become the piece.
+        tp_axis: the axis of the piece that tensor parallelism cuts (ETP for an expert), or None
+            where every rank holds all of it.
+        tp_parts: equal parts along `tp_axis` that are each cut (2 for gate and up).
+    """
+
+    key: str
+    global_shape: Shape
+    offset: Shape
+    sources: tuple[Source, ...]
+    rearrangement: Rearrangement
+    tp_axis: int | None = None
+    tp_parts: int = 1
+
+    @property
+    def shape(self) -> Shape:
+        """Shape of this piece, stacked axes left out."""
+        return self.global_shape[len(self.offset) :]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def to_mcore(self, *hf: Tensor) -> Tensor:
+        """The piece, of shape `shape`, from the HF pieces (each of its source's `piece_shape`)."""
+        return self.rearrangement.to_mcore(*hf)
+
+    def to_hf(self, mcore: Tensor) -> tuple[Tensor, ...]:
+        """The HF pieces, one per source, from the whole piece; inverse of `to_mcore`."""
+        return self.rearrangement.to_hf(mcore)
+
+    def take(self, fetch: Callable[[str, Box], Tensor], box: Box) -> Tensor:
+        """Only `box` of the piece, reading only what it covers.
+
+        Args:
+            fetch: ``fetch(name, box)`` returns that box of the whole HF tensor `name`; one expert
+                is a box of length 1 on the first axis.
+            box: a slice with explicit start and stop for each axis of `shape`.
+        """
+
+        def piece(source: int, part: Box) -> Tensor:
+            named = self.sources[source]
+            if named.index is None:
+                return fetch(named.name, part)
+            return fetch(named.name, (slice(named.index, named.index + 1), *part))[0]
+
+        return self.rearrangement.take(piece, box)
+
+
+def max_rows(row: Row, dtype: torch.dtype) -> int:
+    """Rows of one chunk of `row`."""
+    width = row.numel // row.shape[0] * dtype.itemsize
+    return max(CHUNK_BYTES // max(width, 1), 1)
+
+
+def same(key: str, name: str, shape: Shape) -> Row:
+    """The row of a tensor that is the same on both sides and is on no stacked axis."""
+    return Row(key, shape, (), (Source(name, shape),), identity(shape[0]))

@@ -1,0 +1,246 @@
+"""The table: which Hugging Face tensors make which Megatron-Core tensor, and how.
+
+Offline conversion, live load, export, verification and inspection all read it; there is no second
+mapping. mcore names are the keys of ``sharded_state_dict()`` with Transformer Engine's names, which
+is what megatron-core writes to a ``torch_dist`` checkpoint: layers stacked on a first axis, experts
+on the next. A row is one piece of such a tensor: one layer of it, one expert of one layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mcore_qwen3vl.config import Architecture, ExpertLayout
+from mcore_qwen3vl.converters.mapping import transforms
+from mcore_qwen3vl.converters.mapping.row import Row, Source, same
+from mcore_qwen3vl.converters.mapping.transforms import Rearrangement
+from mcore_qwen3vl.converters.mapping.vision import vision_rows
+from mcore_qwen3vl.converters.storage.boxes import Shape
+from mcore_qwen3vl.errors import BadInput
+
+
+def table(
+    architecture: Architecture,
+    *,
+    expert_layout: ExpertLayout | None = None,
+    padded_vocab_size: int | None = None,
+) -> list[Row]:
+    """Every row of a model, in the order of the network.
+
+    Args:
+        architecture: the model's shape.
+        expert_layout: layout of the fused experts on the HF side; default: the one declared.
+        padded_vocab_size: rows of the mcore embedding and output layer; default: not padded.
+
+    Raises:
+        BadInput: a MoE model whose expert layout is neither given nor declared, or a padded
+            vocabulary smaller than the vocabulary.
+    """
+    layout = expert_layout or architecture.expert_layout
+    if any(architecture.moe_layers) and layout is None:
+        raise BadInput(
+            "config.json does not tell how the fused experts are laid out: it has none of "
+            "transformers_version, rope_parameters, rope_scaling, num_experts, num_local_experts. "
+            "Restore the config.json that was saved with the weights."
+        )
+    padded = padded_vocab_size or architecture.vocab_size
+    if padded < architecture.vocab_size:
+        raise BadInput(
+            f"padded vocabulary {padded} is smaller than vocab_size {architecture.vocab_size}."
+        )
+    decoder = (
+        row
+        for layer in range(architecture.num_hidden_layers)
+        for row in _layer(architecture, layer, layout)
+    )
+    vision = vision_rows(architecture.vision)
+    return [*vision, *_ends(architecture, padded), *decoder]
+
+
+def padded_vocab_size(vocab_size: int, *, make_vocab_size_divisible_by: int, tp: int) -> int:
+    """Megatron's rule: up to the next multiple of ``make_vocab_size_divisible_by * tp``."""
+    multiple = make_vocab_size_divisible_by * tp
+    return -(-vocab_size // multiple) * multiple
+
+
+def hf_shapes(rows: list[Row]) -> dict[str, Shape]:
+    """Name and shape of every HF tensor that `rows` consume."""
+    return {source.name: source.shape for row in rows for source in row.sources}
+
+
+def mcore_shapes(rows: list[Row]) -> dict[str, Shape]:
+    """Key and shape of every mcore tensor that `rows` make."""
+    return {row.key: row.global_shape for row in rows}
+
+
+def extra_state_keys(a: Architecture) -> Iterator[str]:
+    """Keys of the ``_extra_state`` objects that strict loading looks for.
+
+    Transformer Engine's modules each keep one (FP8 scales, empty otherwise): linear layers, and
+    the norms that are not fused into one. The key ends in the place among layers and experts.
+    """
+    yield "decoder.final_layernorm._extra_state/shard_0_1"
+    for layer in range(a.num_hidden_layers):
+        moe = a.moe_layers[layer]
+        modules = ["linear_qkv", "linear_proj", "q_layernorm", "k_layernorm"]
+        modules = [f"self_attention.{module}" for module in modules]
+        modules += ["pre_mlp_layernorm"] if moe else ["mlp.linear_fc1", "mlp.linear_fc2"]
+        prefix = f"decoder.layers.{layer}." if a.mixed_layers else "decoder.layers."
+        place = [] if a.mixed_layers else [(layer, a.num_hidden_layers)]
+        for module in modules:
+            yield f"{prefix}{module}._extra_state/{_shard(place or [(0, 1)])}"
+        for expert in range(a.num_experts if moe else 0):
+            for linear in ("linear_fc1", "linear_fc2"):
+                shard = _shard([*place, (expert, a.num_experts)])
+                yield f"{prefix}mlp.experts.experts.{linear}._extra_state/{shard}"
+
+
+def _shard(place: list[tuple[int, int]]) -> str:
+    """mcore ``ShardedObject.unique_key``: index on each axis, then the size of each."""
+    return f"shard_{'.'.join(str(at) for at, _ in place)}_{'.'.join(str(n) for _, n in place)}"
+
+
+TEXT = "model.language_model."
+EMBEDDING = "embedding.word_embeddings.weight"
+
+
+def _ends(a: Architecture, padded: int) -> Iterator[Row]:
+    """What is not a layer: embedding, final norm and, unless tied, the output layer."""
+    vocabulary = [(EMBEDDING, f"{TEXT}embed_tokens.weight")]
+    if not a.tie_word_embeddings:
+        vocabulary.append(("output_layer.weight", "lm_head.weight"))
+    for key, name in vocabulary:
+        yield Row(
+            key,
+            (padded, a.hidden_size),
+            (),
+            (Source(name, (a.vocab_size, a.hidden_size)),),
+            transforms.pad_rows(a.vocab_size, padded),
+            tp_axis=0,
+        )
+    yield same("decoder.final_layernorm.weight", f"{TEXT}norm.weight", (a.hidden_size,))
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Where one decoder layer's tensors go.
+
+    mcore stacks the layers when all are alike; where MoE and dense layers mix, each layer has keys
+    of its own (``TransformerBlock.sharded_state_dict``, non-homogeneous layers).
+    """
+
+    index: int
+    count: int
+    stacked: bool
+
+    def row(
+        self,
+        key: str,
+        shape: Shape,
+        sources: tuple[Source, ...],
+        rearrangement: Rearrangement,
+        tp_axis: int | None = None,
+        tp_parts: int = 1,
+        expert: tuple[int, int] | None = None,  # (this one, how many)
+    ) -> Row:
+        stack = (self.count,) if self.stacked else ()
+        offset = (self.index,) if self.stacked else ()
+        if expert is not None:
+            stack, offset = (*stack, expert[1]), (*offset, expert[0])
+        prefix = "decoder.layers." if self.stacked else f"decoder.layers.{self.index}."
+        return Row(
+            prefix + key, (*stack, *shape), offset, sources, rearrangement, tp_axis, tp_parts
+        )
+
+    def same(self, key: str, source: Source, tp_axis: int | None = None) -> Row:
+        shape = source.shape
+        return self.row(key, shape, (source,), transforms.identity(shape[0]), tp_axis)
+
+
+def _layer(a: Architecture, index: int, layout: ExpertLayout | None) -> Iterator[Row]:
+    layer = _Layer(index, a.num_hidden_layers, stacked=not a.mixed_layers)
+    yield from _attention(a, layer)
+    if a.moe_layers[index]:
+        assert layout is not None  # `table` checked
+        yield from _experts(a, layer, layout)
+    else:
+        yield from _mlp(a, layer)
+
+
+def _attention(a: Architecture, layer: _Layer) -> Iterator[Row]:
+    hf, hidden, d = f"{TEXT}layers.{layer.index}.", a.hidden_size, a.head_dim
+    query, kv = a.num_attention_heads * d, a.num_key_value_heads * d
+    yield layer.same(
+        "self_attention.linear_qkv.layer_norm_weight",
+        Source(f"{hf}input_layernorm.weight", (hidden,)),
+    )
+    yield layer.row(
+        "self_attention.linear_qkv.weight",
+        (query + 2 * kv, hidden),
+        (
+            Source(f"{hf}self_attn.q_proj.weight", (query, hidden)),
+            Source(f"{hf}self_attn.k_proj.weight", (kv, hidden)),
+            Source(f"{hf}self_attn.v_proj.weight", (kv, hidden)),
+        ),
+        transforms.qkv(a.num_attention_heads, a.num_key_value_heads, d),
+        tp_axis=0,
+    )
+    for key, name in (("q_layernorm", "q_norm"), ("k_layernorm", "k_norm")):
+        yield layer.same(
+            f"self_attention.{key}.weight", Source(f"{hf}self_attn.{name}.weight", (d,))
+        )
+    yield layer.same(
+        "self_attention.linear_proj.weight",
+        Source(f"{hf}self_attn.o_proj.weight", (hidden, query)),
+        tp_axis=1,
+    )
+
+
+def _mlp(a: Architecture, layer: _Layer) -> Iterator[Row]:
+    hf, hidden, ffn = f"{TEXT}layers.{layer.index}.", a.hidden_size, a.intermediate_size
+    yield layer.same(
+        "mlp.linear_fc1.layer_norm_weight",
+        Source(f"{hf}post_attention_layernorm.weight", (hidden,)),
+    )
+    yield layer.row(
+        "mlp.linear_fc1.weight",
+        (2 * ffn, hidden),
+        (
+            Source(f"{hf}mlp.gate_proj.weight", (ffn, hidden)),
+            Source(f"{hf}mlp.up_proj.weight", (ffn, hidden)),
+        ),
+        transforms.concatenate(ffn, ffn),
+        tp_axis=0,
+        tp_parts=2,
+    )
+    yield layer.same(
+        "mlp.linear_fc2.weight", Source(f"{hf}mlp.down_proj.weight", (hidden, ffn)), tp_axis=1
+    )
+
+
+def _experts(a: Architecture, layer: _Layer, layout: ExpertLayout) -> Iterator[Row]:
+    hf, hidden, ffn = f"{TEXT}layers.{layer.index}.", a.hidden_size, a.moe_intermediate_size
+    yield layer.same(
+        "pre_mlp_layernorm.weight", Source(f"{hf}post_attention_layernorm.weight", (hidden,))
+    )
+    yield layer.same("mlp.router.weight", Source(f"{hf}mlp.gate.weight", (a.num_experts, hidden)))
+    fused = (
+        ("linear_fc1", "gate_up_proj", (2 * ffn, hidden), 0, 2),
+        ("linear_fc2", "down_proj", (hidden, ffn), 1, 1),
+    )
+    for key, name, shape, tp_axis, tp_parts in fused:
+        swapped = layout == "published"
+        stored = shape[::-1] if swapped else shape
+        how = transforms.transpose(shape[0]) if swapped else transforms.identity(shape[0])
+        for expert in range(a.num_experts):
+            source = Source(f"{hf}mlp.experts.{name}", (a.num_experts, *stored), expert)
+            yield layer.row(
+                f"mlp.experts.experts.{key}.weight",
+                shape,
+                (source,),
+                how,
+                tp_axis,
+                tp_parts,
+                expert=(expert, a.num_experts),
+            )

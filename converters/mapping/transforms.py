@@ -1,0 +1,168 @@
+"""Pure tensor rearrangements between Hugging Face and Megatron-Core, each with an exact inverse.
+
+Every weight of Qwen3-VL in mcore is row blocks of Hugging Face tensors laid one after another,
+sometimes transposed (published experts), sometimes followed by zero rows (vocabulary padding).
+Saying it that way, as data, gives the forward direction, the inverse and any slice from one place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mcore_qwen3vl.converters.storage.boxes import Box
+
+Fetch = Callable[[int, Box], Tensor]
+"""``fetch(source, box)``: that box of HF tensor number `source`, read however the caller likes."""
+
+
+class Block(NamedTuple):
+    """Rows ``start:stop`` of HF tensor number `source`."""
+
+    source: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Rearrangement:
+    """How one mcore tensor is made of one or more HF tensors.
+
+    Attributes:
+        blocks: what fills the mcore rows, from the first row down. Each HF row is used once.
+        padding: zero rows after the last block.
+        transposed: the HF tensors are stored with their two axes swapped; `blocks` count rows
+            after the swap.
+    """
+
+    blocks: tuple[Block, ...]
+    padding: int = 0
+    transposed: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Rows of the mcore tensor, padding included."""
+        return sum(stop - start for _, start, stop in self.blocks) + self.padding
+
+    def to_mcore(self, *hf: Tensor) -> Tensor:
+        """The mcore tensor, contiguous, made of whole HF tensors."""
+        columns = hf[0].T.shape[1:] if self.transposed else hf[0].shape[1:]
+        box = (slice(0, self.rows), *(slice(0, n) for n in columns))
+        return self.take(lambda source, part: hf[source][part], box).contiguous()
+
+    def to_hf(self, mcore: Tensor) -> tuple[Tensor, ...]:
+        """The whole HF tensors back from the whole mcore tensor; padding rows are dropped."""
+        parts: list[list[tuple[int, Tensor]]] = [[] for _ in range(self.source_count)]
+        row = 0
+        for source, start, stop in self.blocks:
+            parts[source].append((start, mcore[row : row + stop - start]))
+            row += stop - start
+        ordered = ([rows for _, rows in sorted(p, key=lambda at: at[0])] for p in parts)
+        whole = (rows[0] if len(rows) == 1 else torch.cat(rows) for rows in ordered)
+        return tuple((t.T if self.transposed else t).contiguous() for t in whole)
+
+    def take(self, fetch: Fetch, box: Box) -> Tensor:
+        """Only `box` of the mcore tensor, fetching no more of the HF tensors than it covers.
+
+        The result may be a view of what `fetch` returned.
+        """
+        columns = box[1:]
+        parts = []
+        for source, start, stop in self.spans(box[0].start, box[0].stop):
+            rows = slice(start, stop)
+            part = fetch(source, (*columns, rows) if self.transposed else (rows, *columns))
+            parts.append(part.T if self.transposed else part)
+        if missing := box[0].stop - box[0].start - sum(len(p) for p in parts):
+            # A box inside the padding fetches nothing; the first row still tells dtype and width.
+            like = parts[0] if parts else self.take(fetch, (slice(0, 1), *columns))
+            parts.append(like.new_zeros(missing, *like.shape[1:]))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def stream(self, fetch: Fetch, columns: Box, max_rows: int) -> Iterator[Tensor]:
+        """The mcore tensor's rows in order, at most `max_rows` at a time, none of them copied.
+
+        Each chunk lies in one block, so what `fetch` returns is passed on as it is (transposed
+        tensors as a transposed view).
+        """
+        row = 0
+        for _, start, stop in (*self.blocks, Block(0, 0, self.padding)):
+            last = row + stop - start
+            while row < last:
+                chunk = min(max_rows, last - row)
+                yield self.take(fetch, (slice(row, row + chunk), *columns))
+                row += chunk
+
+    def stream_back(
+        self, source: int, fetch: Callable[[Box], Tensor], columns: Box, max_rows: int
+    ) -> Iterator[Tensor]:
+        """HF tensor number `source`, in order, from boxes of the mcore tensor.
+
+        A transposed tensor comes in one chunk, since each of its rows touches every mcore row.
+        """
+        if self.transposed:
+            yield fetch((slice(0, self.rows), *columns)).T
+            return
+        row, wanted = 0, []
+        for block in self.blocks:
+            if block.source == source:
+                wanted.append((block.start, row, row + block.stop - block.start))
+            row += block.stop - block.start
+        for _, start, stop in sorted(wanted):
+            for first in range(start, stop, max_rows):
+                yield fetch((slice(first, min(first + max_rows, stop)), *columns))
+
+    def spans(self, start: int, stop: int) -> Iterator[Block]:
+        """The parts of `blocks` that fill mcore rows ``start:stop``, in order, padding left out."""
+        row = 0
+        for block in self.blocks:
+            first = max(start, row) - row
+            last = min(stop, row + block.stop - block.start) - row
+            if first < last:
+                yield Block(block.source, block.start + first, block.start + last)
+            row += block.stop - block.start
+
+    @property
+    def source_count(self) -> int:
+        return 1 + max(block.source for block in self.blocks)
+
+
+def identity(rows: int) -> Rearrangement:
+    """The same tensor on both sides."""
+    return Rearrangement((Block(0, 0, rows),))
+
+
+def transpose(rows: int) -> Rearrangement:
+    """mcore (rows, columns) from HF (columns, rows): published experts."""
+    return Rearrangement((Block(0, 0, rows),), transposed=True)
+
+
+def concatenate(*rows: int) -> Rearrangement:
+    """HF tensors of these row counts one after another: gate, then up, as mcore's gated linear."""
+    return Rearrangement(tuple(Block(source, 0, n) for source, n in enumerate(rows)))
+
+
+def pad_rows(rows: int, padded: int) -> Rearrangement:
+    """Zero rows appended up to `padded`: an embedding whose vocabulary must divide by TP."""
+    return Rearrangement((Block(0, 0, rows),), padding=padded - rows)
+
+
+def qkv(heads: int, kv_heads: int, head_dim: int) -> Rearrangement:
+    """Query, key and value projections grouped per KV head, as mcore ``linear_qkv`` wants them.
+
+    Group g holds the ``heads / kv_heads`` query heads that share KV head g, then key head g, then
+    value head g, so that TP cuts between groups.
+    """
+    query = heads // kv_heads * head_dim
+    groups = (
+        (
+            Block(0, g * query, (g + 1) * query),
+            Block(1, g * head_dim, (g + 1) * head_dim),
+            Block(2, g * head_dim, (g + 1) * head_dim),
+        )
+        for g in range(kv_heads)
+    )
+    return Rearrangement(tuple(block for group in groups for block in group))

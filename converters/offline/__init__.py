@@ -1,0 +1,1 @@
+"""Plans and units of conversions that need no model, GPU or process group."""

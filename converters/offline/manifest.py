@@ -1,0 +1,167 @@
+"""``manifest.json``: what a converted checkpoint was made from, with a checksum of every tensor.
+
+Checksums are of the Hugging Face side, as the conversion read it and after any cast, so that a
+checkpoint can be checked later without its source (`verify manifest`), and so that anyone can check
+a Hugging Face checkpoint against the manifest with a few lines of their own. One is taken for each
+tensor, over its bytes in row-major order, little-endian; a fused expert tensor has one for each
+expert, in order, because that is how such tensors are moved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Iterable
+from typing import Any
+
+import safetensors
+import torch
+import xxhash
+from torch import Tensor
+
+from mcore_qwen3vl import __version__
+from mcore_qwen3vl.converters.hf import hub
+from mcore_qwen3vl.converters.hf.checkpoint import INDEX, HuggingFaceCheckpoint
+from mcore_qwen3vl.converters.hf.fp8 import SUFFIX
+from mcore_qwen3vl.converters.mapping.row import Row
+from mcore_qwen3vl.converters.storage.archive import as_bytes
+from mcore_qwen3vl.converters.storage.boxes import Box
+from mcore_qwen3vl.converters.storage.dtypes import dtype_name
+
+FILE = "manifest.json"
+FORMAT = 1
+CHECKSUM = "xxh3_128"
+SOURCE_CHECKSUM = f"source_{CHECKSUM}"
+
+Checksum = tuple[str, int | None, str, str | None]
+"""HF tensor, expert (None: the whole tensor), checksum, and that of the bytes before a cast."""
+
+
+class RowChecksums:
+    """Checksums of the HF pieces that one row is made of, taken while they are read.
+
+    Each piece must come in order, whole rows at a time. What was seen before is passed over:
+    vocabulary padding looks at a first row again.
+    """
+
+    def __init__(self, row: Row) -> None:
+        self._row = row
+        self._after = [xxhash.xxh3_128() for _ in row.sources]
+        self._before = [xxhash.xxh3_128() for _ in row.sources]
+        self._cast = [False for _ in row.sources]
+        self._seen = [0 for _ in row.sources]
+
+    def add(self, source: int, box: Box, stored: Tensor, converted: Tensor) -> None:
+        """Take in `box` of piece number `source`: as the file has it, and as it is written."""
+        rows, *columns = box
+        if rows.start < self._seen[source]:
+            return
+        widths = self._row.sources[source].piece_shape[1:]
+        whole = all((c.start, c.stop) == (0, n) for c, n in zip(columns, widths, strict=True))
+        if not whole or rows.start != self._seen[source]:
+            raise AssertionError(f"{self._row.sources[source].name}: {box} comes out of order")
+        self._seen[source] = rows.stop
+        self._after[source].update(as_bytes(converted))
+        if stored.dtype != converted.dtype:
+            self._cast[source] = True
+            self._before[source].update(as_bytes(stored))
+
+    def finish(self) -> list[Checksum]:
+        """The checksums, once every piece has been seen to its end."""
+        found: list[Checksum] = []
+        for number, source in enumerate(self._row.sources):
+            if self._seen[number] != source.piece_shape[0]:
+                raise AssertionError(f"{source.name} was not read to its end")
+            before = self._before[number].hexdigest() if self._cast[number] else None
+            found.append((source.name, source.index, self._after[number].hexdigest(), before))
+        return found
+
+
+def describe(checkpoint: HuggingFaceCheckpoint) -> dict[str, Any]:
+    """What tells this Hugging Face checkpoint from another."""
+    config = (checkpoint.path / "config.json").read_bytes()
+    index = checkpoint.path / INDEX
+    files = [*checkpoint.files, *([index] if index.exists() else [])]
+    return {
+        **hub.identity(checkpoint.path),
+        "config_sha256": hashlib.sha256(config).hexdigest(),
+        "files": {file.name: file.stat().st_size for file in files},
+    }
+
+
+def dumps(
+    checkpoint: HuggingFaceCheckpoint,
+    facts: dict[str, Any],
+    dtype: torch.dtype | None,
+    checksums: Iterable[Checksum],
+) -> bytes:
+    """The manifest's content; equal for equal input, whenever and however often it was resumed.
+
+    Args:
+        checkpoint: the source.
+        facts: what the conversion chose.
+        dtype: the one dtype that was written; None: the source's.
+        checksums: of all pieces, the experts of a tensor in order.
+    """
+    tensors: dict[str, dict[str, Any]] = {}
+    for name, expert, after, before in checksums:
+        if name not in tensors:
+            tensors[name] = _tensor(checkpoint, name, dtype)
+        for key, value in ((CHECKSUM, after), (SOURCE_CHECKSUM, before)):
+            if value is not None and expert is None:
+                tensors[name][key] = value
+            elif value is not None:
+                tensors[name].setdefault(key, []).append(value)
+    content = {
+        "format": FORMAT,
+        "direction": "hf-to-mcore",
+        "versions": {
+            "mcore-qwen3vl": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "safetensors": safetensors.__version__,
+            "xxhash": xxhash.VERSION,
+        },
+        "source": describe(checkpoint),
+        **facts,
+        "checksum": f"{CHECKSUM} of a tensor's bytes as converted, row-major and little-endian; "
+        "of each expert apart where experts are fused",
+    }
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(t)}" for name, t in tensors.items())
+    head = json.dumps(content, indent=1).removesuffix("\n}")
+    return f'{head},\n "tensors": {{\n{lines}\n }}\n}}\n'.encode()
+
+
+def _tensor(
+    checkpoint: HuggingFaceCheckpoint, name: str, dtype: torch.dtype | None
+) -> dict[str, Any]:
+    """All but the checksums of what is converted."""
+    entry = checkpoint.entries[name]
+    tensor = {
+        "shape": list(entry.shape),
+        "dtype": dtype_name(dtype or entry.dtype),
+        "source_dtype": dtype_name(entry.stored),
+    }
+    if name in checkpoint.split:
+        parts = checkpoint.split[name].parts
+        tensor["source_tensors"] = [
+            part.replace(".experts.0.", ".experts.{expert}.") for part in parts[0]
+        ]
+        scales = (f"{part}{SUFFIX}" for expert in parts for part in expert)
+        factors = [_scale(checkpoint, scale) for scale in scales if scale in checkpoint.scales]
+        tensor["source_scales"] = factors
+    if entry.scale is not None:
+        tensor["source_scale"] = _scale(checkpoint, entry.scale)
+    return tensor
+
+
+def _scale(checkpoint: HuggingFaceCheckpoint, name: str) -> dict[str, Any]:
+    """The factors of a quantised tensor."""
+    factors = checkpoint.stored(name)
+    return {
+        "name": name,
+        "shape": list(factors.shape),
+        "dtype": dtype_name(factors.dtype),
+        CHECKSUM: xxhash.xxh3_128_hexdigest(as_bytes(factors)),
+    }

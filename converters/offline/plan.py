@@ -1,0 +1,164 @@
+"""What a conversion will do, before it does it: units of work, bytes, and what comes from where."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from mcore_qwen3vl import __version__
+from mcore_qwen3vl.converters.storage.boxes import Shape
+
+MOST_WORKERS = 8
+
+
+def default_workers() -> int:
+    """Threads: two per core that this process may use, at most `MOST_WORKERS`.
+
+    While one waits for the disk, another can use its core.
+    """
+    return min(2 * len(os.sched_getaffinity(0)), MOST_WORKERS)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One line of a dry run: a tensor of the result and where it comes from.
+
+    The experts of one layer are one line.
+    """
+
+    sources: tuple[str, ...]
+    target: str
+    shape: Shape
+    dtype: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Work that one worker does at one go and that the journal notes when finished."""
+
+    name: str
+    nbytes: int
+    work: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a conversion did.
+
+    Attributes:
+        direction: "hf-to-mcore" or "mcore-to-hf".
+        source, target: where from and where to.
+        tensors: tensors written, as the target counts them.
+        nbytes: bytes of tensor data.
+        files: files of tensor data.
+        sidecars: other files copied.
+        dtypes: dtypes written.
+        expert_layout: layout of the fused experts on the HF side; None for a dense model.
+        resumed_units: units that an interrupted run had finished.
+        seconds: wall time.
+        notes: what the user should know, one sentence each.
+    """
+
+    direction: str
+    source: str
+    target: str
+    tensors: int
+    nbytes: int
+    files: int
+    sidecars: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    expert_layout: str | None
+    resumed_units: int
+    seconds: float
+    notes: tuple[str, ...] = ()
+
+
+class Conversion(Protocol):
+    """One direction: how its units are done. Both directions run on the same engine."""
+
+    def prepare(self, tree: Path) -> None:
+        """Make what must exist before units run and is not there yet."""
+
+    def is_done(self, unit: Unit, tree: Path, result: Any) -> bool:
+        """Whether what the journal says of a finished unit is still so."""
+
+    def run(self, unit: Unit, tree: Path, moved: Callable[[int, str], None]) -> Any:
+        """Do one unit durably; `moved(bytes, name)` reports. Returns JSON for the journal."""
+
+    def finish(self, tree: Path, results: dict[str, Any]) -> None:
+        """Write what depends on all units; `results` are by unit name, in the plan's order."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A conversion that is ready to run; its inputs are checked.
+
+    Attributes:
+        steps: what a dry run prints.
+        units: the work, in order.
+        identity: JSON that tells this plan from another; a resumed run must have the same.
+        notes: what the user should know, one sentence each.
+    """
+
+    direction: str
+    source: str
+    steps: tuple[Step, ...]
+    units: tuple[Unit, ...]
+    sidecars: dict[str, Path]
+    expert_layout: str | None
+    identity: dict[str, Any]
+    conversion: Conversion = field(repr=False)
+    files: int = 1
+    notes: tuple[str, ...] = ()
+
+    @property
+    def tensors(self) -> int:
+        """Tensors written, as the target counts them: stacked layers are one in mcore."""
+        return len({step.target.split("[")[0] for step in self.steps})
+
+    @property
+    def nbytes(self) -> int:
+        return sum(unit.nbytes for unit in self.units)
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        return tuple(sorted({step.dtype for step in self.steps}))
+
+    @property
+    def fingerprint(self) -> str:
+        units = [(unit.name, unit.nbytes) for unit in self.units]
+        content = json.dumps([__version__, self.direction, self.identity, units], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()
+
+
+def file_identity(files: Iterable[Path]) -> list[list[Any]]:
+    """Name, size and time of files: whether a source is still the one a journal was begun with."""
+    stats = ((file, file.stat()) for file in sorted(files))
+    return [[file.name, stat.st_size, stat.st_mtime_ns] for file, stat in stats]
+
+
+def group_units(
+    work: Iterable[tuple[Any, int]], unit_bytes: int, name: Callable[[int], str]
+) -> Iterator[Unit]:
+    """Consecutive work in units of about `unit_bytes`."""
+    group: list[Any] = []
+    size = number = 0
+    for item, nbytes in work:
+        if group and size + nbytes > unit_bytes:
+            yield Unit(name(number), size, tuple(group))
+            group, size, number = [], 0, number + 1
+        group.append(item)
+        size += nbytes
+    if group:
+        yield Unit(name(number), size, tuple(group))
+
+
+def unit_bytes(total: int) -> int:
+    """Unit size for `total` bytes: enough units to share out, few enough files."""
+    return min(max(total // 64, 256 * 2**20), 2 * 2**30)

@@ -1,0 +1,263 @@
+"""Hugging Face to Megatron-Core: the plan and its units. Each unit is one ``.distcp`` file."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_qwen3vl.config import Architecture, read_config_file
+from mcore_qwen3vl.converters.hf import config_file, fp8
+from mcore_qwen3vl.converters.hf.checkpoint import HuggingFaceCheckpoint
+from mcore_qwen3vl.converters.hf.companions import copy_sidecars, sidecar_files
+from mcore_qwen3vl.converters.mapping.row import Row, max_rows
+from mcore_qwen3vl.converters.mapping.table import extra_state_keys, padded_vocab_size, table
+from mcore_qwen3vl.converters.offline import manifest
+from mcore_qwen3vl.converters.offline.manifest import RowChecksums
+from mcore_qwen3vl.converters.offline.plan import (
+    Plan,
+    Step,
+    Unit,
+    file_identity,
+    group_units,
+    unit_bytes,
+)
+from mcore_qwen3vl.converters.storage.boxes import Box
+from mcore_qwen3vl.converters.storage.dtypes import dtype_name, parse_dtype
+from mcore_qwen3vl.converters.storage.staging import write_durably
+from mcore_qwen3vl.converters.torch_dist import metadata
+from mcore_qwen3vl.converters.torch_dist.metadata import CheckpointIndex, Chunk, Place, StoredTensor
+from mcore_qwen3vl.converters.torch_dist.paths import HF_FOLDER, RELEASE, TRACKER
+from mcore_qwen3vl.converters.torch_dist.writer import DistcpFile
+from mcore_qwen3vl.errors import BadInput
+
+OBJECTS = "__0_objects.distcp"
+
+
+@dataclass(frozen=True)
+class ToMcore:
+    """Does the units of one conversion; see `plan.Conversion`."""
+
+    source: HuggingFaceCheckpoint
+    architecture: Architecture
+    tensors: dict[str, StoredTensor]  # by mcore key, without chunks
+    sidecars: dict[str, Path]
+    config: bytes | None  # rewritten config.json; None: the source's own
+    dtype: torch.dtype | None  # to write everything in; None: the source's own
+    facts: dict[str, Any]  # other choices that the manifest states
+
+    def prepare(self, tree: Path) -> None:
+        (tree / RELEASE).mkdir(exist_ok=True)
+
+    def is_done(self, unit: Unit, tree: Path, result: Any) -> bool:
+        file = tree / RELEASE / unit.name
+        return file.is_file() and file.stat().st_size == result["size"]
+
+    def run(self, unit: Unit, tree: Path, moved: Callable[[int, str], None]) -> Any:
+        file = tree / RELEASE / unit.name
+        checksums: list[manifest.Checksum] = []
+        with DistcpFile(file) as out:
+            for row in unit.work:
+                dtype, sums = self.tensors[row.key].dtype, RowChecksums(row)
+                out.write_row(row, dtype, self._chunks(row, dtype, sums))
+                checksums += sums.finish()
+                moved(row.numel * dtype.itemsize, row.key)
+            out.sync()
+        return {
+            "size": file.stat().st_size,
+            "chunks": _chunks_as_json(out.index),
+            "checksums": checksums,
+        }
+
+    def finish(self, tree: Path, results: dict[str, Any]) -> None:
+        folder = tree / RELEASE
+        index = CheckpointIndex({key: replace(t, chunks=[]) for key, t in self.tensors.items()})
+        for name, result in results.items():
+            _add_chunks(index, name, result["chunks"])
+        with DistcpFile(folder / OBJECTS) as out:
+            for key, content in _objects(self.architecture):
+                out.write_object(key, content)
+            out.sync()
+        index.objects = out.index.objects
+        write_durably(folder / metadata.FILE, metadata.dumps(index))
+        backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+        write_durably(folder / "metadata.json", json.dumps(backend).encode())
+        self.accompany(tree, results)
+
+    def accompany(self, tree: Path, results: dict[str, Any]) -> None:
+        """Write what goes beside the weights in any mcore format; the tracker comes last."""
+        copy_sidecars(self.sidecars, tree / HF_FOLDER, self.config)
+        checksums = (found for result in results.values() for found in result.get("checksums", ()))
+        content = manifest.dumps(self.source, self.facts, self.dtype, checksums)
+        write_durably(tree / manifest.FILE, content)
+        write_durably(tree / TRACKER, RELEASE.encode())
+
+    def checksums(self, row: Row) -> list[manifest.Checksum]:
+        """Checksums of the HF pieces of `row`, by reading them."""
+        sums = RowChecksums(row)
+        for _ in self._chunks(row, self.tensors[row.key].dtype, sums):
+            pass
+        return sums.finish()
+
+    def _chunks(self, row: Row, dtype: torch.dtype, sums: RowChecksums) -> Iterator[Tensor]:
+        """The row's piece in order, a chunk at a time; views of the source where possible."""
+
+        def fetch(source: int, box: Box) -> Tensor:
+            named = row.sources[source]
+            place = box if named.index is None else (named.index, *box)
+            part = self.source.read(named.name, place, dtype)
+            same = self.source.entries[named.name].stored == dtype
+            stored = part if same else self.source.stored(named.name, place)
+            sums.add(source, box, stored, part)
+            return part
+
+        columns = tuple(slice(0, n) for n in row.shape[1:])
+        rows = row.shape[0] if row.rearrangement.transposed else max_rows(row, dtype)
+        return row.rearrangement.stream(fetch, columns, rows)
+
+
+def plan(
+    source: Path,
+    *,
+    dtype: str = "keep",
+    make_vocab_size_divisible_by: int = 1,
+    tp: int = 1,
+) -> Plan:
+    """Check an HF checkpoint and lay out its conversion; see `convert.plan_hf_to_mcore`."""
+    if make_vocab_size_divisible_by < 1 or tp < 1:
+        raise BadInput("--make-vocab-size-divisible-by and --tp must be at least 1.")
+    wanted = parse_dtype(dtype)
+    config = read_config_file(source)
+    architecture = Architecture.from_hf(config)
+    padded = padded_vocab_size(
+        architecture.vocab_size,
+        make_vocab_size_divisible_by=make_vocab_size_divisible_by,
+        tp=tp,
+    )
+    rows = table(architecture, padded_vocab_size=padded)
+    checkpoint = HuggingFaceCheckpoint(source)
+    checkpoint.require(rows)
+    tensors = _targets(checkpoint, rows, wanted)
+    sidecars = sidecar_files(source)
+    work = [(row, row.numel * tensors[row.key].dtype.itemsize) for row in rows]
+    size = unit_bytes(sum(nbytes for _, nbytes in work))
+    units = tuple(group_units(work, size, lambda n: f"__0_{n}.distcp"))
+    facts = {
+        "iteration": RELEASE,
+        "expert_layout": architecture.expert_layout,
+        "vocabulary": {"rows": architecture.vocab_size, "padded_to": padded},
+        "quantization": checkpoint.quantization,  # of the source; the tensors here have none
+    }
+    return Plan(
+        direction="hf-to-mcore",
+        source=str(source),
+        steps=tuple(_steps(rows, tensors)),
+        units=units,
+        sidecars=sidecars,
+        expert_layout=architecture.expert_layout,
+        identity={
+            "source": os.path.abspath(source),
+            "files": file_identity([*checkpoint.files, *sidecars.values()]),
+            "dtype": dtype,
+            "vocabulary": padded,
+        },
+        conversion=ToMcore(
+            checkpoint,
+            architecture,
+            tensors,
+            sidecars,
+            config_file.for_weights(config, dtype=wanted),
+            wanted,
+            facts,
+        ),
+        files=len(units),
+        notes=_notes(checkpoint, wanted),
+    )
+
+
+def _notes(checkpoint: HuggingFaceCheckpoint, dtype: torch.dtype | None) -> tuple[str, ...]:
+    stored = [entry.stored for entry in checkpoint.entries.values()]
+    count = stored.count(fp8.STORED)
+    if not count:
+        return ()
+    written = dtype_name(dtype or fp8.DEQUANTIZED)
+    return (f"{count} tensors are FP8 and are written dequantised, as {written}.",)
+
+
+def _targets(
+    checkpoint: HuggingFaceCheckpoint, rows: list[Row], wanted: torch.dtype | None
+) -> dict[str, StoredTensor]:
+    """dtype and shape of each mcore tensor.
+
+    Raises:
+        BadInput: HF tensors of different dtypes would share one mcore tensor, under "keep".
+    """
+    tensors: dict[str, StoredTensor] = {}
+    first: dict[str, str] = {}
+    for row in rows:
+        for source in row.sources:
+            dtype = wanted or checkpoint.entries[source.name].dtype
+            target = tensors.setdefault(row.key, StoredTensor(dtype, row.global_shape))
+            other = first.setdefault(row.key, source.name)
+            if target.dtype != dtype:
+                raise BadInput(
+                    f"tensors {other} ({dtype_name(target.dtype)}) and {source.name} "
+                    f"({dtype_name(dtype)}) both belong to {row.key}, which has one dtype. "
+                    "Choose it with --dtype bf16, fp16 or fp32."
+                )
+    return tensors
+
+
+def _steps(rows: list[Row], tensors: dict[str, StoredTensor]) -> Iterator[Step]:
+    for row in rows:
+        experts = 1
+        if row.sources[0].index is not None:
+            if row.sources[0].index > 0:
+                continue
+            experts = row.sources[0].shape[0]
+        dtype = tensors[row.key].dtype
+        layer = f"[{row.offset[0]}]" if row.global_shape[:-2] and row.offset else ""
+        shape = row.shape if experts == 1 else (experts, *row.shape)
+        yield Step(
+            sources=tuple(source.name for source in row.sources),
+            target=row.key + layer,
+            shape=shape,
+            dtype=dtype_name(dtype),
+            nbytes=experts * row.numel * dtype.itemsize,
+        )
+
+
+def _objects(architecture: Architecture) -> Iterator[tuple[str, bytes]]:
+    """The pickled objects of a checkpoint: empty ``_extra_state`` and Megatron's common state."""
+    common = {"iteration": 0, "checkpoint_version": 3.0, "content_metadata": {}}
+    yield "common_state/shard_0_1", _saved([common])
+    empty = _saved([None])
+    for key in extra_state_keys(architecture):
+        yield key, empty
+
+
+def _saved(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _chunks_as_json(index: CheckpointIndex) -> list[Any]:
+    return [
+        [key, chunk.offsets, chunk.sizes, chunk.place.offset, chunk.place.length]
+        for key, tensor in index.tensors.items()
+        for chunk in tensor.chunks
+    ]
+
+
+def _add_chunks(index: CheckpointIndex, file: str, chunks: list[Any]) -> None:
+    for key, offsets, sizes, start, length in chunks:
+        place = Place(file, start, length)
+        index.tensors[key].chunks.append(Chunk(tuple(offsets), tuple(sizes), place))

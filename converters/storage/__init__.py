@@ -1,0 +1,1 @@
+"""Bytes on disk: archives, unpickling, direct and mapped files, boxes, staging. Knows no model."""

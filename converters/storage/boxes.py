@@ -1,0 +1,80 @@
+"""Boxes of a tensor: where two meet, and whether many fill the whole once each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import prod
+from typing import Any
+
+Shape = tuple[int, ...]
+
+Box = tuple[slice, ...]
+"""One slice with explicit start and stop per axis."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A box by its first corner and its size."""
+
+    offsets: Shape
+    sizes: Shape
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What a stored box and a wanted one share, seen from each."""
+
+    stored: Box
+    wanted: Box
+
+
+def explicit(box: Sequence[int | slice], shape: Shape) -> tuple[Any, ...]:
+    """`box` with a slice for every axis that it leaves out, and no bound left open."""
+    whole = (*box, *(slice(None) for _ in shape[len(box) :]))
+    return tuple(
+        slice(*place.indices(size)) if isinstance(place, slice) else place
+        for place, size in zip(whole, shape, strict=True)
+    )
+
+
+def overlap(wanted: Extent, stored: Extent) -> Overlap | None:
+    """Where the two meet, or None."""
+    of_stored, of_wanted = [], []
+    for at, n, first, count in zip(
+        wanted.offsets, wanted.sizes, stored.offsets, stored.sizes, strict=True
+    ):
+        low, high = max(at, first), min(at + n, first + count)
+        if low >= high:
+            return None
+        of_stored.append(slice(low - first, high - first))
+        of_wanted.append(slice(low - at, high - at))
+    return Overlap(tuple(of_stored), tuple(of_wanted))
+
+
+def fill(boxes: Sequence[Extent], shape: Shape) -> bool:
+    """Whether `boxes`, which lie inside `shape`, cover every element exactly once."""
+    return sum(prod(box.sizes) for box in boxes) == prod(shape) and _disjoint(boxes, 0)
+
+
+def _disjoint(boxes: Sequence[Extent], axis: int) -> bool:
+    """Cuts between boxes along one axis after the other; grids fall apart without comparing."""
+    if len(boxes) < 2:
+        return True
+    if axis == len(boxes[0].sizes):
+        return not any(overlap(a, b) for a, b in combinations(boxes, 2))
+    return all(_disjoint(group, axis + 1) for group in _groups(boxes, axis))
+
+
+def _groups(boxes: Sequence[Extent], axis: int) -> Iterator[list[Extent]]:
+    """The boxes in groups that do not meet along `axis`."""
+    group: list[Extent] = []
+    reach = 0
+    for box in sorted(boxes, key=lambda box: box.offsets[axis]):
+        if group and box.offsets[axis] >= reach:
+            yield group
+            group = []
+        group.append(box)
+        reach = max(reach, box.offsets[axis] + box.sizes[axis])
+    yield group

@@ -1,0 +1,143 @@
+"""Write a directory so that it appears complete or not at all, and resume after an interruption.
+
+Work happens in a hidden directory beside the target: ``tree/`` grows into the result and
+``journal`` notes each finished unit of work. The target appears by one rename. A run that finds
+the remains of an interrupted one with the same plan continues from its journal; remains of another
+plan are cleared away.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mcore_qwen3vl.converters.hf.checkpoint import INDEX, SINGLE
+from mcore_qwen3vl.converters.torch_dist.paths import is_megatron
+from mcore_qwen3vl.errors import BadInput
+
+
+class Staging:
+    """The working directory of one conversion.
+
+    Attributes:
+        tree: the directory to fill.
+        done: results of the finished units, by unit name; an interrupted run's to begin with.
+    """
+
+    def __init__(self, target: Path, fingerprint: str, *, force: bool) -> None:
+        self.target, self._force = target, force
+        self.folder = target.parent / f".{target.name}.incomplete"
+        self.tree = self.folder / "tree"
+        self._journal = self.folder / "journal"
+        self._lock = threading.Lock()
+        self.done: dict[str, Any] = {}
+        self._start(fingerprint)
+
+    def finish(self, unit: str, result: Any) -> None:
+        """Note that `unit` is durably written."""
+        line = json.dumps({"unit": unit, "result": result}) + "\n"
+        with self._lock, self._journal.open("a", encoding="utf-8") as journal:
+            journal.write(line)
+            journal.flush()
+            os.fsync(journal.fileno())
+            self.done[unit] = result
+
+    def publish(self) -> None:
+        """Make the target appear; with `force`, in place of what was there."""
+        for folder, _, _ in self.tree.walk():
+            sync_folder(folder)
+        if self._force and self.target.exists():
+            shutil.rmtree(self.folder / "replaced", ignore_errors=True)
+            self.target.rename(self.folder / "replaced")
+        self.tree.rename(self.target)
+        sync_folder(self.target.parent)
+        shutil.rmtree(self.folder)
+
+    def _start(self, fingerprint: str) -> None:
+        header = json.dumps({"plan": fingerprint}) + "\n"
+        lines = self._read_journal()
+        if not lines or lines[0] != header:
+            shutil.rmtree(self.tree, ignore_errors=True)
+            lines = [header]
+        records = (json.loads(line) for line in lines[1:])
+        self.done = {record["unit"]: record["result"] for record in records}
+        write_durably(self._journal, "".join(lines).encode())
+        self.tree.mkdir(exist_ok=True)
+
+    def _read_journal(self) -> list[str]:
+        """Its whole lines; the last one is dropped if the run died while writing it."""
+        if not self._journal.exists() or not self.tree.exists():
+            return []
+        text = self._journal.read_text(encoding="utf-8", errors="replace")
+        return [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+@contextmanager
+def staging(target: Path, fingerprint: str, *, force: bool) -> Iterator[Staging]:
+    """A `Staging` that no other process uses at the same time.
+
+    When the body raises `BadInput` the work is cleared away; any other end leaves it for resuming.
+
+    Raises:
+        BadInput: the target exists and `force` is not given, or is not a checkpoint; another run
+            is writing it; or the directory cannot be made.
+    """
+    target = Path(os.path.abspath(target))
+    check_target(target, force=force)
+    folder = target.parent / f".{target.name}.incomplete"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("w")
+    except OSError as error:
+        raise BadInput(f"{target} cannot be written: {error}.") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise BadInput(
+                f"another process is writing {target}. Wait for it, or choose another directory."
+            ) from None
+        try:
+            yield Staging(target, fingerprint, force=force)
+        except BadInput:  # running again would only stop again
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+
+def check_target(target: Path, *, force: bool) -> None:
+    """Refuse a target that would be overwritten without leave, or that `force` must not delete."""
+    if not target.exists() and not target.is_symlink():
+        return
+    if not force:
+        raise BadInput(f"{target} exists. Remove it, choose another directory, or add --force.")
+    if target.is_symlink() or not target.is_dir():
+        raise BadInput(f"{target} is not a directory; --force replaces checkpoints only.")
+    known = is_megatron(target) or (target / SINGLE).is_file() or (target / INDEX).is_file()
+    if any(target.iterdir()) and not known:
+        raise BadInput(
+            f"{target} holds something other than a checkpoint; --force does not delete it. "
+            "Choose another directory."
+        )
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in `folder` durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_durably(file: Path, content: bytes) -> None:
+    with file.open("wb") as handle:
+        handle.write(content)
+        handle.flush()
+        os.fsync(handle.fileno())

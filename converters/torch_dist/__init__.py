@@ -1,0 +1,1 @@
+"""Megatron-Core's ``torch_dist`` format: paths, metadata, reading and writing."""

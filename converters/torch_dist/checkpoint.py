@@ -1,0 +1,117 @@
+"""Megatron-Core's ``torch_dist`` checkpoints: a lazy reader and a streaming writer.
+
+Neither needs megatron-core, a model or a process group. A checkpoint directory holds
+``latest_checkpointed_iteration.txt`` ("release" or a number) and one folder per iteration with
+``.metadata``, ``metadata.json`` and ``.distcp`` files of tensors, each in its own archive.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mcore_qwen3vl.converters.storage.archive import NotATensor, read_tensor
+from mcore_qwen3vl.converters.storage.boxes import fill
+from mcore_qwen3vl.converters.storage.mapped import bring_in
+from mcore_qwen3vl.converters.torch_dist import metadata
+from mcore_qwen3vl.converters.torch_dist.metadata import Chunk, Place
+from mcore_qwen3vl.converters.torch_dist.paths import iteration_folder
+from mcore_qwen3vl.converters.torch_dist.stored import StoredModel
+from mcore_qwen3vl.errors import BadInput
+
+ENDS = 2**16
+"""Bytes at both ends of an archive that hold all of it but the tensor."""
+
+
+class MegatronCheckpoint(StoredModel):
+    """The tensors of one ``torch_dist`` checkpoint of any iteration, written at any layout.
+
+    Raises:
+        BadInput: not a ``torch_dist`` checkpoint, damaged metadata, or an absent data file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        folder = iteration_folder(path)
+        _check_backend(folder)
+        super().__init__(folder, metadata.read(folder))
+        self._files: dict[str, memoryview] = {}
+        for tensor in self.index.tensors.values():
+            for chunk in tensor.chunks:
+                self._view(chunk.place)
+        for key in self.model_keys():
+            if not fill(self.index.tensors[key].chunks, self.index.tensors[key].shape):
+                raise self._unfilled(key)
+
+    @property
+    def data_files(self) -> list[Path]:
+        return [self.folder / file for file in self._files]
+
+    @property
+    def files(self) -> list[Path]:
+        return [self.folder / metadata.FILE, *self.data_files]
+
+    def _unfilled(self, key: str) -> BadInput:
+        return BadInput(
+            f"{self.folder / metadata.FILE}: the chunks of {key} do not fill the tensor once "
+            "each. A rank's file is missing from the checkpoint, or the metadata is damaged."
+        )
+
+    def _tensor(self, key: str, chunk: Chunk) -> Tensor:
+        where = f"{self.folder / chunk.place.file}: the data of {key} at {list(chunk.offsets)}"
+        try:
+            view = self._view(chunk.place)
+            for end in (view[:ENDS], view[-ENDS:]):
+                bring_in(torch.frombuffer(end, dtype=torch.uint8))
+            tensor = read_tensor(view)
+        except NotATensor as error:
+            raise BadInput(f"{where} is damaged or of another kind: {error}.") from None
+        if tuple(tensor.shape) != chunk.sizes or tensor.dtype != self.dtype(key):
+            raise BadInput(
+                f"{where} is {list(tensor.shape)} {tensor.dtype}, but .metadata says "
+                f"{list(chunk.sizes)} {self.dtype(key)}. The files belong to different checkpoints."
+            )
+        return tensor
+
+    def _view(self, place: Place) -> memoryview:
+        if place.file not in self._files:
+            self._files[place.file] = _map(self.folder / place.file)
+        whole = self._files[place.file]
+        if place.offset + place.length > len(whole):
+            raise BadInput(
+                f"{self.folder / place.file} has {len(whole)} bytes, but .metadata places data up "
+                f"to byte {place.offset + place.length}. The file is cut short: copy it again."
+            )
+        return whole[place.offset : place.offset + place.length]
+
+
+def _check_backend(folder: Path) -> None:
+    file = folder / "metadata.json"
+    try:
+        content = json.loads(file.read_bytes())
+        backend, version = content.get("sharded_backend"), content.get("sharded_backend_version", 1)
+    except FileNotFoundError:
+        raise BadInput(
+            f"{folder} is not a Megatron-Core torch_dist checkpoint: it has no metadata.json."
+        ) from None
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise BadInput(
+            f"{file} cannot be read ({error!r:.200}). Copy the checkpoint again."
+        ) from None
+    if backend != "torch_dist" or version != 1:
+        raise BadInput(
+            f"{file} says the checkpoint's format is {backend!r:.40}, version {version!r:.40}; "
+            "torch_dist is read, version 1. Load it in Megatron and save it again with "
+            "--ckpt-format torch_dist."
+        )
+
+
+def _map(file: Path) -> memoryview:
+    try:
+        with file.open("rb") as handle:
+            return memoryview(mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY))
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{file} cannot be read ({error}). The checkpoint is incomplete.") from None

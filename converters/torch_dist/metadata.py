@@ -1,0 +1,253 @@
+"""The ``.metadata`` file of torch's distributed checkpoints, read and written without surprises.
+
+It is a pickle of torch classes. Reading never builds those classes: the few names that occur are
+replaced by inert records and every other name is refused, so a hostile file cannot run code, and a
+file written by a newer torch, whose classes carry more fields, reads all the same. Writing keeps to
+the fields that the oldest supported torch knows.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import pickle
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from mcore_qwen3vl.converters.storage.boxes import Extent, Shape
+from mcore_qwen3vl.converters.storage.restricted_pickle import (
+    FAILURES,
+    Record,
+    RestrictedUnpickler,
+    make_ordered_dict,
+    make_set,
+    make_tuple,
+    reconstruct,
+)
+from mcore_qwen3vl.errors import BadInput
+
+FILE = ".metadata"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one chunk or object is stored."""
+
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Chunk(Extent):
+    """One stored box of a tensor."""
+
+    place: Place
+
+
+@dataclass
+class StoredTensor:
+    """One tensor of the checkpoint: its dtype, its global shape and the chunks that fill it."""
+
+    dtype: torch.dtype
+    shape: Shape
+    chunks: list[Chunk] = field(default_factory=list)
+
+
+@dataclass
+class CheckpointIndex:
+    """What a ``torch_dist`` checkpoint holds: tensors and pickled objects, by key."""
+
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    objects: dict[str, Place] = field(default_factory=dict)
+
+
+def dumps(index: CheckpointIndex) -> bytes:
+    """`index` as the content of a ``.metadata`` file."""
+    described: dict[str, Any] = {}
+    storage: dict[dcp.MetadataIndex, _StorageInfo] = {}
+    for key, tensor in index.tensors.items():
+        properties = dcp.TensorProperties(dtype=tensor.dtype)
+        chunks = []
+        for number, chunk in enumerate(tensor.chunks):
+            offsets, sizes = torch.Size(chunk.offsets), torch.Size(chunk.sizes)
+            chunks.append(dcp.ChunkStorageMetadata(offsets, sizes))
+            storage[dcp.MetadataIndex(key, offsets, number)] = _storage_info(chunk.place)
+        described[key] = dcp.TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+    for key, place in index.objects.items():
+        described[key] = dcp.BytesStorageMetadata()
+        storage[dcp.MetadataIndex(key)] = _storage_info(place)
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=2).dump(dcp.Metadata(described, storage_data=storage))
+    return buffer.getvalue()
+
+
+def read(folder: Path) -> CheckpointIndex:
+    """Read ``folder/.metadata``.
+
+    Raises:
+        BadInput: the file is damaged, is no checkpoint metadata, or names a class that does not
+            belong there.
+    """
+    file = folder / FILE
+    try:
+        return _index(loads(file.read_bytes()))
+    except _Refused as error:
+        raise BadInput(
+            f"{file} asks for {error}, which has no place in checkpoint metadata. Refused: loading "
+            "it could run code. Do not use this checkpoint with a tool that would."
+        ) from None
+    except (OSError, *FAILURES) as error:
+        raise BadInput(
+            f"{file} is not readable checkpoint metadata ({error!r:.200}). Copy the checkpoint "
+            "again."
+        ) from None
+
+
+def loads(data: bytes) -> Any:
+    """The pickle's content with every class replaced by an inert `Record`."""
+    return _Unpickler(data).load()
+
+
+def _storage_info(place: Place) -> _StorageInfo:
+    return _StorageInfo(place.file, place.offset, place.length)
+
+
+class _Pickler(pickle.Pickler):
+    """Writes ``TensorProperties`` with the five fields of every torch from 2.0 to 2.13."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, dcp.TensorProperties):
+            return NotImplemented
+        contiguous = dcp._MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+        state = (obj.dtype, torch.strided, False, contiguous, False)
+        return copyreg.__newobj__, (dcp.TensorProperties,), state  # type: ignore[attr-defined]
+
+
+class _Enum(Record):
+    """Enumerations pickle as a call with the value; the value is not needed."""
+
+
+class _Refused(Exception):
+    """A name outside the allow-list."""
+
+
+DCP = "torch.distributed.checkpoint"
+RECORDS = {
+    f"{DCP}.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+    },
+    f"{DCP}.filesystem": {"_StorageInfo"},
+    # Megatron keeps the ranks' save plans beside the metadata, to reuse them at the next save.
+    f"{DCP}.planner": {"SavePlan", "TensorWriteData", "WriteItem"},
+}
+ENUMS = {f"{DCP}.metadata": {"_MEM_FORMAT_ENCODING"}, f"{DCP}.planner": {"WriteItemType"}}
+PLAIN: dict[tuple[str, str], Any] = {
+    ("torch", "Size"): make_tuple,
+    ("collections", "OrderedDict"): make_ordered_dict,
+    ("torch.serialization", "_get_layout"): _Enum,
+    ("pathlib", "PosixPath"): _Enum,
+    ("builtins", "set"): make_set,
+    ("__builtin__", "set"): make_set,
+    ("copyreg", "_reconstructor"): reconstruct,
+    ("copy_reg", "_reconstructor"): reconstruct,
+    ("builtins", "object"): Record,
+    ("__builtin__", "object"): Record,
+}
+CLASSES = {
+    (module, name): type(name, (Record,), {}) for module, names in RECORDS.items() for name in names
+}
+
+
+class _Unpickler(RestrictedUnpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in CLASSES:
+            return CLASSES[module, name]
+        if (module, name) in PLAIN:
+            return PLAIN[module, name]
+        if name in ENUMS.get(module, ()):
+            return _Enum
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        raise _Refused(f"{module}.{name}")
+
+
+def _is(value: Any, name: str) -> bool:
+    return isinstance(value, Record) and type(value).__name__ == name
+
+
+def _index(metadata: Any) -> CheckpointIndex:
+    if not _is(metadata, "Metadata"):
+        raise pickle.UnpicklingError("it does not hold a Metadata object")
+    places = _places(metadata["storage_data"])
+    index = CheckpointIndex()
+    for key, described in metadata["state_dict_metadata"].items():
+        if _is(described, "BytesStorageMetadata"):
+            index.objects[key] = places[key, None]
+        elif _is(described, "TensorStorageMetadata"):
+            index.tensors[key] = _tensor(key, described, places)
+        else:
+            raise pickle.UnpicklingError(f"{key} is neither a tensor nor an object")
+    return index
+
+
+def _places(storage: dict[Any, Record]) -> dict[tuple[str, Shape | None], Place]:
+    """Where each chunk and object is: one place each, none of them shared."""
+    places: dict[tuple[str, Shape | None], Place] = {}
+    for at, info in storage.items():
+        key, offset = at["fqn"], at.state.get("offset")
+        if not isinstance(key, str):
+            raise pickle.UnpicklingError("a key that is not text")
+        place = places.setdefault((key, offset and _shape(offset)), found := _place(info))
+        if place is not found:
+            raise pickle.UnpicklingError(f"{key:.100} is in two places")
+    ordered = sorted((p for p in places.values() if p.length), key=lambda p: (p.file, p.offset))
+    for first, second in pairwise(ordered):
+        if first.file == second.file and first.offset + first.length > second.offset:
+            raise pickle.UnpicklingError(f"two pieces of data overlap in {first.file}")
+    return places
+
+
+def _tensor(key: str, described: Record, places: dict[Any, Place]) -> StoredTensor:
+    dtype = described["properties"].state[0]
+    if not isinstance(dtype, torch.dtype):
+        raise pickle.UnpicklingError(f"{key} has no dtype")
+    tensor = StoredTensor(dtype, _shape(described["size"]))
+    for chunk in described["chunks"]:
+        offsets, sizes = _shape(chunk["offsets"]), _shape(chunk["sizes"])
+        inside = len(offsets) == len(sizes) == len(tensor.shape) and all(
+            at + n <= whole for at, n, whole in zip(offsets, sizes, tensor.shape, strict=True)
+        )
+        if not inside:
+            raise pickle.UnpicklingError(f"a chunk of {key} lies outside the tensor")
+        tensor.chunks.append(Chunk(offsets, sizes, places[key, offsets or None]))
+    return tensor
+
+
+def _place(info: Record) -> Place:
+    file, offset, length = info["relative_path"], info["offset"], info["length"]
+    if not isinstance(file, str) or file != PurePosixPath(file).name or file in ("", "..", "."):
+        raise pickle.UnpicklingError(f"{file!r:.100} is no plain file name in the same directory")
+    if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
+        raise pickle.UnpicklingError("an offset or length that is not a count")
+    if info.state.get("transform_descriptors"):
+        raise pickle.UnpicklingError("the data is transformed (compressed); that is not read")
+    return Place(file, offset, length)
+
+
+def _shape(value: Any) -> Shape:
+    if not isinstance(value, tuple) or not all(type(n) is int and n >= 0 for n in value):
+        raise pickle.UnpicklingError(f"a {type(value).__name__} that is not a shape")
+    return value

@@ -1,0 +1,142 @@
+"""A Megatron checkpoint of any format, read as the table's tensors from the chunks it stores."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Iterable
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mcore_qwen3vl.converters.mapping.row import Row
+from mcore_qwen3vl.converters.mapping.table import EMBEDDING, mcore_shapes
+from mcore_qwen3vl.converters.storage.boxes import Box, Extent, Shape, overlap
+from mcore_qwen3vl.converters.storage.mapped import bring_in
+from mcore_qwen3vl.converters.torch_dist.metadata import CheckpointIndex, Chunk, StoredTensor
+from mcore_qwen3vl.errors import BadInput
+
+NOT_THE_MODEL = re.compile(r"^(optimizer|chained_\d+|rng_state|rerun_state|opt_param_scheduler)")
+"""Keys that a training checkpoint holds beside the model's."""
+
+
+class StoredModel(ABC):
+    """The tensors of one iteration of a checkpoint, under the table's keys.
+
+    Attributes:
+        folder: the iteration's folder.
+        index: every key with its dtype, shape and chunks.
+    """
+
+    def __init__(self, folder: Path, index: CheckpointIndex) -> None:
+        self.folder, self.index = folder, index
+        self._chunks = {key: _by_corner(tensor) for key, tensor in index.tensors.items()}
+
+    @property
+    @abstractmethod
+    def data_files(self) -> list[Path]:
+        """The files that hold tensors."""
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that tell this checkpoint from another."""
+        return self.data_files
+
+    @abstractmethod
+    def _tensor(self, key: str, chunk: Chunk) -> Tensor:
+        """The values of one chunk, a view of the file."""
+
+    @abstractmethod
+    def _unfilled(self, key: str) -> BadInput:
+        """What to say when chunks do not make up the tensor."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding, padding included."""
+        embedding = self.index.tensors.get(EMBEDDING)
+        if embedding is None or len(embedding.shape) != 2:
+            raise BadInput(f"{self.folder} holds no {EMBEDDING}; it is not a whole GPT model.")
+        return embedding.shape[0]
+
+    def model_keys(self) -> set[str]:
+        """Keys of the model's own tensors, optimizer state and the like left out."""
+        return {key for key in self.index.tensors if not NOT_THE_MODEL.match(key)}
+
+    def require(self, rows: Iterable[Row]) -> None:
+        """Check that the checkpoint's model tensors are exactly those that `rows` make.
+
+        Raises:
+            BadInput: a tensor is missing, has another shape, or belongs to no row.
+        """
+        wanted = mcore_shapes(list(rows))
+        found = {key: self.index.tensors[key] for key in self.model_keys()}
+        for key, shape in wanted.items():
+            if key not in found:
+                raise BadInput(
+                    f"{self.folder} lacks the tensor {key} {list(shape)}, which the Hugging Face "
+                    "config calls for. Was it saved by another model, or is another config meant?"
+                )
+            if found[key].shape != shape:
+                raise BadInput(
+                    f"{self.folder}: tensor {key} has shape {list(found[key].shape)}, but the "
+                    f"Hugging Face config makes it {list(shape)}. They are different models."
+                )
+        if extra := min((key for key in found if key not in wanted), default=None):
+            raise BadInput(
+                f"{self.folder} holds the tensor {extra} {list(found[extra].shape)}, which is no "
+                "part of the model that the Hugging Face config describes. Dropping it in silence "
+                "would lose data, so nothing was converted."
+            )
+
+    def dtype(self, key: str) -> torch.dtype:
+        return self.index.tensors[key].dtype
+
+    def tensor(self, key: str) -> Tensor:
+        """The whole tensor under `key`."""
+        shape = self.index.tensors[key].shape
+        return self._read(key, (), (0,) * len(shape), shape)
+
+    def read(self, row: Row, box: Box) -> Tensor:
+        """A box of one row's piece: a view of the file where one chunk covers it, else a copy.
+
+        Raises:
+            BadInput: the chunks do not fill the box, or a chunk is damaged.
+        """
+        start = (*row.offset, *(part.start for part in box))
+        size = (*(1 for _ in row.offset), *(part.stop - part.start for part in box))
+        return self._read(row.key, row.offset, start, size).view(size[len(row.offset) :])
+
+    def _read(self, key: str, corner: Shape, start: Shape, size: Shape) -> Tensor:
+        out: Tensor | None = None
+        filled = 0
+        for chunk in self._chunks[key].get(corner, ()):
+            inside = overlap(Extent(start, size), chunk)
+            if inside is None:
+                continue
+            part = bring_in(self._tensor(key, chunk)[inside.stored])
+            if part.numel() == prod(size):
+                return part
+            out = torch.empty(size, dtype=self.dtype(key)) if out is None else out
+            out[inside.wanted] = part
+            filled += part.numel()
+        if out is None or filled != out.numel():
+            raise self._unfilled(key)
+        return out
+
+
+def _by_corner(tensor: StoredTensor) -> dict[Shape, list[Chunk]]:
+    """Chunks by what they may overlap: all of them, one layer, one expert of one layer.
+
+    Megatron stores each layer and each expert apart, so a chunk is one slice thick there.
+    """
+    table: dict[Shape, list[Chunk]] = defaultdict(list)
+    for chunk in tensor.chunks:
+        table[()].append(chunk)
+        for axis in range(min(2, len(chunk.sizes))):
+            if chunk.sizes[axis] != 1:
+                break
+            table[chunk.offsets[: axis + 1]].append(chunk)
+    return table

@@ -1,0 +1,156 @@
+"""What the commands print of their results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from mcore_qwen3vl.console import STDOUT, emit_json, output, plain, size, table
+
+if TYPE_CHECKING:
+    from mcore_qwen3vl.converters.describe.estimate import Estimate
+    from mcore_qwen3vl.converters.describe.inspect import Inspection
+    from mcore_qwen3vl.converters.describe.mapping_lines import MappingLine
+    from mcore_qwen3vl.converters.offline.plan import Plan, Summary
+    from mcore_qwen3vl.data.check import DataReport
+    from mcore_qwen3vl.demos.convert import Demo
+
+PROBLEMS_SHOWN = 20
+MAPPING_WIDTH = 260
+"""Columns in which no name of the mapping is folded, for pipes and files."""
+
+
+def plan(plan: Plan, as_json: bool) -> None:
+    """A dry run: one line a tensor, then the totals."""
+    if as_json:
+        steps = [asdict(step) for step in plan.steps]
+        emit_json({"direction": plan.direction, "bytes": plan.nbytes, "steps": steps}, STDOUT)
+        return
+    lines = table(f"{plan.direction}: {plan.source}", "from", "to", "shape", "dtype", ">size")
+    for step in plan.steps:
+        shape = "x".join(map(str, step.shape))
+        lines.add_row(", ".join(step.sources), step.target, shape, step.dtype, size(step.nbytes))
+    output.print(lines)
+    for note in plan.notes:
+        output.print(plain(note))
+    output.print(
+        f"{len(plan.steps)} tensors, {size(plan.nbytes)} in {len(plan.units)} units of work; "
+        f"{len(plan.sidecars)} other files. Nothing was written."
+    )
+
+
+def summary(summary: Summary, as_json: bool) -> None:
+    """What a conversion did."""
+    if as_json:
+        emit_json(asdict(summary), STDOUT)
+        return
+    rate = size(summary.nbytes / max(summary.seconds, 1e-9))
+    output.print(f"[bold green]done[/] {plain(summary.target)}")
+    output.print(
+        f"{summary.tensors} tensors, {size(summary.nbytes)} of {'/'.join(summary.dtypes)} in "
+        f"{summary.files} files and {len(summary.sidecars)} other files, "
+        f"{summary.seconds:.1f} s ({rate}/s)"
+    )
+    if summary.resumed_units:
+        output.print(f"continued an interrupted run: {summary.resumed_units} units were done")
+    for note in summary.notes:
+        output.print(plain(note))
+
+
+def inspection(inspection: Inspection) -> None:
+    """What a path is, its parameters by part, and its tensors."""
+    a = inspection.architecture
+    kinds = {"huggingface": "Hugging Face checkpoint", "megatron": "Megatron-Core checkpoint"}
+    facts = {
+        "what": kinds.get(inspection.kind, "config without weights"),
+        "model": f"Qwen3-VL {'MoE' if a.is_moe else 'dense'}, {a.num_hidden_layers} layers, "
+        f"hidden {a.hidden_size}, vocabulary {a.vocab_size}",
+        "embedding and head": "tied" if a.tie_word_embeddings else "separate",
+        "experts": f"{a.num_experts}, {a.num_experts_per_tok} a token, layout "
+        f"{inspection.expert_layout}"
+        if a.is_moe
+        else None,
+        "iteration": inspection.iteration,
+        "padded vocabulary": inspection.padded_vocab_size,
+        "dtype": ", ".join(inspection.dtypes),
+        "weights": f"{size(inspection.nbytes)} in {inspection.files} files",
+        "parameters": f"{inspection.total_parameters:,} ({inspection.active_parameters:,} active)",
+    }
+    for name, fact in facts.items():
+        if fact is not None:
+            output.print(f"{name:20}{plain(str(fact))}")
+    parts = table("parameters by part", "part", ">count")
+    for part, count in inspection.parameters.items():
+        parts.add_row(part, f"{count:,}")
+    output.print(parts)
+    tensors = table("tensors", "name", "shape", "dtype", ">size")
+    for t in inspection.tensors:
+        tensors.add_row(t.name, "x".join(map(str, t.shape)), t.dtype, size(t.nbytes))
+    output.print(tensors)
+
+
+def mapping(lines: Sequence[MappingLine]) -> None:
+    """The mapping, in the order of the network."""
+    shown = table(
+        "mapping, with the shape of one piece and the axes on which pieces are stacked",
+        "Hugging Face", "shape", "Megatron-Core", "shape", "stacked", "transform", "cut by",
+    )  # fmt: skip
+    for column in shown.columns:
+        column.overflow = "fold"  # a name that ends in dots is no name
+    for line in lines:
+        parts = f" in {line.tp_parts} parts" if line.tp_parts > 1 else ""
+        shown.add_row(
+            plain("\n".join(line.hf)),
+            "\n".join(map(_shape, line.hf_shapes)),
+            plain(line.mcore),
+            _shape(line.shape),
+            _shape(line.stacked),
+            line.transform,
+            f"{line.cut_by}: axis {line.tp_axis}{parts}" if line.cut_by else "",
+        )
+    output.print(shown, width=None if output.is_terminal else MAPPING_WIDTH, crop=False)
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))
+
+
+def estimate(estimate: Estimate) -> None:
+    """What a conversion will take."""
+    facts = {
+        "model": f"{estimate.model}, {estimate.dtype}",
+        "tensors": f"{estimate.tensors:,} of Hugging Face, in {estimate.pieces:,} pieces and "
+        f"{estimate.units} units of work",
+        "bytes": f"{estimate.nbytes:,} ({size(estimate.nbytes)})",
+        "largest slice": f"{size(estimate.largest_slice_bytes)} ({estimate.largest_slice})",
+        "memory, at most": f"{size(estimate.memory_bound_bytes)} for {estimate.workers} workers",
+    }
+    if estimate.seconds is not None:
+        facts["time"] = (
+            f"{estimate.seconds:,.0f} s to read and write everything once at "
+            f"{estimate.disk_gb_per_s:g} GB/s"
+        )
+    for name, fact in facts.items():
+        output.print(f"{name:20}{plain(fact)}", soft_wrap=True)
+
+
+def demo(demo: Demo) -> None:
+    """The demo's steps and verdict."""
+    lines = table("Qwen3-VL: Hugging Face to Megatron-Core and back", "step", "result", "", ">time")
+    marks = {None: "", True: "[green]ok[/]", False: "[bold red]WRONG[/]"}
+    for step in demo.steps:
+        lines.add_row(step.name, plain(step.result), marks[step.ok], f"{step.seconds:.1f} s")
+    output.print(lines)
+
+
+def data_report(report: DataReport) -> None:
+    """What a data set holds, and the first of its flaws."""
+    lines = table(str(report.path), "what", ">how much")
+    for name, amount in report.summary():
+        lines.add_row(name, amount)
+    output.print(lines)
+    for flaw in report.bad[:PROBLEMS_SHOWN]:
+        output.print(f"  {plain(flaw.sample)}: {plain(flaw.reason)}")
+    if len(report.bad) > PROBLEMS_SHOWN:
+        output.print(f"  and {len(report.bad) - PROBLEMS_SHOWN} more; --json lists them all")

@@ -1,0 +1,155 @@
+"""Training end to end on the CPU: data, SFT at TP2 x DP2, stop, resume, export, generate."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_qwen3vl.errors import CheckFailed
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.runtime import cpu
+
+SAMPLES, STEPS, STOP = 8, 60, 30
+LEARNT = 0.05
+"""Loss below which the answers are known by heart."""
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """What :func:`run_demo` measured."""
+
+    first_loss: float
+    last_loss: float
+    resumed_at: int
+    answered: int
+    asked: int
+    seconds: float
+
+
+def run_demo(
+    *, keep: Path | None = None, say: Callable[[str], None] = print, steps: int = STEPS
+) -> DemoResult:
+    """Train a tiny model on image questions, interrupted once, and ask it what it learnt.
+
+    Args:
+        keep: directory for all files; None: a temporary one.
+        say: is told of every stage.
+        steps: of training in all; it stops and resumes at half.
+
+    Raises:
+        CheckFailed: the loss stayed high, or the exported model answers wrongly.
+    """
+    started = time.monotonic()
+    cpu.install()  # before megatron is imported
+    from mcore_qwen3vl.training import cpu as training_cpu
+
+    training_cpu.install()
+    from mcore_qwen3vl.tiny import write_tiny_checkpoint
+    from mcore_qwen3vl.tiny.records import write_image_qa
+    from mcore_qwen3vl.verify.curves.run import DISTRIBUTED, Job, train
+
+    with nullcontext(keep) if keep else tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        say("a tiny Qwen3-VL with random weights, and image questions with PNGs")
+        checkpoint = write_tiny_checkpoint(folder / "model")
+        data = write_image_qa(folder / "data", SAMPLES, text_only_every=None)
+        job = Job(
+            checkpoint, data, Layout(tp=2, dp=2, sp=True), steps=steps, batch=2, seq_length=256,
+            packing=True,
+            flags=(
+                "--lr", "5e-3", "--weight-decay", "0", "--packing-buffer", str(SAMPLES),
+                *DISTRIBUTED,
+                "--save", str(folder / "checkpoints"), "--save-interval", str(steps // 2),
+                "--save-hf", str(folder / "hf"),
+            ),
+        )  # fmt: skip
+        say(f"SFT at TP2 x DP2 on four processes, stopped after {steps // 2} of {steps} steps")
+        first = train(job, folder / "first", "--exit-interval", str(steps // 2))
+        say("the same command again: it resumes, finishes, and exports to Hugging Face")
+        rest = train(job, folder / "rest")
+        say("Hugging Face's generate, with the exported model")
+        records = [json.loads(line)["messages"] for line in data.read_text().splitlines()]
+        answers = answer(folder / "hf" / f"iter_{steps:07d}", records, data.parent)
+        wanted = [messages[-1]["content"] for messages in records]
+        for messages, got in zip(records, answers, strict=True):
+            say(f"  {messages[0]['content'][0]['image']} {messages[0]['content'][1]['text']} {got}")
+    result = DemoResult(
+        first_loss=first[0]["lm loss"],
+        last_loss=rest[-1]["lm loss"],
+        resumed_at=rest[0]["iteration"],
+        answered=sum(got == want for got, want in zip(answers, wanted, strict=True)),
+        asked=len(wanted),
+        seconds=time.monotonic() - started,
+    )
+    _check(result, steps)
+    return result
+
+
+def _check(result: DemoResult, steps: int) -> None:
+    if result.resumed_at != steps // 2 + 1:
+        raise CheckFailed(f"resumed at step {result.resumed_at}, not {steps // 2 + 1}")
+    if result.last_loss > LEARNT:
+        raise CheckFailed(f"the loss ended at {result.last_loss:.3f}, above {LEARNT}")
+    if result.answered != result.asked:
+        raise CheckFailed(
+            f"the exported model answers {result.answered} of {result.asked} questions as learnt"
+        )
+
+
+def answer(
+    checkpoint: Path, records: Sequence[list[dict[str, Any]]], folder: Path, max_tokens: int = 40
+) -> list[str]:
+    """Greedy answers of a Hugging Face checkpoint to the first turn of each conversation.
+
+    Args:
+        checkpoint: directory with model and processor.
+        records: each conversation's messages.
+        folder: where their images are.
+        max_tokens: longest answer.
+    """
+    import torch
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    from mcore_qwen3vl.verify.curves.run import located
+
+    processor = AutoProcessor.from_pretrained(checkpoint)
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
+    answers = []
+    for messages in records:
+        inputs = processor.apply_chat_template(
+            located(messages[:1], folder),
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+        output = model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
+        new = output[0, inputs["input_ids"].shape[1] :]
+        answers.append(processor.decode(new, skip_special_tokens=True))
+    return answers
+
+
+def main() -> int:
+    """``python -m mcore_qwen3vl.demos.train``: print the stages; 1 if a check failed."""
+    try:
+        result = run_demo()
+    except CheckFailed as error:
+        print(f"failed: {error}")
+        return error.exit_code
+    print(
+        f"loss {result.first_loss:.2f} -> {result.last_loss:.4f}, resumed at step "
+        f"{result.resumed_at}, {result.answered} of {result.asked} answers as learnt, "
+        f"{result.seconds:.0f} s"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

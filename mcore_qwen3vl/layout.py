@@ -1,0 +1,172 @@
+"""A layout: one choice of all parallel sizes, checked against a model before anything starts."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.errors import BadInput
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All parallel sizes, named as Megatron names them.
+
+    Written as in ``tp2xpp2+sp``; sizes of one are left out, and one rank alone is ``single``.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    etp: int = 1
+    cp: int = 1
+    dp: int = 1
+    sp: bool = False
+    first: int | None = None  # decoder layers on the first pipeline stage, if not an equal share
+    last: int | None = None  # decoder layers on the last pipeline stage, if not an equal share
+
+    @property
+    def world_size(self) -> int:
+        """Ranks; EP and ETP regroup the ranks of TP x CP x DP and add none."""
+        return self.tp * self.pp * self.cp * self.dp
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read what :meth:`__str__` writes, in any order.
+
+        Raises:
+            BadInput: a part is not a known name with a number.
+        """
+        sizes: dict[str, Any] = {}
+        names = [f.name for f in fields(cls) if f.name != "sp"]
+        for part in re.split(r"[x+,\s]+", text.strip().lower()):
+            match = re.fullmatch(f"({'|'.join(names)})=?([1-9][0-9]*)", part)
+            if part == "sp":
+                sizes["sp"] = True
+            elif match:
+                sizes[match[1]] = int(match[2])
+            elif part != "single":
+                raise BadInput(
+                    f"Layout {text!r} is not understood at {part!r}: write sizes as in "
+                    f"tp2xpp2+sp, with any of {', '.join(names)} followed by a number, and sp."
+                )
+        return cls(**sizes)
+
+    def __str__(self) -> str:
+        names = ("tp", "pp", "vpp", "ep", "etp", "cp", "dp")
+        sizes = [f"{n}{getattr(self, n)}" for n in names if getattr(self, n) > 1]
+        extras = ["sp"] if self.sp else []
+        extras += [f"{n}{getattr(self, n)}" for n in ("first", "last") if getattr(self, n)]
+        return "+".join(["x".join(sizes) or "single", *extras])
+
+    def config_overrides(self) -> dict[str, Any]:
+        """The ``TransformerConfig`` fields that this layout sets."""
+        return {
+            "tensor_model_parallel_size": self.tp,
+            "sequence_parallel": self.sp,
+            "pipeline_model_parallel_size": self.pp,
+            "virtual_pipeline_model_parallel_size": self.vpp if self.vpp > 1 else None,
+            "num_layers_in_first_pipeline_stage": self.first,
+            "num_layers_in_last_pipeline_stage": self.last,
+            "expert_model_parallel_size": self.ep,
+            "expert_tensor_parallel_size": self.etp,
+            "context_parallel_size": self.cp,
+        }
+
+    def layers_per_stage(self, num_layers: int) -> list[int]:
+        """Decoder layers of each pipeline rank, its virtual stages together."""
+        uneven = ((0, self.first), (self.pp - 1, self.last))
+        own = {stage: count for stage, count in uneven if count is not None}
+        equal = (num_layers - sum(own.values())) // max(self.pp - len(own), 1)
+        return [own.get(stage, equal) for stage in range(self.pp)]
+
+    def validate(self, architecture: Architecture, *, training: bool = True) -> None:
+        """Check that the model divides this way.
+
+        Args:
+            architecture: the model's shape.
+            training: what only training forbids is refused too.
+
+        Raises:
+            BadInput: it does not; the message names both numbers and what to change.
+        """
+        for name, size in asdict(self).items():
+            if size is not None and size is not False and size < 1:
+                raise BadInput(f"{name.upper()} is {size}; parallel sizes start at 1.")
+        self._check_tensor_parallel(architecture)
+        self._check_pipeline(architecture)
+        self._check_experts(architecture, training)
+
+    def _check_tensor_parallel(self, a: Architecture) -> None:
+        if self.sp and self.tp == 1:
+            raise BadInput("SP divides sequences over the TP ranks and TP is 1: drop SP.")
+        divisible = {
+            "attention heads": a.num_attention_heads,
+            "hidden size": a.hidden_size,
+            "vocabulary size": a.vocab_size,
+        }
+        if not all(a.moe_layers):
+            divisible["intermediate size"] = a.intermediate_size
+        for what, size in divisible.items():
+            _check_divides(size, what, self.tp, "TP")
+        kv = a.num_key_value_heads
+        if kv % self.tp != 0 and self.tp % kv != 0:
+            raise BadInput(
+                f"TP {self.tp} and {kv} key/value heads do not divide each other: use a TP that "
+                f"divides {kv}."
+            )
+
+    def _check_pipeline(self, a: Architecture) -> None:
+        if self.vpp > 1 and self.pp == 1:
+            raise BadInput(
+                f"VPP {self.vpp} interleaves chunks over pipeline stages and PP is 1: raise PP or "
+                "drop VPP."
+            )
+        layers, stages = a.num_hidden_layers, self.pp
+        for name, count in (("first", self.first), ("last", self.last)):
+            if count is None:
+                continue
+            if self.pp == 1:
+                raise BadInput(f"{name}{count} sets a pipeline stage's layers and PP is 1.")
+            _check_divides(count, f"layers on the {name} stage", self.vpp, "VPP")
+            layers, stages = layers - count, stages - 1
+        if layers < stages or (stages == 0 and layers != 0):
+            raise BadInput(
+                f"{self}: {a.num_hidden_layers} decoder layers leave {layers} for {stages} more "
+                "pipeline stages: change first, last or PP."
+            )
+        if stages:
+            _check_divides(layers, "decoder layers", stages * self.vpp, "PP x VPP")
+
+    def _check_experts(self, a: Architecture, training: bool) -> None:
+        if not a.is_moe:
+            for name, size in (("EP", self.ep), ("ETP", self.etp)):
+                if size > 1:
+                    raise BadInput(f"{name} is {size}, but this model is dense: drop {name}.")
+            return
+        if training and self.tp > 1 and not self.sp:
+            raise BadInput(
+                f"Megatron-Core trains MoE models under TP {self.tp} with sequence parallelism "
+                "only: add SP."
+            )
+        _check_divides(a.num_experts, "experts", self.ep, "EP")
+        _check_divides(a.moe_intermediate_size, "MoE intermediate size", self.etp, "ETP")
+        ranks = self.tp * self.cp * self.dp
+        if ranks % (self.ep * self.etp) != 0:
+            raise BadInput(
+                f"EP {self.ep} x ETP {self.etp} = {self.ep * self.etp} does not divide the "
+                f"TP {self.tp} x CP {self.cp} x DP {self.dp} = {ranks} ranks of a pipeline stage: "
+                "raise DP, or lower EP or ETP."
+            )
+
+
+def _check_divides(size: int, what: str, parts: int, name: str) -> None:
+    if size % parts != 0:
+        candidates = [n for n in range(1, parts) if size % n == 0]
+        raise BadInput(
+            f"{size} {what} cannot be divided over {name} {parts}: use {name} {candidates[-1]}"
+            f"{' or another divisor of ' + str(size) if size > 1 else ''}."
+        )

@@ -1,0 +1,36 @@
+"""Build this rank's part of a model, as every parity check and test does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core import parallel_state as mpu
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+from mcore_qwen3vl.model.transformer_config import Spec
+
+
+def build_chunks(
+    architecture: Architecture, layout: Layout, *, spec: Spec = "torch", **overrides: Any
+) -> list[Qwen3VLModel]:
+    """The pipeline chunks of this rank, with random weights; process groups must exist.
+
+    Args:
+        architecture: the model's shape.
+        layout: the layout that was initialised.
+        spec: layer spec.
+        overrides: further ``TransformerConfig`` fields; they win over the layout's.
+    """
+    return [
+        Qwen3VLModel.from_hf_config(
+            architecture,
+            spec=spec,
+            pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+            post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+            vp_stage=stage,
+            **{**layout.config_overrides(), **overrides},
+        )
+        for stage in (range(layout.vpp) if layout.vpp > 1 else [None])
+    ]

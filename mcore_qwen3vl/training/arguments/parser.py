@@ -1,0 +1,304 @@
+"""Our command-line flags beside Megatron's, and how both are parsed.
+
+Every Megatron flag works. ``--hf-model`` supplies the architecture, so no size is ever typed.
+Reused as they are: ``--data-path [WEIGHT PATH]...`` or ``--train-data-path``/``--valid-data-path``,
+``--num-workers``, ``--spec te|torch``, ``--seq-length``, ``--micro-batch-size``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NoReturn, get_args, get_type_hints
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.hf.hub import resolve
+from mcore_qwen3vl.data.config import DataConfig, MediaLimits
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.megatron_arguments import architecture_arguments
+from mcore_qwen3vl.training.arguments.architecture import (
+    check_explicit,
+    explicit_arguments,
+    recommended_arguments,
+)
+from mcore_qwen3vl.training.arguments.checks import check, check_surroundings, complaint
+from mcore_qwen3vl.training.checkpoints.resume import check_companions
+
+SPECS = ("te", "torch")
+# Set by Megatron's own flags, or by what the layout needs.
+_DATA_FIELDS_FROM_MEGATRON = ("seq_length", "micro_batch_size", "length_multiple", "media")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add our flags to Megatron's `parser`, as its ``extra_args_provider``."""
+    _add_model_arguments(parser.add_argument_group("qwen3-vl model"))
+    _add_training_arguments(parser.add_argument_group("qwen3-vl training"))
+    _add_data_arguments(parser.add_argument_group("qwen3-vl data"))
+    return parser
+
+
+def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--hf-model",
+        metavar="DIR",
+        required=True,
+        help="Hugging Face checkpoint, hub id or converted checkpoint: its config gives the "
+        "architecture, its tokenizer and processor prepare the data. Weights are not read here.",
+    )
+    group.add_argument(
+        "--load-hf",
+        metavar="DIR",
+        help="Start from these Hugging Face weights (a directory or hub id), under any layout.",
+    )
+    group.add_argument("--save-hf", metavar="DIR", help="Export Hugging Face checkpoints here.")
+    group.add_argument(
+        "--save-hf-interval", type=int, metavar="N", help="Export every N iterations too."
+    )
+    group.add_argument("--cpu", action="store_true", help="Run on the CPU with gloo.")
+
+
+def _add_training_arguments(group: argparse._ArgumentGroup) -> None:
+    patterns = "vision, aligner, language, or regular expressions for the start of names"
+    group.add_argument("--freeze", nargs="+", default=[], metavar="PATTERN", help=patterns)
+    group.add_argument(
+        "--trainable", nargs="+", default=[], metavar="PATTERN", help=f"freeze the rest; {patterns}"
+    )
+    group.add_argument(
+        "--vision-lr-mult", type=float, default=1.0, help="learning rate of the vision blocks / lr"
+    )
+    group.add_argument(
+        "--aligner-lr-mult", type=float, default=1.0, help="learning rate of the mergers / lr"
+    )
+    group.add_argument(
+        "--loss",
+        default="cross_entropy",
+        metavar="NAME",
+        help="a registered loss or module:function (see mcore_qwen3vl.training.step.losses)",
+    )
+    group.add_argument(
+        "--log-json", metavar="FILE", help="append each logged iteration's numbers, unrounded"
+    )
+    group.add_argument(
+        "--peak-tflops",
+        type=float,
+        help="of one device, for MFU; known by itself for A100, H100, H200, B200",
+    )
+    group.add_argument(
+        "--on-corrupt-checkpoint",
+        choices=("fallback", "stop"),
+        default="fallback",
+        help="when the latest checkpoint cannot be read: use the one before it, or stop",
+    )
+
+
+def _add_data_arguments(group: argparse._ArgumentGroup) -> None:
+    """One flag for each field of the data config that no Megatron flag covers."""
+    for owner in (DataConfig, MediaLimits):
+        types = get_type_hints(owner)
+        for field in fields(owner):
+            if field.name in _DATA_FIELDS_FROM_MEGATRON:
+                continue
+            flag, kind = "--" + field.name.replace("_", "-"), types[field.name]
+            default: Any = field.default
+            if kind is bool and default:
+                group.add_argument(
+                    "--no-" + flag[2:], dest=field.name, action="store_false", default=True
+                )
+            elif kind is bool:
+                group.add_argument(flag, action="store_true")
+            else:
+                group.add_argument(flag, default=default, **_value_type(kind))
+
+
+def _value_type(kind: Any) -> dict[str, Any]:
+    """``type`` or ``choices`` of a flag, from ``T``, ``T | None`` or ``Literal[...]``."""
+    options = [option for option in get_args(kind) if option is not type(None)]
+    if options and isinstance(options[0], str):
+        return {"choices": options}
+    return {"type": options[0] if options else kind}
+
+
+def is_cpu(argv: Sequence[str]) -> bool:
+    """Whether ``--cpu`` is among the flags; asked before Megatron may be imported."""
+    return "--cpu" in argv
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse and validate `argv` with Megatron, and set its global state.
+
+    Raises:
+        BadInput: a flag is unknown, contradicts the model's config or does not fit the others, or
+            a path does not exist.
+    """
+    from megatron.training.arguments import parse_and_validate_args
+
+    setup = ArgumentSetup(argv, check=check_surroundings)
+    with _megatron_reads(setup.argv):
+        args = parse_and_validate_args(extra_args_provider=setup.prepare)
+    setup.finish(args)
+    if args.save:
+        check_companions(args.save, setup.architecture)
+    return args
+
+
+def validate(argv: Sequence[str], world_size: int) -> argparse.Namespace:
+    """What :func:`parse` would give on `world_size` ranks; touches no global state, opens no file.
+
+    Raises:
+        BadInput: a flag is unknown, contradicts the model's config or does not fit the others.
+    """
+    from megatron.training.arguments import parse_args, validate_args
+
+    setup = ArgumentSetup(argv)
+    with _megatron_reads(setup.argv):
+        args = parse_args(extra_args_provider=setup.prepare)
+        args.rank, args.world_size = 0, world_size
+        validate_args(args)
+    setup.finish(args)
+    return args
+
+
+def show_help(argv: Sequence[str]) -> None:
+    """Print Megatron's flags and ours, and exit, if `argv` asks for it."""
+    if not {"-h", "--help"}.isdisjoint(argv):
+        from megatron.training.arguments import add_megatron_arguments
+
+        parser = argparse.ArgumentParser(description="Qwen3-VL training", allow_abbrev=False)
+        add_arguments(add_megatron_arguments(parser)).parse_args(["--help"])
+
+
+class ArgumentSetup:
+    """Adds our flags and defaults to Megatron's parser for one command line."""
+
+    def __init__(
+        self, argv: Sequence[str], check: Callable[[argparse.Namespace], None] | None = None
+    ) -> None:
+        """
+        Args:
+            argv: the command line.
+            check: is shown what it says before Megatron validates and acts on it.
+        """
+        self.argv = _train_data_path(argv)
+        self._check = check
+        own = _OwnParser(allow_abbrev=False, add_help=False)
+        known, _ = add_arguments(own).parse_known_args(self.argv)
+        self.cpu = is_cpu(argv)
+        self.hf_model = hf_directory(resolve(known.hf_model, weights=False))
+        self.architecture = Architecture.from_hf(self.hf_model)
+
+    def prepare(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Megatron's ``extra_args_provider``."""
+        # Instead of a screen of all of Megatron's flags from every rank.
+        parser.error = _refuse  # type: ignore[method-assign]
+        explicit = explicit_arguments(add_arguments(parser), self.argv)
+        fixed = architecture_arguments(self.architecture)
+        check_explicit(parser, explicit, fixed)
+        spec = _spec(explicit.get("spec"), self.cpu)
+        parser.set_defaults(
+            **fixed,
+            **recommended_arguments(self.architecture),
+            **_loop_defaults(),
+            **(_torch_spec_defaults() if spec == "torch" else {}),
+            **(_cpu_defaults() if self.cpu else {}),
+            spec=[spec],
+        )
+        if explicit.get("save"):
+            # The command that started a run resumes it.
+            parser.set_defaults(load=explicit["save"])
+        if self._check is not None:
+            self._check(parser.parse_args(self.argv))
+        return parser
+
+    def finish(self, args: argparse.Namespace) -> None:
+        """Checks and values that need Megatron's validation to have run."""
+        from megatron.training.vocab_utils import calculate_padded_vocab_size
+
+        args.hf_model = str(self.hf_model)
+        if args.padded_vocab_size is None:
+            args.padded_vocab_size = calculate_padded_vocab_size(
+                args.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
+            )
+        check(args, self.architecture)
+
+
+def _train_data_path(argv: Sequence[str]) -> list[str]:
+    """Beside ``--valid-data-path`` Megatron wants ``--data-path`` to be called another name."""
+    if "--valid-data-path" not in argv:
+        return list(argv)
+    return ["--train-data-path" if word == "--data-path" else word for word in argv]
+
+
+def hf_directory(path: Path) -> Path:
+    """`path`, or its ``hf/`` folder when `path` is a converted checkpoint."""
+    return path / "hf" if (path / "hf" / "config.json").exists() else path
+
+
+def _spec(value: list[str] | None, cpu: bool) -> str:
+    spec = (value or ["torch" if cpu else "te"])[0]
+    if spec not in SPECS:
+        raise BadInput(f"--spec is {spec}; it is one of {', '.join(SPECS)}.")
+    if cpu and spec == "te":
+        raise BadInput("--spec te needs Transformer Engine on CUDA; with --cpu leave it out.")
+    return spec
+
+
+def _loop_defaults() -> dict[str, Any]:
+    return {
+        "dataloader_type": "external",
+        # One division by the global batch, which is ours: see ForwardStep.normalise.
+        "calculate_per_token_loss": True,
+        "eval_iters": 0,
+        "eval_interval": 1000,
+        "ckpt_format": "torch_dist",
+        # States the optimizer so that another layout can resume it exactly.
+        "dist_ckpt_optim_fully_reshardable": True,
+        "enable_one_logger": False,
+        # It keeps every batch of an iteration to run it again; NaNs are caught in the gradients.
+        "rerun_mode": "disabled",
+    }
+
+
+def _torch_spec_defaults() -> dict[str, Any]:
+    """Without Transformer Engine: no kernel that only it or Apex brings."""
+    return {
+        "transformer_impl": "local",
+        "gradient_accumulation_fusion": False,
+        "no_persist_layer_norm": True,
+        "masked_softmax_fusion": False,
+    }
+
+
+def _cpu_defaults() -> dict[str, Any]:
+    return {
+        "distributed_backend": "gloo",
+        "use_cpu_initialization": True,
+        "bias_swiglu_fusion": False,
+        "bias_dropout_fusion": False,
+        "apply_rope_fusion": False,
+    }
+
+
+def _refuse(message: str) -> NoReturn:
+    raise BadInput(f"{message}. launch/train.py --help lists the flags.")
+
+
+class _OwnParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        _refuse(message)
+
+
+@contextmanager
+def _megatron_reads(argv: Sequence[str]) -> Iterator[None]:
+    """Megatron parses ``sys.argv``: show it `argv` meanwhile, and say its complaints as ours."""
+    saved = sys.argv
+    sys.argv = [saved[0], *argv]
+    try:
+        yield
+    except (AssertionError, ValueError, RuntimeError) as error:
+        raise complaint(error) from error
+    finally:
+        sys.argv = saved

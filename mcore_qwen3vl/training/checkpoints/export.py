@@ -1,0 +1,29 @@
+"""Hugging Face checkpoints out of a running job."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from megatron.core.utils import unwrap_model
+from megatron.training import training
+from megatron.training.utils import print_rank_0
+
+from mcore_qwen3vl.converters.live.transfer import save_hf
+
+
+def export(args: argparse.Namespace, model: list[Any], optimizer: Any, iteration: int) -> None:
+    """Write ``--save-hf`` ``/iter_NNNNNNN``: weights, config, tokenizer and processor.
+
+    Args:
+        args: of :func:`mcore_qwen3vl.training.arguments.parser.parse`.
+        model: this rank's pipeline chunks.
+        optimizer: whose overlapped parameter gathers are waited for.
+        iteration: named in the folder.
+    """
+    if training.should_disable_forward_pre_hook(args):
+        training.force_param_sync(model, optimizer=optimizer)
+    folder = Path(args.save_hf) / f"iter_{iteration:07d}"
+    save_hf(unwrap_model(model), folder, hf_config=args.hf_model, force=True)
+    print_rank_0(f"exported iteration {iteration} to {folder}")

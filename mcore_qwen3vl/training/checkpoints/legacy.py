@@ -1,0 +1,45 @@
+"""A legacy checkpoint belongs to one layout and one layer spec: checked before Megatron reads it.
+
+Megatron exits with code 0 when a rank's file is not there. A virtual stage that the file does not
+have keeps its random values, and so do parameters whose names are another spec's.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from mcore_qwen3vl.converters.legacy.files import saved_arguments
+from mcore_qwen3vl.errors import BadInput
+
+_COMPARED = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+)
+_COMPARED_IN_MOE = ("expert_model_parallel_size", "expert_tensor_parallel_size")
+
+
+def check_legacy(folder: Path, args: argparse.Namespace) -> None:
+    """Check that the legacy checkpoint in `folder` is for the run that `args` describe.
+
+    Raises:
+        BadInput: it is for another layout or layer spec; the message names both values.
+    """
+    saved = saved_arguments(folder)
+    names = [*_COMPARED, *(_COMPARED_IN_MOE if args.num_experts else ())]
+    if getattr(saved, "spec", None) is not None:  # Megatron's own models have none
+        names.append("spec")
+    different = [
+        f"{name} {getattr(saved, name)} instead of {getattr(args, name)}"
+        for name in names
+        if hasattr(saved, name) and getattr(saved, name) != getattr(args, name)
+    ]
+    if different:
+        raise BadInput(
+            f"{folder} is a legacy checkpoint, which only its own layout loads, and has "
+            f"{', '.join(different)}. Change the flags, or convert it: mcore-qwen3vl convert "
+            "mcore-to-hf, then --load-hf."
+        )

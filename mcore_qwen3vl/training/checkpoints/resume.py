@@ -1,0 +1,210 @@
+"""What surrounds Megatron's own loading and saving.
+
+A run that was killed while writing, or a full disk, leaves a checkpoint whose files are missing,
+short or empty. On thousands of ranks that is better found by one of them before Megatron starts
+reading. And a checkpoint is of more use with the model's config, tokenizer and processor beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from mcore_qwen3vl.config import Architecture, read_config_file
+from mcore_qwen3vl.converters.hf.companions import copy_sidecars, sidecar_files
+from mcore_qwen3vl.converters.hf.config_file import for_weights
+from mcore_qwen3vl.converters.legacy.layout import FILE
+from mcore_qwen3vl.converters.torch_dist import metadata
+from mcore_qwen3vl.converters.torch_dist.paths import HF_FOLDER
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.training.checkpoints.legacy import check_legacy
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_ZIP = b"PK\x03\x04"  # every stored tensor starts with a zip's first bytes
+
+
+def latest_iteration(directory: str | Path) -> int | None:
+    """The iteration that the tracker names; None if there is no tracker, or it says `release`.
+
+    Raises:
+        BadInput: the tracker says neither.
+    """
+    tracker = Path(directory) / TRACKER
+    if not tracker.exists():
+        return None
+    text = tracker.read_text(encoding="utf-8").strip()
+    if text == "release":
+        return None
+    if not text.isdigit():
+        raise BadInput(f"{tracker} says {text!r}; an iteration or 'release' is needed.")
+    return int(text)
+
+
+def readable_iteration(directory: str | Path, *, fallback: bool) -> int | None:
+    """The newest iteration up to the latest whose checkpoint is complete.
+
+    Args:
+        directory: as Megatron's ``--load``.
+        fallback: go on to older ones when the latest is damaged.
+
+    Returns:
+        None when the directory holds no iteration.
+
+    Raises:
+        BadInput: the latest is damaged and `fallback` is off, or all are damaged.
+    """
+    latest = latest_iteration(directory)
+    if latest is None:
+        return None
+    folders = Path(directory).glob("iter_*")
+    found = {int(m[1]) for f in folders if (m := re.fullmatch(r"iter_(\d+)", f.name))}
+    reasons = []
+    for iteration in sorted({latest, *(i for i in found if i < latest)}, reverse=True):
+        reason = damage(Path(directory) / f"iter_{iteration:07d}")
+        if reason is None:
+            return iteration
+        reasons.append(f"iteration {iteration}: {reason}")
+        if not fallback:
+            break
+    remedy = (
+        "Start anew, or from another directory."
+        if fallback
+        else "Resume from the one before it with --on-corrupt-checkpoint fallback."
+    )
+    raise BadInput(f"No usable checkpoint in {directory}: {'; '.join(reasons)}. {remedy}")
+
+
+def choose_checkpoint(args: argparse.Namespace) -> None:
+    """Point Megatron at the newest checkpoint of ``--load`` that can be read; all ranks call this.
+
+    Raises:
+        BadInput: see :func:`readable_iteration` and
+            :func:`mcore_qwen3vl.training.checkpoints.legacy.check_legacy`.
+    """
+    if args.load is None or args.ckpt_step is not None:
+        return
+    from megatron.training.utils import print_rank_0
+
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            found = [_newest(args)]
+        except BadInput as error:
+            found = [error]
+    dist.broadcast_object_list(found, src=0)
+    if isinstance(found[0], BadInput):
+        raise found[0]
+    if found[0] is not None and found[0] != latest_iteration(args.load):
+        args.ckpt_step = found[0]
+        print_rank_0(f"the latest checkpoint is damaged; resuming from iteration {found[0]}")
+
+
+def _newest(args: argparse.Namespace) -> int | None:
+    """The iteration to load; None leaves it to Megatron."""
+    latest = latest_iteration(args.load)
+    folder = Path(args.load) / ("release" if latest is None else f"iter_{latest:07d}")
+    if any(folder.glob(f"mp_rank_*/{FILE}")):
+        check_legacy(folder, args)
+        return None
+    if args.ckpt_format != "torch_dist":
+        return None
+    return readable_iteration(args.load, fallback=args.on_corrupt_checkpoint == "fallback")
+
+
+def check_companions(directory: str | Path, architecture: Architecture) -> None:
+    """Refuse to save beside the checkpoints of another model.
+
+    Raises:
+        BadInput: the ``hf`` folder of `directory` describes another model.
+    """
+    folder = Path(directory) / HF_FOLDER
+    if not folder.exists():
+        return
+    there = Architecture.from_hf(folder)
+    free = ("dtype", "expert_layout", "initializer_range", "router_aux_loss_coef")
+    if replace(there, **{name: getattr(architecture, name) for name in free}) != architecture:
+        raise BadInput(
+            f"{folder} describes another model than --hf-model: choose another directory to --save "
+            "to, or remove it."
+        )
+
+
+def save_companions(args: argparse.Namespace) -> None:
+    """Put what ``--hf-model`` holds besides weights into the ``hf`` folder of ``--save``.
+
+    As a conversion does, so that the checkpoints can be exported, compared and generated with as
+    they are. One rank calls this; the folder appears whole or not at all.
+    """
+    folder, source = Path(args.save) / HF_FOLDER, Path(args.hf_model)
+    if folder.exists():
+        return
+    partial = folder.with_name(f".{HF_FOLDER}.{os.getpid()}.tmp")
+    shutil.rmtree(partial, ignore_errors=True)
+    copy_sidecars(sidecar_files(source), partial, for_weights(read_config_file(source)))
+    partial.rename(folder)
+
+
+@contextmanager
+def explained(directory: str) -> Iterator[None]:
+    """Say what Megatron raises when it loads what does not fit the command line.
+
+    Raises:
+        BadInput: the schedule changed, or the optimizer or RNG was not saved.
+    """
+    try:
+        yield
+    except AssertionError as error:
+        if "OptimizerParamScheduler" not in str(error):
+            raise
+        raise BadInput(
+            f"The checkpoint in {directory} was made with another schedule: {error}. Add "
+            "--override-opt-param-scheduler to take the command line's, or "
+            "--use-checkpoint-opt-param-scheduler to take the checkpoint's."
+        ) from error
+    except KeyError as error:
+        if error.args[0] not in ("optimizer", "opt_param_scheduler", "rng_state"):
+            raise
+        raise BadInput(
+            f"The checkpoint in {directory} was saved without {error}. Add --no-load-optim "
+            "--no-load-rng to go on without, or --finetune to start its weights anew."
+        ) from error
+
+
+def damage(folder: Path) -> str | None:
+    """Why a torch_dist checkpoint cannot be read, or None. Reads headers, not tensors."""
+    marker = folder / "metadata.json"
+    if not marker.exists() or marker.stat().st_size == 0:
+        return f"{marker} is missing or empty"
+    try:
+        index = metadata.read(folder)
+    except BadInput as error:
+        return str(error)
+    places = [chunk.place for tensor in index.tensors.values() for chunk in tensor.chunks]
+    by_file: dict[str, list[metadata.Place]] = {}
+    for place in [*places, *index.objects.values()]:
+        by_file.setdefault(place.file, []).append(place)
+    reasons = (_damaged_file(folder / name, places) for name, places in by_file.items())
+    return next((reason for reason in reasons if reason), None)
+
+
+def _damaged_file(file: Path, places: list[metadata.Place]) -> str | None:
+    if not file.exists():
+        return f"{file} is missing"
+    size, needed = file.stat().st_size, max(place.offset + place.length for place in places)
+    if size < needed:
+        return f"{file} has {size} bytes of {needed}"
+    with file.open("rb") as stream:
+        for place in places:
+            stream.seek(place.offset)
+            if stream.read(len(_ZIP)) != _ZIP:
+                return f"{file} holds no tensor at byte {place.offset}"
+    return None

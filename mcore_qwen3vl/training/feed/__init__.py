@@ -1,0 +1,1 @@
+"""From the data loader to the ranks of a run."""

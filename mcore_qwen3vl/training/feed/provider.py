@@ -1,0 +1,166 @@
+"""The data provider: loaders for the ranks that read, one stream for each pipeline chunk."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.data.batch import Batch
+from mcore_qwen3vl.data.config import DataConfig, MediaLimits
+from mcore_qwen3vl.data.loader import Loader, load_processor, parse_sources
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.model.sequence import length_multiple
+from mcore_qwen3vl.training.feed import state as data_state
+from mcore_qwen3vl.training.feed.batches import SharedBatches
+from mcore_qwen3vl.training.feed.stages import StageFeed
+
+
+def data_config(args: argparse.Namespace) -> DataConfig:
+    """How Megatron's flags and ours say samples become batches.
+
+    Raises:
+        BadInput: the sequence length does not divide by the layout.
+    """
+    cp, tp = args.context_parallel_size, args.tensor_model_parallel_size
+    whole = length_multiple(cp, tp, args.sequence_parallel)
+    if args.seq_length % whole:
+        raise BadInput(
+            f"--seq-length {args.seq_length} is not a multiple of {whole}, which CP {cp} and TP "
+            f"{tp} divide it by. Round it."
+        )
+    given = vars(args)
+    chosen = {f.name: given[f.name] for f in fields(DataConfig) if f.name in given}
+    # A packed sample is cut by CP alone; SP cuts the pack.
+    chosen["length_multiple"] = length_multiple(cp) if args.packing else whole
+    media = MediaLimits(**{f.name: given[f.name] for f in fields(MediaLimits)})
+    return DataConfig(**chosen, media=media)
+
+
+class DataProvider:
+    """Megatron's ``train_valid_test_dataset_provider`` with an external, resumable loader."""
+
+    is_distributed = True  # called on every rank
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        architecture: Architecture,
+        on_batch: Callable[[Batch], None],
+    ) -> None:
+        """
+        Args:
+            args: of :func:`mcore_qwen3vl.training.arguments.parser.parse`.
+            architecture: the model's shape.
+            on_batch: is shown each training batch.
+        """
+        self._args = args
+        self._architecture = architecture
+        self._on_batch = on_batch
+        self._streams: tuple[SharedBatches, SharedBatches | None] | None = None
+        self.train_loader: Loader | None = None
+        """On ranks that read."""
+
+    def __call__(
+        self, sample_counts: Sequence[int], vp_stage: int | None = None
+    ) -> tuple[Iterator[Batch], Iterator[Batch] | None, None]:
+        """The streams of one virtual pipeline stage: training, validation, no test."""
+        if self._streams is None:
+            self._streams = self._build()
+        train, valid = self._streams
+        chunk = vp_stage or 0
+        return train.chunk(chunk), valid.chunk(chunk) if valid else None, None
+
+    def _build(self) -> tuple[SharedBatches, SharedBatches | None]:
+        args = self._args
+        host_group = _host_group()
+        stages = _stages_group()
+        feeds = [StageFeed(stages, tag) if stages else None for tag in range(2)]
+        train = args.train_data_path or args.data_path
+        self.train_loader = self._loader(train, "train")
+        if self.train_loader and args.iteration and not args.finetune:
+            dp = parallel_state.get_data_parallel_rank(), args.data_parallel_size
+            data_state.load(self.train_loader, args.load, args.iteration, *dp)
+        valid = None
+        if args.valid_data_path:
+            loader = self._loader(args.valid_data_path, "val")
+            valid = self._share(loader, host_group, feeds[1])
+        return self._share(self.train_loader, host_group, feeds[0], self._on_batch), valid
+
+    def _share(
+        self, loader: Loader | None, host_group: Any, feed: StageFeed | None, *on_batch: Any
+    ) -> SharedBatches:
+        return SharedBatches(
+            loader,
+            device=torch.device(torch.cuda.current_device()),
+            group=parallel_state.get_tensor_and_context_parallel_group(),
+            host_group=host_group,
+            feed=feed,
+            chunks=self._args.virtual_pipeline_model_parallel_size or 1,
+            on_batch=on_batch,
+        )
+
+    def _loader(self, words: Sequence[str], split: Any) -> Loader | None:
+        """On the first rank of each first stage; the others are sent its batches."""
+        if not _is_first_of_stage() or parallel_state.get_pipeline_model_parallel_rank() != 0:
+            return None
+        args = self._args
+        return Loader(
+            parse_sources(words),
+            self._architecture,
+            load_processor(args.hf_model),
+            data_config(args),
+            dp_rank=parallel_state.get_data_parallel_rank(),
+            dp_size=parallel_state.get_data_parallel_world_size(),
+            num_workers=args.num_workers,
+            split=split,
+            seed=args.seed,
+        )
+
+    def save_state(self, directory: str, iteration: int) -> None:
+        """Save where this data-parallel rank's training data stands."""
+        if self.train_loader:
+            dp_rank = parallel_state.get_data_parallel_rank()
+            data_state.save(self.train_loader, directory, iteration, dp_rank)
+
+
+def _is_first_of_stage() -> bool:
+    """Whether this rank is the first of its TP x CP group."""
+    return bool(parallel_state.get_tensor_and_context_parallel_rank() == 0)
+
+
+def _host_group() -> dist.ProcessGroup:
+    """This rank's TP x CP group, over gloo."""
+    group = parallel_state.get_tensor_and_context_parallel_group()
+    if dist.get_backend(group) == "gloo":
+        return group
+    mine = _over_gloo(dist.get_process_group_ranks(group))
+    assert mine is not None
+    return mine
+
+
+def _stages_group() -> dist.ProcessGroup | None:
+    """This rank's pipeline group over gloo if it is the first of its stage and there are several.
+
+    A group of its own even where that one is on gloo: its messages must not meet activations.
+    """
+    group = parallel_state.get_pipeline_model_parallel_group()
+    if group.size() == 1:
+        return None
+    return _over_gloo(dist.get_process_group_ranks(group) if _is_first_of_stage() else [])
+
+
+def _over_gloo(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    """A new group of these ranks; every rank of the run calls, those of none with no ranks."""
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, tuple(ranks))
+    mine, _ = dist.new_subgroups_by_enumeration(
+        [list(members) for members in sorted(set(everywhere)) if members], backend="gloo"
+    )
+    return mine

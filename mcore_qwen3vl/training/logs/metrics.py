@@ -1,0 +1,157 @@
+"""What Megatron's log does not say: speed, data quality, balance, and MFU with vision."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.data.batch import Batch, Counts
+from mcore_qwen3vl.training.logs import flops
+
+PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0, "B200": 2250.0}
+"""Dense bf16 peaks by what the device's name contains (NVIDIA's data sheets)."""
+
+
+@dataclass
+class Work:
+    """What this rank was given since the last report."""
+
+    counts: Counts = field(default_factory=Counts)
+    squared_lengths: float = 0.0
+    squared_frames: float = 0.0
+
+    def add(self, batch: Batch) -> None:
+        """One micro-batch, on the host."""
+        self.counts += batch.counts
+        self.squared_lengths += float(_lengths(batch).square().sum())
+        if batch.visual is not None:
+            self.squared_frames += float(batch.visual.frame_patches.double().square().sum())
+
+    def vector(self) -> list[float]:
+        """For a sum over the data-parallel ranks."""
+        c = self.counts
+        data = (c.tokens, c.capacity, c.trained_tokens, c.images + c.videos, c.patches)
+        return [
+            *map(float, (*data, c.skipped, c.dropped)),
+            self.squared_lengths,
+            self.squared_frames,
+        ]
+
+
+def _lengths(batch: Batch) -> Tensor:
+    """(samples,) float64 lengths; when packed, with the padding between samples."""
+    if batch.cu_seqlens is None:
+        return (~batch.padding_mask).sum(1).double()
+    padded = batch.cu_seqlens.diff().double()
+    return padded[: batch.counts.samples]
+
+
+class Metrics:
+    """Collects work and reports it every so often; every rank calls alike."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        *,
+        peak_tflops: float | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """
+        Args:
+            architecture: for FLOPs.
+            peak_tflops: of one device in the training dtype; None: looked up, or no MFU.
+            clock: seconds.
+        """
+        self._architecture = architecture
+        self._peak = peak_tflops or device_peak_tflops()
+        self._clock = clock
+        self._work = Work()
+        self._since: float | None = None  # the first batch, not the start of the program
+
+    def count(self, batch: Batch) -> None:
+        """One more micro-batch of this data-parallel rank."""
+        if self._since is None:
+            self._since = self._clock()
+        self._work.add(batch)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out the time that saving, exporting or validating takes."""
+        started = self._clock()
+        yield
+        if self._since is not None:
+            self._since += self._clock() - started
+
+    def report(self, group: dist.ProcessGroup) -> dict[str, float]:
+        """Numbers since the last report, over all ranks; there was a batch since the start.
+
+        Args:
+            group: the data-parallel ranks, CP left out.
+        """
+        device = torch.cuda.current_device()
+        total = torch.tensor(self._work.vector(), dtype=torch.float64, device=device)
+        most = total[4:5].clone()
+        dist.all_reduce(total, group=group)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+        now = self._clock()
+        seconds = now - (self._since or 0.0)
+        self._since, self._work = now, Work()
+        return self._derive(total.tolist(), float(most), seconds, group.size())
+
+    def _derive(
+        self, total: list[float], most_patches: float, seconds: float, ranks: int
+    ) -> dict[str, float]:
+        tokens, capacity, trained, media, patches, skipped, dropped, lengths, frames = total
+        a = self._architecture
+        operations = flops.language(a, tokens, lengths) + flops.vision(a, patches, frames)
+        tflops = operations / seconds / dist.get_world_size() / 1e12
+        report = {
+            "tokens/s": tokens / seconds,
+            "trained tokens/s": trained / seconds,
+            "images/s": media / seconds,
+            "patch imbalance": most_patches * ranks / patches if patches else 1.0,
+            "packing efficiency": tokens / capacity if capacity else 0.0,
+            "skipped samples": skipped,
+            "over-long samples": dropped,
+            "TFLOP/s/device": tflops,
+        }
+        if self._peak:
+            report["MFU"] = tflops / self._peak
+        return report
+
+
+def device_peak_tflops() -> float | None:
+    """The bf16 peak of this process's device, if it is one that is known."""
+    if not torch.cuda.is_available():
+        return None
+    name = torch.cuda.get_device_name()
+    return next((peak for key, peak in PEAK_TFLOPS.items() if key in name), None)
+
+
+def write(report: Mapping[str, float], iteration: int, tensorboard: Any, wandb: Any) -> None:
+    """To TensorBoard and W&B, where Megatron's flags opened them."""
+    if tensorboard:
+        for name, value in report.items():
+            tensorboard.add_scalar(f"qwen3-vl/{name}", value, iteration)
+    if wandb:
+        wandb.log({f"qwen3-vl/{name}": value for name, value in report.items()}, iteration)
+
+
+def append_json(file: str, numbers: Mapping[str, float | None]) -> None:
+    """One line of JSON, with every digit."""
+    with open(file, "a", encoding="utf-8") as stream:
+        stream.write(json.dumps(numbers) + "\n")
+
+
+def line(report: Mapping[str, float]) -> str:
+    """One line for the log."""
+    return " qwen3-vl | " + " | ".join(f"{name}: {value:.4g}" for name, value in report.items())

@@ -1,0 +1,1 @@
+"""One step: forward, loss, what trains and at which rate."""

@@ -1,0 +1,107 @@
+"""The forward step: a batch through the model, and its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.utils import get_attr_wrapped_model
+from torch import Tensor
+
+from mcore_qwen3vl.data.batch import Batch
+from mcore_qwen3vl.model.attention import PackedSequence
+from mcore_qwen3vl.model.inputs import to_device
+from mcore_qwen3vl.training.step.losses import Loss
+
+LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
+
+
+class ForwardStep:
+    """Megatron's ``forward_step_func`` for one run."""
+
+    def __init__(self, loss: Loss) -> None:
+        """
+        Args:
+            loss: of :func:`mcore_qwen3vl.training.step.losses.find_loss`.
+        """
+        self._loss = loss
+        self._normaliser: Tensor | None = None
+
+    def __call__(
+        self, batches: Iterator[Batch], model: torch.nn.Module
+    ) -> tuple[Tensor, LossFunction]:
+        """One micro-batch through one pipeline chunk.
+
+        Returns:
+            The chunk's output, and the function that Megatron applies to it on the last stage.
+        """
+        batch = next(batches)
+        chunk = get_attr_wrapped_model(model, "local_tokens", return_model_obj=True)
+        packing = _packing(batch)
+        output = model(
+            batch.input_ids,
+            batch.position_ids,
+            ~batch.padding_mask,
+            labels=batch.labels.clamp(min=0) if chunk.post_process else None,
+            visual=batch.visual,
+            packed_seq_params=packing,
+        )
+        local = chunk.local_tokens(batch.input_ids.shape[1], packing)
+        return output, partial(self._reduce, local, batch.loss_weights)
+
+    def _reduce(
+        self, local: Tensor, weights: Tensor, losses: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """The loss's sum, for Megatron's schedule and for its log.
+
+        The schedule would add normalisers up as int32; :meth:`normalise` divides instead.
+        """
+        weights = weights.index_select(1, to_device(local, weights.device))
+        total, normaliser = self._loss(losses.float(), weights)
+        normaliser = normaliser.detach().double()
+        if torch.is_grad_enabled():  # not of validation
+            done = self._normaliser
+            self._normaliser = normaliser if done is None else done + normaliser
+        report = torch.stack([total.detach(), normaliser.to(total.dtype)])
+        return total, torch.zeros_like(normaliser, dtype=torch.int), {"lm loss": report}
+
+    def normalise(self, model: list[Any]) -> None:
+        """Divide the summed gradients by the normaliser of the global batch; all ranks call this.
+
+        Args:
+            model: this rank's DDP-wrapped pipeline chunks, their gradients reduced.
+        """
+        own, self._normaliser = self._normaliser, None
+        if own is None:  # not the last pipeline stage
+            own = torch.zeros([], dtype=torch.float64, device=torch.cuda.current_device())
+        dist.broadcast(
+            own,
+            src=parallel_state.get_pipeline_model_parallel_last_rank(),
+            group=parallel_state.get_pipeline_model_parallel_group(),
+        )
+        dist.all_reduce(
+            own, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
+        )
+        # Nothing trained: the gradients are zero, and stay it.
+        scale = torch.where(own > 0, 1 / own, 0.0).float()
+        for chunk in model:
+            chunk.scale_gradients(scale)
+
+
+def _packing(batch: Batch) -> PackedSequence | None:
+    """The sub-sequences' bounds, on the device for kernels and on the host for shapes."""
+    if batch.cu_seqlens is None:
+        return None
+    bounds = to_device(batch.cu_seqlens, batch.input_ids.device)
+    return PackedSequence(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=batch.max_seqlen,
+        max_seqlen_kv=batch.max_seqlen,
+        bounds=tuple(batch.cu_seqlens.tolist()),
+    )

@@ -1,0 +1,1 @@
+"""Checkpoints against each other and against their manifest."""

@@ -1,0 +1,49 @@
+"""Hugging Face -> Megatron-Core -> Hugging Face, compared bit for bit with where it began."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
+from mcore_qwen3vl.converters.offline.plan import Summary
+from mcore_qwen3vl.converters.storage.progress import Progress
+from mcore_qwen3vl.verify.checkpoints.compare import compare_checkpoints
+from mcore_qwen3vl.verify.report.result import Report
+
+Phase = Callable[[str], AbstractContextManager[Progress]]
+"""``with phase(title) as progress:`` shows one phase of the work."""
+
+
+def roundtrip(
+    src: str | Path, work_dir: Path | None, phase: Phase, *, workers: int | None = None
+) -> Report:
+    """Convert `src` both ways in a temporary directory and compare every tensor and sidecar file.
+
+    Args:
+        src: Hugging Face checkpoint directory.
+        work_dir: where the temporary directory goes; twice the checkpoint must fit. None: the
+            system's temporary directory.
+        phase: see `Phase`.
+        workers: see `convert.hf_to_mcore`.
+
+    Raises:
+        BadInput: see `convert.hf_to_mcore`.
+    """
+    with tempfile.TemporaryDirectory(prefix="roundtrip-", dir=work_dir) as folder:
+        mcore, back = Path(folder) / "mcore", Path(folder) / "hf"
+        with phase("to Megatron-Core") as progress:
+            forward = hf_to_mcore(src, mcore, workers=workers, progress=progress)
+        with phase("back to Hugging Face") as progress:
+            returned = mcore_to_hf(mcore, back, workers=workers, progress=progress)
+        with phase("comparing") as progress:
+            report = compare_checkpoints(src, back, progress=progress)
+    report.title = f"{src} to Megatron-Core and back"
+    report.environment |= {"there": _outcome(forward), "back": _outcome(returned)}
+    return report
+
+
+def _outcome(summary: Summary) -> str:
+    return f"{summary.tensors} tensors, {summary.nbytes:,} bytes in {summary.seconds:.1f} s"

@@ -1,0 +1,83 @@
+"""One parity case: a layout and everything else that must not change the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.model.sequence import length_multiple
+from mcore_qwen3vl.verify.parity.batches import Batch
+from mcore_qwen3vl.verify.parity.reference import AdamW
+
+if TYPE_CHECKING:  # imports megatron, before which the CPU backend must be installed
+    from mcore_qwen3vl.model.transformer_config import Spec
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a model runs.
+
+    Attributes:
+        layout: parallel sizes.
+        spec: layer spec.
+        dtype: of weights and computation.
+        device: where; ``cuda`` needs one GPU a rank.
+        gradients: run the backward and compare gradients.
+        adamw: then take this optimizer step and compare parameters; None: do not.
+        distributed_optimizer: shard optimizer states and gradients over DP.
+        overlap: overlap gradient reduction (and parameter gathering, if distributed) with compute.
+        freeze: parts and patterns, as :func:`mcore_qwen3vl.model.freeze.freeze` takes them.
+        config: further ``TransformerConfig`` fields, such as recompute.
+    """
+
+    layout: Layout = field(default_factory=Layout)
+    spec: Spec = "torch"
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    device: Literal["cpu", "cuda"] = "cpu"
+    gradients: bool = True
+    adamw: AdamW | None = None
+    distributed_optimizer: bool = False
+    overlap: bool = False
+    freeze: tuple[str, ...] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def multiple(self) -> int:
+        """What sequence lengths must be a multiple of."""
+        return length_multiple(self.layout.cp, self.layout.tp, self.layout.sp)
+
+    def validate(self, architecture: Architecture, batches: tuple[Batch, ...]) -> None:
+        """Check before any process starts that the model and the batches divide this way.
+
+        Raises:
+            BadInput: they do not.
+        """
+        self.layout.validate(architecture)
+        for batch in batches:
+            per_rank = len(batch.of_rank(0, self.layout.dp))
+            if self.layout.vpp > 1 and per_rank % self.layout.pp:
+                raise BadInput(
+                    f"An interleaved pipeline needs a multiple of PP {self.layout.pp} micro-batches"
+                    f" on each data-parallel rank; DP {self.layout.dp} leaves {per_rank}: lower DP."
+                )
+
+    def __str__(self) -> str:
+        extras = [
+            "distributed optimizer" if self.distributed_optimizer else "",
+            "overlap" if self.overlap else "",
+            f"freeze {' '.join(self.freeze)}" if self.freeze else "",
+            *(f"{name}={value}" for name, value in self.config.items()),
+        ]
+        return ", ".join([str(self.layout), *filter(None, extras)])

@@ -1,0 +1,168 @@
+"""What Hugging Face's own model computes for a batch: the numbers that ours must equal.
+
+Every sample runs alone, unpadded and unpacked, with the positions that Hugging Face derives from
+it. Padding, packing and micro-batches are ours to get right, so they have no part in the reference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.verify.parity.batches import Batch, MicroBatch, Sample, media
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """One optimizer step, by the names of Megatron's ``OptimizerConfig``.
+
+    Decay spares biases and one-dimensional weights, as Megatron's default does. The large `eps`
+    keeps the step a smooth function of the gradient: with a usual one, a gradient that is zero up
+    to rounding would move its parameter by the full learning rate in a random direction.
+    """
+
+    lr: float = 1e-2
+    weight_decay: float = 0.1
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_eps: float = 1e-4
+    clip_grad: float = 0.5
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The reference for one batch.
+
+    Attributes:
+        logits: for each micro-batch (B, S, V) float32; 0 at padding.
+        losses: for each micro-batch (B, S) float32 cross-entropy of each token; 0 at padding.
+        valid: for each micro-batch (B, S) bool: not padding.
+        gradients: by HF name, of the loss summed over the tokens that count and divided by their
+            number in the whole batch; empty where none were asked for.
+    """
+
+    batch: Batch
+    logits: tuple[Tensor, ...]
+    losses: tuple[Tensor, ...]
+    valid: tuple[Tensor, ...]
+    gradients: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """Parameters after one optimizer step, by HF name, and the gradient norm before clipping."""
+
+    parameters: dict[str, Tensor]
+    grad_norm: float
+
+
+class Reference:
+    """Hugging Face's model on one process.
+
+    Args:
+        path: checkpoint directory.
+        dtype: of weights and computation.
+        device: where it runs; results come back to the CPU.
+    """
+
+    def __init__(
+        self, path: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    ) -> None:
+        import transformers
+
+        self.architecture = Architecture.from_hf(path)
+        self.device = device
+        kind = "Moe" if self.architecture.is_moe else ""
+        model_class = getattr(transformers, f"Qwen3VL{kind}ForConditionalGeneration")
+        self.model: Any = model_class.from_pretrained(
+            path, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+        ).to(device)
+        self.model.eval()
+
+    def run(self, batch: Batch, *, gradients: bool = True) -> Expected:
+        """Logits, losses and, with `gradients`, every parameter's gradient, summed over samples."""
+        self.model.zero_grad(set_to_none=True)
+        scale = 1 / batch.tokens
+        micro = [self._micro_batch(m, scale, gradients) for m in batch.micro_batches]
+        logits, losses, valid = zip(*micro, strict=True)
+        return Expected(batch, logits, losses, valid, self._gradients() if gradients else {})
+
+    def step(self, expected: Expected, adamw: AdamW) -> Stepped:
+        """Clip `expected`'s gradients and take one ``torch.optim.AdamW`` step from the weights."""
+        parameters = {
+            name: torch.nn.Parameter(weight.detach().float().cpu().clone())
+            for name, weight in self.model.named_parameters()
+        }
+        for name, parameter in parameters.items():
+            parameter.grad = expected.gradients[name].clone()
+        norm = torch.nn.utils.clip_grad_norm_(parameters.values(), adamw.clip_grad)
+        spared = [p for n, p in parameters.items() if _is_spared(n, p)]
+        decayed = [p for n, p in parameters.items() if not _is_spared(n, p)]
+        torch.optim.AdamW(
+            [
+                {"params": decayed, "weight_decay": adamw.weight_decay},
+                {"params": spared, "weight_decay": 0.0},
+            ],
+            lr=adamw.lr,
+            betas=(adamw.adam_beta1, adamw.adam_beta2),
+            eps=adamw.adam_eps,
+        ).step()
+        return Stepped({n: p.detach() for n, p in parameters.items()}, float(norm))
+
+    def _micro_batch(
+        self, micro: MicroBatch, scale: float, gradients: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        shape = micro.input_ids.shape
+        logits = torch.zeros(*shape, self.architecture.vocab_size)
+        losses, valid = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
+        for place in micro.places:
+            sample = place.sample
+            with torch.set_grad_enabled(gradients):
+                output = self._forward(sample)
+                of_sample = output.logits[0]  # (L, V)
+                of_tokens = F.cross_entropy(
+                    of_sample.float(), sample.labels.to(self.device), reduction="none"
+                )  # (L,)
+            if gradients:
+                loss = (of_tokens * sample.loss_mask.to(self.device)).sum()
+                ((loss + self.added_loss(output)) * scale).backward()
+            logits[place.tokens] = of_sample.detach().float().cpu()
+            losses[place.tokens] = of_tokens.detach().cpu()
+            valid[place.tokens] = True
+        return logits, losses, valid
+
+    def added_loss(self, output: Any) -> Tensor | float:
+        """What a sample's summed loss is increased by; to be overridden, as for router losses.
+
+        Args:
+            output: of HF's forward; MoE models' have ``router_logits``, (L, E) for each MoE layer.
+        """
+        return 0.0
+
+    def _forward(self, sample: Sample) -> Any:
+        ids = sample.input_ids
+        kinds = (ids == self.architecture.image_token_id).int()
+        kinds += 2 * (ids == self.architecture.video_token_id).int()
+        inputs = {"input_ids": ids[None], "mm_token_type_ids": kinds[None], **media(sample)}
+        inputs = {name: value.to(self.device) for name, value in inputs.items()}
+        more = {"output_router_logits": True} if self.architecture.is_moe else {}
+        return self.model(**inputs, use_cache=False, **more)
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """Zeros where the loss does not reach, as the vision tower in a batch of text."""
+        return {
+            name: torch.zeros_like(p, device="cpu", dtype=torch.float32)
+            if p.grad is None
+            else p.grad.float().cpu()
+            for name, p in self.model.named_parameters()
+        }
+
+
+def _is_spared(name: str, parameter: Tensor) -> bool:
+    return parameter.ndim == 1 or name.endswith(".bias")

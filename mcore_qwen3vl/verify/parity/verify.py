@@ -1,0 +1,238 @@
+"""The whole comparison: reference, ranks, findings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.mapping.table import table
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.runtime import cpu
+from mcore_qwen3vl.runtime.launch import run_layout
+from mcore_qwen3vl.verify.parity.batches import RECIPES, Batch, build_batch
+from mcore_qwen3vl.verify.parity.case import DTYPES, Case
+from mcore_qwen3vl.verify.parity.reference import AdamW, Expected, Reference, Stepped
+from mcore_qwen3vl.verify.report.compare import Finding, Measurements, findings, measure, merge
+from mcore_qwen3vl.verify.report.result import Report
+
+if TYPE_CHECKING:  # imports megatron, before which the CPU backend must be installed
+    from mcore_qwen3vl.model.transformer_config import Spec
+
+TOLERANCE = 2e-5
+"""Largest error in float32, relative to the largest expected magnitude of the same tensor."""
+
+
+PARTS = ("logits", "loss", "gradients", "parameters", "gradient norm")
+
+HALF_PRECISION_FACTOR = 2.0
+"""Two bf16 runs that are each within E of the truth are within 2 E of one another."""
+
+
+class Checkpoint:
+    """A Hugging Face checkpoint and what the reference computes with it, each batch once.
+
+    Args:
+        path: checkpoint directory.
+        dtype: of the reference.
+    """
+
+    def __init__(self, path: str | Path, dtype: str = "fp32") -> None:
+        self.path = Path(path)
+        self.architecture = Architecture.from_hf(self.path)
+        self._dtype = DTYPES[dtype]
+        self._reference: Reference | None = None
+        self._expected: dict[tuple[str, int], Expected] = {}
+        self._stepped: dict[tuple[str, int, AdamW], Stepped] = {}
+
+    def expected(self, batch: str, multiple: int, gradients: bool = True) -> Expected:
+        """The reference for the batch of this name, with lengths of this multiple."""
+        found = self._expected.get((batch, multiple))
+        if found is None or (gradients and not found.gradients):
+            made = build_batch(batch, self.architecture, multiple=multiple)
+            found = self.reference.run(made, gradients=gradients)
+            self._expected[batch, multiple] = found
+        return found
+
+    def stepped(self, batch: str, multiple: int, adamw: AdamW) -> Stepped:
+        """The reference's parameters after an optimizer step on this batch."""
+        key = (batch, multiple, adamw)
+        if key not in self._stepped:
+            self._stepped[key] = self.reference.step(self.expected(batch, multiple), adamw)
+        return self._stepped[key]
+
+    @property
+    def reference(self) -> Reference:
+        if self._reference is None:
+            self._reference = Reference(self.path, dtype=self._dtype)
+        return self._reference
+
+
+def verify_parity(
+    hf_dir: str | Path,
+    layout: Layout | None = None,
+    batches: Sequence[str] | None = None,
+    *,
+    gradients: bool = True,
+    dtype: Literal["fp32", "bf16"] = "fp32",
+    device: Literal["cpu", "cuda"] = "cpu",
+    spec: Spec = "torch",
+    timeout: float = 600.0,
+) -> Report:
+    """Compare a checkpoint under a layout with Hugging Face's model on one process.
+
+    In fp32 the tolerance is `TOLERANCE`, and one optimizer step is compared too. In bf16 it is
+    what Hugging Face's own bf16 run differs from its fp32 run, times `HALF_PRECISION_FACTOR`.
+    Experts that a rounding error swaps make that large for MoE models.
+
+    Args:
+        hf_dir: checkpoint directory.
+        layout: parallel sizes; default: one rank.
+        batches: names from ``batches.RECIPES``; default: all.
+        gradients: compare gradients and parameters too.
+        dtype: of both models.
+        device: where ours runs, one GPU a rank on ``cuda``; the reference runs on the CPU.
+        spec: layer spec of ours.
+        timeout: seconds for the ranks to finish.
+
+    Raises:
+        BadInput: the model does not divide by the layout, or a batch is not known.
+    """
+    adamw = AdamW() if gradients and dtype == "fp32" else None
+    case = Case(
+        layout or Layout(), spec=spec, dtype=dtype, device=device, gradients=gradients, adamw=adamw
+    )
+    names = list(batches or RECIPES)
+    checkpoint = Checkpoint(hf_dir, dtype)
+    case.layout.validate(checkpoint.architecture)
+    tolerances = None
+    if dtype == "bf16":
+        tolerances = half_precision_tolerances(checkpoint, Checkpoint(hf_dir), case, names)
+    return verify(checkpoint, case, names, tolerances=tolerances, timeout=timeout)
+
+
+def verify(
+    checkpoint: Checkpoint,
+    case: Case,
+    batches: Sequence[str],
+    *,
+    tolerances: dict[str, float] | None = None,
+    timeout: float = 120.0,
+) -> Report:
+    """Run `case` on `batches` and compare everything with the reference.
+
+    Args:
+        checkpoint: weights and reference.
+        case: how the model runs.
+        batches: names from `RECIPES`; an optimizer step is taken on the last of each run.
+        tolerances: by part (``logits``, ``loss``, ``gradients``, ``parameters``, ``gradient
+            norm``); default `TOLERANCE` for each.
+        timeout: seconds for the ranks to finish.
+
+    Raises:
+        BadInput: the model or a batch does not divide by the layout.
+    """
+    report = Report(
+        f"{checkpoint.path.name} at {case} against Hugging Face",
+        {"layout": str(case.layout), "spec": case.spec, "dtype": case.dtype, "device": case.device},
+    )
+    made = tuple(build_batch(n, checkpoint.architecture, multiple=case.multiple) for n in batches)
+    case.validate(checkpoint.architecture, made)
+    allowed = tolerances or dict.fromkeys(PARTS, TOLERANCE)
+    for names in _runs(made, case):
+        expected = [checkpoint.expected(n, case.multiple, case.gradients) for n in names]
+        stepped = None
+        if case.adamw is not None and not case.freeze:
+            stepped = checkpoint.stepped(names[-1], case.multiple, case.adamw)
+        ranks = run_layout(
+            _measure_on_rank(case),
+            case.layout.world_size,
+            checkpoint.path,
+            case,
+            expected,
+            stepped,
+            timeout=timeout,
+            device=case.device,
+        )
+        for number, batch in enumerate(expected):
+            measured = merge(rank[number] for rank in ranks)
+            counts = _counts(checkpoint.architecture, case, batch)
+            if stepped is not None and number == len(expected) - 1:
+                counts |= {("parameters", n): c for (k, n), c in counts.items() if k == "gradients"}
+                counts["gradient norm", "all"] = 1
+            report.findings += _judge(measured, counts, allowed, batch.batch.name)
+    return report
+
+
+def _measure_on_rank(case: Case) -> Callable[..., list[Measurements]]:
+    """What the ranks run, imported here so that they need not import it again."""
+    if case.device == "cpu":
+        cpu.install()
+    from mcore_qwen3vl.verify.parity.run import measure_on_rank
+
+    return measure_on_rank
+
+
+def _runs(batches: Iterable[Batch], case: Case) -> list[list[str]]:
+    """Batches that one run of the ranks can take.
+
+    A pipeline is told once whether micro-batches differ in shape; with shapes that it may assume
+    equal it must work too.
+    """
+    even = [b.name for b in batches if not (b.uneven and case.layout.pp > 1)]
+    uneven = [b.name for b in batches if b.uneven and case.layout.pp > 1]
+    return [names for names in (even, uneven) if names]
+
+
+def _counts(a: Architecture, case: Case, expected: Expected) -> dict[tuple[str, str], int]:
+    """How many values there are to compare, by part and name."""
+    tokens = sum(int(valid.sum()) for valid in expected.valid)
+    counts = {("logits", "all"): tokens * a.vocab_size, ("loss", "all"): tokens}
+    if case.gradients:
+        for row in table(a):
+            for source in row.sources:
+                name = source.name if source.index is None else f"{source.name}[{source.index}]"
+                counts["gradients", name] = prod(source.piece_shape)
+    return counts
+
+
+def _judge(
+    measured: Measurements,
+    counts: dict[tuple[str, str], int],
+    tolerances: dict[str, float],
+    context: str,
+) -> Iterator[Finding]:
+    """Findings, frozen values taken off what should have a gradient."""
+    for part, name in [key for key in measured if key[0] == "frozen"]:
+        counts["gradients", name] -= measured.pop((part, name)).count
+        if not counts["gradients", name]:
+            del counts["gradients", name]
+    return findings(measured, tolerances, counts=counts, context=context)
+
+
+def half_precision_tolerances(
+    half: Checkpoint, full: Checkpoint, case: Case, batches: Iterable[str]
+) -> dict[str, float]:
+    """By part, `HALF_PRECISION_FACTOR` times the worst error of Hugging Face's own bf16 run."""
+    worst = dict.fromkeys(("logits", "loss", "gradients"), 0.0)
+    for name in batches:
+        ours, exact = (c.expected(name, case.multiple, case.gradients) for c in (half, full))
+        measured = merge(_differences(ours, exact))
+        for finding in findings(measured, worst):
+            worst[finding.part] = max(worst[finding.part], finding.error)
+    return {part: HALF_PRECISION_FACTOR * error for part, error in worst.items()}
+
+
+def _differences(actual: Expected, expected: Expected) -> Iterator[Measurements]:
+    """One reference measured against another."""
+    for number, valid in enumerate(expected.valid):
+        logits, losses = actual.logits[number], actual.losses[number]
+        yield {
+            ("logits", "all"): measure(logits[valid], expected.logits[number][valid]),
+            ("loss", "all"): measure(losses[valid], expected.losses[number][valid]),
+        }
+    for name, gradient in expected.gradients.items():
+        if gradient.any():  # rounding has no scale where the gradient is exactly zero
+            yield {("gradients", name): measure(actual.gradients[name], gradient)}

@@ -1,0 +1,146 @@
+"""The result in which every ``verify`` command ends, and its JSON form.
+
+The JSON, of ``--json`` and of ``report.json`` alike::
+
+    format       2, raised when a key changes its meaning
+    title        what was compared with what
+    ok           the verdict: something was compared and all of it holds
+    verdict      the verdict in words
+    notes        paragraphs by heading, such as the cause of a difference
+    parts        for each part and context: compared, failed, and the name of the worst
+    findings     every comparison: Finding.to_dict
+    environment  versions, and what else the numbers depend on, such as the layout
+    command      the command line
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from mcore_qwen3vl.errors import CheckFailed
+from mcore_qwen3vl.verify.report.compare import Finding
+from mcore_qwen3vl.verify.report.environment import command_line, environment
+
+FORMAT = 2
+WORST_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All comparisons of one part.
+
+    Attributes:
+        part, context: see :class:`Finding`.
+        count: how many there are.
+        failed: how many of them failed.
+        worst: the first to look at.
+    """
+
+    part: str
+    context: str
+    count: int
+    failed: int
+    worst: Finding
+
+    @property
+    def held(self) -> int:
+        return self.count - self.failed
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "part": self.part,
+            "context": self.context,
+            "compared": self.count,
+            "failed": self.failed,
+            "worst": self.worst.name,
+        }
+
+
+@dataclass
+class Report:
+    """The result of a comparison.
+
+    Attributes:
+        title: what was compared with what.
+        environment: layout, dtype and whatever else the numbers depend on, besides versions.
+        findings: one for each thing compared, in the order of the network.
+    """
+
+    title: str
+    environment: dict[str, Any] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    failures_shown: ClassVar[int] = 20  # on a terminal
+
+    @property
+    def ok(self) -> bool:
+        """Something was compared, and all of it holds."""
+        return bool(self.findings) and all(finding.ok for finding in self.findings)
+
+    @property
+    def verdict(self) -> str:
+        """The verdict in words."""
+        count = len(self.findings)
+        if not count:
+            return "Nothing was compared."
+        if self.ok:
+            return f"All {count:,} comparisons hold."
+        return f"{len(self.failures):,} of {count:,} comparisons failed."
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """Paragraphs with a heading, for people."""
+        return {}
+
+    @property
+    def failures(self) -> list[Finding]:
+        """The worst first."""
+        return [finding for finding in self.worst() if not finding.ok]
+
+    def worst(self) -> list[Finding]:
+        """Failures, then the nearest to their tolerance."""
+        return sorted(self.findings, key=lambda finding: finding.badness, reverse=True)
+
+    def parts(self) -> dict[tuple[str, str], Summary]:
+        """By context and part, in the order in which they first appear."""
+        members: dict[tuple[str, str], list[Finding]] = {}
+        for finding in self.findings:
+            members.setdefault((finding.context, finding.part), []).append(finding)
+        return {
+            (context, part): Summary(
+                part,
+                context,
+                len(found),
+                sum(not finding.ok for finding in found),
+                max(found, key=lambda finding: finding.badness),
+            )
+            for (context, part), found in members.items()
+        }
+
+    def require(self) -> None:
+        """Do nothing if all is well.
+
+        Raises:
+            CheckFailed: it is not; the message names the worst findings.
+        """
+        if self.ok:
+            return
+        failures = self.failures
+        lines = [f"{self.title}: {self.verdict}", *map(str, failures[:WORST_SHOWN])]
+        if len(failures) > WORST_SHOWN:
+            lines.append(f"and {len(failures) - WORST_SHOWN} more")
+        raise CheckFailed("\n  ".join(lines))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, as described at the top of this module."""
+        return {
+            "format": FORMAT,
+            "title": self.title,
+            "ok": self.ok,
+            "verdict": self.verdict,
+            "notes": self.notes,
+            "parts": [summary.to_dict() for summary in self.parts().values()],
+            "findings": [finding.to_dict() for finding in self.findings],
+            "environment": {**environment(), **self.environment},
+            "command": command_line(),
+        }

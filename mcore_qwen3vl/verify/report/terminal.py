@@ -1,0 +1,67 @@
+"""A report on the terminal: verdict, a table by part, and what failed."""
+
+from __future__ import annotations
+
+import math
+from textwrap import indent
+
+from rich.console import Group
+from rich.markup import escape
+from rich.table import Table
+
+from mcore_qwen3vl.console import table
+from mcore_qwen3vl.verify.report.compare import Finding
+from mcore_qwen3vl.verify.report.result import Report
+
+
+def render(report: Report) -> Group:
+    """Something that rich prints."""
+    verdict = "[bold green]equal[/]" if report.ok else "[bold red]different[/]"
+    lines: list[str | Table] = [f"{verdict}: {escape(report.title)}. {escape(report.verdict)}"]
+    for heading, text in report.notes.items():
+        lines.append(f"[bold]{escape(heading)}[/]\n" + escape(indent(text, "  ")))
+    if report.findings:
+        lines.append(by_part(report))
+    failures, shown = report.failures, report.failures_shown
+    lines += [f"  {escape(str(finding))}" for finding in failures[:shown]]
+    if len(failures) > shown:
+        lines.append(f"  and {len(failures) - shown} more; --json lists them all")
+    return Group(*lines)
+
+
+def by_part(report: Report) -> Table:
+    """A line for each part and context: how much was compared, and the worst of it."""
+    title = ", ".join(f"{name} {value}" for name, value in report.environment.items())
+    columns = ("in", "part", ">compared", ">failed", ">error", ">allowed", "worst", "")
+    contexts = any(finding.context for finding in report.findings)
+    shown = table(title, *columns[not contexts :])
+    for summary in report.parts().values():
+        worst = summary.worst
+        cells = [
+            escape(summary.context),
+            summary.part,
+            f"{summary.count:,}",
+            f"{summary.failed:,}",
+            number(worst),
+            allowance(worst),
+            escape(worst.name) if worst.error or summary.failed else "",
+            "[bold red]WRONG[/]" if summary.failed else "[green]ok[/]",
+        ]
+        shown.add_row(*cells[not contexts :])
+    return shown
+
+
+def number(finding: Finding) -> str:
+    """The relative error; blank where there are no numbers."""
+    if finding.flaw or not finding.measured.count:
+        return ""
+    if not math.isfinite(finding.error):
+        return "not finite"
+    return f"{finding.error:.1e}" if finding.error else "0"
+
+
+def allowance(finding: Finding) -> str:
+    """The tolerance; blank where there are no numbers."""
+    if not finding.measured.count:
+        return ""
+    return f"{finding.tolerance:.1e}" if finding.tolerance else "bitwise"

@@ -1,0 +1,68 @@
+"""Write a report: ``report.json`` and ``report.html``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.verify.report import plot
+from mcore_qwen3vl.verify.report.result import Report
+from mcore_qwen3vl.verify.report.terminal import allowance, number
+
+WORST_SHOWN = 30
+NEAREST_SHOWN = 10
+"""Of the comparisons that hold, but only to fill up so many lines."""
+
+
+def write_report(report: Report, folder: str | Path) -> None:
+    """Write ``report.json`` and ``report.html`` into `folder`, made if absent.
+
+    The page needs no network and no other file; it stays below 1 MB whatever the size of the
+    model, because it draws and lists only so many comparisons. The JSON has all of them; see
+    :mod:`mcore_qwen3vl.verify.report.result` for its keys.
+
+    Raises:
+        BadInput: `folder` cannot be written.
+    """
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        data = json.dumps(report.to_dict(), indent=1, default=str)
+        (folder / "report.json").write_text(data + "\n", encoding="utf-8")
+        (folder / "report.html").write_text(html(report), encoding="utf-8")
+    except OSError as error:
+        raise BadInput(
+            f"The report cannot be written to {folder}: {error.strerror}. Choose another --report."
+        ) from None
+
+
+def html(report: Report) -> str:
+    """The report as HTML, everything inline."""
+    environment = Environment(
+        loader=PackageLoader("mcore_qwen3vl.verify.report", "."),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+    environment.filters |= {"number": number, "allowance": allowance}
+    content = report.to_dict()
+    failures = len(report.failures)
+    listed = min(max(failures, NEAREST_SHOWN), WORST_SHOWN)
+    return environment.get_template("page.html.jinja").render(
+        report=report,
+        environment=content["environment"],
+        command=content["command"],
+        plots=plot.plots(report),
+        worst=[finding for finding in report.worst() if finding.error or not finding.ok][:listed],
+        failures=failures,
+        contexts=any(finding.context for finding in report.findings),
+        width=plot.WIDTH,
+        height=plot.HEIGHT,
+        left=plot.LEFT,
+        top=plot.TOP,
+        bottom=plot.BOTTOM,
+    )

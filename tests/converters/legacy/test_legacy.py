@@ -1,0 +1,265 @@
+"""Megatron's legacy format without Megatron: round trips, names, damage, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from mcore_qwen3vl.cli.app import app
+from mcore_qwen3vl.converters.convert import (
+    hf_to_mcore,
+    mcore_to_hf,
+    plan_hf_to_mcore,
+    plan_mcore_to_hf,
+)
+from mcore_qwen3vl.converters.describe.inspect import inspect_path
+from mcore_qwen3vl.converters.legacy.layout import Legacy
+from mcore_qwen3vl.converters.legacy.torch_load import load
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.verify.checkpoints.compare import compare_checkpoints
+from mcore_qwen3vl.verify.checkpoints.manifest import check_manifest
+from tests.converters.checkpoints import CASES, assert_same_files, assert_same_tensors
+
+Tiny = Callable[[str], Path]
+LAYOUTS = ["tp2xpp2xvpp2", "tp4xpp2+first1", "tp2xpp4xep3xetp2"]
+
+
+def legacy(text: str, spec: Any = "te") -> Legacy:
+    return Legacy(Layout.parse(text), spec)
+
+
+def layout_for(case: str, number: int) -> str:
+    """One of `LAYOUTS` that the case allows, in turn."""
+    moe = CASES[case].get("moe", False)
+    return LAYOUTS[number % (3 if moe else 2)]
+
+
+@pytest.mark.parametrize(("number", "case"), list(enumerate(CASES)), ids=lambda v: str(v))
+def test_there_and_back_is_bitwise(tiny: Tiny, tmp_path: Path, number: int, case: str) -> None:
+    spec = ("te", "torch")[number % 2]
+    choice = legacy(layout_for(case, number), spec)
+    hf_to_mcore(tiny(case), tmp_path / "mcore", legacy=choice)
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
+    assert_same_tensors(tiny(case), tmp_path / "back")
+    assert_same_files(tiny(case), tmp_path / "back")
+
+
+@pytest.fixture(scope="module")
+def mcore(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The MoE case for four files, one of which has every kind of part; read-only."""
+    path = tmp_path_factory.mktemp("legacy") / "mcore"
+    hf_to_mcore(tiny("moe"), path, legacy=legacy("tp2xpp2xep2"))
+    return path
+
+
+FILES = {f"mp_rank_0{tp}_00{pp}_00{tp}" for tp in (0, 1) for pp in (0, 1)}
+
+
+def test_the_folders_are_megatrons(mcore: Path) -> None:
+    assert {folder.name for folder in (mcore / "release").iterdir()} == FILES
+    assert (mcore / "latest_checkpointed_iteration.txt").read_text() == "release"
+
+
+def test_names_and_shapes_are_the_te_specs(tiny: Tiny, tmp_path: Path) -> None:
+    """Against the listing that `te_keys.py` made from Transformer Engine's modules."""
+    listing = json.loads((Path(__file__).parent / "te-rank-keys.json").read_text())
+    for number, (name, files) in enumerate(listing.items()):
+        case, layout = name.split()
+        target = tmp_path / str(number)
+        hf_to_mcore(tiny(case), target, legacy=legacy(layout))
+        for folder, models in files.items():
+            content = load(target / "release" / folder / "model_optim_rng.pt")
+            for key, expected in models.items():
+                found = {
+                    name: None if value is None else list(value.shape)
+                    for name, value in content[key].items()
+                    if not name.startswith("visual.")
+                }
+                assert found == expected, f"{name} {folder} {key}"
+
+
+def test_every_command_reads_it(tiny: Tiny, mcore: Path, tmp_path: Path) -> None:
+    hf_to_mcore(tiny("moe"), tmp_path / "dist")
+    assert compare_checkpoints(mcore, tmp_path / "dist").ok
+    assert compare_checkpoints(mcore / "release", tiny("moe")).ok
+    assert check_manifest(mcore).ok
+    found, expected = inspect_path(mcore), inspect_path(tmp_path / "dist")
+    assert (found.kind, found.iteration, found.files) == ("megatron", "release", 4)
+    assert found.tensors == expected.tensors
+    assert found.parameters == expected.parameters
+
+
+def test_a_difference_in_one_part_is_seen(tiny: Tiny, mcore: Path, tmp_path: Path) -> None:
+    changed = Path(shutil.copytree(mcore, tmp_path / "changed"))
+    file = changed / "release" / "mp_rank_01_001_001" / "model_optim_rng.pt"
+    content = torch.load(file, weights_only=False)
+    content["model"]["decoder.layers.1.mlp.experts.linear_fc1.weight5"][-1, -1] += 1
+    torch.save(content, file)
+    wrong = [f.name for f in compare_checkpoints(changed, tiny("moe")).findings if not f.ok]
+    assert wrong == ["model.language_model.layers.3.mlp.experts.gate_up_proj"]
+    assert not check_manifest(changed).ok
+
+
+def test_the_vocabulary_is_padded_for_the_layouts_tp(tiny: Tiny, tmp_path: Path) -> None:
+    hf_to_mcore(
+        tiny("dense"), tmp_path / "mcore", make_vocab_size_divisible_by=100,
+        legacy=legacy("tp2"),
+    )  # fmt: skip
+    last = load(tmp_path / "mcore" / "release" / "mp_rank_01" / "model_optim_rng.pt")
+    assert last["args"].padded_vocab_size == 400
+    embedding = last["model"]["embedding.word_embeddings.weight"]
+    assert embedding.shape[0] == 200
+    assert embedding[:152].all()
+    assert not embedding[152:].any()
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
+    assert_same_tensors(tiny("dense"), tmp_path / "back")
+
+
+@pytest.mark.parametrize(
+    ("case", "choice", "reason"),
+    [
+        ("moe", legacy("tp2xetp3"), "ETP that divides TP"),
+        ("moe", legacy("tp2xep5"), "12 experts cannot be divided over EP 5"),
+        ("dense", legacy("pp3"), "decoder layers cannot be divided"),
+        ("dense", legacy("ep2"), "this model is dense"),
+        ("dense", legacy("tp3"), "cannot be divided over TP 3"),
+        ("dense", legacy("vpp2"), "PP is 1"),
+        ("dense", legacy("tp2", "apex"), "not one of te, torch"),
+    ],
+)
+def test_an_impossible_layout_is_refused(
+    tiny: Tiny, case: str, choice: Legacy, reason: str
+) -> None:
+    with pytest.raises(BadInput, match=reason):
+        plan_hf_to_mcore(tiny(case), legacy=choice)
+
+
+def test_flags(tiny: Tiny, tmp_path: Path) -> None:
+    def call(*flags: str) -> tuple[int, str]:
+        command = ["convert", "hf-to-mcore", str(tiny("moe")), str(tmp_path / "mcore"), *flags]
+        result = CliRunner().invoke(app, command)
+        return result.exit_code, f"{result.output} {result.exception}"
+
+    code, said = call("--pp", "2")
+    assert code != 0
+    assert "--format torch" in said
+    assert not (tmp_path / "mcore").exists()
+    code, _ = call("--format", "torch", "--tp", "2", "--pp", "2", "--ep", "2")
+    assert code == 0
+    # Megatron's own default is ETP as TP: four pairs of TP and EP ranks instead of two.
+    assert len(list((tmp_path / "mcore" / "release").iterdir())) == 8
+
+
+def rewrite(mcore: Path, target: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
+    """A copy in which one file's content is changed; its folder is ``mp_rank_00_000_000``."""
+    shutil.copytree(mcore, target)
+    file = target / "release" / "mp_rank_00_000_000" / "model_optim_rng.pt"
+    content = torch.load(file, weights_only=False)
+    change(content)
+    torch.save(content, file)
+    return target
+
+
+QKV = "decoder.layers.1.self_attention.linear_qkv.weight"
+CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "parameter lost": (lambda c: c["model"].pop(QKV), "lacks the parameter decoder.layers.1"),
+    "adapter": (
+        lambda c: c["model"].update({"decoder.layers.1.lora.weight": torch.ones(2)}),
+        r"holds the tensor mp_rank_00_000_000/decoder.layers.1.lora.weight \[2\]",
+    ),
+    "other shape": (
+        lambda c: c["model"].update({QKV: torch.ones(10, 48)}),
+        "other ranks or layers make it",
+    ),
+    "norm lost": (
+        lambda c: c["model"].pop("decoder.layers.1.pre_mlp_layernorm.weight"),
+        "holds the tensor mp_rank_01_000_001/decoder.layers.1.pre_mlp_layernorm.weight"
+        "|pre_mlp_layernorm.weight do not make up the whole",
+    ),
+    "another layer": (
+        lambda c: c["model"].update({QKV.replace("1", "2"): c["model"][QKV]}),
+        "lacks the parameter decoder.layers.2",
+    ),
+    "quantised": (
+        lambda c: c["model"].update({QKV: torch.ones(192, 48, dtype=torch.int8)}),
+        "is torch.int8",
+    ),
+    "no arguments": (lambda c: c.pop("args"), "holds no arguments"),
+    "other layout": (
+        lambda c: setattr(c["args"], "pipeline_model_parallel_size", 1),
+        "not how its folder is named",
+    ),
+    "several writers": (
+        lambda c: setattr(c["args"], "expert_tensor_parallel_size", 3),
+        "part of the experts is lost",
+    ),
+    "no model": (lambda c: c.pop("model"), "holds no 'model'"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_file_that_does_not_fit_is_refused(mcore: Path, tmp_path: Path, change: str) -> None:
+    edit, reason = CHANGES[change]
+    damaged = rewrite(mcore, tmp_path / "damaged", edit)
+    with pytest.raises(BadInput, match=reason):
+        mcore_to_hf(damaged, tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
+def test_a_parameter_lost_from_every_rank_is_named(mcore: Path, tmp_path: Path) -> None:
+    damaged = Path(shutil.copytree(mcore, tmp_path / "damaged"))
+    for file in damaged.glob("release/mp_rank_0?_001_00?/*.pt"):
+        content = torch.load(file, weights_only=False)
+        del content["model"]["decoder.layers.1.pre_mlp_layernorm.weight"]
+        torch.save(content, file)
+    with pytest.raises(BadInput, match=r"pre_mlp_layernorm\.weight do not make up the whole"):
+        plan_mcore_to_hf(damaged)  # before anything is written
+
+
+@pytest.mark.parametrize("folder", sorted(FILES))
+def test_a_lost_or_cut_file_is_named(mcore: Path, tmp_path: Path, folder: str) -> None:
+    damaged = Path(shutil.copytree(mcore, tmp_path / "damaged"))
+    file = damaged / "release" / folder / "model_optim_rng.pt"
+    os.truncate(file, file.stat().st_size // 2)
+    with pytest.raises(BadInput, match=f"{folder}.* cannot be read"):
+        mcore_to_hf(damaged, tmp_path / "back")
+    file.unlink()
+    with pytest.raises(BadInput, match="lacks a file of TP rank"):
+        mcore_to_hf(damaged, tmp_path / "back")
+
+
+class Hostile:
+    """What a pickle can do to whoever trusts it."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.marker),)
+
+
+def test_no_code_of_a_file_is_run(mcore: Path, tmp_path: Path) -> None:
+    marker = tmp_path / "ran"
+    hostile = rewrite(mcore, tmp_path / "hostile", lambda c: c.update(rng_state=Hostile(marker)))
+    with pytest.raises(BadInput, match=r"asks for (posix|os)\.mkdir.*Refused"):
+        mcore_to_hf(hostile, tmp_path / "back")
+    assert not marker.exists()
+
+
+def test_what_other_libraries_admit_is_not_admitted_here(mcore: Path, tmp_path: Path) -> None:
+    marked = rewrite(mcore, tmp_path / "marked", lambda c: c.update(other=Namespace(x=Hostile)))
+    with torch.serialization.safe_globals([Hostile]):
+        admitted = torch.serialization.get_safe_globals()
+        with pytest.raises(BadInput, match=r"asks for tests\.converters\.test_legacy\.Hostile"):
+            mcore_to_hf(marked, tmp_path / "back")
+        assert set(torch.serialization.get_safe_globals()) == set(admitted)

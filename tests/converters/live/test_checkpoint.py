@@ -1,0 +1,82 @@
+"""Loading a checkpoint into a running model: exactly the model's keys, training state aside."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.convert import hf_to_mcore
+from mcore_qwen3vl.converters.live.checkpoint import load_checkpoint
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.runtime import cpu
+from mcore_qwen3vl.runtime.launch import run_layout
+from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.tiny import write_tiny_checkpoint
+
+
+@pytest.fixture(scope="module", autouse=True)
+def megatron():
+    cpu.install()
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("load")
+    hf_to_mcore(write_tiny_checkpoint(folder / "hf"), folder / "mcore")
+    return folder / "mcore"
+
+
+def build(config: Path):
+    from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+
+    return Qwen3VLModel.from_hf_config(Architecture.from_hf(config))
+
+
+def saved_by_training(converted: Path, folder: Path) -> float:
+    """Save as training does, optimizer state beside the model; load that; compare."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    initialize(Layout())
+    model = build(converted / "hf")
+    load_checkpoint([model], converted)
+    folder.mkdir()
+    key = "optimizer.state.exp_avg.output_layer.weight"
+    moment = ShardedTensor.from_rank_offsets(key, torch.full((1, 5), 3.0), (0, 0, 1))
+    state = {"model": model.sharded_state_dict(), "optimizer": moment}
+    dist_checkpointing.save(state, str(folder))
+    again = build(converted / "hf")
+    load_checkpoint([again], folder)
+    pairs = zip(model.parameters(), again.parameters(), strict=True)
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+def test_optimizer_state_beside_the_model_is_left_alone(converted, tmp_path):
+    assert run_layout(saved_by_training, 1, converted, tmp_path / "iteration") == [0.0]
+
+
+def load_into(config: Path, checkpoint: Path) -> None:
+    initialize(Layout())
+    load_checkpoint([build(config)], checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"text": {"num_hidden_layers": 5}}, "Global shape mismatch"),
+        ({"tie": True}, "holds beside the model output_layer.weight"),
+        ({"vision": {"depth": 6}}, "lacks visual.blocks.5"),
+    ],
+)
+def test_another_model_is_refused(converted, tmp_path, options, message):
+    other = write_tiny_checkpoint(tmp_path / "other", **options)
+    with pytest.raises(BadInput, match=message):
+        run_layout(load_into, 1, other, converted)
+
+
+def test_no_checkpoint(tmp_path):
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("12")
+    with pytest.raises(BadInput, match="iter_0000012"):
+        load_checkpoint([], tmp_path)

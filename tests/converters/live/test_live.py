@@ -1,0 +1,276 @@
+"""Load, export and save on running, sharded models: bitwise, on every kind of layout."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
+from mcore_qwen3vl.converters.live.sharded import gradient, hf_parts
+from mcore_qwen3vl.converters.live.transfer import export_hf, load_hf, save_hf
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.model.build import build_chunks
+from mcore_qwen3vl.runtime.launch import run_layout
+from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.tiny import write_tiny_checkpoint
+
+CASES: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "tied": {"tie": True},
+    "moe": {"moe": True},
+    "moe-v5": {"moe": True, "layout": "v5"},
+    "mixed": {"moe": True, "text": {"mlp_only_layers": [0, 2]}},
+    "bf16": {"moe": True, "dtype": "bfloat16"},
+}
+LAYOUTS = [
+    ("dense", "single"),
+    ("dense", "tp2xpp2+sp"),
+    ("dense", "pp2xvpp2"),
+    ("dense", "cp2xdp2"),
+    ("tied", "single"),
+    ("tied", "tp2xpp2"),
+    ("moe", "ep2xdp2"),
+    ("moe", "tp2xep2+sp"),
+    ("moe", "tp2xetp2+sp"),
+    ("moe", "pp2xep2xdp2"),
+    ("moe-v5", "ep4xdp4"),
+    ("moe-v5", "tp2xetp2+sp"),
+    ("mixed", "pp2xep2xdp2"),
+    ("bf16", "tp2xpp2xep2+sp"),
+]
+SMALL_BUCKETS = 40_000
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def get(case: str) -> Path:
+        if case not in made:
+            made[case] = tmp_path_factory.mktemp("live") / case
+            write_tiny_checkpoint(made[case], **CASES[case])
+        return made[case]
+
+    return get
+
+
+def unloaded_chunks(path: Path, layout: Layout) -> list[Any]:
+    """A model whose weights no load may leave in place."""
+    chunks = build_chunks(Architecture.from_hf(path), layout)
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            parameter.data.fill_(torch.nan)
+    return chunks
+
+
+def on_ranks(path: Path, text: str, work: Callable[[list[Any]], Any]) -> list[Any]:
+    """What `work` returns on each rank, given its loaded chunks."""
+    layout = Layout.parse(text)
+
+    def on_rank() -> Any:
+        initialize(layout)
+        chunks = unloaded_chunks(path, layout)
+        load_hf(chunks, path)
+        return work(chunks)
+
+    return run_layout(on_rank, layout.world_size, timeout=60)
+
+
+@pytest.mark.parametrize(("case", "layout"), LAYOUTS)
+def test_what_was_loaded_is_exported_bitwise(tiny, tmp_path, case, layout):
+    source, exported, offline = tiny(case), tmp_path / "live", tmp_path / "offline"
+    expected = load_file(source / "model.safetensors")
+
+    def work(chunks: list[Any]) -> None:
+        assert not any(p.isnan().any() for chunk in chunks for p in chunk.parameters())
+        seen: dict[str, Tensor] = {}
+        for name, tensor in export_hf(chunks, bucket_bytes=SMALL_BUCKETS):
+            assert torch.equal(tensor, expected[name]), name
+            assert tensor.dtype == expected[name].dtype
+            seen[name] = tensor
+        assert set(seen) == set(expected)
+        save_hf(
+            chunks,
+            exported,
+            hf_config=source,
+            max_shard_size="300KB",
+            bucket_bytes=SMALL_BUCKETS,
+        )
+
+    on_ranks(source, layout, work)
+    hf_to_mcore(source, tmp_path / "mcore")
+    mcore_to_hf(tmp_path / "mcore", offline, max_shard_size="300KB")
+    compared = filecmp.dircmp(exported, offline)
+    assert not compared.left_only
+    assert not compared.right_only
+    _, different, errors = filecmp.cmpfiles(exported, offline, compared.common, shallow=False)
+    assert not different
+    assert not errors
+    assert any("-of-" in name for name in compared.common)  # several shards
+
+
+def test_loaded_at_one_layout_and_reloaded_at_another(tiny, tmp_path):
+    source = tiny("moe")
+    on_ranks(source, "tp2xpp2+sp", lambda c: save_hf(c, tmp_path / "a", hf_config=source))
+    on_ranks(
+        tmp_path / "a", "ep4xdp4", lambda c: save_hf(c, tmp_path / "b", hf_config=tmp_path / "a")
+    )
+    expected, found = (load_file(p / "model.safetensors") for p in (source, tmp_path / "b"))
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_weights_of_a_quantised_model_are_not_called_quantised(tiny, tmp_path):
+    source, quantised = tiny("tied"), tmp_path / "fp8"
+    config = json.loads((source / "config.json").read_text())
+    said = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    quantised.mkdir()
+    (quantised / "config.json").write_text(json.dumps({**config, "quantization_config": said}))
+    on_ranks(source, "single", lambda c: save_hf(c, tmp_path / "a", hf_config=quantised))
+    assert json.loads((tmp_path / "a" / "config.json").read_text()) == config
+
+
+def test_an_expert_parallel_rank_reads_its_share_of_the_experts(tiny):
+    source = tiny("moe")
+    layout = Layout(ep=4, dp=4)
+    tensors = load_file(source / "model.safetensors")
+    experts = sum(t.nbytes for name, t in tensors.items() if ".mlp.experts." in name)
+    rest = sum(t.nbytes for t in tensors.values()) - experts
+
+    def on_rank() -> int:
+        initialize(layout)
+        return load_hf(unloaded_chunks(source, layout), source)
+
+    assert run_layout(on_rank, 4, timeout=60) == [rest + experts // 4] * 4
+
+
+def test_the_other_expert_layout_can_be_asked_for(tiny):
+    expected = load_file(tiny("moe") / "model.safetensors")
+
+    def work(chunks: list[Any]) -> None:
+        for name, tensor in export_hf(chunks, expert_layout="v5"):
+            stored = expected[name]
+            same = stored.transpose(1, 2) if ".mlp.experts." in name else stored
+            assert torch.equal(tensor, same), name
+
+    on_ranks(tiny("moe"), "ep2xdp2", work)
+
+
+def test_a_padded_vocabulary_is_zero_beyond_the_source_and_left_out_of_the_export(tiny):
+    source = tiny("dense")
+    layout = Layout(tp=2)
+    vocab = Architecture.from_hf(source).vocab_size
+
+    def on_rank() -> None:
+        from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+
+        initialize(layout)
+        model = Qwen3VLModel.from_hf_config(
+            source, vocab_size=vocab + 32, **layout.config_overrides()
+        )
+        for parameter in model.parameters():
+            parameter.data.fill_(torch.nan)
+        load_hf(model, source)
+        if dist.get_rank() == 1:
+            assert not model.embedding.word_embeddings.weight[-32:].any()
+            assert not model.output_layer.weight[-32:].any()
+        expected = load_file(source / "model.safetensors")
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in export_hf(model))
+
+    run_layout(on_rank, 2, timeout=60)
+
+
+def test_minus_zero_keeps_its_sign(tiny):
+    def work(chunks: list[Any]) -> None:
+        chunks[0].decoder.final_layernorm.weight.data.fill_(-0.0)
+        tensors = dict(export_hf(chunks))
+        assert tensors["model.language_model.norm.weight"].signbit().all()
+
+    on_ranks(tiny("dense"), "tp2+sp", work)
+
+
+def test_every_local_value_belongs_to_one_hf_place(tiny):
+    """Main parts of all ranks cover each HF value once; frozen parameters have no gradient."""
+
+    def work(chunks: list[Any]) -> dict[str, int]:
+        counts: dict[str, int] = {}
+        for part in hf_parts(chunks):
+            if part.main:
+                counts[part.name] = counts.get(part.name, 0) + part.local.numel()
+        chunks[0].requires_grad_(False)
+        assert not list(hf_parts(chunks, gradient))
+        return counts
+
+    total: dict[str, int] = {}
+    for counts in on_ranks(tiny("moe"), "tp2xep2xcp2+sp", work):
+        for name, count in counts.items():
+            total[name] = total.get(name, 0) + count
+    tensors = load_file(tiny("moe") / "model.safetensors")
+    assert total == {name: t.numel() for name, t in tensors.items()}
+
+
+def test_a_checkpoint_of_another_model_is_refused(tiny):
+    def on_rank() -> None:
+        initialize(Layout())
+        load_hf(unloaded_chunks(tiny("dense"), Layout()), tiny("tied"))
+
+    with pytest.raises(BadInput, match=r"lacks the tensor lm_head\.weight"):
+        run_layout(on_rank, 1, timeout=60)
+
+
+def test_a_missing_chunk_is_refused_on_every_rank(tiny):
+    def work(chunks: list[Any]) -> None:
+        with pytest.raises(BadInput, match=r"hold 0 of the .* pass all pipeline chunks"):
+            next(export_hf(chunks[:1]))
+
+    on_ranks(tiny("dense"), "pp2xvpp2", work)
+
+
+def test_a_parameter_that_is_no_part_of_the_model_is_named(tiny):
+    def work(chunks: list[Any]) -> None:
+        layer = chunks[0].decoder.layers[0].self_attention
+        layer.adapter = torch.nn.Linear(3, 3)
+        with pytest.raises(BadInput, match=r"adapter\.weight.*is no part of a Qwen3-VL"):
+            list(hf_parts(chunks))
+
+    on_ranks(tiny("dense"), "single", work)
+
+
+def test_nothing_is_left_when_a_rank_cannot_write(tiny, tmp_path, monkeypatch):
+    from mcore_qwen3vl.converters.live import transfer as live
+
+    def full(self: Any, tensors: dict[str, Tensor]) -> None:
+        raise OSError("no space left on device")
+
+    source, target = tiny("dense"), tmp_path / "target"
+
+    def work(chunks: list[Any]) -> None:
+        if dist.get_rank() == 1:
+            monkeypatch.setattr(live._Writer, "_write", full)
+        with pytest.raises(BadInput, match="Rank 1 could not save the model: no space left"):
+            save_hf(chunks, target, hf_config=source, bucket_bytes=SMALL_BUCKETS)
+
+    on_ranks(source, "tp2", work)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_target_is_refused_on_every_rank(tiny, tmp_path):
+    (tmp_path / "keep").write_text("mine")
+
+    def work(chunks: list[Any]) -> None:
+        with pytest.raises(BadInput, match="exists"):
+            save_hf(chunks, tmp_path, hf_config=tiny("dense"))
+
+    on_ranks(tiny("dense"), "tp2", work)
+    assert (tmp_path / "keep").read_text() == "mine"

@@ -1,0 +1,183 @@
+"""Megatron's own loader takes what the converter wrote, strictly, under every kind of layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
+from mcore_qwen3vl.converters.mapping.table import extra_state_keys
+from mcore_qwen3vl.converters.torch_dist.checkpoint import MegatronCheckpoint
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.runtime.launch import run_layout
+from mcore_qwen3vl.runtime.parallel import initialize
+from tests.converters.checkpoints import assert_same_files, assert_same_tensors
+from tests.converters.ranks import build_chunks, check_chunks
+
+Tiny = Callable[[str], Path]
+
+
+def load_strictly(chunks: list[Any], checkpoint: Path) -> None:
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.validation import StrictHandling
+
+    state = {f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(chunks)}
+    loaded = dist_checkpointing.load(
+        state, str(checkpoint / "release"), strict=StrictHandling.RAISE_ALL
+    )
+    for i, chunk in enumerate(chunks):
+        chunk.load_state_dict(loaded[f"model{i}"])
+
+
+def check_rank(layout: Layout, source: Path, checkpoint: Path) -> int:
+    """Load and compare; returns how many parameters this rank compared."""
+    initialize(layout)
+    chunks = build_chunks(layout, Architecture.from_hf(source))
+    load_strictly(chunks, checkpoint)
+    return check_chunks(chunks, source)
+
+
+@pytest.fixture(scope="module")
+def converted(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    done: dict[str, Path] = {}
+
+    def get(case: str) -> Path:
+        if case not in done:
+            done[case] = tmp_path_factory.mktemp("converted") / case
+            hf_to_mcore(tiny(case), done[case])
+        return done[case]
+
+    return get
+
+
+LAYOUTS = [
+    ("dense", Layout(tp=2)),
+    ("dense", Layout(pp=2, vpp=2)),
+    ("dense-tied", Layout(pp=2)),
+    ("dense-tied", Layout()),
+    ("dense-v5", Layout()),
+    ("moe", Layout()),
+    ("moe", Layout(tp=2, sp=True)),
+    ("moe", Layout(pp=2)),
+    ("moe", Layout(ep=2, dp=2)),
+    ("moe", Layout(tp=2, ep=2, dp=2, sp=True)),
+    ("moe", Layout(tp=2, etp=2, sp=True)),
+    ("moe", Layout(tp=2, pp=2, ep=2, sp=True)),
+    ("moe-v5", Layout(tp=2, etp=2, sp=True)),
+    ("moe-v5", Layout(ep=4, dp=4)),
+    ("moe-H=2I", Layout()),
+    ("moe-H=2I-v5", Layout()),
+    ("moe-H=I", Layout()),
+    ("moe-H=I-v5", Layout()),
+    ("mixed-listed", Layout()),
+    ("mixed-listed", Layout(pp=2, tp=2, sp=True)),
+    ("mixed-step-v5", Layout(ep=2, dp=2)),
+    ("bf16-sharded", Layout(ep=2, dp=2)),
+]
+
+
+@pytest.mark.parametrize(("case", "layout"), LAYOUTS, ids=lambda value: str(value))
+def test_every_rank_holds_its_part(
+    tiny: Tiny, converted: Callable[[str], Path], case: str, layout: Layout
+) -> None:
+    compared = run_layout(check_rank, layout.world_size, layout, tiny(case), converted(case))
+    assert min(compared) > 10
+
+
+def save_rank(layout: Layout, source: Path, checkpoint: Path, out: Path) -> None:
+    """Load, then save as a training run does, with optimizer state beside the model."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    initialize(layout)
+    chunks = build_chunks(layout, Architecture.from_hf(source))
+    load_strictly(chunks, checkpoint)
+    state = {f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(chunks)}
+    moment = torch.full((layout.world_size, 5), 3.0)
+    rank = torch.distributed.get_rank()
+    state["optimizer"] = ShardedTensor.from_rank_offsets(
+        "optimizer.state.exp_avg.output_layer.weight",
+        moment[rank : rank + 1],
+        (0, rank, layout.world_size),
+    )
+    state["iteration"] = 7
+    dist_checkpointing.save(state, str(out / "iter_0000007"))
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [
+        ("dense", Layout(tp=2, pp=2)),
+        ("dense-tied", Layout(pp=2, vpp=2)),
+        ("moe", Layout(tp=2, ep=2, sp=True, dp=2)),
+        ("moe-v5", Layout(tp=2, etp=2, sp=True)),
+        ("mixed-listed", Layout(pp=2)),
+    ],
+    ids=lambda value: str(value),
+)
+def test_what_megatron_saves_at_a_layout_exports_bitwise(
+    tiny: Tiny, converted: Callable[[str], Path], tmp_path: Path, case: str, layout: Layout
+) -> None:
+    trained = tmp_path / "trained"
+    (trained / "iter_0000007").mkdir(parents=True)
+    run_layout(save_rank, layout.world_size, layout, tiny(case), converted(case), trained)
+    (trained / "latest_checkpointed_iteration.txt").write_text("7")
+    with pytest.raises(BadInput, match="--hf-config"):
+        mcore_to_hf(trained, tmp_path / "back")
+    mcore_to_hf(trained, tmp_path / "back", hf_config=tiny(case))
+    assert_same_tensors(tiny(case), tmp_path / "back")
+    assert_same_files(tiny(case), tmp_path / "back")
+
+
+def stored(chunks: list[Any]) -> tuple[dict[str, Any], set[str]]:
+    """Tensors (shape and dtype) and objects of the model's own sharded state dict."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import (
+        ShardedObject,
+        ShardedTensor,
+        apply_factories,
+    )
+
+    state = {str(i): chunk.sharded_state_dict() for i, chunk in enumerate(chunks)}
+    apply_factories(state)
+    values = list(nested_values(state))
+    tensors = [v for v in values if isinstance(v, ShardedTensor)]
+    objects = [v for v in values if isinstance(v, ShardedObject)]
+    assert len(tensors) + len(objects) == len(values)
+    shapes = {t.key: (tuple(t.global_shape), t.dtype) for t in tensors}
+    return shapes, {o.unique_key for o in objects}
+
+
+def keys_on_one_rank(source: Path) -> tuple[dict[str, Any], set[str]]:
+    initialize(Layout())
+    return stored(build_chunks(Layout(), Architecture.from_hf(source)))
+
+
+@pytest.mark.parametrize("case", ["dense", "dense-tied", "moe", "mixed-listed", "mixed-step-v5"])
+def test_keys_shapes_and_dtypes_are_the_models(
+    tiny: Tiny, converted: Callable[[str], Path], case: str
+) -> None:
+    [(shapes, objects)] = run_layout(keys_on_one_rank, 1, tiny(case))
+    index = MegatronCheckpoint(converted(case)).index
+    assert {key: (t.shape, t.dtype) for key, t in index.tensors.items()} == shapes
+    assert set(index.objects) == objects | {"common_state/shard_0_1"}
+    assert set(extra_state_keys(Architecture.from_hf(tiny(case)))) == objects
+
+
+@pytest.mark.parametrize("case", ["dense", "dense-tied", "moe", "mixed-listed"])
+def test_keys_shapes_and_dtypes_are_the_te_specs(
+    converted: Callable[[str], Path], case: str
+) -> None:
+    """Against the listing that `te_keys.py` made from Transformer Engine's modules."""
+    listing = json.loads((Path(__file__).parent / "te-keys.json").read_text())[case]
+    index = MegatronCheckpoint(converted(case)).index
+    found = {key: [list(t.shape), str(t.dtype)] for key, t in index.tensors.items()}
+    assert found == listing["tensors"]
+    assert set(index.objects) == {*listing["objects"], "common_state/shard_0_1"}

@@ -1,0 +1,97 @@
+"""Chunks that do not fill a tensor exactly once are noticed, however they lie."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore_qwen3vl.converters.storage.boxes import Extent, Shape, fill
+from mcore_qwen3vl.converters.torch_dist import metadata
+from mcore_qwen3vl.converters.torch_dist.checkpoint import MegatronCheckpoint
+from mcore_qwen3vl.converters.torch_dist.metadata import CheckpointIndex, Chunk, Place, StoredTensor
+from mcore_qwen3vl.errors import BadInput
+
+
+def covered_once(boxes: list[Extent], shape: Shape) -> bool:
+    counts = torch.zeros(shape, dtype=torch.int64)
+    for box in boxes:
+        part = tuple(slice(at, at + n) for at, n in zip(box.offsets, box.sizes, strict=True))
+        counts[part] += 1
+    return bool((counts == 1).all())
+
+
+def cut(rng: random.Random, box: Extent, times: int) -> list[Extent]:
+    """Cut a box in two, and again, along any axis: what ranks of any layout may have stored."""
+    axis = rng.randrange(len(box.sizes))
+    if not times or box.sizes[axis] < 2:
+        return [box]
+    at = rng.randrange(1, box.sizes[axis])
+    halves = []
+    for start, n in ((0, at), (at, box.sizes[axis] - at)):
+        offsets, sizes = list(box.offsets), list(box.sizes)
+        offsets[axis] += start
+        sizes[axis] = n
+        halves += cut(rng, Extent(tuple(offsets), tuple(sizes)), times - 1)
+    return halves
+
+
+PINWHEEL = [
+    ((0, 0), (1, 2)),
+    ((0, 2), (2, 1)),
+    ((2, 1), (1, 2)),
+    ((1, 0), (2, 1)),
+    ((1, 1), (1, 1)),
+]
+
+
+def test_against_counting() -> None:
+    rng = random.Random(0)
+    found = {True: 0, False: 0}
+    for _ in range(400):
+        shape = tuple(rng.randrange(1, 6) for _ in range(rng.randrange(1, 4)))
+        boxes = cut(rng, Extent((0,) * len(shape), shape), 3)
+        if rng.random() < 0.7:  # move one, inside the tensor: a hole, and an overlap or none
+            at = rng.randrange(len(boxes))
+            moved = (rng.randrange(n - k + 1) for n, k in zip(shape, boxes[at].sizes, strict=True))
+            boxes[at] = replace(boxes[at], offsets=tuple(moved))
+        rng.shuffle(boxes)
+        assert fill(boxes, shape) == covered_once(boxes, shape)
+        found[covered_once(boxes, shape)] += 1
+    assert min(found.values()) > 50
+    wheel = [Extent(*box) for box in PINWHEEL]
+    assert fill(wheel, (3, 3))
+    assert not fill([*wheel[1:], Extent((0, 1), (1, 2))], (3, 3))
+
+
+def index(*chunks: tuple[Shape, Place]) -> CheckpointIndex:
+    stored = [Chunk(offsets, (2, 3), place) for offsets, place in chunks]
+    return CheckpointIndex({"w": StoredTensor(torch.float32, (4, 3), stored)}, {})
+
+
+A, B = Place("__0_0.distcp", 0, 10), Place("__0_0.distcp", 10, 10)
+Damage = Callable[[], CheckpointIndex]
+DAMAGES: dict[str, tuple[Damage, str]] = {
+    "shared bytes": (lambda: index(((0, 0), A), ((2, 0), replace(B, offset=9))), "overlap"),
+    "one place for two": (lambda: index(((0, 0), A), ((2, 0), A)), "overlap"),
+    "a hole": (lambda: index(((0, 0), A)), "do not fill the tensor once"),
+    "a hole and an overlap": (lambda: index(((0, 0), A), ((1, 0), B)), "do not fill the tensor"),
+    "outside": (lambda: index(((0, 0), A), ((3, 0), B)), "lies outside the tensor"),
+    "one corner twice": (lambda: index(((0, 0), A), ((0, 0), B)), "do not fill the tensor"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_metadata(tmp_path: Path, name: str) -> None:
+    damage, message = DAMAGES[name]
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    (tmp_path / "__0_0.distcp").write_bytes(bytes(20))
+    (tmp_path / ".metadata").write_bytes(metadata.dumps(index(((0, 0), A), ((2, 0), B))))
+    MegatronCheckpoint(tmp_path)
+    (tmp_path / ".metadata").write_bytes(metadata.dumps(damage()))
+    with pytest.raises(BadInput, match=message):
+        MegatronCheckpoint(tmp_path)

@@ -1,0 +1,241 @@
+"""The pieces of a torch_dist checkpoint: archives of tensors, and the metadata that finds them."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import pickletools
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorProperties
+
+from mcore_qwen3vl.converters.convert import hf_to_mcore
+from mcore_qwen3vl.converters.storage.archive import (
+    STORAGES,
+    NotATensor,
+    read_tensor,
+    tensor_pickle,
+    write_tensor,
+)
+from mcore_qwen3vl.converters.storage.boxes import Shape
+from mcore_qwen3vl.converters.torch_dist import metadata
+from mcore_qwen3vl.converters.torch_dist.checkpoint import MegatronCheckpoint
+from mcore_qwen3vl.converters.torch_dist.metadata import CheckpointIndex, Chunk, Place, StoredTensor
+from mcore_qwen3vl.errors import BadInput
+from tests.converters.checkpoints import load
+
+Tiny = Callable[[str], Path]
+OLD = Path(__file__).parent / "torch-2.11"
+"""Written by torch 2.11's distributed checkpoint: two tensors, a transposed view and an object."""
+
+
+def archive(tensor: torch.Tensor, pieces: int = 1) -> bytes:
+    stream = io.BytesIO()
+    write_tensor(stream, tensor.dtype, tuple(tensor.shape), tensor.chunk(pieces))
+    return stream.getvalue()
+
+
+def torch_archive(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("dtype", STORAGES)
+@pytest.mark.parametrize("shape", [(6, 5), (1, 1, 6, 3), (6,), (1,)])
+def test_archives_are_torchs_own(dtype: torch.dtype, shape: Shape) -> None:
+    tensor = torch.randn(shape).to(dtype)
+    ours = archive(tensor, pieces=2)
+    loaded = torch.load(io.BytesIO(ours), weights_only=True)
+    assert loaded.dtype == dtype
+    assert torch.equal(loaded, tensor)
+    with zipfile.ZipFile(io.BytesIO(torch_archive(tensor))) as theirs:
+        assert theirs.read("archive/data.pkl") == tensor_pickle(dtype, shape)
+    with zipfile.ZipFile(io.BytesIO(ours)) as opened:
+        assert opened.testzip() is None  # every checksum holds
+    for data in (ours, torch_archive(tensor)):
+        assert torch.equal(read_tensor(memoryview(bytearray(data))), tensor)
+
+
+def test_reading_does_not_copy() -> None:
+    data = bytearray(archive(torch.arange(8.0)))
+    tensor = read_tensor(memoryview(data))
+    at = data.index(torch.arange(8.0).numpy().tobytes())
+    data[at : at + 4] = torch.tensor([99.0]).numpy().tobytes()
+    assert tensor[0] == 99
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.arange(12.0).view(3, 4).T,
+        torch.arange(12.0)[3:6],
+        torch.nn.Parameter(torch.ones(3)),
+        torch.ones(0, 3),
+        torch.tensor(2.0),
+    ],
+    ids=["transposed", "view", "parameter", "empty", "scalar"],
+)
+def test_other_tensors_are_read(value: torch.Tensor) -> None:
+    assert torch.equal(read_tensor(memoryview(bytearray(torch_archive(value)))), value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [torch.ones(2)],
+        {"a": 1},
+        torch.ones(3, dtype=torch.int64),
+        torch.ones(3).expand(2**40, 3),
+        torch.ones(3).to_sparse(),
+    ],
+    ids=["list", "dict", "integers", "expanded", "sparse"],
+)
+def test_other_content_is_refused(value: Any) -> None:
+    with pytest.raises(NotATensor):
+        read_tensor(memoryview(bytearray(torch_archive(value))))
+
+
+def example_index() -> CheckpointIndex:
+    chunks = [
+        Chunk((layer, expert, 0, 0), (1, 1, 4, 6), Place("__0_0.distcp", 9 * layer + 3 * expert, 3))
+        for layer in range(2)
+        for expert in range(3)
+    ]
+    return CheckpointIndex(
+        {
+            "experts": StoredTensor(torch.bfloat16, (2, 3, 4, 6), chunks),
+            "norm": StoredTensor(
+                torch.float32, (5,), [Chunk((0,), (5,), Place("__1_0.distcp", 9, 4))]
+            ),
+        },
+        {"linear._extra_state/shard_0_1": Place("__0_1.distcp", 0, 12)},
+    )
+
+
+def test_metadata_round_trips(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(metadata.dumps(example_index()))
+    assert metadata.read(tmp_path) == example_index()
+    theirs = dcp.FileSystemReader(tmp_path).read_metadata()
+    experts = theirs.state_dict_metadata["experts"]
+    assert experts.size == torch.Size((2, 3, 4, 6))
+    assert experts.properties == TensorProperties(dtype=torch.bfloat16)
+    assert [tuple(c.offsets) for c in experts.chunks][4] == (1, 1, 0, 0)
+    place = theirs.storage_data[dcp.metadata.MetadataIndex("experts", (1, 1, 0, 0))]
+    assert (place.relative_path, place.offset, place.length) == ("__0_0.distcp", 12, 3)
+
+
+def test_metadata_names_nothing_that_torch_2_11_lacks() -> None:
+    """Classes and fields of torch 2.11, as its own file (in `OLD`) and source have them."""
+    names = {
+        arg.replace(" ", ".")
+        for op, arg, _ in pickletools.genops(metadata.dumps(example_index()))
+        if op.name == "GLOBAL"
+    }
+    module = "torch.distributed.checkpoint.metadata."
+    assert names <= {
+        f"{module}BytesStorageMetadata",
+        f"{module}ChunkStorageMetadata",
+        f"{module}Metadata",
+        f"{module}MetadataIndex",
+        f"{module}TensorProperties",
+        f"{module}TensorStorageMetadata",
+        f"{module}_MEM_FORMAT_ENCODING",
+        "torch.distributed.checkpoint.filesystem._StorageInfo",
+        "torch.Size",
+        "torch.bfloat16",
+        "torch.float32",
+        "torch.serialization._get_layout",
+    }
+    record = metadata.loads(metadata.dumps(example_index()))
+    fields = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
+    assert set(record.state) <= fields
+    assert len(record["state_dict_metadata"]["norm"]["properties"].state) == 5
+
+
+def test_reading_what_torch_2_11_wrote() -> None:
+    checkpoint = MegatronCheckpoint(OLD)
+    expected = {
+        "decoder.layers.mlp.weight": torch.arange(24.0).reshape(2, 3, 4).bfloat16(),
+        "embedding.word_embeddings.weight": torch.arange(10.0).reshape(5, 2),
+        "view": torch.arange(12.0).reshape(3, 4).T,
+    }
+    assert set(checkpoint.index.tensors) == set(expected)
+    assert set(checkpoint.index.objects) == {"decoder.layers.mlp._extra_state/shard_0_1"}
+    for key, tensor in expected.items():
+        assert torch.equal(checkpoint.tensor(key), tensor)
+
+
+def test_fields_of_a_newer_torch_do_not_matter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch 2.15 stores a sixth field; older torch classes cannot read that, this reader can."""
+    original = TensorProperties.__getstate__
+    monkeypatch.setattr(TensorProperties, "__getstate__", lambda self: (*original(self), (4, 1)))
+    tensors = {"a": torch.randn(3, 4), "b": torch.randn(2).bfloat16()}
+    dcp.save(tensors, checkpoint_id=tmp_path, no_dist=True)
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    with pytest.raises(ValueError, match="too many values to unpack"):
+        dcp.FileSystemReader(tmp_path).read_metadata()
+    checkpoint = MegatronCheckpoint(tmp_path)
+    for key, tensor in tensors.items():
+        assert torch.equal(checkpoint.tensor(key), tensor)
+
+
+def test_torch_reads_our_checkpoint(tiny: Tiny, tmp_path: Path) -> None:
+    """With torch's reader and nothing of Megatron or of this project."""
+    hf_to_mcore(tiny("moe"), tmp_path / "mcore")
+    folder = tmp_path / "mcore" / "release"
+    described = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    state = {
+        key: torch.full(meta.size, torch.nan, dtype=meta.properties.dtype)
+        for key, meta in described.items()
+        if hasattr(meta, "size")
+    }
+    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
+    reader = dcp.FileSystemReader(folder)
+    dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
+    assert not any(tensor.isnan().any() for tensor in state.values())
+    hf = load(tiny("moe"))
+    visual = [key for key in state if key.startswith("visual.")]
+    assert len(visual) > 50
+    for key in visual:
+        assert torch.equal(state[key], hf[f"model.{key}"])
+
+
+class Call:
+    """Pickles as a call of any function."""
+
+    def __init__(self, function: Any, *args: Any) -> None:
+        self.function, self.args = function, args
+
+    def __reduce__(self) -> Any:
+        return self.function, self.args
+
+
+@pytest.mark.parametrize(
+    "function",
+    [eval, exec, getattr, Path.unlink, torch.load, torch.save, io.open, type, pickle.loads],
+    ids=lambda f: f.__name__,
+)
+def test_hostile_metadata_never_runs(tmp_path: Path, function: Any) -> None:
+    victim = tmp_path / "victim"
+    victim.touch()
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Call(function, victim)))
+    with pytest.raises(BadInput, match="which has no place in checkpoint metadata"):
+        metadata.read(tmp_path)
+    assert victim.exists()
+
+
+def test_metadata_must_not_reach_outside(tmp_path: Path) -> None:
+    index = example_index()
+    index.objects["x"] = Place("../../etc/passwd", 0, 10)
+    (tmp_path / ".metadata").write_bytes(metadata.dumps(index))
+    with pytest.raises(BadInput, match="no plain file name in the same directory"):
+        metadata.read(tmp_path)

@@ -1,0 +1,91 @@
+"""Layouts are read, written, and refused with the numbers and the remedy."""
+
+from __future__ import annotations
+
+import pytest
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.runtime.launch import run_layout
+from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.tiny.checkpoint import tiny_config
+
+DENSE = Architecture.from_hf(tiny_config())
+MOE = Architecture.from_hf(tiny_config(moe=True))
+
+
+@pytest.mark.parametrize(
+    "text", ["single", "tp2+sp", "tp2xpp2xvpp2+sp", "ep2xetp2xcp2xdp2", "pp4+first1+last2"]
+)
+def test_a_layout_is_written_as_it_is_read(text: str) -> None:
+    assert str(Layout.parse(text)) == text
+
+
+def test_any_order_and_separator() -> None:
+    assert Layout.parse("SP, pp=2 x tp2") == Layout(tp=2, pp=2, sp=True)
+
+
+@pytest.mark.parametrize("text", ["tp", "tp0", "zp2", "2", "tp2**pp2", ""])
+def test_anything_else_is_refused(text: str) -> None:
+    with pytest.raises(BadInput, match="is not understood at"):
+        Layout.parse(text)
+
+
+def test_expert_parallelism_adds_no_ranks() -> None:
+    assert Layout.parse("tp2xpp2xcp2xdp2xep4xetp2").world_size == 16
+
+
+@pytest.mark.parametrize(
+    ("layout", "architecture", "message"),
+    [
+        ("tp3", DENSE, "8 attention heads cannot be divided over TP 3: use TP 2"),
+        ("tp16", DENSE, "8 attention heads cannot be divided over TP 16: use TP 8"),
+        ("sp", DENSE, "TP is 1: drop SP"),
+        ("vpp2", DENSE, "PP is 1: raise PP or drop VPP"),
+        ("pp3", DENSE, "4 decoder layers cannot be divided over PP x VPP 3"),
+        ("pp4xvpp2", DENSE, "4 decoder layers cannot be divided over PP x VPP 8"),
+        ("pp2+first4", DENSE, "4 decoder layers leave 0 for 1 more"),
+        ("pp2+first1+last1", DENSE, "4 decoder layers leave 2 for 0 more"),
+        ("pp2xvpp2+first1", DENSE, "1 layers on the first stage cannot be divided over VPP 2"),
+        ("first1", DENSE, "PP is 1"),
+        ("ep2", DENSE, "EP is 2, but this model is dense"),
+        ("etp2", DENSE, "ETP is 2, but this model is dense"),
+        ("tp2", MOE, "add SP"),
+        ("ep5xdp5", MOE, "12 experts cannot be divided over EP 5: use EP 4"),
+        ("ep2", MOE, "EP 2 x ETP 1 = 2 does not divide the TP 1 x CP 1 x DP 1 = 1 ranks"),
+        ("tp2xetp2xep4xdp2+sp", MOE, "EP 4 x ETP 2 = 8 does not divide the TP 2 x CP 1 x DP 2 = 4"),
+        ("tp8xetp8+sp", MOE, "36 MoE intermediate size cannot be divided over ETP 8: use ETP 6"),
+    ],
+)
+def test_what_does_not_divide(layout: str, architecture: Architecture, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        Layout.parse(layout).validate(architecture)
+
+
+def test_key_value_heads_and_vocabulary() -> None:
+    kv3 = Architecture.from_hf(
+        tiny_config(text={"num_attention_heads": 6, "num_key_value_heads": 3})
+    )
+    with pytest.raises(BadInput, match="TP 2 and 3 key/value heads do not divide each other"):
+        Layout(tp=2).validate(kv3)
+    odd = Architecture.from_hf(tiny_config(text={"vocab_size": 353}))
+    with pytest.raises(BadInput, match="353 vocabulary size cannot be divided over TP 2"):
+        Layout(tp=2).validate(odd)
+
+
+@pytest.mark.parametrize("layout", ["tp4xpp4", "tp8", "pp2xvpp2", "cp4xdp2", "pp3+first1+last2"])
+def test_dense_layouts_that_work(layout: str) -> None:
+    Layout.parse(layout).validate(DENSE)
+
+
+@pytest.mark.parametrize(
+    "layout", ["tp2xep4xdp2+sp", "tp2xetp2xep2xdp2+sp", "ep12xdp12", "ep2xcp2"]
+)
+def test_moe_layouts_that_work(layout: str) -> None:
+    Layout.parse(layout).validate(MOE)
+
+
+def test_the_number_of_ranks_must_fit() -> None:
+    with pytest.raises(BadInput, match="Layout tp2xpp2 needs 4 ranks; 2 are running"):
+        run_layout(initialize, 2, Layout(tp=2, pp=2))

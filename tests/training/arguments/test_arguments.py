@@ -1,0 +1,175 @@
+"""Our flags beside Megatron's: the config decides the architecture, the user everything else."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.tiny import write_tiny_checkpoint
+from mcore_qwen3vl.training.arguments.checks import check_surroundings
+from mcore_qwen3vl.training.arguments.parser import validate
+
+BASE = (
+    "--cpu",
+    "--seq-length",
+    "128",
+    "--micro-batch-size",
+    "1",
+    "--train-iters",
+    "3",
+    "--lr",
+    "1",
+)
+
+
+def parsed(model: Path, *flags: str, world_size: int = 1) -> argparse.Namespace:
+    return validate(["--hf-model", str(model), *BASE, *flags], world_size)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"tie": True}, {"moe": True}, {"moe": True, "text": {"mlp_only_layers": [1]}}]
+)
+def test_the_config_made_from_flags_is_the_one_made_from_the_checkpoint(
+    options: dict, tmp_path: Path
+) -> None:
+    from mcore_qwen3vl.model.transformer_config import transformer_config
+    from mcore_qwen3vl.training.model import config_fields
+
+    architecture = Architecture.from_hf(write_tiny_checkpoint(tmp_path, **options))
+    args = parsed(tmp_path)
+    from_flags = vars(transformer_config(architecture, **config_fields(args)))
+    direct = vars(transformer_config(architecture, params_dtype=args.params_dtype))
+    # Of training, or of the parallel run; not of the architecture.
+    free = {
+        "batch_p2p_comm", "bias_activation_fusion", "calculate_per_token_loss",
+        "gradient_accumulation_fusion", "inference_sampling_seed", "moe_aux_loss_coeff",
+        "perform_initialization", "persist_layer_norm", "cp_comm_type", "autocast_dtype",
+        "enable_autocast", "init_method", "output_layer_init_method",
+        "embedding_init_method", "timers", "flash_decode", "overlap_p2p_comm",
+        "use_cpu_initialization", "gradient_reduce_div_fusion",
+        "tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards",
+    }  # fmt: skip
+    different = {
+        name: (value, from_flags[name])
+        for name, value in direct.items()
+        if name not in free and from_flags[name] != value
+    }
+    assert different == {}
+    assert args.untie_embeddings_and_output_weights == (not architecture.tie_word_embeddings)
+    assert args.rotary_base == architecture.rope_theta
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--num-layers", "5"),
+        ("--hidden-size", "64"),
+        ("--rotary-base", "1000000"),
+        ("--num-query-groups", "2"),
+        ("--position-embedding-type", "rope"),
+        ("--norm-epsilon", "1e-5"),
+        ("--num-experts", "8"),
+        ("--untie-embeddings-and-output-weights",),
+        ("--moe-router-score-function", "sigmoid"),
+    ],
+)
+def test_a_flag_that_contradicts_the_checkpoint_is_refused(
+    flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    moe = flags[0].startswith("--moe")
+    model = write_tiny_checkpoint(tmp_path, moe=moe, tie=not moe)
+    with pytest.raises(BadInput, match=rf"{flags[0]} sets .* leave these flags out"):
+        parsed(model, *flags)
+
+
+def test_a_flag_that_agrees_with_the_checkpoint_is_fine(dense: Path) -> None:
+    assert parsed(dense, "--num-layers", "4", "--swiglu").num_layers == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--spec", "te"), "--spec te needs Transformer Engine"),
+        (("--spec", "flash"), "one of te, torch"),
+        (("--packing", "--micro-batch-size", "2"), "one sequence"),
+        (("--save-hf-interval", "5"), "--save-hf DIR"),
+        (("--eval-iters", "2"), "--valid-data-path"),
+        (("--full-validation",), "--eval-iters N"),
+        (("--fp8-format", "e4m3"), "needs Transformer Engine"),
+        (("--no-such-flag", "3"), r"unrecognized arguments: --no-such-flag 3\. .*--help"),
+        (("--train-iters", "many"), "--train-iters: invalid int value: 'many'"),
+        (("--global-batch-size", "0"), "Megatron refuses these flags: .*global_batch_size"),
+        (("--tensor-model-parallel-size", "2"), "Megatron refuses these flags: world size"),
+    ],
+)
+def test_flags_that_do_not_fit_together(flags: tuple[str, ...], message: str, dense: Path) -> None:
+    with pytest.raises(BadInput, match=message):
+        parsed(dense, *flags)
+
+
+def test_moe_under_tp_needs_sp(moe: Path) -> None:
+    layout = ("--tensor-model-parallel-size", "2")
+    with pytest.raises(BadInput, match="add --sequence-parallel"):
+        parsed(moe, *layout, world_size=2)
+    assert parsed(moe, *layout, "--sequence-parallel", world_size=2).moe_router_topk == 3
+
+
+def test_the_router_loss_comes_from_the_config_unless_given(moe: Path) -> None:
+    assert parsed(moe).moe_aux_loss_coeff == 0.001
+    assert parsed(moe, "--moe-aux-loss-coeff", "0").moe_aux_loss_coeff == 0
+
+
+def test_the_command_that_saves_resumes(dense: Path, tmp_path: Path) -> None:
+    saving = ("--save", str(tmp_path), "--save-interval", "5")
+    assert parsed(dense, *saving).load == str(tmp_path)
+    assert parsed(dense, *saving, "--load", "elsewhere").load == "elsewhere"
+
+
+def test_sequence_length_must_divide_by_the_layout(dense: Path) -> None:
+    from mcore_qwen3vl.training.feed.provider import data_config
+
+    layout = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+    cp = ("--context-parallel-size", "2")
+    args = parsed(dense, *layout, *cp, "--packing", world_size=4)
+    assert data_config(args).length_multiple == 4  # CP cuts samples, SP the pack
+    args.seq_length = 126
+    with pytest.raises(BadInput, match="not a multiple of 4"):
+        data_config(args)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((), "No training data: give --data-path"),
+        (("--data-path", "gone.jsonl"), "gone.jsonl does not exist"),
+        (("--data-path", "{here}", "--valid-data-path", "gone"), "gone does not exist"),
+        (("--data-path", "0.3", "{here}", "0.7"), "weights and paths in turn"),
+        (("--data-path", "{here}", "--wandb-project", "x"), "Add --tensorboard-dir"),
+    ],
+)
+def test_what_the_run_will_want_is_looked_for_first(
+    flags: tuple[str, ...], message: str, dense: Path
+) -> None:
+    args = parsed(dense, *(flag.format(here=dense) for flag in flags))
+    with pytest.raises(BadInput, match=message):
+        check_surroundings(args)
+
+
+def test_one_rank_of_a_node_reports_bad_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mcore_qwen3vl.training.__main__ import entry
+
+    monkeypatch.setattr("sys.argv", ["train", "--cpu", "--hf-model", str(tmp_path / "gone")])
+    for rank in range(2):
+        file = tmp_path / "attempt_0" / str(rank) / "error.json"
+        file.parent.mkdir(parents=True)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        with pytest.raises(SystemExit) as left:
+            entry()
+        assert left.value.code == 2
+    assert capsys.readouterr().err.count("error: ") == 1

@@ -1,0 +1,173 @@
+"""Megatron's own legacy writer and loader against ours: the same files, both ways, bitwise."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
+from mcore_qwen3vl.converters.legacy.layout import Legacy
+from mcore_qwen3vl.converters.legacy.torch_load import load
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.runtime.launch import run_layout
+from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.tiny import write_tiny_checkpoint
+from mcore_qwen3vl.training.arguments.parser import validate
+from mcore_qwen3vl.training.checkpoints.legacy import check_legacy
+from mcore_qwen3vl.verify.curves.run import Job, layout_flags, numbers_of, train
+from tests.converters.checkpoints import assert_same_tensors
+from tests.converters.ranks import build_chunks, check_chunks
+
+TINY: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "tied": {"tie": True},
+    "moe": {"moe": True},
+    "mixed": {"moe": True, "text": {"mlp_only_layers": [0, 2]}},
+}
+CASES = [
+    ("dense", "tp2xpp2"),
+    ("tied", "tp2xpp2xvpp2"),
+    ("tied", "single"),
+    ("dense", "pp2+first1"),
+    ("moe", "tp2xpp2xep2+sp"),  # ETP 1: TP and EP ranks are the same ones
+    ("moe", "tp2xpp2xep2xetp2xdp2+sp"),  # ETP as TP, Megatron's default: 8 ranks
+    ("moe", "tp2xetp2+sp"),
+    ("mixed", "pp2xep2xdp2"),
+]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def get(case: str) -> Path:
+        if case not in made:
+            path = tmp_path_factory.mktemp("legacy") / case
+            made[case] = write_tiny_checkpoint(path, seed=7, **TINY[case])
+        return made[case]
+
+    return get
+
+
+def arguments(source: Path, layout: Layout, *flags: str) -> Namespace:
+    """Megatron's, as a training run has them."""
+    uneven = ["--decoder-first-pipeline-num-layers", str(layout.first)] if layout.first else []
+    words = ["--cpu", "--hf-model", str(source), "--seq-length", "128", "--micro-batch-size", "1"]
+    words += ["--train-iters", "1", "--lr", "1", "--ckpt-format", "torch", *uneven]
+    words += [*layout_flags(layout), *flags]
+    return validate(words, layout.world_size)
+
+
+def start(layout: Layout, args: Namespace) -> list[Any]:
+    """This rank of a run, up to a model without weights."""
+    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+    from megatron.training.global_vars import set_args
+
+    initialize(layout)
+    set_args(args)
+    init_num_microbatches_calculator(0, None, args.global_batch_size, 1, layout.dp)
+    return build_chunks(layout, Architecture.from_hf(args.hf_model))
+
+
+@pytest.mark.parametrize(("case", "layout"), CASES)
+def test_megatron_loads_what_was_converted_and_saves_the_same(tiny, tmp_path, case, layout):
+    source, layout = tiny(case), Layout.parse(layout)
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    hf_to_mcore(source, ours, legacy=Legacy(layout, "torch"))
+    flags = ("--load", str(ours), "--save", str(theirs), "--save-interval", "1")
+    args = arguments(source, layout, *flags)
+
+    def on_rank() -> tuple[int, str]:
+        from megatron.training.checkpointing import load_checkpoint, save_checkpoint
+
+        chunks, said = start(layout, args), io.StringIO()
+        with contextlib.redirect_stdout(said):
+            assert load_checkpoint(chunks, None, None) == (0, 0)
+            save_checkpoint(7, chunks, None, None, 0)
+        return check_chunks(chunks, source), said.getvalue()
+
+    ranks = run_layout(on_rank, layout.world_size)
+    assert min(compared for compared, _ in ranks) > 10
+    said = "".join(text for _, text in ranks)
+    assert "successfully loaded checkpoint" in said
+    assert "load_return" not in said  # what it prints when strict loading has failed
+    assert_same_legacy(theirs / "iter_0000007", ours / "release")
+    mcore_to_hf(theirs, tmp_path / "back", hf_config=source)
+    assert_same_tensors(source, tmp_path / "back")
+
+
+def assert_same_legacy(theirs: Path, ours: Path) -> None:
+    """The same files with the same parameters; the arguments that ours has are theirs too."""
+    names = {str(file.relative_to(theirs)) for file in theirs.rglob("*.pt")}
+    assert names == {str(file.relative_to(ours)) for file in ours.rglob("*.pt")}
+    for name in names:
+        want, found = load(theirs / name), load(ours / name)
+        assert found["checkpoint_version"] == want["checkpoint_version"]
+        models = [key for key in want if key.startswith("model")]
+        assert models == [key for key in found if key.startswith("model")]
+        for key in models:
+            assert set(found[key]) == set(want[key])
+            for parameter, value in want[key].items():
+                same = value is found[key][parameter] is None
+                assert same or torch.equal(value, found[key][parameter]), f"{name} {parameter}"
+        stated, given = vars(found["args"]), vars(want["args"])
+        assert {k: v for k, v in stated.items() if given[k] != v} == {}
+
+
+def test_a_training_checkpoint_with_optimizer_state_exports_as_the_live_model(tiny, data, tmp_path):
+    job = Job(tiny("dense"), data, Layout.parse("tp2xpp2"), steps=1)
+    train(
+        job, tmp_path / "run", "--ckpt-format", "torch", "--use-distributed-optimizer",
+        "--save", str(tmp_path / "save"), "--save-interval", "1", "--save-hf", str(tmp_path / "hf"),
+    )  # fmt: skip
+    (live,) = (folder.parent for folder in (tmp_path / "hf").rglob("config.json"))
+    mcore_to_hf(tmp_path / "save", tmp_path / "back", hf_config=tiny("dense"))
+    assert_same_tensors(live, tmp_path / "back")
+
+
+def test_training_from_a_converted_checkpoint_is_training_from_the_hf_one(tiny, data, tmp_path):
+    layout, other = Layout.parse("tp2xpp2"), tmp_path / "other"
+    write_tiny_checkpoint(other, seed=8)
+    expected = train(Job(other, data, layout, steps=1), tmp_path / "hf")
+    # It starts from other weights, unless --load replaces them.
+    job = Job(tiny("dense"), data, layout, steps=1)
+    for format, legacy in (("torch_dist", None), ("torch", Legacy(layout, "torch"))):
+        mcore = tmp_path / format
+        hf_to_mcore(other, mcore, legacy=legacy)
+        flags = ("--load", str(mcore), "--ckpt-format", format)
+        found = train(job, tmp_path / f"run-{format}", *flags)
+        assert numbers_of(found) == numbers_of(expected)
+
+
+@pytest.mark.parametrize(
+    ("case", "layout", "difference"),
+    [
+        ("dense", "pp2", "tensor_model_parallel_size 2 instead of 1"),
+        ("dense", "tp2", "pipeline_model_parallel_size 2 instead of 1"),
+        ("dense", "tp2xpp2xvpp2", "virtual_pipeline_model_parallel_size None instead of 2"),
+        ("dense", "tp2xpp2+first1", "decoder_first_pipeline_num_layers None instead of 1"),
+        ("moe", "tp2xpp2xep2+sp", "expert_tensor_parallel_size 2 instead of 1"),
+    ],
+)
+def test_a_run_of_another_layout_is_refused(tiny, tmp_path, case, layout, difference):
+    layout = Layout.parse(layout)
+    saved = Layout(tp=2, pp=2, ep=layout.ep, etp=2 if case == "moe" else 1)
+    hf_to_mcore(tiny(case), tmp_path / "mcore", legacy=Legacy(saved, "torch"))
+    with pytest.raises(BadInput, match=f"has {difference}"):
+        check_legacy(tmp_path / "mcore" / "release", arguments(tiny(case), layout))
+
+
+def test_a_run_of_another_spec_is_refused_before_megatron_loads_half(tiny, data, tmp_path):
+    hf_to_mcore(tiny("dense"), tmp_path / "mcore", legacy=Legacy(Layout(), "te"))
+    job = Job(tiny("dense"), data, steps=1)
+    with pytest.raises(BadInput, match=r"spec \['te'\] instead of \['torch'\]"):
+        train(job, tmp_path / "run", "--load", str(tmp_path / "mcore"))

@@ -1,0 +1,94 @@
+"""The numbers in the log: summed over ranks, per second, and written everywhere."""
+
+from __future__ import annotations
+
+import json
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.runtime.launch import run_layout
+from mcore_qwen3vl.training.logs import flops, metrics
+from mcore_qwen3vl.verify.curves.run import Job, train
+from tests.training.toy import batch
+
+
+def report(path: Path) -> dict[str, float]:
+    """Rank 0 has an image in its one micro-batch, rank 1 has two micro-batches of text."""
+    architecture = Architecture.from_hf(path)
+    seconds = count(step=2)
+    recorder = metrics.Metrics(architecture, peak_tflops=1e-6, clock=lambda: float(next(seconds)))
+    rank = dist.get_rank()
+    for _ in range(1 + rank):
+        recorder.count(batch(architecture, image=rank == 0))
+    with recorder.paused():
+        next(seconds)  # takes long, and is left out
+    return recorder.report(dist.group.WORLD)
+
+
+def test_a_report_covers_all_ranks(dense: Path) -> None:
+    first, second = run_layout(report, 2, dense)
+    assert first == second
+    a = Architecture.from_hf(dense)
+    operations = flops.language(a, 39, 3 * (5**2 + 8**2)) + flops.vision(a, 16, 16**2)
+    assert first == pytest.approx(
+        {
+            "tokens/s": 39 / 4,
+            "trained tokens/s": 18 / 4,
+            "images/s": 1 / 4,
+            "patch imbalance": 2.0,
+            "packing efficiency": 39 / 48,
+            "skipped samples": 3,
+            "over-long samples": 0,
+            "TFLOP/s/device": operations / 4 / 2 / 1e12,
+            "MFU": operations / 4 / 2 / 1e12 / 1e-6,
+        }
+    )
+
+
+class Writer:
+    """Stands for TensorBoard's and for W&B."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple] = []
+
+    def add_scalar(self, *arguments: object) -> None:
+        self.seen.append(arguments)
+
+    def log(self, *arguments: object) -> None:
+        self.seen.append(arguments)
+
+
+def test_a_report_is_written_where_flags_opened_a_log(tmp_path: Path) -> None:
+    tensorboard, wandb = Writer(), Writer()
+    metrics.write({"MFU": 0.5}, 7, tensorboard, wandb)
+    metrics.write({"MFU": 0.5}, 7, None, None)
+    assert tensorboard.seen == [("qwen3-vl/MFU", 0.5, 7)]
+    assert wandb.seen == [({"qwen3-vl/MFU": 0.5}, 7)]
+    metrics.append_json(str(tmp_path / "log"), {"MFU": 0.1 + 0.2})
+    assert json.loads((tmp_path / "log").read_text()) == {"MFU": 0.1 + 0.2}
+    assert metrics.line({"MFU": 0.5, "tokens/s": 12.0}) == " qwen3-vl | MFU: 0.5 | tokens/s: 12"
+
+
+def test_tensorboard_holds_what_the_log_says(dense: Path, data: Path, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    job = Job(dense, data, Layout.parse("dp2"), steps=2, batch=2, seq_length=256, packing=True)
+    log = train(job, tmp_path, "--tensorboard-dir", str(tmp_path / "events"), "--peak-tflops", "1")
+    events = EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    ours = {name for name in log[0] if name not in ("iteration", "lm loss", "grad norm")}
+    ours.remove("learning rate")
+    assert {
+        "tokens/s", "images/s", "patch imbalance", "packing efficiency", "skipped samples", "MFU",
+        "grad norm vision", "grad norm aligner", "grad norm language",
+    } <= ours  # fmt: skip
+    for name in ours:
+        written = [(event.step, event.value) for event in events.Scalars(f"qwen3-vl/{name}")]
+        assert written == [(e["iteration"], pytest.approx(e[name], rel=1e-6)) for e in log], name
+    losses = [event.value for event in events.Scalars("lm loss")]
+    assert losses == pytest.approx([entry["lm loss"] for entry in log], rel=1e-6)

@@ -1,0 +1,143 @@
+"""Freezing, learning rates and norms by part, under a pipeline too."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.runtime.launch import run_layout
+from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.verify.curves.run import Job, numbers_of, train
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("module.module.visual.blocks.0.attn.qkv.weight", "vision"),
+        ("visual.patch_embed.proj.weight", "vision"),
+        ("module.visual.merger.norm.weight", "aligner"),
+        ("visual.deepstack_merger_list.2.linear_fc1.bias", "aligner"),
+        ("module.embedding.word_embeddings.weight", "language"),
+        ("decoder.final_layernorm.weight", "language"),
+    ],
+)
+def test_every_parameter_has_its_part(name: str, part: str) -> None:
+    from mcore_qwen3vl.training.step.parts import part_of
+
+    assert part_of(name) == part
+
+
+def trained(path: Path, frozen: list[str], trainable: list[str]) -> list[str]:
+    """Names that train on this rank, of the whole model's numbering."""
+    from megatron.core import parallel_state
+
+    from mcore_qwen3vl.model.freeze import global_name
+    from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+    from mcore_qwen3vl.training.step.parts import check_choice, choose_trainable
+
+    layout = Layout(pp=2)
+    initialize(layout)
+    model = Qwen3VLModel.from_hf_config(
+        path,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        **layout.config_overrides(),
+    )
+    used = choose_trainable(model, frozen, trainable)
+    names = [global_name(model, n) for n, p in model.named_parameters() if p.requires_grad]
+    check_choice([*frozen, *trainable], used, bool(names))
+    return names
+
+
+def test_layers_are_numbered_over_the_whole_pipeline(dense: Path) -> None:
+    first, last = run_layout(trained, 2, dense, [], [r"decoder\.layers\.3\.", "output_layer"])
+    assert first == []
+    assert "output_layer.weight" in last
+    assert len(last) > 1
+    assert all(name.startswith(("decoder.layers.3.", "output_layer.")) for name in last)
+
+
+def test_frozen_parts_are_those_named(dense: Path) -> None:
+    first, last = run_layout(trained, 2, dense, ["vision", "language"], [])
+    assert last == []
+    assert first
+    assert all(name.startswith(("visual.merger.", "visual.deepstack_merger")) for name in first)
+
+
+def test_a_pattern_that_selects_nothing_is_refused(dense: Path) -> None:
+    with pytest.raises(BadInput, match="lm_head selects no parameter"):
+        run_layout(trained, 2, dense, ["vision", "lm_head"], [])
+
+
+def test_to_train_nothing_is_refused(dense: Path) -> None:
+    with pytest.raises(BadInput, match="leave no parameter to train"):
+        run_layout(trained, 2, dense, ["vision", "aligner", "language"], [])
+
+
+def test_learning_rates_by_part_reach_the_optimizer(dense: Path) -> None:
+    (groups,) = run_layout(rates, 1, dense)
+    assert groups == {("vision", 1e-4), ("aligner", 5e-4), ("language", 1e-3)}
+
+
+def rates(path: Path) -> set[tuple[str, float]]:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer import get_standard_config_overrides as standard
+
+    from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+    from mcore_qwen3vl.training.step.optimizer import learning_rate_overrides
+    from mcore_qwen3vl.training.step.parts import part_of
+
+    initialize(Layout())
+    args = argparse.Namespace(vision_lr_mult=0.1, aligner_lr_mult=0.5, lr=1e-3, min_lr=0.0)
+    config = OptimizerConfig(optimizer="adam", lr=args.lr, min_lr=args.min_lr)
+    model = Qwen3VLModel.from_hf_config(path)
+    chunk = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+    overrides = {**standard(config), **learning_rate_overrides(args)}
+    optimizer = get_megatron_optimizer(config, [chunk], config_overrides=overrides)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {
+        (part_of(names[parameter]), group["max_lr"])
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+
+
+def test_frozen_weights_stay_and_the_rest_learns_under_recompute(
+    dense: Path, data: Path, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file
+
+    frozen = ("--freeze", "vision", "aligner", "embedding")
+    full = ("--recompute-granularity", "full", "--recompute-method", "uniform",
+            "--recompute-num-layers", "2")  # fmt: skip
+    job = Job(dense, data, steps=2, flags=frozen)
+    plain = train(job, tmp_path / "plain", "--save-hf", str(tmp_path / "hf"))
+    recomputed = train(replace(job, flags=(*frozen, *full)), tmp_path / "recomputed")
+    assert numbers_of(recomputed) == pytest.approx(numbers_of(plain), rel=1e-6)
+    assert plain[0]["grad norm vision"] == plain[0]["grad norm aligner"] == 0
+    before = load_file(dense / "model.safetensors")
+    after = load_file(tmp_path / "hf" / "iter_0000002" / "model.safetensors")
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    language = {n for n in before if ".visual." not in n and "embed_tokens" not in n}
+    assert moved == language
+    assert Architecture.from_hf(tmp_path / "hf" / "iter_0000002") == Architecture.from_hf(dense)
+
+
+@pytest.mark.parametrize(
+    ("layout", "flags"), [("tp2+sp", ()), ("dp2", ("--use-distributed-optimizer",))]
+)
+def test_norms_by_part_add_up_to_the_whole(
+    layout: str, flags: tuple[str, ...], moe: Path, data: Path, tmp_path: Path
+) -> None:
+    (entry,) = train(Job(moe, data, Layout.parse(layout), steps=1, flags=flags), tmp_path)
+    parts = [entry[f"grad norm {part}"] for part in ("vision", "aligner", "language")]
+    assert all(part > 0 for part in parts)
+    assert sum(part**2 for part in parts) ** 0.5 == pytest.approx(entry["grad norm"], rel=1e-5)

@@ -1,0 +1,51 @@
+"""Our training curve is Hugging Face's: the short form of `python -m …training.curves`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mcore_qwen3vl.tiny.records import write_image_qa
+from mcore_qwen3vl.verify.curves.run import cases, hf_curve, points, train, worst
+from mcore_qwen3vl.verify.curves.table import TOLERANCE
+
+STEPS = 3
+ROWS = [
+    (False, "single, packed"),
+    (False, "pp2xvpp2"),
+    (False, "cp2, packed"),
+    (False, "dp2"),
+    (True, "tp2+sp"),
+    (True, "ep2xdp2"),
+]
+
+
+@pytest.mark.parametrize(("is_moe", "name"), ROWS)
+def test_loss_and_gradient_norm_are_those_of_a_plain_hf_loop(
+    is_moe: bool, name: str, dense: Path, moe: Path, data: Path, tmp_path: Path
+) -> None:
+    checkpoint = moe if is_moe else dense
+    job = replace(cases(is_moe)[name], checkpoint=checkpoint, data=data, steps=STEPS)
+    ours, theirs = points(train(job, tmp_path, timeout=120)), hf_curve(job)
+    assert theirs[-1].loss < theirs[0].loss - 0.5  # it does learn
+    difference = worst(ours, theirs)
+    assert difference.loss <= TOLERANCE
+    assert difference.grad_norm <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["cp2, packed", "pp2xvpp2", "dp2"])
+def test_weights_are_normalised_over_the_global_batch(
+    name: str, dense: Path, tmp_path: Path
+) -> None:
+    data = write_image_qa(tmp_path / "data", 16)
+    records = [json.loads(line) for line in data.read_text().splitlines()]
+    weighted = [{**r, "weight": (0.03, 1.5, 0.4)[i % 3]} for i, r in enumerate(records)]
+    data.write_text("".join(json.dumps(record) + "\n" for record in weighted))
+    job = replace(cases(False)[name], checkpoint=dense, data=data, steps=2)
+    job = replace(job, flags=(*job.flags, "--loss", "weighted_cross_entropy"))
+    difference = worst(points(train(job, tmp_path, timeout=120)), hf_curve(job))
+    assert difference.loss <= TOLERANCE
+    assert difference.grad_norm <= TOLERANCE

@@ -1,0 +1,40 @@
+"""``mcore-qwen3vl verify parity``: its layout flags, reports and exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_qwen3vl.cli import main
+from mcore_qwen3vl.verify.parity import verify
+from mcore_qwen3vl.verify.parity.matrix import Matrix
+
+
+def run(*arguments: Any) -> int:
+    with pytest.raises(SystemExit) as stopped:
+        main(["verify", "parity", *map(str, arguments)])
+    return int(stopped.value.code or 0)
+
+
+def test_a_layout_that_holds_and_one_that_does_not(
+    matrix: Matrix, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    asked = (matrix.checkpoint("dense").path, "--tp", 2, "--sp", "--batches", "image")
+    assert run(*asked, "--no-gradients", "--json", "-", "--report", tmp_path) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report == json.loads((tmp_path / "report.json").read_text())
+    assert (report["ok"], report["environment"]["layout"]) == (True, "tp2+sp")
+    monkeypatch.setattr(verify, "TOLERANCE", 1e-9)
+    assert run(*asked, "--no-gradients", "--report", tmp_path) == 1
+    printed = capsys.readouterr()
+    assert "logits all (image): relative error" in printed.out
+    assert "2 of 2 comparisons failed" in printed.err
+    assert "FAILED" in (tmp_path / "report.html").read_text()
+
+
+def test_a_layout_that_cannot_be(matrix: Matrix, capsys: Any) -> None:
+    assert run(matrix.checkpoint("dense").path, "--pp", 3) == 2
+    assert "PP" in capsys.readouterr().err

@@ -1,0 +1,85 @@
+"""Every layout and every batch kind: logits, loss, gradients and an optimizer step equal HF's."""
+
+from __future__ import annotations
+
+import pytest
+
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.verify.parity.batches import RECIPES
+from mcore_qwen3vl.verify.parity.matrix import MATRIX, Entry, Matrix
+from mcore_qwen3vl.verify.parity.verify import verify_parity
+
+
+@pytest.mark.parametrize("entry", MATRIX, ids=str)
+def test_equals_hugging_face(matrix: Matrix, entry: Entry) -> None:
+    report = matrix.run(entry)
+    report.require()
+    compared = {part for _, part in report.parts()}
+    expected = {"logits", "loss", "gradients"}
+    if "freeze" not in entry.options and entry.options.get("dtype") != "bf16":
+        expected |= {"parameters", "gradient norm"}
+    assert compared == expected
+
+
+def test_the_matrix_has_every_layout_and_every_batch() -> None:
+    layouts = [Layout.parse(entry.layout) for entry in MATRIX]
+    sizes = {(name, getattr(x, name)) for x in layouts for name in ("tp", "pp", "cp", "ep", "dp")}
+    assert sizes >= {("tp", 4), ("pp", 4), ("cp", 4), ("ep", 4), ("dp", 4)}
+    assert sizes >= {(name, n) for name in ("tp", "pp", "cp", "ep", "dp") for n in (1, 2)}
+    assert any(x.etp == 2 for x in layouts)
+    assert any(x.world_size == 8 for x in layouts)
+    # Each batch meets sequence, context, pipeline, expert and data parallelism.
+    for batch in RECIPES:
+        met = [Layout.parse(e.layout) for e in MATRIX if batch in e.batches]
+        for name in ("tp", "cp", "pp", "ep", "dp"):
+            assert any(getattr(layout, name) > 1 for layout in met), (batch, name)
+        assert any(layout.sp for layout in met), batch
+
+
+@pytest.mark.parametrize(
+    ("frozen", "gone", "kept"),
+    [
+        (("vision",), "model.visual.blocks.0.attn.qkv.weight", "model.visual.merger.norm.weight"),
+        (("aligner",), "model.visual.merger.norm.weight", "model.visual.patch_embed.proj.bias"),
+        (("language",), "lm_head.weight", "model.visual.blocks.0.attn.qkv.weight"),
+        (
+            (r"decoder\.layers\.2\.self_attention",),
+            "model.language_model.layers.2.self_attn.q_proj.weight",
+            "model.language_model.layers.1.self_attn.q_proj.weight",
+        ),
+    ],
+)
+def test_a_frozen_parameter_has_no_gradient_and_the_others_keep_theirs(
+    matrix: Matrix, frozen: tuple[str, ...], gone: str, kept: str
+) -> None:
+    report = matrix.run(Entry("dense", "pp2", ("mixed",), {"freeze": frozen}))
+    report.require()
+    names = {finding.name for finding in report.findings if finding.part == "gradients"}
+    assert gone not in names
+    assert kept in names
+
+
+def test_verify_parity_judges_a_checkpoint(matrix: Matrix) -> None:
+    path = matrix.checkpoint("dense").path
+    report = verify_parity(path, Layout(tp=2, sp=True), ["image"], timeout=60)
+    assert report.ok
+    assert {part for _, part in report.parts()} == {
+        "logits", "loss", "gradients", "parameters", "gradient norm",
+    }  # fmt: skip
+    forward = verify_parity(path, None, ["text"], gradients=False, timeout=60)
+    assert forward.ok
+    assert {part for _, part in forward.parts()} == {"logits", "loss"}
+    half = verify_parity(path, None, ["text", "image"], dtype="bf16", timeout=60)
+    assert half.ok
+    assert all(1e-3 < finding.tolerance < 0.2 for finding in half.findings)
+
+
+def test_what_cannot_run_is_refused_before_it_starts(matrix: Matrix) -> None:
+    path = matrix.checkpoint("dense").path
+    with pytest.raises(BadInput, match="8 attention heads cannot be divided over TP 3"):
+        verify_parity(path, Layout(tp=3), ["text"])
+    with pytest.raises(BadInput, match="no batch called 'nonsense'"):
+        verify_parity(path, None, ["nonsense"])
+    with pytest.raises(BadInput, match=r"4 micro-batches .* DP 3"):
+        verify_parity(path, Layout(dp=3), ["text"])

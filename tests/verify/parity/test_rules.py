@@ -1,0 +1,186 @@
+"""Each gradient rule bites: with the mistake made on purpose, the comparison fails.
+
+The mistakes are those that other implementations made; see which part they show in. Ranks are
+forked from this process, so what is replaced here is replaced there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import mappings
+from megatron.core.transformer import transformer_block
+
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.model import attention, decoder, fusion, qwen3vl, transformer_config, vision
+from mcore_qwen3vl.runtime.launch import RanksFailed
+from mcore_qwen3vl.verify.parity.matrix import UNIFORM, Entry, Matrix
+from mcore_qwen3vl.verify.report.result import Report
+
+FAR_OFF = 1e-2
+"""Far above the tolerance: each mistake is a gross one, and is seen as such."""
+
+
+def worst(report: Report, part: str, name: str = "") -> float:
+    errors = [f.error for f in report.findings if f.part == part and name in f.name]
+    print(f"observed error in {part} {name}: {max(errors):.2e}")
+    return max(errors)
+
+
+def test_vision_replicated_over_tp_without_a_sum(matrix: Matrix, monkeypatch: Any) -> None:
+    """DeepStack rows of an SP rank give part of the vision gradient: it must be summed over TP."""
+    build = vision.VisionTower.__init__
+
+    def unmarked(self: Any, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = False
+
+    monkeypatch.setattr(vision.VisionTower, "__init__", unmarked)
+    report = matrix.run(Entry("dense", "tp2+sp", ("image",)))
+    assert worst(report, "gradients", "visual") > FAR_OFF
+    assert worst(report, "logits") < 2e-5
+
+
+def test_deepstack_by_gathering_adding_and_scattering(matrix: Matrix, monkeypatch: Any) -> None:
+    """Each TP rank does the same work on gathered states; a summing backward counts it TP times."""
+    add = fusion.DeepStack.add_to
+
+    def gathered(self: Any, index: int, hidden: torch.Tensor) -> torch.Tensor:
+        whole = mappings.gather_from_sequence_parallel_region(add(self, index, hidden))
+        return mappings.scatter_to_sequence_parallel_region(whole)
+
+    monkeypatch.setattr(fusion.DeepStack, "add_to", gathered)
+    report = matrix.run(Entry("dense", "tp2+sp", ("image",)))
+    assert worst(report, "gradients") > FAR_OFF
+    assert worst(report, "logits") < 2e-5
+
+
+def test_features_gathered_without_reducing_backward(matrix: Matrix, monkeypatch: Any) -> None:
+    """A rank's rows of a feature that another rank encoded would lose their gradient."""
+    gather = mappings.gather_from_sequence_parallel_region
+
+    def slicing(features: torch.Tensor, group: Any) -> torch.Tensor:
+        return gather(features, tensor_parallel_output_grad=False, group=group)
+
+    monkeypatch.setattr(vision, "gather_from_sequence_parallel_region", slicing)
+    report = matrix.run(Entry("dense", "cp2", ("images",)))
+    assert worst(report, "gradients", "visual") > FAR_OFF
+    assert worst(report, "logits") < 2e-5
+
+
+def test_features_placed_batch_first(matrix: Matrix, monkeypatch: Any) -> None:
+    """Hidden states are sequence first: features land on wrong tokens, but only with B > 1."""
+    plan = fusion.plan_fusion
+
+    def batch_first(token_index: Any, positions: Any, **sizes: Any) -> Any:
+        made = plan(token_index, positions, **sizes)
+        local, batch = (
+            made.destination // sizes["batch_size"],
+            made.destination % sizes["batch_size"],
+        )
+        return fusion.FusionPlan(made.rows, batch * len(positions) + local)
+
+    monkeypatch.setattr(qwen3vl, "plan_fusion", batch_first)
+    matrix.run(Entry("dense", "single", ("image",))).require()
+    report = matrix.run(Entry("dense", "single", ("padded",)))
+    assert worst(report, "logits") > FAR_OFF
+
+
+def test_a_rank_without_image_that_skips_the_tower(matrix: Matrix, monkeypatch: Any) -> None:
+    """With overlap, reductions of the tower's gradients wait for every parameter to be used."""
+    encode = vision.VisionTower.forward
+
+    def skipping(self: Any, visual: Any) -> Any:
+        if visual is not None:
+            return encode(self, visual)
+        empty = torch.zeros(0, self.config.out_hidden_size)
+        return empty, [empty for _ in self.config.deepstack_visual_indexes]
+
+    monkeypatch.setattr(vision.VisionTower, "forward", skipping)
+    entry = Entry("dense", "dp2", ("imageless",), {"overlap": True})
+    with pytest.raises(RanksFailed):
+        matrix.run(entry, timeout=15)
+
+
+def test_padding_that_the_router_counts(matrix: Matrix, monkeypatch: Any) -> None:
+    """The tail of a pack changes the balancing loss unless it is masked.
+
+    Megatron balances a whole pack, for which Hugging Face has no counterpart: what is compared are
+    the errors with and without the mask. The z-loss has one, see ``test_router_losses``.
+    """
+    entry = Entry("moe", "single", ("packed",), {"config": {"moe_aux_loss_coeff": 0.3}})
+
+    def router() -> dict[str, Any]:
+        found = matrix.run(entry).findings
+        return {f.name: f.measured.error for f in found if "mlp.gate" in f.name}
+
+    masked = router()
+    monkeypatch.setattr(qwen3vl.Qwen3VLModel, "_router_padding", lambda *arguments: None)
+    counted = router()
+    changes = (abs(counted[name] - masked[name]) / masked[name] for name in masked)
+    change = max(changes)
+    print(f"observed change of the router's gradients: {change:.2e}")
+    assert change > FAR_OFF
+
+
+def test_samples_of_a_pack_that_see_one_another(matrix: Matrix, monkeypatch: Any) -> None:
+    """The bounds are lost: the pack is one sample."""
+    of = attention.PackedSequence.of.__func__
+
+    def unbounded(cls: Any, *arguments: Any) -> Any:
+        packed = of(cls, *arguments)
+        return replace(packed, bounds=(0, packed.bounds[-1]))
+
+    monkeypatch.setattr(attention.PackedSequence, "of", classmethod(unbounded))
+    assert worst(matrix.run(Entry("dense", "single", ("packed",))), "logits") > FAR_OFF
+
+
+def test_recompute_that_drops_deepstack(matrix: Matrix, monkeypatch: Any) -> None:
+    """Layers run inside a checkpointed region must get the features too."""
+    recompute = transformer_block.checkpointed_forward
+
+    def dropping(*args: Any, **kwargs: Any) -> Any:
+        return recompute(*args, **{**kwargs, "context": None, "context_mask": None})
+
+    monkeypatch.setattr(transformer_block, "checkpointed_forward", dropping)
+    config = {**UNIFORM, "recompute_num_layers": 2}
+    report = matrix.run(Entry("dense", "single", ("image",), {"config": config}))
+    assert worst(report, "logits") > FAR_OFF
+    assert worst(report, "gradients", "deepstack_merger_list") > FAR_OFF
+
+
+def test_features_that_do_not_travel(matrix: Matrix, monkeypatch: Any) -> None:
+    """DeepStack layers on later pipeline stages."""
+
+    def forgetting(self: Any, seq_len: int, plan: Any) -> Any:
+        received = decoder.unpack_features(
+            self.decoder.input_tensor, seq_len, self._deepstack_in, len(plan.destination)
+        )
+        self.decoder.set_input_tensor(received[0])
+        return torch.zeros_like(received[1])
+
+    monkeypatch.setattr(qwen3vl.Qwen3VLModel, "_receive", forgetting)
+    report = matrix.run(Entry("dense", "pp4", ("image",)))
+    assert worst(report, "logits") > FAR_OFF
+    assert worst(report, "gradients", "deepstack_merger_list.1") > FAR_OFF
+
+
+def test_an_interleaved_pipeline_needs_overlapped_transfers(
+    matrix: Matrix, monkeypatch: Any
+) -> None:
+    """On gloo they would pair up wrongly, in silence; so it is refused."""
+    config = {"overlap_p2p_comm": False, "batch_p2p_comm": True}
+    entry = Entry("dense", "pp2xvpp2", ("text",), {"config": config})
+    with pytest.raises(BadInput, match="VPP 2 without overlap_p2p_comm gives wrong results"):
+        matrix.run(entry)
+    monkeypatch.setattr(transformer_config, "_check_interleaving", lambda fields: None)
+    try:
+        report = matrix.run(entry, timeout=20)
+    except RanksFailed:
+        print("observed: the ranks hang or fail")
+    else:
+        assert worst(report, "logits") > FAR_OFF

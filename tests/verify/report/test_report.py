@@ -1,0 +1,141 @@
+"""One report for every ``verify`` command, complete without any other file."""
+
+import json
+import re
+from html.parser import HTMLParser
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.verify.report.compare import Finding, Measurement
+from mcore_qwen3vl.verify.report.plot import POINTS, plots
+from mcore_qwen3vl.verify.report.result import Report
+from mcore_qwen3vl.verify.report.write import html, write_report
+from mcore_qwen3vl.verify.trace.result import Cause, Trace
+
+LIMIT = 1_000_000
+
+
+def finding(name: str, error: float, part: str = "gradients", values: int = 7) -> Finding:
+    return Finding(part, name, Measurement(error, 1.0, values), 2e-5, 7, "images")
+
+
+def report(*errors: float) -> Report:
+    names = (f"model.language_model.layers.{i}.mlp.up_proj.weight" for i in count())
+    found = [finding(*pair) for pair in zip(names, errors, strict=False)]
+    return Report("a against b", {"layout": "tp2"}, found)
+
+
+class Checker(HTMLParser):
+    """Every tag is closed, and nothing is loaded from anywhere."""
+
+    VOID = ("meta", "br", "circle", "line", "rect", "polyline")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        assert tag not in ("script", "link", "img", "iframe", "object")
+        assert not {name for name, _ in attrs} & {"src", "href", "onload", "xlink:href"}
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def read(report: Report) -> str:
+    text = html(report)
+    assert len(text.encode()) < LIMIT
+    assert not re.search(r"url\(|@import|https?://", text)
+    checker = Checker()
+    checker.feed(text)
+    assert not checker.open
+    return re.sub(r"\s+", " ", " ".join(checker.text))
+
+
+def test_passing_report() -> None:
+    text = read(report(1e-6, 2e-6, 3e-6, 0.0))
+    assert "PASSED" in text
+    assert "All 4 comparisons hold." in text
+    assert "FAILED" not in text
+    assert "megatron-core" in text
+
+
+def test_failing_report_names_the_worst_first() -> None:
+    failing = report(1e-6, 5e-3, 3e-4, 1e-6)
+    assert [finding.error for finding in failing.failures] == [5e-3, 3e-4]
+    assert [finding.error for finding in failing.worst()[:2]] == [5e-3, 3e-4]
+    text = read(failing)
+    assert "FAILED" in text
+    assert "2 of 4 comparisons failed." in text
+
+
+def test_incomplete_comparison_is_a_failure() -> None:
+    incomplete = Report("t", {}, [finding("a", 0.0, values=6)])
+    assert not incomplete.ok
+    assert "6 of 7 values were compared" in read(incomplete)
+
+
+def test_nothing_compared_is_no_success() -> None:
+    assert not Report("t").ok
+    assert "Nothing was compared" in read(Report("t"))
+
+
+def test_bitwise_comparisons_and_files() -> None:
+    same = Finding("tensors", "a.weight", Measurement(count=7))
+    off = Finding("tensors", "b.weight", Measurement(0.1, 1.0, 7, different=3))
+    files = [Finding("files", "config.json"), Finding("files", "vocab", flaw="only in A")]
+    text = read(Report("x and y", {}, [same, off, *files]))
+    assert "2 of 4 comparisons failed." in text
+    assert "3 values differ, by at most 0.1" in text
+    assert "only in A" in text
+    assert Report("x and y", {}, [same, files[0]]).ok
+
+
+def test_trace_says_where_and_why() -> None:
+    bad = report(1e-6, 5e-3)
+    cause = Cause("rotary base", "The angles are those of base 10.", "Base 10 fits.")
+    trace = Trace(bad.title, {}, bad.findings, first=bad.findings[1], cause=cause)
+    text = read(trace)
+    assert "The models part at model.language_model.layers.1" in text
+    assert "Cause: rotary base" in text
+    assert "Base 10 fits." in text
+
+
+def test_infinite_errors(tmp_path: Path) -> None:
+    infinite = report(float("inf"), 0.0, 1e-6, 1e-6)
+    write_report(infinite, tmp_path)
+    assert "not finite" in read(infinite)
+    written = json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
+    assert written["findings"][0]["relative_error"] == "inf"
+
+
+def test_names_are_escaped() -> None:
+    text = html(Report("<script>alert(1)</script>", {}, [finding("<b>", 1.0)]))
+    assert "<script>" not in text
+    assert "<b>" not in text
+
+
+def test_the_largest_model_stays_below_the_limit() -> None:
+    many = [1e-6 * (1 + i % 7) for i in range(40_000)]
+    many[31_337] = 1.0
+    largest = report(*many)
+    read(largest)
+    drawn = plots(largest)[0].points
+    assert len(drawn) <= POINTS
+    assert sum(not p.finding.ok for p in drawn) == 1  # thinning keeps the worst
+
+
+def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadInput, match="cannot be written"):
+        write_report(report(0.0), tmp_path / "file" / "report")
