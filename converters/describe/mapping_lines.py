@@ -45,7 +45,7 @@ class MappingLine:
 
 
 def mapping_lines(rows: Iterable[Row]) -> list[MappingLine]:
-    """Fold `rows`, which come from :func:`mcore_qwen3vl.converters.mapping.table.table`, in order."""
+    """Fold the rows of :func:`mcore_qwen3vl.converters.mapping.table.table`, in order."""
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         names = (row.key, *(source.name for source in row.sources))
