@@ -1,7 +1,7 @@
 """For mkdocs: the sources as they are installed, so that the API reference has the right names.
 
-``converters/`` lies beside ``mcore_qwen3vl/`` and is installed inside it. Sphinx roles in docstrings
-become cross-references, so that one that leads nowhere fails the build.
+``converters/`` lies beside ``mcore_qwen3vl/`` and is installed inside it. Sphinx roles in
+docstrings become cross-references, so that one that leads nowhere fails the build.
 """
 
 import re
