@@ -64,6 +64,10 @@ class Inspection:
     def dtypes(self) -> tuple[str, ...]:
         return tuple(sorted({tensor.dtype for tensor in self.tensors}))
 
+    def mapping(self) -> list[Row]:
+        """The rows of its mapping, with this checkpoint's vocabulary padding."""
+        return table(self.architecture, padded_vocab_size=self.padded_vocab_size)
+
 
 def inspect_path(path: str | Path) -> Inspection:
     """Inspect an HF checkpoint, an mcore checkpoint, or a ``config.json`` (file or directory).

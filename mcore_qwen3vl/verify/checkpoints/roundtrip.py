@@ -10,7 +10,7 @@ from pathlib import Path
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.offline.engine import ConversionResult
 from mcore_qwen3vl.converters.storage.progress import Progress
-from mcore_qwen3vl.verify.checkpoints.compare import compare_checkpoints
+from mcore_qwen3vl.verify.checkpoints.bitwise import compare_checkpoints
 from mcore_qwen3vl.verify.report.result import Report
 
 Phase = Callable[[str], AbstractContextManager[Progress]]

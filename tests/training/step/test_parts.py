@@ -14,7 +14,8 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
-from mcore_qwen3vl.verify.curves.run import Job, numbers_of, train
+from mcore_qwen3vl.verify.curves.curve import numbers_of
+from mcore_qwen3vl.verify.curves.job import Job, train
 
 
 @pytest.mark.parametrize(
