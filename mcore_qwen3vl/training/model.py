@@ -12,8 +12,8 @@ from megatron.training.argument_utils import core_transformer_config_from_args
 from megatron.training.checkpointing import checkpoint_exists
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
-from mcore_qwen3vl.training.step.parts import check_choice, choose_trainable
 
 
 @dataclass
@@ -44,8 +44,7 @@ def model_provider(
         flags say.
     """
     fields_of_all = {**config_fields(args), **config_overrides}
-    used: set[str] = set()
-    training: list[bool] = []
+    freezing = Freezing(args.freeze, args.trainable)
 
     def provide(
         pre_process: bool = True,
@@ -69,11 +68,10 @@ def model_provider(
             from mcore_qwen3vl.converters.live.transfer import load_hf
 
             load_hf(model, resolve(args.load_hf))
-        used.update(choose_trainable(model, args.freeze, args.trainable))
-        training.extend(parameter.requires_grad for parameter in model.parameters())
+        freezing.apply(model)
         stages = args.virtual_pipeline_model_parallel_size or 1
         if vp_stage in (None, stages - 1):
-            check_choice([*args.freeze, *args.trainable], used, any(training))
+            freezing.check()
         return model
 
     return provide

@@ -9,7 +9,7 @@ import torch
 from megatron.core import parallel_state as ps
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-from mcore_qwen3vl.model.freeze import freeze
+from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.runtime.launch import run_layout
 from tests.model import weights
@@ -61,7 +61,7 @@ def test_freezing_leaves_the_other_gradients_alone(
     reference: References, what: str, layout: str, recompute: bool
 ) -> None:
     def prepare(model: Qwen3VLModel) -> None:
-        freeze(model, *FROZEN[what])
+        Freezing(FROZEN[what]).apply(model)
 
     overrides = {**FULL, **RECOMPUTE["uniform 2"]} if recompute else {}
     check(image_case(reference(), layout, prepare=prepare, overrides=overrides))
