@@ -8,13 +8,10 @@ import pytest
 
 from mcore_qwen3vl.runtime import cpu
 
-cpu.install()  # before any test module imports megatron
+cpu.install(training=True)  # before any test module imports megatron
 
 from mcore_qwen3vl.tiny import write_tiny_checkpoint  # noqa: E402
 from mcore_qwen3vl.tiny.records import write_image_qa  # noqa: E402
-from mcore_qwen3vl.training import cpu as training_cpu  # noqa: E402
-
-training_cpu.install()
 
 
 @pytest.fixture(scope="session")
