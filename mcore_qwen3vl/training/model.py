@@ -23,7 +23,7 @@ class _Fields(TransformerConfig):
     def __post_init__(self) -> None: ...
 
 
-def config_fields(args: argparse.Namespace) -> dict[str, Any]:
+def fields_from_flags(args: argparse.Namespace) -> dict[str, Any]:
     """The ``TransformerConfig`` fields that Megatron's arguments set."""
     given = core_transformer_config_from_args(args, _Fields)
     return {field.name: getattr(given, field.name) for field in fields(TransformerConfig)}
@@ -43,7 +43,7 @@ def model_provider(
         A function that builds one pipeline chunk, reads ``--load-hf`` into it and freezes what the
         flags say.
     """
-    fields_of_all = {**config_fields(args), **config_overrides}
+    fields_of_all = {**fields_from_flags(args), **config_overrides}
     freezing = Freezing(args.freeze, args.trainable)
 
     def provide(
