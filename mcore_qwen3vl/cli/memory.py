@@ -11,7 +11,7 @@ import typer
 from mcore_qwen3vl import console
 from mcore_qwen3vl.cli import sources
 from mcore_qwen3vl.cli.options import Json, layout_flags
-from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.config import Architecture, hf_directory
 from mcore_qwen3vl.layout import Layout
 
 if TYPE_CHECKING:
@@ -67,7 +67,6 @@ def memory(
     For bf16 weights under the distributed optimizer, with fp32 gradients, main weights and Adam
     moments. Fragmentation, NCCL's buffers and the CUDA context come on top.
     """
-    from mcore_qwen3vl.training.arguments.parser import hf_directory
     from mcore_qwen3vl.training.memory import Workload, by_stage, stage_layers
 
     architecture = Architecture.from_hf(hf_directory(model))

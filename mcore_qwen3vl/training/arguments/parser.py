@@ -12,10 +12,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from pathlib import Path
 from typing import Any, NoReturn, get_args, get_type_hints
 
-from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.config import Architecture, hf_directory
 from mcore_qwen3vl.converters.hf.hub import resolve
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits
 from mcore_qwen3vl.errors import BadInput
@@ -226,11 +225,6 @@ def _train_data_path(argv: Sequence[str]) -> list[str]:
     if "--valid-data-path" not in argv:
         return list(argv)
     return ["--train-data-path" if word == "--data-path" else word for word in argv]
-
-
-def hf_directory(path: Path) -> Path:
-    """`path`, or its ``hf/`` folder when `path` is a converted checkpoint."""
-    return path / "hf" if (path / "hf" / "config.json").exists() else path
 
 
 def _spec(value: list[str] | None, cpu: bool) -> str:
