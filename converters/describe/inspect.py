@@ -10,6 +10,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.checkpoint import INDEX, SINGLE, HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.legacy.checkpoint import open_megatron
 from mcore_qwen3vl.converters.mapping import parameters
+from mcore_qwen3vl.converters.mapping.row import Row
 from mcore_qwen3vl.converters.mapping.table import hf_shapes, table
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
@@ -63,6 +64,10 @@ class Inspection:
     @property
     def dtypes(self) -> tuple[str, ...]:
         return tuple(sorted({tensor.dtype for tensor in self.tensors}))
+
+    def mapping(self) -> list[Row]:
+        """The rows of its mapping, with this checkpoint's vocabulary padding."""
+        return table(self.architecture, padded_vocab_size=self.padded_vocab_size)
 
 
 def inspect_path(path: str | Path) -> Inspection:

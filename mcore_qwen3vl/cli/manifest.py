@@ -18,7 +18,7 @@ def verify_manifest(
     json: JsonFile = None,
 ) -> None:
     """Every tensor against the checksums in DIR/manifest.json; needs no Hugging Face source."""
-    from mcore_qwen3vl.verify.checkpoints.manifest import check_manifest
+    from mcore_qwen3vl.verify.checkpoints.manifest_check import check_manifest
 
     with console.byte_progress("checking") as progress:
         checked = check_manifest(path, workers=workers, progress=progress)

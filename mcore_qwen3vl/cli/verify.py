@@ -31,7 +31,7 @@ def verify_roundtrip(
     report: ReportFolder = None,
     json: JsonFile = None,
 ) -> None:
-    """Hugging Face to Megatron-Core and back, bitwise: every tensor and sidecar file."""
+    """Hugging Face to Megatron-Core and back, bitwise: every tensor and companion file."""
     from mcore_qwen3vl.verify.checkpoints.roundtrip import roundtrip
 
     conclude(roundtrip(src, work_dir, console.byte_progress, workers=workers), report, json)
@@ -47,7 +47,7 @@ def verify_tensors(
     json: JsonFile = None,
 ) -> None:
     """Compare two checkpoints bitwise as Hugging Face tensors."""
-    from mcore_qwen3vl.verify.checkpoints.compare import compare_checkpoints
+    from mcore_qwen3vl.verify.checkpoints.bitwise import compare_checkpoints
 
     with console.byte_progress("comparing") as progress:
         comparison = compare_checkpoints(a, b, progress=progress)
@@ -74,7 +74,7 @@ def verify_parity(
 ) -> None:
     """Logits, loss and every gradient under a parallel layout, against Hugging Face's model."""
     console.quiet_libraries()
-    from mcore_qwen3vl.verify.parity.verify import verify_parity as verify
+    from mcore_qwen3vl.verify.parity.comparison import verify_parity as verify
 
     result = verify(
         hf,

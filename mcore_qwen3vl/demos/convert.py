@@ -22,8 +22,8 @@ from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
-from mcore_qwen3vl.verify.checkpoints.compare import compare_checkpoints
-from mcore_qwen3vl.verify.report.compare import measure
+from mcore_qwen3vl.verify.checkpoints.bitwise import compare_checkpoints
+from mcore_qwen3vl.verify.report.measurement import measure
 
 TOLERANCE = 2e-5
 """Largest logit difference, relative to the largest logit: float32 rounding of this model."""
@@ -32,7 +32,7 @@ PROMPT = "What is in the picture?"
 
 
 @dataclass(frozen=True)
-class Step:
+class DemoStep:
     """One line of the demo's table; `ok` is None where there is nothing to check."""
 
     name: str
@@ -45,7 +45,7 @@ class Step:
 class Demo:
     """What the demo did, in order."""
 
-    steps: list[Step] = field(default_factory=list)
+    steps: list[DemoStep] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -54,7 +54,7 @@ class Demo:
     def add(self, name: str, work: Callable[[], tuple[str, bool | None]]) -> None:
         started = time.monotonic()
         result, ok = work()
-        self.steps.append(Step(name, result, time.monotonic() - started, ok))
+        self.steps.append(DemoStep(name, result, time.monotonic() - started, ok))
 
 
 def run_demo(

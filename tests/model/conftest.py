@@ -3,11 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_qwen3vl.runtime import cpu
-
-cpu.install()  # before any test module imports megatron
-
-from tests.model.reference import Reference, load  # noqa: E402
+from tests.model.reference import Reference, load
 
 
 @pytest.fixture(scope="session")

@@ -38,7 +38,7 @@ class Case:
     expected: Expected  # samples in the order of the batches
     overrides: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=dict)
-    prepare: Callable[[Qwen3VLModel], None] = lambda model: None
+    prepare: Callable[[Qwen3VLModel], object] = lambda model: None
 
 
 @dataclass
@@ -110,7 +110,12 @@ def wrap(case: Case, chunks: Sequence[Qwen3VLModel]) -> list[DistributedDataPara
 def step(case: Case) -> Errors:
     """Forward and backward of all micro-batches on this rank, and the comparison."""
     chunks = build(case)
-    logits, losses = train_step(case, wrap(case, chunks))
+    model = wrap(case, chunks)
+    if case.ddp.get("overlap_grad_reduce"):
+        train_step(case, model)  # DDP counts gradients in its first batch, and overlaps after it
+        for ddp in model:
+            ddp.zero_grad_buffer()
+    logits, losses = train_step(case, model)
     errors = Errors()
     if logits:
         errors.logits = _compare_logits(case, chunks[-1], logits)

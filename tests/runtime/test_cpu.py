@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import subprocess
 import sys
 from types import ModuleType
 
@@ -64,13 +63,14 @@ def test_an_untested_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         cpu._check_environment()
 
 
-def test_it_must_come_before_megatron() -> None:
-    program = (
-        "import sys, types; sys.modules['megatron.core.parallel_state'] = types.ModuleType('x')\n"
-        "from mcore_qwen3vl.runtime import cpu; cpu.install()"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert "BadInput: The CPU backend must be installed before megatron is imported" in done.stderr
+def test_it_must_come_before_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "originals", {})  # as if it had not been installed
+    monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", ModuleType("x"))
+    before = torch.cuda.current_device
+    with pytest.raises(BadInput, match="must be installed before megatron is imported"):
+        cpu.install()
+    assert torch.cuda.current_device is before
+    assert not cpu.installed()
 
 
 def test_cuda_means_the_cpu() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.offline.plan import Summary
 from mcore_qwen3vl.converters.storage.progress import Progress
-from mcore_qwen3vl.verify.checkpoints.compare import compare_checkpoints
+from mcore_qwen3vl.verify.checkpoints.bitwise import compare_checkpoints
 from mcore_qwen3vl.verify.report.result import Report
 
 Phase = Callable[[str], AbstractContextManager[Progress]]
@@ -20,7 +20,7 @@ Phase = Callable[[str], AbstractContextManager[Progress]]
 def roundtrip(
     src: str | Path, work_dir: Path | None, phase: Phase, *, workers: int | None = None
 ) -> Report:
-    """Convert `src` both ways in a temporary directory and compare every tensor and sidecar file.
+    """Convert `src` both ways in a temporary directory and compare every tensor and companion file.
 
     Args:
         src: Hugging Face checkpoint directory.

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from mcore_qwen3vl.console import emit_json, quiet_libraries
-from mcore_qwen3vl.verify.parity.matrix import MATRIX, Entry, markdown, parity_matrix
+from mcore_qwen3vl.verify.parity.matrix import MATRIX, MatrixRow, markdown, parity_matrix
 from mcore_qwen3vl.verify.report.result import Report
 
 
@@ -22,33 +22,33 @@ def main() -> int:
     )
     parser.add_argument("--output", type=Path, help="write the table as Markdown")
     parser.add_argument("--json", type=Path, help="write every finding")
-    parser.add_argument("--only", default="", help="entries whose description contains this")
+    parser.add_argument("--only", default="", help="rows whose description contains this")
     arguments = parser.parse_args()
     quiet_libraries()
     torch.set_num_threads(1)  # the models are tiny; more threads only wait for one another
-    entries = [entry for entry in MATRIX if arguments.only in str(entry)]
+    rows = [row for row in MATRIX if arguments.only in str(row)]
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mcore-qwen3vl-parity-") as folder:
-        results = parity_matrix(Path(folder), entries, progress=_show)
+        results = parity_matrix(Path(folder), rows, progress=_show)
     table = markdown(results)
     if arguments.output:
         arguments.output.write_text(table, encoding="utf-8")
     emit_json([report.to_dict() for _, report in results], arguments.json)
-    failed = [entry for entry, report in results if not report.ok]
+    failed = [row for row, report in results if not report.ok]
     print(
-        f"{len(results) - len(failed)} of {len(results)} entries equal Hugging Face "
+        f"{len(results) - len(failed)} of {len(results)} rows equal Hugging Face "
         f"({time.monotonic() - started:.0f} s)",
         file=sys.stderr,
     )
     return 1 if failed or not results else 0
 
 
-def _show(entry: Entry, report: Report) -> None:
+def _show(row: MatrixRow, report: Report) -> None:
     worst: dict[str, float] = {}
     for summary in report.parts().values():
         worst[summary.part] = max(worst.get(summary.part, 0.0), summary.worst.error)
     errors = ", ".join(f"{part} {error:.1e}" for part, error in worst.items())
-    print(f"{'ok' if report.ok else 'WRONG':6}{entry!s:56}{errors}", flush=True)
+    print(f"{'ok' if report.ok else 'WRONG':6}{row!s:56}{errors}", flush=True)
     for failure in report.failures[:5]:
         print(f"      {failure}", flush=True)
 

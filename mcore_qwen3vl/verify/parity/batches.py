@@ -47,7 +47,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Place:
+class SampleSpan:
     """Where a sample lies in its micro-batch."""
 
     row: int
@@ -70,7 +70,7 @@ class MicroBatch:
     loss_mask: Tensor  # (B, S) float32, 0 at padding
     cu_seqlens: Tensor | None  # (samples + 1,) int32 when packed, tail padding included
     visual: VisualInputs | None
-    places: tuple[Place, ...]
+    spans: tuple[SampleSpan, ...]
 
 
 @dataclass(frozen=True)
@@ -316,23 +316,23 @@ def _assemble(
     cu_seqlens = None
     if form == "packed":
         starts = [0, *accumulate(lengths)]
-        places = [Place(0, start, s) for start, s in zip(starts, samples, strict=False)]
+        spans = [SampleSpan(0, start, s) for start, s in zip(starts, samples, strict=False)]
         cu_seqlens = torch.tensor([*starts, width], dtype=torch.int32)
     else:
         left = form == "padded-left"
-        places = [
-            Place(row, width - n if left else 0, s)
+        spans = [
+            SampleSpan(row, width - n if left else 0, s)
             for row, (n, s) in enumerate(zip(lengths, samples, strict=True))
         ]
     rows = 1 if form == "packed" else len(samples)
     valid = torch.zeros(rows, width, dtype=torch.int64)
     input_ids, labels = torch.zeros_like(valid), torch.zeros_like(valid)
     loss_mask = torch.zeros(rows, width)
-    for place in places:
-        valid[place.tokens] = 1
-        input_ids[place.tokens] = place.sample.input_ids
-        labels[place.tokens] = place.sample.labels
-        loss_mask[place.tokens] = place.sample.loss_mask
+    for span in spans:
+        valid[span.tokens] = 1
+        input_ids[span.tokens] = span.sample.input_ids
+        labels[span.tokens] = span.sample.labels
+        loss_mask[span.tokens] = span.sample.loss_mask
     attention_mask = None if valid.all() else valid
     joined = {name: _concatenated(samples, name) for name in _MEDIA}
     positions, _ = mrope_position_ids(
@@ -351,7 +351,7 @@ def _assemble(
         loss_mask=loss_mask,
         cu_seqlens=cu_seqlens,
         visual=visual_inputs(architecture, input_ids, **joined),
-        places=tuple(places),
+        spans=tuple(spans),
     )
 
 

@@ -13,9 +13,11 @@ from typing import Any
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.verify.parity.batches import RECIPES
+from mcore_qwen3vl.verify.parity.cached_reference import CachedReference
 from mcore_qwen3vl.verify.parity.case import Case
+from mcore_qwen3vl.verify.parity.comparison import compare_case
 from mcore_qwen3vl.verify.parity.reference import AdamW
-from mcore_qwen3vl.verify.parity.verify import Checkpoint, half_precision_tolerances, verify
+from mcore_qwen3vl.verify.parity.tolerance import half_precision_tolerances
 from mcore_qwen3vl.verify.report.result import Report
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -30,13 +32,20 @@ MODELS: dict[str, dict[str, Any]] = {
 """What :func:`write_tiny_checkpoint` is given for each model."""
 
 EVERY = tuple(RECIPES)
+STAGED = ("mixed", "padded-left", "packed", "imageless", "ragged")
+"""What a pipeline can get wrong by itself. It computes in the order of one rank, so its errors are
+those of the same layout without it, digit for digit; what it may lose is what has to reach a later
+stage: features, the padding mask, the bounds of a pack, micro-batches without a feature, shapes."""
+DIVIDED = ("packed", "imageless", "ragged")
+"""What data parallelism can get wrong by itself, where the rank's micro-batches are those of one
+rank: the divisor of the loss, ranks without an image, ranks with micro-batches of other shapes."""
 UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform"}
 SHARDED = {"distributed_optimizer": True}
 OVERLAPPED = {"distributed_optimizer": True, "overlap": True}
 
 
 @dataclass(frozen=True)
-class Entry:
+class MatrixRow:
     """One row of the matrix.
 
     Attributes:
@@ -57,68 +66,74 @@ class Entry:
         return " ".join(filter(None, [self.model, self.layout, self.note]))
 
 
-def _recompute(note: str, model: str, layout: str, batch: str, **config: Any) -> Entry:
-    return Entry(model, layout, (batch,), {"config": config}, f"recompute {note}")
+def _recompute(note: str, model: str, layout: str, batch: str, **config: Any) -> MatrixRow:
+    return MatrixRow(model, layout, (batch,), {"config": config}, f"recompute {note}")
 
 
-MATRIX: tuple[Entry, ...] = (
-    Entry("dense", "single"),
-    Entry("dense", "tp2"),
-    Entry("dense", "tp2+sp"),
-    Entry("dense", "tp4+sp", ("mixed", "packed", "padded-left")),
-    Entry("dense", "pp2"),
-    Entry("dense", "pp4", ("images", "video", "packed", "ragged")),
-    Entry("dense", "pp2xvpp2"),
-    Entry("dense", "pp2+first1", ("mixed", "padded", "ragged")),
-    Entry("dense", "pp2+last1", ("images", "packed")),
-    Entry("dense", "pp4+first1+last1", ("text", "mixed")),
-    Entry("dense", "cp2"),
-    Entry("dense", "cp4", ("video", "packed", "padded")),
-    Entry("dense", "dp2"),
-    Entry("dense", "dp2", ("imageless", "packed"), {"overlap": True}, "overlap"),
-    Entry("dense", "dp2", ("imageless", "mixed"), SHARDED, "distributed optimizer"),
-    Entry("dense", "dp2", ("imageless", "ragged"), OVERLAPPED, "distributed optimizer, overlap"),
-    Entry("dense", "tp2xpp2", ("image", "padded-left", "ragged")),
-    Entry("dense", "tp2xpp2+sp", ("mixed", "packed", "imageless")),
-    Entry("dense", "tp2xcp2", ("images", "padded")),
-    Entry("dense", "tp2xcp2+sp", ("mixed", "packed", "imageless", "padded-left", "ragged")),
-    Entry("dense", "pp2xcp2", ("video", "packed", "ragged")),
-    Entry("dense", "tp2xpp2xvpp2+sp", ("images", "packed", "ragged")),
-    Entry("dense", "tp2xdp2+sp", ("imageless", "padded"), OVERLAPPED, "distr. opt., overlap"),
-    Entry("dense", "cp2xdp2", ("imageless", "packed"), OVERLAPPED, "distr. opt., overlap"),
-    Entry("dense", "pp2xvpp2xdp2", ("imageless", "mixed"), OVERLAPPED, "distr. opt., overlap"),
-    Entry("dense", "tp2xpp2xcp2+sp", ("mixed", "packed", "ragged")),
-    Entry("tied", "single", ("mixed", "packed")),
-    Entry("tied", "tp2xpp2+sp", ("mixed", "packed")),
-    Entry("tied", "pp2xvpp2xdp2", ("imageless",), OVERLAPPED, "distr. opt., overlap"),
-    Entry("moe", "single"),
-    Entry("moe", "tp2+sp", ("image", "padded", "packed")),
-    Entry("moe", "pp2xvpp2", ("images", "packed", "ragged")),
-    Entry("moe", "ep2xdp2"),
-    Entry(
+MATRIX: tuple[MatrixRow, ...] = (
+    MatrixRow("dense", "single"),
+    MatrixRow("dense", "tp2"),
+    MatrixRow("dense", "tp2+sp"),
+    MatrixRow("dense", "tp4+sp", ("mixed", "packed", "padded-left")),
+    MatrixRow("dense", "pp2", STAGED),
+    MatrixRow("dense", "pp4", ("images", "video", "packed", "ragged")),
+    MatrixRow("dense", "pp2xvpp2", STAGED),
+    MatrixRow("dense", "pp2+first1", ("mixed", "padded", "ragged")),
+    MatrixRow("dense", "pp2+last1", ("images", "packed")),
+    MatrixRow("dense", "pp4+first1+last1", ("text", "mixed")),
+    MatrixRow("dense", "cp2"),
+    MatrixRow("dense", "cp4", ("video", "packed", "padded")),
+    MatrixRow("dense", "dp2", DIVIDED),
+    MatrixRow("dense", "dp2", ("imageless", "packed"), {"overlap": True}, "overlap"),
+    MatrixRow("dense", "dp2", ("imageless", "mixed"), SHARDED, "distributed optimizer"),
+    MatrixRow(
+        "dense", "dp2", ("imageless", "ragged"), OVERLAPPED, "distributed optimizer, overlap"
+    ),
+    MatrixRow("dense", "tp2xpp2", ("image", "padded-left", "ragged")),
+    MatrixRow("dense", "tp2xpp2+sp", ("mixed", "packed", "imageless")),
+    MatrixRow("dense", "tp2xcp2", ("images", "padded")),
+    MatrixRow("dense", "tp2xcp2+sp", ("mixed", "packed", "imageless", "padded-left", "ragged")),
+    MatrixRow("dense", "pp2xcp2", ("video", "packed", "ragged")),
+    MatrixRow("dense", "tp2xpp2xvpp2+sp", ("images", "packed", "ragged")),
+    MatrixRow("dense", "tp2xdp2+sp", ("imageless", "padded"), OVERLAPPED, "distr. opt., overlap"),
+    MatrixRow("dense", "cp2xdp2", ("imageless", "packed"), OVERLAPPED, "distr. opt., overlap"),
+    MatrixRow("dense", "pp2xvpp2xdp2", ("imageless", "mixed"), OVERLAPPED, "distr. opt., overlap"),
+    MatrixRow("dense", "tp2xpp2xcp2+sp", ("mixed", "packed", "ragged")),
+    MatrixRow("tied", "single", ("mixed", "packed")),
+    MatrixRow("tied", "tp2xpp2+sp", ("mixed", "packed")),
+    MatrixRow("tied", "pp2xvpp2xdp2", ("imageless",), OVERLAPPED, "distr. opt., overlap"),
+    MatrixRow("moe", "single"),
+    MatrixRow("moe", "tp2+sp", ("image", "padded", "packed")),
+    MatrixRow("moe", "pp2xvpp2", ("images", "packed", "ragged")),
+    MatrixRow("moe", "ep2xdp2"),
+    MatrixRow(
         "moe",
         "ep2xdp2",
         ("mixed", "padded", "packed"),
         {"config": {"moe_token_dispatcher_type": "allgather"}},
         "allgather",
     ),
-    Entry("moe", "ep4xdp4", ("images", "imageless", "packed"), OVERLAPPED, "distr. opt., overlap"),
-    Entry(
+    MatrixRow(
+        "moe", "ep4xdp4", ("images", "imageless", "packed"), OVERLAPPED, "distr. opt., overlap"
+    ),
+    MatrixRow(
         "moe",
         "ep4xdp4",
         ("mixed",),
         {"config": {"moe_token_dispatcher_type": "allgather"}},
         "allgather",
     ),
-    Entry("moe", "tp2xetp2+sp", ("mixed", "packed")),
-    Entry("moe", "tp2xep2+sp"),
-    Entry("moe", "cp2xep2", ("video", "packed", "padded")),
-    Entry("moe", "pp2xep2xdp2", ("mixed", "packed", "ragged", "imageless")),
-    Entry("moe", "tp2xpp2xep2+sp", ("mixed", "packed", "ragged")),
-    Entry("moe", "tp2xep2xetp2xdp2+sp", ("mixed", "packed")),
-    Entry("moe", "tp2xpp2xep2xdp2+sp", ("imageless", "packed"), OVERLAPPED, "distr. opt., overlap"),
-    Entry("moe-mixed", "single", ("mixed", "packed")),
-    Entry("moe-mixed", "pp2xep2xdp2", ("images", "padded")),
+    MatrixRow("moe", "tp2xetp2+sp", ("mixed", "packed")),
+    MatrixRow("moe", "tp2xep2+sp"),
+    MatrixRow("moe", "cp2xep2", ("video", "packed", "padded")),
+    MatrixRow("moe", "pp2xep2xdp2", ("mixed", "packed", "ragged", "imageless")),
+    MatrixRow("moe", "tp2xpp2xep2+sp", ("mixed", "packed", "ragged")),
+    MatrixRow("moe", "tp2xep2xetp2xdp2+sp", ("mixed", "packed")),
+    MatrixRow(
+        "moe", "tp2xpp2xep2xdp2+sp", ("imageless", "packed"), OVERLAPPED, "distr. opt., overlap"
+    ),
+    MatrixRow("moe-mixed", "single", ("mixed", "packed")),
+    MatrixRow("moe-mixed", "pp2xep2xdp2", ("images", "padded")),
     _recompute("uniform 1", "dense", "tp2+sp", "mixed", **UNIFORM, recompute_num_layers=1),
     _recompute("uniform 2", "dense", "cp2", "packed", **UNIFORM, recompute_num_layers=2),
     _recompute("uniform 4", "moe", "tp2xep2+sp", "mixed", **UNIFORM, recompute_num_layers=4),
@@ -142,25 +157,25 @@ MATRIX: tuple[Entry, ...] = (
         recompute_granularity="selective",
         recompute_modules=["core_attn", "moe"],
     ),
-    Entry("dense", "tp2+sp", ("mixed",), {"freeze": ("vision",)}, "vision frozen"),
-    Entry("dense", "cp2", ("mixed",), {"freeze": ("aligner",)}, "aligner frozen"),
-    Entry("dense", "pp2", ("mixed",), {"freeze": ("language",)}, "language frozen"),
-    Entry(
+    MatrixRow("dense", "tp2+sp", ("mixed",), {"freeze": ("vision",)}, "vision frozen"),
+    MatrixRow("dense", "cp2", ("mixed",), {"freeze": ("aligner",)}, "aligner frozen"),
+    MatrixRow("dense", "pp2", ("mixed",), {"freeze": ("language",)}, "language frozen"),
+    MatrixRow(
         "moe",
         "ep2xdp2",
         ("mixed",),
         {"freeze": (r".*\.mlp\.router", r"visual\.blocks\.1\."), "overlap": True},
         "patterns frozen, overlap",
     ),
-    Entry("dense", "single", EVERY, {"dtype": "bf16"}, "bf16"),
-    Entry("dense", "tp2xpp2+sp", ("mixed", "packed"), {"dtype": "bf16"}, "bf16"),
-    Entry("moe-all", "single", ("mixed", "packed"), {"dtype": "bf16"}, "bf16"),
-    Entry("moe-all", "tp2xep2+sp", ("mixed", "packed"), {"dtype": "bf16"}, "bf16"),
+    MatrixRow("dense", "single", EVERY, {"dtype": "bf16"}, "bf16"),
+    MatrixRow("dense", "tp2xpp2+sp", ("mixed", "packed"), {"dtype": "bf16"}, "bf16"),
+    MatrixRow("moe-all", "single", ("mixed", "packed"), {"dtype": "bf16"}, "bf16"),
+    MatrixRow("moe-all", "tp2xep2+sp", ("mixed", "packed"), {"dtype": "bf16"}, "bf16"),
 )
 
 
 class Matrix:
-    """Runs entries; tiny checkpoints and references are made once.
+    """Runs rows; tiny checkpoints and references are made once.
 
     Args:
         folder: where the checkpoints go.
@@ -168,70 +183,70 @@ class Matrix:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._checkpoints: dict[tuple[str, str], Checkpoint] = {}
+        self._references: dict[tuple[str, str], CachedReference] = {}
 
-    def run(self, entry: Entry, timeout: float = 120.0) -> Report:
-        """Compare one entry; fp32 entries that freeze nothing take an optimizer step too."""
-        options = dict(entry.options)
+    def run(self, row: MatrixRow, timeout: float = 120.0) -> Report:
+        """Compare one row; fp32 rows that freeze nothing take an optimizer step too."""
+        options = dict(row.options)
         dtype = options.setdefault("dtype", "fp32")
         if dtype == "fp32":
             options.setdefault("adamw", AdamW())
-        case = Case(Layout.parse(entry.layout), **options)
-        checkpoint = self.checkpoint(entry.model, dtype)
+        case = Case(Layout.parse(row.layout), **options)
+        reference = self.reference(row.model, dtype)
         tolerances = None
         if dtype == "bf16":
-            exact = self.checkpoint(entry.model)
-            tolerances = half_precision_tolerances(checkpoint, exact, case, entry.batches)
-        report = verify(checkpoint, case, entry.batches, tolerances=tolerances, timeout=timeout)
-        report.title = f"{entry} against Hugging Face"
+            exact = self.reference(row.model)
+            tolerances = half_precision_tolerances(reference, exact, case, row.batches)
+        report = compare_case(reference, case, row.batches, tolerances=tolerances, timeout=timeout)
+        report.title = f"{row} against Hugging Face"
         return report
 
-    def checkpoint(self, model: str, dtype: str = "fp32") -> Checkpoint:
+    def reference(self, model: str, dtype: str = "fp32") -> CachedReference:
         """The tiny checkpoint of this model, with a reference in `dtype`."""
-        if (model, dtype) not in self._checkpoints:
+        if (model, dtype) not in self._references:
             path = self._folder / model
             if not path.exists():
                 write_tiny_checkpoint(path, **MODELS[model])
-            self._checkpoints[model, dtype] = Checkpoint(path, dtype)
-        return self._checkpoints[model, dtype]
+            self._references[model, dtype] = CachedReference(path, dtype)
+        return self._references[model, dtype]
 
 
 def parity_matrix(
     folder: Path,
-    entries: Iterable[Entry] = MATRIX,
+    rows: Iterable[MatrixRow] = MATRIX,
     *,
-    progress: Callable[[Entry, Report], None] = lambda entry, report: None,
-) -> list[tuple[Entry, Report]]:
+    progress: Callable[[MatrixRow, Report], None] = lambda row, report: None,
+) -> list[tuple[MatrixRow, Report]]:
     """Run the matrix.
 
     Args:
         folder: scratch directory for tiny checkpoints.
-        entries: what to run.
-        progress: called after each entry.
+        rows: what to run.
+        progress: called after each row.
     """
     matrix = Matrix(folder)
     results = []
-    for entry in entries:
-        report = matrix.run(entry)
-        progress(entry, report)
-        results.append((entry, report))
+    for row in rows:
+        report = matrix.run(row)
+        progress(row, report)
+        results.append((row, report))
     return results
 
 
-def markdown(results: Sequence[tuple[Entry, Report]]) -> str:
+def markdown(results: Sequence[tuple[MatrixRow, Report]]) -> str:
     """The table: a row for each layout, a column for each batch, and the optimizer step.
 
     A cell holds the worst relative errors of logits / loss / gradients in units of 1e-6.
     """
-    rows = [
+    lines = [
         "| model | layout | " + " | ".join([*EVERY, "step"]) + " |",
         "|---|---|" + "---|" * (len(EVERY) + 1),
     ]
-    for entry, report in results:
-        layout = entry.layout + (f", {entry.note}" if entry.note else "")
+    for row, report in results:
+        layout = row.layout + (f", {row.note}" if row.note else "")
         cells = [_cell(report, batch) for batch in EVERY]
-        rows.append(f"| {entry.model} | {layout} | " + " | ".join([*cells, _step(report)]) + " |")
-    return "\n".join(rows) + "\n"
+        lines.append(f"| {row.model} | {layout} | " + " | ".join([*cells, _step(report)]) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def _cell(report: Report, batch: str) -> str:

@@ -121,8 +121,8 @@ class Reference:
         shape = micro.input_ids.shape
         logits = torch.zeros(*shape, self.architecture.vocab_size)
         losses, valid = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
-        for place in micro.places:
-            sample = place.sample
+        for span in micro.spans:
+            sample = span.sample
             with torch.set_grad_enabled(gradients):
                 output = self._forward(sample)
                 of_sample = output.logits[0]  # (L, V)
@@ -132,9 +132,9 @@ class Reference:
             if gradients:
                 loss = (of_tokens * sample.loss_mask.to(self.device)).sum()
                 ((loss + self.added_loss(output)) * scale).backward()
-            logits[place.tokens] = of_sample.detach().float().cpu()
-            losses[place.tokens] = of_tokens.detach().cpu()
-            valid[place.tokens] = True
+            logits[span.tokens] = of_sample.detach().float().cpu()
+            losses[span.tokens] = of_tokens.detach().cpu()
+            valid[span.tokens] = True
         return logits, losses, valid
 
     def added_loss(self, output: Any) -> Tensor | float:

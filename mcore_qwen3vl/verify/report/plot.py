@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from itertools import groupby
 
-from mcore_qwen3vl.verify.report.compare import Finding
+from mcore_qwen3vl.verify.report.measurement import Finding
 from mcore_qwen3vl.verify.report.result import Report
 
 WIDTH, HEIGHT = 1040, 260
@@ -22,7 +22,7 @@ CEILING = 1e3
 
 
 @dataclass(frozen=True)
-class Point:
+class PlotPoint:
     x: float
     y: float
     limit: float | None  # None: bitwise, for which there is no place on a logarithmic axis
@@ -44,7 +44,7 @@ class Plot:
     """One part's relative errors; y is logarithmic."""
 
     title: str
-    points: list[Point]
+    points: list[PlotPoint]
     bands: list[Band]
     decades: list[tuple[float, str]]  # y and label of the grid lines
 
@@ -100,7 +100,7 @@ def _plot(title: str, found: list[Finding]) -> Plot:
         return HEIGHT - BOTTOM - min(max(share, 0.0), 1.0) * (HEIGHT - BOTTOM - TOP)
 
     points = [
-        Point(LEFT + (i + 0.5) * step, y(f.error), y(f.tolerance) if f.tolerance else None, f)
+        PlotPoint(LEFT + (i + 0.5) * step, y(f.error), y(f.tolerance) if f.tolerance else None, f)
         for i, f in enumerate(found)
     ]
     every = max((high - low) // 6, 1)

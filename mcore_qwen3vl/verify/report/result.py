@@ -19,15 +19,15 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from mcore_qwen3vl.errors import CheckFailed
-from mcore_qwen3vl.verify.report.compare import Finding
 from mcore_qwen3vl.verify.report.environment import command_line, environment
+from mcore_qwen3vl.verify.report.measurement import Finding
 
 FORMAT = 2
 WORST_SHOWN = 5
 
 
 @dataclass(frozen=True)
-class Summary:
+class PartSummary:
     """All comparisons of one part.
 
     Attributes:
@@ -101,13 +101,13 @@ class Report:
         """Failures, then the nearest to their tolerance."""
         return sorted(self.findings, key=lambda finding: finding.badness, reverse=True)
 
-    def parts(self) -> dict[tuple[str, str], Summary]:
+    def parts(self) -> dict[tuple[str, str], PartSummary]:
         """By context and part, in the order in which they first appear."""
         members: dict[tuple[str, str], list[Finding]] = {}
         for finding in self.findings:
             members.setdefault((finding.context, finding.part), []).append(finding)
         return {
-            (context, part): Summary(
+            (context, part): PartSummary(
                 part,
                 context,
                 len(found),

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from mcore_qwen3vl.console import table
-from mcore_qwen3vl.verify.report.compare import Finding
+from mcore_qwen3vl.verify.report.measurement import Finding
 from mcore_qwen3vl.verify.report.result import Report
 
 

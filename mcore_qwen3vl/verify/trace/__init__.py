@@ -1,1 +1,1 @@
-"""Finding the place where two models part, and why."""
+"""Finding the probe point where two models part, and why."""

@@ -5,21 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from mcore_qwen3vl.verify.report.compare import Finding
+from mcore_qwen3vl.verify.report.measurement import Finding
 from mcore_qwen3vl.verify.report.result import Report
 
 ACTIVATIONS = "activations"
-SLOPES = "activation gradients"
+ACTIVATION_GRADIENTS = "activation gradients"
 GRADIENTS = "gradients"
 WEIGHTS = "weights"
 
 AROUND = 3
-"""Places named before and after the first that is out of bounds."""
+"""Places named before and after the first that is out of tolerance."""
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a place differs, as far as an experiment shows.
+    """Why a probe point differs, as far as an experiment shows.
 
     Attributes:
         kind: a short name, such as ``rotary base``; ``unknown`` when no experiment fits.
@@ -42,7 +42,7 @@ class Trace(Report):
     backward, then weights.
 
     Attributes:
-        first: the first place outside the expected rounding; None when all is well.
+        first: the first probe point outside the expected rounding; None when all is well.
         cause: why, when `first` is given.
         margins: by part and name, error over the rounding that float32 itself shows there.
     """
@@ -83,12 +83,12 @@ class Trace(Report):
         return notes
 
     def _around(self) -> str:
-        """The places before and after the first, and how far off they are."""
+        """The probe points before and after the first, and how far off they are."""
         path = [f for f in self.findings if f.part == ACTIVATIONS]
         if self.first not in path:
             return ""
         at = path.index(self.first)
         near = path[max(at - AROUND, 0) : at + AROUND + 1]
         return "\n".join(
-            f"{f.name}: {f.error:.1e}{'' if f.ok else ', out of bounds'}" for f in near
+            f"{f.name}: {f.error:.1e}{'' if f.ok else ', out of tolerance'}" for f in near
         )

@@ -26,8 +26,8 @@ from mcore_qwen3vl.converters.legacy.layout import Legacy
 from mcore_qwen3vl.converters.legacy.torch_load import load
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.verify.checkpoints.compare import compare_checkpoints
-from mcore_qwen3vl.verify.checkpoints.manifest import check_manifest
+from mcore_qwen3vl.verify.checkpoints.bitwise import compare_checkpoints
+from mcore_qwen3vl.verify.checkpoints.manifest_check import check_manifest
 from tests.converters.checkpoints import CASES, assert_same_files, assert_same_tensors
 
 Tiny = Callable[[str], Path]

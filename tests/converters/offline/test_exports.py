@@ -13,7 +13,7 @@ import torch
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.hf.config_file import with_layout
-from mcore_qwen3vl.verify.checkpoints.compare import TENSORS, compare_checkpoints
+from mcore_qwen3vl.verify.checkpoints.bitwise import TENSORS, compare_checkpoints
 from tests.converters.checkpoints import assert_same_tensors, load
 
 Tiny = Callable[[str], Path]

@@ -23,7 +23,8 @@ from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training.arguments.parser import validate
 from mcore_qwen3vl.training.checkpoints.legacy import check_legacy
-from mcore_qwen3vl.verify.curves.run import Job, layout_flags, numbers_of, train
+from mcore_qwen3vl.verify.curves.curve import numbers_of
+from mcore_qwen3vl.verify.curves.job import Job, layout_flags, train
 from tests.converters.checkpoints import assert_same_tensors
 from tests.converters.ranks import build_chunks, check_chunks
 

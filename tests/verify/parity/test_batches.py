@@ -10,7 +10,7 @@ from mcore_qwen3vl.verify.parity.matrix import Matrix
 
 @pytest.fixture(scope="module")
 def architecture(matrix: Matrix) -> Architecture:
-    return matrix.checkpoint("dense").architecture
+    return matrix.reference("dense").architecture
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -45,12 +45,12 @@ def test_the_last_ranks_of_imageless_have_no_image(architecture):
 
 def test_every_sample_of_a_pack_starts_where_cu_seqlens_says(architecture):
     for micro in build_batch("packed", architecture, multiple=4).micro_batches:
-        starts = [place.start for place in micro.places]
+        starts = [span.start for span in micro.spans]
         assert micro.cu_seqlens.tolist()[:-2] == starts
         assert micro.cu_seqlens[-1] == micro.input_ids.shape[1] > micro.cu_seqlens[-2]
-        for place in micro.places:
-            assert torch.equal(micro.input_ids[place.tokens], place.sample.input_ids)
-            assert micro.loss_mask[0, place.start + len(place.sample.input_ids) - 1] == 0
+        for span in micro.spans:
+            assert torch.equal(micro.input_ids[span.tokens], span.sample.input_ids)
+            assert micro.loss_mask[0, span.start + len(span.sample.input_ids) - 1] == 0
 
 
 def test_the_same_name_gives_the_same_content(architecture):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mcore_qwen3vl.cli import main
-from mcore_qwen3vl.verify.parity import verify
+from mcore_qwen3vl.verify.parity import comparison
 from mcore_qwen3vl.verify.parity.matrix import Matrix
 
 
@@ -22,12 +22,12 @@ def run(*arguments: Any) -> int:
 def test_a_layout_that_holds_and_one_that_does_not(
     matrix: Matrix, tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
-    asked = (matrix.checkpoint("dense").path, "--tp", 2, "--sp", "--batches", "image")
+    asked = (matrix.reference("dense").path, "--tp", 2, "--sp", "--batches", "image")
     assert run(*asked, "--no-gradients", "--json", "-", "--report", tmp_path) == 0
     report = json.loads(capsys.readouterr().out)
     assert report == json.loads((tmp_path / "report.json").read_text())
     assert (report["ok"], report["environment"]["layout"]) == (True, "tp2+sp")
-    monkeypatch.setattr(verify, "TOLERANCE", 1e-9)
+    monkeypatch.setattr(comparison, "TOLERANCE", 1e-9)
     assert run(*asked, "--no-gradients", "--report", tmp_path) == 1
     printed = capsys.readouterr()
     assert "logits all (image): relative error" in printed.out
@@ -36,5 +36,5 @@ def test_a_layout_that_holds_and_one_that_does_not(
 
 
 def test_a_layout_that_cannot_be(matrix: Matrix, capsys: Any) -> None:
-    assert run(matrix.checkpoint("dense").path, "--pp", 3) == 2
+    assert run(matrix.reference("dense").path, "--pp", 3) == 2
     assert "PP" in capsys.readouterr().err

@@ -7,23 +7,23 @@ import pytest
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.verify.parity.batches import RECIPES
-from mcore_qwen3vl.verify.parity.matrix import MATRIX, Entry, Matrix
-from mcore_qwen3vl.verify.parity.verify import verify_parity
+from mcore_qwen3vl.verify.parity.comparison import verify_parity
+from mcore_qwen3vl.verify.parity.matrix import MATRIX, Matrix, MatrixRow
 
 
-@pytest.mark.parametrize("entry", MATRIX, ids=str)
-def test_equals_hugging_face(matrix: Matrix, entry: Entry) -> None:
-    report = matrix.run(entry)
+@pytest.mark.parametrize("row", MATRIX, ids=str)
+def test_equals_hugging_face(matrix: Matrix, row: MatrixRow) -> None:
+    report = matrix.run(row)
     report.require()
     compared = {part for _, part in report.parts()}
     expected = {"logits", "loss", "gradients"}
-    if "freeze" not in entry.options and entry.options.get("dtype") != "bf16":
+    if "freeze" not in row.options and row.options.get("dtype") != "bf16":
         expected |= {"parameters", "gradient norm"}
     assert compared == expected
 
 
 def test_the_matrix_has_every_layout_and_every_batch() -> None:
-    layouts = [Layout.parse(entry.layout) for entry in MATRIX]
+    layouts = [Layout.parse(row.layout) for row in MATRIX]
     sizes = {(name, getattr(x, name)) for x in layouts for name in ("tp", "pp", "cp", "ep", "dp")}
     assert sizes >= {("tp", 4), ("pp", 4), ("cp", 4), ("ep", 4), ("dp", 4)}
     assert sizes >= {(name, n) for name in ("tp", "pp", "cp", "ep", "dp") for n in (1, 2)}
@@ -53,7 +53,7 @@ def test_the_matrix_has_every_layout_and_every_batch() -> None:
 def test_a_frozen_parameter_has_no_gradient_and_the_others_keep_theirs(
     matrix: Matrix, frozen: tuple[str, ...], gone: str, kept: str
 ) -> None:
-    report = matrix.run(Entry("dense", "pp2", ("mixed",), {"freeze": frozen}))
+    report = matrix.run(MatrixRow("dense", "pp2", ("mixed",), {"freeze": frozen}))
     report.require()
     names = {finding.name for finding in report.findings if finding.part == "gradients"}
     assert gone not in names
@@ -61,7 +61,7 @@ def test_a_frozen_parameter_has_no_gradient_and_the_others_keep_theirs(
 
 
 def test_verify_parity_judges_a_checkpoint(matrix: Matrix) -> None:
-    path = matrix.checkpoint("dense").path
+    path = matrix.reference("dense").path
     report = verify_parity(path, Layout(tp=2, sp=True), ["image"], timeout=60)
     assert report.ok
     assert {part for _, part in report.parts()} == {
@@ -76,7 +76,7 @@ def test_verify_parity_judges_a_checkpoint(matrix: Matrix) -> None:
 
 
 def test_what_cannot_run_is_refused_before_it_starts(matrix: Matrix) -> None:
-    path = matrix.checkpoint("dense").path
+    path = matrix.reference("dense").path
     with pytest.raises(BadInput, match="8 attention heads cannot be divided over TP 3"):
         verify_parity(path, Layout(tp=3), ["text"])
     with pytest.raises(BadInput, match="no batch called 'nonsense'"):

@@ -19,9 +19,10 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancin
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
+from mcore_qwen3vl.verify.parity.cached_reference import CachedReference
 from mcore_qwen3vl.verify.parity.case import Case
+from mcore_qwen3vl.verify.parity.comparison import compare_case
 from mcore_qwen3vl.verify.parity.reference import Reference
-from mcore_qwen3vl.verify.parity.verify import Checkpoint, verify
 
 AUX, Z = 0.3, 0.05
 """Far above practice, so that an error in them is an error in the gradients."""
@@ -41,7 +42,7 @@ class WithRouterLosses(Reference):
         return self.aux * balance * tokens + self.z * z
 
 
-class CheckpointWithRouterLosses(Checkpoint):
+class CachedReferenceWithRouterLosses(CachedReference):
     def __init__(self, path: Path, aux: float, z: float) -> None:
         super().__init__(path)
         self._reference = WithRouterLosses(path)
@@ -57,12 +58,12 @@ def one_moe_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(path: Path, layout: str, aux: float, z: float, batches: list[str]) -> Any:
     config = {}
     if aux:  # Megatron's definition divides by top-k
-        top_k = Checkpoint(path).architecture.num_experts_per_tok
+        top_k = CachedReference(path).architecture.num_experts_per_tok
         config["moe_aux_loss_coeff"] = aux * top_k
     if z:
         config["moe_z_loss_coeff"] = z
     case = Case(Layout.parse(layout), config=config)
-    return verify(CheckpointWithRouterLosses(path, aux, z), case, batches)
+    return compare_case(CachedReferenceWithRouterLosses(path, aux, z), case, batches)
 
 
 LAYOUTS = ["single", "tp2+sp", "cp2xep2", "ep2xdp2", "pp2xep2xdp2"]
@@ -94,9 +95,9 @@ def test_padding_in_the_z_loss_would_be_seen(one_moe_layer, monkeypatch):
 
 @pytest.mark.parametrize("loss", ["aux", "z"])
 def test_a_wrong_coefficient_would_be_seen(one_moe_layer, loss):
-    checkpoint = CheckpointWithRouterLosses(one_moe_layer, 0.0, 0.0)
-    setattr(checkpoint.reference, loss, 1e-3)
-    report = verify(checkpoint, Case(Layout()), ["mixed"])
+    reference = CachedReferenceWithRouterLosses(one_moe_layer, 0.0, 0.0)
+    setattr(reference.reference, loss, 1e-3)
+    report = compare_case(reference, Case(Layout()), ["mixed"])
     assert any("mlp.gate.weight" in failure.name for failure in report.failures)
 
 
@@ -114,7 +115,7 @@ def test_several_layers_are_balanced_one_by_one(tmp_path):
         ]
         return torch.stack(losses).sum() * AUX * len(output.router_logits[0])
 
-    checkpoint = CheckpointWithRouterLosses(path, AUX, 0.0)
-    checkpoint.reference.added_loss = layer_by_layer.__get__(checkpoint.reference)
-    top_k = checkpoint.architecture.num_experts_per_tok
-    verify(checkpoint, Case(config={"moe_aux_loss_coeff": AUX * top_k}), ["mixed"]).require()
+    reference = CachedReferenceWithRouterLosses(path, AUX, 0.0)
+    reference.reference.added_loss = layer_by_layer.__get__(reference.reference)
+    top_k = reference.architecture.num_experts_per_tok
+    compare_case(reference, Case(config={"moe_aux_loss_coeff": AUX * top_k}), ["mixed"]).require()

@@ -17,11 +17,14 @@ from megatron.core.transformer import transformer_block
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model import attention, decoder, fusion, qwen3vl, transformer_config, vision
 from mcore_qwen3vl.runtime.launch import RanksFailed
-from mcore_qwen3vl.verify.parity.matrix import UNIFORM, Entry, Matrix
+from mcore_qwen3vl.verify.parity.matrix import UNIFORM, Matrix, MatrixRow
 from mcore_qwen3vl.verify.report.result import Report
 
 FAR_OFF = 1e-2
 """Far above the tolerance: each mistake is a gross one, and is seen as such."""
+
+HANGS = 5.0
+"""Seconds to wait for ranks that may wait for one another for ever; right ones need half of one."""
 
 
 def worst(report: Report, part: str, name: str = "") -> float:
@@ -40,7 +43,7 @@ def test_vision_replicated_over_tp_without_a_sum(matrix: Matrix, monkeypatch: An
             parameter.sequence_parallel = False
 
     monkeypatch.setattr(vision.VisionTower, "__init__", unmarked)
-    report = matrix.run(Entry("dense", "tp2+sp", ("image",)))
+    report = matrix.run(MatrixRow("dense", "tp2+sp", ("image",)))
     assert worst(report, "gradients", "visual") > FAR_OFF
     assert worst(report, "logits") < 2e-5
 
@@ -54,7 +57,7 @@ def test_deepstack_by_gathering_adding_and_scattering(matrix: Matrix, monkeypatc
         return mappings.scatter_to_sequence_parallel_region(whole)
 
     monkeypatch.setattr(fusion.DeepStack, "add_to", gathered)
-    report = matrix.run(Entry("dense", "tp2+sp", ("image",)))
+    report = matrix.run(MatrixRow("dense", "tp2+sp", ("image",)))
     assert worst(report, "gradients") > FAR_OFF
     assert worst(report, "logits") < 2e-5
 
@@ -67,7 +70,7 @@ def test_features_gathered_without_reducing_backward(matrix: Matrix, monkeypatch
         return gather(features, tensor_parallel_output_grad=False, group=group)
 
     monkeypatch.setattr(vision, "gather_from_sequence_parallel_region", slicing)
-    report = matrix.run(Entry("dense", "cp2", ("images",)))
+    report = matrix.run(MatrixRow("dense", "cp2", ("images",)))
     assert worst(report, "gradients", "visual") > FAR_OFF
     assert worst(report, "logits") < 2e-5
 
@@ -85,8 +88,8 @@ def test_features_placed_batch_first(matrix: Matrix, monkeypatch: Any) -> None:
         return fusion.FusionPlan(made.rows, batch * len(positions) + local)
 
     monkeypatch.setattr(qwen3vl, "plan_fusion", batch_first)
-    matrix.run(Entry("dense", "single", ("image",))).require()
-    report = matrix.run(Entry("dense", "single", ("padded",)))
+    matrix.run(MatrixRow("dense", "single", ("image",))).require()
+    report = matrix.run(MatrixRow("dense", "single", ("padded",)))
     assert worst(report, "logits") > FAR_OFF
 
 
@@ -101,9 +104,9 @@ def test_a_rank_without_image_that_skips_the_tower(matrix: Matrix, monkeypatch: 
         return empty, [empty for _ in self.config.deepstack_visual_indexes]
 
     monkeypatch.setattr(vision.VisionTower, "forward", skipping)
-    entry = Entry("dense", "dp2", ("imageless",), {"overlap": True})
+    row = MatrixRow("dense", "dp2", ("imageless",), {"overlap": True})
     with pytest.raises(RanksFailed):
-        matrix.run(entry, timeout=15)
+        matrix.run(row, timeout=HANGS)
 
 
 def test_padding_that_the_router_counts(matrix: Matrix, monkeypatch: Any) -> None:
@@ -112,10 +115,10 @@ def test_padding_that_the_router_counts(matrix: Matrix, monkeypatch: Any) -> Non
     Megatron balances a whole pack, for which Hugging Face has no counterpart: what is compared are
     the errors with and without the mask. The z-loss has one, see ``test_router_losses``.
     """
-    entry = Entry("moe", "single", ("packed",), {"config": {"moe_aux_loss_coeff": 0.3}})
+    row = MatrixRow("moe", "single", ("packed",), {"config": {"moe_aux_loss_coeff": 0.3}})
 
     def router() -> dict[str, Any]:
-        found = matrix.run(entry).findings
+        found = matrix.run(row).findings
         return {f.name: f.measured.error for f in found if "mlp.gate" in f.name}
 
     masked = router()
@@ -136,7 +139,7 @@ def test_samples_of_a_pack_that_see_one_another(matrix: Matrix, monkeypatch: Any
         return replace(packed, bounds=(0, packed.bounds[-1]))
 
     monkeypatch.setattr(attention.PackedSequence, "of", classmethod(unbounded))
-    assert worst(matrix.run(Entry("dense", "single", ("packed",))), "logits") > FAR_OFF
+    assert worst(matrix.run(MatrixRow("dense", "single", ("packed",))), "logits") > FAR_OFF
 
 
 def test_recompute_that_drops_deepstack(matrix: Matrix, monkeypatch: Any) -> None:
@@ -148,7 +151,7 @@ def test_recompute_that_drops_deepstack(matrix: Matrix, monkeypatch: Any) -> Non
 
     monkeypatch.setattr(transformer_block, "checkpointed_forward", dropping)
     config = {**UNIFORM, "recompute_num_layers": 2}
-    report = matrix.run(Entry("dense", "single", ("image",), {"config": config}))
+    report = matrix.run(MatrixRow("dense", "single", ("image",), {"config": config}))
     assert worst(report, "logits") > FAR_OFF
     assert worst(report, "gradients", "deepstack_merger_list") > FAR_OFF
 
@@ -164,7 +167,7 @@ def test_features_that_do_not_travel(matrix: Matrix, monkeypatch: Any) -> None:
         return torch.zeros_like(received[1])
 
     monkeypatch.setattr(qwen3vl.Qwen3VLModel, "_receive", forgetting)
-    report = matrix.run(Entry("dense", "pp4", ("image",)))
+    report = matrix.run(MatrixRow("dense", "pp4", ("image",)))
     assert worst(report, "logits") > FAR_OFF
     assert worst(report, "gradients", "deepstack_merger_list.1") > FAR_OFF
 
@@ -174,12 +177,12 @@ def test_an_interleaved_pipeline_needs_overlapped_transfers(
 ) -> None:
     """On gloo they would pair up wrongly, in silence; so it is refused."""
     config = {"overlap_p2p_comm": False, "batch_p2p_comm": True}
-    entry = Entry("dense", "pp2xvpp2", ("text",), {"config": config})
+    row = MatrixRow("dense", "pp2xvpp2", ("text",), {"config": config})
     with pytest.raises(BadInput, match="VPP 2 without overlap_p2p_comm gives wrong results"):
-        matrix.run(entry)
+        matrix.run(row)
     monkeypatch.setattr(transformer_config, "_check_interleaving", lambda fields: None)
     try:
-        report = matrix.run(entry, timeout=20)
+        report = matrix.run(row, timeout=HANGS)
     except RanksFailed:
         print("observed: the ranks hang or fail")
     else:

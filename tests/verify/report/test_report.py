@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.verify.report.compare import Finding, Measurement
+from mcore_qwen3vl.verify.report.measurement import Finding, Measurement
 from mcore_qwen3vl.verify.report.plot import POINTS, plots
 from mcore_qwen3vl.verify.report.result import Report
 from mcore_qwen3vl.verify.report.write import html, write_report

@@ -1,4 +1,4 @@
-"""Equal models pass at every place under any layout; mistakes in the code are named too."""
+"""Equal models pass at every probe point under any layout; mistakes in the code are named too."""
 
 import json
 from dataclasses import replace
@@ -15,15 +15,18 @@ from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model import fusion, rope
 from mcore_qwen3vl.verify.parity.batches import build_batch
-from mcore_qwen3vl.verify.trace import ranks
-from mcore_qwen3vl.verify.trace.places import TEXT, data_path
-from mcore_qwen3vl.verify.trace.planted import Garden
-from mcore_qwen3vl.verify.trace.result import ACTIVATIONS, GRADIENTS, SLOPES, Trace
-from mcore_qwen3vl.verify.trace.run import MARGIN, trace
+from mcore_qwen3vl.verify.trace import on_rank
+from mcore_qwen3vl.verify.trace.fault_injection import FaultInjector
+from mcore_qwen3vl.verify.trace.probe_points import TEXT, data_path
+from mcore_qwen3vl.verify.trace.reference import MARGIN
+from mcore_qwen3vl.verify.trace.result import ACTIVATION_GRADIENTS, ACTIVATIONS, GRADIENTS, Trace
+from mcore_qwen3vl.verify.trace.tracing import trace
 
 
-def traced(garden: Garden, layout: str = "single", *, moe: bool = False, **kwargs) -> Trace:
-    return trace(garden.truth(moe=moe), layout=Layout.parse(layout), **kwargs)
+def traced(
+    injector: FaultInjector, layout: str = "single", *, moe: bool = False, **kwargs
+) -> Trace:
+    return trace(injector.reference(moe=moe), layout=Layout.parse(layout), **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -40,64 +43,68 @@ def traced(garden: Garden, layout: str = "single", *, moe: bool = False, **kwarg
         ("tp2xpp2+sp", True, "text"),
     ],
 )
-def test_equal_models(garden: Garden, layout: str, moe: bool, batch: str) -> None:
-    result = traced(garden, layout, moe=moe, batch=batch, gradients=True)
+def test_equal_models(injector: FaultInjector, layout: str, moe: bool, batch: str) -> None:
+    result = traced(injector, layout, moe=moe, batch=batch, gradients=True)
     assert result.ok, [str(f) for f in result.failures[:5]]
     assert result.first is None
     assert result.cause is None
     assert max(result.margins.values()) < MARGIN / 2  # the bound has room, and is no guess
 
 
-def test_every_place_is_compared(garden: Garden) -> None:
-    result = traced(garden, "tp2+sp", moe=True, gradients=True)
+def test_every_probe_point_is_compared(injector: FaultInjector) -> None:
+    result = traced(injector, "tp2+sp", moe=True, gradients=True)
     from mcore_qwen3vl.config import Architecture
 
     names = {f.name for f in result.findings if f.part == ACTIVATIONS}
-    assert names == {p.name for p in data_path(Architecture.from_hf(garden.correct(moe=True)))}
-    slopes = {f.name for f in result.findings if f.part == SLOPES}
-    assert names - slopes == {
+    assert names == {p.name for p in data_path(Architecture.from_hf(injector.correct(moe=True)))}
+    with_gradient = {f.name for f in result.findings if f.part == ACTIVATION_GRADIENTS}
+    assert names - with_gradient == {
         "model.visual.rotary_pos_emb",  # computed from positions alone
         f"{TEXT}.rotary_emb",
     }
     assert any(f.part == GRADIENTS for f in result.findings)
 
 
-def test_a_place_that_nobody_saw_fails(garden: Garden, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = ranks.taps
+def test_a_probe_point_that_nobody_saw_fails(
+    injector: FaultInjector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = on_rank.hooks_of
 
-    def without_head(chunk, places):
-        return (t for t in original(chunk, places) if t.cuts[0].place != "lm_head")
+    def without_head(chunk, points):
+        return (t for t in original(chunk, points) if t.columns[0].point != "lm_head")
 
-    monkeypatch.setattr(ranks, "taps", without_head)
-    result = traced(garden)
+    monkeypatch.setattr(on_rank, "hooks_of", without_head)
+    result = traced(injector)
     assert not result.ok
     assert [f.name for f in result.failures] == ["lm_head"]
 
 
-def test_missing_deepstack_in_the_code(garden: Garden, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_deepstack_in_the_code(
+    injector: FaultInjector, monkeypatch: pytest.MonkeyPatch
+) -> None:
     add_to = fusion.DeepStack.add_to
     monkeypatch.setattr(
         fusion.DeepStack,
         "add_to",
         lambda self, layer, hidden: hidden if layer == 1 else add_to(self, layer, hidden),
     )
-    result = traced(garden, "tp2+sp")
+    result = traced(injector, "tp2+sp")
     assert (result.first.name, result.cause.kind) == (f"{TEXT}.layers.1", "missing DeepStack")
 
 
 def test_features_at_the_wrong_placeholders(
-    garden: Garden, monkeypatch: pytest.MonkeyPatch
+    injector: FaultInjector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fuse = fusion.fuse
     monkeypatch.setattr(
         "mcore_qwen3vl.model.qwen3vl.fuse",
         lambda embeddings, features, plan: fuse(embeddings, features.flip(0), plan),
     )
-    result = traced(garden)
+    result = traced(injector)
     assert (result.first.name, result.cause.kind) == (f"{TEXT}.inputs_embeds", "feature order")
 
 
-def test_chunked_mrope(garden: Garden, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_mrope(injector: FaultInjector, monkeypatch: pytest.MonkeyPatch) -> None:
     init = rope.InterleavedMRoPE.__init__
 
     def chunked(self, head_dim, base, section):
@@ -105,19 +112,21 @@ def test_chunked_mrope(garden: Garden, monkeypatch: pytest.MonkeyPatch) -> None:
         self.axis = torch.repeat_interleave(torch.arange(3), torch.tensor(section))
 
     monkeypatch.setattr(rope.InterleavedMRoPE, "__init__", chunked)
-    cause = traced(garden).cause
+    cause = traced(injector).cause
     assert cause.kind == "mrope interleaving"
     assert "ttttthhhhwww" in cause.explanation
 
 
-def test_queries_and_keys_not_turned(garden: Garden, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queries_and_keys_not_turned(
+    injector: FaultInjector, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rope, "apply_rotary_pos_emb", lambda x, *args, **kwargs: x)
-    result = traced(garden)
+    result = traced(injector)
     assert result.first.name == f"{TEXT}.layers.0.self_attn.o_proj:input"
     assert result.cause.kind == "rotary not applied"
 
 
-def test_gradient_too_large_by_tp(garden: Garden, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_too_large_by_tp(injector: FaultInjector, monkeypatch: pytest.MonkeyPatch) -> None:
     """The activations are right; what comes back through DeepStack is twice as much."""
     add_to = fusion.DeepStack.add_to
 
@@ -126,31 +135,33 @@ def test_gradient_too_large_by_tp(garden: Garden, monkeypatch: pytest.MonkeyPatc
         return add_to(replace(self, features=twice), layer, hidden)
 
     monkeypatch.setattr(fusion.DeepStack, "add_to", doubled)
-    result = traced(garden, "tp2+sp", gradients=True)
-    assert result.first.part == SLOPES
+    result = traced(injector, "tp2+sp", gradients=True)
+    assert result.first.part == ACTIVATION_GRADIENTS
     assert result.first.name == "model.visual.deepstack_merger_list.2"
     assert result.cause.kind == "gradient scale"
     assert "which is TP" in result.cause.explanation
 
 
-def test_unknown_causes_are_called_so(garden: Garden, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_causes_are_called_so(
+    injector: FaultInjector, monkeypatch: pytest.MonkeyPatch
+) -> None:
     apply = rope.apply_rotary_pos_emb
     monkeypatch.setattr(
         rope, "apply_rotary_pos_emb", lambda x, *a, **k: apply(x, *a, **k) * (1 + 0.01 * x.sin())
     )
-    result = traced(garden)
+    result = traced(injector)
     assert result.cause.kind == "unknown"
     assert not result.cause.confirmed
     with pytest.raises(CheckFailed, match="o_proj:input"):
         result.require()
 
 
-def test_models_of_different_shape(garden: Garden, tmp_path: Path) -> None:
+def test_models_of_different_shape(injector: FaultInjector, tmp_path: Path) -> None:
     from mcore_qwen3vl.converters.convert import hf_to_mcore
 
-    hf_to_mcore(garden.correct(moe=True), tmp_path / "mcore")
+    hf_to_mcore(injector.correct(moe=True), tmp_path / "mcore")
     with pytest.raises(BadInput, match="num_experts"):
-        trace(garden.correct(moe=False), tmp_path / "mcore")
+        trace(injector.correct(moe=False), tmp_path / "mcore")
 
 
 def app() -> typer.Typer:
@@ -159,9 +170,9 @@ def app() -> typer.Typer:
     return made
 
 
-def test_command_with_image(garden: Garden, tmp_path: Path) -> None:
+def test_command_with_image(injector: FaultInjector, tmp_path: Path) -> None:
     Image.effect_noise((64, 40), 90).convert("RGB").save(tmp_path / "a.png")
-    arguments = [str(garden.correct(moe=False)), "--image", str(tmp_path / "a.png")]
+    arguments = [str(injector.correct(moe=False)), "--image", str(tmp_path / "a.png")]
     arguments += ["--prompt", "What is it?", "--tp", "2", "--sp"]
     arguments += ["--report", str(tmp_path / "report"), "--json", str(tmp_path / "out.json")]
     result = CliRunner().invoke(app(), arguments, catch_exceptions=False)
@@ -171,10 +182,10 @@ def test_command_with_image(garden: Garden, tmp_path: Path) -> None:
     assert "PASSED" in (tmp_path / "report" / "report.html").read_text()
 
 
-def test_command_refuses_what_is_no_image(garden: Garden, tmp_path: Path) -> None:
+def test_command_refuses_what_is_no_image(injector: FaultInjector, tmp_path: Path) -> None:
     (tmp_path / "a.png").write_text("text")
     arguments = [
-        str(garden.correct(moe=False)),
+        str(injector.correct(moe=False)),
         "--image",
         str(tmp_path / "a.png"),
         "--prompt",
@@ -184,9 +195,9 @@ def test_command_refuses_what_is_no_image(garden: Garden, tmp_path: Path) -> Non
         CliRunner().invoke(app(), arguments, catch_exceptions=False)
 
 
-def test_batches_come_from_the_parity_recipes(garden: Garden) -> None:
+def test_batches_come_from_the_parity_recipes(injector: FaultInjector) -> None:
     from mcore_qwen3vl.config import Architecture
 
-    architecture = Architecture.from_hf(garden.correct(moe=False))
+    architecture = Architecture.from_hf(injector.correct(moe=False))
     micro = build_batch("images", architecture).micro_batches[0]
-    assert traced(garden, micro=micro).ok
+    assert traced(injector, micro=micro).ok

@@ -1,8 +1,8 @@
-"""Why a place differs, found by experiment.
+"""Why a probe point differs, found by experiment.
 
-Everything before the first place out of bounds agrees, so its inputs are Hugging Face's. Each
-experiment assumes one mistake, computes the place again from those inputs, and compares the outcome
-with what mcore computed. A cause is named when they agree within the place's rounding.
+Everything before the first point out of tolerance agrees, so its inputs are Hugging Face's. Each
+experiment assumes one mistake, computes the point again from those inputs, and compares the outcome
+with what mcore computed. A cause is named when they agree within the point's rounding.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mcore_qwen3vl.verify.trace.causes.attention import find_attention_cause
+from mcore_qwen3vl.verify.trace.causes.divergence import Divergence
 from mcore_qwen3vl.verify.trace.causes.fusion import find_deepstack_cause, find_fusion_cause
 from mcore_qwen3vl.verify.trace.causes.gradients import find_gradient_cause
 from mcore_qwen3vl.verify.trace.causes.norms import find_norm_cause
 from mcore_qwen3vl.verify.trace.causes.precision import find_precision_cause
 from mcore_qwen3vl.verify.trace.causes.rotary import find_rotary_cause
 from mcore_qwen3vl.verify.trace.causes.router import find_router_cause
-from mcore_qwen3vl.verify.trace.causes.scene import Scene
 from mcore_qwen3vl.verify.trace.causes.vision import find_vision_cause
 from mcore_qwen3vl.verify.trace.causes.weights import find_weight_cause
 from mcore_qwen3vl.verify.trace.result import Cause
 
-EXPERIMENTS: tuple[Callable[[Scene], Cause | None], ...] = (
+EXPERIMENTS: tuple[Callable[[Divergence], Cause | None], ...] = (
     find_gradient_cause,
     find_weight_cause,
     find_rotary_cause,
@@ -33,22 +33,22 @@ EXPERIMENTS: tuple[Callable[[Scene], Cause | None], ...] = (
     find_vision_cause,
     find_precision_cause,
 )
-"""In the order in which they are tried; each declines places that it knows nothing about."""
+"""In the order in which they are tried; each declines probe points that it knows nothing about."""
 
 
-def find_cause(scene: Scene) -> Cause:
+def find_cause(divergence: Divergence) -> Cause:
     """The first experiment whose outcome agrees with what mcore computed."""
     for experiment in EXPERIMENTS:
-        cause = experiment(scene)
+        cause = experiment(divergence)
         if cause is not None:
             return cause
     return Cause(
         "unknown",
-        f"The inputs of {scene.name} and its weights agree with Hugging Face's; what it computes "
-        "from them does not.",
+        f"The inputs of {divergence.name} and its weights agree with Hugging Face's; what it "
+        "computes from them does not.",
         f"{len(EXPERIMENTS)} kinds of experiments were made; none gave what mcore computed.",
         confirmed=False,
     )
 
 
-__all__ = ["EXPERIMENTS", "Scene", "find_cause"]
+__all__ = ["EXPERIMENTS", "Divergence", "find_cause"]

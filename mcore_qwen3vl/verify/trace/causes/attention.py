@@ -7,18 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_qwen3vl.verify.trace.causes.scene import Scene
+from mcore_qwen3vl.verify.trace.causes.divergence import Divergence
 from mcore_qwen3vl.verify.trace.result import Cause
 
 
-def find_attention_cause(scene: Scene) -> Cause | None:
+def find_attention_cause(divergence: Divergence) -> Cause | None:
     """No causal mask, no rotary embedding, another scale."""
-    place = scene.forward
-    if place is None or not place.name.endswith("self_attn.o_proj:input"):
+    point = divergence.forward
+    if point is None or not point.name.endswith("self_attn.o_proj:input"):
         return None
-    module: Any = scene.model.get_submodule(place.module.rpartition(".")[0])
+    module: Any = divergence.model.get_submodule(point.module.rpartition(".")[0])
     right = module.scaling
-    per_head = scene.truth.hidden_size // scene.truth.num_attention_heads
+    per_head = divergence.architecture.hidden_size // divergence.architecture.num_attention_heads
     scales = {1.0: "no scale", per_head**-0.5: "1 / sqrt(hidden_size / heads)"}
     experiments = [
         ("causal mask", "Every token sees those after it.", {"attention_mask": None}, right),
@@ -36,25 +36,27 @@ def find_attention_cause(scene: Scene) -> Cause | None:
     for kind, sentence, changes, scale in experiments:
         module.scaling = scale
         try:
-            outcome = _attend(scene, module, changes)
+            outcome = _attend(divergence, module, changes)
         finally:
             module.scaling = right
-        if scene.explains(outcome):
-            return Cause(kind, sentence, scene.evidence("Attention computed that way", outcome))
+        if divergence.explains(outcome):
+            return Cause(
+                kind, sentence, divergence.evidence("Attention computed that way", outcome)
+            )
     return None
 
 
 @torch.no_grad()
-def _attend(scene: Scene, module: Any, changes: dict[str, Any]) -> Tensor:
+def _attend(divergence: Divergence, module: Any, changes: dict[str, Any]) -> Tensor:
     """What goes into the output projection when the module is called with `changes`."""
-    place = scene.place
-    assert place is not None
+    point = divergence.point
+    assert point is not None
     kept: list[Tensor] = []
     hook = module.o_proj.register_forward_pre_hook(lambda _, args: kept.append(args[0]))
-    name = place.module.rpartition(".")[0]
-    count = len(scene.recording.micro.places)
+    name = point.module.rpartition(".")[0]
+    count = len(divergence.recording.micro.spans)
     try:
-        for args, kwargs, _ in scene.recording.calls[name][:count]:
+        for args, kwargs, _ in divergence.recording.calls[name][:count]:
             changed = {**kwargs, **changes}
             if changed.get("position_embeddings", ()) is None:
                 cosine, sine = kwargs["position_embeddings"]
@@ -63,4 +65,4 @@ def _attend(scene: Scene, module: Any, changes: dict[str, Any]) -> Tensor:
             module(*args, **changed)
     finally:
         hook.remove()
-    return scene.recording.assemble(place, kept)
+    return divergence.recording.assemble(point, kept)

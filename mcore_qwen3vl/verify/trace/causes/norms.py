@@ -8,57 +8,59 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_qwen3vl.verify.trace.causes.scene import Scene
+from mcore_qwen3vl.verify.trace.causes.divergence import Divergence
 from mcore_qwen3vl.verify.trace.recording import replay
 from mcore_qwen3vl.verify.trace.result import Cause
 
 EPSILON_NAMES = ("variance_epsilon", "eps")
 
 
-def find_norm_cause(scene: Scene) -> Cause | None:
+def find_norm_cause(divergence: Divergence) -> Cause | None:
     """Another epsilon, or no norm at all."""
-    place = scene.forward
-    if place is None or place.side == "input":
+    point = divergence.forward
+    if point is None or point.side == "input":
         return None
-    module: Any = scene.model.get_submodule(place.module)
+    module: Any = divergence.model.get_submodule(point.module)
     attribute = next((n for n in EPSILON_NAMES if hasattr(module, n)), None)
     if attribute is None:
         return None
-    calls = scene.recording.calls[place.module]
-    inputs = scene.recording.assemble(place, [args[0] for args, _, _ in calls][: _samples(scene)])
-    if scene.explains(inputs):
+    calls = divergence.recording.calls[point.module]
+    inputs = divergence.recording.assemble(
+        point, [args[0] for args, _, _ in calls][: _samples(divergence)]
+    )
+    if divergence.explains(inputs):
         return Cause(
             "missing norm",
-            f"{scene.name} passes its input on unchanged.",
-            scene.evidence("The input", inputs),
+            f"{divergence.name} passes its input on unchanged.",
+            divergence.evidence("The input", inputs),
         )
     right = float(getattr(module, attribute))
-    for epsilon in _candidates(_solve(scene, module, inputs.flatten(0, -2)[scene.rows])):
+    for epsilon in _candidates(_solve(divergence, module, inputs.flatten(0, -2)[divergence.rows])):
         try:
             setattr(module, attribute, epsilon)
-            outcome = replay(scene.model, scene.recording, place)
+            outcome = replay(divergence.model, divergence.recording, point)
         finally:
             setattr(module, attribute, right)
-        if epsilon != right and scene.explains(outcome):
+        if epsilon != right and divergence.explains(outcome):
             return Cause(
                 "norm epsilon",
-                f"{scene.name} adds {epsilon:g} to the mean square where the model adds "
-                f"{right:g}.{_config(scene)}",
-                scene.evidence(f"Epsilon {epsilon:g}, solved from input and output,", outcome),
+                f"{divergence.name} adds {epsilon:g} to the mean square where the model adds "
+                f"{right:g}.{_config(divergence)}",
+                divergence.evidence(f"Epsilon {epsilon:g}, solved from input and output,", outcome),
             )
     return None
 
 
-def _samples(scene: Scene) -> int:
-    return len(scene.recording.calls[scene.place.module]) if scene.place else 0
+def _samples(divergence: Divergence) -> int:
+    return len(divergence.recording.calls[divergence.point.module]) if divergence.point else 0
 
 
-def _solve(scene: Scene, module: Any, inputs: Tensor) -> float:
+def _solve(divergence: Divergence, module: Any, inputs: Tensor) -> float:
     """The epsilon that takes `inputs` (rows, W) to what mcore computed."""
     weight = module.weight.detach()
     width = len(weight)
     x = inputs.reshape(-1, width)
-    y = scene.actual.reshape(-1, width)
+    y = divergence.actual.reshape(-1, width)
     if isinstance(module, torch.nn.LayerNorm):
         x, y = x - x.mean(1, keepdim=True), y - module.bias.detach()
     made = weight * x
@@ -77,9 +79,8 @@ def _candidates(solved: float) -> list[float]:
     return list(dict.fromkeys([round(solved, digits), round(solved, digits + 1), solved]))
 
 
-def _config(scene: Scene) -> str:
-    if scene.examined.rms_norm_eps == scene.truth.rms_norm_eps:
+def _config(divergence: Divergence) -> str:
+    if divergence.examined.rms_norm_eps == divergence.architecture.rms_norm_eps:
         return ""
-    return (
-        f" The examined checkpoint's config gives rms_norm_eps as {scene.examined.rms_norm_eps:g}."
-    )
+    examined = divergence.examined.rms_norm_eps
+    return f" The examined checkpoint's config gives rms_norm_eps as {examined:g}."

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mcore_qwen3vl.verify.trace.causes.scene import Scene
-from mcore_qwen3vl.verify.trace.places import TEXT, cosine_and_sine
+from mcore_qwen3vl.verify.trace.causes.divergence import Divergence
+from mcore_qwen3vl.verify.trace.probe_points import TEXT, cosine_and_sine
 from mcore_qwen3vl.verify.trace.result import Cause
 
 AXES = "thw"
@@ -14,51 +14,60 @@ ROUNDING = 1e-5
 """How well a base is known that was solved from float32 angles."""
 
 
-def find_rotary_cause(scene: Scene) -> Cause | None:
+def find_rotary_cause(divergence: Divergence) -> Cause | None:
     """Base first: it follows from a token whose three positions are 1; then the axes."""
-    if scene.forward is None or scene.name != f"{TEXT}.rotary_emb":
+    if divergence.forward is None or divergence.name != f"{TEXT}.rotary_emb":
         return None
-    positions = scene.recording.micro.position_ids.flatten(1)[:, scene.rows].float()  # (3, T)
-    half = scene.truth.head_dim // 2
-    cosine, sine = scene.actual.split(2 * half, dim=1)
+    positions = divergence.recording.micro.position_ids.flatten(1)[
+        :, divergence.rows
+    ].float()  # (3, T)
+    half = divergence.architecture.head_dim // 2
+    cosine, sine = divergence.actual.split(2 * half, dim=1)
     angles = torch.atan2(sine, cosine)[:, :half]  # (T, D / 2)
-    base = _base(angles, positions, scene.truth.head_dim)
+    base = _base(angles, positions, divergence.architecture.head_dim)
     if base is None:
         return None
     base = _round_number(base)
-    frequencies = _frequencies(base, scene.truth.head_dim)
-    axes = _axes(scene.actual, positions, frequencies)
+    frequencies = _frequencies(base, divergence.architecture.head_dim)
+    axes = _axes(divergence.actual, positions, frequencies)
     outcome = _tables(positions, frequencies, axes)
-    if not scene.explains(outcome):
-        return _positions(scene, frequencies)
-    expected = _interleaved(half, scene.truth.mrope_section)
-    if abs(base / scene.truth.rope_theta - 1) > ROUNDING:
-        says = _config_says(scene, "rope_theta", scene.examined.rope_theta, scene.truth.rope_theta)
+    if not divergence.explains(outcome):
+        return _positions(divergence, frequencies)
+    expected = _interleaved(half, divergence.architecture.mrope_section)
+    if abs(base / divergence.architecture.rope_theta - 1) > ROUNDING:
+        says = _config_says(
+            divergence,
+            "rope_theta",
+            divergence.examined.rope_theta,
+            divergence.architecture.rope_theta,
+        )
         return Cause(
             "rotary base",
             f"The angles are those of base {base:,.0f}; the model's is "
-            f"{scene.truth.rope_theta:,.0f}.{says}",
-            scene.evidence(f"Base {base:,.0f}, solved from the angles at position 1,", outcome),
+            f"{divergence.architecture.rope_theta:,.0f}.{says}",
+            divergence.evidence(
+                f"Base {base:,.0f}, solved from the angles at position 1,", outcome
+            ),
         )
     right = _tables(positions, frequencies, expected)
-    if axes == expected or scene.explains(right):
+    if axes == expected or divergence.explains(right):
         return None
     found = "".join(AXES[axis] for axis in axes)
     wanted = "".join(AXES[axis] for axis in expected)
     counts = tuple(axes.count(axis) for axis in range(3))
     if axes == sorted(axes):
         kind, what = "mrope interleaving", "in chunks instead of alternating"
-    elif counts != scene.truth.mrope_section and axes == _interleaved(half, counts):
+    elif counts != divergence.architecture.mrope_section and axes == _interleaved(half, counts):
         kind, what = "mrope section", f"by section {list(counts)}"
     else:
         kind, what = "mrope section", "in another order"
-    section = scene.truth.mrope_section
-    says = _config_says(scene, "mrope_section", scene.examined.mrope_section, section)
+    section = divergence.architecture.mrope_section
+    says = _config_says(divergence, "mrope_section", divergence.examined.mrope_section, section)
     return Cause(
         kind,
         f"The axes share the frequencies {what}: {found}, where section {list(section)} means "
         f"{wanted}.{says}",
-        scene.evidence("Each frequency with the axis whose positions fit it", outcome),
+        divergence.evidence("Each frequency with the axis whose positions fit it", outcome),
     )
 
 
@@ -110,22 +119,22 @@ def _tables(positions: Tensor, frequencies: Tensor, axes: list[int]) -> Tensor:
     return cosine_and_sine((angles.cos(), angles.sin()))
 
 
-def _positions(scene: Scene, frequencies: Tensor) -> Cause | None:
+def _positions(divergence: Divergence, frequencies: Tensor) -> Cause | None:
     """Tables of other positions: counted from 0 on every axis, as for text."""
-    length = scene.recording.micro.input_ids.shape[1]
-    counted = (scene.rows % length).float().expand(3, -1)
+    length = divergence.recording.micro.input_ids.shape[1]
+    counted = (divergence.rows % length).float().expand(3, -1)
     half = len(frequencies)
     outcome = _tables(counted, frequencies, [0] * half)
-    if not scene.explains(outcome):
+    if not divergence.explains(outcome):
         return None
     return Cause(
         "position ids",
         "The positions are counted token by token on all three axes, as for text alone.",
-        scene.evidence("The token's number as its position on every axis", outcome),
+        divergence.evidence("The token's number as its position on every axis", outcome),
     )
 
 
-def _config_says(scene: Scene, name: str, examined: object, truth: object) -> str:
+def _config_says(divergence: Divergence, name: str, examined: object, truth: object) -> str:
     if examined == truth:
         return " Its config is right."
     return f" The examined checkpoint's config gives {name} as {examined}."

@@ -1,4 +1,4 @@
-"""A place differs because a weight does: which one, and what was done to it."""
+"""A probe point differs because a weight does: which one, and what was done to it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from mcore_qwen3vl.converters.mapping.row import Row
 from mcore_qwen3vl.converters.mapping.table import table
 from mcore_qwen3vl.verify.trace.causes.arrangements import Verdict, arrangement
-from mcore_qwen3vl.verify.trace.causes.scene import Scene
+from mcore_qwen3vl.verify.trace.causes.divergence import Divergence
 from mcore_qwen3vl.verify.trace.recording import replay
 from mcore_qwen3vl.verify.trace.result import Cause
 
@@ -16,57 +16,61 @@ SEARCH_LIMIT = 2000
 """Tensors of the same shape that are looked through for the values that were found."""
 
 
-def find_weight_cause(scene: Scene) -> Cause | None:
-    """Weights of the place that are not the checkpoint's, and whether they explain it."""
-    place = scene.forward
-    if place is None or place.side == "input":
+def find_weight_cause(divergence: Divergence) -> Cause | None:
+    """Weights of the probe point that are not the checkpoint's, and whether they explain it."""
+    point = divergence.forward
+    if point is None or point.side == "input":
         return None
     changed = {
         name: found
-        for name, found in scene.weights.items()
-        if name.startswith(f"{place.module}.") and not torch.equal(found, scene.stored(name))
+        for name, found in divergence.weights.items()
+        if name.startswith(f"{point.module}.") and not torch.equal(found, divergence.stored(name))
     }
     if not changed:
         return None
-    verdicts = {name: _verdict(scene, name, found) for name, found in changed.items()}
+    verdicts = {name: _verdict(divergence, name, found) for name, found in changed.items()}
     name = min(verdicts, key=lambda n: verdicts[n].kind == "changed values")
-    outcome = replay(scene.model, scene.recording, place, **_in_module(scene, changed))
+    outcome = replay(
+        divergence.model, divergence.recording, point, **_in_module(divergence, changed)
+    )
     others = f" (as well as {len(changed) - 1} more here)" if len(changed) > 1 else ""
-    confirmed = scene.explains(outcome)
+    confirmed = divergence.explains(outcome)
     what = "Hugging Face's module with mcore's weight"
     return Cause(
         verdicts[name].kind,
         f"{name}{others} {verdicts[name].sentence}.",
-        scene.evidence(what, outcome)
+        divergence.evidence(what, outcome)
         if confirmed
-        else f"{what} is still {scene.distance(outcome):.1e} from mcore's values, so the weight is "
-        "not the whole story.",
+        else f"{what} is still {divergence.distance(outcome):.1e} from mcore's values, so the "
+        "weight alone does not explain them.",
         confirmed,
     )
 
 
-def _in_module(scene: Scene, changed: dict[str, Tensor]) -> dict[str, Tensor]:
+def _in_module(divergence: Divergence, changed: dict[str, Tensor]) -> dict[str, Tensor]:
     """By the names that the module in memory uses, experts in the layout it has."""
-    assert scene.place is not None
+    assert divergence.point is not None
     inside: dict[str, Tensor] = {}
     for name, value in changed.items():
-        swap = ".mlp.experts." in name and scene.truth.expert_layout == "published"
-        own = name.removeprefix(f"{scene.place.module}.")
+        swap = ".mlp.experts." in name and divergence.architecture.expert_layout == "published"
+        own = name.removeprefix(f"{divergence.point.module}.")
         inside[own] = value.transpose(1, 2) if swap else value
     return inside
 
 
-def _verdict(scene: Scene, name: str, found: Tensor) -> Verdict:
+def _verdict(divergence: Divergence, name: str, found: Tensor) -> Verdict:
     """What `found` is, told from what `name` should be."""
-    expected = scene.stored(name)
+    expected = divergence.stored(name)
     if name.rpartition(".")[0].endswith(("q_proj", "k_proj", "v_proj")):
-        verdict = _qkv(scene, name)
+        verdict = _qkv(divergence, name)
         if verdict is not None:
             return verdict
-    verdict = arrangement(name, found, expected, swapped=scene.truth.expert_layout == "published")
+    verdict = arrangement(
+        name, found, expected, swapped=divergence.architecture.expert_layout == "published"
+    )
     if verdict is not None:
         return verdict
-    other = _same_values(scene, name, found)
+    other = _same_values(divergence, name, found)
     if other is not None:
         return other
     different = found != expected
@@ -77,23 +81,23 @@ def _verdict(scene: Scene, name: str, found: Tensor) -> Verdict:
     )
 
 
-def _qkv(scene: Scene, name: str) -> Verdict | None:
-    """How query, key and value rows were laid into ``linear_qkv``, if not as mcore reads them."""
-    row = next(r for r in table(scene.truth) if name in {s.name for s in r.sources})
+def _qkv(divergence: Divergence, name: str) -> Verdict | None:
+    """How query, key and value rows were arranged in ``linear_qkv``, if not as mcore reads them."""
+    row = next(r for r in table(divergence.architecture) if name in {s.name for s in r.sources})
     names = [source.name for source in row.sources]
-    if any(n not in scene.weights for n in names):
+    if any(n not in divergence.weights for n in names):
         return None
-    found = row.to_mcore(*(scene.weights[n] for n in names))
-    right = [scene.stored(n) for n in names]
-    for sentence, candidate in _qkv_layouts(scene, row, right):
+    found = row.to_mcore(*(divergence.weights[n] for n in names))
+    right = [divergence.stored(n) for n in names]
+    for sentence, candidate in _qkv_layouts(divergence, row, right):
         if torch.equal(found, candidate):
             return Verdict("permuted QKV", sentence)
     return None
 
 
-def _qkv_layouts(scene: Scene, row: Row, qkv: list[Tensor]) -> list[tuple[str, Tensor]]:
+def _qkv_layouts(divergence: Divergence, row: Row, qkv: list[Tensor]) -> list[tuple[str, Tensor]]:
     q, k, v = qkv
-    a = scene.truth
+    a = divergence.architecture
     size = a.head_dim
 
     def halves_to_pairs(weight: Tensor) -> Tensor:
@@ -128,14 +132,14 @@ def _qkv_layouts(scene: Scene, row: Row, qkv: list[Tensor]) -> list[tuple[str, T
     return made
 
 
-def _same_values(scene: Scene, name: str, found: Tensor) -> Verdict | None:
+def _same_values(divergence: Divergence, name: str, found: Tensor) -> Verdict | None:
     """Another tensor of the checkpoint that holds what this one was found to hold."""
     shape = tuple(found.shape)
-    alike = [n for n, e in scene.hf.entries.items() if tuple(e.shape) == shape and n != name]
+    alike = [n for n, e in divergence.hf.entries.items() if tuple(e.shape) == shape and n != name]
     for other in alike[:SEARCH_LIMIT]:
-        if not torch.equal(scene.hf.read(other, (slice(1),)).float(), found[:1]):
+        if not torch.equal(divergence.hf.read(other, (slice(1),)).float(), found[:1]):
             continue
-        if torch.equal(scene.stored(other), found):
+        if torch.equal(divergence.stored(other), found):
             return Verdict(_kind_of_mix_up(name, other), f"holds the values of {other}")
     return None
 

@@ -1,0 +1,191 @@
+"""Compare two checkpoints bit for bit, as Hugging Face tensors, whatever format each is in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mcore_qwen3vl.config import Architecture, read_config_file
+from mcore_qwen3vl.converters.hf import config_file, fp8
+from mcore_qwen3vl.converters.hf.checkpoint import HuggingFaceCheckpoint
+from mcore_qwen3vl.converters.hf.companions import digest, sidecar_files
+from mcore_qwen3vl.converters.legacy.checkpoint import open_megatron
+from mcore_qwen3vl.converters.mapping.row import Row, max_rows
+from mcore_qwen3vl.converters.mapping.table import table
+from mcore_qwen3vl.converters.storage.boxes import Box
+from mcore_qwen3vl.converters.storage.dtypes import dtype_name
+from mcore_qwen3vl.converters.storage.progress import Progress
+from mcore_qwen3vl.converters.torch_dist.paths import hf_folder, is_megatron
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.verify.report.measurement import Finding, Measurement, measure
+from mcore_qwen3vl.verify.report.result import Report
+
+TENSORS, FILES = "tensors", "files"
+"""The parts of the report."""
+
+
+def compare_checkpoints(
+    a: str | Path, b: str | Path, *, progress: Progress | None = None
+) -> Report:
+    """Compare every tensor bitwise and every companion file by content.
+
+    Each side is an HF or an mcore checkpoint directory. Experts in different layouts are compared
+    as what they mean. NaNs compare by their bits. A tensor or file that cannot be compared has a
+    flaw: ``only in A``, ``only in B``, or what the two shapes or dtypes are.
+
+    Returns:
+        Findings of the parts `TENSORS`, in the order of the network, and `FILES`.
+
+    Raises:
+        BadInput: a side is not a complete, well-formed checkpoint.
+    """
+    left, right = _Side(Path(a), other=Path(b)), _Side(Path(b), other=Path(a))
+    result = Report(f"{a} and {b}")
+    total, done = sum(left.nbytes(name) for name in left.pieces), 0
+    for name in left.pieces:
+        result.findings.append(_compare(name, left, right))
+        done += left.nbytes(name)
+        if progress is not None:
+            progress(done, total, name)
+    only_b = (name for name in right.pieces if name not in left.pieces)
+    result.findings += [Finding(TENSORS, name, flaw="only in B") for name in only_b]
+    result.findings += _compare_files(left, right)
+    return result
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """One HF tensor, or one expert of it, as blocks of rows of an mcore piece."""
+
+    row: Row
+    source: int
+
+
+class _Side:
+    """One checkpoint, read as pieces of mcore tensors; an HF tensor is found by its name."""
+
+    def __init__(self, path: Path, *, other: Path) -> None:
+        folder = _config_folder(path) or _config_folder(other)
+        if folder is None:
+            raise BadInput(
+                f"neither {path} nor {other} has a Hugging Face config, so the model's shape is "
+                "not known. Put the config.json in its hf folder."
+            )
+        architecture = Architecture.from_hf(folder)
+        self.megatron = open_megatron(path, architecture) if is_megatron(path) else None
+        self.hf = HuggingFaceCheckpoint(path) if self.megatron is None else None
+        self.companions = sidecar_files(folder) if _config_folder(path) else {}
+        vocabulary = self.megatron.vocab_size if self.megatron else None
+        rows = table(architecture, padded_vocab_size=vocabulary)
+        self.pieces: dict[str, list[_Piece]] = {}
+        for row in rows:
+            for number, source in enumerate(row.sources):
+                if self._has(row, source.name):
+                    self.pieces.setdefault(source.name, []).append(_Piece(row, number))
+        for name in self._outside(rows):
+            self.pieces[name] = []
+
+    def dtype(self, piece: _Piece) -> torch.dtype:
+        if self.megatron is not None:
+            return self.megatron.dtype(piece.row.key)
+        assert self.hf is not None
+        return self.hf.entries[piece.row.sources[piece.source].name].dtype
+
+    def numel(self, name: str) -> int:
+        shapes = (piece.row.sources[piece.source].piece_shape for piece in self.pieces[name])
+        return sum(prod(shape) for shape in shapes)
+
+    def nbytes(self, name: str) -> int:
+        return self.numel(name) * self._itemsize(name)
+
+    def take(self, row: Row, box: Box) -> Tensor:
+        """A box of an mcore piece."""
+        if self.megatron is not None:
+            return self.megatron.read(row, box)
+        hf = self.hf
+        assert hf is not None
+        return row.take(hf.read, box)
+
+    def digest(self, name: str) -> str:
+        """Of a companion file; of a quantised checkpoint's config as its values are read."""
+        if name == "config.json" and self.hf is not None and self.hf.quantization is not None:
+            config = fp8.without(read_config_file(self.companions[name]))
+            return sha256(config_file.dumps(config)).hexdigest()
+        return digest(self.companions[name])
+
+    def _itemsize(self, name: str) -> int:
+        pieces = self.pieces[name]
+        return self.dtype(pieces[0]).itemsize if pieces else 0
+
+    def _has(self, row: Row, name: str) -> bool:
+        """Whether the tensor is there with the shape that the config gives it."""
+        if self.megatron is not None:
+            stored = self.megatron.index.tensors.get(row.key)
+            return stored is not None and stored.shape == row.global_shape
+        assert self.hf is not None
+        entry = self.hf.entries.get(name)
+        return entry is not None and entry.shape in {s.shape for s in row.sources if s.name == name}
+
+    def _outside(self, rows: list[Row]) -> list[str]:
+        """Tensors that are no part of the model as the config describes it."""
+        if self.megatron is not None:
+            return sorted(self.megatron.model_keys() - {row.key for row in rows})
+        assert self.hf is not None
+        return [name for name in self.hf.entries if name not in self.pieces]
+
+
+def _config_folder(path: Path) -> Path | None:
+    if is_megatron(path):
+        try:
+            return hf_folder(path)
+        except BadInput:
+            return None
+    return path
+
+
+def _compare(name: str, left: _Side, right: _Side) -> Finding:
+    mine, theirs = left.pieces[name], right.pieces.get(name)
+    if theirs is None:
+        return Finding(TENSORS, name, flaw="only in A")
+    if not mine or not theirs:
+        return Finding(TENSORS, name, flaw="not the shape that the config gives it")
+    if len(mine) != len(theirs) or mine[0].row.shape[1:] != theirs[0].row.shape[1:]:
+        return Finding(TENSORS, name, flaw="the two configs give it different shapes")
+    dtypes = left.dtype(mine[0]), right.dtype(theirs[0])
+    if dtypes[0] != dtypes[1]:
+        return Finding(TENSORS, name, flaw=f"dtypes {' and '.join(map(dtype_name, dtypes))}")
+    measured = Measurement()
+    for a, b in zip(mine, theirs, strict=True):
+        measured += _measure(a, b, left, right)
+    return Finding(TENSORS, name, measured, expected_count=left.numel(name))
+
+
+def _measure(a: _Piece, b: _Piece, left: _Side, right: _Side) -> Measurement:
+    """One piece, block by block."""
+    columns = tuple(slice(0, n) for n in a.row.shape[1:])
+    step = max_rows(a.row, left.dtype(a))
+    measured = Measurement()
+    first = 0
+    for block in a.row.rearrangement.blocks:
+        last = first + block.stop - block.start
+        for start in range(first, last, step) if block.source == a.source else ():
+            box = (slice(start, min(start + step, last)), *columns)
+            measured += measure(right.take(b.row, box), left.take(a.row, box), bitwise=True)
+        first = last
+    return measured
+
+
+def _compare_files(left: _Side, right: _Side) -> Iterator[Finding]:
+    a, b = left.companions, right.companions
+    for name in sorted(a.keys() | b.keys()):
+        if name not in a or name not in b:
+            flaw = "only in A" if name in a else "only in B"
+        else:
+            flaw = "" if left.digest(name) == right.digest(name) else "differs"
+        yield Finding(FILES, name, flaw=flaw)

@@ -1,0 +1,37 @@
+"""Is training the same? Our loop and a plain Hugging Face loop, on the same samples in one order.
+
+python -m mcore_qwen3vl.verify.curves            # the table: layouts x {dense, MoE}
+python -m mcore_qwen3vl.verify.curves --resume   # stopped at half, against not stopped
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from mcore_qwen3vl.console import quiet_libraries
+from mcore_qwen3vl.verify.curves.tables import curves_table, resume_table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print a table; 1 if a difference exceeds the tolerance."""
+    parser = argparse.ArgumentParser(
+        prog="python -m mcore_qwen3vl.verify.curves",
+        description="Training curves against Hugging Face, on the CPU",
+    )
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--only", nargs="+", help="rows whose name contains one of these words")
+    parser.add_argument("--resume", action="store_true", help="the table of resumed runs instead")
+    options = parser.parse_args(arguments)
+    quiet_libraries()
+    with tempfile.TemporaryDirectory() as folder:
+        if options.resume:
+            return resume_table(Path(folder), options.steps)
+        return curves_table(Path(folder), options.steps, options.only)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

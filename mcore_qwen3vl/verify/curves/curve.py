@@ -1,0 +1,36 @@
+"""A training curve: loss and gradient norm, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One step: the loss before it, and the norm of its gradient before clipping."""
+
+    loss: float
+    grad_norm: float
+
+
+def curve_of(log: list[dict[str, Any]]) -> list[StepMetrics]:
+    """The curve of a run's log."""
+    return [StepMetrics(entry["lm loss"], entry["grad norm"]) for entry in log]
+
+
+def numbers_of(log: list[dict[str, Any]]) -> list[float]:
+    """Losses and gradient norms in turn, to be compared exactly."""
+    return [entry[name] for entry in log for name in ("lm loss", "grad norm")]
+
+
+def worst_difference(ours: Sequence[StepMetrics], theirs: Sequence[StepMetrics]) -> StepMetrics:
+    """The largest relative differences of loss and gradient norm over two curves."""
+    if len(ours) != len(theirs):
+        raise ValueError(f"curves of {len(ours)} and {len(theirs)} steps")
+    pairs = list(zip(ours, theirs, strict=True))
+    return StepMetrics(
+        max(abs(a.loss - b.loss) / abs(b.loss) for a, b in pairs),
+        max(abs(a.grad_norm - b.grad_norm) / b.grad_norm for a, b in pairs),
+    )

@@ -1,0 +1,125 @@
+"""A plain Hugging Face training loop, which shares nothing with ours but the order of the samples.
+
+It renders and masks with the processor, runs one sample at a time, divides the sum of losses by the
+number of trained tokens of the step (``num_items_in_batch``; with weights by their sum) and steps
+``torch.optim.AdamW``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.verify.curves.curve import StepMetrics
+from mcore_qwen3vl.verify.curves.job import BETAS, CLIP, EPSILON, LEARNING_RATE, WEIGHT_DECAY, Job
+
+
+def sample_order(job: Job) -> list[list[int]]:
+    """The lines of the data file that each step trains, over all DP ranks."""
+    from mcore_qwen3vl.data.loader import Loader, Source, load_processor
+    from mcore_qwen3vl.training.arguments.parser import validate
+    from mcore_qwen3vl.training.feed.provider import data_config
+
+    with contextlib.redirect_stdout(io.StringIO()):  # Megatron prints every argument
+        args = validate(job.argv, job.layout.world_size)
+    loaders = [
+        Loader(
+            [Source(job.data)],
+            Architecture.from_hf(job.checkpoint),
+            load_processor(job.checkpoint),
+            data_config(args),
+            dp_rank=rank,
+            dp_size=job.layout.dp,
+            num_workers=0,
+            seed=args.seed,
+        )
+        for rank in range(job.layout.dp)
+    ]
+    per_rank = job.batch // job.layout.dp
+    return [
+        [
+            int(name.rsplit("[", 1)[1].rstrip("]"))
+            for loader in loaders
+            for _ in range(per_rank)
+            for name in next(loader).names
+        ]
+        for _ in range(job.steps)
+    ]
+
+
+def hf_curve(job: Job) -> list[StepMetrics]:
+    """The plain Hugging Face loop over the same samples."""
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(job.checkpoint)
+    model = AutoModelForImageTextToText.from_pretrained(job.checkpoint, dtype=torch.float32)
+    model.train()
+    records = [json.loads(line) for line in job.data.read_text(encoding="utf-8").splitlines()]
+    decayed = [p for n, p in model.named_parameters() if p.ndim > 1 and not n.endswith("bias")]
+    kept = [p for n, p in model.named_parameters() if p.ndim <= 1 or n.endswith("bias")]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": kept, "weight_decay": 0.0}],
+        lr=LEARNING_RATE,
+        betas=BETAS,
+        eps=EPSILON,
+    )
+    curve = []
+    for lines in sample_order(job):
+        samples = [encode(processor, records[line]["messages"], job.data.parent) for line in lines]
+        weights = [records[line].get("weight", 1.0) for line in lines]
+        items = sum(
+            weight * int((labels != -100).sum())
+            for (_, labels), weight in zip(samples, weights, strict=True)
+        )
+        optimizer.zero_grad()
+        total = 0.0
+        for (inputs, labels), weight in zip(samples, weights, strict=True):
+            logits = model(**inputs).logits[0, :-1]
+            loss = weight * F.cross_entropy(logits, labels[1:], reduction="sum") / items
+            loss.backward()
+            total += loss.item()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        curve.append(StepMetrics(total, float(norm)))
+    return curve
+
+
+def encode(
+    processor: Any, messages: list[dict[str, Any]], folder: Path
+) -> tuple[dict[str, Tensor], Tensor]:
+    """One conversation of a question and its answer, by the HF processor alone.
+
+    Returns:
+        The model's inputs, and labels (S,) that train the answer and its end-of-turn token.
+    """
+    turns = located(messages, folder)
+    options = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    prompt = processor.apply_chat_template(turns[:1], add_generation_prompt=True, **options)
+    whole = processor.apply_chat_template(turns, **options)
+    tokens = whole["input_ids"][0]
+    labels = tokens.clone()
+    labels[: prompt["input_ids"].shape[1]] = -100
+    end = processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    labels[int((tokens == end).nonzero()[-1]) + 1 :] = -100  # what follows the last turn
+    return dict(whole), labels
+
+
+def located(messages: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """The messages with lists of parts, and images where they lie."""
+    return [{**message, "content": _parts(message["content"], folder)} for message in messages]
+
+
+def _parts(content: Any, folder: Path) -> list[dict[str, Any]]:
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return [
+        {**part, "image": str(folder / part["image"])} if part["type"] == "image" else part
+        for part in parts
+    ]

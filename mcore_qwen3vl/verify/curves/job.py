@@ -1,0 +1,121 @@
+"""A training run of ours on the CPU: its command line, its processes, its log."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import multiprocessing
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.runtime.launch import run_layout
+
+LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY, CLIP = 1e-3, (0.9, 0.95), 1e-8, 0.1, 1.0
+
+DISTRIBUTED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+"""Megatron's flags of the distributed optimizer, with all that overlaps."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, and how."""
+
+    checkpoint: Path
+    data: Path
+    layout: Layout = field(default_factory=Layout)
+    steps: int = 30
+    batch: int = 4  # micro-batches of one sequence in a step, over all DP ranks
+    seq_length: int = 128
+    packing: bool = False
+    flags: tuple[str, ...] = ()
+
+    @property
+    def argv(self) -> list[str]:
+        """The command line of our side."""
+        words = [
+            "--cpu", "--hf-model", str(self.checkpoint), "--load-hf", str(self.checkpoint),
+            "--data-path", str(self.data), "--num-workers", "0",
+            "--seq-length", str(self.seq_length), "--micro-batch-size", "1",
+            "--global-batch-size", str(self.batch), "--train-iters", str(self.steps),
+            "--lr", str(LEARNING_RATE), "--lr-decay-style", "constant",
+            "--adam-beta1", str(BETAS[0]), "--adam-beta2", str(BETAS[1]),
+            "--adam-eps", str(EPSILON), "--weight-decay", str(WEIGHT_DECAY),
+            "--clip-grad", str(CLIP), "--log-interval", "1",
+        ]  # fmt: skip
+        if Architecture.from_hf(self.checkpoint).is_moe:
+            # As HF trains unless output_router_logits is set.
+            words += ["--moe-aux-loss-coeff", "0"]
+        packing = ["--packing"] if self.packing else []
+        return [*words, *packing, *layout_flags(self.layout), *self.flags]
+
+
+def layout_flags(layout: Layout) -> list[str]:
+    """Megatron's flags for `layout`."""
+    sizes = {
+        "--tensor-model-parallel-size": layout.tp,
+        "--pipeline-model-parallel-size": layout.pp,
+        "--num-virtual-stages-per-pipeline-rank": layout.vpp,
+        "--expert-model-parallel-size": layout.ep,
+        "--context-parallel-size": layout.cp,
+    }
+    flags = [word for flag, size in sizes.items() if size > 1 for word in (flag, str(size))]
+    flags += ["--expert-tensor-parallel-size", str(layout.etp)]  # Megatron's default is its TP
+    return [*flags, *(["--sequence-parallel"] if layout.sp else [])]
+
+
+def train(job: Job, folder: Path, *flags: str, timeout: float = 600.0) -> list[dict[str, Any]]:
+    """Run our training on the CPU, one process a rank.
+
+    Args:
+        job: what to run.
+        folder: for logs.
+        flags: added to the job's.
+        timeout: seconds until a hanging run is killed.
+
+    Returns:
+        What ``--log-json`` holds for each step.
+    """
+    _import_for_ranks()
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "log.jsonl"
+    log.unlink(missing_ok=True)
+    argv = [*job.argv, "--log-json", str(log), *flags]
+    run_layout(run_rank, job.layout.world_size, argv, folder / "output.txt", timeout=timeout)
+    if not log.exists():  # nothing was left to do
+        return []
+    return [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+
+
+def _import_for_ranks() -> None:
+    """Import here, once, what each forked rank would take seconds to import again."""
+    from mcore_qwen3vl.runtime import cpu
+
+    cpu.install(training=True)  # before megatron is imported
+    import mcore_qwen3vl.training.feed.provider
+    import mcore_qwen3vl.training.model
+    import mcore_qwen3vl.training.run  # noqa: F401
+
+
+def run_rank(argv: Sequence[str], output: Path) -> None:
+    """One rank of a training run, its output appended to a file."""
+    from mcore_qwen3vl.training.run import main
+
+    multiprocessing.current_process().daemon = False  # daemons may not start data workers
+    with (
+        output.open("a", encoding="utf-8") as stream,
+        contextlib.redirect_stdout(stream),
+        contextlib.redirect_stderr(stream),
+    ):
+        for handler in logging.getLogger().handlers:  # they hold on to the terminal
+            if isinstance(handler, logging.StreamHandler):
+                handler.setStream(stream)
+        try:
+            main(argv)
+        except SystemExit as leaving:  # Megatron's way out when a signal or a limit stops it
+            if leaving.code:
+                raise

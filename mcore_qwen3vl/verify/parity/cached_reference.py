@@ -1,0 +1,49 @@
+"""Hugging Face's model and what it computes, each batch once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.verify.parity.batches import build_batch
+from mcore_qwen3vl.verify.parity.case import DTYPES
+from mcore_qwen3vl.verify.parity.reference import AdamW, Expected, Reference, Stepped
+
+
+class CachedReference:
+    """A Hugging Face checkpoint and what the reference computes with it, each batch once.
+
+    Args:
+        path: checkpoint directory.
+        dtype: of the reference.
+    """
+
+    def __init__(self, path: str | Path, dtype: str = "fp32") -> None:
+        self.path = Path(path)
+        self.architecture = Architecture.from_hf(self.path)
+        self._dtype = DTYPES[dtype]
+        self._reference: Reference | None = None
+        self._expected: dict[tuple[str, int], Expected] = {}
+        self._stepped: dict[tuple[str, int, AdamW], Stepped] = {}
+
+    def expected(self, batch: str, multiple: int, gradients: bool = True) -> Expected:
+        """The reference for the batch of this name, with lengths of this multiple."""
+        found = self._expected.get((batch, multiple))
+        if found is None or (gradients and not found.gradients):
+            made = build_batch(batch, self.architecture, multiple=multiple)
+            found = self.reference.run(made, gradients=gradients)
+            self._expected[batch, multiple] = found
+        return found
+
+    def stepped(self, batch: str, multiple: int, adamw: AdamW) -> Stepped:
+        """The reference's parameters after an optimizer step on this batch."""
+        key = (batch, multiple, adamw)
+        if key not in self._stepped:
+            self._stepped[key] = self.reference.step(self.expected(batch, multiple), adamw)
+        return self._stepped[key]
+
+    @property
+    def reference(self) -> Reference:
+        if self._reference is None:
+            self._reference = Reference(self.path, dtype=self._dtype)
+        return self._reference

@@ -1,0 +1,168 @@
+"""A case compared with Hugging Face: the reference, the ranks, the findings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.mapping.table import table
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.runtime import cpu
+from mcore_qwen3vl.runtime.launch import run_layout
+from mcore_qwen3vl.verify.parity.batches import RECIPES, Batch, build_batch
+from mcore_qwen3vl.verify.parity.cached_reference import CachedReference
+from mcore_qwen3vl.verify.parity.case import Case
+from mcore_qwen3vl.verify.parity.reference import AdamW, Expected
+from mcore_qwen3vl.verify.parity.tolerance import TOLERANCE, half_precision_tolerances
+from mcore_qwen3vl.verify.report.measurement import Finding, Measurements, findings, merge
+from mcore_qwen3vl.verify.report.result import Report
+
+if TYPE_CHECKING:  # imports megatron, before which the CPU backend must be installed
+    from mcore_qwen3vl.model.transformer_config import Spec
+
+PARTS = ("logits", "loss", "gradients", "parameters", "gradient norm")
+
+
+def verify_parity(
+    hf_dir: str | Path,
+    layout: Layout | None = None,
+    batches: Sequence[str] | None = None,
+    *,
+    gradients: bool = True,
+    dtype: Literal["fp32", "bf16"] = "fp32",
+    device: Literal["cpu", "cuda"] = "cpu",
+    spec: Spec = "torch",
+    timeout: float = 600.0,
+) -> Report:
+    """Compare a checkpoint under a layout with Hugging Face's model on one process.
+
+    In fp32 the tolerance is `TOLERANCE`, and one optimizer step is compared too. In bf16 it is
+    what Hugging Face's own bf16 run differs from its fp32 run, times `HALF_PRECISION_FACTOR`.
+    Experts that a rounding error swaps make that large for MoE models.
+
+    Args:
+        hf_dir: checkpoint directory.
+        layout: parallel sizes; default: one rank.
+        batches: names from ``batches.RECIPES``; default: all.
+        gradients: compare gradients and parameters too.
+        dtype: of both models.
+        device: where ours runs, one GPU a rank on ``cuda``; the reference runs on the CPU.
+        spec: layer spec of ours.
+        timeout: seconds for the ranks to finish.
+
+    Raises:
+        BadInput: the model does not divide by the layout, or a batch is not known.
+    """
+    adamw = AdamW() if gradients and dtype == "fp32" else None
+    case = Case(
+        layout or Layout(), spec=spec, dtype=dtype, device=device, gradients=gradients, adamw=adamw
+    )
+    names = list(batches or RECIPES)
+    reference = CachedReference(hf_dir, dtype)
+    case.layout.validate(reference.architecture)
+    tolerances = None
+    if dtype == "bf16":
+        tolerances = half_precision_tolerances(reference, CachedReference(hf_dir), case, names)
+    return compare_case(reference, case, names, tolerances=tolerances, timeout=timeout)
+
+
+def compare_case(
+    reference: CachedReference,
+    case: Case,
+    batches: Sequence[str],
+    *,
+    tolerances: dict[str, float] | None = None,
+    timeout: float = 120.0,
+) -> Report:
+    """Run `case` on `batches` and compare everything with the reference.
+
+    Args:
+        reference: weights and reference.
+        case: how the model runs.
+        batches: names from `RECIPES`; an optimizer step is taken on the last of each run.
+        tolerances: by part (``logits``, ``loss``, ``gradients``, ``parameters``, ``gradient
+            norm``); default `TOLERANCE` for each.
+        timeout: seconds for the ranks to finish.
+
+    Raises:
+        BadInput: the model or a batch does not divide by the layout.
+    """
+    report = Report(
+        f"{reference.path.name} at {case} against Hugging Face",
+        {"layout": str(case.layout), "spec": case.spec, "dtype": case.dtype, "device": case.device},
+    )
+    made = tuple(build_batch(n, reference.architecture, multiple=case.multiple) for n in batches)
+    case.validate(reference.architecture, made)
+    allowed = tolerances or dict.fromkeys(PARTS, TOLERANCE)
+    for names in _runs(made, case):
+        expected = [reference.expected(n, case.multiple, case.gradients) for n in names]
+        stepped = None
+        if case.adamw is not None and not case.freeze:
+            stepped = reference.stepped(names[-1], case.multiple, case.adamw)
+        ranks = run_layout(
+            _measure_on_rank(case),
+            case.layout.world_size,
+            reference.path,
+            case,
+            expected,
+            stepped,
+            timeout=timeout,
+            device=case.device,
+        )
+        for number, batch in enumerate(expected):
+            measured = merge(rank[number] for rank in ranks)
+            counts = _counts(reference.architecture, case, batch)
+            if stepped is not None and number == len(expected) - 1:
+                counts |= {("parameters", n): c for (k, n), c in counts.items() if k == "gradients"}
+                counts["gradient norm", "all"] = 1
+            report.findings += _judge(measured, counts, allowed, batch.batch.name)
+    return report
+
+
+def _measure_on_rank(case: Case) -> Callable[..., list[Measurements]]:
+    """What the ranks run, imported here so that they need not import it again."""
+    if case.device == "cpu":
+        cpu.install()
+    from mcore_qwen3vl.verify.parity.on_rank import measure_on_rank
+
+    return measure_on_rank
+
+
+def _runs(batches: Iterable[Batch], case: Case) -> list[list[str]]:
+    """Batches that one run of the ranks can take.
+
+    A pipeline is told once whether micro-batches differ in shape; with shapes that it may assume
+    equal it must work too.
+    """
+    even = [b.name for b in batches if not (b.uneven and case.layout.pp > 1)]
+    uneven = [b.name for b in batches if b.uneven and case.layout.pp > 1]
+    return [names for names in (even, uneven) if names]
+
+
+def _counts(a: Architecture, case: Case, expected: Expected) -> dict[tuple[str, str], int]:
+    """How many values there are to compare, by part and name."""
+    tokens = sum(int(valid.sum()) for valid in expected.valid)
+    counts = {("logits", "all"): tokens * a.vocab_size, ("loss", "all"): tokens}
+    if case.gradients:
+        for row in table(a):
+            for source in row.sources:
+                name = source.name if source.index is None else f"{source.name}[{source.index}]"
+                counts["gradients", name] = prod(source.piece_shape)
+    return counts
+
+
+def _judge(
+    measured: Measurements,
+    counts: dict[tuple[str, str], int],
+    tolerances: dict[str, float],
+    context: str,
+) -> Iterator[Finding]:
+    """Findings, frozen values taken off what should have a gradient."""
+    for part, name in [key for key in measured if key[0] == "frozen"]:
+        counts["gradients", name] -= measured.pop((part, name)).count
+        if not counts["gradients", name]:
+            del counts["gradients", name]
+    return findings(measured, tolerances, counts=counts, context=context)

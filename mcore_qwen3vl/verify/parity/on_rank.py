@@ -1,0 +1,326 @@
+"""The rank's side of a parity case: Megatron's own schedule, compared slice by slice.
+
+Every rank is forked from the process that holds the reference, so it compares what it has with its
+slice of the reference and sends back numbers only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from mcore_qwen3vl.config import Architecture, ExpertLayout
+from mcore_qwen3vl.converters.live.checkpoint import load_checkpoint
+from mcore_qwen3vl.converters.live.sharded import Values, gradient, hf_parts, unwrap, weight
+from mcore_qwen3vl.converters.live.transfer import load_hf
+from mcore_qwen3vl.model.build import build_chunks
+from mcore_qwen3vl.model.freeze import Freezing
+from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.verify.parity.batches import MicroBatch
+from mcore_qwen3vl.verify.parity.case import Case
+from mcore_qwen3vl.verify.parity.reference import AdamW, Expected, Stepped
+from mcore_qwen3vl.verify.report.measurement import Measurement, Measurements, measure, merge
+
+IN_MEMORY: ExpertLayout = "v5"
+"""How transformers 5 lays experts out in memory, whatever the checkpoint has."""
+
+BUCKET_VALUES = 20_000
+"""DDP's bucket size: small, so that even a tiny model reduces its gradients in several."""
+
+
+def measure_on_rank(
+    path: Path, case: Case, batches: list[Expected], stepped: Stepped | None
+) -> list[Measurements]:
+    """Run `case` on this rank and compare; every rank of the layout calls this.
+
+    Args:
+        path: Hugging Face checkpoint directory.
+        case: what to run.
+        batches: the reference of each batch.
+        stepped: the reference's parameters after an optimizer step on the last batch.
+
+    Returns:
+        For each batch, what this rank measured.
+    """
+    initialize(case.layout)
+    engine = Engine(path, case, uneven=any(b.batch.uneven for b in batches))
+    if case.overlap:
+        engine.run(batches[0])  # DDP reduces without overlap in its first batch, to count gradients
+    measured = [engine.measure(batch) for batch in batches]
+    if stepped is not None and case.adamw is not None:
+        measured[-1] = merge([measured[-1], engine.step(case.adamw, stepped)])
+    return measured
+
+
+@dataclass(frozen=True)
+class _Output:
+    """What the last stage computed for one micro-batch."""
+
+    number: int
+    losses: Tensor  # (B, s)
+    logits: Tensor  # (B, s, V / tp)
+
+
+class Engine:
+    """This rank's part of the model, wrapped as Megatron's training loop wraps it.
+
+    Args:
+        path: Hugging Face directory: the model's config and weights.
+        case: how the model runs.
+        uneven: micro-batches differ in shape.
+        mcore: Megatron-Core checkpoint to take the weights from instead.
+    """
+
+    def __init__(self, path: Path, case: Case, *, uneven: bool, mcore: Path | None = None) -> None:
+        self.case = case
+        overrides = {
+            "calculate_per_token_loss": True,
+            "params_dtype": case.torch_dtype,
+            "variable_seq_lengths": uneven,
+            **case.config,
+        }
+        self.chunks = build_chunks(
+            Architecture.from_hf(path), case.layout, spec=case.spec, **overrides
+        )
+        if mcore is None:
+            load_hf(self.chunks, path)
+        else:
+            load_checkpoint(self.chunks, mcore)
+        freezing = Freezing(case.freeze)
+        for chunk in self.chunks:
+            freezing.apply(chunk)
+        freezing.check()
+        self.model: list[Any] = self.chunks
+        if case.gradients:
+            self.model = [self._wrap(chunk, i) for i, chunk in enumerate(self.chunks)]
+            self._configure_schedule()
+        self._logits: Tensor | None = None
+        if self.chunks[-1].post_process:
+            self.chunks[-1].output_layer.register_forward_hook(self._keep_logits)
+
+    def measure(self, expected: Expected) -> Measurements:
+        """One pass over a global batch."""
+        outputs = self.run(expected)
+        measured = [self._measure_output(output, expected) for output in outputs]
+        if self.case.gradients:
+            if self.case.distributed_optimizer:
+                for ddp in self.model:
+                    _gather_gradients(ddp)
+            measured.append(self._measure_parts("gradients", gradient, expected.gradients))
+            measured.append(self._frozen())
+        return merge(measured)
+
+    def step(self, adamw: AdamW, stepped: Stepped) -> Measurements:
+        """One optimizer step from the gradients of the last batch."""
+        optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=adamw.lr,
+                weight_decay=adamw.weight_decay,
+                adam_beta1=adamw.adam_beta1,
+                adam_beta2=adamw.adam_beta2,
+                adam_eps=adamw.adam_eps,
+                clip_grad=adamw.clip_grad,
+                bf16=self.case.dtype == "bf16",
+                params_dtype=self.case.torch_dtype,
+                use_distributed_optimizer=self.case.distributed_optimizer,
+                overlap_param_gather=self._overlaps_gather,
+            ),
+            self.model,
+        )
+        _constant_schedule(optimizer, adamw)
+        _, norm, _ = optimizer.step()
+        if self._overlaps_gather:
+            for ddp in self.model:
+                ddp.start_param_sync(force_sync=True)
+        measured = self._measure_parts("parameters", weight, stepped.parameters)
+        norm = measure(torch.tensor(float(norm)), torch.tensor(stepped.grad_norm))
+        first = dist.get_rank() == 0
+        return {**measured, ("gradient norm", "all"): norm if first else norm.as_copy()}
+
+    def run(self, expected: Expected) -> list[_Output]:
+        """Forward and, with gradients, backward over this rank's part of a global batch."""
+        micro_batches = expected.batch.micro_batches
+        numbers = expected.batch.of_rank(
+            mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+        )
+        outputs: list[_Output] = []
+
+        def forward_step(
+            iterator: Iterator[int], model: Any
+        ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]]:
+            number = next(iterator)
+            micro = micro_batches[number]
+            chunk = unwrap(model)[0]
+            result = model(**self._arguments(micro))
+
+            def loss(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+                assert self._logits is not None
+                outputs.append(_Output(number, losses.detach(), self._logits))
+                counts = micro.loss_mask[:, _local_tokens(chunk, micro)].to(losses.device)
+                return (losses * counts).sum(), counts.sum().int(), {}
+
+            return result, loss
+
+        if self.case.gradients:
+            for ddp in self.model:
+                ddp.zero_grad_buffer()
+        batch_size, length = micro_batches[numbers[0]].input_ids.shape
+        with torch.set_grad_enabled(self.case.gradients):
+            get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=[iter(numbers) for _ in self.model],
+                model=self.model,
+                num_microbatches=len(numbers),
+                seq_length=length,
+                micro_batch_size=batch_size,
+                forward_only=not self.case.gradients,
+            )
+        return outputs
+
+    def _arguments(self, micro: MicroBatch) -> dict[str, Any]:
+        device = self.case.device
+        mask, visual = micro.attention_mask, micro.visual
+        return {
+            "input_ids": micro.input_ids.to(device),
+            "position_ids": micro.position_ids.to(device),
+            "attention_mask": None if mask is None else mask.to(device),
+            "labels": micro.labels.to(device),
+            "visual": None if visual is None else visual.to(device),
+            "packed_seq_params": _packing(micro),
+        }
+
+    def _measure_output(self, output: _Output, expected: Expected) -> Measurements:
+        chunk, number = self.chunks[-1], output.number
+        micro = expected.batch.micro_batches[number]
+        rows = _local_tokens(chunk, micro)
+        valid = expected.valid[number][:, rows]  # (B, s)
+        rank = mpu.get_tensor_model_parallel_rank()
+        width = output.logits.shape[-1]
+        vocabulary = slice(rank * width, (rank + 1) * width)
+        logits = measure(
+            output.logits.cpu()[valid], expected.logits[number][:, rows, vocabulary][valid]
+        )
+        loss = measure(output.losses.cpu()[valid], expected.losses[number][:, rows][valid])
+        return {("logits", "all"): logits, ("loss", "all"): loss.as_copy() if rank else loss}
+
+    def _measure_parts(
+        self, kind: str, values: Values, expected: dict[str, Tensor]
+    ) -> Measurements:
+        """Compare every local parameter with its slices of Hugging Face tensors."""
+        measured: Measurements = {}
+        for part in hf_parts(self.chunks, values, expert_layout=IN_MEMORY):
+            one = measure(part.local.cpu(), expected[part.name][part.box])
+            key = (kind, part.label)
+            measured[key] = measured.get(key, Measurement()) + (one if part.main else one.as_copy())
+        return measured
+
+    def _frozen(self) -> Measurements:
+        """How many values of each tensor are frozen and indeed without gradient."""
+        counts: Measurements = {}
+        for chunk in self.chunks:
+            for parameter in chunk.parameters():
+                held = parameter.grad is not None or hasattr(parameter, "main_grad")
+                assert parameter.requires_grad or not held
+        for part in hf_parts(self.chunks, lambda p: None if p.requires_grad else p.data):
+            key = ("frozen", part.label)
+            count = part.local.numel() if part.main else 0
+            counts[key] = counts.get(key, Measurement()) + Measurement(count=count)
+        return counts
+
+    def _keep_logits(self, module: Any, inputs: Any, outputs: Any) -> None:
+        # A copy: the cross-entropy that follows works in span.
+        self._logits = outputs[0].detach().transpose(0, 1).clone()  # (B, s, V / tp)
+
+    @property
+    def _overlaps_gather(self) -> bool:
+        return self.case.overlap and self.case.distributed_optimizer
+
+    def _wrap(self, chunk: Qwen3VLModel, number: int) -> DistributedDataParallel:
+        return DistributedDataParallel(
+            chunk.config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                overlap_grad_reduce=self.case.overlap,
+                use_distributed_optimizer=self.case.distributed_optimizer,
+                overlap_param_gather=self._overlaps_gather,
+                bucket_size=BUCKET_VALUES,
+            ),
+            chunk,
+            disable_bucketing=number > 0,  # as Megatron's training does
+        )
+
+    def _configure_schedule(self) -> None:
+        """What Megatron's training loop sets before it calls the schedule."""
+        config = get_model_config(self.model[0])
+        config.finalize_model_grads_func = finalize_model_grads
+        one = len(self.model) == 1
+
+        def of_chunks(method: str) -> Any:
+            functions = [getattr(ddp, method) for ddp in self.model]
+            return functions[0] if one else functions
+
+        if self.case.overlap:
+            config.no_sync_func = of_chunks("no_sync")
+            config.grad_sync_func = of_chunks("start_grad_sync")
+
+
+def _local_tokens(chunk: Qwen3VLModel, micro: MicroBatch) -> Tensor:
+    return chunk.local_tokens(micro.input_ids.shape[1], _packing(micro))
+
+
+def _packing(micro: MicroBatch) -> PackedSeqParams | None:
+    if micro.cu_seqlens is None:
+        return None
+    longest = int(micro.cu_seqlens.diff().max())
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=micro.cu_seqlens,
+        cu_seqlens_kv=micro.cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+def _gather_gradients(ddp: DistributedDataParallel) -> None:
+    """Complete gradients that the distributed optimizer left scattered over its DP ranks."""
+    for buffer in [*ddp.buffers, *ddp.expert_parallel_buffers]:
+        group = buffer.data_parallel_group
+        for bucket in buffer.buckets:
+            mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
+
+
+def _constant_schedule(optimizer: Any, adamw: AdamW) -> None:
+    """Megatron's scheduler is what gives each parameter group its learning rate and decay."""
+    OptimizerParamScheduler(
+        optimizer,
+        init_lr=adamw.lr,
+        max_lr=adamw.lr,
+        min_lr=adamw.lr,
+        lr_warmup_steps=0,
+        lr_decay_steps=1,
+        lr_decay_style="constant",
+        start_wd=adamw.weight_decay,
+        end_wd=adamw.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )

@@ -1,0 +1,189 @@
+"""The probe points in a running, sharded Megatron model: which tensor, which rows, which columns.
+
+Modules are paired by the table that maps the weights: the rows of a weight that this rank holds are
+the columns of the output that it computes, and a row-parallel weight's columns those of its input.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as mpu
+from torch import Tensor, nn
+
+from mcore_qwen3vl.converters.live.sharded import hf_parts
+from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+from mcore_qwen3vl.verify.trace.probe_points import TEXT, VISUAL, ProbePoint, Rows, cosine_and_sine
+
+
+@dataclass(frozen=True)
+class ColumnMap:
+    """Columns of a local tensor that are columns of a probe point.
+
+    Attributes:
+        point: name of the probe point.
+        local, reference: the columns here and there.
+        split: other ranks of the TP group hold other columns.
+    """
+
+    point: str
+    local: slice
+    reference: slice
+    split: bool = False
+
+
+@dataclass(frozen=True)
+class Hook:
+    """A tensor that a module of this chunk takes or makes.
+
+    Attributes:
+        module: the module.
+        rows: what its rows stand for; tokens are sequence-major.
+        columns: what its columns are.
+        side: whether it is an input or an output.
+        pick: the tensor among them.
+        spread: that tensor as it is compared.
+        wide: trailing axes that make the columns.
+        shared: several ranks hold the same columns and each has a part of their gradient.
+    """
+
+    module: nn.Module
+    rows: Rows
+    columns: tuple[ColumnMap, ...]
+    side: str = "output"
+    pick: Callable[[Any], Tensor] = lambda value: value[0] if isinstance(value, tuple) else value
+    spread: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    wide: int = 1
+    shared: bool = False
+
+    def flat(self, tensor: Tensor) -> Tensor:
+        """(rows, columns)."""
+        return self.spread(tensor).flatten(-self.wide).flatten(0, -2)
+
+
+def hooks_of(chunk: Qwen3VLModel, points: list[ProbePoint]) -> Iterator[Hook]:
+    """Where this chunk can be compared with `points`; some lie on other pipeline stages.
+
+    A norm that Transformer Engine fuses into the next linear layer has no output to look at.
+    """
+    if chunk.pre_process:
+        yield from _tower(chunk, points)
+        yield _whole(chunk.embedding, f"{TEXT}.embed_tokens")
+    yield Hook(
+        chunk.rotary_pos_emb,
+        "tokens",
+        (ColumnMap(f"{TEXT}.rotary_emb", slice(None), slice(None)),),
+        spread=lambda angles: cosine_and_sine((angles.cos(), angles.sin())),
+    )
+    yield from _linears_and_norms(chunk)
+    for layer in chunk.decoder.layers:
+        number = layer.layer_number - 1
+        name = f"{TEXT}.layers.{number}"
+        if number == 0:
+            yield _whole(layer, f"{TEXT}.inputs_embeds", side="input")
+        yield from _head_norms(chunk, layer.self_attention, f"{name}.self_attn")
+        if chunk.architecture.moe_layers[number]:
+            yield _whole(layer.mlp.router, f"{name}.mlp.gate")
+            yield _whole(layer.mlp, f"{name}.mlp.experts")
+        yield _whole(layer, name)
+    if chunk.post_process:
+        yield _head(chunk)
+
+
+def _whole(module: nn.Module, point: str, side: str = "output") -> Hook:
+    return Hook(module, "tokens", (ColumnMap(point, slice(None), slice(None)),), side)
+
+
+def _tower(chunk: Qwen3VLModel, points: list[ProbePoint]) -> Iterator[Hook]:
+    """The tower keeps its Hugging Face names."""
+    for point in points:
+        if not point.name.startswith(VISUAL):
+            continue
+        module = chunk.visual.get_submodule(point.module.removeprefix(f"{VISUAL}."))
+        whole = ColumnMap(point.name, slice(None), slice(None))
+        wide = 2 if point.name.endswith("pos_embed") else 1
+        yield Hook(module, point.rows, (whole,), pick=point.pick, wide=wide)
+
+
+def _linears_and_norms(chunk: Qwen3VLModel) -> Iterator[Hook]:
+    """Every linear layer and norm of the decoder, from the weights they hold."""
+    modules = dict(chunk.named_modules())
+    outputs: dict[str, list[ColumnMap]] = defaultdict(list)
+    inputs: dict[str, list[ColumnMap]] = {}
+    used: dict[str, int] = defaultdict(int)  # columns of a module's output so far
+    for part in hf_parts([chunk]):
+        owner, point = (n.rpartition(".")[0] for n in (part.parameter, part.name))
+        if not owner.startswith("decoder.") or ".experts" in owner or "router" in owner:
+            continue
+        if owner.endswith(("q_layernorm", "k_layernorm")):
+            continue
+        if part.parameter.endswith("layer_norm_weight"):
+            continue
+        rows, *columns = part.box
+        assert isinstance(rows, slice)
+        length = rows.stop - rows.start
+        weight = modules[owner].weight
+        split = getattr(weight, "partition_dim", -1) == 0 and _tp_size() > 1
+        local = slice(used[owner], used[owner] + length)
+        used[owner] += length
+        outputs[owner].append(ColumnMap(point, local, rows, split))
+        if point.endswith("o_proj"):
+            assert isinstance(columns[0], slice)
+            width = columns[0].stop - columns[0].start
+            inputs[owner] = [
+                ColumnMap(f"{point}:input", slice(0, width), columns[0], _tp_size() > 1)
+            ]
+    for owner, maps in outputs.items():
+        yield Hook(modules[owner], "tokens", tuple(maps))
+    for owner, maps in inputs.items():
+        yield Hook(modules[owner], "tokens", tuple(maps), "input")
+
+
+def _head_norms(chunk: Qwen3VLModel, attention: Any, name: str) -> Iterator[Hook]:
+    """The norms of queries and keys, whose columns are the heads of this TP rank."""
+    a, size, rank = chunk.architecture, _tp_size(), mpu.get_tensor_model_parallel_rank()
+    for module, point, heads in (
+        (attention.q_layernorm, f"{name}.q_norm", a.num_attention_heads),
+        (attention.k_layernorm, f"{name}.k_norm", a.num_key_value_heads),
+    ):
+        held = max(heads // size, 1)
+        first = rank * heads // size
+        # With fewer heads than ranks, several ranks hold the same one; the first answers for it.
+        split = size > 1 and (heads >= size or rank % (size // heads) == 0)
+        reference = slice(first * a.head_dim, (first + held) * a.head_dim)
+        yield Hook(
+            module,
+            "tokens",
+            (ColumnMap(point, slice(None), reference, split),),
+            wide=2,
+            shared=heads < size,
+        )
+
+
+def _head(chunk: Qwen3VLModel) -> Hook:
+    """The head's columns are the vocabulary rows of this TP rank, padding left out."""
+    size, rank = _tp_size(), mpu.get_tensor_model_parallel_rank()
+    width = chunk.vocab_size // size
+    stop = min((rank + 1) * width, chunk.architecture.vocab_size)
+    held = max(stop - rank * width, 0)
+    reference = slice(rank * width, rank * width + held)
+    columns = (ColumnMap("lm_head", slice(0, held), reference, size > 1),)
+    return Hook(chunk.output_layer, "tokens", columns)
+
+
+def _tp_size() -> int:
+    return int(mpu.get_tensor_model_parallel_world_size())
+
+
+def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The hidden states a module was called with."""
+    return args[0] if args else kwargs["hidden_states"]
+
+
+def rows_of(index: Tensor, batch_size: int, seq_len: int) -> Tensor:
+    """(s * B,) flat indices b * S + s of sequence-major rows at positions `index` (s,)."""
+    return (index[:, None] + torch.arange(batch_size) * seq_len).flatten()

@@ -1,0 +1,241 @@
+"""The rank's side of a trace: one pass of the model, compared at every probe point."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from torch import Tensor
+
+from mcore_qwen3vl.converters.hf.checkpoint import HuggingFaceCheckpoint
+from mcore_qwen3vl.converters.live.sharded import Values, gradient, hf_parts, weight
+from mcore_qwen3vl.converters.storage.dtypes import cast
+from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+from mcore_qwen3vl.model.sequence import local_positions
+from mcore_qwen3vl.model.vision_sharing import share_frames
+from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.verify.parity.case import Case
+from mcore_qwen3vl.verify.parity.on_rank import Engine
+from mcore_qwen3vl.verify.report.measurement import Measurement, Measurements, measure, merge
+from mcore_qwen3vl.verify.trace.hooks import ColumnMap, Hook, hooks_of, input_of, rows_of
+from mcore_qwen3vl.verify.trace.probe_points import ProbePoint
+from mcore_qwen3vl.verify.trace.recording import Recording, valid_tokens
+from mcore_qwen3vl.verify.trace.result import ACTIVATION_GRADIENTS, ACTIVATIONS, GRADIENTS, WEIGHTS
+
+Choose = Callable[[Measurements], tuple[str, str] | None]
+"""From all ranks' measurements, the part and name of the first that is out of tolerance."""
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """What every rank does.
+
+    Attributes:
+        hf: directory of weights that the model should have.
+        config: directory whose config the model is built from.
+        mcore: Megatron-Core checkpoint that it loads; None: it loads `hf`.
+        case: how the model runs.
+        points: the probe points, in the order of the data.
+        recording: Hugging Face's values, in float64.
+        choose: see `Choose`.
+    """
+
+    hf: Path
+    config: Path
+    mcore: Path | None
+    case: Case
+    points: list[ProbePoint]
+    recording: Recording
+    choose: Choose
+
+
+@dataclass
+class RankTrace:
+    """What one rank sends back.
+
+    Attributes:
+        measured: comparisons, by part and name.
+        pieces: of the first probe point out of tolerance: rows, columns and values there.
+        weights: the model's weights around it, by HF name: box in the tensor and values.
+    """
+
+    measured: Measurements = field(default_factory=dict)
+    pieces: list[tuple[Tensor, slice, Tensor]] = field(default_factory=list)
+    weights: dict[str, list[tuple[Any, Tensor]]] = field(default_factory=dict)
+
+
+def trace_on_rank(request: TraceRequest) -> RankTrace:
+    """Run the model on this rank; every rank of the layout calls this."""
+    initialize(request.case.layout)
+    engine = Engine(request.config, request.case, uneven=False, mcore=request.mcore)
+    hooks = _ComparisonHooks(engine.chunks, request)
+    ends = engine.measure(request.recording.expected)
+    measured = merge([hooks.measure(), ends, _weights(engine.chunks, request.hf)])
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, measured)
+    first = request.choose(merge(ranks))
+    found = RankTrace(measured)
+    if first is not None:
+        part, name = first
+        found.pieces = list(hooks.pieces(name, gradients=part == ACTIVATION_GRADIENTS))
+        found.weights = _held(engine.chunks, name, gradient if part == GRADIENTS else weight)
+    return found
+
+
+def _weights(chunks: list[Qwen3VLModel], hf: Path) -> Measurements:
+    """The weights as loaded, against what the Hugging Face checkpoint gives them."""
+    checkpoint = HuggingFaceCheckpoint(hf)
+    measured: Measurements = {}
+    for part in hf_parts(chunks):
+        stored = checkpoint.read(part.name, part.box)
+        one = measure(part.local.cpu(), cast(stored, part.local.dtype, part.name), bitwise=True)
+        key = (WEIGHTS, part.label)
+        measured[key] = measured.get(key, Measurement()) + (one if part.main else one.as_copy())
+    return measured
+
+
+def _held(
+    chunks: list[Qwen3VLModel], point: str, values: Values
+) -> dict[str, list[tuple[Any, Tensor]]]:
+    """This rank's parts of the weights at a probe point and, in a decoder layer, beside it.
+
+    `point` may also be the label of a parameter, which is held whole.
+    """
+    name = point.removesuffix(":input").partition("[")[0]
+    beside = name.rpartition(".")[0] if ".layers." in name else name
+    held: dict[str, list[tuple[Any, Tensor]]] = {}
+    for part in hf_parts(chunks, values):
+        if part.main and (part.name == name or part.name.startswith((f"{beside}.", f"{name}."))):
+            held.setdefault(part.name, []).append((part.box, part.local.detach().cpu().clone()))
+    return held
+
+
+class _ComparisonHooks:
+    """Forward hooks on every tensor to compare; only the first micro-batch is kept."""
+
+    def __init__(self, chunks: list[Qwen3VLModel], request: TraceRequest) -> None:
+        self.recording = request.recording
+        self.points = {point.name: point for point in request.points}
+        self.hooks = [(chunk, hook) for chunk in chunks for hook in hooks_of(chunk, request.points)]
+        self.values: dict[int, Tensor] = {}
+        self.gradients: dict[int, Tensor] = {}
+        self.tokens = request.recording.expected.batch.tokens
+        for number, (_, hook) in enumerate(self.hooks):
+            hook.module.register_forward_hook(self._keeper(number, hook), with_kwargs=True)
+
+    def measure(self) -> Measurements:
+        """Every hooked tensor against the recording."""
+        kinds = (
+            (ACTIVATIONS, self.values, self.recording.values),
+            (ACTIVATION_GRADIENTS, self.gradients, self.recording.gradients),
+        )
+        measured: Measurements = {}
+        for kind, local, expected in kinds:
+            for name, main, rows, columns, value in self._compared(local):
+                if name not in expected:
+                    continue
+                known = _flat(expected[name])[rows][:, columns.reference]
+                one = measure(value, known)
+                key = (kind, name)
+                measured[key] = measured.get(key, Measurement()) + (one if main else one.as_copy())
+        return measured
+
+    def pieces(self, point: str, *, gradients: bool) -> Iterator[tuple[Tensor, slice, Tensor]]:
+        """Rows, columns and values of `point` that this rank answers for."""
+        for name, main, rows, columns, value in self._compared(
+            self.gradients if gradients else self.values
+        ):
+            if name == point and main:
+                yield rows, columns.reference, value
+
+    def _compared(
+        self, local: dict[int, Tensor]
+    ) -> Iterator[tuple[str, bool, Tensor, ColumnMap, Tensor]]:
+        for number, value in local.items():
+            chunk, hook = self.hooks[number]
+            rows, mine, shared = self._rows(chunk, hook, len(value))
+            value = value[mine]
+            for columns in hook.columns:
+                # Without a part of its own, only the first rank of a TP group answers.
+                main = shared or columns.split or mpu.get_tensor_model_parallel_rank() == 0
+                main = main and mpu.get_data_parallel_rank() == 0
+                main = main and (chunk.pre_process or not columns.point.endswith("rotary_emb"))
+                yield columns.point, main, rows, columns, value[:, columns.local]
+
+    def _rows(self, chunk: Qwen3VLModel, hook: Hook, count: int) -> tuple[Tensor, Tensor, bool]:
+        """Rows of the recording, the local rows that they are, and whether TP divides them."""
+        if hook.rows != "tokens":
+            return self._visual_rows(chunk, hook.rows == "features", count)
+        micro = self.recording.micro
+        batch, length = micro.input_ids.shape
+        for sequence_parallel in (True, False):
+            positions = local_positions(
+                length,
+                cp_size=mpu.get_context_parallel_world_size(),
+                cp_rank=mpu.get_context_parallel_rank(),
+                tp_size=mpu.get_tensor_model_parallel_world_size(),
+                tp_rank=mpu.get_tensor_model_parallel_rank(),
+                sequence_parallel=sequence_parallel and chunk.config.sequence_parallel,
+                cu_seqlens=micro.cu_seqlens,
+            )
+            if len(positions) * batch == count:
+                break
+        else:
+            raise AssertionError(
+                f"{count} rows of {hook.columns[0].point} are not the rank's tokens"
+            )
+        rows = rows_of(positions, batch, length)
+        mine = torch.nonzero(valid_tokens(micro).flatten()[rows]).squeeze(1)
+        shared = sequence_parallel and chunk.config.sequence_parallel
+        return rows[mine], mine, bool(shared)
+
+    def _visual_rows(
+        self, chunk: Qwen3VLModel, features: bool, count: int
+    ) -> tuple[Tensor, Tensor, bool]:
+        tower, visual = chunk.visual, self.recording.micro.visual
+        group = tower.sharing_group
+        ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
+        empty = torch.empty(0, dtype=torch.int64)
+        frames = visual.frame_patches if visual is not None else empty
+        unit = tower.spatial_merge_unit
+        share = share_frames(frames, unit, ranks, rank)
+        rows = share.patch_rows[::unit] // unit if features else share.patch_rows
+        # Without a frame of its own a rank encodes a dummy, which has no counterpart.
+        return rows, torch.arange(count if len(rows) else 0), group is not None
+
+    def _keeper(self, number: int, hook: Hook) -> Callable[..., None]:
+        def keep(_: Any, args: Any, kwargs: Any, output: Any) -> None:
+            if number in self.values:
+                return
+            tensor = hook.pick(input_of(args, kwargs) if hook.side == "input" else output)
+            # A copy: pipeline stages free what they have sent.
+            self.values[number] = hook.flat(tensor.detach()).cpu().clone()
+            if tensor.requires_grad and not hook.shared:
+
+                def keep_gradient(gradient: Tensor) -> None:
+                    scale = self._gradient_scale(number) / self.tokens
+                    self.gradients[number] = hook.flat(gradient.detach()).cpu() * scale
+
+                tensor.register_hook(keep_gradient)
+
+        return keep
+
+    def _gradient_scale(self, number: int) -> float:
+        """Inside a tower whose work TP shares without SP, gradients are TP times too large.
+
+        Megatron takes the mean over TP of the parameters' gradients afterwards.
+        """
+        chunk, hook = self.hooks[number]
+        tp = mpu.get_tensor_model_parallel_world_size()
+        shared = hook.rows != "tokens" and chunk.visual.sharing_group is not None
+        return 1 / tp if shared and not chunk.config.sequence_parallel else 1.0
+
+
+def _flat(values: Tensor) -> Tensor:
+    """(B, S, W) or (P, W) to (rows, W)."""
+    return values.flatten(0, -2)

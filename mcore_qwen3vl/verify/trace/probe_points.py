@@ -1,0 +1,112 @@
+"""The data path: the probe points where the two models are compared, in the order of the data.
+
+A probe point is the output (or the input) of one Hugging Face module, and has that module's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from mcore_qwen3vl.config import Architecture
+
+Rows = Literal["tokens", "patches", "features"]
+"""What the rows at a probe point stand for: tokens (B, S), patches (P), merged features (N)."""
+
+VISUAL = "model.visual"
+TEXT = "model.language_model"
+
+
+@dataclass(frozen=True)
+class ProbePoint:
+    """One probe point on the data path.
+
+    Attributes:
+        name: HF module name; with ``:input`` where the module's input is meant.
+        part: which part of the model it belongs to.
+        rows: what its rows stand for.
+        module: HF module that is watched.
+        side: which of its values are compared.
+        pick: the tensor among the module's inputs or outputs; its gradient is compared as well.
+        spread: that tensor, or its gradient, as it is compared, given all the outputs.
+    """
+
+    name: str
+    part: str
+    rows: Rows
+    module: str
+    side: Literal["input", "output"] = "output"
+    pick: Callable[[Any], Tensor] = lambda value: value
+    spread: Callable[[Tensor, Any], Tensor] = lambda tensor, value: tensor
+
+
+def data_path(a: Architecture) -> list[ProbePoint]:
+    """All probe points of a model, in order."""
+    return [*_vision(a), *_text(a)]
+
+
+def cosine_and_sine(tables: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary tables as one tensor: (..., D) twice to (..., 2 * D)."""
+    return torch.cat(tables, dim=-1)
+
+
+def _vision(a: Architecture) -> Iterator[ProbePoint]:
+    def patches(name: str, part: str = "vision", **kwargs: Any) -> ProbePoint:
+        return ProbePoint(f"{VISUAL}.{name}", part, "patches", f"{VISUAL}.{name}", **kwargs)
+
+    def merger(name: str, part: str) -> ProbePoint:
+        return ProbePoint(f"{VISUAL}.{name}", part, "features", f"{VISUAL}.{name}")
+
+    yield patches("patch_embed")
+    yield patches("pos_embed")
+    yield patches("rotary_pos_emb", pick=cosine_and_sine)
+    deepstack = a.vision.deepstack_visual_indexes
+    for i in range(a.vision.depth):
+        for child in ("norm1", "attn.qkv", "attn", "norm2", "mlp"):
+            yield patches(f"blocks.{i}.{child}")
+        yield patches(f"blocks.{i}")
+        if i in deepstack:
+            yield merger(f"deepstack_merger_list.{deepstack.index(i)}", "DeepStack")
+    yield merger("merger", "merger")
+
+
+def _text(a: Architecture) -> Iterator[ProbePoint]:
+    def tokens(name: str, part: str, **kwargs: Any) -> ProbePoint:
+        return ProbePoint(name, part, "tokens", kwargs.pop("module", name), **kwargs)
+
+    yield tokens(f"{TEXT}.embed_tokens", "embedding")
+    yield tokens(f"{TEXT}.inputs_embeds", "embedding", module=f"{TEXT}.layers.0", side="input")
+    yield tokens(f"{TEXT}.rotary_emb", "rotary", pick=cosine_and_sine)
+    for i in range(a.num_hidden_layers):
+        layer = f"{TEXT}.layers.{i}"
+        yield tokens(f"{layer}.input_layernorm", "attention")
+        for child in ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm"):
+            yield tokens(f"{layer}.self_attn.{child}", "attention")
+        projection = f"{layer}.self_attn.o_proj"
+        yield tokens(f"{projection}:input", "attention", module=projection, side="input")
+        yield tokens(projection, "attention")
+        yield tokens(f"{layer}.post_attention_layernorm", "mlp")
+        if a.moe_layers[i]:
+            yield tokens(
+                f"{layer}.mlp.gate", "router", pick=lambda out: out[1], spread=_over_all_experts
+            )
+            yield tokens(f"{layer}.mlp.experts", "experts")
+        else:
+            for child in ("gate_proj", "up_proj", "down_proj"):
+                yield tokens(f"{layer}.mlp.{child}", "mlp")
+        # DeepStack features are added between one layer and the next.
+        last = i == a.num_hidden_layers - 1
+        follows = f"{TEXT}.norm" if last else f"{TEXT}.layers.{i + 1}"
+        yield tokens(layer, "layer output", module=follows, side="input")
+    yield tokens(f"{TEXT}.norm", "head")
+    yield tokens("lm_head", "head")
+
+
+def _over_all_experts(scores: Tensor, outputs: Any) -> Tensor:
+    """(T, k) weights of the chosen experts as (T, E), zero for the others."""
+    logits, _, chosen = outputs
+    return torch.zeros_like(logits, dtype=scores.dtype).scatter(1, chosen, scores)

@@ -1,0 +1,103 @@
+"""What Hugging Face's model computes for a traced input, and the tolerance at each probe point."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.verify.parity.batches import Batch, MicroBatch, build_batch
+from mcore_qwen3vl.verify.parity.reference import Reference
+from mcore_qwen3vl.verify.report.measurement import EPSILON, measure
+from mcore_qwen3vl.verify.trace.probe_points import ProbePoint, data_path
+from mcore_qwen3vl.verify.trace.recording import Recording, record
+from mcore_qwen3vl.verify.trace.result import ACTIVATION_GRADIENTS, ACTIVATIONS, GRADIENTS
+
+MARGIN = 8.0
+"""How many times the rounding that Hugging Face's own float32 run shows at a probe point is fine.
+
+That run and ours round the same numbers in different orders, so their errors are of one size: over
+dense and MoE models, gradients and eight layouts the ratio stayed below 2.5 (the tests require half
+of this). The faintest injected faults have ratios of 17 (an epsilon of 1e-5 for 1e-6 in norms of
+inputs of unit size), 22 (one slow frequency given to another axis) and 2,500 (a weight rounded to
+bfloat16); the others a million.
+"""
+
+
+class Tolerances(dict[tuple[str, str], float]):
+    """Largest relative error allowed, by part and name."""
+
+    def of(self, part: str, name: str) -> float:
+        """One expert of a fused tensor has the fused tensor's."""
+        return self.get((part, name), self.get((part, name.partition("[")[0]), 0.0))
+
+
+@dataclass(frozen=True)
+class ReferenceRun:
+    """One input through Hugging Face's model: what is right, and how much rounding to expect."""
+
+    reference: Reference
+    points: list[ProbePoint]
+    exact: Recording
+    tolerances: Tolerances
+
+
+class TraceReference:
+    """A Hugging Face checkpoint that traces are judged by; what it computes is computed once.
+
+    Args:
+        path: checkpoint directory.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.architecture = Architecture.from_hf(self.path)
+        self._rounded: Reference | None = None
+        self._exact: Reference | None = None
+        self._runs: dict[tuple[int, int, bool], ReferenceRun] = {}
+        self._micro: dict[tuple[str, int], MicroBatch] = {}
+
+    def micro_batch(self, name: str, multiple: int) -> MicroBatch:
+        """The first micro-batch of the parity batch of this name."""
+        if (name, multiple) not in self._micro:
+            batch = build_batch(name, self.architecture, multiple=multiple)
+            self._micro[name, multiple] = batch.micro_batches[0]
+        return self._micro[name, multiple]
+
+    def run(self, batch: Batch, gradients: bool) -> ReferenceRun:
+        """Run `batch`, copies of one micro-batch, in float64 and in float32."""
+        key = (id(batch.micro_batches[0]), len(batch.micro_batches), gradients)
+        found = self._runs.get(key)  # which keeps the micro-batch alive, so its id stays taken
+        if found is None:
+            self._rounded = self._rounded or Reference(self.path)
+            self._exact = self._exact or Reference(self.path, dtype=torch.float64)
+            points = data_path(self.architecture)
+            rounded = record(self._rounded, points, batch, gradients=gradients)
+            exact = record(self._exact, points, batch, gradients=gradients, keep_calls=True)
+            found = ReferenceRun(self._exact, points, exact, _tolerances(rounded, exact))
+            self._runs[key] = found
+        return found
+
+
+def _tolerances(rounded: Recording, exact: Recording) -> Tolerances:
+    """What float32 itself does at each probe point, times `MARGIN`."""
+    pairs: list[tuple[str, dict[str, Tensor], dict[str, Tensor]]] = [
+        (ACTIVATIONS, rounded.values, exact.values),
+        (ACTIVATION_GRADIENTS, rounded.gradients, exact.gradients),
+        (GRADIENTS, rounded.expected.gradients, exact.expected.gradients),
+        ("logits", _ends(rounded.expected.logits), _ends(exact.expected.logits)),
+        ("loss", _ends(rounded.expected.losses), _ends(exact.expected.losses)),
+    ]
+    tolerances = Tolerances()
+    for part, of_rounded, of_exact in pairs:
+        for name, expected in of_exact.items():
+            error = measure(of_rounded[name], expected).relative
+            tolerances[part, name] = MARGIN * max(error, EPSILON)
+    return tolerances
+
+
+def _ends(values: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    return {"all": values[0]}

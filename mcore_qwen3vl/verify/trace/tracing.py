@@ -1,0 +1,222 @@
+"""Tracing one input through both models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.mapping.table import table
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.runtime.launch import run_layout
+from mcore_qwen3vl.verify.parity.batches import Batch, MicroBatch
+from mcore_qwen3vl.verify.parity.case import Case
+from mcore_qwen3vl.verify.report.measurement import (
+    Finding,
+    Measurement,
+    Measurements,
+    merge,
+)
+from mcore_qwen3vl.verify.trace.probe_points import ProbePoint
+from mcore_qwen3vl.verify.trace.recording import Recording
+from mcore_qwen3vl.verify.trace.reference import MARGIN, Tolerances, TraceReference
+from mcore_qwen3vl.verify.trace.result import (
+    ACTIVATION_GRADIENTS,
+    ACTIVATIONS,
+    GRADIENTS,
+    WEIGHTS,
+    Trace,
+)
+
+
+def trace(
+    hf: str | Path | TraceReference,
+    mcore: str | Path | None = None,
+    *,
+    layout: Layout | None = None,
+    micro: MicroBatch | None = None,
+    batch: str = "mixed",
+    gradients: bool = False,
+    case: Case | None = None,
+    timeout: float = 600.0,
+) -> Trace:
+    """Run the same input through Hugging Face's model and ours, and compare every probe point.
+
+    Hugging Face's model in float64 says what is right, and in float32 how much rounding to expect
+    at each probe point: an error of more than `MARGIN` times that (and at least float32's epsilon)
+    is out of tolerance.
+
+    Args:
+        hf: Hugging Face checkpoint directory: what is right. A :class:`TraceReference` remembers
+            what it computed, for several traces.
+        mcore: Megatron-Core checkpoint to examine; None: the model is loaded from `hf`.
+        layout: parallel sizes; default: one rank.
+        micro: the input, as from :func:`mcore_qwen3vl.verify.trace.input.from_prompt`; default:
+            the first micro-batch of the parity batch called `batch`.
+        gradients: compare gradients of activations and of parameters too.
+        case: how the model runs, if more than `layout` is wanted.
+        timeout: seconds for the ranks to finish.
+
+    Raises:
+        BadInput: a checkpoint, the layout or the batch cannot be used, or the two checkpoints are
+            of different shape.
+    """
+    reference = hf if isinstance(hf, TraceReference) else TraceReference(hf)
+    hf, architecture = reference.path, reference.architecture
+    mcore = None if mcore is None else Path(mcore)
+    config = _config_folder(mcore) if mcore else hf
+    case = replace(case or Case(), layout=layout or Layout(), gradients=gradients)
+    _check_same_shape(architecture, Architecture.from_hf(config))
+    if micro is None:
+        micro = reference.micro_batch(batch, case.multiple)
+    copies = case.layout.dp * (case.layout.pp if case.layout.vpp > 1 else 1)
+    whole = Batch(batch, (micro,) * copies)
+    case.validate(architecture, (whole,))
+
+    run = reference.run(whole, gradients)
+    points, exact, tolerances = run.points, run.exact, run.tolerances
+    counts = _counts(exact, case, architecture)
+    from mcore_qwen3vl.verify.trace.on_rank import TraceRequest, trace_on_rank
+
+    choose = partial(_first, tolerances=tolerances, points=points)
+    sent = replace(exact, calls={})
+    request = TraceRequest(hf, config, mcore, case, points, sent, choose)
+    found = run_layout(
+        trace_on_rank, case.layout.world_size, request, timeout=timeout, device=case.device
+    )
+    measured = merge(rank.measured for rank in found)
+    result = _result(hf, mcore, case, micro, measured, tolerances, counts, points)
+    first = _first(measured, tolerances=tolerances, points=points)
+    if first is not None:
+        from mcore_qwen3vl.verify.trace.causes import Divergence, find_cause
+
+        result.first = next(f for f in result.findings if (f.part, f.name) == first)
+        divergence = Divergence.of(hf, config, case, run, first, found)
+        result.cause = find_cause(divergence)
+    return result
+
+
+def _config_folder(mcore: Path) -> Path:
+    from mcore_qwen3vl.converters.torch_dist.paths import hf_folder
+
+    return hf_folder(mcore)
+
+
+SHAPES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "tie_word_embeddings",
+    "num_experts",
+    "moe_intermediate_size",
+    "moe_layers",
+)
+
+
+def _check_same_shape(reference: Architecture, examined: Architecture) -> None:
+    """Values can be compared only between models of one shape."""
+    for name in SHAPES:
+        expected, found = getattr(reference, name), getattr(examined, name)
+        if expected != found:
+            raise BadInput(
+                f"The two models cannot be compared module by module: {name} is {expected} in the "
+                f"Hugging Face checkpoint and {found} in the Megatron-Core one. Convert again from "
+                "this Hugging Face checkpoint."
+            )
+
+
+def _counts(exact: Recording, case: Case, a: Architecture) -> dict[tuple[str, str], int]:
+    """How many values each comparison must have covered."""
+    tokens = sum(len(span.sample.input_ids) for span in exact.micro.spans)
+    counts: dict[tuple[str, str], int] = {}
+    for part, values in ((ACTIVATIONS, exact.values), (ACTIVATION_GRADIENTS, exact.gradients)):
+        for name, value in values.items():
+            rows = tokens if value.ndim == 3 else len(value)
+            counts[part, name] = rows * value.shape[-1]
+    for row in table(a):
+        for source in row.sources:
+            label = source.name if source.index is None else f"{source.name}[{source.index}]"
+            size = prod(source.piece_shape)
+            counts[WEIGHTS, label] = size
+            if case.gradients:
+                counts[GRADIENTS, label] = size
+    copies = len(exact.expected.batch.micro_batches)
+    counts["logits", "all"] = copies * tokens * a.vocab_size
+    counts["loss", "all"] = copies * tokens
+    if case.layout.tp > a.num_key_value_heads:  # ranks share a head and have parts of its gradient
+        for key in [k for k in counts if k[0] == ACTIVATION_GRADIENTS and k[1].endswith("k_norm")]:
+            del counts[key]
+    if case.spec == "te":  # fused into the linear layer that follows
+        fused = ("input_layernorm", "post_attention_layernorm")
+        for key in [
+            k
+            for k in counts
+            if k[0] in (ACTIVATIONS, ACTIVATION_GRADIENTS) and k[1].endswith(fused)
+        ]:
+            del counts[key]
+    return counts
+
+
+def _order(points: list[ProbePoint]) -> list[tuple[str, str]]:
+    """Where to look first: forward along the data path, then backward against it."""
+    forward = [(ACTIVATIONS, point.name) for point in points]
+    backward = [(ACTIVATION_GRADIENTS, point.name) for point in reversed(points)]
+    return [*forward, ("logits", "all"), ("loss", "all"), *backward]
+
+
+def _first(
+    measured: Measurements, *, tolerances: Tolerances, points: list[ProbePoint]
+) -> tuple[str, str] | None:
+    """The first comparison out of tolerance; weights alone are not on the data path."""
+    gradients = [key for key in measured if key[0] == GRADIENTS]
+    for part, name in [*_order(points), *gradients]:
+        one = measured.get((part, name))
+        if one and one.relative > tolerances.of(part, name):
+            return part, name
+    return None
+
+
+def _margins(measured: Measurements, tolerances: Tolerances) -> dict[tuple[str, str], float]:
+    """Error over the rounding that is expected, 1 meaning the same."""
+    return {
+        (part, name): MARGIN * one.relative / allowance
+        for (part, name), one in measured.items()
+        if (allowance := tolerances.of(part, name))
+    }
+
+
+def _result(
+    hf: Path,
+    mcore: Path | None,
+    case: Case,
+    micro: MicroBatch,
+    measured: Measurements,
+    tolerances: Tolerances,
+    counts: dict[tuple[str, str], int],
+    points: list[ProbePoint],
+) -> Trace:
+    examined = mcore.name if mcore else f"{hf.name} loaded directly"
+    facts: dict[str, Any] = {
+        "layout": str(case.layout),
+        "spec": case.spec,
+        "dtype": "float32, judged by Hugging Face in float64",
+        "tokens": int(micro.input_ids.numel()),
+        "images and videos": 0 if micro.visual is None else len(micro.visual.grid_thw),
+    }
+    result = Trace(f"{hf.name}: trace of {examined} at {case}", facts)
+    result.margins = _margins(measured, tolerances)
+    order = [key for key in _order(points) if key in measured or key in counts]
+    rest = [key for key in {**counts, **measured} if key not in set(order) and key[0] != "frozen"]
+    for part, name in dict.fromkeys([*order, *rest]):
+        one = measured.get((part, name), Measurement())
+        tolerance = tolerances.of(part, name)
+        result.findings.append(Finding(part, name, one, tolerance, counts.get((part, name))))
+    return result

@@ -1,0 +1,167 @@
+"""The command line: exit codes, messages, JSON, and that a failure leaves nothing behind."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from mcore_qwen3vl.cli import main
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.mapping.table import table
+from mcore_qwen3vl.tiny import write_tiny_checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "hf", moe=True)
+
+
+def run(*arguments) -> int:
+    with pytest.raises(SystemExit) as stopped:
+        main([str(argument) for argument in arguments])
+    return stopped.value.code
+
+
+def test_both_ways_and_compare(checkpoint, tmp_path, capsys):
+    assert run("convert", "hf-to-mcore", checkpoint, tmp_path / "mcore") == 0
+    capsys.readouterr()
+    assert run("convert", "mcore-to-hf", tmp_path / "mcore", tmp_path / "back", "--json") == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["direction"] == "mcore-to-hf"
+    assert summary["expert_layout"] == "published"
+    assert run("verify", "tensors", checkpoint, tmp_path / "back") == 0
+    folder = tmp_path / "report"
+    assert run("verify", "tensors", tmp_path / "mcore", tmp_path / "back", "--report", folder) == 0
+    assert "All 140 comparisons hold." in capsys.readouterr().out
+    parts = json.loads((folder / "report.json").read_text())["parts"]
+    assert [(p["part"], p["compared"], p["failed"]) for p in parts] == [
+        ("tensors", 134, 0),
+        ("files", 6, 0),
+    ]
+    assert "PASSED" in (folder / "report.html").read_text()
+
+
+def test_roundtrip_writes_its_findings(checkpoint, tmp_path, capsys):
+    report = tmp_path / "report.json"
+    assert run("verify", "roundtrip", checkpoint, "--json", report) == 0
+    found = json.loads(report.read_text())
+    assert found["ok"] is True
+    assert sum(finding["part"] == "tensors" for finding in found["findings"]) == 134
+    assert "99 tensors" in found["environment"]["there"]
+    assert "equal" in capsys.readouterr().out
+
+
+def test_a_difference_is_exit_code_1(checkpoint, tmp_path, capsys):
+    other = write_tiny_checkpoint(tmp_path / "other", moe=True, seed=1)
+    assert run("verify", "tensors", checkpoint, other) == 1
+    printed = capsys.readouterr()
+    assert "134 of 140 comparisons failed" in printed.out
+    assert "and 114 more" in printed.out
+    assert "134 of 140 comparisons failed" in printed.err
+
+
+def test_dry_run_writes_nothing(checkpoint, tmp_path, capsys):
+    dst = tmp_path / "mcore"
+    assert run("convert", "hf-to-mcore", checkpoint, dst, "--dry-run", "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    step = next(s for s in plan["steps"] if "experts.linear_fc1" in s["target"])
+    assert step["sources"] == ["model.language_model.layers.0.mlp.experts.gate_up_proj"]
+    assert (step["shape"], step["nbytes"]) == ([12, 72, 48], 12 * 72 * 48 * 4)
+    assert run("convert", "hf-to-mcore", checkpoint, dst, "--dry-run") == 0
+    assert "Nothing was written" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_inspect(checkpoint, tmp_path, capsys):
+    assert run("inspect", checkpoint, "--json") == 0
+    inspection = json.loads(capsys.readouterr().out)
+    assert inspection["kind"] == "huggingface"
+    assert inspection["total_parameters"] == sum(inspection["parameters"].values()) == 532_168
+    assert run("inspect", checkpoint) == 0
+    assert "12, 3 a token, layout published" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("convert", "hf-to-mcore", "absent", "dst"),
+        ("convert", "mcore-to-hf", "absent", "dst"),
+        ("verify", "roundtrip", "absent"),
+        ("verify", "tensors", "absent", "absent"),
+        ("inspect", "absent"),
+        ("convert", "hf-to-mcore", "src", "dst", "--dtype", "int8"),
+        ("convert", "nowhere"),
+    ],
+)
+def test_bad_input_and_usage_are_exit_code_2(arguments, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run(*arguments) == 2
+    message = capsys.readouterr().err
+    assert message
+    assert "Traceback" not in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_existing_target_needs_force(checkpoint, tmp_path, capsys):
+    dst = tmp_path / "mcore"
+    assert run("convert", "hf-to-mcore", checkpoint, dst) == 0
+    before = {f: f.read_bytes() for f in dst.rglob("*") if f.is_file()}
+    assert run("convert", "hf-to-mcore", checkpoint, dst) == 2
+    assert "exists. Remove it, choose another directory, or add --force" in capsys.readouterr().err
+    assert {f: f.read_bytes() for f in dst.rglob("*") if f.is_file()} == before
+    assert run("convert", "hf-to-mcore", checkpoint, dst, "--force") == 0
+
+
+def test_help_does_not_wait_for_torch():
+    code = "import sys, mcore_qwen3vl.cli; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_inspect_table_is_the_mapping_of_a_checkpoint(checkpoint, tmp_path, capsys):
+    assert run("inspect", checkpoint, "--table", "--json") == 0
+    lines = {line["mcore"]: line for line in json.loads(capsys.readouterr().out)["mapping"]}
+    qkv = lines["decoder.layers.self_attention.linear_qkv.weight"]
+    layer = "model.language_model.layers.{0..3}."
+    assert qkv["hf"] == [f"{layer}self_attn.{n}_proj.weight" for n in "qkv"]
+    assert qkv["hf_shapes"] == [[192, 48], [96, 48], [96, 48]]
+    assert (qkv["shape"], qkv["stacked"], qkv["rows"]) == ([384, 48], [4], 4)
+    assert (qkv["transform"], qkv["tp_axis"]) == ("interleave rows in 4 groups", 0)
+    experts = lines["decoder.layers.mlp.experts.experts.linear_fc1.weight"]
+    assert experts["hf"] == [f"{layer}mlp.experts.gate_up_proj"]
+    assert (experts["shape"], experts["stacked"], experts["rows"]) == ([72, 48], [4, 12], 48)
+    assert (experts["transform"], experts["tp_parts"], experts["cut_by"]) == ("transpose", 2, "ETP")
+    assert lines["decoder.layers.mlp.router.weight"]["cut_by"] is None
+    assert sum(line["rows"] for line in lines.values()) == len(
+        table(Architecture.from_hf(checkpoint))
+    )
+
+    assert run("inspect", checkpoint, "--table") == 0
+    printed = capsys.readouterr().out
+    assert "model.visual.blocks.{0..4}.attn.qkv.weight" in printed
+    assert "…" not in printed
+
+
+def test_inspect_table_of_a_config_and_of_a_padded_checkpoint(checkpoint, tmp_path, capsys):
+    assert run("inspect", checkpoint / "config.json", "--table", "--json") == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert alone["kind"] == "config"
+    assert run("inspect", checkpoint, "--table", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["mapping"] == alone["mapping"]
+    padded = tmp_path / "mcore"
+    run("convert", "hf-to-mcore", checkpoint, padded, "--make-vocab-size-divisible-by", 128)
+    capsys.readouterr()
+    assert run("inspect", padded, "--table", "--json") == 0
+    lines = json.loads(capsys.readouterr().out)["mapping"]
+    head = next(line for line in lines if line["mcore"] == "output_layer.weight")
+    assert (head["shape"], head["transform"]) == ([384, 48], "append 32 zero rows")
+    assert run("inspect", "--hf-config", checkpoint, "--table") == 2
+
+
+def test_tiny_writes_a_checkpoint_and_nothing_over_another(tmp_path, capsys):
+    assert run("tiny", tmp_path / "moe", "--moe") == 0
+    assert run("verify", "roundtrip", tmp_path / "moe") == 0
+    before = (tmp_path / "moe" / "config.json").read_bytes()
+    assert run("tiny", tmp_path / "moe") == 2
+    assert (tmp_path / "moe" / "config.json").read_bytes() == before
+    assert "name another one" in capsys.readouterr().err

@@ -1,0 +1,166 @@
+"""Hugging Face -> mcore -> Hugging Face gives back every bit of every tensor and file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mcore_qwen3vl.converters.convert import (
+    hf_to_mcore,
+    mcore_to_hf,
+    plan_hf_to_mcore,
+    plan_mcore_to_hf,
+)
+from mcore_qwen3vl.converters.offline import to_hf, to_mcore
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.verify.checkpoints.bitwise import compare_checkpoints
+from tests.converters.checkpoints import (
+    CASES,
+    assert_same_files,
+    assert_same_tensors,
+    copy,
+    load,
+    save,
+    tree_digests,
+)
+
+Tiny = Callable[[str], Path]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_round_trip_is_bitwise(tiny: Tiny, tmp_path: Path, case: str) -> None:
+    source, mcore, back = tiny(case), tmp_path / "mcore", tmp_path / "back"
+    hf_to_mcore(source, mcore)
+    mcore_to_hf(mcore, back)
+    assert_same_tensors(source, back)
+    assert_same_files(source, back)
+    for pair in ((source, mcore), (mcore, source), (source, back), (mcore, mcore)):
+        result = compare_checkpoints(*pair)
+        result.require()
+        compared = sum(finding.measured.count for finding in result.findings)
+        assert compared == sum(t.numel() for t in load(source).values())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "mcore"]
+
+
+@pytest.mark.parametrize("case", ["dense", "moe", "moe-v5"])
+def test_vocabulary_padding_round_trips(tiny: Tiny, tmp_path: Path, case: str) -> None:
+    mcore, back = tmp_path / "mcore", tmp_path / "back"
+    hf_to_mcore(tiny(case), mcore, make_vocab_size_divisible_by=100, tp=2)
+    mcore_to_hf(mcore, back)
+    assert_same_tensors(tiny(case), back)
+
+
+def test_companion_files_of_any_kind_travel(tiny: Tiny, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    copy(tiny("dense"), source)
+    (source / "LICENSE").write_text("do as you like")
+    (source / "figures").mkdir()
+    (source / "figures" / "logo.png").write_bytes(bytes(range(256)))
+    (source / "linked.json").symlink_to(source / "LICENSE")
+    (source / ".git").mkdir()
+    (source / ".git" / "HEAD").write_text("not part of the checkpoint")
+    (source / "pytorch_model.bin").write_bytes(b"other weights")
+    hf_to_mcore(source, tmp_path / "mcore")
+    summary = mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
+    back = tmp_path / "back"
+    assert (back / "LICENSE").read_text() == "do as you like"
+    assert (back / "figures" / "logo.png").read_bytes() == bytes(range(256))
+    assert (back / "linked.json").read_text() == "do as you like"
+    assert not (back / "linked.json").is_symlink()
+    assert not (back / ".git").exists()
+    assert not (back / "pytorch_model.bin").exists()
+    assert {"LICENSE", "figures/logo.png", "config.json"} <= set(summary.sidecars)
+
+
+def test_shards_and_index_of_an_export(tiny: Tiny, tmp_path: Path) -> None:
+    hf_to_mcore(tiny("moe"), tmp_path / "mcore")
+    summary = mcore_to_hf(tmp_path / "mcore", tmp_path / "back", max_shard_size="300KB")
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
+    tensors = load(tiny("moe"))
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
+    assert set(index["weight_map"]) == set(tensors)
+    files = sorted(set(index["weight_map"].values()))
+    assert len(files) == summary.files > 3
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    for file in files:
+        held = load_file(tmp_path / "back" / file)
+        assert {n for n, f in index["weight_map"].items() if f == file} == set(held)
+        assert sum(t.nbytes for t in held.values()) <= 300_000 or len(held) == 1
+    assert_same_tensors(tiny("moe"), tmp_path / "back")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)],
+)
+def test_dtype_is_converted_with_its_declaration(
+    tiny: Tiny, tmp_path: Path, name: str, dtype: torch.dtype
+) -> None:
+    source = tiny("moe")
+    hf_to_mcore(source, tmp_path / "mcore", dtype=name)
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "early")
+    hf_to_mcore(source, tmp_path / "kept")
+    mcore_to_hf(tmp_path / "kept", tmp_path / "late", dtype=name)
+    original = load(source)
+    for back in (tmp_path / "early", tmp_path / "late"):
+        for key, tensor in load(back).items():
+            assert tensor.dtype == dtype
+            assert torch.equal(tensor, original[key].to(dtype)), key
+        config = json.loads((back / "config.json").read_text())
+        assert config["dtype"] == config["text_config"]["dtype"] == str(dtype).split(".")[1]
+
+
+def test_values_that_do_not_fit_the_dtype_are_refused(tiny: Tiny, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    copy(tiny("dense"), source)
+    tensors = load(source)
+    tensors["model.language_model.norm.weight"][3] = 1e6
+    save(tensors, source)
+    with pytest.raises(BadInput, match=r"norm\.weight holds 1e\+06.*float16"):
+        hf_to_mcore(source, tmp_path / "mcore", dtype="fp16")
+    assert not (tmp_path / "mcore").exists()
+
+
+def test_plans_write_nothing_and_tell_all(tiny: Tiny, tmp_path: Path) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    plan = plan_hf_to_mcore(tiny("moe"))
+    assert sorted(tmp_path.rglob("*")) == before
+    tensors = load(tiny("moe"))
+    assert plan.nbytes == sum(t.nbytes for t in tensors.values())
+    assert plan.nbytes == sum(step.nbytes for step in plan.steps)
+    assert {name for step in plan.steps for name in step.sources} == set(tensors)
+    summary = hf_to_mcore(tiny("moe"), tmp_path / "mcore")
+    assert (summary.tensors, summary.nbytes) == (plan.tensors, plan.nbytes)
+    back = plan_mcore_to_hf(tmp_path / "mcore")
+    assert {step.target: step.shape for step in back.steps} == {
+        name: tuple(t.shape) for name, t in tensors.items()
+    }
+    assert back.nbytes == plan.nbytes
+
+
+def test_progress_adds_up(tiny: Tiny, tmp_path: Path) -> None:
+    calls: list[tuple[int, int, str]] = []
+    hf_to_mcore(tiny("dense"), tmp_path / "mcore", progress=lambda *c: calls.append(c))
+    done = [call[0] for call in calls]
+    assert done == sorted(done)
+    assert calls[-1][0] == calls[-1][1] == plan_hf_to_mcore(tiny("dense")).nbytes
+    assert "embedding.word_embeddings.weight" in {call[2] for call in calls}
+
+
+def test_workers_do_not_change_a_byte(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (to_mcore, to_hf):
+        monkeypatch.setattr(module, "unit_bytes", lambda total: 100_000)
+    for workers in (1, 3):
+        mcore = tmp_path / f"mcore-{workers}"
+        hf_to_mcore(tiny("moe"), mcore, workers=workers)
+        mcore_to_hf(mcore, tmp_path / f"back-{workers}", workers=workers, max_shard_size="900KB")
+    assert len(list((tmp_path / "mcore-1" / "release").glob("__0_*.distcp"))) > 5
+    for name in ("mcore", "back"):
+        assert tree_digests(tmp_path / f"{name}-1") == tree_digests(tmp_path / f"{name}-3")

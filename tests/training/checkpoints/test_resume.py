@@ -1,0 +1,224 @@
+"""Stop anywhere and go on: bit for bit at the same layout, closely at another."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.convert import mcore_to_hf
+from mcore_qwen3vl.converters.hf.companions import sidecar_files
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.verify.curves.curve import curve_of, numbers_of, worst_difference
+from mcore_qwen3vl.verify.curves.job import DISTRIBUTED, Job, train
+from mcore_qwen3vl.verify.curves.tables import OTHER_LAYOUT, whole_and_half
+
+STEPS, HALF = 4, 2
+LAST, BEFORE = f"iter_{STEPS:07d}", f"iter_{HALF:07d}"
+
+
+def job(checkpoint: Path, data: Path, layout: str, *flags: str) -> Job:
+    return Job(checkpoint, data, Layout.parse(layout), steps=STEPS, flags=flags)
+
+
+@pytest.mark.parametrize(
+    ("is_moe", "layout", "flags"),
+    [
+        (False, "tp2+sp", ("--packing",)),
+        # ep2xdp2 shards its dense parameters over DP 2 in the same way.
+        pytest.param(False, "dp2", DISTRIBUTED, marks=pytest.mark.slow),
+        (True, "ep2xdp2", DISTRIBUTED),
+    ],
+)
+def test_same_layout_continues_bit_for_bit(
+    is_moe: bool, layout: str, flags: tuple[str, ...], dense: Path, moe: Path, data: Path,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    run = job(moe if is_moe else dense, data, layout, *flags)
+    whole, save = whole_and_half(run, tmp_path)
+    rest = train(run, tmp_path / "rest", "--save", str(save), "--save-interval", "100")
+    assert [entry["iteration"] for entry in rest] == [3, 4]
+    assert numbers_of(rest) == numbers_of(whole[HALF:])
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (("tp2+sp", ()), ("pp2", ())),
+        (
+            ("dp2", (*DISTRIBUTED, "--num-workers", "1")),
+            ("tp2+sp", ("--use-distributed-optimizer", "--num-workers", "2")),
+        ),
+    ],
+    ids=["TP2 to PP2", "DP2 to TP2"],
+)
+def test_another_layout_continues_closely(
+    before: tuple[str, tuple[str, ...]], after: tuple[str, tuple[str, ...]], dense: Path,
+    data: Path, tmp_path: Path,
+) -> None:  # fmt: skip
+    whole, save = whole_and_half(job(dense, data, before[0], *before[1]), tmp_path)
+    other = job(dense, data, after[0], *after[1])
+    rest = train(other, tmp_path / "rest", "--save", str(save), "--save-interval", "100")
+    difference = worst_difference(curve_of(rest), curve_of(whole[HALF:]))
+    assert difference.loss <= OTHER_LAYOUT
+    assert difference.grad_norm <= OTHER_LAYOUT
+
+
+def test_sigterm_saves_and_the_same_command_goes_on(
+    dense: Path, data: Path, tmp_path: Path
+) -> None:
+    run = replace(job(dense, data, "single", "--num-workers", "1"), steps=12)
+    flags = ("--save", str(tmp_path / "save"), "--save-interval", "1000", "--exit-signal-handler")
+    whole = train(run, tmp_path / "whole")
+    stopper = threading.Thread(target=terminate_after_two_steps, args=(tmp_path / "first",))
+    stopper.start()
+    first = train(run, tmp_path / "first", *flags)
+    stopper.join()
+    assert 2 <= len(first) < run.steps
+    rest = train(run, tmp_path / "rest", *flags)
+    assert rest[0]["iteration"] == len(first) + 1
+    assert numbers_of(first + rest) == numbers_of(whole)
+
+
+def terminate_after_two_steps(folder: Path) -> None:
+    """Send SIGTERM to the rank and its data worker, as torchrun does, after two steps."""
+    log, deadline = folder / "log.jsonl", time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if log.exists() and log.read_text().count("\n") >= 2:
+            rank = psutil.Process(_child())
+            processes = [*rank.children(), rank]
+            assert len(processes) == 2
+            for process in processes:
+                process.send_signal(signal.SIGTERM)
+            return
+        time.sleep(0.01)
+
+
+def _child() -> int:
+    """The one rank that this process has forked."""
+    import multiprocessing
+
+    (rank,) = multiprocessing.active_children()
+    assert rank.pid is not None
+    return rank.pid
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(
+    dense: Path, data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Job, Path, list[dict[str, Any]]]:
+    """A finished run that saved at half and at the end, to be damaged."""
+    folder = tmp_path_factory.mktemp("saved")
+    run = job(dense, data, "single")
+    flags = ("--save", str(folder / "save"), "--save-interval", str(HALF))
+    return run, folder / "save", train(run, folder / "whole", *flags)
+
+
+def truncate(folder: Path) -> None:
+    largest = max(folder.glob("*.distcp"), key=lambda file: file.stat().st_size)
+    with largest.open("r+b") as stream:
+        stream.truncate(largest.stat().st_size // 2)
+
+
+def blank(folder: Path) -> None:
+    largest = max(folder.glob("*.distcp"), key=lambda file: file.stat().st_size)
+    largest.write_bytes(bytes(largest.stat().st_size))
+
+
+def lose_metadata(folder: Path) -> None:
+    (folder / ".metadata").unlink()
+
+
+@pytest.mark.parametrize("spoil", [truncate, blank, lose_metadata])
+def test_a_damaged_checkpoint_is_named(
+    spoil: Any, two_checkpoints: tuple[Job, Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    from mcore_qwen3vl.training.checkpoints.resume import damage, readable_iteration
+
+    save = tmp_path / "save"
+    shutil.copytree(two_checkpoints[1], save)
+    assert damage(save / LAST) is None
+    assert readable_iteration(save, fallback=False) == STEPS
+    spoil(save / LAST)
+    assert readable_iteration(save, fallback=True) == HALF
+    with pytest.raises(BadInput, match=rf"iteration {STEPS}: .*--on-corrupt-checkpoint fallback"):
+        readable_iteration(save, fallback=False)
+    spoil(save / BEFORE)
+    with pytest.raises(BadInput, match=f"iteration {HALF}: "):
+        readable_iteration(save, fallback=True)
+
+
+def test_training_falls_back_to_the_checkpoint_before_or_stops(
+    two_checkpoints: tuple[Job, Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    run, saved, whole = two_checkpoints
+    save = tmp_path / "save"
+    shutil.copytree(saved, save)
+    truncate(save / LAST)
+    flags = ("--save", str(save), "--save-interval", str(HALF))
+    with pytest.raises(BadInput, match=f"iteration {STEPS}: "):
+        train(run, tmp_path / "stop", *flags, "--on-corrupt-checkpoint", "stop")
+    again = train(run, tmp_path / "again", *flags)
+    assert numbers_of(again) == numbers_of(whole[HALF:])
+    assert "the latest checkpoint is damaged" in (tmp_path / "again" / "output.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--train-iters", "9"), "another schedule: .*--override-opt-param-scheduler"),
+        (("--ckpt-step", "1"), "saved without 'optimizer'. Add --no-load-optim"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_the_flags_is_explained(
+    flags: tuple[str, ...], message: str, two_checkpoints: tuple[Job, Path, list[dict[str, Any]]],
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    run, saved, _ = two_checkpoints
+    save = tmp_path / "save"
+    if flags[0] == "--ckpt-step":
+        saving = ("--save", str(save), "--save-interval", "1", "--no-save-optim")
+        train(replace(run, steps=1), tmp_path / "first", *saving)
+    else:
+        shutil.copytree(saved, save)
+    with pytest.raises(BadInput, match=message):
+        train(run, tmp_path / "again", "--save", str(save), "--save-interval", str(HALF), *flags)
+
+
+def test_a_trained_checkpoint_is_exported_as_it_is(
+    two_checkpoints: tuple[Job, Path, list[dict[str, Any]]], dense: Path, tmp_path: Path
+) -> None:
+    """Config, tokenizer and processor lie beside it, whichever folder of it is named."""
+    save = two_checkpoints[1]
+    assert not list(save.glob(".hf.*"))
+    sidecars = {name: file.read_bytes() for name, file in sidecar_files(dense).items()}
+    for source in (save, save / BEFORE):
+        back = tmp_path / source.name
+        mcore_to_hf(source, back)
+        assert {name: file.read_bytes() for name, file in sidecar_files(back).items()} == sidecars
+    last, before = (load_file(tmp_path / n / "model.safetensors") for n in ("save", BEFORE))
+    assert any(not last[name].equal(tensor) for name, tensor in before.items())
+
+
+def test_checkpoints_of_another_model_are_not_joined(
+    two_checkpoints: tuple[Job, Path, list[dict[str, Any]]], dense: Path, tmp_path: Path
+) -> None:
+    from mcore_qwen3vl.training.checkpoints.resume import check_companions
+
+    config = json.loads((dense / "config.json").read_text())
+    config["dtype"] = "bfloat16"
+    check_companions(two_checkpoints[1], Architecture.from_hf(config))
+    config["text_config"]["rms_norm_eps"] = 0.25
+    with pytest.raises(BadInput, match=r"another model than --hf-model"):
+        check_companions(two_checkpoints[1], Architecture.from_hf(config))
