@@ -23,6 +23,8 @@ COMMON=(
     --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0
     --lr-decay-style cosine --lr-warmup-fraction 0.03
     --num-workers 8 --save-interval 500 --log-interval 10 --exit-signal-handler
+    # It waits twice for every bucket of gradients; the norm is checked after each step anyhow.
+    --no-check-for-nan-in-loss-and-grad
     --distributed-timeout-minutes 30
 )
 
@@ -36,8 +38,12 @@ PRETRAIN=(--train-iters 50000 --lr 5e-5 --min-lr 5e-6 --vision-lr-mult 0.5)
 FULL_RECOMPUTE=(--recompute-granularity full --recompute-method uniform --recompute-num-layers 1)
 
 # The z-loss keeps router logits small in long bf16 runs; the load-balancing coefficient comes from
-# the checkpoint's config. Experts run as one grouped GEMM.
-MOE=(--moe-grouped-gemm --moe-permute-fusion --moe-z-loss-coeff 1e-5)
+# the checkpoint's config.
+MOE=(--moe-z-loss-coeff 1e-5)
+
+# Experts as one grouped GEMM. Only with Transformer Engine, and no flag takes them back, so that
+# train adds them unless --spec torch was appended.
+MOE_TE=(--moe-grouped-gemm --moe-permute-fusion)
 
 # Optional, and only with Transformer Engine (--spec te).
 OPTIONAL=()
@@ -52,12 +58,26 @@ if [[ ${DEEPEP:-0} == 1 ]]; then # MoE exchange by DeepEP kernels, which must be
     OPTIONAL+=(--moe-token-dispatcher-type flex --moe-enable-deepep)
 fi
 
+# spec_of FLAGS...: the value of the last --spec.
+spec_of() {
+    local spec=te
+    while (($#)); do
+        case $1 in
+            --spec=*) spec=${1#--spec=} ;;
+            --spec) spec=${2:-} ;;
+        esac
+        shift
+    done
+    printf '%s' "$spec"
+}
+
 # train FLAGS...: run launch/train.py on NODES x GPUS_PER_NODE ranks, or print how.
 train() {
     local flags=() dry_run=0 flag
     for flag in "$@"; do
         if [[ $flag == --dry-run ]]; then dry_run=1; else flags+=("$flag"); fi
     done
+    if [[ ${MOE_MODEL:-0} == 1 && $(spec_of "${flags[@]}") == te ]]; then flags+=("${MOE_TE[@]}"); fi
     local command=(torchrun --nnodes "$NODES" --nproc-per-node "$GPUS_PER_NODE")
     if [[ -n ${SLURM_JOB_ID:-} ]]; then
         local head_node

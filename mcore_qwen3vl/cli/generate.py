@@ -83,7 +83,7 @@ def generate(
             "top_p": top_p,
             "top_k": top_k,
             "seed": seed,
-            "stream": (lambda _, text: print(text, end="", flush=True)) if streams else None,
+            "stream": _print_text if streams else None,
         },
     )
     start = time.monotonic()
@@ -108,3 +108,8 @@ def generate(
             f"{answer.finish_reason}"
         )
     console.messages.print(f"{seconds:.1f} s with loading, on {layout}")
+
+
+def _print_text(_: int, text: str) -> None:
+    """A stream for one prompt; a function, because ranks on GPUs are sent it."""
+    print(text, end="", flush=True)

@@ -23,6 +23,7 @@ from mcore_qwen3vl.model.decoder import pack_features, unpack_features
 from mcore_qwen3vl.model.fusion import FusionPlan, fuse, plan_fusion
 from mcore_qwen3vl.model.inputs import VisualInputs, to_device
 from mcore_qwen3vl.model.layer_specs import block_spec
+from mcore_qwen3vl.model.padded_vocabulary import mask_padded_vocabulary
 from mcore_qwen3vl.model.rope import InterleavedMRoPE
 from mcore_qwen3vl.model.sequence import local_positions
 from mcore_qwen3vl.model.transformer_config import Spec, transformer_config
@@ -116,6 +117,12 @@ class Qwen3VLModel(GPTModel):
                 group=groups.tp_cp,
                 recompute=config.recompute_granularity == "full",
             )
+        if post_process:
+            mask_padded_vocabulary(self.output_layer, architecture.vocab_size)
+        if not config.use_cpu_initialization and not _is_meta(self):
+            # Megatron makes some weights on the host, norms and routers, and leaves it to its
+            # training loop to move them.
+            self.to(torch.cuda.current_device())
 
     @classmethod
     def from_hf_config(
@@ -293,6 +300,10 @@ class Qwen3VLModel(GPTModel):
         if padding is None or self.config.num_moe_experts is None:
             return None
         return padding[:, -seq_len:].index_select(1, to_device(local.hidden, padding.device))
+
+
+def _is_meta(model: torch.nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in model.parameters())
 
 
 def _complete(params: PackedSeqParams | None, device: torch.device) -> PackedSequence | None:

@@ -36,6 +36,7 @@ def transformer_config(
         BadInput: the overrides ask for what this spec or this split cannot do.
     """
     _check_spec(spec, overrides)
+    _check_graphs(overrides)
     dtype = overrides.get("params_dtype", getattr(torch, architecture.dtype))
     fields: dict[str, Any] = {
         **_model(architecture, spec),
@@ -99,6 +100,16 @@ def _check_spec(spec: Spec, overrides: dict[str, Any]) -> None:
         )
     if overrides.get("attention_dropout"):
         raise BadInput("The torch spec has no attention dropout; Qwen3-VL uses none either.")
+
+
+def _check_graphs(overrides: dict[str, Any]) -> None:
+    for name in ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"):
+        if overrides.get(name) not in (None, False, "none"):
+            raise BadInput(
+                f"{name} is {overrides[name]}: a CUDA graph repeats one number of image tokens, "
+                "which differs from batch to batch, and Megatron's graphs of single layers leave "
+                f"DeepStack out. Drop {name}."
+            )
 
 
 def _interleaving(overrides: dict[str, Any]) -> dict[str, Any]:

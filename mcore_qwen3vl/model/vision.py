@@ -159,16 +159,33 @@ class VisionTower(Qwen3VLVisionModel):
 
 
 class _PatchEmbed(nn.Module):
-    """A convolution whose stride is its kernel is a matrix product, and much faster as one."""
+    """HF's patch embedding with its projection as a matrix product."""
 
     def __init__(self, proj: nn.Conv3d) -> None:
         super().__init__()
-        self.proj = proj
+        self.proj = _PatchProjection(proj)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         """(P, patch_dim) -> (P, hidden)."""
-        weight = self.proj.weight
-        return F.linear(pixel_values.to(weight.dtype), weight.flatten(1), self.proj.bias)
+        return self.proj(pixel_values)
+
+
+class _PatchProjection(nn.Module):
+    """A convolution whose stride is its kernel is a matrix product, and much faster as one.
+
+    A module of its own, because Megatron's overlapped parameter gather waits for a weight when the
+    module that owns it is called. Who reads the weight of a module without calling it reads the
+    value from before the optimizer's step.
+    """
+
+    def __init__(self, convolution: nn.Conv3d) -> None:
+        super().__init__()
+        self.weight = convolution.weight
+        self.bias = convolution.bias
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        weight = self.weight.flatten(1)
+        return F.linear(pixel_values.to(weight.dtype), weight, self.bias)
 
 
 class _RotaryEmbedding(Qwen3VLVisionRotaryEmbedding):

@@ -1,7 +1,9 @@
-"""Run a function on every rank of a layout, one forked process per rank.
+"""Run a function on every rank of a layout, one process per rank.
 
-Forking from a process that has imported torch and megatron starts a rank in milliseconds; a fresh
-interpreter needs about fifteen seconds for the imports alone.
+On the CPU ranks are forked: from a process that has imported torch and megatron that takes
+milliseconds; a fresh interpreter needs about fifteen seconds for the imports alone. On CUDA they
+are fresh interpreters, because CUDA does not survive a fork, and merely asking whether there is a
+GPU is enough to have started it.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import torch.distributed as dist
 
 from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.runtime import cpu
+from mcore_qwen3vl.runtime.pretended.preload import preloaded
 
 _GRACE = 2.0  # seconds for the other ranks to report after one has failed, and for leaving
 
@@ -53,12 +56,13 @@ def run_layout(
     """Call ``fn(*args)`` on `world_size` ranks with ``torch.distributed`` initialised.
 
     Args:
-        fn: any callable, closures included; it learns its rank from ``torch.distributed``.
+        fn: any callable, closures included; it learns its rank from ``torch.distributed``. On
+            ``cuda`` it is pickled: a function or method that a module defines.
         world_size: number of ranks.
-        args: passed on, by fork and not by pickle.
+        args: passed on, by fork and not by pickle; on ``cuda`` picklable.
         timeout: seconds until all ranks are killed.
         device: ``cpu``: gloo, one thread a rank, with the CPU backend installed. ``cuda``: NCCL,
-            one GPU a rank; this process must not have used CUDA yet.
+            one GPU a rank.
 
     Returns:
         What each rank returned, in the order of ranks (pickled, so no CUDA tensors).
@@ -69,9 +73,7 @@ def run_layout(
     """
     if device == "cpu":
         cpu.install()
-    elif torch.cuda.is_initialized():
-        raise BadInput("Ranks cannot be forked from a process that has used CUDA; use torchrun.")
-    context = multiprocessing.get_context("fork")
+    context: Any = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
     ranks: list[_Rank] = []
     with tempfile.TemporaryDirectory(prefix="mcore-qwen3vl-ranks-") as scratch:
         try:
@@ -132,8 +134,22 @@ def _call(work: _Work) -> Any:
     if work.device == "cpu":
         # More threads would oversubscribe the machine, and OpenMP's do not survive a fork.
         torch.set_num_threads(1)
+    elif preloaded():
+        return _on_pretended_device(work)
     else:
         torch.cuda.set_device(work.rank)
+    return _in_process_group(work)
+
+
+def _on_pretended_device(work: _Work) -> Any:
+    """Each process has a device of its own, and the others' messages are made up."""
+    from mcore_qwen3vl.runtime.pretended.rank import one_rank
+
+    with one_rank(work.rank, work.world_size):
+        return _in_process_group(work)
+
+
+def _in_process_group(work: _Work) -> Any:
     dist.init_process_group(
         "gloo" if work.device == "cpu" else "nccl",
         # A file and not a TCP server: that would be a thread in the process that forks.

@@ -44,6 +44,9 @@ def model_provider(
         flags say.
     """
     fields_of_all = {**fields_from_flags(args), **config_overrides}
+    if args.pad_to_longest:
+        # Stages would otherwise transfer --seq-length tokens, whatever the batch has.
+        fields_of_all["variable_seq_lengths"] = True
     freezing = Freezing(args.freeze, args.trainable)
 
     def provide(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import math
 import os
 import warnings
 from collections.abc import Sequence
@@ -54,13 +55,19 @@ class Run:
 
     def train(self) -> None:
         """Call ``megatron.training.pretrain``."""
+        from megatron.core.datasets import utils as datasets
         from megatron.core.enums import ModelType
-        from megatron.training import pretrain, training
+        from megatron.training import dist_signal_handler, pretrain, training
         from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-        from mcore_qwen3vl.training.hooks import wrap
+        from mcore_qwen3vl.training.hooks import gather_items, wrap
         from mcore_qwen3vl.training.model import model_provider
 
+        # Would compile a helper for GPT data sets, which are not used, by a Makefile that
+        # megatron-core's wheel lacks; the first rank would exit for it.
+        wrap(datasets, {"compile_helpers": lambda original: None})
+        # Waits once for the device, not once a rank of the world.
+        wrap(dist_signal_handler, {"all_gather_item": gather_items})
         wrap(
             training,
             {
@@ -72,7 +79,7 @@ class Run:
                 "checkpoint_and_decide_exit": self._after_iteration,
                 # Is no part of the speed in our log.
                 "evaluate_and_print_results": self._evaluate,
-                # Also writes --log-json.
+                # Also writes --log-json, and stops at a gradient norm that is no number.
                 "training_log": self._log,
                 # Adds the learning rates by part.
                 "get_megatron_optimizer_config": self._optimizer_config,
@@ -165,16 +172,30 @@ class Run:
     ) -> Any:
         from megatron.training.utils import is_last_rank
 
+        signature = inspect.signature(original)
+        given = signature.bind(losses, totals, rate, iteration, *rest, **kw).arguments
+        self._check_norm(given["grad_norm"], iteration)
         due = self.args.log_json and iteration % self.args.log_interval == 0
         if due and losses and is_last_rank():  # as Megatron's own log
-            signature = inspect.signature(original)
-            given = signature.bind(losses, totals, rate, iteration, *rest, **kw).arguments
             numbers = {name: float(loss) for name, loss in losses.items()}
             numbers |= {"grad norm": given["grad_norm"], "learning rate": rate}
             metrics.append_json(
                 self.args.log_json, {"iteration": iteration, **numbers, **self.last_report}
             )
         return original(losses, totals, rate, iteration, *rest, **kw)
+
+    def _check_norm(self, norm: float | None, iteration: int) -> None:
+        """Before a checkpoint can be saved, and without another wait for the device.
+
+        Megatron's own check waits twice for each bucket of gradients, inside the backward pass.
+        In fp16 the loss scaler skips such steps.
+        """
+        if norm is not None and not math.isfinite(norm) and not self.args.fp16:
+            raise FloatingPointError(
+                f"The gradient norm of iteration {iteration} is {norm}. No checkpoint holds its "
+                "step. Go on from the last one, with a lower --lr or other data; without "
+                "--no-check-for-nan-in-loss-and-grad Megatron says in which rank it appeared."
+            )
 
     def _report(self, model: list[Any], iteration: int) -> None:
         from megatron.core import parallel_state

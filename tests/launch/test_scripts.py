@@ -132,3 +132,37 @@ def test_slurm_starts_one_torchrun_a_node(tmp_path: Path) -> None:
     )
     assert words[:2] == ["srun", "--ntasks-per-node=1"]
     assert words[words.index("--rdzv-endpoint") + 1] == "n1:29500"
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_the_torch_spec_can_be_appended(script: Path, tmp_path: Path) -> None:
+    """Flags that only Transformer Engine knows, and that no flag takes back, are left out."""
+    args = parsed(script, tmp_path, "--spec", "torch")
+    assert args.spec == ["torch"]
+    assert not args.moe_grouped_gemm
+    assert not args.moe_permute_fusion
+
+
+@pytest.mark.parametrize("apex", [True, False])
+def test_gradients_are_accumulated_in_the_product_where_apex_is_installed(
+    apex: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head is Megatron's own layer, which crashes without Apex whatever the spec."""
+    from mcore_qwen3vl.training.arguments import parser
+
+    kernel = "fused_weight_gradient_mlp_cuda"
+    monkeypatch.setattr(
+        parser, "find_spec", lambda name: object() if apex and name == kernel else None
+    )
+    args = parsed(LAUNCH / "sft_8b.sh", tmp_path)
+    assert args.spec == ["te"]
+    assert args.gradient_accumulation_fusion == apex
+
+
+def test_nothing_waits_inside_the_backward_pass_and_one_rank_gathers_the_optimizer(
+    tmp_path: Path,
+) -> None:
+    args = parsed(LAUNCH / "sft_8b.sh", tmp_path)
+    assert not args.check_for_nan_in_loss_and_grad
+    assert args.dist_ckpt_optim_fully_reshardable
+    assert args.distrib_optim_fully_reshardable_mem_efficient

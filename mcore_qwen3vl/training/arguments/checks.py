@@ -41,8 +41,19 @@ def check(args: argparse.Namespace, architecture: Architecture) -> None:
             "which leaves DeepStack out: drop the flag. The flex dispatcher "
             "(--moe-token-dispatcher-type flex --moe-enable-deepep) speeds the exchange up instead."
         )
+    _check_graphs(args)
     if args.spec == ["torch"]:
         _check_torch_spec(args)
+
+
+def _check_graphs(args: argparse.Namespace) -> None:
+    if args.cuda_graph_impl != "none":  # Megatron turns its older flags into this one
+        raise BadInput(
+            f"--cuda-graph-impl {args.cuda_graph_impl} (--enable-cuda-graph and "
+            "--external-cuda-graph mean it too): a CUDA graph repeats one number of image tokens, "
+            "which differs from batch to batch, and Megatron's graphs of single layers leave "
+            "DeepStack out: drop the flag."
+        )
 
 
 def _check_torch_spec(args: argparse.Namespace) -> None:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from importlib.util import find_spec
 from typing import Any, NoReturn, get_args, get_type_hints
 
 from mcore_qwen3vl.config import Architecture
@@ -199,7 +200,7 @@ class ArgumentSetup:
             **fixed,
             **recommended_arguments(self.architecture),
             **_loop_defaults(),
-            **(_torch_spec_defaults() if spec == "torch" else {}),
+            **(_torch_spec_defaults() if spec == "torch" else _te_spec_defaults()),
             **(_cpu_defaults() if self.cpu else {}),
             spec=[spec],
         )
@@ -246,12 +247,20 @@ def _loop_defaults() -> dict[str, Any]:
         "eval_iters": 0,
         "eval_interval": 1000,
         "ckpt_format": "torch_dist",
-        # States the optimizer so that another layout can resume it exactly.
+        # States the optimizer so that another layout can resume it exactly; gathered on the first
+        # DP rank alone, not on all of them.
         "dist_ckpt_optim_fully_reshardable": True,
+        "distrib_optim_fully_reshardable_mem_efficient": True,
         "enable_one_logger": False,
         # It keeps every batch of an iteration to run it again; NaNs are caught in the gradients.
         "rerun_mode": "disabled",
     }
+
+
+def _te_spec_defaults() -> dict[str, Any]:
+    # The head is Megatron's own linear layer, which takes this kernel from Apex.
+    apex = find_spec("fused_weight_gradient_mlp_cuda") is not None
+    return {"gradient_accumulation_fusion": apex}
 
 
 def _torch_spec_defaults() -> dict[str, Any]:

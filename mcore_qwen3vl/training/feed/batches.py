@@ -67,7 +67,7 @@ class SharedBatches:
     def _next(self) -> Batch:
         read, visual = self._read(), None
         if isinstance(read, Batch) and read.visual is not None and self._loader is not None:
-            visual, read = read.visual, replace(read, visual=_shapes(read.visual))
+            visual, read = read.visual, replace(read, visual=without_pixels(read.visual))
         if self._feed is not None and self._feed.is_source:
             self._feed.send(read)
         message = [(read, self._loader is not None)]
@@ -119,6 +119,6 @@ def _checked(message: Any) -> Batch:
     return message
 
 
-def _shapes(visual: VisualInputs) -> VisualInputs:
+def without_pixels(visual: VisualInputs) -> VisualInputs:
     """Shapes and dtypes in place of the tensors with a row a patch, the rest as it is."""
     return replace(visual, **{n: getattr(visual, n).to("meta") for n in PER_PATCH})

@@ -107,8 +107,8 @@ class DataProvider:
         )
 
     def _loader(self, words: Sequence[str], split: Any) -> Loader | None:
-        """On the first rank of each first stage; the others are sent its batches."""
-        if not _is_first_of_stage() or parallel_state.get_pipeline_model_parallel_rank() != 0:
+        """Of a rank that reads; None on the others, which are sent its batches."""
+        if not self._reads():
             return None
         args = self._args
         return Loader(
@@ -122,6 +122,10 @@ class DataProvider:
             split=split,
             seed=args.seed,
         )
+
+    def _reads(self) -> bool:
+        """Whether this is the first rank of a first stage."""
+        return _is_first_of_stage() and parallel_state.get_pipeline_model_parallel_rank() == 0
 
     def save_state(self, directory: str, iteration: int) -> None:
         """Save where this data-parallel rank's training data stands."""

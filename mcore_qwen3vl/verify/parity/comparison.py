@@ -15,7 +15,7 @@ from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.verify.parity.batches import RECIPES, Batch, build_batch
 from mcore_qwen3vl.verify.parity.cached_reference import CachedReference
 from mcore_qwen3vl.verify.parity.case import Case
-from mcore_qwen3vl.verify.parity.reference import AdamW, Expected
+from mcore_qwen3vl.verify.parity.reference import AFTER_STEP, AdamW, Expected
 from mcore_qwen3vl.verify.parity.tolerance import TOLERANCE, half_precision_tolerances
 from mcore_qwen3vl.verify.report.measurement import Finding, Measurements, findings, merge
 from mcore_qwen3vl.verify.report.result import Report
@@ -23,7 +23,7 @@ from mcore_qwen3vl.verify.report.result import Report
 if TYPE_CHECKING:  # imports megatron, before which the CPU backend must be installed
     from mcore_qwen3vl.model.transformer_config import Spec
 
-PARTS = ("logits", "loss", "gradients", "parameters", "gradient norm")
+PARTS = ("logits", "loss", "gradients", "parameters", "gradient norm", AFTER_STEP)
 
 
 def verify_parity(
@@ -118,6 +118,8 @@ def compare_case(
             if stepped is not None and number == len(expected) - 1:
                 counts |= {("parameters", n): c for (k, n), c in counts.items() if k == "gradients"}
                 counts["gradient norm", "all"] = 1
+                if case.overlap and case.distributed_optimizer:
+                    counts[AFTER_STEP, "all"] = counts["logits", "all"]
             report.findings += _judge(measured, counts, allowed, batch.batch.name)
     return report
 

@@ -6,7 +6,7 @@ slice of the reference and sends back numbers only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.verify.parity.batches import MicroBatch
 from mcore_qwen3vl.verify.parity.case import Case
-from mcore_qwen3vl.verify.parity.reference import AdamW, Expected, Stepped
+from mcore_qwen3vl.verify.parity.reference import AFTER_STEP, AdamW, Expected, Stepped
 from mcore_qwen3vl.verify.report.measurement import Measurement, Measurements, measure, merge
 
 IN_MEMORY: ExpertLayout = "v5"
@@ -66,7 +66,7 @@ def measure_on_rank(
         engine.run(batches[0])  # DDP reduces without overlap in its first batch, to count gradients
     measured = [engine.measure(batch) for batch in batches]
     if stepped is not None and case.adamw is not None:
-        measured[-1] = merge([measured[-1], engine.step(case.adamw, stepped)])
+        measured[-1] = merge([measured[-1], engine.step(case.adamw, stepped, batches[-1])])
     return measured
 
 
@@ -128,8 +128,12 @@ class Engine:
             measured.append(self._frozen())
         return merge(measured)
 
-    def step(self, adamw: AdamW, stepped: Stepped) -> Measurements:
-        """One optimizer step from the gradients of the last batch."""
+    def step(self, adamw: AdamW, stepped: Stepped, expected: Expected) -> Measurements:
+        """One optimizer step from the gradients of the last batch.
+
+        Where the new parameters are gathered during the forward pass that follows, that pass is
+        compared too: a weight that is read without waiting for it is the old one.
+        """
         optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -148,13 +152,19 @@ class Engine:
         )
         _constant_schedule(optimizer, adamw)
         _, norm, _ = optimizer.step()
+        forward: list[Measurements] = []
         if self._overlaps_gather:
+            forward = [
+                {(AFTER_STEP, "all"): self._measure_logits(output, stepped.logits, expected)}
+                for output in self.run(expected)
+            ]
             for ddp in self.model:
                 ddp.start_param_sync(force_sync=True)
         measured = self._measure_parts("parameters", weight, stepped.parameters)
         norm = measure(torch.tensor(float(norm)), torch.tensor(stepped.grad_norm))
         first = dist.get_rank() == 0
-        return {**measured, ("gradient norm", "all"): norm if first else norm.as_copy()}
+        measured["gradient norm", "all"] = norm if first else norm.as_copy()
+        return merge([measured, *forward])
 
     def run(self, expected: Expected) -> list[_Output]:
         """Forward and, with gradients, backward over this rank's part of a global batch."""
@@ -214,13 +224,20 @@ class Engine:
         rows = _local_tokens(chunk, micro)
         valid = expected.valid[number][:, rows]  # (B, s)
         rank = mpu.get_tensor_model_parallel_rank()
-        width = output.logits.shape[-1]
-        vocabulary = slice(rank * width, (rank + 1) * width)
-        logits = measure(
-            output.logits.cpu()[valid], expected.logits[number][:, rows, vocabulary][valid]
-        )
+        logits = self._measure_logits(output, expected.logits, expected)
         loss = measure(output.losses.cpu()[valid], expected.losses[number][:, rows][valid])
         return {("logits", "all"): logits, ("loss", "all"): loss.as_copy() if rank else loss}
+
+    def _measure_logits(
+        self, output: _Output, logits: Sequence[Tensor], expected: Expected
+    ) -> Measurement:
+        number = output.number
+        rows = _local_tokens(self.chunks[-1], expected.batch.micro_batches[number])
+        valid = expected.valid[number][:, rows]  # (B, s)
+        width = output.logits.shape[-1]
+        first = mpu.get_tensor_model_parallel_rank() * width
+        vocabulary = slice(first, first + width)
+        return measure(output.logits.cpu()[valid], logits[number][:, rows, vocabulary][valid])
 
     def _measure_parts(
         self, kind: str, values: Values, expected: dict[str, Tensor]

@@ -6,6 +6,8 @@ it. Padding, packing and micro-batches are ours to get right, so they have no pa
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,9 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.verify.parity.batches import Batch, MicroBatch, Sample, media
+
+AFTER_STEP = "logits after a step"
+"""Part of a report: of the forward pass that overlaps the gathering of new parameters."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,7 @@ class Stepped:
 
     parameters: dict[str, Tensor]
     grad_norm: float
+    logits: tuple[Tensor, ...]  # of the same batch, with the new parameters
 
 
 class Reference:
@@ -113,7 +119,20 @@ class Reference:
             betas=(adamw.adam_beta1, adamw.adam_beta2),
             eps=adamw.adam_eps,
         ).step()
-        return Stepped({n: p.detach() for n, p in parameters.items()}, float(norm))
+        stepped = {n: p.detach() for n, p in parameters.items()}
+        with self._weights(stepped):
+            logits = self.run(expected.batch, gradients=False).logits
+        return Stepped(stepped, float(norm), logits)
+
+    @contextmanager
+    def _weights(self, values: dict[str, Tensor]) -> Iterator[None]:
+        """Other parameters for a while."""
+        own = {name: weight.detach().clone() for name, weight in self.model.named_parameters()}
+        try:
+            self.model.load_state_dict(values, strict=False)
+            yield
+        finally:
+            self.model.load_state_dict(own, strict=False)
 
     def _micro_batch(
         self, micro: MicroBatch, scale: float, gradients: bool

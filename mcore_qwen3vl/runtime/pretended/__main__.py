@@ -1,0 +1,109 @@
+"""``python -m mcore_qwen3vl.runtime.pretended [OPTIONS] SCRIPT|-m MODULE [ARGUMENT...]``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.runtime.pretended.preload import Settings, start_again
+from mcore_qwen3vl.runtime.pretended.report import Report, Stage
+
+_EPILOG = """One rank of a training run, with its stages and what they hold, is
+the module mcore_qwen3vl.training.pretended with the flags of launch/train.py."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m mcore_qwen3vl.runtime.pretended",
+        description="Run a program as one rank on a CUDA device that is not there.",
+        epilog=_EPILOG,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--world-size", type=int, default=1, help="ranks of the whole run")
+    parser.add_argument("--rank", type=int, default=0, help="which of them this is")
+    parser.add_argument("--memory-gib", type=float, default=80.0, help="of the device")
+    parser.add_argument("--capability", type=int, default=90, help="compute capability x 10")
+    parser.add_argument(
+        "--late-events",
+        action="store_true",
+        help="an upper bound of the memory that several streams hold",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole record here")
+    parser.add_argument("-m", dest="module", action="store_true", help="PROGRAM is a module")
+    parser.add_argument("program")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the program; the exit code is its own."""
+    own = _parser().parse_args(argv)
+    start_again(Settings(own.memory_gib, own.capability, own.late_events))
+    from mcore_qwen3vl.runtime.pretended.rank import one_rank
+
+    with one_rank(own.rank, own.world_size) as rank:
+        code = _run(own.program, own.arguments, own.module)
+        rank.end_stage("end")
+    print(table(rank.report), file=sys.stderr)
+    if own.json:
+        own.json.write_text(json.dumps(rank.report.to_json(), indent=1))
+    return code
+
+
+def _run(program: str, arguments: list[str], is_module: bool) -> int:
+    sys.argv = [program, *arguments]
+    try:
+        if is_module:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(program).parent)
+            runpy.run_path(program, run_name="__main__")
+    except SystemExit as left:
+        return left.code if isinstance(left.code, int) else int(bool(left.code))
+    except BadInput as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def table(report: Report) -> str:
+    """The stages as text, with the waits of the last stage but ``end``."""
+    lines = [f"{'stage':24} {'s':>7} {'allocated':>10} {'peak':>7} {'reserved':>8} GB"]
+    lines[0] += f"{'launches':>9} {'waits':>6}"
+    lines += [_row(stage) for stage in report.stages]
+    for stage in report.stages[-2:-1]:
+        lines += ["", f"waits of the host in {stage.name}:"]
+        lines += [f"{w.count:6} {w.phase}: {w.kind} at {w.place}" for w in stage.waits]
+        lines += ["", f"handed to process groups in {stage.name}:"]
+        lines += [
+            f"{t.size / 1e6:10.2f} MB in {t.calls:5} calls of {t.operation} by {t.group}"
+            for t in stage.traffic
+        ]
+    lines += ["", *(f"{name}: {value}" for name, value in report.facts.items())]
+    return "\n".join(lines)
+
+
+def _row(s: Stage) -> str:
+    sizes = f"{s.allocated / 1e9:10.2f} {s.peak / 1e9:7.2f} {s.reserved / 1e9:8.2f}   "
+    counts = f"{s.counters['launches']:9} {s.counters['waits']:6}"
+    return f"{s.name:24} {s.seconds:7.1f} {sizes} {counts}"
+
+
+if __name__ == "__main__":
+    try:
+        exit_code = main(sys.argv[1:])
+    except BadInput as error:
+        print(f"error: {error}", file=sys.stderr)
+        exit_code = error.exit_code
+    sys.stdout.flush()
+    os._exit(exit_code)  # libraries' clean-up at exit is no part of the rehearsal

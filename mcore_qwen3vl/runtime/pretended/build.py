@@ -1,0 +1,81 @@
+"""The two libraries that stand for CUDA: compiled on demand, kept by the hash of their source."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from mcore_qwen3vl.errors import BadInput
+
+SOURCES = Path(__file__).parent / "stub"
+_LIBRARIES = {  # soname: source files; the soname makes it the driver for whoever opens that name
+    "libcuda.so.1": ("count", "memory", "kernels", "device", "driver", "libraries", "lookup"),
+    "libnvidia-ml.so.1": ("nvml",),
+}
+_OPTIONS = ("-shared", "-fPIC", "-O2", "-w")
+
+
+def libraries() -> list[Path]:
+    """The compiled libraries, from the cache if this source was compiled before.
+
+    They are kept in ``$XDG_CACHE_HOME/mcore-qwen3vl`` (``~/.cache/mcore-qwen3vl``).
+
+    Raises:
+        BadInput: not Linux, no C compiler, it fails, or the cache cannot be written.
+    """
+    if sys.platform != "linux":
+        raise BadInput(
+            f"The pretended device needs Linux with glibc, and this is {sys.platform}: run it in a "
+            "Linux container. Everything else of this package works here with --cpu."
+        )
+    folder = _cache() / f"pretended-device-{_digest()}"
+    return [_library(folder / name, parts) for name, parts in _LIBRARIES.items()]
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mcore-qwen3vl"
+
+
+def _digest() -> str:
+    content = hashlib.sha256(" ".join(_OPTIONS).encode())
+    for file in sorted(SOURCES.glob("*.[ch]")):
+        content.update(file.name.encode() + file.read_bytes())
+    return content.hexdigest()[:16]
+
+
+def _library(target: Path, parts: tuple[str, ...]) -> Path:
+    if target.exists():
+        return target
+    partial = target.with_name(f"{target.name}.{os.getpid()}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        sources = [str(SOURCES / f"{part}.c") for part in parts]
+        _compile([*_OPTIONS, *sources, "-o", str(partial), f"-Wl,-soname,{target.name}"])
+        partial.rename(target)  # another process may have been first; both are the same
+    except OSError as error:
+        raise BadInput(
+            f"The pretended device cannot be kept in {target.parent} ({error}): set XDG_CACHE_HOME "
+            "to a directory that can be written to."
+        ) from error
+    return target
+
+
+def _compile(arguments: list[str]) -> None:
+    words = (os.environ.get("CC") or "cc").split()
+    if shutil.which(words[0]) is None:
+        raise BadInput(
+            f"The pretended device is compiled on first use, and there is no C compiler {words[0]}:"
+            " install gcc or clang (Debian: apt-get install gcc libc6-dev), or set CC."
+        )
+    done = subprocess.run(
+        [*words, *arguments, "-ldl", "-lpthread"], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise BadInput(
+            f"{words[0]} cannot compile the pretended device; it needs glibc and its headers "
+            f"(Debian: libc6-dev). It says: {done.stderr.strip()[-600:]}"
+        )

@@ -1,0 +1,94 @@
+"""What the device counted, and where in Python the host waited for it."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from mcore_qwen3vl.runtime.pretended.report import Wait
+
+# In the order of the stub's enumerations (stub.h).
+COUNTERS = (
+    *("launches", "gemms", "convolutions", "memsets", "h2d", "d2h", "d2d"),
+    *("h2d_bytes", "d2h_bytes", "d2d_bytes", "mallocs", "frees", "used", "peak_used"),
+    *("pinned", "peak_pinned", "waits", "unknown_calls"),
+)
+WAITS = (
+    *("device synchronize", "stream synchronize", "event synchronize", "blocking copy"),
+    *("copy to pageable", "copy from pageable", "cudaFree"),
+)
+_PLACES = 3  # Python frames kept of a wait
+_NOT_THE_CALLER = ("/torch/", "/mcore_qwen3vl/runtime/pretended/", "<")
+
+
+class Device:
+    """The pretended device of this process. One object at a time records."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL(None)
+        self._library.pretended_counters.restype = ctypes.POINTER(ctypes.c_ulonglong)
+        self._library.pretended_kernel.restype = ctypes.c_ulonglong
+        self._counts = self._library.pretended_counters()
+        self._waits: Counter[tuple[str, str, str]] = Counter()
+        self._phase = "other"
+        # Kept, because the library calls it as long as it lives.
+        self._callback = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_ulonglong)(self._waited)
+        self._library.pretended_on_wait(self._callback)
+
+    def set_memory(self, gib: float) -> None:
+        """Change how much memory it has, in GiB."""
+        self._library.pretended_set_memory(ctypes.c_double(gib))
+
+    def counters(self) -> dict[str, int]:
+        """All counts since the process began, by the names of :data:`COUNTERS`; sizes in bytes."""
+        return {name: int(self._counts[i]) for i, name in enumerate(COUNTERS)}
+
+    def waits(self) -> list[Wait]:
+        """Each wait of the host so far, by phase, kind and place."""
+        return [Wait(*key, count) for key, count in self._waits.items()]
+
+    def kernels(self) -> list[tuple[str, int]]:
+        """Mangled name and launches of each kernel (cuBLAS apart), most frequent first."""
+        index, name = ctypes.c_ulonglong(0), ctypes.c_char_p()
+        found: list[tuple[str, int]] = []
+        while n := self._library.pretended_kernel(ctypes.byref(index), ctypes.byref(name)):
+            found.append(((name.value or b"?").decode(), n))
+        return sorted(found, key=lambda kernel: -kernel[1])
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Waits inside are booked under `name`."""
+        before, self._phase = self._phase, name
+        try:
+            yield
+        finally:
+            self._phase = before
+
+    def _waited(self, kind: int, size: int) -> None:
+        self._waits[self._phase, WAITS[kind], _place(sys._getframe(1))] += 1
+
+
+def _place(frame: FrameType | None) -> str:
+    """The innermost frames outside PyTorch, innermost first."""
+    places: list[str] = []
+    while frame and len(places) < _PLACES:
+        file = frame.f_code.co_filename
+        if not any(part in file for part in _NOT_THE_CALLER):
+            places.append(f"{short_path(file)}:{frame.f_lineno} {frame.f_code.co_name}")
+        frame = frame.f_back
+    return " < ".join(places) or "autograd"
+
+
+def short_path(file: str) -> str:
+    """A file inside its package, whatever the package is installed in."""
+    return file.rpartition("site-packages/")[2] if "site-packages/" in file else _tail(file)
+
+
+def _tail(file: str) -> str:
+    parts = file.split("/")
+    root = next((i for i, part in enumerate(parts) if part == "mcore_qwen3vl"), len(parts) - 3)
+    return "/".join(parts[max(root, 0) :])

@@ -1,0 +1,126 @@
+"""Integers and booleans on the device are true; floats hold whatever is in memory.
+
+Lengths, indices, masks, splits and ``nonzero`` are then what they would be on a GPU, and so are the
+shapes that follow from them. What is derived from floats: comparisons are false, and top-k takes
+the columns in turn, so that routing is balanced.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map
+
+aten = torch.ops.aten
+WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_LARGEST = 1 << 23  # elements; larger tensors are not worth the host's time
+_UNTOUCHED = {  # allocate only, or work without a kernel
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.empty_strided.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+    aten.record_stream.default,
+    aten._local_scalar_dense.default,
+    aten.is_pinned.default,
+    aten._pin_memory.default,
+    aten.set_.source_Storage_storage_offset,
+    aten.nonzero.default,
+    aten.masked_select.default,
+}
+_IN_TURN = {aten.topk.default, aten.sort.default, aten.sort.stable, aten.argsort.default}
+
+
+class TrueIntegers(TorchDispatchMode):
+    """Computes integer results of device operators on the host, into the same memory."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func in _UNTOUCHED or func.is_view or func.namespace != "aten":
+            return result
+        outputs = [t for t in _many(result) if _is_whole(t)]
+        inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+        if outputs and any(t.is_cuda for t in (*outputs, *inputs)):
+            _fill(func, args, kwargs, inputs, outputs, result)
+        return result
+
+
+def _fill(
+    func: Any, args: Any, kwargs: Any, inputs: list[Tensor], outputs: list[Tensor], result: Any
+) -> None:
+    mutates = func._schema.is_mutable
+    if func in _IN_TURN and inputs[0].is_floating_point():
+        indices = _many(result)[-1]
+        host_view(indices).copy_(_columns_in_turn(indices.shape, inputs[0].shape[-1]))
+    elif any(t.is_floating_point() for t in inputs):
+        if not mutates:
+            for output in outputs:
+                host_view(output).zero_()
+    elif all(t.numel() <= _LARGEST for t in inputs):
+        kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+        true = func(*tree_map(_on_host, args), **tree_map(_on_host, kwargs))
+        if mutates:
+            return  # wrote into the memory itself
+        for output, value in zip(_many(result), _many(true), strict=True):
+            if _is_whole(output) and output.shape == value.shape:
+                host_view(output).copy_(value)
+
+
+def _columns_in_turn(shape: torch.Size, columns: int) -> Tensor:
+    """(..., k) indices: row r takes columns r * k, r * k + 1, … modulo their number."""
+    return (torch.arange(shape.numel()) % columns).view(shape)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in WHOLE and value.numel() <= _LARGEST
+
+
+def _many(value: Any) -> Any:
+    return value if isinstance(value, tuple | list) else [value]
+
+
+def host_view(tensor: Tensor) -> Tensor:
+    """A CPU tensor in the memory of a device tensor, which is host memory in truth."""
+    storage = tensor.untyped_storage()
+    if not storage.nbytes():
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    raw = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    count = storage.nbytes() // tensor.element_size()
+    flat = torch.frombuffer(raw, dtype=tensor.dtype, count=count)
+    return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _on_host(value: Any) -> Any:
+    if isinstance(value, torch.device):
+        return torch.device("cpu")
+    return host_view(value) if isinstance(value, Tensor) and value.is_cuda else value
+
+
+def _nonzero(self: Tensor) -> Tensor:
+    """As CUDA's, whose result has a size that the host must wait for."""
+    torch.cuda.current_stream().synchronize()
+    if self.dtype in WHOLE:
+        found = host_view(self).nonzero()
+    else:
+        found = torch.empty(0, self.ndim, dtype=torch.int64)
+    result = torch.empty_like(found, device=self.device)
+    host_view(result).copy_(found)
+    return result
+
+
+_library: Any = None
+
+
+def answer_sizes() -> None:
+    """Operators whose output size is computed by a kernel are answered from the host."""
+    global _library
+    if _library is None:
+        _library = torch.library.Library("aten", "IMPL")
+        _library.impl("nonzero", _nonzero, "CUDA")

@@ -1,0 +1,63 @@
+"""Programs start with the device preloaded, because PyTorch finds CUDA as it is loaded."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mcore_qwen3vl.runtime.pretended.build import libraries
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the device is like."""
+
+    memory_gib: float = 80.0
+    """Its memory in GiB, of which the context is taken to use 0.6."""
+    capability: int = 90
+    """Compute capability, 10 x major + minor."""
+    late_events: bool = False
+    """Events complete only when the host waits: the most memory that tensors in use by several
+    streams can add up to. Otherwise at once, which is the least."""
+
+    def environment(self, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
+        """The variables for a program that shall find this device.
+
+        Raises:
+            BadInput: it cannot run here, see :func:`.build.libraries`.
+        """
+        words = [*map(str, libraries()), *inherited.get("LD_PRELOAD", "").split(":")]
+        return {
+            "LD_PRELOAD": ":".join(dict.fromkeys(filter(None, words))),
+            "PRETENDED_GIB": str(self.memory_gib),
+            "PRETENDED_CAPABILITY": str(self.capability),
+            "PRETENDED_LATE": str(int(self.late_events)),
+            # Compiled code would need Triton and ptxas, and would do nothing.
+            "TORCHDYNAMO_DISABLE": inherited.get("TORCHDYNAMO_DISABLE", "1"),
+            "CUDA_VISIBLE_DEVICES": "0",
+            # A context must not be made by asking whether there is a device: see Workbench.
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        }
+
+
+def preloaded() -> bool:
+    """Whether this process runs on the pretended device."""
+    return "pretended-device" in os.environ.get("LD_PRELOAD", "") and hasattr(
+        ctypes.CDLL(None), "pretended_counters"
+    )
+
+
+def start_again(settings: Settings | None = None) -> None:
+    """Replace this process by itself on the pretended device; returns where it runs on it already.
+
+    Call it before anything has side effects, as the first thing in a program.
+
+    Raises:
+        BadInput: it cannot run here, see :func:`.build.libraries`.
+    """
+    if not preloaded():
+        os.environ |= (settings or Settings()).environment()
+        os.execv(sys.executable, sys.orig_argv)

@@ -1,0 +1,102 @@
+"""One rank of a program on the pretended device, and the record of what it does."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.runtime.pretended import groups
+from mcore_qwen3vl.runtime.pretended.device import COUNTERS, Device
+from mcore_qwen3vl.runtime.pretended.integers import TrueIntegers, answer_sizes
+from mcore_qwen3vl.runtime.pretended.preload import preloaded
+from mcore_qwen3vl.runtime.pretended.report import Report, Stage, Traffic, Wait
+
+_LEVELS = {"used", "peak_used", "pinned", "peak_pinned"}  # counters that are not summed up
+
+current: Rank | None = None
+"""The rank that this process is, once :func:`one_rank` was entered."""
+
+
+class Rank:
+    """Records the stages of this process's program."""
+
+    def __init__(self) -> None:
+        self.device = Device()
+        self.report = Report()
+        self._started = time.monotonic()
+        self._before = dict.fromkeys(COUNTERS, 0)
+        self._waits: Counter[Wait] = Counter()
+        self._traffic: dict[tuple[str, str], Traffic] = {}
+
+    def end_stage(self, name: str) -> Stage:
+        """Record what happened since the last stage ended."""
+        counters = self.device.counters()
+        change = {n: v if n in _LEVELS else v - self._before[n] for n, v in counters.items()}
+        stage = Stage(
+            name,
+            seconds=time.monotonic() - self._started,
+            allocated=torch.cuda.memory_allocated(),
+            peak=torch.cuda.max_memory_allocated(),
+            reserved=torch.cuda.max_memory_reserved(),
+            counters=change,
+            waits=self._new_waits(),
+            traffic=self._new_traffic(),
+        )
+        self._before = counters
+        self._started = time.monotonic()
+        self.report.stages.append(stage)
+        return stage
+
+    def _new_waits(self) -> list[Wait]:
+        now = Counter({replace(wait, count=0): wait.count for wait in self.device.waits()})
+        new, self._waits = now - self._waits, now
+        return [replace(wait, count=count) for wait, count in new.most_common()]
+
+    def _new_traffic(self) -> list[Traffic]:
+        now = {(t.group, t.operation): t for t in groups.traffic()}
+        before, self._traffic = self._traffic, now
+        new = []
+        for key, t in now.items():
+            old = before.get(key, Traffic(*key, 0, 0))
+            new.append(replace(t, calls=t.calls - old.calls, size=t.size - old.size))
+        return sorted((t for t in new if t.calls), key=lambda t: -t.size)
+
+
+@contextmanager
+def one_rank(rank: int = 0, world_size: int = 1) -> Iterator[Rank]:
+    """Be one rank of `world_size`; ``torch.distributed`` is not initialised yet.
+
+    Inside, integers on the device are true and process groups are :class:`.groups.OneRankGroup`.
+
+    Raises:
+        BadInput: this process does not run on the pretended device.
+    """
+    global current
+    if not preloaded():
+        raise BadInput(
+            "This process does not run on the pretended device: start it with python -m "
+            "mcore_qwen3vl.runtime.pretended, or call pretended.start_again() first."
+        )
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }
+    groups.install()
+    answer_sizes()
+    current = Rank()
+    try:
+        with TrueIntegers():
+            yield current
+    finally:
+        current = None

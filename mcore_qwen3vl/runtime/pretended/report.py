@@ -1,0 +1,66 @@
+"""What a rehearsal on the pretended device found."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The host waited for the device at one place."""
+
+    phase: str
+    kind: str
+    place: str
+    """File, line and function outside PyTorch, then its callers."""
+    count: int
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one process group was handed by this rank for one operation."""
+
+    group: str
+    """Its description and, in brackets, its size."""
+    operation: str
+    calls: int
+    size: int
+    """Bytes of the tensors."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the program, for example an iteration. Counts are of this part alone."""
+
+    name: str
+    seconds: float
+    allocated: int
+    """Bytes that PyTorch's allocator has given out at the end of it."""
+    peak: int
+    """The most so far, in bytes."""
+    reserved: int
+    """The most that the allocator has taken from the device so far, in bytes."""
+    counters: dict[str, int]
+    """By the names of :data:`.device.COUNTERS`."""
+    waits: list[Wait]
+    traffic: list[Traffic]
+
+
+@dataclass
+class Report:
+    """All stages, and what else the program reported."""
+
+    stages: list[Stage] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def stage(self, name: str) -> Stage:
+        """The stage of this name; KeyError if it was not reached."""
+        for stage in self.stages:
+            if stage.name == name:
+                return stage
+        raise KeyError(f"no stage {name!r}; there are {[s.name for s in self.stages]}")
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain dictionaries and lists."""
+        return asdict(self)

@@ -1,0 +1,151 @@
+"""Many short rehearsals from one process that has done the imports.
+
+PyTorch and Megatron take fifteen seconds to import, most rehearsals less. The process imports, and
+forks one child for each call; a child makes its CUDA context itself, as a fresh program would.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, BinaryIO
+
+from mcore_qwen3vl.errors import BadInput, CheckFailed
+from mcore_qwen3vl.runtime.pretended.preload import Settings
+from mcore_qwen3vl.runtime.pretended.report import Report
+
+
+class Failed(RuntimeError):
+    """A call on the workbench raised or died; the message holds its traceback."""
+
+
+class Workbench:
+    """A process on the pretended device that runs functions, each in a fork of its own.
+
+    Use it as a context manager.
+    """
+
+    def __init__(self, imports: Sequence[str] = (), settings: Settings | None = None) -> None:
+        """
+        Args:
+            imports: modules that are imported once, for all calls.
+            settings: of the device.
+
+        Raises:
+            BadInput: it cannot run here, see :func:`.build.libraries`.
+        """
+        environment = {**os.environ, **(settings or Settings()).environment()}
+        program = f"import sys; from {__name__} import serve; serve(sys.argv[1:])"
+        command = [sys.executable, "-c", program, *imports]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment)
+
+    def __enter__(self) -> Workbench:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def call(
+        self,
+        function: Callable[..., Any] | str,
+        *args: Any,
+        rank: int = 0,
+        world_size: int = 1,
+        memory_gib: float | None = None,
+    ) -> tuple[Any, Report]:
+        """Run ``function(*args)`` as one rank of `world_size`.
+
+        Args:
+            function: of a module, or ``module:function``.
+            args: picklable.
+            memory_gib: the device's memory for this call; default: that of the settings.
+
+        Returns:
+            What it returned (picklable), and what the device recorded; the last stage is ``end``.
+
+        Raises:
+            BadInput, CheckFailed: raised by the function, as it was.
+            Failed: it raised anything else, or the process died.
+        """
+        if callable(function):
+            function = f"{function.__module__}:{function.__qualname__}"
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        _send(self._process.stdin, (function, args, rank, world_size, memory_gib))
+        try:
+            result, error = pickle.load(self._process.stdout)
+        except EOFError:
+            raise Failed(f"the workbench ended with {self._process.wait()}") from None
+        if isinstance(error, BadInput | CheckFailed):
+            raise error
+        if error is not None:
+            raise Failed(error)
+        return result
+
+
+def _send(stream: BinaryIO | Any, message: Any) -> None:
+    pickle.dump(message, stream)
+    stream.flush()
+
+
+def serve(imports: Sequence[str]) -> None:
+    """Answer calls from stdin until it ends."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what programs print is not an answer
+    for name in imports:
+        importlib.import_module(name)
+    while True:
+        try:
+            call = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        _send(answers, _in_a_fork(*call))
+
+
+def _in_a_fork(*call: Any) -> tuple[Any, Any]:
+    readable, writable = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(readable)
+        with os.fdopen(writable, "wb") as pipe:
+            pickle.dump(_run(*call), pipe)
+        sys.stdout.flush()
+        os._exit(0)
+    os.close(writable)
+    with os.fdopen(readable, "rb") as pipe:
+        answer = pipe.read()
+    _, status = os.waitpid(child, 0)
+    if not answer:
+        return None, f"died with status {os.waitstatus_to_exitcode(status)}"
+    return pickle.loads(answer)  # of our own fork
+
+
+def _run(
+    function: str, args: Sequence[Any], rank: int, world_size: int, memory_gib: float | None
+) -> tuple[Any, Any]:
+    from mcore_qwen3vl.runtime.pretended.rank import one_rank
+
+    module, _, name = function.partition(":")
+    try:
+        with one_rank(rank, world_size) as recorder:
+            if memory_gib is not None:
+                recorder.device.set_memory(memory_gib)
+            result = getattr(importlib.import_module(module), name)(*args)
+            recorder.end_stage("end")
+        return (result, recorder.report), None
+    except (BadInput, CheckFailed) as error:
+        return None, error
+    except BaseException:
+        return None, traceback.format_exc()

@@ -1,0 +1,76 @@
+"""What a run of a published size needs besides weights: its config, a tokenizer, and some data.
+
+For runs whose results do not matter, such as those on the pretended device.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from mcore_qwen3vl.tiny.processor import SPECIAL_TOKENS, write_processor
+
+_TOKENS = {
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}
+_MOST_PIXELS = 1 << 22  # of an image, so that none is shrunk
+
+
+def write_stand_in(
+    config: Path, out: Path, *, layers: int | None = None, vision_blocks: int | None = None
+) -> None:
+    """Write a model directory without weights.
+
+    Args:
+        config: ``config.json`` of the published model.
+        out: directory to make; it gets that config, a tiny tokenizer and a processor.
+        layers: decoder layers instead of the config's.
+        vision_blocks: of the tower instead of the config's; DeepStack taps the first ones.
+    """
+    fields: dict[str, Any] = json.loads(config.read_text())
+    text, vision = fields["text_config"], fields["vision_config"]
+    for name, token in _TOKENS.items():
+        fields[name] = SPECIAL_TOKENS[token]  # of the vocabulary, nothing else matters
+    text["num_hidden_layers"] = layers or text["num_hidden_layers"]
+    if vision_blocks is not None:
+        vision["depth"] = vision_blocks
+        vision["deepstack_visual_indexes"] = list(range(len(vision["deepstack_visual_indexes"])))
+    out.mkdir(parents=True)
+    (out / "config.json").write_text(json.dumps(fields, indent=1))
+    write_processor(out, vision)
+    file = out / "processor_config.json"
+    processor = json.loads(file.read_text())
+    processor["image_processor"]["size"] = {"shortest_edge": 4096, "longest_edge": _MOST_PIXELS}
+    file.write_text(json.dumps(processor))
+
+
+def write_half_images(folder: Path, samples: int = 64, side: int = 512) -> Path:
+    """Write conversations that are half image tokens and half text.
+
+    Args:
+        folder: directory to make.
+        samples: how many.
+        side: of each image in pixels; with 512 a sample is 256 image tokens and as many of text.
+
+    Returns:
+        The ``.jsonl`` file for ``--data-path``.
+    """
+    from PIL import Image
+
+    folder.mkdir(parents=True)
+    letters, lines = random.Random(0), []
+    answer_length = (side // 32) ** 2 - 41  # the template and the question are text too
+    for i in range(samples):
+        Image.new("RGB", (side, side), (i % 256, 90, 160)).save(folder / f"{i}.png")
+        answer = "".join(letters.choice("abcdefghijklmnop ") for _ in range(answer_length))
+        question = [{"type": "image", "image": f"{i}.png"}, {"type": "text", "text": "What is it?"}]
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        lines.append(json.dumps({"messages": turns}))
+    file = folder / "train.jsonl"
+    file.write_text("\n".join(lines) + "\n")
+    return file

@@ -1,0 +1,195 @@
+"""One rank of a training run on the pretended device, with its own entry and flags.
+
+``python -m mcore_qwen3vl.runtime.pretended --world-size 8 -m mcore_qwen3vl.training.pretended``
+followed by the flags of ``launch/train.py``. The rank must be the first of its TP x CP group; on a
+later pipeline stage, to which nobody sends batches, it reads them itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+from torch import Tensor, nn
+
+from mcore_qwen3vl.data.batch import Batch
+from mcore_qwen3vl.data.loader import Loader
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.runtime.pretended import rank as this_rank
+from mcore_qwen3vl.runtime.pretended.rank import Rank
+
+FORWARD_BACKWARD, FINALIZE = "forward and backward", "finalize gradients"
+"""Phases of an iteration to which waits of the host are booked; the rest is ``other``."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Train as the flags say, and report to the rank that this process is.
+
+    Stages: ``model and optimizer``, then ``iteration 1`` and so on. Facts: ``batch``: the shapes of
+    the first one; ``parameters``: how many values this rank trains; ``without gradient`` and
+    ``not on the device``: names of parameters and buffers that are at fault.
+
+    Raises:
+        BadInput: as :func:`mcore_qwen3vl.training.run.main`; or this process is no pretended rank,
+            or not the first of its TP x CP group.
+    """
+    rank = this_rank.current
+    if rank is None:
+        raise BadInput(f"Start it with python -m mcore_qwen3vl.runtime.pretended -m {__name__}.")
+    from megatron.training import training
+
+    from mcore_qwen3vl.training import run
+    from mcore_qwen3vl.training.feed import provider
+
+    watch = _Watch(rank)
+    with (
+        mock.patch.object(provider, "DataProvider", _own_data(provider.DataProvider, watch)),
+        mock.patch.object(
+            training,
+            "setup_model_and_optimizer",
+            watch.setup(training.setup_model_and_optimizer),
+        ),
+        mock.patch.object(training, "train_step", watch.step(training.train_step)),
+    ):
+        run.main(argv)
+
+
+class _Watch:
+    """Wraps Megatron's functions: stages, phases, and what is wrong with parameters."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self._facts = rank.report.facts
+        self._reached: set[str] = set()
+
+    def setup(self, original: Any) -> Any:
+        def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            self._watch(result[0])
+            self._rank.end_stage("model and optimizer")
+            return result
+
+        return setup_model_and_optimizer
+
+    def step(self, original: Any) -> Any:
+        done = 0
+
+        def train_step(
+            forward_step: Any,
+            data: Any,
+            model: Any,
+            optimizer: Any,
+            scheduler: Any,
+            config: Any,
+            forward_backward: Any,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Any:
+            nonlocal done
+            self._reached.clear()
+            finalize = self._in_phase(FINALIZE, config.finalize_model_grads_func)
+            with mock.patch.object(config, "finalize_model_grads_func", finalize):
+                result = original(
+                    forward_step,
+                    data,
+                    model,
+                    optimizer,
+                    scheduler,
+                    config,
+                    self._in_phase(FORWARD_BACKWARD, forward_backward),
+                    *args,
+                    **kwargs,
+                )
+            done += 1
+            self._facts["without gradient"] = self._without_gradient(model)
+            self._rank.end_stage(f"iteration {done}")
+            return result
+
+        return train_step
+
+    def show(self, batch: Batch) -> None:
+        """The first batch's shapes, for the report."""
+        pixels = None if batch.visual is None else tuple(batch.visual.pixel_values.shape)
+        packs = None if batch.cu_seqlens is None else len(batch.cu_seqlens) - 1
+        shapes = {"tokens": tuple(batch.input_ids.shape), "packed": packs, "patches": pixels}
+        self._facts.setdefault("batch", shapes)
+
+    def _in_phase(self, name: str, function: Any) -> Any:
+        def booked(*args: Any, **kwargs: Any) -> Any:
+            with self._rank.device.phase(name):
+                return function(*args, **kwargs)
+
+        return booked
+
+    def _watch(self, model: list[nn.Module]) -> None:
+        tensors = {**_parameters(model), **_buffers(model)}
+        self._facts["not on the device"] = sorted(n for n, t in tensors.items() if not t.is_cuda)
+        trained = {n: p for n, p in _parameters(model).items() if p.requires_grad}
+        self._facts["parameters"] = sum(p.numel() for p in trained.values())
+        for name, parameter in trained.items():
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._reach(name))
+
+    def _reach(self, name: str) -> None:
+        self._reached.add(name)
+
+    def _without_gradient(self, model: list[nn.Module]) -> list[str]:
+        trained = {n for n, p in _parameters(model).items() if p.requires_grad}
+        return sorted(trained - self._reached)
+
+
+def _parameters(model: list[nn.Module]) -> dict[str, nn.Parameter]:
+    return {f"{i}.{n}": p for i, chunk in enumerate(model) for n, p in chunk.named_parameters()}
+
+
+def _buffers(model: list[nn.Module]) -> dict[str, Tensor]:
+    return {f"{i}.{n}": b for i, chunk in enumerate(model) for n, b in chunk.named_buffers()}
+
+
+def _own_data(base: Any, watch: _Watch) -> Any:
+    """A data provider whose ranks read their batches themselves on every pipeline stage."""
+    from megatron.core import parallel_state
+
+    from mcore_qwen3vl.training.feed.batches import without_pixels
+
+    class OwnFeed:
+        """In place of the first stage: batches as it sends them."""
+
+        is_source = False
+
+        def __init__(self, loader: Loader) -> None:
+            self._loader = loader
+
+        def receive(self) -> Batch:
+            batch = next(self._loader)
+            if batch.visual is None:
+                return batch
+            return replace(batch, visual=without_pixels(batch.visual))
+
+    class OwnData(base):
+        def _reads(self) -> bool:
+            if parallel_state.get_tensor_and_context_parallel_rank() != 0:
+                raise BadInput(
+                    f"Rank {parallel_state.get_tensor_and_context_parallel_rank()} of a TP x CP "
+                    "group is sent its batches, which the pretended device cannot do: choose the "
+                    "first rank of the group, which does the same work."
+                )
+            return True
+
+        def _share(self, loader: Any, host_group: Any, feed: Any, *on_batch: Any) -> Any:
+            later = parallel_state.get_pipeline_model_parallel_rank() > 0
+            return super()._share(
+                None if later else loader,
+                host_group,
+                OwnFeed(loader) if later else None,
+                watch.show,
+                *on_batch,
+            )
+
+    return OwnData
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,205 @@
+"""What the tests run on the workbench; each function is called in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+MIB = 1 << 20
+BF16 = {"device": "cuda", "dtype": torch.bfloat16}
+
+
+def operators() -> str:
+    """The kernels, libraries and optimizers that training uses, forwards and backwards."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.attention.varlen import varlen_attn
+
+    layer = torch.nn.Linear(1024, 1024, **BF16)
+    for kind in ({"fused": True}, {"foreach": True}):
+        optimizer = torch.optim.AdamW(layer.parameters(), **kind)
+        layer(torch.randn(8, 1024, **BF16)).sum().backward()
+        torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
+        optimizer.step()
+    q = torch.randn(1, 8, 1024, 128, **BF16, requires_grad=True)
+    flash, efficient = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
+    for backend in (flash, efficient, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH):
+        with sdpa_kernel(backend):
+            F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
+    t = torch.randn(2048, 8, 128, **BF16, requires_grad=True)
+    bounds = torch.tensor([0, 1000, 2048], dtype=torch.int32, device="cuda")
+    varlen_attn(t, t, t, bounds, bounds, 1048, 1048).sum().backward()
+    logits = torch.randn(1024, 151936, **BF16, requires_grad=True)
+    F.cross_entropy(logits.float(), torch.zeros(1024, dtype=torch.long, device="cuda")).backward()
+    convolution = torch.nn.Conv3d(3, 64, (2, 16, 16), stride=(2, 16, 16), **BF16)
+    convolution(torch.randn(64, 3, 2, 16, 16, **BF16)).sum().backward()
+    return torch.cuda.get_device_name()
+
+
+def memory() -> dict[str, Any]:
+    """More than the host has, and more than the device has."""
+    before = _resident()
+    held = torch.empty(60 << 30, dtype=torch.uint8, device="cuda")
+    taken = _resident() - before
+    try:
+        torch.empty(30 << 30, dtype=torch.uint8, device="cuda")
+    except torch.OutOfMemoryError as error:
+        return {"host": taken, "allocated": held.numel(), "refused": str(error)}
+    return {"host": taken, "allocated": held.numel()}
+
+
+def _resident() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def properties() -> dict[str, Any]:
+    found = torch.cuda.get_device_properties(0)
+    names = ("total_memory", "multi_processor_count", "major", "minor", "L2_cache_size")
+    more = ("max_threads_per_multi_processor", "warp_size", "shared_memory_per_block_optin")
+    return {name: getattr(found, name) for name in (*names, *more)}
+
+
+def integers() -> dict[str, Any]:
+    ids = torch.tensor([5, 3, 5, 9], device="cuda")
+    mask = ids == 5
+    lengths = torch.tensor([3, 1, 2]).cuda()
+    ids[1] = 7
+    return {
+        "item": ids.sum().item(),
+        "selected": ids[mask].tolist(),
+        "nonzero": mask.nonzero().flatten().tolist(),
+        "bounds": F.pad(lengths.cumsum(0), (1, 0)).tolist(),
+        "sorted": ids.argsort().tolist(),
+        "histogram": torch.bincount(lengths, minlength=4).tolist(),
+        "router": torch.randn(3, 4, device="cuda").topk(2).indices.tolist(),
+        "floats are below": (torch.randn(2, device="cuda") > 0).tolist(),
+    }
+
+
+def waits() -> None:
+    """One wait of each kind, in this function."""
+    x = torch.ones(4, device="cuda")
+    x.sum().item()
+    x.cpu()
+    torch.cuda.synchronize()
+    x.to("cpu", non_blocking=True)  # none: into pinned memory
+    pinned = torch.empty(4, pin_memory=True)
+    pinned.copy_(x, non_blocking=True)  # none
+    torch.ones(4).pin_memory().to("cuda", non_blocking=True)  # none
+    event = torch.cuda.Event()
+    event.record()
+    event.synchronize()
+
+
+def collectives() -> dict[str, Any]:
+    dist.init_process_group("nccl")
+    group = dist.new_group([0, 1, 2], backend="gloo", group_desc="three")
+    everyone: list[Any] = [None] * 4
+    dist.all_gather_object(everyone, "me")
+    total = torch.tensor([2.0])
+    dist.all_reduce(total, group=group)
+    ids = torch.tensor([1, 2], device="cuda")
+    gathered = torch.empty(8, dtype=torch.int64, device="cuda")
+    dist.all_gather_into_tensor(gathered, ids)
+    wrong = ""
+    with contextlib.suppress(ValueError):
+        dist.all_to_all_single(torch.empty(4), torch.empty(4), [1, 1, 1, 1], [2, 1, 1, 1])
+        wrong = "accepted"
+    return {
+        "backends": (dist.get_backend(), dist.get_backend(group)),
+        "rank": (dist.get_rank(), dist.get_world_size(), group.size()),
+        "objects": everyone,
+        "sum": total.item(),
+        "gathered": gathered.tolist(),
+        "wrong splits": wrong,
+    }
+
+
+def two_devices() -> None:
+    """An error on a GPU, and here."""
+    torch.ones(3, device="cuda") + torch.ones(3)
+
+
+def fork_after_asking() -> str:
+    """CUDA does not survive a fork: the child's error, as a GPU would give it."""
+    torch.zeros(1, device="cuda")
+    readable, writable = os.pipe()
+    if not os.fork():
+        try:
+            torch.zeros(1, device="cuda")
+        except RuntimeError as error:
+            os.write(writable, str(error).encode())
+        os._exit(0)
+    os.close(writable)
+    os.wait()
+    return os.read(readable, 4096).decode()
+
+
+def late_events() -> tuple[int, int]:
+    """Blocks that a side stream holds back: reused at once, or not before the host waits."""
+    stream = torch.cuda.Stream()
+    for _ in range(4):
+        block = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+        block.record_stream(stream)
+        del block
+    return torch.cuda.max_memory_reserved(), torch.cuda.max_memory_allocated()
+
+
+def _answer(number: int) -> tuple[int, int, str, int]:
+    x = torch.ones(number, device="cuda")
+    return dist.get_rank(), dist.get_world_size(), str(x.device), x.numel()
+
+
+def spawned_ranks() -> list[Any]:
+    """As `generate` and `verify parity` start ranks: from a process that has asked for CUDA."""
+    from mcore_qwen3vl.runtime.launch import run_layout
+
+    _without_torchrun()
+    assert torch.cuda.is_available()
+    torch.zeros(1, device="cuda")
+    return run_layout(_answer, 2, 5, device="cuda")
+
+
+def verify_parity(checkpoint: Path) -> dict[str, int]:
+    """Ours on the device against Hugging Face's on the host: how many values were compared."""
+    from mcore_qwen3vl.verify.parity.comparison import verify_parity as verify
+
+    _without_torchrun()
+    report = verify(checkpoint, batches=["images"], device="cuda", timeout=300)
+    return {f"{f.part} {f.name}": f.measured.count for f in report.findings}
+
+
+def generate(checkpoint: Path, under_torchrun: bool) -> list[int]:
+    """How many tokens each answer has."""
+    from mcore_qwen3vl.generation.prompts import user_turns
+    from mcore_qwen3vl.generation.run import Request, run
+
+    if not under_torchrun:
+        _without_torchrun()
+    request = Request(checkpoint, user_turns(["What?"], [], []), options={"max_new_tokens": 3})
+    return [len(answer.token_ids) for answer in run(request)]
+
+
+def built_without_cuda(checkpoint: Path) -> list[str]:
+    """Parameters and buffers of README's example that are not on the device."""
+    from mcore_qwen3vl.config import Architecture
+    from mcore_qwen3vl.layout import Layout
+    from mcore_qwen3vl.model.build import build_chunks
+    from mcore_qwen3vl.runtime.parallel import initialize
+
+    dist.init_process_group("nccl")
+    initialize(Layout())
+    (model,) = build_chunks(Architecture.from_hf(checkpoint), Layout())
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return [name for name, tensor in tensors.items() if not tensor.is_cuda]
+
+
+def _without_torchrun() -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        os.environ.pop(name, None)

@@ -1,0 +1,43 @@
+"""Commands that start on a GPU: ranks, generation, parity, and a model built by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mcore_qwen3vl.runtime.pretended import Workbench
+from mcore_qwen3vl.tiny import write_tiny_checkpoint
+
+HERE = "tests.runtime.pretended.programs"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "moe", moe=True)
+
+
+def test_ranks_start_from_a_process_that_has_used_cuda(workbench: Workbench) -> None:
+    """Forked ones would raise: CUDA does not survive a fork."""
+    ranks, _ = workbench.call(f"{HERE}:spawned_ranks")
+    assert ranks == [(0, 2, "cuda:0", 5), (1, 2, "cuda:0", 5)]
+
+
+@pytest.mark.parametrize("under_torchrun", [True, False], ids=["torchrun", "spawned"])
+def test_generate(workbench: Workbench, tiny: Path, under_torchrun: bool) -> None:
+    lengths, _ = workbench.call(f"{HERE}:generate", tiny, under_torchrun)
+    assert lengths == [3]
+
+
+def test_verify_parity_on_cuda_compares_everything(workbench: Workbench, tiny: Path) -> None:
+    """Its findings are nonsense here, as every float is; that they are all there is not."""
+    counts, _ = workbench.call(f"{HERE}:verify_parity", tiny)
+    assert counts["logits all"] > 10_000
+    assert any(name.startswith("gradients model.visual") for name in counts)
+    assert any(name.startswith("parameters ") for name in counts)
+
+
+def test_a_model_built_without_cuda_lands_on_the_device(workbench: Workbench, tiny: Path) -> None:
+    """Megatron makes norms and routers on the host, and its training loop moves them."""
+    elsewhere, _ = workbench.call(f"{HERE}:built_without_cuda", tiny)
+    assert elsewhere == []

@@ -1,0 +1,259 @@
+"""The pretended device: what is real on it, what is counted, and what it refuses."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.runtime.pretended import Failed, Settings, Workbench, build
+
+HERE = "tests.runtime.pretended.programs"
+
+
+def test_the_operators_of_training_run(workbench: Workbench) -> None:
+    name, report = workbench.call(f"{HERE}:operators")
+    assert name == "Pretended GPU"
+    counters = report.stage("end").counters
+    assert counters["launches"] > 100
+    assert counters["gemms"] >= 8
+    assert counters["convolutions"] > 0
+
+
+def test_memory_is_counted_and_not_taken_from_the_host(workbench: Workbench) -> None:
+    found, report = workbench.call(f"{HERE}:memory")
+    assert found["host"] < 100 << 20
+    assert "Tried to allocate 30.00 GiB" in found["refused"]
+    assert "total capacity of 80.00 GiB" in found["refused"]
+    assert report.stage("end").peak == 60 << 30
+    with pytest.raises(Failed, match=r"total capacity of 40\.00 GiB"):
+        workbench.call(f"{HERE}:memory", memory_gib=40)
+
+
+def test_its_properties_are_read_at_the_right_offsets(workbench: Workbench) -> None:
+    """A canary: PyTorch was compiled against one layout of ``cudaDeviceProp``."""
+    found, _ = workbench.call(f"{HERE}:properties")
+    assert found == {
+        "total_memory": 80 << 30,
+        "multi_processor_count": 132,
+        "major": 9,
+        "minor": 0,
+        "L2_cache_size": 50 << 20,
+        "max_threads_per_multi_processor": 2048,
+        "warp_size": 32,
+        "shared_memory_per_block_optin": 232448,
+    }
+
+
+def test_integers_are_true_and_routing_is_balanced(workbench: Workbench) -> None:
+    found, _ = workbench.call(f"{HERE}:integers")
+    assert found == {
+        "item": 26,
+        "selected": [5, 5],
+        "nonzero": [0, 2],
+        "bounds": [0, 3, 4, 6],
+        "sorted": [0, 2, 1, 3],
+        "histogram": [0, 1, 1, 1],
+        "router": [[0, 1], [2, 3], [0, 1]],
+        "floats are below": [False, False],
+    }
+
+
+def test_every_wait_of_the_host_is_recorded_with_its_line(workbench: Workbench) -> None:
+    _, report = workbench.call(f"{HERE}:waits")
+    here = [w for w in report.stage("end").waits if "programs.py" in w.place]
+    assert all(w.place.split(" < ")[0].endswith(" waits") for w in here)
+    lines = sorted((int(w.place.split(":")[1].split()[0]), w.kind) for w in here)
+    first = lines[0][0]
+    assert [(line - first, kind) for line, kind in lines] == [
+        (0, "stream synchronize"),
+        (1, "copy to pageable"),
+        (2, "device synchronize"),
+        (9, "event synchronize"),
+    ]
+
+
+def test_other_ranks_do_what_this_one_does(workbench: Workbench) -> None:
+    found, report = workbench.call(f"{HERE}:collectives", rank=1, world_size=4)
+    assert found == {
+        "backends": ("nccl", "gloo"),
+        "rank": (1, 4, 3),
+        "objects": ["me"] * 4,
+        "sum": 6.0,
+        "gathered": [1, 2] * 4,
+        "wrong splits": "",
+    }
+    traffic = {(t.group, t.operation): (t.calls, t.size) for t in report.stage("end").traffic}
+    assert traffic["three (gloo)[3]", "all_reduce"] == (1, 4)
+    calls, size = traffic["world[4]", "all_gather"]
+    assert size >= 64
+    assert calls >= 3
+
+
+def test_a_device_mismatch_is_an_error(workbench: Workbench) -> None:
+    with pytest.raises(Failed, match="Expected all tensors to be on the same device"):
+        workbench.call(f"{HERE}:two_devices")
+
+
+def test_cuda_does_not_survive_a_fork(workbench: Workbench) -> None:
+    found, _ = workbench.call(f"{HERE}:fork_after_asking")
+    assert "Cannot re-initialize CUDA in forked subprocess" in found
+
+
+def test_late_events_give_the_most_that_streams_hold_back(workbench: Workbench) -> None:
+    (reserved, allocated), _ = workbench.call(f"{HERE}:late_events")
+    assert reserved == 64 << 20
+    with Workbench(settings=Settings(late_events=True)) as late:
+        (reserved, _), _ = late.call(f"{HERE}:late_events")
+    assert reserved == 4 * allocated
+
+
+# ---- canaries: each symbol that is replaced ----
+
+
+def _symbols(library: Path, *options: str) -> set[str]:
+    shown = subprocess.run(
+        ["nm", "-D", *options, str(library)], capture_output=True, text=True, check=True
+    )
+    return {line.split()[-1].split("@")[0] for line in shown.stdout.splitlines()}
+
+
+def _torch_library(name: str) -> Path:
+    import torch
+
+    return Path(torch.__file__).parent / "lib" / name
+
+
+@pytest.fixture(scope="module")
+def ours() -> set[str]:
+    if shutil.which("nm") is None:
+        pytest.skip("nm is not installed")
+    return set().union(*(_symbols(library, "--defined-only") for library in build.libraries()))
+
+
+# Neither graphs nor memory of other processes: NVIDIA's own say that there is no device.
+NOT_REPLACED = (
+    "cudaGraph",
+    "cudaIpc",
+    "cudaStreamBeginCapture",
+    "cudaStreamEndCapture",
+    "cudaStreamUpdateCapture",
+    "cudaLibraryUnload",
+)
+OF_OTHER_VERSIONS = {
+    "cublasLtGroupedMatrixLayoutInit_internal",
+    "cudaGetDeviceProperties_v2",
+    "cudaStreamGetCaptureInfo_v2",
+    "cudaStreamGetCaptureInfo_v3",
+}
+
+
+@pytest.mark.parametrize("name", ["libc10_cuda.so", "libtorch_cuda.so", "libtorch_python.so"])
+def test_canary_every_cuda_function_that_torch_needs_is_replaced(name: str, ours: set[str]) -> None:
+    """One that is not would reach NVIDIA's library, which finds no device."""
+    needed = _symbols(_torch_library(name), "--undefined-only")
+    prefixes = ("cuda", "__cuda", "cublas", "nvrtc", "nvml")
+    needed = {s for s in needed if s.startswith(prefixes) and not s.startswith(NOT_REPLACED)}
+    assert needed - ours == set()
+
+
+def test_canary_every_replaced_runtime_function_still_exists(ours: set[str]) -> None:
+    """A name that NVIDIA has renamed would be dead here, and its successor not replaced."""
+    import nvidia
+
+    real: set[str] = set()
+    for root in nvidia.__path__:
+        for library in Path(root).rglob("*.so*"):
+            if library.name.startswith(("libcudart", "libcublas", "libnvrtc.so", "libcudnn")):
+                real |= _symbols(library, "--defined-only")
+    known = {s for s in ours if s.startswith(("cuda", "__cuda", "cublas", "nvrtc", "cudnn"))}
+    assert known - real == OF_OTHER_VERSIONS
+
+
+def test_canary_the_functions_of_torch_distributed_that_are_replaced(
+    workbench: Workbench,
+) -> None:
+    from torch.distributed import distributed_c10d
+
+    from mcore_qwen3vl.runtime.pretended import groups
+
+    for name in groups.REPLACED:
+        assert callable(getattr(distributed_c10d, name))
+
+
+def test_the_counters_are_those_of_the_stub() -> None:
+    from mcore_qwen3vl.runtime.pretended.device import COUNTERS, WAITS
+
+    header = (build.SOURCES / "stub.h").read_text()
+    names = header.split("enum {\n    LAUNCHES")[1].split("}")[0]
+    names = [n.strip().lower() for n in f"LAUNCHES{names}".replace("\n", " ").split(",")]
+    assert tuple(names[:-1]) == COUNTERS
+    waits = header.split("enum { W_DEVICE")[1].split("}")[0]
+    assert len(waits.split(",")) == len(WAITS)
+
+
+# ---- where it cannot run ----
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CC", "no-such-compiler -m64")
+    with pytest.raises(BadInput, match=r"no C compiler no-such-compiler: install gcc"):
+        build.libraries()
+    monkeypatch.setenv("CC", "false")
+    with pytest.raises(BadInput, match=r"false cannot compile the pretended device"):
+        build.libraries()
+    assert not list(tmp_path.rglob("*.so*"))
+
+
+def test_on_another_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(BadInput, match=r"needs Linux with glibc, and this is darwin"):
+        build.libraries()
+
+
+def test_where_nothing_can_be_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(BadInput, match="set XDG_CACHE_HOME"):
+        build.libraries()
+
+
+def test_it_is_compiled_once_and_again_when_its_source_changes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = tmp_path / "stub"
+    shutil.copytree(build.SOURCES, source)
+    monkeypatch.setattr(build, "SOURCES", source)
+    first = build.libraries()
+    made = [library.stat().st_mtime_ns for library in first]
+    assert [library.stat().st_mtime_ns for library in build.libraries()] == made
+    (source / "count.c").write_text((source / "count.c").read_text() + "\n// changed\n")
+    assert build.libraries()[0] != first[0]
+
+
+def test_a_program_runs_on_it_from_the_command_line(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys, torch\nprint(torch.ones(2, device='cuda').sum().device)\nsys.exit(3)"
+    )
+    command = [sys.executable, "-m", "mcore_qwen3vl.runtime.pretended", str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ))
+    assert done.stdout == "cuda:0\n"
+    assert done.returncode == 3
+    assert "allocated" in done.stderr
+
+
+def test_outside_it_says_so() -> None:
+    from mcore_qwen3vl.runtime.pretended.rank import one_rank
+
+    assert not hasattr(ctypes.CDLL(None), "pretended_counters")
+    with pytest.raises(BadInput, match="does not run on the pretended device"), one_rank():
+        pass

@@ -1,0 +1,138 @@
+"""The launch scripts' flags through Megatron's real loop, as one rank of their layouts.
+
+Real widths, tokens and pixels: memory is only counted. Dense models at their real depth; the MoE
+model with 4 of 48 layers, which would take minutes otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_qwen3vl.runtime.pretended import Report, Workbench
+from mcore_qwen3vl.tiny import write_tiny_checkpoint
+from mcore_qwen3vl.training.pretended import FINALIZE, FORWARD_BACKWARD
+from tests.runtime.pretended.conftest import Rehearse
+
+TOLERANCE = 0.02  # of peak memory
+
+# Waits of the host inside forward and backward that are known, by what their place begins with.
+# The alltoall dispatcher copies the number of tokens of each expert to the host; transfers between
+# pipeline stages are batched, after which Megatron synchronises the device.
+DISPATCHER = "megatron/core/transformer/moe/token_dispatcher.py"
+TRANSFERS = "megatron/core/pipeline_parallel/p2p_communication.py"
+
+
+@dataclass(frozen=True)
+class Role:
+    """One rank of a run."""
+
+    script: str
+    flags: tuple[str, ...]
+    peak: float  # bytes, recorded with torch 2.13.0 and megatron-core 0.19.2
+    parameters: int
+    where: dict[str, Any]
+    waits: tuple[str, ...] = ()
+
+
+PIPELINE = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
+ROLES = {
+    "2B": Role("sft_2b", ("--global-batch-size", "16"), 62.07e9, 2_127_532_032, {}),
+    "8B, TP4": Role("sft_8b", ("--global-batch-size", "4"), 52.79e9, 2_624_303_344, {}),
+    "8B, TP2 PP2, last stage": Role(
+        "sft_8b",
+        ("--global-batch-size", "8", *PIPELINE),
+        42.90e9,
+        2_047_762_944,
+        {"rank": 4},
+        waits=(TRANSFERS,),
+    ),
+    "30B-A3B, 4 layers, TP2 EP8": Role(
+        "sft_30b_a3b",
+        ("--global-batch-size", "16"),
+        12.07e9,
+        840_094_400,
+        {"layers": 4, "vision_blocks": 4},
+        waits=(DISPATCHER,),
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=ROLES.values(), ids=ROLES)
+def rehearsed(request: pytest.FixtureRequest, rehearse: Rehearse) -> tuple[Role, Report]:
+    """Two iterations; an error in them fails every test below."""
+    role = request.param
+    return role, rehearse(role.script, *role.flags, **role.where)
+
+
+def test_two_iterations_run_on_real_packs(rehearsed: tuple[Role, Report]) -> None:
+    role, report = rehearsed
+    assert [s.name for s in report.stages][1:3] == ["iteration 1", "iteration 2"]
+    assert report.facts["parameters"] == role.parameters
+    assert report.facts["batch"]["tokens"] == (1, 8192)
+    assert report.facts["batch"]["patches"] == (16384, 1536)
+    assert report.stage("iteration 2").counters["unknown_calls"] == 0
+
+
+def test_every_parameter_is_on_the_device_and_has_a_gradient(
+    rehearsed: tuple[Role, Report],
+) -> None:
+    _, report = rehearsed
+    assert report.facts["not on the device"] == []
+    assert report.facts["without gradient"] == []
+
+
+def test_forward_and_backward_wait_for_nothing_unknown(rehearsed: tuple[Role, Report]) -> None:
+    role, report = rehearsed
+    waits = [
+        w for w in report.stage("iteration 2").waits if w.phase in (FORWARD_BACKWARD, FINALIZE)
+    ]
+    unknown = [w for w in waits if not w.place.startswith(role.waits or ("nothing",))]
+    assert unknown == []
+    assert bool(waits) == bool(role.waits), "the list above names what is gone"
+
+
+def test_signals_are_waited_for_once(rehearsed: tuple[Role, Report]) -> None:
+    """Megatron waits once a rank of the world for ``--exit-signal-handler``."""
+    _, report = rehearsed
+    waits = report.stage("iteration 2").waits
+    assert sum(w.count for w in waits if "signals_received" in w.place) == 1
+
+
+def test_peak_memory_is_what_it_was(rehearsed: tuple[Role, Report]) -> None:
+    """A change that is meant belongs into the table above."""
+    role, report = rehearsed
+    assert report.stage("iteration 2").peak == pytest.approx(role.peak, rel=TOLERANCE)
+
+
+def test_export_out_of_a_running_job(rehearse: Rehearse, tmp_path: Path) -> None:
+    """``--save-hf`` as the only rank: several would all claim to hold the same slices."""
+    tiny = write_tiny_checkpoint(tmp_path / "tiny", moe=True)
+    out = tmp_path / "exported"
+    flags = ("--seq-length", "1024", "--global-batch-size", "2", "--save-hf", str(out))
+    report = rehearse("sft_2b", *flags, model=tiny, gpus_per_node=1)
+    assert report.facts["without gradient"] == []
+    assert list((out / "iter_0000002").glob("*.safetensors"))
+
+
+def test_a_rank_that_is_sent_its_batches_is_refused(workbench: Workbench, tmp_path: Path) -> None:
+    from mcore_qwen3vl.errors import BadInput
+
+    with pytest.raises(BadInput, match="choose the first rank of the group"):
+        _tiny_rank_1(workbench, tmp_path)
+
+
+def _tiny_rank_1(workbench: Workbench, tmp_path: Path) -> None:
+    from mcore_qwen3vl.tiny.stand_in import write_half_images
+
+    tiny = write_tiny_checkpoint(tmp_path / "tiny")
+    data = write_half_images(tmp_path / "data", samples=2, side=64)
+    flags = [
+        "--spec", "torch", "--hf-model", str(tiny), "--data-path", str(data), "--lr", "1e-5",
+        "--train-iters", "1", "--seq-length", "128", "--micro-batch-size", "1",
+        "--tensor-model-parallel-size", "2", "--bf16", "--num-workers", "0",
+    ]  # fmt: skip
+    workbench.call("mcore_qwen3vl.training.pretended:main", flags, rank=1, world_size=2)
