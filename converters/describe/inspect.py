@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.checkpoint import HuggingFaceCheckpoint, is_huggingface
+from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.converters.mapping.row import Row
 from mcore_qwen3vl.converters.mapping.table import hf_shapes, table
 from mcore_qwen3vl.converters.mcore.formats import is_megatron, open_megatron
@@ -133,7 +134,6 @@ def _inspection(
     iteration: str | None = None,
     padded_vocab_size: int | None = None,
 ) -> Inspection:
-    rows = table(architecture)
     return Inspection(
         path=str(path),
         kind=kind,
@@ -141,42 +141,12 @@ def _inspection(
         expert_layout=architecture.expert_layout,
         iteration=iteration,
         tensors=tensors,
-        parameters=_parameters(rows),
-        active_parameters=_active(architecture, rows),
+        parameters=dict(parameters.by_part(architecture)),
+        active_parameters=parameters.active(architecture),
         padded_vocab_size=padded_vocab_size,
         files=files,
         nbytes=sum(tensor.nbytes for tensor in tensors),
     )
-
-
-PARTS = (
-    ("visual.", "vision"),
-    ("embedding.", "embedding"),
-    ("output_layer.", "output layer"),
-    (".self_attention.", "attention"),
-    (".experts.", "experts"),
-    (".router.", "router"),
-    (".mlp.linear", "mlp"),
-)
-
-
-def _parameters(rows: list[Row]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for row in rows:
-        part = next((name for pattern, name in PARTS if pattern in row.key), "norms")
-        if row.key.endswith("layernorm.weight") or row.key.endswith("layer_norm_weight"):
-            part = "norms"
-        counts[part] = counts.get(part, 0) + row.numel
-    return counts
-
-
-def _active(architecture: Architecture, rows: list[Row]) -> int:
-    experts = sum(row.numel for row in rows if ".experts." in row.key)
-    total = sum(row.numel for row in rows)
-    if not experts:
-        return total
-    used = experts * architecture.num_experts_per_tok // architecture.num_experts
-    return total - experts + used
 
 
 def _info(name: str, shape: Shape, dtype: str, itemsize: int) -> TensorInfo:

@@ -41,7 +41,7 @@ from mcore_qwen3vl.converters.storage.boxes import Box, Shape
 from mcore_qwen3vl.converters.storage.direct import DirectFile
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.megatron_arguments import architecture_arguments
+from mcore_qwen3vl.megatron_config import architecture_arguments
 
 
 @dataclass(frozen=True)

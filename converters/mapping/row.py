@@ -12,6 +12,9 @@ from torch import Tensor
 from mcore_qwen3vl.converters.mapping.transforms import Rearrangement, identity
 from mcore_qwen3vl.converters.storage.boxes import Box, Shape
 
+LAYERS = "decoder.layers."
+"""How the keys of all decoder layers start."""
+
 CHUNK_BYTES = 16 * 2**20
 """Tensors move in pieces of this size, except a transposed expert, which moves whole."""
 
@@ -67,6 +70,14 @@ class Row:
     @property
     def numel(self) -> int:
         return prod(self.shape)
+
+    @property
+    def layer(self) -> int | None:
+        """The decoder layer that the piece belongs to; None outside the decoder's layers."""
+        if not self.key.startswith(LAYERS):
+            return None
+        own = self.key.split(".", 3)[2]  # a layer's number, where layers are not stacked
+        return int(own) if own.isdigit() else self.offset[0]
 
     def to_mcore(self, *hf: Tensor) -> Tensor:
         """The piece, of shape `shape`, from the HF pieces (each of its source's `piece_shape`)."""

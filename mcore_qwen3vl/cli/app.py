@@ -12,6 +12,7 @@ import typer
 from mcore_qwen3vl import console
 from mcore_qwen3vl.cli import convert, data, show, sources, verify
 from mcore_qwen3vl.cli.generate import generate
+from mcore_qwen3vl.cli.memory import memory
 from mcore_qwen3vl.cli.options import Json, Workers, require
 from mcore_qwen3vl.errors import BadInput, CheckFailed
 
@@ -25,6 +26,7 @@ app.add_typer(convert.app, name="convert")
 app.add_typer(verify.app, name="verify")
 app.add_typer(data.app, name="data")
 app.command("generate")(generate)
+app.command("memory")(memory)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -14,18 +14,14 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, NoReturn, get_args, get_type_hints
 
-from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.config import Architecture, hf_directory
 from mcore_qwen3vl.converters.hf.hub import resolve
 from mcore_qwen3vl.converters.mcore.paths import find_hf_folder
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.megatron_arguments import architecture_arguments
-from mcore_qwen3vl.training.arguments.architecture import (
-    check_explicit,
-    explicit_arguments,
-    recommended_arguments,
-)
+from mcore_qwen3vl.megatron_config import architecture_arguments, recommended_arguments
 from mcore_qwen3vl.training.arguments.checks import check, check_surroundings, complaint
+from mcore_qwen3vl.training.arguments.explicit import check_explicit, explicit_arguments
 from mcore_qwen3vl.training.checkpoints.resume import check_companions
 
 SPECS = ("te", "torch")

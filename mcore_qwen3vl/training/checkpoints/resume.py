@@ -67,7 +67,7 @@ def readable_iteration(directory: str | Path, *, fallback: bool) -> int | None:
         if not fallback:
             break
     remedy = (
-        "Start anew, or from another directory."
+        "Start from the beginning, or from another directory."
         if fallback
         else "Resume from the one before it with --on-corrupt-checkpoint fallback."
     )
@@ -168,7 +168,7 @@ def explained(directory: str) -> Iterator[None]:
             raise
         raise BadInput(
             f"The checkpoint in {directory} was saved without {error}. Add --no-load-optim "
-            "--no-load-rng to go on without, or --finetune to start its weights anew."
+            "--no-load-rng to go on without, or --finetune to take its weights only."
         ) from error
 
 

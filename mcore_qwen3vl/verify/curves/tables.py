@@ -56,10 +56,7 @@ def install() -> None:
     """The CPU backend, before megatron is imported."""
     from mcore_qwen3vl.runtime import cpu
 
-    cpu.install()
-    from mcore_qwen3vl.training import cpu as training_cpu
-
-    training_cpu.install()
+    cpu.install(training=True)
     torch.set_num_threads(1)  # as our ranks; more only wait for each other on tensors this small
 
 
