@@ -6,7 +6,7 @@ RUN := .venv/bin/
 ENVIRONMENT := .venv/.synced
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo train-demo test test-all lint parity bench-convert clean
+.PHONY: help demo train-demo test test-all lint docs parity bench-convert clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -28,6 +28,10 @@ lint: $(ENVIRONMENT) ## ruff (lint and format) and mypy
 	$(RUN)ruff format --check .
 	$(RUN)mypy
 
+docs: .venv/.synced-docs ## the documentation as a site in build/site; a dead link fails
+	NO_MKDOCS_2_WARNING=1 $(RUN)mkdocs build --strict $(ARGS)
+	@echo "open build/site/index.html"
+
 parity: $(ENVIRONMENT) ## the layout x batch matrix against Hugging Face, written as a table
 	$(RUN)python -m mcore_qwen3vl.verify.parity $(ARGS)
 
@@ -38,9 +42,13 @@ $(ENVIRONMENT): pyproject.toml .python-version $(filter .uv/%,$(UV))
 	$(UV) sync --quiet
 	@touch $@
 
+.venv/.synced-docs: $(ENVIRONMENT)
+	$(UV) sync --quiet --group docs
+	@touch $@
+
 .uv/bin/uv:
 	python3 -m venv .uv
 	.uv/bin/python -m pip install --quiet uv
 
 clean: ## remove the environment and caches
-	rm -rf .venv .uv .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .uv build .pytest_cache .mypy_cache .ruff_cache

@@ -45,7 +45,7 @@ def write_checkpoint(config: dict[str, Any], path: Path) -> Path:
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(config, indent=2))
     shapes = hf_shapes(table(Architecture.from_hf(config)))
-    tensors = {n: shards.Tensor(torch.bfloat16, s) for n, s in shapes.items()}
+    tensors = {n: shards.TensorSpec(torch.bfloat16, s) for n, s in shapes.items()}
     files = shards.plan_shards(tensors, shards.parse_size("5GB"))
     noise = memoryview((torch.randn(2**23) * 0.02).bfloat16().view(torch.uint8).numpy())
     for shard in files:

@@ -10,13 +10,11 @@ import torch
 
 from mcore_qwen3vl.runtime import cpu
 
-cpu.install()  # before any test module imports megatron
+cpu.install(training=True)  # before any test module imports megatron
 
 from mcore_qwen3vl.tiny import write_tiny_checkpoint  # noqa: E402
 from mcore_qwen3vl.tiny.records import write_image_qa  # noqa: E402
-from mcore_qwen3vl.training import cpu as training_cpu  # noqa: E402
 
-training_cpu.install()
 logging.getLogger("megatron").setLevel(logging.ERROR)
 torch.set_num_threads(1)  # the models are too small to share out, and other ranks want the cores
 

@@ -11,7 +11,8 @@ import torch
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.mapping.row import Row, max_rows
 from mcore_qwen3vl.converters.mapping.table import hf_shapes, table
-from mcore_qwen3vl.converters.offline.plan import default_workers, group_units, unit_bytes
+from mcore_qwen3vl.converters.offline.engine import default_workers
+from mcore_qwen3vl.converters.offline.plan import group_units, unit_bytes
 from mcore_qwen3vl.errors import BadInput
 
 BASE_BYTES = 2**30

@@ -7,13 +7,14 @@ from math import prod
 from pathlib import Path
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.hf.checkpoint import INDEX, SINGLE, HuggingFaceCheckpoint
-from mcore_qwen3vl.converters.legacy.checkpoint import open_megatron
+from mcore_qwen3vl.converters.hf.checkpoint import HuggingFaceCheckpoint, is_huggingface
+from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.converters.mapping.row import Row
 from mcore_qwen3vl.converters.mapping.table import hf_shapes, table
+from mcore_qwen3vl.converters.mcore.formats import is_megatron, open_megatron
+from mcore_qwen3vl.converters.mcore.paths import hf_folder
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
-from mcore_qwen3vl.converters.torch_dist.paths import hf_folder, is_megatron
 from mcore_qwen3vl.errors import BadInput
 
 
@@ -64,6 +65,10 @@ class Inspection:
     def dtypes(self) -> tuple[str, ...]:
         return tuple(sorted({tensor.dtype for tensor in self.tensors}))
 
+    def mapping(self) -> list[Row]:
+        """The rows of its mapping, with this checkpoint's vocabulary padding."""
+        return table(self.architecture, padded_vocab_size=self.padded_vocab_size)
+
 
 def inspect_path(path: str | Path) -> Inspection:
     """Inspect an HF checkpoint, an mcore checkpoint, or a ``config.json`` (file or directory).
@@ -74,7 +79,7 @@ def inspect_path(path: str | Path) -> Inspection:
     path = Path(path)
     if is_megatron(path):
         return _megatron(path)
-    if path.is_dir() and ((path / SINGLE).exists() or (path / INDEX).exists()):
+    if is_huggingface(path):
         return _huggingface(path)
     if path.is_file() or (path / "config.json").is_file():
         return _config(path)
@@ -129,7 +134,6 @@ def _inspection(
     iteration: str | None = None,
     padded_vocab_size: int | None = None,
 ) -> Inspection:
-    rows = table(architecture)
     return Inspection(
         path=str(path),
         kind=kind,
@@ -137,42 +141,12 @@ def _inspection(
         expert_layout=architecture.expert_layout,
         iteration=iteration,
         tensors=tensors,
-        parameters=_parameters(rows),
-        active_parameters=_active(architecture, rows),
+        parameters=dict(parameters.by_part(architecture)),
+        active_parameters=parameters.active(architecture),
         padded_vocab_size=padded_vocab_size,
         files=files,
         nbytes=sum(tensor.nbytes for tensor in tensors),
     )
-
-
-PARTS = (
-    ("visual.", "vision"),
-    ("embedding.", "embedding"),
-    ("output_layer.", "output layer"),
-    (".self_attention.", "attention"),
-    (".experts.", "experts"),
-    (".router.", "router"),
-    (".mlp.linear", "mlp"),
-)
-
-
-def _parameters(rows: list[Row]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for row in rows:
-        part = next((name for pattern, name in PARTS if pattern in row.key), "norms")
-        if row.key.endswith("layernorm.weight") or row.key.endswith("layer_norm_weight"):
-            part = "norms"
-        counts[part] = counts.get(part, 0) + row.numel
-    return counts
-
-
-def _active(architecture: Architecture, rows: list[Row]) -> int:
-    experts = sum(row.numel for row in rows if ".experts." in row.key)
-    total = sum(row.numel for row in rows)
-    if not experts:
-        return total
-    used = experts * architecture.num_experts_per_tok // architecture.num_experts
-    return total - experts + used
 
 
 def _info(name: str, shape: Shape, dtype: str, itemsize: int) -> TensorInfo:

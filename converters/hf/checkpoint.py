@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -17,10 +16,11 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import read_config_file
 from mcore_qwen3vl.converters.hf.fp8 import declared, dequantize, pair
+from mcore_qwen3vl.converters.hf.header import DTYPES, TensorHeader
 from mcore_qwen3vl.converters.hf.single_experts import fuse
 from mcore_qwen3vl.converters.mapping.row import Row
 from mcore_qwen3vl.converters.mapping.table import hf_shapes
-from mcore_qwen3vl.converters.storage.boxes import Shape, explicit
+from mcore_qwen3vl.converters.storage.boxes import Selection, Shape, explicit
 from mcore_qwen3vl.converters.storage.dtypes import cast
 from mcore_qwen3vl.converters.storage.mapped import FirstBytes, bring_in
 from mcore_qwen3vl.errors import BadInput
@@ -28,34 +28,10 @@ from mcore_qwen3vl.errors import BadInput
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
-Box = tuple[int | slice, ...]
 
-DTYPES = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F8_E4M3": torch.float8_e4m3fn,
-}
-"""safetensors' names of the dtypes that a Qwen3-VL checkpoint may hold."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One tensor as a safetensors header declares it.
-
-    Attributes:
-        file: the file that holds it.
-        dtype: what `HuggingFaceCheckpoint.read` gives, unless asked for another.
-        shape: its shape.
-        stored: dtype in the file; differs where the tensor is quantised.
-        scale: name of the tensor with the factors of a quantised one.
-    """
-
-    file: str
-    dtype: torch.dtype
-    shape: Shape
-    stored: torch.dtype
-    scale: str | None = None
+def is_huggingface(path: Path) -> bool:
+    """Whether `path` holds safetensors weights, by their files' names."""
+    return (path / SINGLE).is_file() or (path / INDEX).is_file()
 
 
 class HuggingFaceCheckpoint:
@@ -85,7 +61,7 @@ class HuggingFaceCheckpoint:
         files = sorted(set(index.values())) if index is not None else [_only_file(path)]
         self._files = {file: _open(path / file) for file in files}
         self._first_bytes = {file: FirstBytes(path / file) for file in files}
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, TensorHeader] = {}
         for file, handle in self._files.items():
             for name in handle.keys():  # noqa: SIM118 (a safe_open is not a mapping)
                 self._add(file, name, handle.get_slice(name))
@@ -98,7 +74,7 @@ class HuggingFaceCheckpoint:
     def files(self) -> list[Path]:
         return [self.path / file for file in self._files]
 
-    def stored(self, name: str, box: Box = ()) -> Tensor:
+    def stored(self, name: str, box: Selection = ()) -> Tensor:
         """`box` of a tensor as the file has it: a view of the file, read-only by convention.
 
         Of fused experts that are stored one by one it is a copy.
@@ -109,7 +85,7 @@ class HuggingFaceCheckpoint:
         self._first_bytes[entry.file].check(name)
         return bring_in(self._files[entry.file].get_tensor(name)[box])
 
-    def read(self, name: str, box: Box = (), dtype: torch.dtype | None = None) -> Tensor:
+    def read(self, name: str, box: Selection = (), dtype: torch.dtype | None = None) -> Tensor:
         """`box` of a tensor, by default all of it; read-only by convention.
 
         Args:
@@ -172,7 +148,7 @@ class HuggingFaceCheckpoint:
                 f"{self.path}: tensor {name} in {file} has dtype {header.get_dtype()}; "
                 f"{', '.join(DTYPES)} are understood."
             )
-        self.entries[name] = Entry(file, dtype, tuple(header.get_shape()), dtype)
+        self.entries[name] = TensorHeader(file, dtype, tuple(header.get_shape()), dtype)
 
     def _compare_with(self, index: dict[str, str]) -> None:
         for name, file in index.items():

@@ -8,28 +8,51 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
+from mcore_qwen3vl.config import ExpertLayout, read_config_file
 from mcore_qwen3vl.converters.hf.checkpoint import INDEX
+from mcore_qwen3vl.converters.hf.config_file import for_weights
 from mcore_qwen3vl.converters.storage.staging import write_durably
 
 LARGEST = 256 * 2**20
-"""A bigger file is not a sidecar; `sidecar_files` leaves it out."""
+"""Bytes; a bigger file is no companion file."""
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".distcp")
 
 
-def sidecar_files(path: Path) -> dict[str, Path]:
+def companion_files(path: Path) -> dict[str, Path]:
     """Every small file of an HF checkpoint that is not weights, by relative path.
 
     Weights, their index, files over `LARGEST` and hidden directories (``.git``, ``.cache``) are
     left out. A link to a file counts as the file, since that is how the Hugging Face cache stores
     them; a link to a directory is not followed.
     """
-    return {str(file.relative_to(path)): file for file in sorted(_walk(path)) if _is_sidecar(file)}
+    found = (file for file in sorted(_walk(path)) if _is_companion(file))
+    return {str(file.relative_to(path)): file for file in found}
 
 
-def copy_sidecars(files: dict[str, Path], target: Path, config: bytes | None = None) -> None:
-    """Copy the content of `files` under `target`, durably; `config` replaces ``config.json``'s."""
-    for name, file in files.items():
+def copy_companions(
+    source: Path,
+    target: Path,
+    *,
+    layout: ExpertLayout | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Copy the companion files of an HF checkpoint, durably, to go beside weights written here.
+
+    Args:
+        source: directory of the checkpoint, or of its config.
+        target: directory to write into; made if it is not there.
+        layout: of the experts beside which the files go, if it changed.
+        dtype: of all weights beside which they go, if it changed.
+
+    Raises:
+        BadInput: the config cannot be read.
+        OSError: reading or writing failed.
+    """
+    config = for_weights(read_config_file(source), layout=layout, dtype=dtype)
+    for name, file in companion_files(source).items():
         copy = target / name
         copy.parent.mkdir(parents=True, exist_ok=True)
         if name == "config.json" and config is not None:
@@ -41,6 +64,7 @@ def copy_sidecars(files: dict[str, Path], target: Path, config: bytes | None = N
 
 
 def digest(file: Path) -> str:
+    """SHA-256 of a file's content, in hexadecimal."""
     with file.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
@@ -51,7 +75,7 @@ def _walk(path: Path) -> Iterator[Path]:
         yield from (folder / name for name in files)
 
 
-def _is_sidecar(file: Path) -> bool:
+def _is_companion(file: Path) -> bool:
     if file.name == INDEX or file.suffix in WEIGHTS or not file.is_file():
         return False
     return file.stat().st_size <= LARGEST

@@ -11,21 +11,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from mcore_qwen3vl.converters.hf.header import FP8, TensorHeader
 from mcore_qwen3vl.converters.storage.dtypes import cast, dtype_name
 from mcore_qwen3vl.errors import BadInput
 
-if TYPE_CHECKING:
-    from mcore_qwen3vl.converters.hf.checkpoint import Entry
-
 BLOCK = 128
 SUFFIX = "_scale_inv"
-STORED = torch.float8_e4m3fn
 DEQUANTIZED = torch.bfloat16
 """dtype of what was FP8, unless another is asked for."""
 
@@ -51,7 +48,7 @@ LEFTOVER = re.compile(
 )
 """Names of what quantisers store beside weights."""
 
-_VALUES = torch.arange(256, dtype=torch.uint8).view(STORED).float().numpy()
+_VALUES = torch.arange(256, dtype=torch.uint8).view(FP8).float().numpy()
 
 
 def declared(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -99,8 +96,8 @@ def without(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pair(
-    stored: Mapping[str, Entry], quantization: Mapping[str, Any] | None
-) -> tuple[dict[str, Entry], dict[str, Entry]]:
+    stored: Mapping[str, TensorHeader], quantization: Mapping[str, Any] | None
+) -> tuple[dict[str, TensorHeader], dict[str, TensorHeader]]:
     """Give each FP8 tensor its factors.
 
     Args:
@@ -117,7 +114,7 @@ def pair(
     """
     tensors, scales = {}, {}
     for name, entry in stored.items():
-        if entry.stored == STORED:
+        if entry.stored == FP8:
             scale = f"{name}{SUFFIX}"
             _check(name, entry, scale, stored.get(scale), quantization)
             tensors[name] = replace(entry, dtype=DEQUANTIZED, scale=scale)
@@ -176,19 +173,19 @@ def _matrices(tensor: Tensor) -> Iterable[Tensor]:
 
 def _check(
     name: str,
-    entry: Entry,
+    entry: TensorHeader,
     scale: str,
-    factors: Entry | None,
+    factors: TensorHeader | None,
     quantization: Mapping[str, Any] | None,
 ) -> None:
     if quantization is None:
         raise BadInput(
-            f"tensor {name} is {dtype_name(STORED)}, but config.json has no quantization_config. "
+            f"tensor {name} is {dtype_name(FP8)}, but config.json has no quantization_config. "
             "Restore the config.json that was saved with the weights."
         )
     if factors is None:
         raise BadInput(
-            f"tensor {name} is {dtype_name(STORED)}, but there is no {scale} with its factors."
+            f"tensor {name} is {dtype_name(FP8)}, but there is no {scale} with its factors."
         )
     *stack, rows, columns = entry.shape if len(entry.shape) > 1 else (0, 0)
     grid = (*stack, -(-rows // BLOCK), -(-columns // BLOCK))
@@ -202,5 +199,5 @@ def _check(
         if name == module or name.startswith(f"{module}."):
             raise BadInput(
                 f"config.json says that {module} is not quantised, but tensor {name} is "
-                f"{dtype_name(STORED)}. Restore the config.json that was saved with the weights."
+                f"{dtype_name(FP8)}. Restore the config.json that was saved with the weights."
             )

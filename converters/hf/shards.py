@@ -16,12 +16,15 @@ from math import prod
 from pathlib import Path
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 
-from mcore_qwen3vl.converters.hf.checkpoint import DTYPES, SINGLE
+from mcore_qwen3vl.converters.hf.header import NAMES
+from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.boxes import Shape
+from mcore_qwen3vl.converters.storage.direct import DirectFile
 from mcore_qwen3vl.errors import BadInput
 
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+PATTERN = "model{suffix}.safetensors"
 UNITS = {"B": 1} | {
     f"{letter}{suffix}": base**power
     for power, letter in enumerate("KMGT", start=1)
@@ -30,7 +33,7 @@ UNITS = {"B": 1} | {
 
 
 @dataclass(frozen=True)
-class Tensor:
+class TensorSpec:
     """What is known of a tensor before it is written."""
 
     dtype: torch.dtype
@@ -46,7 +49,7 @@ class Shard:
     """One safetensors file: a header, then the tensors in order, without gaps."""
 
     file: str
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, TensorSpec]
 
     @cached_property
     def header(self) -> bytes:
@@ -104,22 +107,44 @@ def parse_size(text: str) -> int:
     return size
 
 
-def plan_shards(tensors: Mapping[str, Tensor], max_shard_size: int) -> list[Shard]:
-    """Fill files with tensors in order, none larger than `max_shard_size` unless one tensor is."""
-    groups: list[dict[str, Tensor]] = [{}]
-    size = 0
-    for name, tensor in tensors.items():
-        if groups[-1] and size + tensor.nbytes > max_shard_size:
-            groups.append({})
-            size = 0
-        groups[-1][name] = tensor
-        size += tensor.nbytes
-    if len(groups) == 1:
-        return [Shard(SINGLE, groups[0])]
+def plan_shards(tensors: Mapping[str, TensorSpec], max_shard_size: int) -> list[Shard]:
+    """Fill files with tensors in order, as huggingface_hub does.
+
+    No file has more than `max_shard_size` bytes of data, except one of a single larger tensor.
+    """
+    split = split_state_dict_into_shards_factory(
+        dict(tensors),
+        get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern=PATTERN,
+        max_shard_size=max_shard_size,
+    )
     return [
-        Shard(f"model-{number:05d}-of-{len(groups):05d}.safetensors", group)
-        for number, group in enumerate(groups, start=1)
+        Shard(file, {name: tensors[name] for name in names})
+        for file, names in split.filename_to_tensors.items()
     ]
+
+
+def fill_shard(
+    folder: Path, shard: Shard, data: Iterable[tuple[int, Iterable[torch.Tensor]]]
+) -> None:
+    """Write tensors, or parts of them, into a file that `Shard.create` made; durably.
+
+    Several may fill one file at once, each its own bytes.
+
+    Args:
+        folder: where the file is.
+        shard: its layout.
+        data: where in the file to write, and chunks whose memory follows one another from there.
+
+    Raises:
+        OSError: writing failed.
+    """
+    with DirectFile(folder / shard.file, create=False) as out:
+        for offset, chunks in data:
+            out.seek(offset)
+            for chunk in chunks:
+                out.write(as_bytes(chunk))
+        out.sync()
 
 
 def index_json(shards: Iterable[Shard]) -> bytes:

@@ -10,17 +10,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mcore_qwen3vl.config import declared_expert_layout
-from mcore_qwen3vl.converters.storage.boxes import explicit
+from mcore_qwen3vl.converters.hf.header import TensorHeader
+from mcore_qwen3vl.converters.storage.boxes import Selection, explicit
 from mcore_qwen3vl.errors import BadInput
-
-if TYPE_CHECKING:
-    from mcore_qwen3vl.converters.hf.checkpoint import Box, Entry
 
 NAME = re.compile(r"(.+\.mlp\.experts)\.(0|[1-9]\d{0,5})\.(?:gate_proj|up_proj|down_proj)\.weight")
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -42,7 +40,7 @@ class SplitExperts:
     height: int
     swapped: bool
 
-    def take(self, box: Box, get: Callable[[str, Box], Tensor]) -> Tensor:
+    def take(self, box: Selection, get: Callable[[str, Selection], Tensor]) -> Tensor:
         """`box` of the fused tensor, where ``get(name, box)`` reads a box of one matrix."""
         expert, rows, columns = explicit(box, self.shape)
         if self.swapped:
@@ -53,7 +51,7 @@ class SplitExperts:
         return torch.stack([self._one(e, rows, columns, get) for e in experts])
 
     def _one(
-        self, expert: int, rows: slice, columns: slice, get: Callable[[str, Box], Tensor]
+        self, expert: int, rows: slice, columns: slice, get: Callable[[str, Selection], Tensor]
     ) -> Tensor:
         pieces = []
         for number, name in enumerate(self.parts[expert]):
@@ -66,8 +64,8 @@ class SplitExperts:
 
 
 def fuse(
-    entries: Mapping[str, Entry], config: dict[str, Any]
-) -> tuple[dict[str, Entry], dict[str, SplitExperts]]:
+    entries: Mapping[str, TensorHeader], config: dict[str, Any]
+) -> tuple[dict[str, TensorHeader], dict[str, SplitExperts]]:
     """Replace experts that are stored one by one by the fused tensors they make.
 
     Args:
@@ -82,7 +80,7 @@ def fuse(
             itself.
     """
     found: dict[str, set[int]] = {}
-    fused: dict[str, Entry] = {}
+    fused: dict[str, TensorHeader] = {}
     for name, entry in entries.items():
         if (named := NAME.fullmatch(name)) is not None:
             found.setdefault(named[1], set()).add(int(named[2]))
@@ -114,9 +112,9 @@ def _check_numbers(prefix: str, experts: set[int]) -> None:
         )
 
 
-def _alike(names: list[list[str]], entries: Mapping[str, Entry]) -> Entry:
+def _alike(names: list[list[str]], entries: Mapping[str, TensorHeader]) -> TensorHeader:
     """The first of `names`, once it is certain that all of them have its shape and dtype."""
-    first: Entry | None = None
+    first: TensorHeader | None = None
     for name in (name for expert in names for name in expert):
         entry = entries.get(name)
         if entry is None:

@@ -14,41 +14,28 @@ from typing import get_args
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.legacy.files import RankFile, is_legacy, open_ranks
+from mcore_qwen3vl.converters.legacy.files import RankFile, open_ranks
 from mcore_qwen3vl.converters.legacy.layout import (
     FILE,
     OUTPUT,
     Spec,
     Stage,
+    boxes,
+    layer_and_expert,
     local_name,
-    place,
     share_out,
     stages,
 )
 from mcore_qwen3vl.converters.mapping.row import Row
 from mcore_qwen3vl.converters.mapping.table import EMBEDDING, table
+from mcore_qwen3vl.converters.mcore.checkpoint import MegatronCheckpoint
+from mcore_qwen3vl.converters.mcore.index import CheckpointIndex, Chunk, ChunkedTensor, FileRange
+from mcore_qwen3vl.converters.mcore.paths import iteration_folder
 from mcore_qwen3vl.converters.storage.boxes import Shape, fill
-from mcore_qwen3vl.converters.torch_dist.checkpoint import MegatronCheckpoint
-from mcore_qwen3vl.converters.torch_dist.metadata import CheckpointIndex, Chunk, Place, StoredTensor
-from mcore_qwen3vl.converters.torch_dist.paths import iteration_folder
-from mcore_qwen3vl.converters.torch_dist.stored import StoredModel
 from mcore_qwen3vl.errors import BadInput
 
 
-def open_megatron(path: Path, architecture: Architecture) -> StoredModel:
-    """The checkpoint at `path`, in either format.
-
-    Args:
-        path: checkpoint directory, or the folder of one iteration.
-        architecture: the model that it should be.
-
-    Raises:
-        BadInput: it is neither format, damaged or incomplete.
-    """
-    return LegacyCheckpoint(path, architecture) if is_legacy(path) else MegatronCheckpoint(path)
-
-
-class LegacyCheckpoint(StoredModel):
+class LegacyCheckpoint(MegatronCheckpoint):
     """The tensors of one legacy checkpoint, put together from the ranks' files.
 
     A parameter that the table does not know is in `index` under its file's and its own name.
@@ -134,11 +121,11 @@ class _Parts:
         """In how many parts the ranks hold `row`."""
         if row.tp_axis is None:
             return 1
-        return self._layout.tp if place(row)[1] is None else self._layout.etp
+        return self._layout.tp if layer_and_expert(row)[1] is None else self._layout.etp
 
     def _file(self, row: Row, stage: Stage, part: int) -> RankFile:
         """A file with part number `part` of `row`; others have copies of it."""
-        _, expert = place(row)
+        _, expert = layer_and_expert(row)
         if expert is None:
             return self._by_tp[stage.pp, part]
         return self._by_etp[stage.pp, expert // self._experts, part]
@@ -153,19 +140,16 @@ class _Parts:
             for offsets, box in _cut(row, local, part, count):
                 corner = (*row.offset, *offsets)
                 values = box[(None,) * len(row.offset)]
-                stored.chunks.append(Chunk(corner, tuple(values.shape), Place(FILE, 0, 0)))
+                stored.chunks.append(Chunk(corner, tuple(values.shape), FileRange(FILE, 0, 0)))
                 self.values[row.key, corner] = values
 
-    def _entry(self, row: Row, local: Tensor, count: int, where: str) -> StoredTensor:
+    def _entry(self, row: Row, local: Tensor, count: int, where: str) -> ChunkedTensor:
         """The entry of the row's tensor; its shape is what the files say, not the config."""
-        shape = list(local.shape)
-        if row.tp_axis is not None and row.tp_axis < len(shape):
-            shape[row.tp_axis] *= count
         stacked = list(row.global_shape[: len(row.offset)])
-        if len(stacked) > (place(row)[1] is not None):
+        if len(stacked) > (layer_and_expert(row)[1] is not None):
             stacked[0] = self._layers
-        whole = (*stacked, *shape)
-        entry = self.index.tensors.setdefault(row.key, StoredTensor(local.dtype, whole))
+        whole = (*stacked, *_whole(row, local, count))
+        entry = self.index.tensors.setdefault(row.key, ChunkedTensor(local.dtype, whole))
         if (entry.dtype, entry.shape) != (local.dtype, whole):
             raise BadInput(
                 f"{where} makes {row.key} {list(whole)} {local.dtype}, but other ranks or layers "
@@ -181,18 +165,18 @@ class _Parts:
                 if name in known or name.endswith("_extra_state"):
                     continue
                 tensor = file.tensor(stage.vp, name)
-                entry = StoredTensor(tensor.dtype, tuple(tensor.shape))
+                entry = ChunkedTensor(tensor.dtype, tuple(tensor.shape))
                 self.index.tensors[f"{file.path.parent.name}/{name}"] = entry
 
 
 def _cut(row: Row, local: Tensor, part: int, parts: int) -> Iterator[tuple[Shape, Tensor]]:
     """Part number `part` of `parts` in boxes of the whole: each one's corner and values."""
-    axis = row.tp_axis
-    if axis is None or local.dim() <= axis:
-        yield (0,) * local.dim(), local
-        return
-    width = local.shape[axis] // row.tp_parts
-    for number in range(row.tp_parts):
-        start = (number * parts + part) * width
-        corner = tuple(start if i == axis else 0 for i in range(local.dim()))
-        yield corner, local.narrow(axis, number * width, width)
+    found = boxes(row, _whole(row, local, parts), part, parts)
+    cuts = [local] if len(found) == 1 else local.tensor_split(len(found), row.tp_axis)
+    for box, values in zip(found, cuts, strict=True):
+        yield tuple(side.start for side in box), values
+
+
+def _whole(row: Row, local: Tensor, parts: int) -> Shape:
+    """Shape of the piece of which `local` is one of `parts` equal parts."""
+    return tuple(n * parts if axis == row.tp_axis else n for axis, n in enumerate(local.shape))

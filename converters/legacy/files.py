@@ -12,15 +12,9 @@ from torch import Tensor
 
 from mcore_qwen3vl.converters.legacy.layout import FILE, Rank, model_key
 from mcore_qwen3vl.converters.legacy.torch_load import load
-from mcore_qwen3vl.converters.storage.archive import STORAGES
-from mcore_qwen3vl.converters.torch_dist.paths import iteration_folder
+from mcore_qwen3vl.converters.storage.tensor_pickle import STORAGES
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
-
-
-def is_legacy(path: Path) -> bool:
-    """Whether `path`, a Megatron checkpoint or one iteration of it, is of the legacy format."""
-    return any(iteration_folder(path).glob(f"mp_rank_*/{FILE}"))
 
 
 def saved_arguments(folder: Path) -> Namespace:
@@ -153,7 +147,10 @@ def _layout(content: Any, path: Path) -> Layout:
 
 def _size(value: Any, path: Path) -> int:
     if type(value) is not int or value < 1:
-        raise BadInput(f"{path}: the arguments give {value!r:.40} as a parallel size.")
+        given = value if type(value) is int else f"a {type(value).__name__}"
+        raise BadInput(
+            f"{path}: the arguments give {given} as a parallel size. Copy the checkpoint again."
+        )
     return value
 
 
@@ -173,5 +170,6 @@ def _rank(path: Path, layout: Layout) -> Rank:
 def _state(content: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
     state = content.get(key)
     if not isinstance(state, dict):
-        raise BadInput(f"{path} holds no {key!r} with parameters, but {', '.join(content)}.")
+        there = ", ".join(map(str, content))
+        raise BadInput(f"{path} holds no {key!r} with parameters, but {there}. Copy it again.")
     return state

@@ -65,7 +65,7 @@ class Rank:
         Megatron numbers TP and ETP ranks along the same axis, so that where ETP divides TP, the
         TP rank tells the ETP rank.
         """
-        if place(row)[1] is None:
+        if layer_and_expert(row)[1] is None:
             return self.tp, layout.tp
         return self.tp % layout.etp, layout.etp
 
@@ -121,7 +121,7 @@ def share_out(rows: Iterable[Row], pipeline: Sequence[Stage], *, tied: bool) -> 
     held: dict[Stage, list[Row]] = {stage: [] for stage in pipeline}
     of_layer = {layer: stage for stage in pipeline for layer in stage.layers}
     for row in rows:
-        layer, _ = place(row)
+        layer, _ = layer_and_expert(row)
         if layer is not None:
             if layer in of_layer:
                 held[of_layer[layer]].append(row)
@@ -137,7 +137,7 @@ def model_key(vp: int, vpp: int) -> str:
     return f"model{vp}" if vpp > 1 else "model"
 
 
-def place(row: Row) -> tuple[int | None, int | None]:
+def layer_and_expert(row: Row) -> tuple[int | None, int | None]:
     """Layer and expert that `row` belongs to."""
     if not row.key.startswith(_LAYERS):
         return None, None
@@ -155,7 +155,7 @@ def local_name(row: Row, stage: Stage, experts: int, spec: Spec) -> str:
         experts: how many experts of a layer the rank holds.
         spec: the layer spec.
     """
-    layer, expert = place(row)
+    layer, expert = layer_and_expert(row)
     if layer is None:
         return row.key
     part = re.sub(r"^\d+\.", "", row.key.removeprefix(_LAYERS))
@@ -184,13 +184,19 @@ def extra_state(row: Row, name: str, spec: Spec) -> Iterator[str]:
         yield name.replace("linear_proj.weight", "core_attention._extra_state")
 
 
-def boxes(row: Row, index: int, size: int) -> list[Box]:
-    """What part number `index` of `size` of a row's piece is made of, in order."""
-    whole = tuple(slice(0, n) for n in row.shape)
+def boxes(row: Row, shape: Shape, index: int, size: int) -> list[Box]:
+    """What one TP rank's part of a row's piece is made of, one after another along the TP axis.
+
+    Args:
+        row: says along which axis, and in how many parts that are each cut.
+        shape: of the whole piece.
+        index, size: which of how many ranks.
+    """
+    whole = tuple(slice(0, n) for n in shape)
     axis = row.tp_axis
-    if axis is None:
+    if axis is None or axis >= len(shape):
         return [whole]
-    part = row.shape[axis] // row.tp_parts
+    part = shape[axis] // row.tp_parts
     width = part // size
     starts = (number * part + index * width for number in range(row.tp_parts))
     return [(*whole[:axis], slice(at, at + width), *whole[axis + 1 :]) for at in starts]

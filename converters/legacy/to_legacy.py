@@ -22,26 +22,26 @@ from mcore_qwen3vl.converters.legacy.layout import (
     Stage,
     boxes,
     extra_state,
+    layer_and_expert,
     local_name,
     local_shape,
     model_key,
-    place,
     ranks,
     share_out,
     stages,
 )
 from mcore_qwen3vl.converters.mapping.row import Row, max_rows
 from mcore_qwen3vl.converters.mapping.table import EMBEDDING
+from mcore_qwen3vl.converters.mcore.paths import RELEASE
 from mcore_qwen3vl.converters.offline import to_mcore
-from mcore_qwen3vl.converters.offline.plan import Plan, Unit
+from mcore_qwen3vl.converters.offline.plan import ConversionPlan, Unit
 from mcore_qwen3vl.converters.offline.to_mcore import ToMcore
 from mcore_qwen3vl.converters.storage.archive import Described, write_archive
 from mcore_qwen3vl.converters.storage.boxes import Box, Shape
 from mcore_qwen3vl.converters.storage.direct import DirectFile
-from mcore_qwen3vl.converters.torch_dist.paths import RELEASE
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.megatron_arguments import architecture_arguments
+from mcore_qwen3vl.megatron_config import architecture_arguments
 
 
 @dataclass(frozen=True)
@@ -114,13 +114,14 @@ class ToLegacy:
         layout = self.legacy.layout
         experts = self.mcore.architecture.num_experts // layout.ep
         for row in rows:
-            _, expert = place(row)
+            _, expert = layer_and_expert(row)
             if expert is not None and expert // experts != rank.ep:
                 continue
             name = local_name(row, stage, experts, self.legacy.spec)
             index, size = rank.share(row, layout)
             dtype = self.mcore.tensors.get(row.key, self.mcore.tensors[EMBEDDING]).dtype
-            yield _LocalTensor(name, row, boxes(row, index, size), local_shape(row, size), dtype)
+            found = boxes(row, row.shape, index, size)
+            yield _LocalTensor(name, row, found, local_shape(row, size), dtype)
 
     def _content(self, models: _Models) -> dict[str, Any]:
         """What `generate_state_dict` of ``megatron.training.checkpointing`` makes."""
@@ -167,19 +168,19 @@ class ToLegacy:
         return tree / RELEASE / unit.name / FILE
 
 
-def plan(source: Path, legacy: Legacy, **options: Any) -> Plan:
+def plan(source: Path, layout: Layout, spec: Spec, **options: Any) -> ConversionPlan:
     """Check an HF checkpoint and lay out its conversion; `options` are those of `to_mcore.plan`.
 
     Raises:
         BadInput: the model cannot be divided that way, or the format cannot hold such a layout.
     """
-    if legacy.spec not in get_args(Spec):
-        raise BadInput(f"layer spec {legacy.spec!r} is not one of {', '.join(get_args(Spec))}.")
-    same = to_mcore.plan(source, **options, tp=legacy.layout.tp)
+    if spec not in get_args(Spec):
+        raise BadInput(f"layer spec {spec!r} is not one of {', '.join(get_args(Spec))}.")
+    same = to_mcore.plan(source, **options, tp=layout.tp)
     base = same.conversion
     assert isinstance(base, ToMcore)
-    layout = legacy.layout if base.architecture.is_moe else replace(legacy.layout, etp=1)
-    legacy = replace(legacy, layout=layout)
+    layout = layout if base.architecture.is_moe else replace(layout, etp=1)
+    legacy = Legacy(layout, spec)
     rows = [row for unit in same.units for row in unit.work]
     _check(layout, base, rows)
     divisor = options.get("make_vocab_size_divisible_by", 1)
@@ -217,7 +218,7 @@ def _check(layout: Layout, mcore: ToMcore, rows: list[Row]) -> None:
     padded = mcore.tensors[EMBEDDING].shape[0]
     enough.validate(replace(a, vocab_size=padded))
     for row in rows:
-        size = layout.tp if place(row)[1] is None else layout.etp
+        size = layout.tp if layer_and_expert(row)[1] is None else layout.etp
         if row.tp_axis is not None and row.shape[row.tp_axis] % (size * row.tp_parts):
             raise BadInput(
                 f"{row.key} {list(row.shape)} cannot be cut into {size} equal parts along axis "

@@ -1,30 +1,37 @@
 """``torch.load`` for Megatron's legacy files: tensors mapped from the file, and no code run.
 
 A legacy file holds the tensors beside Megatron's arguments, optimizer and random states. It is read
-with ``weights_only=True``: torch's own unpickler, which knows tensors and plain containers. What
-else Megatron puts into such a file is listed here, and nothing but the list is admitted. Apart from
-the arguments' plain namespace, each class is replaced by an inert stand-in, so that neither
-megatron nor numpy is asked for anything.
+by the same guarded unpickler as all pickles here, which knows tensors and plain containers. What
+else Megatron puts into such a file is listed here, and nothing but the list is admitted. Each class
+is replaced by an inert stand-in, so that neither megatron nor numpy is asked for anything.
 """
 
 from __future__ import annotations
 
-import argparse
 import mmap
 import pickle
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from argparse import Namespace
+from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from mcore_qwen3vl.converters.storage.archive import check_archive
+from mcore_qwen3vl.converters.storage.archive import Archive, BadArchive
+from mcore_qwen3vl.converters.storage.restricted_pickle import (
+    FAILURES,
+    Record,
+    Refused,
+    make_set,
+)
+from mcore_qwen3vl.converters.storage.tensor_pickle import ReadTensor, TensorUnpickler
 from mcore_qwen3vl.errors import BadInput
 
 STAND_INS = (
     # In the arguments: enumerations of Megatron's and Python's, paths, nested namespaces.
+    "argparse.Namespace",
     "megatron.core.enums.ModelType",
     "megatron.core.transformer.enums.AttnBackend",
     "megatron.core.transformer.enums.CudaGraphModule",
@@ -47,60 +54,119 @@ STAND_INS = (
     "megatron.core.rerun_state_machine.RerunState",
     # Transformer Engine's FP8 state, as older versions save it.
     "_io.BytesIO",
+    # Python's and torch's small things, which no parameter is made of.
+    "_codecs.encode",  # bytes, under the pickle protocol that torch uses
+    "__builtin__.bytearray",
+    "__builtin__.complex",
+    "collections.Counter",
+    "torch.Tensor",
+    "torch.device",
+    "torch.nn.parameter.Parameter",
+    "torch.serialization._get_layout",
 )
 """What a legacy file may name beside tensors (``megatron.core.safe_globals`` admits the same)."""
 
 
-class _StandIn:
-    """Takes whatever arguments and state the class that it replaces would."""
-
-    def __new__(cls, *args: Any) -> _StandIn:
-        return super().__new__(cls)
-
-    def __setstate__(self, state: Any) -> None: ...
-
-
 def load(file: Path) -> Any:
     """The content of a legacy file; its tensors are private maps of the file.
+
+    The arguments are an ``argparse.Namespace``; other objects than tensors and plain containers
+    are a `Record` each.
 
     Raises:
         BadInput: the file is damaged, or names something outside the list.
     """
     try:
         with file.open("rb") as handle:
-            check_archive(memoryview(mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)))
-        with _only_the_list():
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:
-        if found := re.search(r"GLOBAL ([\w.]+)", str(error)):
-            raise BadInput(
-                f"{file} asks for {found[1]}, which has no place in a model's checkpoint. Refused: "
-                "loading it could run code. If you trust the file, load it in Megatron and save it "
-                "again with --ckpt-format torch_dist."
-            ) from None
-        raise BadInput(_damaged(file, error)) from None
-    except Exception as error:  # torch's readers raise nearly anything on a damaged file
-        raise BadInput(_damaged(file, error)) from None
+            view = memoryview(mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY))
+        archive = Archive(view)
+        archive.check()
+        archive.check_byte_order()
+        content = _Unpickler(archive).load()
+        if isinstance(content, dict) and isinstance(content.get("args"), _NamespaceRecord):
+            content["args"] = content["args"].namespace()
+        return content
+    except Refused as error:
+        raise BadInput(
+            f"{file} asks for {error!s:.200}, which has no place in a model's checkpoint. Refused: "
+            "loading it could run code. If you trust the file, load it in Megatron and save it "
+            "again with --ckpt-format torch_dist."
+        ) from None
+    except (OSError, BadArchive, *FAILURES) as error:
+        raise BadInput(
+            f"{file} cannot be read ({type(error).__name__}: {error!s:.200}). Copy the file again."
+        ) from None
 
 
-@contextmanager
-def _only_the_list() -> Iterator[None]:
-    """Admit what is listed here, and not what other libraries have told torch to admit.
+class _NamespaceRecord(Record):
+    """Stands for ``argparse.Namespace``."""
 
-    Importing megatron-core admits the real classes, which would meet our stand-ins.
-    """
-    others = torch.serialization.get_safe_globals()
-    torch.serialization.clear_safe_globals()
-    listed: list[Any] = [(argparse.Namespace, "argparse.Namespace")]
-    listed += [(type("StandIn", (_StandIn,), {}), name) for name in STAND_INS]
-    torch.serialization.add_safe_globals(listed)
-    try:
-        yield
-    finally:
-        torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals(others)
+    def namespace(self) -> Namespace:
+        """The attributes that the pickle gives it."""
+        if not isinstance(self.state, dict) or not all(isinstance(k, str) for k in self.state):
+            raise pickle.UnpicklingError("arguments that are not names with values")
+        made = Namespace()
+        vars(made).update(self.state)
+        return made
 
 
-def _damaged(file: Path, error: Exception) -> str:
-    reason = str(error).partition("\n")[0]
-    return f"{file} cannot be read ({type(error).__name__}: {reason:.200}). Copy the file again."
+_CLASSES = {name: type("StandIn", (Record,), {}) for name in STAND_INS}
+_CLASSES["argparse.Namespace"] = _NamespaceRecord
+
+
+class _Unpickler(TensorUnpickler):
+    """Admits the list, and makes tensors that are views of the archive."""
+
+    def __init__(self, archive: Archive) -> None:
+        super().__init__(archive.small("data.pkl", largest=2**40))
+        self._archive = archive
+
+    def tensor(self, read: ReadTensor) -> Tensor:
+        return read.over(self._archive.data(read.key))
+
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        functions: dict[str, Callable[..., Any]] = {
+            "torch._utils._rebuild_tensor_v3": self._rebuild_untyped,
+            "torch._utils._rebuild_parameter_with_state": lambda tensor, *_: tensor,
+            "torch._tensor._rebuild_from_type_v2": _rebuild_with_attributes,
+            "__builtin__.set": make_set,
+            "builtins.set": make_set,
+        }
+        if full in functions:
+            return functions[full]
+        if (stand_in := _CLASSES.get(full.replace("builtins.", "__builtin__."))) is not None:
+            return stand_in
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        return super().find_class(module, name)
+
+    def storage(self, module: str, name: str) -> torch.dtype | None:
+        if (module, name) == ("torch.storage", "UntypedStorage"):
+            return torch.uint8
+        found: Any = getattr(torch, name, None) if module == "torch" else None
+        known = isinstance(found, type) and issubclass(found, torch.storage._LegacyStorage)
+        return found._dtype if known else None
+
+    def load_build(self) -> None:
+        if type(self.stack[-2]) is OrderedDict:
+            self.stack.pop()  # the versions that a module's state_dict() notes as an attribute
+            return
+        super().load_build()
+
+    dispatch = {**TensorUnpickler.dispatch, pickle.BUILD[0]: load_build}  # noqa: RUF012
+
+    def _rebuild_untyped(
+        self, memory: Any, offset: int, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any,
+        *_: Any,
+    ) -> Any:  # fmt: skip
+        """A tensor of a dtype that has no storage class, over bytes."""
+        if not isinstance(dtype, torch.dtype):
+            raise pickle.UnpicklingError("a tensor without a dtype")
+        typed = memory._replace(dtype=dtype, values=memory.values // dtype.itemsize)
+        return self._rebuild(typed, offset, size, stride)
+
+
+def _rebuild_with_attributes(function: Any, _: Any, arguments: Any, *__: Any) -> Any:
+    """A tensor that has attributes, without them; Megatron marks parameters with some."""
+    return function(*arguments)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mcore_qwen3vl.converters.legacy.files import is_legacy
-from mcore_qwen3vl.converters.torch_dist.paths import iteration_folder
-from mcore_qwen3vl.converters.torch_dist.stored import NOT_THE_MODEL
+from mcore_qwen3vl.converters.mcore.checkpoint import NOT_THE_MODEL
+from mcore_qwen3vl.converters.mcore.formats import format_of
+from mcore_qwen3vl.converters.mcore.paths import iteration_folder
 from mcore_qwen3vl.errors import BadInput
 
 
@@ -30,9 +30,9 @@ def load_checkpoint(models: Sequence[Any], path: str | Path) -> None:
     from torch.distributed.checkpoint.api import CheckpointException
 
     folder = iteration_folder(Path(path))
-    if is_legacy(folder):
+    if (format := format_of(folder)).per_layout is not None:
         raise BadInput(
-            f"{folder} is of Megatron's legacy format, which only its own layout loads. Export it "
+            f"{folder} is of {format.title}, which only its own layout loads. Export it "
             "first: mcore-qwen3vl convert mcore-to-hf."
         )
     state = {f"model{i}": model.sharded_state_dict() for i, model in enumerate(models)}

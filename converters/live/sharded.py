@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from mcore_qwen3vl.config import ExpertLayout
 from mcore_qwen3vl.converters.mapping.row import Row
 from mcore_qwen3vl.converters.mapping.table import table
+from mcore_qwen3vl.converters.storage.boxes import Selection
 from mcore_qwen3vl.errors import BadInput
 
 Values = Callable[[nn.Parameter], Tensor | None]
@@ -41,7 +42,7 @@ class Part:
     """
 
     name: str
-    box: tuple[int | slice, ...]
+    box: Selection
     local: Tensor
     main: bool
     parameter: str
@@ -154,7 +155,7 @@ def _parts(row: Row, piece: ShardedTensor, parameter: str) -> Iterator[Part]:
         local = piece.data[at : at + last - first]
         at += last - first
         rows = slice(first, last)
-        box: tuple[int | slice, ...] = (*columns, rows) if how.transposed else (rows, *columns)
+        box: Selection = (*columns, rows) if how.transposed else (rows, *columns)
         named = row.sources[source]
         yield Part(
             name=named.name,

@@ -12,12 +12,15 @@ from torch import Tensor
 from mcore_qwen3vl.converters.mapping.transforms import Rearrangement, identity
 from mcore_qwen3vl.converters.storage.boxes import Box, Shape
 
+LAYERS = "decoder.layers."
+"""How the keys of all decoder layers start."""
+
 CHUNK_BYTES = 16 * 2**20
 """Tensors move in pieces of this size, except a transposed expert, which moves whole."""
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceTensor:
     """An HF tensor, or one slice of its first axis (an expert of the fused tensor).
 
     Attributes:
@@ -54,7 +57,7 @@ class Row:
     key: str
     global_shape: Shape
     offset: Shape
-    sources: tuple[Source, ...]
+    sources: tuple[SourceTensor, ...]
     rearrangement: Rearrangement
     tp_axis: int | None = None
     tp_parts: int = 1
@@ -67,6 +70,14 @@ class Row:
     @property
     def numel(self) -> int:
         return prod(self.shape)
+
+    @property
+    def layer(self) -> int | None:
+        """The decoder layer that the piece belongs to; None outside the decoder's layers."""
+        if not self.key.startswith(LAYERS):
+            return None
+        own = self.key.split(".", 3)[2]  # a layer's number, where layers are not stacked
+        return int(own) if own.isdigit() else self.offset[0]
 
     def to_mcore(self, *hf: Tensor) -> Tensor:
         """The piece, of shape `shape`, from the HF pieces (each of its source's `piece_shape`)."""
@@ -102,4 +113,4 @@ def max_rows(row: Row, dtype: torch.dtype) -> int:
 
 def same(key: str, name: str, shape: Shape) -> Row:
     """The row of a tensor that is the same on both sides and is on no stacked axis."""
-    return Row(key, shape, (), (Source(name, shape),), identity(shape[0]))
+    return Row(key, shape, (), (SourceTensor(name, shape),), identity(shape[0]))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from mcore_qwen3vl.config import Architecture, ExpertLayout
 from mcore_qwen3vl.converters.mapping import transforms
-from mcore_qwen3vl.converters.mapping.row import Row, Source, same
+from mcore_qwen3vl.converters.mapping.row import Row, SourceTensor, same
 from mcore_qwen3vl.converters.mapping.transforms import Rearrangement
 from mcore_qwen3vl.converters.mapping.vision import vision_rows
 from mcore_qwen3vl.converters.storage.boxes import Shape
@@ -115,7 +115,7 @@ def _ends(a: Architecture, padded: int) -> Iterator[Row]:
             key,
             (padded, a.hidden_size),
             (),
-            (Source(name, (a.vocab_size, a.hidden_size)),),
+            (SourceTensor(name, (a.vocab_size, a.hidden_size)),),
             transforms.pad_rows(a.vocab_size, padded),
             tp_axis=0,
         )
@@ -138,7 +138,7 @@ class _Layer:
         self,
         key: str,
         shape: Shape,
-        sources: tuple[Source, ...],
+        sources: tuple[SourceTensor, ...],
         rearrangement: Rearrangement,
         tp_axis: int | None = None,
         tp_parts: int = 1,
@@ -153,7 +153,7 @@ class _Layer:
             prefix + key, (*stack, *shape), offset, sources, rearrangement, tp_axis, tp_parts
         )
 
-    def same(self, key: str, source: Source, tp_axis: int | None = None) -> Row:
+    def same(self, key: str, source: SourceTensor, tp_axis: int | None = None) -> Row:
         shape = source.shape
         return self.row(key, shape, (source,), transforms.identity(shape[0]), tp_axis)
 
@@ -173,26 +173,26 @@ def _attention(a: Architecture, layer: _Layer) -> Iterator[Row]:
     query, kv = a.num_attention_heads * d, a.num_key_value_heads * d
     yield layer.same(
         "self_attention.linear_qkv.layer_norm_weight",
-        Source(f"{hf}input_layernorm.weight", (hidden,)),
+        SourceTensor(f"{hf}input_layernorm.weight", (hidden,)),
     )
     yield layer.row(
         "self_attention.linear_qkv.weight",
         (query + 2 * kv, hidden),
         (
-            Source(f"{hf}self_attn.q_proj.weight", (query, hidden)),
-            Source(f"{hf}self_attn.k_proj.weight", (kv, hidden)),
-            Source(f"{hf}self_attn.v_proj.weight", (kv, hidden)),
+            SourceTensor(f"{hf}self_attn.q_proj.weight", (query, hidden)),
+            SourceTensor(f"{hf}self_attn.k_proj.weight", (kv, hidden)),
+            SourceTensor(f"{hf}self_attn.v_proj.weight", (kv, hidden)),
         ),
         transforms.qkv(a.num_attention_heads, a.num_key_value_heads, d),
         tp_axis=0,
     )
     for key, name in (("q_layernorm", "q_norm"), ("k_layernorm", "k_norm")):
         yield layer.same(
-            f"self_attention.{key}.weight", Source(f"{hf}self_attn.{name}.weight", (d,))
+            f"self_attention.{key}.weight", SourceTensor(f"{hf}self_attn.{name}.weight", (d,))
         )
     yield layer.same(
         "self_attention.linear_proj.weight",
-        Source(f"{hf}self_attn.o_proj.weight", (hidden, query)),
+        SourceTensor(f"{hf}self_attn.o_proj.weight", (hidden, query)),
         tp_axis=1,
     )
 
@@ -201,30 +201,32 @@ def _mlp(a: Architecture, layer: _Layer) -> Iterator[Row]:
     hf, hidden, ffn = f"{TEXT}layers.{layer.index}.", a.hidden_size, a.intermediate_size
     yield layer.same(
         "mlp.linear_fc1.layer_norm_weight",
-        Source(f"{hf}post_attention_layernorm.weight", (hidden,)),
+        SourceTensor(f"{hf}post_attention_layernorm.weight", (hidden,)),
     )
     yield layer.row(
         "mlp.linear_fc1.weight",
         (2 * ffn, hidden),
         (
-            Source(f"{hf}mlp.gate_proj.weight", (ffn, hidden)),
-            Source(f"{hf}mlp.up_proj.weight", (ffn, hidden)),
+            SourceTensor(f"{hf}mlp.gate_proj.weight", (ffn, hidden)),
+            SourceTensor(f"{hf}mlp.up_proj.weight", (ffn, hidden)),
         ),
         transforms.concatenate(ffn, ffn),
         tp_axis=0,
         tp_parts=2,
     )
     yield layer.same(
-        "mlp.linear_fc2.weight", Source(f"{hf}mlp.down_proj.weight", (hidden, ffn)), tp_axis=1
+        "mlp.linear_fc2.weight", SourceTensor(f"{hf}mlp.down_proj.weight", (hidden, ffn)), tp_axis=1
     )
 
 
 def _experts(a: Architecture, layer: _Layer, layout: ExpertLayout) -> Iterator[Row]:
     hf, hidden, ffn = f"{TEXT}layers.{layer.index}.", a.hidden_size, a.moe_intermediate_size
     yield layer.same(
-        "pre_mlp_layernorm.weight", Source(f"{hf}post_attention_layernorm.weight", (hidden,))
+        "pre_mlp_layernorm.weight", SourceTensor(f"{hf}post_attention_layernorm.weight", (hidden,))
     )
-    yield layer.same("mlp.router.weight", Source(f"{hf}mlp.gate.weight", (a.num_experts, hidden)))
+    yield layer.same(
+        "mlp.router.weight", SourceTensor(f"{hf}mlp.gate.weight", (a.num_experts, hidden))
+    )
     fused = (
         ("linear_fc1", "gate_up_proj", (2 * ffn, hidden), 0, 2),
         ("linear_fc2", "down_proj", (hidden, ffn), 1, 1),
@@ -234,7 +236,7 @@ def _experts(a: Architecture, layer: _Layer, layout: ExpertLayout) -> Iterator[R
         stored = shape[::-1] if swapped else shape
         how = transforms.transpose(shape[0]) if swapped else transforms.identity(shape[0])
         for expert in range(a.num_experts):
-            source = Source(f"{hf}mlp.experts.{name}", (a.num_experts, *stored), expert)
+            source = SourceTensor(f"{hf}mlp.experts.{name}", (a.num_experts, *stored), expert)
             yield layer.row(
                 f"mlp.experts.experts.{key}.weight",
                 shape,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,19 +12,9 @@ from typing import Any, Protocol
 from mcore_qwen3vl import __version__
 from mcore_qwen3vl.converters.storage.boxes import Shape
 
-MOST_WORKERS = 8
-
-
-def default_workers() -> int:
-    """Threads: two per core that this process may use, at most `MOST_WORKERS`.
-
-    While one waits for the disk, another can use its core.
-    """
-    return min(2 * len(os.sched_getaffinity(0)), MOST_WORKERS)
-
 
 @dataclass(frozen=True)
-class Step:
+class PlannedTensor:
     """One line of a dry run: a tensor of the result and where it comes from.
 
     The experts of one layer are one line.
@@ -40,43 +29,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Unit:
-    """Work that one worker does at one go and that the journal notes when finished."""
+    """Work that one worker does without a break; the journal notes when it is finished."""
 
     name: str
     nbytes: int
     work: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class Summary:
-    """What a conversion did.
-
-    Attributes:
-        direction: "hf-to-mcore" or "mcore-to-hf".
-        source, target: where from and where to.
-        tensors: tensors written, as the target counts them.
-        nbytes: bytes of tensor data.
-        files: files of tensor data.
-        sidecars: other files copied.
-        dtypes: dtypes written.
-        expert_layout: layout of the fused experts on the HF side; None for a dense model.
-        resumed_units: units that an interrupted run had finished.
-        seconds: wall time.
-        notes: what the user should know, one sentence each.
-    """
-
-    direction: str
-    source: str
-    target: str
-    tensors: int
-    nbytes: int
-    files: int
-    sidecars: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    expert_layout: str | None
-    resumed_units: int
-    seconds: float
-    notes: tuple[str, ...] = ()
 
 
 class Conversion(Protocol):
@@ -96,11 +53,11 @@ class Conversion(Protocol):
 
 
 @dataclass(frozen=True)
-class Plan:
+class ConversionPlan:
     """A conversion that is ready to run; its inputs are checked.
 
     Attributes:
-        steps: what a dry run prints.
+        planned: what a dry run prints.
         units: the work, in order.
         identity: JSON that tells this plan from another; a resumed run must have the same.
         notes: what the user should know, one sentence each.
@@ -108,9 +65,9 @@ class Plan:
 
     direction: str
     source: str
-    steps: tuple[Step, ...]
+    planned: tuple[PlannedTensor, ...]
     units: tuple[Unit, ...]
-    sidecars: dict[str, Path]
+    companion_files: dict[str, Path]
     expert_layout: str | None
     identity: dict[str, Any]
     conversion: Conversion = field(repr=False)
@@ -120,7 +77,7 @@ class Plan:
     @property
     def tensors(self) -> int:
         """Tensors written, as the target counts them: stacked layers are one in mcore."""
-        return len({step.target.split("[")[0] for step in self.steps})
+        return len({tensor.target.split("[")[0] for tensor in self.planned})
 
     @property
     def nbytes(self) -> int:
@@ -128,7 +85,7 @@ class Plan:
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        return tuple(sorted({step.dtype for step in self.steps}))
+        return tuple(sorted({tensor.dtype for tensor in self.planned}))
 
     @property
     def fingerprint(self) -> str:

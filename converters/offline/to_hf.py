@@ -11,29 +11,27 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from mcore_qwen3vl.config import Architecture, ExpertLayout, read_config_file
-from mcore_qwen3vl.converters.hf import config_file, shards
+from mcore_qwen3vl.config import Architecture, ExpertLayout
+from mcore_qwen3vl.converters.hf import shards
 from mcore_qwen3vl.converters.hf.checkpoint import INDEX
-from mcore_qwen3vl.converters.hf.companions import copy_sidecars, sidecar_files
+from mcore_qwen3vl.converters.hf.companions import companion_files, copy_companions
 from mcore_qwen3vl.converters.hf.shards import Shard
-from mcore_qwen3vl.converters.legacy.checkpoint import open_megatron
 from mcore_qwen3vl.converters.mapping.row import Row, max_rows
 from mcore_qwen3vl.converters.mapping.table import table
+from mcore_qwen3vl.converters.mcore.checkpoint import MegatronCheckpoint
+from mcore_qwen3vl.converters.mcore.formats import open_megatron
+from mcore_qwen3vl.converters.mcore.paths import hf_folder
 from mcore_qwen3vl.converters.offline.plan import (
-    Plan,
-    Step,
+    ConversionPlan,
+    PlannedTensor,
     Unit,
     file_identity,
     group_units,
     unit_bytes,
 )
-from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.boxes import Box
-from mcore_qwen3vl.converters.storage.direct import DirectFile
 from mcore_qwen3vl.converters.storage.dtypes import cast, dtype_name, parse_dtype
 from mcore_qwen3vl.converters.storage.staging import write_durably
-from mcore_qwen3vl.converters.torch_dist.paths import hf_folder
-from mcore_qwen3vl.converters.torch_dist.stored import StoredModel
 from mcore_qwen3vl.errors import BadInput
 
 LayoutChoice = Literal["source", "published", "v5"]
@@ -54,17 +52,18 @@ class Fill:
 
     @property
     def nbytes(self) -> int:
-        return shards.Tensor(self.dtype, self.row.sources[self.source].piece_shape).nbytes
+        return shards.TensorSpec(self.dtype, self.row.sources[self.source].piece_shape).nbytes
 
 
 @dataclass(frozen=True)
 class ToHuggingFace:
     """Does the units of one conversion; see `plan.Conversion`."""
 
-    source: StoredModel
+    source: MegatronCheckpoint
     shards: tuple[Shard, ...]
-    sidecars: dict[str, Path]
-    config: bytes | None  # rewritten config.json; None: the source's own
+    hf_config: Path  # directory of config and companion files
+    layout: ExpertLayout | None  # to turn the experts into; None: as `hf_config` has them
+    dtype: torch.dtype | None  # to write everything in; None: the source's own
 
     def prepare(self, tree: Path) -> None:
         for shard in self.shards:
@@ -73,28 +72,32 @@ class ToHuggingFace:
                 shard.create(tree)
 
     def is_done(self, unit: Unit, tree: Path, result: Any) -> bool:
-        file, size = unit.name.split(":")[0], result["size"]
-        return (tree / file).is_file() and (tree / file).stat().st_size == size
+        file = tree / self._shard(unit).file
+        return file.is_file() and file.stat().st_size == result["size"]
 
     def run(self, unit: Unit, tree: Path, moved: Callable[[int, str], None]) -> Any:
-        file = tree / unit.name.split(":")[0]
-        with DirectFile(file, create=False) as out:
+        shard = self._shard(unit)
+
+        def data() -> Iterator[tuple[int, Iterator[Tensor]]]:
             for fill in unit.work:
-                out.seek(fill.offset)
-                for chunk in stream_hf(self.source, fill.row, fill.source, fill.dtype):
-                    out.write(as_bytes(chunk))
+                yield fill.offset, stream_hf(self.source, fill.row, fill.source, fill.dtype)
                 moved(fill.nbytes, fill.name)
-            out.sync()
-        return {"size": file.stat().st_size}
+
+        shards.fill_shard(tree, shard, data())
+        return {"size": shard.size}
 
     def finish(self, tree: Path, results: dict[str, Any]) -> None:
-        copy_sidecars(self.sidecars, tree, self.config)
+        copy_companions(self.hf_config, tree, layout=self.layout, dtype=self.dtype)
         if len(self.shards) > 1:
             write_durably(tree / INDEX, shards.index_json(self.shards))
 
+    def _shard(self, unit: Unit) -> Shard:
+        file = unit.name.split(":")[0]
+        return next(shard for shard in self.shards if shard.file == file)
+
 
 def stream_hf(
-    checkpoint: StoredModel, row: Row, source: int, dtype: torch.dtype
+    checkpoint: MegatronCheckpoint, row: Row, source: int, dtype: torch.dtype
 ) -> Iterator[Tensor]:
     """HF piece number `source` of `row` as `dtype`, a chunk at a time, in the order of its memory.
 
@@ -115,36 +118,35 @@ def plan(
     dtype: str = "keep",
     max_shard_size: str = "5GB",
     expert_layout: LayoutChoice = "source",
-) -> Plan:
+) -> ConversionPlan:
     """Check an mcore checkpoint and lay out its export; see `convert.plan_mcore_to_hf`."""
     wanted = parse_dtype(dtype)
     limit = shards.parse_size(max_shard_size)
     if expert_layout not in get_args(LayoutChoice):
         raise BadInput(f"expert layout {expert_layout!r} is not source, published or v5.")
     folder = hf_config_dir or hf_folder(source)
-    config = read_config_file(folder)
-    architecture = Architecture.from_hf(config)
+    architecture = Architecture.from_hf(folder)
     checkpoint = open_megatron(source, architecture)
     layout = _layout(architecture, expert_layout)
     rows = table(architecture, expert_layout=layout, padded_vocab_size=checkpoint.vocab_size)
     checkpoint.require(rows)
     tensors = {
-        source.name: shards.Tensor(wanted or checkpoint.dtype(row.key), source.shape)
+        source.name: shards.TensorSpec(wanted or checkpoint.dtype(row.key), source.shape)
         for row in rows
         for source in row.sources
     }
     files = tuple(shards.plan_shards(tensors, limit))
-    sidecars = sidecar_files(folder)
-    return Plan(
+    companions = companion_files(folder)
+    return ConversionPlan(
         direction="mcore-to-hf",
         source=str(source),
-        steps=tuple(_steps(rows, tensors)),
+        planned=tuple(_planned(rows, tensors)),
         units=tuple(_units(rows, tensors, files)),
-        sidecars=sidecars,
+        companion_files=companions,
         expert_layout=layout,
         identity={
             "source": os.path.abspath(source),
-            "files": file_identity([*checkpoint.files, *sidecars.values()]),
+            "files": file_identity([*checkpoint.files, *companions.values()]),
             "dtype": dtype,
             "shard": limit,
             "layout": expert_layout,
@@ -152,10 +154,9 @@ def plan(
         conversion=ToHuggingFace(
             checkpoint,
             files,
-            sidecars,
-            config_file.for_weights(
-                config, layout=None if expert_layout == "source" else expert_layout, dtype=wanted
-            ),
+            folder,
+            None if expert_layout == "source" else expert_layout,
+            wanted,
         ),
         files=len(files),
         notes=_notes(checkpoint.vocab_size - architecture.vocab_size),
@@ -175,7 +176,7 @@ def _layout(architecture: Architecture, choice: LayoutChoice) -> ExpertLayout | 
 
 
 def _units(
-    rows: list[Row], tensors: dict[str, shards.Tensor], files: tuple[Shard, ...]
+    rows: list[Row], tensors: dict[str, shards.TensorSpec], files: tuple[Shard, ...]
 ) -> Iterator[Unit]:
     places: dict[str, list[tuple[Row, int]]] = {name: [] for name in tensors}
     for row in rows:
@@ -193,17 +194,17 @@ def _units(
 def _fill(row: Row, number: int, shard: Shard) -> Fill:
     source = row.sources[number]
     dtype = shard.tensors[source.name].dtype
-    piece = shards.Tensor(dtype, source.piece_shape).nbytes
+    piece = shards.TensorSpec(dtype, source.piece_shape).nbytes
     return Fill(row, number, dtype, shard.offset(source.name) + (source.index or 0) * piece)
 
 
-def _steps(rows: list[Row], tensors: dict[str, shards.Tensor]) -> Iterator[Step]:
+def _planned(rows: list[Row], tensors: dict[str, shards.TensorSpec]) -> Iterator[PlannedTensor]:
     for row in rows:
         for source in row.sources:
             if source.index:
                 continue
             tensor = tensors[source.name]
-            yield Step(
+            yield PlannedTensor(
                 sources=(row.key,),
                 target=source.name,
                 shape=tensor.shape,

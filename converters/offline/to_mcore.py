@@ -13,17 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_qwen3vl.config import Architecture, read_config_file
-from mcore_qwen3vl.converters.hf import config_file, fp8
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.hf import fp8
 from mcore_qwen3vl.converters.hf.checkpoint import HuggingFaceCheckpoint
-from mcore_qwen3vl.converters.hf.companions import copy_sidecars, sidecar_files
+from mcore_qwen3vl.converters.hf.companions import companion_files, copy_companions
 from mcore_qwen3vl.converters.mapping.row import Row, max_rows
 from mcore_qwen3vl.converters.mapping.table import extra_state_keys, padded_vocab_size, table
+from mcore_qwen3vl.converters.mcore.index import CheckpointIndex, Chunk, ChunkedTensor, FileRange
+from mcore_qwen3vl.converters.mcore.paths import HF_FOLDER, RELEASE, TRACKER
 from mcore_qwen3vl.converters.offline import manifest
 from mcore_qwen3vl.converters.offline.manifest import RowChecksums
 from mcore_qwen3vl.converters.offline.plan import (
-    Plan,
-    Step,
+    ConversionPlan,
+    PlannedTensor,
     Unit,
     file_identity,
     group_units,
@@ -33,8 +35,6 @@ from mcore_qwen3vl.converters.storage.boxes import Box
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name, parse_dtype
 from mcore_qwen3vl.converters.storage.staging import write_durably
 from mcore_qwen3vl.converters.torch_dist import metadata
-from mcore_qwen3vl.converters.torch_dist.metadata import CheckpointIndex, Chunk, Place, StoredTensor
-from mcore_qwen3vl.converters.torch_dist.paths import HF_FOLDER, RELEASE, TRACKER
 from mcore_qwen3vl.converters.torch_dist.writer import DistcpFile
 from mcore_qwen3vl.errors import BadInput
 
@@ -47,9 +47,7 @@ class ToMcore:
 
     source: HuggingFaceCheckpoint
     architecture: Architecture
-    tensors: dict[str, StoredTensor]  # by mcore key, without chunks
-    sidecars: dict[str, Path]
-    config: bytes | None  # rewritten config.json; None: the source's own
+    tensors: dict[str, ChunkedTensor]  # by mcore key, without chunks
     dtype: torch.dtype | None  # to write everything in; None: the source's own
     facts: dict[str, Any]  # other choices that the manifest states
 
@@ -93,7 +91,7 @@ class ToMcore:
 
     def accompany(self, tree: Path, results: dict[str, Any]) -> None:
         """Write what goes beside the weights in any mcore format; the tracker comes last."""
-        copy_sidecars(self.sidecars, tree / HF_FOLDER, self.config)
+        copy_companions(self.source.path, tree / HF_FOLDER, dtype=self.dtype)
         checksums = (found for result in results.values() for found in result.get("checksums", ()))
         content = manifest.dumps(self.source, self.facts, self.dtype, checksums)
         write_durably(tree / manifest.FILE, content)
@@ -129,13 +127,12 @@ def plan(
     dtype: str = "keep",
     make_vocab_size_divisible_by: int = 1,
     tp: int = 1,
-) -> Plan:
+) -> ConversionPlan:
     """Check an HF checkpoint and lay out its conversion; see `convert.plan_hf_to_mcore`."""
     if make_vocab_size_divisible_by < 1 or tp < 1:
         raise BadInput("--make-vocab-size-divisible-by and --tp must be at least 1.")
     wanted = parse_dtype(dtype)
-    config = read_config_file(source)
-    architecture = Architecture.from_hf(config)
+    architecture = Architecture.from_hf(source)
     padded = padded_vocab_size(
         architecture.vocab_size,
         make_vocab_size_divisible_by=make_vocab_size_divisible_by,
@@ -145,7 +142,7 @@ def plan(
     checkpoint = HuggingFaceCheckpoint(source)
     checkpoint.require(rows)
     tensors = _targets(checkpoint, rows, wanted)
-    sidecars = sidecar_files(source)
+    companions = companion_files(source)
     work = [(row, row.numel * tensors[row.key].dtype.itemsize) for row in rows]
     size = unit_bytes(sum(nbytes for _, nbytes in work))
     units = tuple(group_units(work, size, lambda n: f"__0_{n}.distcp"))
@@ -155,16 +152,16 @@ def plan(
         "vocabulary": {"rows": architecture.vocab_size, "padded_to": padded},
         "quantization": checkpoint.quantization,  # of the source; the tensors here have none
     }
-    return Plan(
+    return ConversionPlan(
         direction="hf-to-mcore",
         source=str(source),
-        steps=tuple(_steps(rows, tensors)),
+        planned=tuple(_planned(rows, tensors)),
         units=units,
-        sidecars=sidecars,
+        companion_files=companions,
         expert_layout=architecture.expert_layout,
         identity={
             "source": os.path.abspath(source),
-            "files": file_identity([*checkpoint.files, *sidecars.values()]),
+            "files": file_identity([*checkpoint.files, *companions.values()]),
             "dtype": dtype,
             "vocabulary": padded,
         },
@@ -172,8 +169,6 @@ def plan(
             checkpoint,
             architecture,
             tensors,
-            sidecars,
-            config_file.for_weights(config, dtype=wanted),
             wanted,
             facts,
         ),
@@ -184,7 +179,7 @@ def plan(
 
 def _notes(checkpoint: HuggingFaceCheckpoint, dtype: torch.dtype | None) -> tuple[str, ...]:
     stored = [entry.stored for entry in checkpoint.entries.values()]
-    count = stored.count(fp8.STORED)
+    count = stored.count(fp8.FP8)
     if not count:
         return ()
     written = dtype_name(dtype or fp8.DEQUANTIZED)
@@ -193,18 +188,18 @@ def _notes(checkpoint: HuggingFaceCheckpoint, dtype: torch.dtype | None) -> tupl
 
 def _targets(
     checkpoint: HuggingFaceCheckpoint, rows: list[Row], wanted: torch.dtype | None
-) -> dict[str, StoredTensor]:
+) -> dict[str, ChunkedTensor]:
     """dtype and shape of each mcore tensor.
 
     Raises:
         BadInput: HF tensors of different dtypes would share one mcore tensor, under "keep".
     """
-    tensors: dict[str, StoredTensor] = {}
+    tensors: dict[str, ChunkedTensor] = {}
     first: dict[str, str] = {}
     for row in rows:
         for source in row.sources:
             dtype = wanted or checkpoint.entries[source.name].dtype
-            target = tensors.setdefault(row.key, StoredTensor(dtype, row.global_shape))
+            target = tensors.setdefault(row.key, ChunkedTensor(dtype, row.global_shape))
             other = first.setdefault(row.key, source.name)
             if target.dtype != dtype:
                 raise BadInput(
@@ -215,7 +210,7 @@ def _targets(
     return tensors
 
 
-def _steps(rows: list[Row], tensors: dict[str, StoredTensor]) -> Iterator[Step]:
+def _planned(rows: list[Row], tensors: dict[str, ChunkedTensor]) -> Iterator[PlannedTensor]:
     for row in rows:
         experts = 1
         if row.sources[0].index is not None:
@@ -225,7 +220,7 @@ def _steps(rows: list[Row], tensors: dict[str, StoredTensor]) -> Iterator[Step]:
         dtype = tensors[row.key].dtype
         layer = f"[{row.offset[0]}]" if row.global_shape[:-2] and row.offset else ""
         shape = row.shape if experts == 1 else (experts, *row.shape)
-        yield Step(
+        yield PlannedTensor(
             sources=tuple(source.name for source in row.sources),
             target=row.key + layer,
             shape=shape,
@@ -251,7 +246,7 @@ def _saved(value: Any) -> bytes:
 
 def _chunks_as_json(index: CheckpointIndex) -> list[Any]:
     return [
-        [key, chunk.offsets, chunk.sizes, chunk.place.offset, chunk.place.length]
+        [key, chunk.offsets, chunk.sizes, chunk.data.offset, chunk.data.length]
         for key, tensor in index.tensors.items()
         for chunk in tensor.chunks
     ]
@@ -259,5 +254,5 @@ def _chunks_as_json(index: CheckpointIndex) -> list[Any]:
 
 def _add_chunks(index: CheckpointIndex, file: str, chunks: list[Any]) -> None:
     for key, offsets, sizes, start, length in chunks:
-        place = Place(file, start, length)
+        place = FileRange(file, start, length)
         index.tensors[key].chunks.append(Chunk(tuple(offsets), tuple(sizes), place))

@@ -9,13 +9,11 @@ the mapped file without copying them.
 from __future__ import annotations
 
 import io
-import pickle
 import struct
 import zipfile
 import zlib
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from math import prod
 from typing import Any, BinaryIO
 
@@ -23,19 +21,13 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.converters.storage.boxes import Shape
-from mcore_qwen3vl.converters.storage.restricted_pickle import (
-    FAILURES,
-    RestrictedUnpickler,
-    make_ordered_dict,
-    make_tuple,
+from mcore_qwen3vl.converters.storage.restricted_pickle import FAILURES, Refused
+from mcore_qwen3vl.converters.storage.tensor_pickle import (
+    Described,
+    ReadTensor,
+    TensorUnpickler,
+    dumps,
 )
-
-STORAGES = {
-    torch.bfloat16: torch.BFloat16Storage,
-    torch.float16: torch.HalfStorage,
-    torch.float32: torch.FloatStorage,
-}
-"""The dtypes a checkpoint may hold, with the classes that stand for them in torch's pickles."""
 
 FOLDER = "archive"
 EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest a zip file can say: the bytes depend on nothing else
@@ -45,8 +37,8 @@ LARGEST_PICKLE = 2**16
 """Bytes of the pickle that describes one tensor; 150 are usual."""
 
 
-class NotATensor(Exception):
-    """The archive is damaged or holds something else than one CPU tensor of a model's dtypes."""
+class BadArchive(Exception):
+    """The archive is damaged, or holds something else than was asked for."""
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
@@ -77,7 +69,7 @@ def write_archive(
         storages: number of bytes and memory of the tensors, in the order of their `storage`.
     """
     with zipfile.ZipFile(_Unseekable(stream), "w") as archive:
-        _add(archive, "data.pkl", [_pickled(value)])
+        _add(archive, "data.pkl", [dumps(value)])
         _add(archive, "byteorder", [b"little"])
         for number, (size, chunks) in enumerate(storages):
             _add(archive, f"data/{number}", (as_bytes(chunk) for chunk in chunks), size)
@@ -91,61 +83,79 @@ def read_tensor(view: memoryview) -> Tensor:
     parts against each other, the tensor's extent against the data that is there.
 
     Raises:
-        NotATensor: the archive is damaged, or holds anything but one strided CPU tensor.
+        BadArchive: the archive is damaged, or holds anything but one strided CPU tensor.
     """
+    with _damage():
+        archive = Archive(view)
+        read = TensorUnpickler(archive.small("data.pkl", LARGEST_PICKLE)).load()
+        if not isinstance(read, ReadTensor):
+            raise BadArchive(f"it holds {type(read).__name__}, not a tensor")
+        archive.check_byte_order()
+        return read.over(archive.data(read.key))
+
+
+class Archive:
+    """The parts of an archive that is being read. Raises `BadArchive` where it is damaged."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._view = view
+        with _damage():
+            self._zip = zipfile.ZipFile(_View(view))
+            self._folder = self._zip.namelist()[0].split("/")[0]
+        self._parts: dict[str, list[zipfile.ZipInfo]] = {}
+        for part in self._zip.infolist():
+            self._parts.setdefault(part.filename, []).append(part)
+
+    def small(self, name: str, largest: int) -> bytes:
+        """The content of a part of at most `largest` bytes; its checksum is compared."""
+        part = self._part(name)
+        if part.file_size > largest:
+            raise BadArchive(f"{name} has {part.file_size} bytes")
+        with _damage():
+            return self._zip.read(part)
+
+    def data(self, key: str) -> memoryview:
+        """The memory of a tensor, uncopied; its checksum is not compared."""
+        part = self._part(f"data/{key}")
+        with _damage():
+            start = _data_start(self._view, part)
+        return self._view[start : start + part.file_size]
+
+    def check_byte_order(self) -> None:
+        """Old archives do not state it; all machines were little-endian."""
+        stated = any(name.endswith("/byteorder") for name in self._parts)
+        if stated and self.small("byteorder", LARGEST_PICKLE) != b"little":
+            raise BadArchive("it was written by a big-endian machine")
+
+    def check(self) -> None:
+        """Check that all parts are whole and lie where the directory puts them; data is not read.
+
+        Each part's own header could put it elsewhere.
+        """
+        for name, parts in self._parts.items():
+            if len(parts) != 1:
+                raise BadArchive("two parts have one name")
+            if parts[0].compress_type != zipfile.ZIP_STORED:
+                raise BadArchive(f"{name} is compressed")
+            with _damage():
+                _data_start(self._view, parts[0])
+                if "/data/" not in name:
+                    self._zip.read(parts[0])  # and compares its checksum
+
+    def _part(self, name: str) -> zipfile.ZipInfo:
+        found = self._parts.get(f"{self._folder}/{name}", [])
+        if len(found) != 1 or found[0].compress_type != zipfile.ZIP_STORED:
+            raise BadArchive(f"it holds {len(found)} parts {name}, or a compressed one")
+        return found[0]
+
+
+@contextmanager
+def _damage() -> Iterator[None]:
+    """What reading a damaged archive may raise, as one exception."""
     try:
-        with zipfile.ZipFile(_View(view)) as archive:
-            described = _TensorUnpickler(_small_part(archive, "data.pkl")).load()
-            if not isinstance(described, _Read):
-                raise NotATensor(f"it holds {type(described).__name__}, not a tensor")
-            if _small_part(archive, "byteorder", default=b"little") != b"little":
-                raise NotATensor("it was written by a big-endian machine")
-            data = _part(archive, f"data/{described.key}")
-        start = _data_start(view, data)
-    except (zipfile.BadZipFile, zlib.error, OSError, *FAILURES) as error:
-        raise NotATensor(f"{error!r:.200}") from error
-    return described.tensor(view[start : start + data.file_size])
-
-
-def check_archive(view: memoryview) -> None:
-    """Check that the parts of an archive are whole and lie where its directory puts them.
-
-    ``torch.load`` of a mapped file trusts each part's own header and reads no checksum. The data of
-    tensors is not read here either.
-
-    Raises:
-        NotATensor: the archive is damaged.
-    """
-    try:
-        with zipfile.ZipFile(_View(view)) as archive:
-            parts = archive.infolist()
-            if len({part.filename for part in parts}) != len(parts):
-                raise NotATensor("two parts have one name")
-            for part in parts:
-                if part.compress_type != zipfile.ZIP_STORED:
-                    raise NotATensor(f"{part.filename} is compressed")
-                _data_start(view, part)
-                if "/data/" not in part.filename:
-                    archive.read(part)  # and compares its checksum
-    except (zipfile.BadZipFile, zlib.error, OSError, *FAILURES) as error:
-        raise NotATensor(f"{error!r:.200}") from error
-
-
-def _part(archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
-    folder = archive.namelist()[0].split("/")[0]
-    found = [info for info in archive.infolist() if info.filename == f"{folder}/{name}"]
-    if len(found) != 1 or found[0].compress_type != zipfile.ZIP_STORED:
-        raise NotATensor(f"it holds {len(found)} parts {name}, or a compressed one")
-    return found[0]
-
-
-def _small_part(archive: zipfile.ZipFile, name: str, default: bytes | None = None) -> bytes:
-    if default is not None and not any(n.endswith(f"/{name}") for n in archive.namelist()):
-        return default
-    part = _part(archive, name)
-    if part.file_size > LARGEST_PICKLE:
-        raise NotATensor(f"{name} has {part.file_size} bytes")
-    return archive.read(part)
+        yield
+    except (zipfile.BadZipFile, zlib.error, OSError, Refused, *FAILURES) as error:
+        raise BadArchive(f"{error!r:.200}") from error
 
 
 def _data_start(view: memoryview, part: zipfile.ZipInfo) -> int:
@@ -164,127 +174,8 @@ def _data_start(view: memoryview, part: zipfile.ZipInfo) -> int:
         sound = after[:4] in (b"PK\3\4", b"PK\1\2")
     named = bytes(view[at + 30 : at + 30 + name]) == part.orig_filename.encode()
     if not (sound and named and view[at : at + 4] == b"PK\3\4"):
-        raise NotATensor(f"the parts around {part.filename} do not fit together")
+        raise BadArchive(f"the parts around {part.filename} do not fit together")
     return start
-
-
-def tensor_pickle(dtype: torch.dtype, shape: Shape) -> bytes:
-    """What ``torch.save`` puts in ``data.pkl`` for a contiguous CPU tensor."""
-    return _pickled(Described(dtype, shape))
-
-
-@dataclass(frozen=True)
-class Described:
-    """Pickles as the contiguous CPU tensor that it describes, whose memory is outside the pickle.
-
-    Attributes:
-        dtype, shape: the tensor's.
-        storage: number of its memory in the archive.
-    """
-
-    dtype: torch.dtype
-    shape: Shape
-    storage: int = 0
-
-    def __reduce__(self) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
-        memory = _Storage(self.dtype, prod(self.shape), self.storage)
-        stride = contiguous_stride(self.shape)
-        return torch._utils._rebuild_tensor_v2, (
-            memory,
-            0,
-            tuple(self.shape),
-            stride,
-            False,
-            OrderedDict(),
-        )
-
-
-@dataclass(frozen=True)
-class _Storage:
-    """Stands for a tensor's memory."""
-
-    dtype: torch.dtype
-    count: int
-    number: int
-
-
-class _Pickler(pickle.Pickler):
-    def persistent_id(self, obj: Any) -> Any:
-        if isinstance(obj, _Storage):
-            return ("storage", STORAGES[obj.dtype], str(obj.number), "cpu", obj.count)
-        return None
-
-
-def _pickled(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    _Pickler(buffer, protocol=2).dump(value)
-    return buffer.getvalue()
-
-
-DTYPE_OF = {f"{storage.__module__}.{storage.__name__}": d for d, storage in STORAGES.items()}
-
-
-@dataclass(frozen=True)
-class _Read:
-    """What the pickle says of a tensor."""
-
-    dtype: torch.dtype
-    key: str
-    count: int
-    offset: int
-    shape: Shape
-    stride: Shape
-
-    def tensor(self, data: memoryview) -> Tensor:
-        """Over `data`, the bytes of the storage."""
-        if len(data) != self.count * self.dtype.itemsize:
-            raise NotATensor(f"{len(data)} bytes of data for {self.count} values")
-        if 0 in self.shape:
-            return torch.empty(self.shape, dtype=self.dtype)
-        whole = torch.frombuffer(data, dtype=self.dtype, count=self.count)
-        return whole.as_strided(self.shape, self.stride, self.offset)
-
-
-class _TensorUnpickler(RestrictedUnpickler):
-    """Reads the description of one tensor and refuses everything else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (dtype := DTYPE_OF.get(f"{module}.{name}")) is not None:
-            return dtype
-        if (function := FUNCTIONS.get(f"{module}.{name}")) is not None:
-            return function
-        raise pickle.UnpicklingError(f"{module}.{name} in a tensor's archive")
-
-    def persistent_load(self, pid: Any) -> tuple[torch.dtype, str, int]:
-        _, dtype, key, _, count = pid
-        if not isinstance(dtype, torch.dtype) or not isinstance(key, str) or not key.isdigit():
-            raise pickle.UnpicklingError("not a plain storage")
-        return dtype, key, count
-
-
-def _describe(
-    storage: tuple[torch.dtype, str, int], offset: int, size: Any, stride: Any, *_: Any
-) -> _Read:
-    dtype, key, count = storage
-    numbers = (count, offset, *size, *stride)
-    if len(size) != len(stride) or not all(type(n) is int and 0 <= n < 2**62 for n in numbers):
-        raise pickle.UnpicklingError("a size that is not a count")
-    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    if prod(size) > count or last >= max(count, 1):
-        raise pickle.UnpicklingError("the tensor is larger than its data")
-    return _Read(dtype, key, count, offset, tuple(size), tuple(stride))
-
-
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "torch._utils._rebuild_tensor_v2": _describe,
-    "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
-    "collections.OrderedDict": make_ordered_dict,
-    "torch.Size": make_tuple,
-}
-
-
-def contiguous_stride(shape: Shape) -> Shape:
-    return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def _add(

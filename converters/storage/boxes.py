@@ -13,6 +13,9 @@ Shape = tuple[int, ...]
 Box = tuple[slice, ...]
 """One slice with explicit start and stop per axis."""
 
+Selection = tuple[int | slice, ...]
+"""What indexes the leading axes of a tensor: a slice for each; a number takes its axis away."""
+
 
 @dataclass(frozen=True)
 class Extent:
@@ -30,7 +33,7 @@ class Overlap:
     wanted: Box
 
 
-def explicit(box: Sequence[int | slice], shape: Shape) -> tuple[Any, ...]:
+def explicit(box: Selection, shape: Shape) -> tuple[Any, ...]:
     """`box` with a slice for every axis that it leaves out, and no bound left open."""
     whole = (*box, *(slice(None) for _ in shape[len(box) :]))
     return tuple(

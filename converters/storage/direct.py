@@ -85,7 +85,7 @@ class DirectFile:
         os.fsync(self._plain)
 
     def _flush(self) -> None:
-        """Write what the buffer holds and begin it anew at the same place in the file."""
+        """Write what the buffer holds and empty it; the next byte follows in the file."""
         first, last = self._first, self._last
         head = min(first + -first % BLOCK, last)
         tail = max(last - last % BLOCK, head)

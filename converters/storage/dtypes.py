@@ -1,12 +1,38 @@
-"""dtypes: the names that commands use, torch's names, and casts that lose no finite value."""
+"""dtypes: their names in commands, files and pickles, and casts that lose no finite value."""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 
 from mcore_qwen3vl.errors import BadInput
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+class ModelDtype(NamedTuple):
+    """One dtype that a model's tensors may have, and what it is called.
+
+    Attributes:
+        dtype: torch's.
+        option: what commands call it.
+        safetensors: what safetensors files call it.
+        storage: the class that stands for it in torch's pickles.
+    """
+
+    dtype: torch.dtype
+    option: str
+    safetensors: str
+    storage: Any
+
+
+MODEL_DTYPES = (
+    ModelDtype(torch.bfloat16, "bf16", "BF16", torch.BFloat16Storage),
+    ModelDtype(torch.float16, "fp16", "F16", torch.HalfStorage),
+    ModelDtype(torch.float32, "fp32", "F32", torch.FloatStorage),
+)
+
+DTYPES = {known.option: known.dtype for known in MODEL_DTYPES}
+"""By what commands call them."""
 
 
 def parse_dtype(name: str) -> torch.dtype | None:

@@ -1,4 +1,4 @@
-"""How far long work is."""
+"""How far a long operation has come."""
 
 from __future__ import annotations
 

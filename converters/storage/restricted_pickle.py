@@ -32,6 +32,10 @@ class Record:
         return self.state[name]
 
 
+class Refused(Exception):
+    """The pickle names something outside the allow-list: its module and name."""
+
+
 KEYS = (str, int, Record)
 """What may be a dictionary's key or a set's member: their hashes take no time."""
 
@@ -59,7 +63,7 @@ class RestrictedUnpickler(PYTHONS):
         super().__init__(io.BytesIO(data))
 
     def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"{module}.{name}")
+        raise Refused(f"{module}.{name}")
 
     def load_setitem(self) -> None:
         _check_keys(self.stack[-2:-1])
@@ -92,23 +96,26 @@ class RestrictedUnpickler(PYTHONS):
         dispatch[_code[0]] = refuse
 
 
-def make_set(members: Iterable[Any] = ()) -> set[Any]:
-    """`set` as a pickle may call it."""
-    members = list(members)
+def make_set(members: list[Any] | None = None) -> set[Any]:
+    """`set` as a pickle may call it; empties `members`, lest a pickle copy one list many times."""
+    if members is None:
+        return set()
     _check_keys(members)
-    return set(members)
+    made = set(members)
+    members.clear()
+    return made
 
 
-def make_ordered_dict(pairs: Iterable[Any] = ()) -> OrderedDict[Any, Any]:
-    """`OrderedDict` as a pickle may call it."""
-    pairs = [(key, value) for key, value in pairs]
-    _check_keys(key for key, _ in pairs)
-    return OrderedDict(pairs)
+def make_ordered_dict() -> OrderedDict[Any, Any]:
+    """`OrderedDict` as a pickle may call it; what it holds is set afterwards."""
+    return OrderedDict()
 
 
-def make_tuple(members: Iterable[Any] = ()) -> tuple[Any, ...]:
-    """``torch.Size`` as a pickle may call it."""
-    return tuple(members)
+def make_tuple(members: tuple[Any, ...] = ()) -> tuple[Any, ...]:
+    """``torch.Size`` as a pickle may call it; copies nothing."""
+    if not isinstance(members, tuple):
+        raise pickle.UnpicklingError(f"a {type(members).__name__} as a size")
+    return members
 
 
 def reconstruct(cls: Callable[[], Any], *_: Any) -> Any:

@@ -8,18 +8,17 @@ plan are cleared away.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mcore_qwen3vl.converters.hf.checkpoint import INDEX, SINGLE
-from mcore_qwen3vl.converters.torch_dist.paths import is_megatron
+from filelock import FileLock, Timeout
+
 from mcore_qwen3vl.errors import BadInput
 
 
@@ -79,31 +78,41 @@ class Staging:
         return [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
+Replaceable = Callable[[Path], bool]
+"""Whether an existing directory is one that ``--force`` may delete."""
+
+
 @contextmanager
-def staging(target: Path, fingerprint: str, *, force: bool) -> Iterator[Staging]:
+def staging(
+    target: Path, fingerprint: str, *, force: bool, replaceable: Replaceable
+) -> Iterator[Staging]:
     """A `Staging` that no other process uses at the same time.
 
     When the body raises `BadInput` the work is cleared away; any other end leaves it for resuming.
 
+    Args:
+        target: the directory that shall appear.
+        fingerprint: tells this work from any other; only remains of the same are continued.
+        force: put it in place of what is there, if that is `replaceable`.
+        replaceable: see `Replaceable`.
+
     Raises:
-        BadInput: the target exists and `force` is not given, or is not a checkpoint; another run
+        BadInput: the target exists and `force` is not given, or is not `replaceable`; another run
             is writing it; or the directory cannot be made.
     """
     target = Path(os.path.abspath(target))
-    check_target(target, force=force)
+    check_target(target, force=force, replaceable=replaceable)
     folder = target.parent / f".{target.name}.incomplete"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "lock").open("w")
+        lock = FileLock(folder / "lock").acquire(blocking=False)
+    except Timeout:
+        raise BadInput(
+            f"another process is writing {target}. Wait for it, or choose another directory."
+        ) from None
     except OSError as error:
-        raise BadInput(f"{target} cannot be written: {error}.") from None
+        raise BadInput(f"{target} cannot be written: {error}. Check its folder.") from None
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise BadInput(
-                f"another process is writing {target}. Wait for it, or choose another directory."
-            ) from None
         try:
             yield Staging(target, fingerprint, force=force)
         except BadInput:  # running again would only stop again
@@ -111,16 +120,24 @@ def staging(target: Path, fingerprint: str, *, force: bool) -> Iterator[Staging]
             raise
 
 
-def check_target(target: Path, *, force: bool) -> None:
-    """Refuse a target that would be overwritten without leave, or that `force` must not delete."""
+def check_target(target: Path, *, force: bool, replaceable: Replaceable) -> None:
+    """Refuse a target that exists and may not be overwritten.
+
+    Args:
+        target: the directory to write.
+        force: it may be replaced, if `replaceable` says so.
+        replaceable: see `Replaceable`.
+
+    Raises:
+        BadInput: it exists and `force` is not given, or is not `replaceable`.
+    """
     if not target.exists() and not target.is_symlink():
         return
     if not force:
         raise BadInput(f"{target} exists. Remove it, choose another directory, or add --force.")
     if target.is_symlink() or not target.is_dir():
         raise BadInput(f"{target} is not a directory; --force replaces checkpoints only.")
-    known = is_megatron(target) or (target / SINGLE).is_file() or (target / INDEX).is_file()
-    if any(target.iterdir()) and not known:
+    if any(target.iterdir()) and not replaceable(target):
         raise BadInput(
             f"{target} holds something other than a checkpoint; --force does not delete it. "
             "Choose another directory."

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
-from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -20,10 +19,12 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from mcore_qwen3vl.converters.storage.boxes import Extent, Shape
+from mcore_qwen3vl.converters.mcore.index import CheckpointIndex, Chunk, ChunkedTensor, FileRange
+from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.converters.storage.restricted_pickle import (
     FAILURES,
     Record,
+    Refused,
     RestrictedUnpickler,
     make_ordered_dict,
     make_set,
@@ -33,39 +34,6 @@ from mcore_qwen3vl.converters.storage.restricted_pickle import (
 from mcore_qwen3vl.errors import BadInput
 
 FILE = ".metadata"
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where one chunk or object is stored."""
-
-    file: str
-    offset: int
-    length: int
-
-
-@dataclass(frozen=True)
-class Chunk(Extent):
-    """One stored box of a tensor."""
-
-    place: Place
-
-
-@dataclass
-class StoredTensor:
-    """One tensor of the checkpoint: its dtype, its global shape and the chunks that fill it."""
-
-    dtype: torch.dtype
-    shape: Shape
-    chunks: list[Chunk] = field(default_factory=list)
-
-
-@dataclass
-class CheckpointIndex:
-    """What a ``torch_dist`` checkpoint holds: tensors and pickled objects, by key."""
-
-    tensors: dict[str, StoredTensor] = field(default_factory=dict)
-    objects: dict[str, Place] = field(default_factory=dict)
 
 
 def dumps(index: CheckpointIndex) -> bytes:
@@ -78,11 +46,11 @@ def dumps(index: CheckpointIndex) -> bytes:
         for number, chunk in enumerate(tensor.chunks):
             offsets, sizes = torch.Size(chunk.offsets), torch.Size(chunk.sizes)
             chunks.append(dcp.ChunkStorageMetadata(offsets, sizes))
-            storage[dcp.MetadataIndex(key, offsets, number)] = _storage_info(chunk.place)
+            storage[dcp.MetadataIndex(key, offsets, number)] = _storage_info(chunk.data)
         described[key] = dcp.TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
-    for key, place in index.objects.items():
+    for key, data in index.objects.items():
         described[key] = dcp.BytesStorageMetadata()
-        storage[dcp.MetadataIndex(key)] = _storage_info(place)
+        storage[dcp.MetadataIndex(key)] = _storage_info(data)
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=2).dump(dcp.Metadata(described, storage_data=storage))
     return buffer.getvalue()
@@ -98,7 +66,7 @@ def read(folder: Path) -> CheckpointIndex:
     file = folder / FILE
     try:
         return _index(loads(file.read_bytes()))
-    except _Refused as error:
+    except Refused as error:
         raise BadInput(
             f"{file} asks for {error}, which has no place in checkpoint metadata. Refused: loading "
             "it could run code. Do not use this checkpoint with a tool that would."
@@ -115,8 +83,8 @@ def loads(data: bytes) -> Any:
     return _Unpickler(data).load()
 
 
-def _storage_info(place: Place) -> _StorageInfo:
-    return _StorageInfo(place.file, place.offset, place.length)
+def _storage_info(data: FileRange) -> _StorageInfo:
+    return _StorageInfo(data.file, data.offset, data.length)
 
 
 class _Pickler(pickle.Pickler):
@@ -132,10 +100,6 @@ class _Pickler(pickle.Pickler):
 
 class _Enum(Record):
     """Enumerations pickle as a call with the value; the value is not needed."""
-
-
-class _Refused(Exception):
-    """A name outside the allow-list."""
 
 
 DCP = "torch.distributed.checkpoint"
@@ -181,7 +145,7 @@ class _Unpickler(RestrictedUnpickler):
             return _Enum
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
-        raise _Refused(f"{module}.{name}")
+        raise Refused(f"{module}.{name}")
 
 
 def _is(value: Any, name: str) -> bool:
@@ -191,40 +155,40 @@ def _is(value: Any, name: str) -> bool:
 def _index(metadata: Any) -> CheckpointIndex:
     if not _is(metadata, "Metadata"):
         raise pickle.UnpicklingError("it does not hold a Metadata object")
-    places = _places(metadata["storage_data"])
+    ranges = _ranges(metadata["storage_data"])
     index = CheckpointIndex()
     for key, described in metadata["state_dict_metadata"].items():
         if _is(described, "BytesStorageMetadata"):
-            index.objects[key] = places[key, None]
+            index.objects[key] = ranges[key, None]
         elif _is(described, "TensorStorageMetadata"):
-            index.tensors[key] = _tensor(key, described, places)
+            index.tensors[key] = _tensor(key, described, ranges)
         else:
             raise pickle.UnpicklingError(f"{key} is neither a tensor nor an object")
     return index
 
 
-def _places(storage: dict[Any, Record]) -> dict[tuple[str, Shape | None], Place]:
-    """Where each chunk and object is: one place each, none of them shared."""
-    places: dict[tuple[str, Shape | None], Place] = {}
+def _ranges(storage: dict[Any, Record]) -> dict[tuple[str, Shape | None], FileRange]:
+    """Where each chunk and object is: one range each, none of them shared."""
+    ranges: dict[tuple[str, Shape | None], FileRange] = {}
     for at, info in storage.items():
         key, offset = at["fqn"], at.state.get("offset")
         if not isinstance(key, str):
             raise pickle.UnpicklingError("a key that is not text")
-        place = places.setdefault((key, offset and _shape(offset)), found := _place(info))
-        if place is not found:
+        known = ranges.setdefault((key, offset and _shape(offset)), found := _range(info))
+        if known is not found:
             raise pickle.UnpicklingError(f"{key:.100} is in two places")
-    ordered = sorted((p for p in places.values() if p.length), key=lambda p: (p.file, p.offset))
+    ordered = sorted((r for r in ranges.values() if r.length), key=lambda r: (r.file, r.offset))
     for first, second in pairwise(ordered):
         if first.file == second.file and first.offset + first.length > second.offset:
             raise pickle.UnpicklingError(f"two pieces of data overlap in {first.file}")
-    return places
+    return ranges
 
 
-def _tensor(key: str, described: Record, places: dict[Any, Place]) -> StoredTensor:
+def _tensor(key: str, described: Record, ranges: dict[Any, FileRange]) -> ChunkedTensor:
     dtype = described["properties"].state[0]
     if not isinstance(dtype, torch.dtype):
         raise pickle.UnpicklingError(f"{key} has no dtype")
-    tensor = StoredTensor(dtype, _shape(described["size"]))
+    tensor = ChunkedTensor(dtype, _shape(described["size"]))
     for chunk in described["chunks"]:
         offsets, sizes = _shape(chunk["offsets"]), _shape(chunk["sizes"])
         inside = len(offsets) == len(sizes) == len(tensor.shape) and all(
@@ -232,11 +196,11 @@ def _tensor(key: str, described: Record, places: dict[Any, Place]) -> StoredTens
         )
         if not inside:
             raise pickle.UnpicklingError(f"a chunk of {key} lies outside the tensor")
-        tensor.chunks.append(Chunk(offsets, sizes, places[key, offsets or None]))
+        tensor.chunks.append(Chunk(offsets, sizes, ranges[key, offsets or None]))
     return tensor
 
 
-def _place(info: Record) -> Place:
+def _range(info: Record) -> FileRange:
     file, offset, length = info["relative_path"], info["offset"], info["length"]
     if not isinstance(file, str) or file != PurePosixPath(file).name or file in ("", "..", "."):
         raise pickle.UnpicklingError(f"{file!r:.100} is no plain file name in the same directory")
@@ -244,7 +208,7 @@ def _place(info: Record) -> Place:
         raise pickle.UnpicklingError("an offset or length that is not a count")
     if info.state.get("transform_descriptors"):
         raise pickle.UnpicklingError("the data is transformed (compressed); that is not read")
-    return Place(file, offset, length)
+    return FileRange(file, offset, length)
 
 
 def _shape(value: Any) -> Shape:

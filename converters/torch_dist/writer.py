@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.converters.mapping.row import Row
+from mcore_qwen3vl.converters.mcore.index import CheckpointIndex, Chunk, ChunkedTensor, FileRange
 from mcore_qwen3vl.converters.storage.archive import write_tensor
 from mcore_qwen3vl.converters.storage.direct import DirectFile
-from mcore_qwen3vl.converters.torch_dist.metadata import CheckpointIndex, Chunk, Place, StoredTensor
 
 
 @dataclass
@@ -48,7 +48,7 @@ class DistcpFile:
         start = self._stream.tell()
         sizes = (*(1 for _ in row.offset), *row.shape)
         write_tensor(self._stream, dtype, sizes, chunks)
-        tensor = self.index.tensors.setdefault(row.key, StoredTensor(dtype, row.global_shape))
+        tensor = self.index.tensors.setdefault(row.key, ChunkedTensor(dtype, row.global_shape))
         corner = (*row.offset, *(0 for _ in row.shape))
         tensor.chunks.append(Chunk(corner, sizes, self._place(start)))
 
@@ -57,5 +57,5 @@ class DistcpFile:
         self._stream.write(content)
         self.index.objects[key] = self._place(start)
 
-    def _place(self, start: int) -> Place:
-        return Place(self.path.name, start, self._stream.tell() - start)
+    def _place(self, start: int) -> FileRange:
+        return FileRange(self.path.name, start, self._stream.tell() - start)

@@ -12,6 +12,7 @@ import typer
 from mcore_qwen3vl import console
 from mcore_qwen3vl.cli import convert, data, show, sources, verify
 from mcore_qwen3vl.cli.generate import generate
+from mcore_qwen3vl.cli.memory import memory
 from mcore_qwen3vl.cli.options import Json, Workers, require
 from mcore_qwen3vl.errors import BadInput, CheckFailed
 
@@ -25,6 +26,7 @@ app.add_typer(convert.app, name="convert")
 app.add_typer(verify.app, name="verify")
 app.add_typer(data.app, name="data")
 app.command("generate")(generate)
+app.command("memory")(memory)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -56,14 +58,21 @@ def inspect(
     disk_gb_per_s: Annotated[
         float | None, typer.Option(help="With --hf-config: the disk's speed, to estimate time.")
     ] = None,
+    table: Annotated[
+        bool,
+        typer.Option("--table", help="The mapping: which tensors become which, and how."),
+    ] = False,
     json: Json = False,
 ) -> None:
     """What it is: sizes, shapes, layout, dtype, parameter count by part."""
     from mcore_qwen3vl.converters.describe.estimate import estimate
     from mcore_qwen3vl.converters.describe.inspect import inspect_path
+    from mcore_qwen3vl.converters.describe.mapping_lines import mapping_lines
 
     if (path is None) == (hf_config is None):
         raise BadInput("name one thing to inspect: PATH, or --hf-config DIR.")
+    if table and hf_config is not None:
+        raise BadInput("--table takes PATH, which may be a config.json, not --hf-config.")
     if hf_config is not None:
         found = estimate(hf_config, workers=workers, disk_gb_per_s=disk_gb_per_s)
         if json:
@@ -72,11 +81,37 @@ def inspect(
             show.estimate(found)
         return
     inspection = inspect_path(path)
+    if table:
+        lines = mapping_lines(inspection.mapping())
+        if json:
+            found = {"path": inspection.path, "kind": inspection.kind}
+            mapping = [asdict(line) for line in lines]
+            console.emit_json({**found, "mapping": mapping}, console.STDOUT)
+        else:
+            show.mapping(lines)
+        return
     if json:
         total = inspection.total_parameters
         console.emit_json({"total_parameters": total, **asdict(inspection)}, console.STDOUT)
     else:
         show.inspection(inspection)
+
+
+@app.command("tiny")
+def tiny(
+    path: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to write.")],
+    moe: Annotated[bool, typer.Option("--moe", help="Mixture of experts, not dense.")] = False,
+    tie: Annotated[bool, typer.Option("--tie", help="Tie embedding and head.")] = False,
+    seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
+) -> None:
+    """Write a tiny random Qwen3-VL checkpoint with tokenizer, processor and chat template."""
+    console.quiet_libraries()
+    from mcore_qwen3vl.tiny import write_tiny_checkpoint
+
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise BadInput(f"{path} exists and is not an empty directory: name another one.")
+    write_tiny_checkpoint(path, moe=moe, tie=tie, seed=seed)
+    console.output.print(f"wrote a tiny Qwen3-VL {'MoE' if moe else 'dense'} to {path}")
 
 
 @app.command("demo")

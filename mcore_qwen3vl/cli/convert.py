@@ -104,12 +104,10 @@ def hf_to_mcore(
 ) -> None:
     """Hugging Face to Megatron-Core ([bold]torch_dist[/], loads under any parallel layout)."""
     from mcore_qwen3vl.converters import convert
-    from mcore_qwen3vl.converters.legacy.layout import Legacy
 
-    legacy = None
+    layout = None
     if format is Format.torch:
-        sizes = Layout(tp, pp or 1, vpp or 1, ep or 1, etp or tp, first=first, last=last)
-        legacy = Legacy(sizes, (spec or LayerSpec.te).value)
+        layout = Layout(tp, pp or 1, vpp or 1, ep or 1, etp or tp, first=first, last=last)
     elif any((pp, vpp, ep, etp, first, last, spec)):
         raise BadInput(
             "--format torch_dist loads under any layout and layer spec: leave the flags of the "
@@ -119,7 +117,9 @@ def hf_to_mcore(
         "dtype": dtype.value,
         "make_vocab_size_divisible_by": make_vocab_size_divisible_by,
         "tp": tp,
-        "legacy": legacy,
+        "format": format.value,
+        "layout": layout,
+        "spec": None if spec is None else spec.value,
     }
     if dry_run:
         show.plan(convert.plan_hf_to_mcore(src, **options), json)

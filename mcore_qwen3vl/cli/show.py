@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -10,33 +11,38 @@ from mcore_qwen3vl.console import STDOUT, emit_json, output, plain, size, table
 if TYPE_CHECKING:
     from mcore_qwen3vl.converters.describe.estimate import Estimate
     from mcore_qwen3vl.converters.describe.inspect import Inspection
-    from mcore_qwen3vl.converters.offline.plan import Plan, Summary
+    from mcore_qwen3vl.converters.describe.mapping_lines import MappingLine
+    from mcore_qwen3vl.converters.offline.engine import ConversionResult
+    from mcore_qwen3vl.converters.offline.plan import ConversionPlan
     from mcore_qwen3vl.data.check import DataReport
     from mcore_qwen3vl.demos.convert import Demo
 
 PROBLEMS_SHOWN = 20
+MAPPING_WIDTH = 260
+"""Columns in which no name of the mapping is folded, for pipes and files."""
 
 
-def plan(plan: Plan, as_json: bool) -> None:
+def plan(plan: ConversionPlan, as_json: bool) -> None:
     """A dry run: one line a tensor, then the totals."""
     if as_json:
-        steps = [asdict(step) for step in plan.steps]
+        steps = [asdict(tensor) for tensor in plan.planned]
         emit_json({"direction": plan.direction, "bytes": plan.nbytes, "steps": steps}, STDOUT)
         return
     lines = table(f"{plan.direction}: {plan.source}", "from", "to", "shape", "dtype", ">size")
-    for step in plan.steps:
-        shape = "x".join(map(str, step.shape))
-        lines.add_row(", ".join(step.sources), step.target, shape, step.dtype, size(step.nbytes))
+    for tensor in plan.planned:
+        shape = "x".join(map(str, tensor.shape))
+        sources = ", ".join(tensor.sources)
+        lines.add_row(sources, tensor.target, shape, tensor.dtype, size(tensor.nbytes))
     output.print(lines)
     for note in plan.notes:
         output.print(plain(note))
     output.print(
-        f"{len(plan.steps)} tensors, {size(plan.nbytes)} in {len(plan.units)} units of work; "
-        f"{len(plan.sidecars)} other files. Nothing was written."
+        f"{len(plan.planned)} tensors, {size(plan.nbytes)} in {len(plan.units)} units of work; "
+        f"{len(plan.companion_files)} other files. Nothing was written."
     )
 
 
-def summary(summary: Summary, as_json: bool) -> None:
+def summary(summary: ConversionResult, as_json: bool) -> None:
     """What a conversion did."""
     if as_json:
         emit_json(asdict(summary), STDOUT)
@@ -45,7 +51,7 @@ def summary(summary: Summary, as_json: bool) -> None:
     output.print(f"[bold green]done[/] {plain(summary.target)}")
     output.print(
         f"{summary.tensors} tensors, {size(summary.nbytes)} of {'/'.join(summary.dtypes)} in "
-        f"{summary.files} files and {len(summary.sidecars)} other files, "
+        f"{summary.files} files and {len(summary.companion_files)} other files, "
         f"{summary.seconds:.1f} s ({rate}/s)"
     )
     if summary.resumed_units:
@@ -84,6 +90,32 @@ def inspection(inspection: Inspection) -> None:
     for t in inspection.tensors:
         tensors.add_row(t.name, "x".join(map(str, t.shape)), t.dtype, size(t.nbytes))
     output.print(tensors)
+
+
+def mapping(lines: Sequence[MappingLine]) -> None:
+    """The mapping, in the order of the network."""
+    shown = table(
+        "mapping, with the shape of one piece and the axes on which pieces are stacked",
+        "Hugging Face", "shape", "Megatron-Core", "shape", "stacked", "transform", "cut by",
+    )  # fmt: skip
+    for column in shown.columns:
+        column.overflow = "fold"  # a name that ends in dots is no name
+    for line in lines:
+        parts = f" in {line.tp_parts} parts" if line.tp_parts > 1 else ""
+        shown.add_row(
+            plain("\n".join(line.hf)),
+            "\n".join(map(_shape, line.hf_shapes)),
+            plain(line.mcore),
+            _shape(line.shape),
+            _shape(line.stacked),
+            line.transform,
+            f"{line.cut_by}: axis {line.tp_axis}{parts}" if line.cut_by else "",
+        )
+    output.print(shown, width=None if output.is_terminal else MAPPING_WIDTH, crop=False)
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))
 
 
 def estimate(estimate: Estimate) -> None:

@@ -11,6 +11,11 @@ def argument(metavar: str, help: str) -> Any:
     return typer.Argument(metavar=metavar, help=help, parser=_checkpoint)
 
 
+def config_argument(metavar: str, help: str) -> Any:
+    """A config, or what holds one; no weights are downloaded."""
+    return typer.Argument(metavar=metavar, help=help, parser=_config)
+
+
 def option(help: str) -> Any:
     """A checkpoint of which config, tokenizer and processor are wanted, not the weights."""
     return typer.Option(metavar="DIR", help=help, parser=_config)

@@ -116,7 +116,7 @@ def _checked(items: list[PlannedMedia], values: Tensor, grid: Tensor) -> tuple[T
         if patches != item.patches:
             raise BadSample(
                 f"{item.media.kind} {item.media.name} decodes to {patches} patches, but its header "
-                f"promised {item.patches}. Save it anew."
+                f"promised {item.patches}. Write the file again."
             )
     return values, grid
 

@@ -47,10 +47,7 @@ def run_demo(
         CheckFailed: the loss stayed high, or the exported model answers wrongly.
     """
     started = time.monotonic()
-    cpu.install()  # before megatron is imported
-    from mcore_qwen3vl.training import cpu as training_cpu
-
-    training_cpu.install()
+    cpu.install(training=True)  # before megatron is imported
     from mcore_qwen3vl.tiny import write_tiny_checkpoint
     from mcore_qwen3vl.tiny.records import write_image_qa
     from mcore_qwen3vl.verify.curves.job import DISTRIBUTED, Job, train

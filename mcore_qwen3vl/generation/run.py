@@ -16,9 +16,10 @@ import torch.distributed as dist
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.live.checkpoint import load_checkpoint
-from mcore_qwen3vl.converters.live.transfer import load_hf
+from mcore_qwen3vl.converters.live.load import load_hf
+from mcore_qwen3vl.converters.mcore.formats import is_megatron
+from mcore_qwen3vl.converters.mcore.paths import hf_folder
 from mcore_qwen3vl.converters.storage.dtypes import DTYPES
-from mcore_qwen3vl.converters.torch_dist.paths import hf_folder, is_megatron
 from mcore_qwen3vl.data.loader import load_processor
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.generation.generate import (

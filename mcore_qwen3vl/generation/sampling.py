@@ -16,6 +16,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from mcore_qwen3vl.converters.mcore.paths import find_hf_folder
 from mcore_qwen3vl.errors import BadInput
 
 
@@ -26,7 +27,7 @@ def load_generation_config(path: str | Path) -> GenerationConfig:
         BadInput: the file is there and cannot be read.
     """
     path = Path(path)
-    folder = path / "hf" if (path / "hf").is_dir() else path
+    folder = find_hf_folder(path) or path
     if not (folder / "generation_config.json").is_file():
         return GenerationConfig()
     try:

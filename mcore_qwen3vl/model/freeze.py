@@ -1,8 +1,11 @@
-"""Choose which parameters train. Call it before the model is wrapped for data parallelism."""
+"""Which parameters train, and which part of the model each belongs to."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+
+import torch.distributed as dist
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
@@ -15,49 +18,93 @@ PARTS = {
 """Names for the parts of the model; the aligner is the mergers, DeepStack's among them."""
 
 
-def freeze(model: Qwen3VLModel, *patterns: str) -> list[str]:
-    """Take parameters out of training.
+class Freezing:
+    """The choice of what trains, for all pipeline chunks of a rank.
+
+    Training, parity checks and tests freeze through this one class: :meth:`apply` it to every
+    chunk before Megatron wraps them, then :meth:`check` it on all ranks.
+    """
+
+    def __init__(self, frozen: Sequence[str] = (), trainable: Sequence[str] = ()) -> None:
+        """
+        Args:
+            frozen: what is not trained. Each is a part (``vision``, ``aligner``, ``language``) or a
+                regular expression, matched from the start of parameter names as in
+                ``decoder.layers.3.mlp.linear_fc1.weight``, with layers counted over the whole
+                model.
+            trainable: if any, what alone is trained, less `frozen`; written likewise.
+
+        Raises:
+            BadInput: one is neither a part nor a regular expression.
+        """
+        self._frozen = {pattern: _compile(pattern) for pattern in frozen}
+        self._trainable = {pattern: _compile(pattern) for pattern in trainable}
+        self._used: set[str] = set()
+        self._trains = False
+
+    def apply(self, chunk: Qwen3VLModel) -> list[str]:
+        """Set ``requires_grad`` of every parameter of one pipeline chunk.
+
+        Returns:
+            The :func:`global_name` of those that are frozen, which may be none of them.
+        """
+        frozen = []
+        for local_name, parameter in chunk.named_parameters():
+            name = global_name(chunk, local_name)
+            stop = {pattern for pattern, regex in self._frozen.items() if regex.match(name)}
+            keep = {pattern for pattern, regex in self._trainable.items() if regex.match(name)}
+            trains = not stop and bool(keep or not self._trainable)
+            parameter.requires_grad_(trains)
+            self._used |= stop | keep
+            self._trains |= trains
+            if not trains:
+                frozen.append(name)
+        return frozen
+
+    def check(self) -> None:
+        """Refuse a pattern that selects nothing anywhere, and to train nothing; all ranks call it.
+
+        Raises:
+            BadInput: naming the patterns.
+        """
+        everywhere: list[tuple[set[str], bool]] = [(set(), False)] * dist.get_world_size()
+        dist.all_gather_object(everywhere, (self._used, self._trains))
+        patterns = {*self._frozen, *self._trainable}
+        unused = sorted(patterns.difference(*(used for used, _ in everywhere)))
+        if unused:
+            raise BadInput(
+                f"--freeze/--trainable {' '.join(unused)} selects no parameter. Use "
+                f"{', '.join(PARTS)}, or a regular expression for the start of names such as "
+                "decoder.layers.0.mlp, visual.blocks, embedding or output_layer."
+            )
+        if not any(trains for _, trains in everywhere):
+            raise BadInput("--freeze/--trainable leave no parameter to train: freeze less.")
+
+
+def part_of(name: str) -> str:
+    """Which of :data:`PARTS` a parameter belongs to.
 
     Args:
-        model: one pipeline chunk.
-        patterns: a part (``vision``, ``aligner``, ``language``) or a regular expression, matched
-            from the start of parameter names as in ``decoder.layers.3.mlp.linear_fc1.weight``,
-            with layers counted over the whole model.
-
-    Returns:
-        The names that were frozen in this chunk, which may be none of them.
-
-    Raises:
-        BadInput: a pattern is not a regular expression.
+        name: as in ``named_parameters()``, with or without the ``module.`` of Megatron's wrappers.
     """
-    compiled = [compile_pattern(pattern) for pattern in patterns]
-    frozen = []
-    for name, parameter in model.named_parameters():
-        name = global_name(model, name)
-        if any(pattern.match(name) for pattern in compiled):
-            parameter.requires_grad_(False)
-            frozen.append(name)
-    return frozen
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return next(part for part, pattern in PARTS.items() if re.match(pattern, name))
 
 
-def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """A part's name or a regular expression, to be matched from the start of a global name.
+def global_name(chunk: Qwen3VLModel, name: str) -> str:
+    """A parameter's name with its layer's number in the whole model, not in `chunk`."""
+    match = re.match(r"decoder\.layers\.(\d+)\.", name)
+    if not match:
+        return name
+    number = chunk.decoder.layers[int(match[1])].layer_number - 1
+    return f"decoder.layers.{number}.{name[match.end() :]}"
 
-    Raises:
-        BadInput: it is neither.
-    """
+
+def _compile(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(PARTS.get(pattern, pattern))
     except re.error as error:
         raise BadInput(
             f"{pattern!r} is neither one of {', '.join(PARTS)} nor a regular expression: {error}."
         ) from None
-
-
-def global_name(model: Qwen3VLModel, name: str) -> str:
-    """A parameter's name with its layer's number in the whole model, not in this chunk."""
-    match = re.match(r"decoder\.layers\.(\d+)\.", name)
-    if not match:
-        return name
-    number = model.decoder.layers[int(match[1])].layer_number - 1
-    return f"decoder.layers.{number}.{name[match.end() :]}"

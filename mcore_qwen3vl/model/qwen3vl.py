@@ -5,7 +5,6 @@ Every rank is given the full micro-batch and takes its own part of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -301,37 +300,6 @@ class Qwen3VLModel(GPTModel):
         if padding is None or self.config.num_moe_experts is None:
             return None
         return padding[:, -seq_len:].index_select(1, to_device(local.hidden, padding.device))
-
-
-def model_provider(
-    architecture: Architecture, *, spec: Spec = "torch", **transformer_config_overrides: Any
-) -> Callable[..., Qwen3VLModel]:
-    """A provider as ``megatron.training.get_model`` calls it: one pipeline chunk a call.
-
-    The provider's own ``config``, which Megatron makes from its flags, is used if it is given;
-    `transformer_config_overrides` serve otherwise.
-    """
-
-    def provide(
-        pre_process: bool = True,
-        post_process: bool = True,
-        vp_stage: int | None = None,
-        config: TransformerConfig | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
-    ) -> Qwen3VLModel:
-        if config is None:
-            config = transformer_config(architecture, spec=spec, **transformer_config_overrides)
-        return Qwen3VLModel(
-            config,
-            architecture,
-            spec=spec,
-            pre_process=pre_process,
-            post_process=post_process,
-            vp_stage=vp_stage,
-            pg_collection=pg_collection,
-        )
-
-    return provide
 
 
 def _is_meta(model: torch.nn.Module) -> bool:

@@ -11,6 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.megatron_config import config_fields
 
 Spec = Literal["torch", "te"]
 """Which modules make a layer: plain torch (CPU and CUDA), or Transformer Engine (CUDA)."""
@@ -38,13 +39,11 @@ def transformer_config(
     _check_graphs(overrides)
     dtype = overrides.get("params_dtype", getattr(torch, architecture.dtype))
     fields: dict[str, Any] = {
-        **_language(architecture),
-        **(_experts(architecture, spec) if any(architecture.moe_layers) else {}),
+        **_model(architecture, spec),
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
-        "transformer_impl": "transformer_engine" if spec == "te" else "local",
         "use_cpu_initialization": not torch.cuda.is_available(),
         **_interleaving(overrides),
         **overrides,
@@ -70,48 +69,15 @@ def features_cross_stages(config: TransformerConfig, deepstack_layers: int) -> b
     return get_num_layers_to_build(config, vp_stage=0, pp_rank=0) < deepstack_layers
 
 
-def _language(a: Architecture) -> dict[str, Any]:
-    return {
-        "num_layers": a.num_hidden_layers,
-        "hidden_size": a.hidden_size,
-        "ffn_hidden_size": a.intermediate_size,
-        "num_attention_heads": a.num_attention_heads,
-        "num_query_groups": a.num_key_value_heads,
-        "kv_channels": a.head_dim,
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": a.rms_norm_eps,
-        "qk_layernorm": True,
-        "add_bias_linear": False,
-        "add_qkv_bias": False,
-        "gated_linear_unit": True,
-        "activation_func": F.silu,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "init_method_std": a.initializer_range,
-        "mrope_section": list(a.mrope_section),
-        "bias_dropout_fusion": False,  # there is neither bias nor dropout to fuse
-        "masked_softmax_fusion": False,
-        "deallocate_pipeline_outputs": True,
-        # mcore checks its default, allgather, against variable lengths in dense models too.
-        "moe_token_dispatcher_type": "alltoall",
-    }
-
-
-def _experts(a: Architecture, spec: Spec) -> dict[str, Any]:
-    return {
-        "num_moe_experts": a.num_experts,
-        "moe_ffn_hidden_size": a.moe_intermediate_size,
-        "moe_router_topk": a.num_experts_per_tok,
-        "moe_layer_freq": [int(moe) for moe in a.moe_layers] if a.mixed_layers else 1,
-        # Softmax after top-k equals HF's softmax over all, then top-k, then normalised.
-        "moe_router_score_function": "softmax",
-        "moe_router_pre_softmax": False,
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "aux_loss",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_grouped_gemm": spec == "te",
-        "expert_tensor_parallel_size": 1,
-    }
+def _model(a: Architecture, spec: Spec) -> dict[str, Any]:
+    """What the architecture and the spec say."""
+    fields = config_fields(a)
+    fields["activation_func"] = getattr(F, fields["activation_func"])
+    fields["transformer_impl"] = "transformer_engine" if spec == "te" else "local"
+    if any(a.moe_layers):
+        fields["moe_grouped_gemm"] = spec == "te"
+        fields["expert_tensor_parallel_size"] = 1  # mcore's default is TP
+    return fields
 
 
 def _check_spec(spec: Spec, overrides: dict[str, Any]) -> None:

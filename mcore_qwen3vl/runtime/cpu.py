@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -132,6 +133,15 @@ def _manual_seed(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
+def _initialize_without_cuda(initialize: Callable[..., Any]) -> Callable[..., Any]:
+    def initialize_on_cpu(*args: Any, **kwargs: Any) -> Any:
+        # Process groups are only set up where there is a device.
+        with mock.patch.object(torch.cuda, "device_count", return_value=1):
+            return initialize(*args, **{**kwargs, "allow_no_cuda": True})
+
+    return initialize_on_cpu
+
+
 _RNG = "the tensor-parallel RNG tracker saves and restores the device generator: use the CPU's"
 _STREAM = "side streams overlap copies and collectives: the CPU runs in order"
 _CUDA = "torch.cuda"
@@ -178,21 +188,59 @@ MEGATRON_REPLACEMENTS = (
     ),
 )
 
+_TRAINING = "megatron.training"
+
+TRAINING_REPLACEMENTS = (
+    Replacement(
+        f"{_TRAINING}.training",
+        "initialize_megatron",
+        _initialize_without_cuda,
+        "refuses to start without CUDA",
+    ),
+    Replacement(
+        f"{_TRAINING}.training",
+        "set_jit_fusion_options",
+        _constant(lambda tp_size=None: None),
+        "warms up fused CUDA kernels",
+    ),
+    Replacement(
+        f"{_TRAINING}.initialize",
+        "_compile_dependencies",
+        _constant(lambda: None),
+        "compiles an index builder for GPT datasets, which are not used",
+    ),
+    Replacement(
+        f"{_TRAINING}.arguments",
+        "get_device_arch_version",
+        _constant(lambda: 10),
+        "orders CUDA queues before Blackwell through CUDA_DEVICE_MAX_CONNECTIONS",
+    ),
+)
+"""What Megatron's training loop asks for beside megatron-core."""
+
 originals: dict[tuple[str, str], Any] = {}
 """What each replacement stands for, by (module, name). Empty until :func:`install` ran."""
 
 
-def install() -> None:
+def install(*, training: bool = False) -> None:
     """Make megatron-core run on the CPU in this process and in those forked from it.
 
-    Calling it again does nothing.
+    What is installed already is left as it is, so it may be called again.
+
+    Args:
+        training: ``megatron.training`` too, which takes seconds to import.
 
     Raises:
         BadInput: megatron was imported before, its version is not a tested one, a replaced symbol
             is gone, or CUDA is in use in this process.
     """
-    if originals:
-        return
+    if not originals:
+        _install_core()
+    if training:
+        _apply(TRAINING_REPLACEMENTS)
+
+
+def _install_core() -> None:
     _check_environment()
     _apply(TORCH_REPLACEMENTS)
     CudaMeansCpu().__enter__()
@@ -234,6 +282,8 @@ def _check_environment() -> None:
 
 def _apply(replacements: Sequence[Replacement]) -> None:
     for r in replacements:
+        if (r.module, r.name) in originals:
+            continue
         module = importlib.import_module(r.module)
         if not hasattr(module, r.name):
             raise BadInput(

@@ -33,7 +33,7 @@ def write_image_qa(
     Args:
         folder: made if absent.
         samples: lines to write.
-        text_only_every: every so-manieth sample has no image; None: all have one.
+        text_only_every: one sample in this many has no image; None: all have one.
         seed: of everything.
 
     Returns:

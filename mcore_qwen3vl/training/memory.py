@@ -1,5 +1,7 @@
 """How much GPU memory a layout needs: arithmetic to choose a layout by, not a measurement.
 
+``mcore-qwen3vl memory`` prints it.
+
 Weights, gradients and optimizer states are exact; activations follow Korthikanti et al.,
 "Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198), adapted to
 grouped queries, gated MLPs, experts and an attention kernel that stores no scores.
@@ -13,8 +15,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.training import parameters
 
 Recompute = Literal["none", "full"]
 
@@ -68,8 +70,14 @@ def estimate(
         work: the micro-batch.
         recompute: ``none``, or ``full``: every decoder layer and vision block keeps its input only.
     """
-    stages = [_stage(a, layout, work, recompute, rank) for rank in range(layout.pp)]
-    return max(stages, key=lambda memory: memory.total)
+    return max(by_stage(a, layout, work, recompute), key=lambda memory: memory.total)
+
+
+def by_stage(
+    a: Architecture, layout: Layout, work: Workload, recompute: Recompute = "none"
+) -> list[Memory]:
+    """:func:`estimate` for a rank of each pipeline stage, in order."""
+    return [_stage(a, layout, work, recompute, stage) for stage in range(layout.pp)]
 
 
 def of_arguments(args: argparse.Namespace, a: Architecture) -> Memory:
@@ -98,55 +106,65 @@ def layout_of(args: argparse.Namespace) -> Layout:
 def _stage(
     a: Architecture, layout: Layout, work: Workload, recompute: Recompute, stage: int
 ) -> Memory:
-    layers = stage_layers(a, layout)[stage]
-    first, last = stage == 0, stage == layout.pp - 1
-    shared = sum(layer_parameters(a, layout, moe)[0] for moe in layers)
-    experts = sum(layer_parameters(a, layout, moe)[1] for moe in layers)
-    if first:
-        shared += parameters.embedding(a) / layout.tp + parameters.vision(a)
-    if last and not (first and a.tie_word_embeddings):
-        shared += parameters.embedding(a) / layout.tp + a.hidden_size
+    shared, experts = rank_parameters(a, layout, stage)
     # The distributed optimizer divides states over the ranks that hold the same weights.
     shared_copies = layout.dp * layout.cp
     expert_copies = layout.tp * layout.cp * layout.dp / (layout.ep * layout.etp)
     tokens = work.seq_length * work.micro_batch_size / layout.cp
-    logits = tokens * a.vocab_size / layout.tp * LOGIT if last else 0.0
+    logits = tokens * a.vocab_size / layout.tp * LOGIT if stage == layout.pp - 1 else 0.0
     return Memory(
         weights=WEIGHT * (shared + experts),
         gradients=GRADIENT * (shared + experts),
         optimizer=OPTIMIZER * (shared / shared_copies + experts / expert_copies),
-        activations=_activations(a, layout, layers, tokens, work, recompute, stage),
+        activations=_activations(a, layout, tokens, work, recompute, stage),
         logits=logits,
     )
 
 
-def stage_layers(a: Architecture, layout: Layout) -> list[list[bool]]:
-    """For each pipeline rank, whether each of its decoder layers is MoE (VPP chunks together)."""
+def stage_layers(a: Architecture, layout: Layout) -> list[range]:
+    """The decoder layers of each pipeline rank, those of its VPP chunks counted together."""
     counts = layout.layers_per_stage(a.num_hidden_layers)
-    bounds = [sum(counts[:i]) for i in range(layout.pp + 1)]
-    return [list(a.moe_layers[bounds[i] : bounds[i + 1]]) for i in range(layout.pp)]
+    bounds = [sum(counts[:stage]) for stage in range(layout.pp + 1)]
+    return [range(bounds[stage], bounds[stage + 1]) for stage in range(layout.pp)]
 
 
-def layer_parameters(a: Architecture, layout: Layout, moe: bool) -> tuple[float, float]:
-    """Parameters of one decoder layer on one rank: (outside the experts, in the experts)."""
-    shared = parameters.attention(a) / layout.tp + parameters.norms(a)
-    if not moe:
-        return shared + parameters.dense_mlp(a) / layout.tp, 0.0
-    experts = a.num_experts * parameters.expert(a) / (layout.ep * layout.etp)
-    return shared + parameters.router(a), experts
+def rank_parameters(a: Architecture, layout: Layout, stage: int) -> tuple[float, float]:
+    """Parameters that one rank of a pipeline stage holds: (outside the experts, in them)."""
+    layers = stage_layers(a, layout)[stage]
+    shared = experts = 0.0
+    for group, count in parameters.count(a).items():
+        if group.layer not in layers and not _outside_layers(group, a, layout, stage):
+            continue
+        if group.part == "experts":
+            experts += count / (layout.ep * layout.etp)
+        else:
+            shared += count / (layout.tp if group.divided else 1)
+    return shared, experts
+
+
+def _outside_layers(group: parameters.Group, a: Architecture, layout: Layout, stage: int) -> bool:
+    """Whether a pipeline stage holds these parameters, which are of no decoder layer."""
+    first, last = stage == 0, stage == layout.pp - 1
+    if group.layer is not None:
+        return False
+    if group.part == "vision":
+        return first
+    if group.part == "embedding":  # a tied head on another stage is a copy of it
+        return first or (last and a.tie_word_embeddings)
+    return last  # the final norm and the output layer
 
 
 def _activations(
     a: Architecture,
     layout: Layout,
-    layers: list[bool],
     tokens: float,
     work: Workload,
     recompute: Recompute,
     stage: int,
 ) -> float:
     """Stored activations of one rank: decoder layers of all micro-batches in flight, and vision."""
-    stored = [_layer_activations(a, layout, tokens, moe) for moe in layers]
+    layers = stage_layers(a, layout)[stage]
+    stored = [_layer_activations(a, layout, tokens, a.moe_layers[layer]) for layer in layers]
     sequence_parts = layout.tp if layout.sp else 1
     if recompute == "full":
         inputs = ACTIVATION * a.hidden_size * tokens / sequence_parts

@@ -12,8 +12,8 @@ from megatron.training.argument_utils import core_transformer_config_from_args
 from megatron.training.checkpointing import checkpoint_exists
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
-from mcore_qwen3vl.training.step.parts import check_choice, choose_trainable
 
 
 @dataclass
@@ -23,7 +23,7 @@ class _Fields(TransformerConfig):
     def __post_init__(self) -> None: ...
 
 
-def config_fields(args: argparse.Namespace) -> dict[str, Any]:
+def fields_from_flags(args: argparse.Namespace) -> dict[str, Any]:
     """The ``TransformerConfig`` fields that Megatron's arguments set."""
     given = core_transformer_config_from_args(args, _Fields)
     return {field.name: getattr(given, field.name) for field in fields(TransformerConfig)}
@@ -43,12 +43,11 @@ def model_provider(
         A function that builds one pipeline chunk, reads ``--load-hf`` into it and freezes what the
         flags say.
     """
-    fields_of_all = {**config_fields(args), **config_overrides}
+    fields_of_all = {**fields_from_flags(args), **config_overrides}
     if args.pad_to_longest:
         # Stages would otherwise transfer --seq-length tokens, whatever the batch has.
         fields_of_all["variable_seq_lengths"] = True
-    used: set[str] = set()
-    training: list[bool] = []
+    freezing = Freezing(args.freeze, args.trainable)
 
     def provide(
         pre_process: bool = True,
@@ -69,14 +68,13 @@ def model_provider(
         )
         if args.load_hf and not resuming(args):
             from mcore_qwen3vl.converters.hf.hub import resolve
-            from mcore_qwen3vl.converters.live.transfer import load_hf
+            from mcore_qwen3vl.converters.live.load import load_hf
 
             load_hf(model, resolve(args.load_hf))
-        used.update(choose_trainable(model, args.freeze, args.trainable))
-        training.extend(parameter.requires_grad for parameter in model.parameters())
+        freezing.apply(model)
         stages = args.virtual_pipeline_model_parallel_size or 1
         if vp_stage in (None, stages - 1):
-            check_choice([*args.freeze, *args.trainable], used, any(training))
+            freezing.check()
         return model
 
     return provide

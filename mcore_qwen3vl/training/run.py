@@ -25,10 +25,7 @@ def main(argv: Sequence[str]) -> None:
         warnings.filterwarnings("ignore", module="megatron")
         from mcore_qwen3vl.runtime import cpu
 
-        cpu.install()  # before megatron is imported
-        from mcore_qwen3vl.training import cpu as training_cpu
-
-        training_cpu.install()
+        cpu.install(training=True)  # before megatron is imported
     else:
         # Megatron before Blackwell orders its overlapped transfers by this.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

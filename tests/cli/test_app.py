@@ -7,6 +7,8 @@ import sys
 import pytest
 
 from mcore_qwen3vl.cli import main
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.mapping.table import table
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 
 
@@ -114,3 +116,52 @@ def test_existing_target_needs_force(checkpoint, tmp_path, capsys):
 def test_help_does_not_wait_for_torch():
     code = "import sys, mcore_qwen3vl.cli; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_inspect_table_is_the_mapping_of_a_checkpoint(checkpoint, tmp_path, capsys):
+    assert run("inspect", checkpoint, "--table", "--json") == 0
+    lines = {line["mcore"]: line for line in json.loads(capsys.readouterr().out)["mapping"]}
+    qkv = lines["decoder.layers.self_attention.linear_qkv.weight"]
+    layer = "model.language_model.layers.{0..3}."
+    assert qkv["hf"] == [f"{layer}self_attn.{n}_proj.weight" for n in "qkv"]
+    assert qkv["hf_shapes"] == [[192, 48], [96, 48], [96, 48]]
+    assert (qkv["shape"], qkv["stacked"], qkv["rows"]) == ([384, 48], [4], 4)
+    assert (qkv["transform"], qkv["tp_axis"]) == ("interleave rows in 4 groups", 0)
+    experts = lines["decoder.layers.mlp.experts.experts.linear_fc1.weight"]
+    assert experts["hf"] == [f"{layer}mlp.experts.gate_up_proj"]
+    assert (experts["shape"], experts["stacked"], experts["rows"]) == ([72, 48], [4, 12], 48)
+    assert (experts["transform"], experts["tp_parts"], experts["cut_by"]) == ("transpose", 2, "ETP")
+    assert lines["decoder.layers.mlp.router.weight"]["cut_by"] is None
+    assert sum(line["rows"] for line in lines.values()) == len(
+        table(Architecture.from_hf(checkpoint))
+    )
+
+    assert run("inspect", checkpoint, "--table") == 0
+    printed = capsys.readouterr().out
+    assert "model.visual.blocks.{0..4}.attn.qkv.weight" in printed
+    assert "…" not in printed
+
+
+def test_inspect_table_of_a_config_and_of_a_padded_checkpoint(checkpoint, tmp_path, capsys):
+    assert run("inspect", checkpoint / "config.json", "--table", "--json") == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert alone["kind"] == "config"
+    assert run("inspect", checkpoint, "--table", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["mapping"] == alone["mapping"]
+    padded = tmp_path / "mcore"
+    run("convert", "hf-to-mcore", checkpoint, padded, "--make-vocab-size-divisible-by", 128)
+    capsys.readouterr()
+    assert run("inspect", padded, "--table", "--json") == 0
+    lines = json.loads(capsys.readouterr().out)["mapping"]
+    head = next(line for line in lines if line["mcore"] == "output_layer.weight")
+    assert (head["shape"], head["transform"]) == ([384, 48], "append 32 zero rows")
+    assert run("inspect", "--hf-config", checkpoint, "--table") == 2
+
+
+def test_tiny_writes_a_checkpoint_and_nothing_over_another(tmp_path, capsys):
+    assert run("tiny", tmp_path / "moe", "--moe") == 0
+    assert run("verify", "roundtrip", tmp_path / "moe") == 0
+    before = (tmp_path / "moe" / "config.json").read_bytes()
+    assert run("tiny", tmp_path / "moe") == 2
+    assert (tmp_path / "moe" / "config.json").read_bytes() == before
+    assert "name another one" in capsys.readouterr().err

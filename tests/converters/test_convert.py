@@ -66,7 +66,7 @@ def test_companion_files_of_any_kind_travel(tiny: Tiny, tmp_path: Path) -> None:
     (source / ".git" / "HEAD").write_text("not part of the checkpoint")
     (source / "pytorch_model.bin").write_bytes(b"other weights")
     hf_to_mcore(source, tmp_path / "mcore")
-    summary = mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
+    result = mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
     back = tmp_path / "back"
     assert (back / "LICENSE").read_text() == "do as you like"
     assert (back / "figures" / "logo.png").read_bytes() == bytes(range(256))
@@ -74,7 +74,7 @@ def test_companion_files_of_any_kind_travel(tiny: Tiny, tmp_path: Path) -> None:
     assert not (back / "linked.json").is_symlink()
     assert not (back / ".git").exists()
     assert not (back / "pytorch_model.bin").exists()
-    assert {"LICENSE", "figures/logo.png", "config.json"} <= set(summary.sidecars)
+    assert {"LICENSE", "figures/logo.png", "config.json"} <= set(result.companion_files)
 
 
 def test_shards_and_index_of_an_export(tiny: Tiny, tmp_path: Path) -> None:
@@ -132,12 +132,12 @@ def test_plans_write_nothing_and_tell_all(tiny: Tiny, tmp_path: Path) -> None:
     assert sorted(tmp_path.rglob("*")) == before
     tensors = load(tiny("moe"))
     assert plan.nbytes == sum(t.nbytes for t in tensors.values())
-    assert plan.nbytes == sum(step.nbytes for step in plan.steps)
-    assert {name for step in plan.steps for name in step.sources} == set(tensors)
+    assert plan.nbytes == sum(tensor.nbytes for tensor in plan.planned)
+    assert {name for tensor in plan.planned for name in tensor.sources} == set(tensors)
     summary = hf_to_mcore(tiny("moe"), tmp_path / "mcore")
     assert (summary.tensors, summary.nbytes) == (plan.tensors, plan.nbytes)
     back = plan_mcore_to_hf(tmp_path / "mcore")
-    assert {step.target: step.shape for step in back.steps} == {
+    assert {tensor.target: tensor.shape for tensor in back.planned} == {
         name: tuple(t.shape) for name, t in tensors.items()
     }
     assert back.nbytes == plan.nbytes

@@ -14,7 +14,7 @@ import transformers
 from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.convert import hf_to_mcore
-from mcore_qwen3vl.converters.live.transfer import load_hf
+from mcore_qwen3vl.converters.live.load import load_hf
 from mcore_qwen3vl.generation.cached_model import CachedModel, inference
 from mcore_qwen3vl.generation.prompts import prompts_from_inputs
 from mcore_qwen3vl.layout import Layout

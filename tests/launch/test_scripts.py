@@ -74,7 +74,7 @@ def test_megatron_accepts_the_flags_which_describe_the_model_and_its_memory(
     from mcore_qwen3vl.model.transformer_config import transformer_config
     from mcore_qwen3vl.training import memory
     from mcore_qwen3vl.training.feed.provider import data_config
-    from mcore_qwen3vl.training.model import config_fields
+    from mcore_qwen3vl.training.model import fields_from_flags
 
     args = parsed(script, tmp_path)
     architecture = Architecture.from_hf(config_of(script))
@@ -82,7 +82,7 @@ def test_megatron_accepts_the_flags_which_describe_the_model_and_its_memory(
     assert args.global_batch_size % (args.micro_batch_size * args.data_parallel_size) == 0
     assert args.padded_vocab_size == architecture.vocab_size
     assert data_config(args).packing
-    config = transformer_config(architecture, spec="te", **config_fields(args))
+    config = transformer_config(architecture, spec="te", **fields_from_flags(args))
     assert config.num_layers == architecture.num_hidden_layers
     assert config.num_moe_experts == (architecture.num_experts or None)
     estimate = memory.of_arguments(args, architecture)
@@ -103,7 +103,7 @@ def test_stated_nodes_agree(script: Path) -> None:
 
 def test_optional_flags_are_accepted(tmp_path: Path) -> None:
     from mcore_qwen3vl.model.transformer_config import transformer_config
-    from mcore_qwen3vl.training.model import config_fields
+    from mcore_qwen3vl.training.model import fields_from_flags
 
     args = parsed(LAUNCH / "sft_30b_a3b.sh", tmp_path, FP8="1", TP_OVERLAP="1", DEEPEP="1")
     assert args.fp8 == "e4m3"
@@ -111,7 +111,7 @@ def test_optional_flags_are_accepted(tmp_path: Path) -> None:
     assert args.tp_comm_overlap
     assert args.moe_enable_deepep
     architecture = Architecture.from_hf(config_of(LAUNCH / "sft_30b_a3b.sh"))
-    assert transformer_config(architecture, spec="te", **config_fields(args)).fp8 == "e4m3"
+    assert transformer_config(architecture, spec="te", **fields_from_flags(args)).fp8 == "e4m3"
 
 
 def test_the_users_flags_win_but_not_over_the_architecture(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.model.freeze import freeze
+from mcore_qwen3vl.model.freeze import Freezing
 from tests.model.engine import Case, References, check
 from tests.model.reference import Reference
 from tests.model.samples import Media, MicroBatch, Sample, packed, padded, sample
@@ -130,6 +130,6 @@ def test_equals_hugging_face(reference: References, given: Given) -> None:
             hf.expect(made),
             overrides=given.overrides,
             ddp=given.ddp,
-            prepare=lambda model: freeze(model, *given.frozen),
+            prepare=lambda model: Freezing(given.frozen).apply(model),
         )
     )

@@ -12,7 +12,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.model.freeze import freeze
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, _require_right_padding
 from mcore_qwen3vl.model.transformer_config import transformer_config
 from mcore_qwen3vl.runtime.launch import run_layout
@@ -116,29 +115,6 @@ def _split_without_variable_lengths() -> None:
 def test_features_that_could_not_travel() -> None:
     with pytest.raises(BadInput, match="leaves 1 of 3 DeepStack layers to later stages"):
         run_layout(_split_without_variable_lengths, 2)
-
-
-def _freeze(*patterns: str) -> tuple[list[str], list[str]]:
-    initialize(Layout())
-    model = Qwen3VLModel.from_hf_config(DENSE)
-    frozen = freeze(model, *patterns)
-    return frozen, [n for n, p in model.named_parameters() if not p.requires_grad]
-
-
-def test_freeze_names_what_it_froze() -> None:
-    ((frozen, found),) = run_layout(_freeze, 1, "aligner", r"decoder\.layers\.3\.mlp")
-    assert frozen == found
-    mergers = [name for name in frozen if name.startswith("visual.")]
-    assert {name.split(".")[1] for name in mergers} == {"merger", "deepstack_merger_list"}
-    assert [name for name in frozen if name not in mergers] == [
-        "decoder.layers.3.mlp.linear_fc1.weight",
-        "decoder.layers.3.mlp.linear_fc2.weight",
-    ]
-
-
-def test_freeze_refuses_a_broken_expression() -> None:
-    with pytest.raises(BadInput, match="neither one of vision, aligner, language nor a regular"):
-        run_layout(_freeze, 1, "decoder.(")
 
 
 def test_only_padding_on_the_right_passes_without_a_mask() -> None:

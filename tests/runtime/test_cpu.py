@@ -14,7 +14,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.runtime.launch import run_layout
 
-ALL = cpu.TORCH_REPLACEMENTS + cpu.MEGATRON_REPLACEMENTS
+ALL = cpu.TORCH_REPLACEMENTS + cpu.MEGATRON_REPLACEMENTS + cpu.TRAINING_REPLACEMENTS
 
 
 @pytest.mark.parametrize("r", ALL, ids=lambda r: f"{r.module}.{r.name}")
@@ -46,10 +46,13 @@ def test_a_vanished_symbol_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_installing_twice_changes_nothing() -> None:
-    before = torch.cuda.current_device
+    from megatron.training import training
+
+    before = torch.cuda.current_device, training.initialize_megatron
     cpu.install()
+    cpu.install(training=True)
     assert cpu.installed()
-    assert torch.cuda.current_device is before
+    assert (torch.cuda.current_device, training.initialize_megatron) == before
 
 
 def test_an_untested_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,20 +13,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NoReturn, get_args, get_type_hints
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.hub import resolve
+from mcore_qwen3vl.converters.mcore.paths import find_hf_folder
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.megatron_arguments import architecture_arguments
-from mcore_qwen3vl.training.arguments.architecture import (
-    check_explicit,
-    explicit_arguments,
-    recommended_arguments,
-)
+from mcore_qwen3vl.megatron_config import architecture_arguments, recommended_arguments
 from mcore_qwen3vl.training.arguments.checks import check, check_surroundings, complaint
+from mcore_qwen3vl.training.arguments.explicit import check_explicit, explicit_arguments
 from mcore_qwen3vl.training.checkpoints.resume import check_companions
 
 SPECS = ("te", "torch")
@@ -188,7 +184,8 @@ class ArgumentSetup:
         own = _OwnParser(allow_abbrev=False, add_help=False)
         known, _ = add_arguments(own).parse_known_args(self.argv)
         self.cpu = is_cpu(argv)
-        self.hf_model = hf_directory(resolve(known.hf_model, weights=False))
+        source = resolve(known.hf_model, weights=False)
+        self.hf_model = find_hf_folder(source) or source
         self.architecture = Architecture.from_hf(self.hf_model)
 
     def prepare(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -231,11 +228,6 @@ def _train_data_path(argv: Sequence[str]) -> list[str]:
     if "--valid-data-path" not in argv:
         return list(argv)
     return ["--train-data-path" if word == "--data-path" else word for word in argv]
-
-
-def hf_directory(path: Path) -> Path:
-    """`path`, or its ``hf/`` folder when `path` is a converted checkpoint."""
-    return path / "hf" if (path / "hf" / "config.json").exists() else path
 
 
 def _spec(value: list[str] | None, cpu: bool) -> str:

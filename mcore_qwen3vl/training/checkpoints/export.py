@@ -10,7 +10,7 @@ from megatron.core.utils import unwrap_model
 from megatron.training import training
 from megatron.training.utils import print_rank_0
 
-from mcore_qwen3vl.converters.live.transfer import save_hf
+from mcore_qwen3vl.converters.live.export import save_hf
 
 
 def export(args: argparse.Namespace, model: list[Any], optimizer: Any, iteration: int) -> None:

@@ -19,16 +19,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mcore_qwen3vl.config import Architecture, read_config_file
-from mcore_qwen3vl.converters.hf.companions import copy_sidecars, sidecar_files
-from mcore_qwen3vl.converters.hf.config_file import for_weights
-from mcore_qwen3vl.converters.legacy.layout import FILE
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.hf.companions import copy_companions
+from mcore_qwen3vl.converters.mcore.formats import format_of
+from mcore_qwen3vl.converters.mcore.index import FileRange
+from mcore_qwen3vl.converters.mcore.paths import HF_FOLDER, folder_name, tracked
 from mcore_qwen3vl.converters.torch_dist import metadata
-from mcore_qwen3vl.converters.torch_dist.paths import HF_FOLDER
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.training.checkpoints.legacy import check_legacy
 
-TRACKER = "latest_checkpointed_iteration.txt"
 _ZIP = b"PK\x03\x04"  # every stored tensor starts with a zip's first bytes
 
 
@@ -38,15 +36,8 @@ def latest_iteration(directory: str | Path) -> int | None:
     Raises:
         BadInput: the tracker says neither.
     """
-    tracker = Path(directory) / TRACKER
-    if not tracker.exists():
-        return None
-    text = tracker.read_text(encoding="utf-8").strip()
-    if text == "release":
-        return None
-    if not text.isdigit():
-        raise BadInput(f"{tracker} says {text!r}; an iteration or 'release' is needed.")
-    return int(text)
+    newest = tracked(Path(directory))
+    return newest if isinstance(newest, int) else None
 
 
 def readable_iteration(directory: str | Path, *, fallback: bool) -> int | None:
@@ -69,14 +60,14 @@ def readable_iteration(directory: str | Path, *, fallback: bool) -> int | None:
     found = {int(m[1]) for f in folders if (m := re.fullmatch(r"iter_(\d+)", f.name))}
     reasons = []
     for iteration in sorted({latest, *(i for i in found if i < latest)}, reverse=True):
-        reason = damage(Path(directory) / f"iter_{iteration:07d}")
+        reason = damage(Path(directory) / folder_name(iteration))
         if reason is None:
             return iteration
         reasons.append(f"iteration {iteration}: {reason}")
         if not fallback:
             break
     remedy = (
-        "Start anew, or from another directory."
+        "Start from the beginning, or from another directory."
         if fallback
         else "Resume from the one before it with --on-corrupt-checkpoint fallback."
     )
@@ -88,7 +79,7 @@ def choose_checkpoint(args: argparse.Namespace) -> None:
 
     Raises:
         BadInput: see :func:`readable_iteration` and
-            :func:`mcore_qwen3vl.training.checkpoints.legacy.check_legacy`.
+            :class:`mcore_qwen3vl.converters.mcore.formats.PerLayout`.
     """
     if args.load is None or args.ckpt_step is not None:
         return
@@ -110,10 +101,12 @@ def choose_checkpoint(args: argparse.Namespace) -> None:
 
 def _newest(args: argparse.Namespace) -> int | None:
     """The iteration to load; None leaves it to Megatron."""
-    latest = latest_iteration(args.load)
-    folder = Path(args.load) / ("release" if latest is None else f"iter_{latest:07d}")
-    if any(folder.glob(f"mp_rank_*/{FILE}")):
-        check_legacy(folder, args)
+    newest = tracked(Path(args.load))
+    if newest is None:
+        return None
+    folder = Path(args.load) / folder_name(newest)
+    if folder.is_dir() and (per_layout := format_of(folder).per_layout) is not None:
+        per_layout.check_run(folder, args)
         return None
     if args.ckpt_format != "torch_dist":
         return None
@@ -149,7 +142,7 @@ def save_companions(args: argparse.Namespace) -> None:
         return
     partial = folder.with_name(f".{HF_FOLDER}.{os.getpid()}.tmp")
     shutil.rmtree(partial, ignore_errors=True)
-    copy_sidecars(sidecar_files(source), partial, for_weights(read_config_file(source)))
+    copy_companions(source, partial)
     partial.rename(folder)
 
 
@@ -175,7 +168,7 @@ def explained(directory: str) -> Iterator[None]:
             raise
         raise BadInput(
             f"The checkpoint in {directory} was saved without {error}. Add --no-load-optim "
-            "--no-load-rng to go on without, or --finetune to start its weights anew."
+            "--no-load-rng to go on without, or --finetune to take its weights only."
         ) from error
 
 
@@ -188,23 +181,23 @@ def damage(folder: Path) -> str | None:
         index = metadata.read(folder)
     except BadInput as error:
         return str(error)
-    places = [chunk.place for tensor in index.tensors.values() for chunk in tensor.chunks]
-    by_file: dict[str, list[metadata.Place]] = {}
-    for place in [*places, *index.objects.values()]:
-        by_file.setdefault(place.file, []).append(place)
-    reasons = (_damaged_file(folder / name, places) for name, places in by_file.items())
+    chunks = [chunk.data for tensor in index.tensors.values() for chunk in tensor.chunks]
+    by_file: dict[str, list[FileRange]] = {}
+    for data in [*chunks, *index.objects.values()]:
+        by_file.setdefault(data.file, []).append(data)
+    reasons = (_damaged_file(folder / name, ranges) for name, ranges in by_file.items())
     return next((reason for reason in reasons if reason), None)
 
 
-def _damaged_file(file: Path, places: list[metadata.Place]) -> str | None:
+def _damaged_file(file: Path, ranges: list[FileRange]) -> str | None:
     if not file.exists():
         return f"{file} is missing"
-    size, needed = file.stat().st_size, max(place.offset + place.length for place in places)
+    size, needed = file.stat().st_size, max(data.offset + data.length for data in ranges)
     if size < needed:
         return f"{file} has {size} bytes of {needed}"
     with file.open("rb") as stream:
-        for place in places:
-            stream.seek(place.offset)
+        for data in ranges:
+            stream.seek(data.offset)
             if stream.read(len(_ZIP)) != _ZIP:
-                return f"{file} holds no tensor at byte {place.offset}"
+                return f"{file} holds no tensor at byte {data.offset}"
     return None

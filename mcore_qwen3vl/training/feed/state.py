@@ -44,7 +44,7 @@ def load(
     if not files:
         raise BadInput(
             f"{folder} holds no data state, so training cannot continue with the next sample. If "
-            f"the data should start anew, load the checkpoint with --finetune."
+            "the data should start from the beginning, load the checkpoint with --finetune."
         )
     if len(files) == dp_size:
         state = _read(files[dp_rank])

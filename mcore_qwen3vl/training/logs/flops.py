@@ -7,7 +7,7 @@ twice the forward pass, causal attention half of the full square; recomputed wor
 from __future__ import annotations
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.training import parameters
+from mcore_qwen3vl.converters.mapping import parameters
 
 FORWARD_AND_BACKWARD = 3
 MULTIPLY_ADD = 2
@@ -21,12 +21,9 @@ def language(a: Architecture, tokens: float, squared_lengths: float) -> float:
         tokens: real tokens, padding left out.
         squared_lengths: sum of the squared lengths of all samples.
     """
-    linears = a.num_hidden_layers * parameters.attention(a) + parameters.embedding(a)
-    for moe in a.moe_layers:
-        if moe:
-            linears += parameters.router(a) + a.num_experts_per_tok * parameters.expert(a)
-        else:
-            linears += parameters.dense_mlp(a)
+    parts = parameters.by_part(a)
+    linears = parts["attention"] + parts["mlp"] + parts["router"] + parameters.active_experts(a)
+    linears += parts["embedding"]  # as large as the head, tied or not
     # Scores and values, each over half of the square.
     core = a.num_hidden_layers * a.num_attention_heads * a.head_dim * squared_lengths
     return FORWARD_AND_BACKWARD * MULTIPLY_ADD * (linears * tokens + core)

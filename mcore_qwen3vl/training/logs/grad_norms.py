@@ -11,8 +11,7 @@ from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_du
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor, nn
 
-from mcore_qwen3vl.model.freeze import PARTS
-from mcore_qwen3vl.training.step.parts import part_of
+from mcore_qwen3vl.model.freeze import PARTS, part_of
 
 NAMES = tuple(PARTS)
 

@@ -86,7 +86,7 @@ class ForwardStep:
         dist.all_reduce(
             own, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
         )
-        # Nothing trained: the gradients are zero, and stay it.
+        # Where nothing trained the gradients are zero and must stay zero.
         scale = torch.where(own > 0, 1 / own, 0.0).float()
         for chunk in model:
             chunk.scale_gradients(scale)

@@ -10,7 +10,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from torch import Tensor, nn
 
-from mcore_qwen3vl.training.step.parts import part_of
+from mcore_qwen3vl.model.freeze import part_of
 
 
 def learning_rate_overrides(args: argparse.Namespace) -> dict[ParamKey, Any]:

@@ -14,14 +14,14 @@ from torch import Tensor
 from mcore_qwen3vl.config import Architecture, read_config_file
 from mcore_qwen3vl.converters.hf import config_file, fp8
 from mcore_qwen3vl.converters.hf.checkpoint import HuggingFaceCheckpoint
-from mcore_qwen3vl.converters.hf.companions import digest, sidecar_files
-from mcore_qwen3vl.converters.legacy.checkpoint import open_megatron
+from mcore_qwen3vl.converters.hf.companions import companion_files, digest
 from mcore_qwen3vl.converters.mapping.row import Row, max_rows
 from mcore_qwen3vl.converters.mapping.table import table
+from mcore_qwen3vl.converters.mcore.formats import is_megatron, open_megatron
+from mcore_qwen3vl.converters.mcore.paths import hf_folder
 from mcore_qwen3vl.converters.storage.boxes import Box
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.converters.storage.progress import Progress
-from mcore_qwen3vl.converters.torch_dist.paths import hf_folder, is_megatron
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.verify.report.measurement import Finding, Measurement, measure
 from mcore_qwen3vl.verify.report.result import Report
@@ -80,7 +80,7 @@ class _Side:
         architecture = Architecture.from_hf(folder)
         self.megatron = open_megatron(path, architecture) if is_megatron(path) else None
         self.hf = HuggingFaceCheckpoint(path) if self.megatron is None else None
-        self.companions = sidecar_files(folder) if _config_folder(path) else {}
+        self.companions = companion_files(folder) if _config_folder(path) else {}
         vocabulary = self.megatron.vocab_size if self.megatron else None
         rows = table(architecture, padded_vocab_size=vocabulary)
         self.pieces: dict[str, list[_Piece]] = {}

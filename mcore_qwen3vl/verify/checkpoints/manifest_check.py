@@ -15,17 +15,17 @@ import torch
 import xxhash
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.legacy.checkpoint import open_megatron
 from mcore_qwen3vl.converters.mapping.row import Row
 from mcore_qwen3vl.converters.mapping.table import hf_shapes, table
+from mcore_qwen3vl.converters.mcore.checkpoint import MegatronCheckpoint
+from mcore_qwen3vl.converters.mcore.formats import is_megatron, open_megatron
+from mcore_qwen3vl.converters.mcore.paths import hf_folder
+from mcore_qwen3vl.converters.offline.engine import default_workers
 from mcore_qwen3vl.converters.offline.manifest import CHECKSUM, FILE, FORMAT
-from mcore_qwen3vl.converters.offline.plan import default_workers
 from mcore_qwen3vl.converters.offline.to_hf import stream_hf
 from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.converters.storage.progress import Meter, Progress
-from mcore_qwen3vl.converters.torch_dist.paths import hf_folder, is_megatron
-from mcore_qwen3vl.converters.torch_dist.stored import StoredModel
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.verify.report.measurement import Finding
 from mcore_qwen3vl.verify.report.result import Report
@@ -109,7 +109,7 @@ class _Piece:
     def nbytes(self) -> int:
         return prod(self.row.sources[self.source].piece_shape) * self.dtype.itemsize
 
-    def checksum(self, checkpoint: StoredModel) -> str:
+    def checksum(self, checkpoint: MegatronCheckpoint) -> str:
         found = xxhash.xxh3_128()
         for chunk in stream_hf(checkpoint, self.row, self.source, self.dtype):
             found.update(as_bytes(chunk))
@@ -117,7 +117,7 @@ class _Piece:
 
 
 def _pieces(
-    rows: list[Row], checkpoint: StoredModel, stated: dict[str, dict[str, Any]]
+    rows: list[Row], checkpoint: MegatronCheckpoint, stated: dict[str, dict[str, Any]]
 ) -> Iterator[_Piece]:
     for row in rows:
         for number, source in enumerate(row.sources):
@@ -128,7 +128,7 @@ def _pieces(
 
 
 def _misfits(
-    rows: list[Row], checkpoint: StoredModel, stated: dict[str, dict[str, Any]]
+    rows: list[Row], checkpoint: MegatronCheckpoint, stated: dict[str, dict[str, Any]]
 ) -> Iterator[tuple[str, str]]:
     """Tensors whose bytes need not be read to see that they are not those of the manifest."""
     shapes = hf_shapes(rows)

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
-from mcore_qwen3vl.converters.offline.plan import Summary
+from mcore_qwen3vl.converters.offline.engine import ConversionResult
 from mcore_qwen3vl.converters.storage.progress import Progress
 from mcore_qwen3vl.verify.checkpoints.bitwise import compare_checkpoints
 from mcore_qwen3vl.verify.report.result import Report
@@ -45,5 +45,5 @@ def roundtrip(
     return report
 
 
-def _outcome(summary: Summary) -> str:
-    return f"{summary.tensors} tensors, {summary.nbytes:,} bytes in {summary.seconds:.1f} s"
+def _outcome(result: ConversionResult) -> str:
+    return f"{result.tensors} tensors, {result.nbytes:,} bytes in {result.seconds:.1f} s"

@@ -94,10 +94,8 @@ def train(job: Job, folder: Path, *flags: str, timeout: float = 600.0) -> list[d
 def _import_for_ranks() -> None:
     """Import here, once, what each forked rank would take seconds to import again."""
     from mcore_qwen3vl.runtime import cpu
-    from mcore_qwen3vl.training import cpu as training_cpu
 
-    cpu.install()  # before megatron is imported
-    training_cpu.install()
+    cpu.install(training=True)  # before megatron is imported
     import mcore_qwen3vl.training.feed.provider
     import mcore_qwen3vl.training.model
     import mcore_qwen3vl.training.run  # noqa: F401

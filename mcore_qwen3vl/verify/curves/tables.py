@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from mcore_qwen3vl.converters.mcore.paths import TRACKER
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.tiny.records import write_image_qa
-from mcore_qwen3vl.training.checkpoints.resume import TRACKER
 from mcore_qwen3vl.verify.curves.curve import StepMetrics, curve_of, worst_difference
 from mcore_qwen3vl.verify.curves.hf_loop import hf_curve
 from mcore_qwen3vl.verify.curves.job import DISTRIBUTED, Job, train
@@ -56,10 +56,7 @@ def install() -> None:
     """The CPU backend, before megatron is imported."""
     from mcore_qwen3vl.runtime import cpu
 
-    cpu.install()
-    from mcore_qwen3vl.training import cpu as training_cpu
-
-    training_cpu.install()
+    cpu.install(training=True)
     torch.set_num_threads(1)  # as our ranks; more only wait for each other on tensors this small
 
 

@@ -34,7 +34,7 @@ class Case:
         adamw: then take this optimizer step and compare parameters; None: do not.
         distributed_optimizer: shard optimizer states and gradients over DP.
         overlap: overlap gradient reduction (and parameter gathering, if distributed) with compute.
-        freeze: parts and patterns, as :func:`mcore_qwen3vl.model.freeze.freeze` takes them.
+        freeze: parts and patterns, as :class:`mcore_qwen3vl.model.freeze.Freezing` takes them.
         config: further ``TransformerConfig`` fields, such as recompute.
     """
 

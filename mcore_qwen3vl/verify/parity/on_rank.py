@@ -28,10 +28,10 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture, ExpertLayout
 from mcore_qwen3vl.converters.live.checkpoint import load_checkpoint
+from mcore_qwen3vl.converters.live.load import load_hf
 from mcore_qwen3vl.converters.live.sharded import Values, gradient, hf_parts, unwrap, weight
-from mcore_qwen3vl.converters.live.transfer import load_hf
 from mcore_qwen3vl.model.build import build_chunks
-from mcore_qwen3vl.model.freeze import freeze
+from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.verify.parity.batches import MicroBatch
@@ -104,8 +104,10 @@ class Engine:
             load_hf(self.chunks, path)
         else:
             load_checkpoint(self.chunks, mcore)
+        freezing = Freezing(case.freeze)
         for chunk in self.chunks:
-            freeze(chunk, *case.freeze)
+            freezing.apply(chunk)
+        freezing.check()
         self.model: list[Any] = self.chunks
         if case.gradients:
             self.model = [self._wrap(chunk, i) for i, chunk in enumerate(self.chunks)]

@@ -101,7 +101,7 @@ def trace(
 
 
 def _config_folder(mcore: Path) -> Path:
-    from mcore_qwen3vl.converters.torch_dist.paths import hf_folder
+    from mcore_qwen3vl.converters.mcore.paths import hf_folder
 
     return hf_folder(mcore)
 

@@ -17,7 +17,6 @@ from mcore_qwen3vl.config import ExpertLayout
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf, plan_hf_to_mcore
 from mcore_qwen3vl.converters.describe.inspect import inspect_path
 from mcore_qwen3vl.converters.hf.checkpoint import HuggingFaceCheckpoint
-from mcore_qwen3vl.converters.legacy.layout import Legacy
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
@@ -217,8 +216,8 @@ def test_other_commands_understand_it(sources: Sources, tmp_path: Path, kind: st
     inspection = inspect_path(source)
     assert inspection.dtypes == ("bfloat16", "float8_e4m3fn")
     assert inspection.nbytes == sum(t.nbytes for t in load(source).values())
-    legacy = Legacy(Layout(tp=2), "torch")
-    hf_to_mcore(source, tmp_path / "legacy", dtype="fp32", tp=2, legacy=legacy)
+    legacy = {"format": "torch", "layout": Layout(tp=2), "spec": "torch"}
+    hf_to_mcore(source, tmp_path / "legacy", dtype="fp32", **legacy)
     assert check_manifest(tmp_path / "legacy").ok
 
 

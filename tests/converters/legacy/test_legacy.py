@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
+import signal
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -22,8 +26,9 @@ from mcore_qwen3vl.converters.convert import (
     plan_mcore_to_hf,
 )
 from mcore_qwen3vl.converters.describe.inspect import inspect_path
-from mcore_qwen3vl.converters.legacy.layout import Legacy
 from mcore_qwen3vl.converters.legacy.torch_load import load
+from mcore_qwen3vl.converters.storage.archive import as_bytes
+from mcore_qwen3vl.converters.storage.restricted_pickle import Record
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.verify.checkpoints.bitwise import compare_checkpoints
@@ -34,8 +39,9 @@ Tiny = Callable[[str], Path]
 LAYOUTS = ["tp2xpp2xvpp2", "tp4xpp2+first1", "tp2xpp4xep3xetp2"]
 
 
-def legacy(text: str, spec: Any = "te") -> Legacy:
-    return Legacy(Layout.parse(text), spec)
+def legacy(text: str, spec: str = "te") -> dict[str, Any]:
+    """What asks a conversion for the legacy format."""
+    return {"format": "torch", "layout": Layout.parse(text), "spec": spec}
 
 
 def layout_for(case: str, number: int) -> str:
@@ -48,7 +54,7 @@ def layout_for(case: str, number: int) -> str:
 def test_there_and_back_is_bitwise(tiny: Tiny, tmp_path: Path, number: int, case: str) -> None:
     spec = ("te", "torch")[number % 2]
     choice = legacy(layout_for(case, number), spec)
-    hf_to_mcore(tiny(case), tmp_path / "mcore", legacy=choice)
+    hf_to_mcore(tiny(case), tmp_path / "mcore", **choice)
     mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
     assert_same_tensors(tiny(case), tmp_path / "back")
     assert_same_files(tiny(case), tmp_path / "back")
@@ -58,7 +64,7 @@ def test_there_and_back_is_bitwise(tiny: Tiny, tmp_path: Path, number: int, case
 def mcore(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The MoE case for four files, one of which has every kind of part; read-only."""
     path = tmp_path_factory.mktemp("legacy") / "mcore"
-    hf_to_mcore(tiny("moe"), path, legacy=legacy("tp2xpp2xep2"))
+    hf_to_mcore(tiny("moe"), path, **legacy("tp2xpp2xep2"))
     return path
 
 
@@ -76,7 +82,7 @@ def test_names_and_shapes_are_the_te_specs(tiny: Tiny, tmp_path: Path) -> None:
     for number, (name, files) in enumerate(listing.items()):
         case, layout = name.split()
         target = tmp_path / str(number)
-        hf_to_mcore(tiny(case), target, legacy=legacy(layout))
+        hf_to_mcore(tiny(case), target, **legacy(layout))
         for folder, models in files.items():
             content = load(target / "release" / folder / "model_optim_rng.pt")
             for key, expected in models.items():
@@ -113,7 +119,7 @@ def test_a_difference_in_one_part_is_seen(tiny: Tiny, mcore: Path, tmp_path: Pat
 def test_the_vocabulary_is_padded_for_the_layouts_tp(tiny: Tiny, tmp_path: Path) -> None:
     hf_to_mcore(
         tiny("dense"), tmp_path / "mcore", make_vocab_size_divisible_by=100,
-        legacy=legacy("tp2"),
+        **legacy("tp2"),
     )  # fmt: skip
     last = load(tmp_path / "mcore" / "release" / "mp_rank_01" / "model_optim_rng.pt")
     assert last["args"].padded_vocab_size == 400
@@ -138,10 +144,10 @@ def test_the_vocabulary_is_padded_for_the_layouts_tp(tiny: Tiny, tmp_path: Path)
     ],
 )
 def test_an_impossible_layout_is_refused(
-    tiny: Tiny, case: str, choice: Legacy, reason: str
+    tiny: Tiny, case: str, choice: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(BadInput, match=reason):
-        plan_hf_to_mcore(tiny(case), legacy=choice)
+        plan_hf_to_mcore(tiny(case), **choice)
 
 
 def test_flags(tiny: Tiny, tmp_path: Path) -> None:
@@ -260,6 +266,54 @@ def test_what_other_libraries_admit_is_not_admitted_here(mcore: Path, tmp_path: 
     marked = rewrite(mcore, tmp_path / "marked", lambda c: c.update(other=Namespace(x=Hostile)))
     with torch.serialization.safe_globals([Hostile]):
         admitted = torch.serialization.get_safe_globals()
-        with pytest.raises(BadInput, match=r"asks for tests\.converters\.test_legacy\.Hostile"):
+        with pytest.raises(BadInput, match=r"asks for tests\.converters.*\.Hostile"):
             mcore_to_hf(marked, tmp_path / "back")
         assert set(torch.serialization.get_safe_globals()) == set(admitted)
+
+
+def test_what_megatron_puts_beside_the_model_is_read(tmp_path: Path) -> None:
+    """Everything of the list that can be made here, with tensors of every kind of pickle."""
+    marked, fp32 = torch.arange(6.0).view(2, 3), torch.nn.Parameter(torch.randn(4))
+    marked.tensor_model_parallel = True  # as Megatron marks parameters
+    fp32.partition_dim = 0
+    module = torch.nn.Linear(2, 3)  # whose state_dict() has an attribute, `_metadata`
+    tensors = {
+        "view": torch.arange(20).view(4, 5)[1:3, ::2],
+        "marked": marked,
+        "parameter": torch.nn.Parameter(torch.randn(3)),
+        "parameter with attributes": fp32,
+        "fp8": torch.randn(5).to(torch.float8_e4m3fn),
+        "uint16": torch.arange(3).to(torch.uint16),
+        "bool": torch.tensor([True, False]),
+        "scalar": torch.tensor(2.5, dtype=torch.bfloat16),
+        "empty": torch.empty(0, 3),
+        "rng": torch.get_rng_state(),
+    }
+    others = {
+        "extra state": io.BytesIO(b"scales"),
+        "numpy": np.random.get_state(),
+        "bytes": b"x" * 300,
+        "set": {1, "a"},
+        "path": Path("a/b"),
+        "signal": signal.SIGTERM,
+        "nested": SimpleNamespace(a=1),
+        "dtype": torch.bfloat16,
+        "device": torch.device("cpu"),
+        "size": torch.Size([2, 3]),
+        3: [None, 1.5, (True, "text")],
+    }
+    args = Namespace(tensor_model_parallel_size=2, spec=["te"])
+    file = tmp_path / "model_optim_rng.pt"
+    torch.save({"args": args, "model": module.state_dict(), **tensors, **others}, file)
+    found = load(file)
+    assert found["args"] == args
+    assert list(found["model"]) == ["weight", "bias"]
+    assert torch.equal(found["model"]["weight"], module.weight)
+    for name, tensor in tensors.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        # by their bytes: not every dtype can be compared
+        assert bytes(as_bytes(found[name].detach())) == bytes(as_bytes(tensor.detach())), name
+    for name in ("set", "dtype", "size", 3):
+        assert found[name] == others[name]
+    for name in ("extra state", "path", "signal", "nested", "device", "bytes"):
+        assert isinstance(found[name], Record), name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import filecmp
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,16 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
+from mcore_qwen3vl.converters.live.export import export_hf, save_hf
+from mcore_qwen3vl.converters.live.load import load_hf
 from mcore_qwen3vl.converters.live.sharded import gradient, hf_parts
-from mcore_qwen3vl.converters.live.transfer import export_hf, load_hf, save_hf
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.build import build_chunks
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
+from tests.converters.disk import Disk, NotDurable
 
 CASES: dict[str, dict[str, Any]] = {
     "dense": {},
@@ -248,7 +251,7 @@ def test_a_parameter_that_is_no_part_of_the_model_is_named(tiny):
 
 
 def test_nothing_is_left_when_a_rank_cannot_write(tiny, tmp_path, monkeypatch):
-    from mcore_qwen3vl.converters.live import transfer as live
+    from mcore_qwen3vl.converters.live import export as live
 
     def full(self: Any, tensors: dict[str, Tensor]) -> None:
         raise OSError("no space left on device")
@@ -274,3 +277,21 @@ def test_an_existing_target_is_refused_on_every_rank(tiny, tmp_path):
 
     on_ranks(tiny("dense"), "tp2", work)
     assert (tmp_path / "keep").read_text() == "mine"
+
+
+def test_what_is_published_is_on_the_disk(tiny, tmp_path):
+    """And the buckets of one shard are synced once, not once a tensor."""
+    source, target = tiny("dense"), tmp_path / "target"
+
+    def work(chunks: list[Any]) -> None:
+        for ignored in ("", "DirectFile.sync", "copy_companions", "sync_folder"):
+            with pytest.MonkeyPatch.context() as patch:
+                disk = Disk(patch, target, ignored)
+                with pytest.raises(NotDurable) if ignored else nullcontext():
+                    save_hf(chunks, target, hf_config=source, force=True, max_shard_size="600KB")
+                    disk.finish()
+                if not ignored:
+                    shards = list(target.glob("*.safetensors"))
+                    assert disk.syncs["DirectFile.sync"] == len(shards) > 1
+
+    on_ranks(source, "single", work)

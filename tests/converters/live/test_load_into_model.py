@@ -13,7 +13,7 @@ import torch
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.mapping.table import extra_state_keys
-from mcore_qwen3vl.converters.torch_dist.checkpoint import MegatronCheckpoint
+from mcore_qwen3vl.converters.torch_dist.reader import TorchDistCheckpoint
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
@@ -165,7 +165,7 @@ def test_keys_shapes_and_dtypes_are_the_models(
     tiny: Tiny, converted: Callable[[str], Path], case: str
 ) -> None:
     [(shapes, objects)] = run_layout(keys_on_one_rank, 1, tiny(case))
-    index = MegatronCheckpoint(converted(case)).index
+    index = TorchDistCheckpoint(converted(case)).index
     assert {key: (t.shape, t.dtype) for key, t in index.tensors.items()} == shapes
     assert set(index.objects) == objects | {"common_state/shard_0_1"}
     assert set(extra_state_keys(Architecture.from_hf(tiny(case)))) == objects
@@ -177,7 +177,7 @@ def test_keys_shapes_and_dtypes_are_the_te_specs(
 ) -> None:
     """Against the listing that `te_keys.py` made from Transformer Engine's modules."""
     listing = json.loads((Path(__file__).parent / "te-keys.json").read_text())[case]
-    index = MegatronCheckpoint(converted(case)).index
+    index = TorchDistCheckpoint(converted(case)).index
     found = {key: [list(t.shape), str(t.dtype)] for key, t in index.tensors.items()}
     assert found == listing["tensors"]
     assert set(index.objects) == {*listing["objects"], "common_state/shard_0_1"}

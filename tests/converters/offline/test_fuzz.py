@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
-from mcore_qwen3vl.converters.legacy.layout import Legacy
 from mcore_qwen3vl.converters.torch_dist import metadata
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
@@ -117,16 +116,16 @@ def data_ranges(folder: Path) -> dict[str, list[tuple[int, int]]]:
     ranges: dict[str, list[tuple[int, int]]] = {}
     for tensor in metadata.read(folder).tensors.values():
         for chunk in tensor.chunks:
-            place = chunk.place
-            with (folder / place.file).open("rb") as file:
-                file.seek(place.offset)
-                data = file.read(place.length)
+            stored = chunk.data
+            with (folder / stored.file).open("rb") as file:
+                file.seek(stored.offset)
+                data = file.read(stored.length)
             (scratch := folder.parent / "one.zip").write_bytes(data)
             with zipfile.ZipFile(scratch) as archive:
                 entry = next(i for i in archive.infolist() if "/data/" in i.filename)
                 content = archive.read(entry)
-            start = place.offset + data.index(content)
-            ranges.setdefault(place.file, []).append((start, start + len(content)))
+            start = stored.offset + data.index(content)
+            ranges.setdefault(stored.file, []).append((start, start + len(content)))
     return ranges
 
 
@@ -170,7 +169,7 @@ def fuzz(
     importing = part in ("header", "index", "config of hf")
     source = tmp_path / "source"
     if part == "legacy":
-        hf_to_mcore(hf, source, legacy=Legacy(Layout(tp=2, pp=2, ep=2)))
+        hf_to_mcore(hf, source, format="torch", layout=Layout(tp=2, pp=2, ep=2))
     else:
         shutil.copytree(hf if importing else mcore, source)
     scratch = tmp_path / "scratch"

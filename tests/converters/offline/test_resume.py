@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
-from mcore_qwen3vl.converters.legacy.layout import Legacy
 from mcore_qwen3vl.converters.offline import to_hf, to_mcore
 from mcore_qwen3vl.converters.storage import staging
 from mcore_qwen3vl.errors import BadInput
@@ -40,7 +39,9 @@ def directions(tiny: Tiny, tmp_path: Path) -> dict[str, tuple[Convert, Path]]:
     """Source of each direction."""
     mcore = tmp_path / "reference-mcore"
     hf_to_mcore(tiny("moe"), mcore)
-    to_legacy = functools.partial(hf_to_mcore, legacy=Legacy(Layout(tp=2, pp=2, ep=2, etp=2)))
+    to_legacy = functools.partial(
+        hf_to_mcore, format="torch", layout=Layout(tp=2, pp=2, ep=2, etp=2)
+    )
     return {
         "hf-to-mcore": (hf_to_mcore, tiny("moe")),
         "hf-to-legacy": (to_legacy, tiny("moe")),

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from mcore_qwen3vl.converters.mcore.index import CheckpointIndex, Chunk, ChunkedTensor, FileRange
 from mcore_qwen3vl.converters.storage.boxes import Extent, Shape, fill
 from mcore_qwen3vl.converters.torch_dist import metadata
-from mcore_qwen3vl.converters.torch_dist.checkpoint import MegatronCheckpoint
-from mcore_qwen3vl.converters.torch_dist.metadata import CheckpointIndex, Chunk, Place, StoredTensor
+from mcore_qwen3vl.converters.torch_dist.reader import TorchDistCheckpoint
 from mcore_qwen3vl.errors import BadInput
 
 
@@ -68,12 +68,12 @@ def test_against_counting() -> None:
     assert not fill([*wheel[1:], Extent((0, 1), (1, 2))], (3, 3))
 
 
-def index(*chunks: tuple[Shape, Place]) -> CheckpointIndex:
+def index(*chunks: tuple[Shape, FileRange]) -> CheckpointIndex:
     stored = [Chunk(offsets, (2, 3), place) for offsets, place in chunks]
-    return CheckpointIndex({"w": StoredTensor(torch.float32, (4, 3), stored)}, {})
+    return CheckpointIndex({"w": ChunkedTensor(torch.float32, (4, 3), stored)}, {})
 
 
-A, B = Place("__0_0.distcp", 0, 10), Place("__0_0.distcp", 10, 10)
+A, B = FileRange("__0_0.distcp", 0, 10), FileRange("__0_0.distcp", 10, 10)
 Damage = Callable[[], CheckpointIndex]
 DAMAGES: dict[str, tuple[Damage, str]] = {
     "shared bytes": (lambda: index(((0, 0), A), ((2, 0), replace(B, offset=9))), "overlap"),
@@ -91,7 +91,7 @@ def test_metadata(tmp_path: Path, name: str) -> None:
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     (tmp_path / "__0_0.distcp").write_bytes(bytes(20))
     (tmp_path / ".metadata").write_bytes(metadata.dumps(index(((0, 0), A), ((2, 0), B))))
-    MegatronCheckpoint(tmp_path)
+    TorchDistCheckpoint(tmp_path)
     (tmp_path / ".metadata").write_bytes(metadata.dumps(damage()))
     with pytest.raises(BadInput, match=message):
-        MegatronCheckpoint(tmp_path)
+        TorchDistCheckpoint(tmp_path)

@@ -16,17 +16,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from mcore_qwen3vl.converters.convert import hf_to_mcore
-from mcore_qwen3vl.converters.storage.archive import (
-    STORAGES,
-    NotATensor,
-    read_tensor,
-    tensor_pickle,
-    write_tensor,
-)
+from mcore_qwen3vl.converters.mcore.index import CheckpointIndex, Chunk, ChunkedTensor, FileRange
+from mcore_qwen3vl.converters.storage.archive import BadArchive, read_tensor, write_tensor
 from mcore_qwen3vl.converters.storage.boxes import Shape
+from mcore_qwen3vl.converters.storage.tensor_pickle import STORAGES, Described, dumps
 from mcore_qwen3vl.converters.torch_dist import metadata
-from mcore_qwen3vl.converters.torch_dist.checkpoint import MegatronCheckpoint
-from mcore_qwen3vl.converters.torch_dist.metadata import CheckpointIndex, Chunk, Place, StoredTensor
+from mcore_qwen3vl.converters.torch_dist.reader import TorchDistCheckpoint
 from mcore_qwen3vl.errors import BadInput
 from tests.converters.checkpoints import load
 
@@ -56,7 +51,7 @@ def test_archives_are_torchs_own(dtype: torch.dtype, shape: Shape) -> None:
     assert loaded.dtype == dtype
     assert torch.equal(loaded, tensor)
     with zipfile.ZipFile(io.BytesIO(torch_archive(tensor))) as theirs:
-        assert theirs.read("archive/data.pkl") == tensor_pickle(dtype, shape)
+        assert theirs.read("archive/data.pkl") == dumps(Described(dtype, shape))
     with zipfile.ZipFile(io.BytesIO(ours)) as opened:
         assert opened.testzip() is None  # every checksum holds
     for data in (ours, torch_archive(tensor)):
@@ -98,24 +93,28 @@ def test_other_tensors_are_read(value: torch.Tensor) -> None:
     ids=["list", "dict", "integers", "expanded", "sparse"],
 )
 def test_other_content_is_refused(value: Any) -> None:
-    with pytest.raises(NotATensor):
+    with pytest.raises(BadArchive):
         read_tensor(memoryview(bytearray(torch_archive(value))))
 
 
 def example_index() -> CheckpointIndex:
     chunks = [
-        Chunk((layer, expert, 0, 0), (1, 1, 4, 6), Place("__0_0.distcp", 9 * layer + 3 * expert, 3))
+        Chunk(
+            (layer, expert, 0, 0),
+            (1, 1, 4, 6),
+            FileRange("__0_0.distcp", 9 * layer + 3 * expert, 3),
+        )
         for layer in range(2)
         for expert in range(3)
     ]
     return CheckpointIndex(
         {
-            "experts": StoredTensor(torch.bfloat16, (2, 3, 4, 6), chunks),
-            "norm": StoredTensor(
-                torch.float32, (5,), [Chunk((0,), (5,), Place("__1_0.distcp", 9, 4))]
+            "experts": ChunkedTensor(torch.bfloat16, (2, 3, 4, 6), chunks),
+            "norm": ChunkedTensor(
+                torch.float32, (5,), [Chunk((0,), (5,), FileRange("__1_0.distcp", 9, 4))]
             ),
         },
-        {"linear._extra_state/shard_0_1": Place("__0_1.distcp", 0, 12)},
+        {"linear._extra_state/shard_0_1": FileRange("__0_1.distcp", 0, 12)},
     )
 
 
@@ -160,7 +159,7 @@ def test_metadata_names_nothing_that_torch_2_11_lacks() -> None:
 
 
 def test_reading_what_torch_2_11_wrote() -> None:
-    checkpoint = MegatronCheckpoint(OLD)
+    checkpoint = TorchDistCheckpoint(OLD)
     expected = {
         "decoder.layers.mlp.weight": torch.arange(24.0).reshape(2, 3, 4).bfloat16(),
         "embedding.word_embeddings.weight": torch.arange(10.0).reshape(5, 2),
@@ -183,7 +182,7 @@ def test_fields_of_a_newer_torch_do_not_matter(
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     with pytest.raises(ValueError, match="too many values to unpack"):
         dcp.FileSystemReader(tmp_path).read_metadata()
-    checkpoint = MegatronCheckpoint(tmp_path)
+    checkpoint = TorchDistCheckpoint(tmp_path)
     for key, tensor in tensors.items():
         assert torch.equal(checkpoint.tensor(key), tensor)
 
@@ -235,7 +234,7 @@ def test_hostile_metadata_never_runs(tmp_path: Path, function: Any) -> None:
 
 def test_metadata_must_not_reach_outside(tmp_path: Path) -> None:
     index = example_index()
-    index.objects["x"] = Place("../../etc/passwd", 0, 10)
+    index.objects["x"] = FileRange("../../etc/passwd", 0, 10)
     (tmp_path / ".metadata").write_bytes(metadata.dumps(index))
     with pytest.raises(BadInput, match="no plain file name in the same directory"):
         metadata.read(tmp_path)

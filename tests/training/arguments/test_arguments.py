@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training.arguments.checks import check_surroundings
@@ -28,39 +27,6 @@ BASE = (
 
 def parsed(model: Path, *flags: str, world_size: int = 1) -> argparse.Namespace:
     return validate(["--hf-model", str(model), *BASE, *flags], world_size)
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"tie": True}, {"moe": True}, {"moe": True, "text": {"mlp_only_layers": [1]}}]
-)
-def test_the_config_made_from_flags_is_the_one_made_from_the_checkpoint(
-    options: dict, tmp_path: Path
-) -> None:
-    from mcore_qwen3vl.model.transformer_config import transformer_config
-    from mcore_qwen3vl.training.model import config_fields
-
-    architecture = Architecture.from_hf(write_tiny_checkpoint(tmp_path, **options))
-    args = parsed(tmp_path)
-    from_flags = vars(transformer_config(architecture, **config_fields(args)))
-    direct = vars(transformer_config(architecture, params_dtype=args.params_dtype))
-    # Of training, or of the parallel run; not of the architecture.
-    free = {
-        "batch_p2p_comm", "bias_activation_fusion", "calculate_per_token_loss",
-        "gradient_accumulation_fusion", "inference_sampling_seed", "moe_aux_loss_coeff",
-        "perform_initialization", "persist_layer_norm", "cp_comm_type", "autocast_dtype",
-        "enable_autocast", "init_method", "output_layer_init_method",
-        "embedding_init_method", "timers", "flash_decode", "overlap_p2p_comm",
-        "use_cpu_initialization", "gradient_reduce_div_fusion",
-        "tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards",
-    }  # fmt: skip
-    different = {
-        name: (value, from_flags[name])
-        for name, value in direct.items()
-        if name not in free and from_flags[name] != value
-    }
-    assert different == {}
-    assert args.untie_embeddings_and_output_weights == (not architecture.tie_word_embeddings)
-    assert args.rotary_base == architecture.rope_theta
 
 
 @pytest.mark.parametrize(

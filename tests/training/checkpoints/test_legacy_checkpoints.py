@@ -14,7 +14,7 @@ import torch
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
-from mcore_qwen3vl.converters.legacy.layout import Legacy
+from mcore_qwen3vl.converters.legacy.run import check_run
 from mcore_qwen3vl.converters.legacy.torch_load import load
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
@@ -22,7 +22,6 @@ from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training.arguments.parser import validate
-from mcore_qwen3vl.training.checkpoints.legacy import check_legacy
 from mcore_qwen3vl.verify.curves.curve import numbers_of
 from mcore_qwen3vl.verify.curves.job import Job, layout_flags, train
 from tests.converters.checkpoints import assert_same_tensors
@@ -83,7 +82,7 @@ def start(layout: Layout, args: Namespace) -> list[Any]:
 def test_megatron_loads_what_was_converted_and_saves_the_same(tiny, tmp_path, case, layout):
     source, layout = tiny(case), Layout.parse(layout)
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    hf_to_mcore(source, ours, legacy=Legacy(layout, "torch"))
+    hf_to_mcore(source, ours, format="torch", layout=layout, spec="torch")
     flags = ("--load", str(ours), "--save", str(theirs), "--save-interval", "1")
     args = arguments(source, layout, *flags)
 
@@ -141,9 +140,9 @@ def test_training_from_a_converted_checkpoint_is_training_from_the_hf_one(tiny, 
     expected = train(Job(other, data, layout, steps=1), tmp_path / "hf")
     # It starts from other weights, unless --load replaces them.
     job = Job(tiny("dense"), data, layout, steps=1)
-    for format, legacy in (("torch_dist", None), ("torch", Legacy(layout, "torch"))):
+    for format, choice in (("torch_dist", {}), ("torch", {"layout": layout, "spec": "torch"})):
         mcore = tmp_path / format
-        hf_to_mcore(other, mcore, legacy=legacy)
+        hf_to_mcore(other, mcore, format=format, **choice)
         flags = ("--load", str(mcore), "--ckpt-format", format)
         found = train(job, tmp_path / f"run-{format}", *flags)
         assert numbers_of(found) == numbers_of(expected)
@@ -162,13 +161,13 @@ def test_training_from_a_converted_checkpoint_is_training_from_the_hf_one(tiny, 
 def test_a_run_of_another_layout_is_refused(tiny, tmp_path, case, layout, difference):
     layout = Layout.parse(layout)
     saved = Layout(tp=2, pp=2, ep=layout.ep, etp=2 if case == "moe" else 1)
-    hf_to_mcore(tiny(case), tmp_path / "mcore", legacy=Legacy(saved, "torch"))
+    hf_to_mcore(tiny(case), tmp_path / "mcore", format="torch", layout=saved, spec="torch")
     with pytest.raises(BadInput, match=f"has {difference}"):
-        check_legacy(tmp_path / "mcore" / "release", arguments(tiny(case), layout))
+        check_run(tmp_path / "mcore" / "release", arguments(tiny(case), layout))
 
 
 def test_a_run_of_another_spec_is_refused_before_megatron_loads_half(tiny, data, tmp_path):
-    hf_to_mcore(tiny("dense"), tmp_path / "mcore", legacy=Legacy(Layout(), "te"))
+    hf_to_mcore(tiny("dense"), tmp_path / "mcore", format="torch", layout=Layout(), spec="te")
     job = Job(tiny("dense"), data, steps=1)
     with pytest.raises(BadInput, match=r"spec \['te'\] instead of \['torch'\]"):
         train(job, tmp_path / "run", "--load", str(tmp_path / "mcore"))

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.convert import mcore_to_hf
-from mcore_qwen3vl.converters.hf.companions import sidecar_files
+from mcore_qwen3vl.converters.hf.companions import companion_files
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.verify.curves.curve import curve_of, numbers_of, worst_difference
@@ -202,11 +202,13 @@ def test_a_trained_checkpoint_is_exported_as_it_is(
     """Config, tokenizer and processor lie beside it, whichever folder of it is named."""
     save = two_checkpoints[1]
     assert not list(save.glob(".hf.*"))
-    sidecars = {name: file.read_bytes() for name, file in sidecar_files(dense).items()}
+    companions = {name: file.read_bytes() for name, file in companion_files(dense).items()}
     for source in (save, save / BEFORE):
         back = tmp_path / source.name
         mcore_to_hf(source, back)
-        assert {name: file.read_bytes() for name, file in sidecar_files(back).items()} == sidecars
+        assert {
+            name: file.read_bytes() for name, file in companion_files(back).items()
+        } == companions
     last, before = (load_file(tmp_path / n / "model.safetensors") for n in ("save", BEFORE))
     assert any(not last[name].equal(tensor) for name, tensor in before.items())
 

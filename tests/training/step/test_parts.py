@@ -1,4 +1,4 @@
-"""Freezing, learning rates and norms by part, under a pipeline too."""
+"""Freezing, learning rates and norms by part, in the training loop."""
 
 from __future__ import annotations
 
@@ -10,76 +10,11 @@ import pytest
 import torch
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.verify.curves.curve import numbers_of
 from mcore_qwen3vl.verify.curves.job import Job, train
-
-
-@pytest.mark.parametrize(
-    ("name", "part"),
-    [
-        ("module.module.visual.blocks.0.attn.qkv.weight", "vision"),
-        ("visual.patch_embed.proj.weight", "vision"),
-        ("module.visual.merger.norm.weight", "aligner"),
-        ("visual.deepstack_merger_list.2.linear_fc1.bias", "aligner"),
-        ("module.embedding.word_embeddings.weight", "language"),
-        ("decoder.final_layernorm.weight", "language"),
-    ],
-)
-def test_every_parameter_has_its_part(name: str, part: str) -> None:
-    from mcore_qwen3vl.training.step.parts import part_of
-
-    assert part_of(name) == part
-
-
-def trained(path: Path, frozen: list[str], trainable: list[str]) -> list[str]:
-    """Names that train on this rank, of the whole model's numbering."""
-    from megatron.core import parallel_state
-
-    from mcore_qwen3vl.model.freeze import global_name
-    from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
-    from mcore_qwen3vl.training.step.parts import check_choice, choose_trainable
-
-    layout = Layout(pp=2)
-    initialize(layout)
-    model = Qwen3VLModel.from_hf_config(
-        path,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        **layout.config_overrides(),
-    )
-    used = choose_trainable(model, frozen, trainable)
-    names = [global_name(model, n) for n, p in model.named_parameters() if p.requires_grad]
-    check_choice([*frozen, *trainable], used, bool(names))
-    return names
-
-
-def test_layers_are_numbered_over_the_whole_pipeline(dense: Path) -> None:
-    first, last = run_layout(trained, 2, dense, [], [r"decoder\.layers\.3\.", "output_layer"])
-    assert first == []
-    assert "output_layer.weight" in last
-    assert len(last) > 1
-    assert all(name.startswith(("decoder.layers.3.", "output_layer.")) for name in last)
-
-
-def test_frozen_parts_are_those_named(dense: Path) -> None:
-    first, last = run_layout(trained, 2, dense, ["vision", "language"], [])
-    assert last == []
-    assert first
-    assert all(name.startswith(("visual.merger.", "visual.deepstack_merger")) for name in first)
-
-
-def test_a_pattern_that_selects_nothing_is_refused(dense: Path) -> None:
-    with pytest.raises(BadInput, match="lm_head selects no parameter"):
-        run_layout(trained, 2, dense, ["vision", "lm_head"], [])
-
-
-def test_to_train_nothing_is_refused(dense: Path) -> None:
-    with pytest.raises(BadInput, match="leave no parameter to train"):
-        run_layout(trained, 2, dense, ["vision", "aligner", "language"], [])
 
 
 def test_learning_rates_by_part_reach_the_optimizer(dense: Path) -> None:
@@ -92,9 +27,9 @@ def rates(path: Path) -> set[tuple[str, float]]:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer import get_standard_config_overrides as standard
 
+    from mcore_qwen3vl.model.freeze import part_of
     from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
     from mcore_qwen3vl.training.step.optimizer import learning_rate_overrides
-    from mcore_qwen3vl.training.step.parts import part_of
 
     initialize(Layout())
     args = argparse.Namespace(vision_lr_mult=0.1, aligner_lr_mult=0.5, lr=1e-3, min_lr=0.0)

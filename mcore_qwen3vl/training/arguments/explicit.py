@@ -1,4 +1,4 @@
-"""Beside what the config fixes: defaults that suit the model, and flags that contradict it."""
+"""What a command line itself sets, and refusing what contradicts the model's config."""
 
 from __future__ import annotations
 
@@ -6,33 +6,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
-
-
-def recommended_arguments(architecture: Architecture) -> dict[str, Any]:
-    """Defaults that suit the model and that a flag may change."""
-    defaults = {
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "attention_softmax_in_fp32": True,
-        "init_method_std": architecture.initializer_range,
-        # Qwen's vocabulary divides by every usual TP; padding is for those that do not.
-        "make_vocab_size_divisible_by": 1,
-        # Text is tokenised by the HF processor in the data workers; Megatron's own tokenizer
-        # only has to name the vocabulary size.
-        "tokenizer_type": "NullTokenizer",
-        # The other one refuses the variable-length transfers of some pipeline splits, and mcore
-        # asks it even when the model is dense.
-        "moe_token_dispatcher_type": "alltoall",
-    }
-    if architecture.is_moe:
-        defaults |= {
-            "moe_router_dtype": "fp32",
-            "moe_router_load_balancing_type": "aux_loss",
-            "moe_aux_loss_coeff": architecture.router_aux_loss_coef,
-        }
-    return defaults
 
 
 def explicit_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:

@@ -14,20 +14,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mcore_qwen3vl.converters.storage.archive import NotATensor, read_tensor
+from mcore_qwen3vl.converters.mcore.checkpoint import MegatronCheckpoint
+from mcore_qwen3vl.converters.mcore.index import Chunk, FileRange
+from mcore_qwen3vl.converters.mcore.paths import iteration_folder
+from mcore_qwen3vl.converters.storage.archive import BadArchive, read_tensor
 from mcore_qwen3vl.converters.storage.boxes import fill
 from mcore_qwen3vl.converters.storage.mapped import bring_in
 from mcore_qwen3vl.converters.torch_dist import metadata
-from mcore_qwen3vl.converters.torch_dist.metadata import Chunk, Place
-from mcore_qwen3vl.converters.torch_dist.paths import iteration_folder
-from mcore_qwen3vl.converters.torch_dist.stored import StoredModel
 from mcore_qwen3vl.errors import BadInput
 
 ENDS = 2**16
 """Bytes at both ends of an archive that hold all of it but the tensor."""
 
 
-class MegatronCheckpoint(StoredModel):
+class TorchDistCheckpoint(MegatronCheckpoint):
     """The tensors of one ``torch_dist`` checkpoint of any iteration, written at any layout.
 
     Raises:
@@ -41,7 +41,7 @@ class MegatronCheckpoint(StoredModel):
         self._files: dict[str, memoryview] = {}
         for tensor in self.index.tensors.values():
             for chunk in tensor.chunks:
-                self._view(chunk.place)
+                self._view(chunk.data)
         for key in self.model_keys():
             if not fill(self.index.tensors[key].chunks, self.index.tensors[key].shape):
                 raise self._unfilled(key)
@@ -61,13 +61,13 @@ class MegatronCheckpoint(StoredModel):
         )
 
     def _tensor(self, key: str, chunk: Chunk) -> Tensor:
-        where = f"{self.folder / chunk.place.file}: the data of {key} at {list(chunk.offsets)}"
+        where = f"{self.folder / chunk.data.file}: the data of {key} at {list(chunk.offsets)}"
         try:
-            view = self._view(chunk.place)
+            view = self._view(chunk.data)
             for end in (view[:ENDS], view[-ENDS:]):
                 bring_in(torch.frombuffer(end, dtype=torch.uint8))
             tensor = read_tensor(view)
-        except NotATensor as error:
+        except BadArchive as error:
             raise BadInput(f"{where} is damaged or of another kind: {error}.") from None
         if tuple(tensor.shape) != chunk.sizes or tensor.dtype != self.dtype(key):
             raise BadInput(
@@ -76,7 +76,7 @@ class MegatronCheckpoint(StoredModel):
             )
         return tensor
 
-    def _view(self, place: Place) -> memoryview:
+    def _view(self, place: FileRange) -> memoryview:
         if place.file not in self._files:
             self._files[place.file] = _map(self.folder / place.file)
         whole = self._files[place.file]

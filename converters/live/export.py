@@ -1,11 +1,10 @@
-"""Move weights between a running, sharded model and Hugging Face tensors, on any layout.
+"""Hugging Face tensors and checkpoints out of a running, sharded model of any layout.
 
 Collectives run here and nowhere else in the converters: exporting gathers what the ranks hold.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -17,14 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mcore_qwen3vl.config import Architecture, ExpertLayout, read_config_file
+from mcore_qwen3vl.config import Architecture, ExpertLayout
 from mcore_qwen3vl.converters.hf import shards
-from mcore_qwen3vl.converters.hf.checkpoint import INDEX, HuggingFaceCheckpoint
-from mcore_qwen3vl.converters.hf.companions import copy_sidecars, sidecar_files
-from mcore_qwen3vl.converters.hf.config_file import for_weights
+from mcore_qwen3vl.converters.hf.checkpoint import INDEX
+from mcore_qwen3vl.converters.hf.companions import copy_companions
 from mcore_qwen3vl.converters.live.sharded import Part, hf_parts, table_of, unwrap
 from mcore_qwen3vl.converters.mapping.table import hf_shapes
-from mcore_qwen3vl.converters.storage.archive import as_bytes
+from mcore_qwen3vl.converters.mcore.formats import is_checkpoint
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.converters.storage.staging import Staging, staging, write_durably
 from mcore_qwen3vl.errors import BadInput
@@ -33,36 +31,6 @@ BUCKET_BYTES = 256 * 2**20
 """Tensors are gathered in groups of at most this size; a larger tensor is a group by itself."""
 
 Models = nn.Module | Sequence[nn.Module]
-
-
-def load_hf(models: nn.Module | Sequence[nn.Module], path: str | Path) -> int:
-    """Fill every parameter from a Hugging Face checkpoint; a rank reads only what it holds.
-
-    Values are cast to the parameters' dtype. An optimizer that keeps float32 copies must be told
-    afterwards (``optimizer.reload_model_params()``).
-
-    Args:
-        models: the model, or its virtual pipeline chunks, on any layout.
-        path: checkpoint directory.
-
-    Returns:
-        Bytes of tensor data that this rank read.
-
-    Raises:
-        BadInput: the checkpoint does not hold exactly this model's tensors.
-    """
-    path = Path(path)
-    chunks = unwrap(models)
-    checkpoint = HuggingFaceCheckpoint(path)
-    layout = Architecture.from_hf(path).expert_layout
-    checkpoint.require(table_of(chunks, layout))
-    read = 0
-    with torch.no_grad():
-        _zero_padding(chunks)
-        for part in hf_parts(chunks, expert_layout=layout):
-            part.local.copy_(checkpoint.read(part.name, part.box, part.local.dtype))
-            read += checkpoint.stored(part.name, part.box).nbytes
-    return read
 
 
 def export_hf(
@@ -153,7 +121,7 @@ class _Exporter:
                 self._parts.setdefault(part.name, []).append(part)
         shapes = hf_shapes(table_of(chunks, expert_layout))
         dtypes = self._agree(shapes)
-        self.tensors = {name: shards.Tensor(dtypes[name], s) for name, s in shapes.items()}
+        self.tensors = {name: shards.TensorSpec(dtypes[name], s) for name, s in shapes.items()}
 
     def buckets(self, limit: int) -> Iterator[list[str]]:
         """Names of consecutive tensors of one dtype that fit in `limit` bytes, or of one tensor."""
@@ -247,13 +215,10 @@ class _Writer:
             self._pending = None
 
     def _write(self, tensors: dict[str, Tensor]) -> None:
-        for name, tensor in tensors.items():
-            shard = self._shards[name]
-            with (self._tree / shard.file).open("rb+") as out:
-                out.seek(shard.offset(name))
-                out.write(as_bytes(tensor.cpu()))
-                out.flush()
-                os.fsync(out.fileno())
+        for shard in {self._shards[name].file: self._shards[name] for name in tensors}.values():
+            names = (name for name in tensors if name in shard.tensors)
+            data = ((shard.offset(name), [tensors[name].cpu()]) for name in names)
+            shards.fill_shard(self._tree, shard, data)
 
 
 def _prepare(
@@ -262,7 +227,7 @@ def _prepare(
     """On the first rank, make the files at their full size."""
     if dist.get_rank(group) != 0:
         return None
-    stage = stack.enter_context(staging(path, "live", force=force))
+    stage = stack.enter_context(staging(path, "live", force=force, replaceable=is_checkpoint))
     for shard in files:
         shard.create(stage.tree)
     return stage
@@ -271,7 +236,7 @@ def _prepare(
 def _publish(stage: Staging | None, files: Sequence[shards.Shard], hf_config: Path) -> None:
     if stage is None:
         return
-    copy_sidecars(sidecar_files(hf_config), stage.tree, for_weights(read_config_file(hf_config)))
+    copy_companions(hf_config, stage.tree)
     if len(files) > 1:
         write_durably(stage.tree / INDEX, shards.index_json(files))
     stage.publish()
@@ -297,13 +262,3 @@ def _from_first(value: Any, group: dist.ProcessGroup | None) -> Any:
     values = [value]
     dist.broadcast_object_list(values, group=group, group_src=0)
     return values[0]
-
-
-def _zero_padding(chunks: Sequence[Any]) -> None:
-    """Rows of a padded vocabulary have no source; the offline conversion leaves them zero too."""
-    for chunk in chunks:
-        if chunk.vocab_size == chunk.architecture.vocab_size:
-            continue
-        for name, parameter in chunk.named_parameters():
-            if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-                parameter.data.zero_()

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from mcore_qwen3vl.converters.mapping.row import Row
 from mcore_qwen3vl.converters.mapping.table import EMBEDDING, mcore_shapes
+from mcore_qwen3vl.converters.mcore.index import CheckpointIndex, Chunk, ChunkedTensor
 from mcore_qwen3vl.converters.storage.boxes import Box, Extent, Shape, overlap
 from mcore_qwen3vl.converters.storage.mapped import bring_in
-from mcore_qwen3vl.converters.torch_dist.metadata import CheckpointIndex, Chunk, StoredTensor
 from mcore_qwen3vl.errors import BadInput
 
 NOT_THE_MODEL = re.compile(r"^(optimizer|chained_\d+|rng_state|rerun_state|opt_param_scheduler)")
 """Keys that a training checkpoint holds beside the model's."""
 
 
-class StoredModel(ABC):
+class MegatronCheckpoint(ABC):
     """The tensors of one iteration of a checkpoint, under the table's keys.
 
     Attributes:
@@ -127,7 +127,7 @@ class StoredModel(ABC):
         return out
 
 
-def _by_corner(tensor: StoredTensor) -> dict[Shape, list[Chunk]]:
+def _by_corner(tensor: ChunkedTensor) -> dict[Shape, list[Chunk]]:
     """Chunks by what they may overlap: all of them, one layer, one expert of one layer.
 
     Megatron stores each layer and each expert apart, so a chunk is one slice thick there.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from mcore_qwen3vl.converters.legacy.files import saved_arguments
 from mcore_qwen3vl.errors import BadInput
@@ -22,7 +23,7 @@ _COMPARED = (
 _COMPARED_IN_MOE = ("expert_model_parallel_size", "expert_tensor_parallel_size")
 
 
-def check_legacy(folder: Path, args: argparse.Namespace) -> None:
+def check_run(folder: Path, args: argparse.Namespace) -> None:
     """Check that the legacy checkpoint in `folder` is for the run that `args` describe.
 
     Raises:
@@ -33,7 +34,7 @@ def check_legacy(folder: Path, args: argparse.Namespace) -> None:
     if getattr(saved, "spec", None) is not None:  # Megatron's own models have none
         names.append("spec")
     different = [
-        f"{name} {getattr(saved, name)} instead of {getattr(args, name)}"
+        f"{name} {_shown(getattr(saved, name))} instead of {getattr(args, name)}"
         for name in names
         if hasattr(saved, name) and getattr(saved, name) != getattr(args, name)
     ]
@@ -43,3 +44,11 @@ def check_legacy(folder: Path, args: argparse.Namespace) -> None:
             f"{', '.join(different)}. Change the flags, or convert it: mcore-qwen3vl convert "
             "mcore-to-hf, then --load-hf."
         )
+
+
+def _shown(value: Any) -> str:
+    """For a message; what a file says may be endless unless it is one of these."""
+    plain = value is None or isinstance(value, int | str)
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        plain = True
+    return f"{value!s:.80}" if plain else f"a {type(value).__name__}"

@@ -1,0 +1,36 @@
+"""What a safetensors header says of a tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mcore_qwen3vl.converters.storage.boxes import Shape
+from mcore_qwen3vl.converters.storage.dtypes import MODEL_DTYPES
+
+FP8 = torch.float8_e4m3fn
+
+DTYPES = {known.safetensors: known.dtype for known in MODEL_DTYPES} | {"F8_E4M3": FP8}
+"""safetensors' names of the dtypes that a Qwen3-VL checkpoint may hold."""
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """One tensor as a safetensors header declares it.
+
+    Attributes:
+        file: the file that holds it.
+        dtype: what `HuggingFaceCheckpoint.read` gives, unless asked for another.
+        shape: its shape.
+        stored: dtype in the file; differs where the tensor is quantised.
+        scale: name of the tensor with the factors of a quantised one.
+    """
+
+    file: str
+    dtype: torch.dtype
+    shape: Shape
+    stored: torch.dtype
+    scale: str | None = None

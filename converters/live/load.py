@@ -1,0 +1,54 @@
+"""Hugging Face weights into a running, sharded model of any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.hf.checkpoint import HuggingFaceCheckpoint
+from mcore_qwen3vl.converters.live.sharded import hf_parts, table_of, unwrap
+
+
+def load_hf(models: nn.Module | Sequence[nn.Module], path: str | Path) -> int:
+    """Fill every parameter from a Hugging Face checkpoint; a rank reads only what it holds.
+
+    Values are cast to the parameters' dtype. An optimizer that keeps float32 copies must be told
+    afterwards (``optimizer.reload_model_params()``).
+
+    Args:
+        models: the model, or its virtual pipeline chunks, on any layout.
+        path: checkpoint directory.
+
+    Returns:
+        Bytes of tensor data that this rank read.
+
+    Raises:
+        BadInput: the checkpoint does not hold exactly this model's tensors.
+    """
+    path = Path(path)
+    chunks = unwrap(models)
+    checkpoint = HuggingFaceCheckpoint(path)
+    layout = Architecture.from_hf(path).expert_layout
+    checkpoint.require(table_of(chunks, layout))
+    read = 0
+    with torch.no_grad():
+        _zero_padding(chunks)
+        for part in hf_parts(chunks, expert_layout=layout):
+            part.local.copy_(checkpoint.read(part.name, part.box, part.local.dtype))
+            read += checkpoint.stored(part.name, part.box).nbytes
+    return read
+
+
+def _zero_padding(chunks: Sequence[Any]) -> None:
+    """Rows of a padded vocabulary have no source; the offline conversion leaves them zero too."""
+    for chunk in chunks:
+        if chunk.vocab_size == chunk.architecture.vocab_size:
+            continue
+        for name, parameter in chunk.named_parameters():
+            if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+                parameter.data.zero_()

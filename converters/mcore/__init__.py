@@ -1,0 +1,1 @@
+"""What Megatron's checkpoint formats have in common: paths, chunked tensors, a registry."""

@@ -1,0 +1,91 @@
+"""The names in a Megatron checkpoint directory: the tracker, the iterations' folders, ``hf/``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mcore_qwen3vl.errors import BadInput
+
+TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+HF_FOLDER = "hf"
+
+
+def tracked(path: Path) -> str | int | None:
+    """What the tracker in `path` names: an iteration, or `RELEASE`; None if there is no tracker.
+
+    Raises:
+        BadInput: the tracker is unreadable, or says something else.
+    """
+    tracker = path / TRACKER
+    if not tracker.is_file():
+        return None
+    try:
+        said = tracker.read_text(encoding="ascii").strip()
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{tracker} cannot be read: {error}. Write the iteration into it.") from None
+    if said == RELEASE:
+        return RELEASE
+    if not said.isdigit():
+        raise BadInput(
+            f"{tracker} says {said[:40]!r}; a number or 'release' is expected. Write the newest "
+            "iteration into it."
+        )
+    return int(said)
+
+
+def folder_name(iteration: str | int) -> str:
+    """The folder of an iteration, or of `RELEASE`, in its checkpoint directory."""
+    return f"iter_{iteration:07d}" if isinstance(iteration, int) else iteration
+
+
+def iteration_folder(path: Path) -> Path:
+    """The folder of the newest iteration, or `path` itself if it is such a folder.
+
+    Raises:
+        BadInput: the tracker is unreadable or names an iteration that is not there.
+    """
+    newest = tracked(path)
+    if newest is None:
+        return path
+    folder = path / folder_name(newest)
+    if not folder.is_dir():
+        raise BadInput(
+            f"{path / TRACKER} names {folder.name}, but {folder} does not exist. Name another "
+            "iteration's folder, or correct the tracker."
+        )
+    return folder
+
+
+def find_hf_folder(path: Path) -> Path | None:
+    """The folder that holds the HF config of `path`, and the files beside it.
+
+    Args:
+        path: a Megatron checkpoint, one iteration of it, or an HF checkpoint, which is its own.
+
+    Returns:
+        None if there is none.
+    """
+    for folder in (path / HF_FOLDER, path, iteration_folder(path).parent / HF_FOLDER):
+        if (folder / "config.json").is_file():
+            return folder
+    return None
+
+
+def hf_folder(path: Path, *, flag: str = "--hf-config") -> Path:
+    """As `find_hf_folder`.
+
+    Args:
+        path: see there.
+        flag: what names another folder, for the message.
+
+    Raises:
+        BadInput: there is no such folder.
+    """
+    folder = find_hf_folder(path)
+    if folder is None:
+        raise BadInput(
+            f"{path} has no {HF_FOLDER}/config.json, so the model's shape is not known. Name a "
+            f"directory with the Hugging Face config and tokenizer: {flag} DIR."
+        )
+    return folder

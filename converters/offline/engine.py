@@ -1,0 +1,154 @@
+"""Run a plan: its units on a few threads, journalled, into a directory that appears when complete.
+
+The work is reading, writing and copying memory, during which Python's lock is free.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_qwen3vl.converters.mcore.formats import is_checkpoint
+from mcore_qwen3vl.converters.offline.plan import ConversionPlan, Unit
+from mcore_qwen3vl.converters.storage.progress import Meter, Progress
+from mcore_qwen3vl.converters.storage.staging import Staging, staging
+from mcore_qwen3vl.errors import BadInput
+
+MOST_WORKERS = 8
+
+
+def default_workers() -> int:
+    """Threads: two per core that this process may use, at most `MOST_WORKERS`.
+
+    While one waits for the disk, another can use its core.
+    """
+    return min(2 * len(os.sched_getaffinity(0)), MOST_WORKERS)
+
+
+@dataclass(frozen=True)
+class ConversionResult:
+    """What a conversion did.
+
+    Attributes:
+        direction: "hf-to-mcore" or "mcore-to-hf".
+        source, target: where from and where to.
+        tensors: tensors written, as the target counts them.
+        nbytes: bytes of tensor data.
+        files: files of tensor data.
+        companion_files: files copied besides: config, tokenizer, processor.
+        dtypes: dtypes written.
+        expert_layout: layout of the fused experts on the HF side; None for a dense model.
+        resumed_units: units that an interrupted run had finished.
+        seconds: wall time.
+        notes: what the user should know, one sentence each.
+    """
+
+    direction: str
+    source: str
+    target: str
+    tensors: int
+    nbytes: int
+    files: int
+    companion_files: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    expert_layout: str | None
+    resumed_units: int
+    seconds: float
+    notes: tuple[str, ...] = ()
+
+
+def execute(
+    plan: ConversionPlan,
+    dst: Path,
+    *,
+    force: bool = False,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> ConversionResult:
+    """Run a plan. `dst` appears by rename when everything is durably written.
+
+    Raises:
+        BadInput: see `convert.hf_to_mcore`.
+    """
+    started = time.monotonic()
+    _keep_apart(plan, dst)
+    try:
+        with staging(dst, plan.fingerprint, force=force, replaceable=is_checkpoint) as stage:
+            resumed = _run_units(plan, stage, workers or default_workers(), progress)
+            plan.conversion.finish(stage.tree, {u.name: stage.done[u.name] for u in plan.units})
+            stage.publish()
+    except OSError as error:
+        raise BadInput(
+            f"the conversion of {plan.source} stopped: {error}. {dst} was not touched; what is "
+            "finished is kept beside it, and running the same command again continues from there."
+        ) from error
+    return ConversionResult(
+        direction=plan.direction,
+        source=plan.source,
+        target=str(dst),
+        tensors=plan.tensors,
+        nbytes=plan.nbytes,
+        files=plan.files,
+        companion_files=tuple(plan.companion_files),
+        dtypes=plan.dtypes,
+        expert_layout=plan.expert_layout,
+        resumed_units=resumed,
+        seconds=time.monotonic() - started,
+        notes=plan.notes,
+    )
+
+
+def _run_units(
+    plan: ConversionPlan, stage: Staging, workers: int, progress: Progress | None
+) -> int:
+    """Do what the journal does not have yet; returns how many units it had."""
+    kept = {
+        unit.name
+        for unit in plan.units
+        if unit.name in stage.done
+        and plan.conversion.is_done(unit, stage.tree, stage.done[unit.name])
+    }
+    plan.conversion.prepare(stage.tree)
+    meter = Meter(plan.nbytes, progress)
+    meter.add(sum(unit.nbytes for unit in plan.units if unit.name in kept), "resumed")
+    stop = threading.Event()
+
+    def moved(nbytes: int, name: str) -> None:
+        meter.add(nbytes, name)
+        if stop.is_set():
+            raise _Stopped
+
+    def work(unit: Unit) -> None:
+        if stop.is_set():
+            return
+        result = plan.conversion.run(unit, stage.tree, moved)
+        stage.finish(unit.name, result)
+
+    with ThreadPoolExecutor(workers) as pool:
+        futures = [pool.submit(work, unit) for unit in plan.units if unit.name not in kept]
+        try:
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        finally:
+            stop.set()  # after an error or an interrupt, the other workers stop at the next tensor
+    errors = [error for future in done if (error := future.exception()) is not None]
+    for error in sorted(errors, key=lambda e: isinstance(e, _Stopped)):
+        raise error
+    return len(kept)
+
+
+class _Stopped(Exception):
+    """Another worker failed."""
+
+
+def _keep_apart(plan: ConversionPlan, dst: Path) -> None:
+    """Refuse a target inside its source or around it, which --force would delete."""
+    source, target = Path(plan.source).resolve(), dst.resolve()
+    if source == target or source in target.parents or target in source.parents:
+        raise BadInput(
+            f"{dst} and {plan.source} lie one inside the other. Write to a directory apart from "
+            "the source."
+        )

@@ -1,0 +1,169 @@
+"""How torch's pickles describe tensors, whose memory lies outside the pickle: written and read."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mcore_qwen3vl.converters.storage.boxes import Shape
+from mcore_qwen3vl.converters.storage.dtypes import MODEL_DTYPES
+from mcore_qwen3vl.converters.storage.restricted_pickle import (
+    Refused,
+    RestrictedUnpickler,
+    make_ordered_dict,
+    make_tuple,
+)
+
+STORAGES = {known.dtype: known.storage for known in MODEL_DTYPES}
+"""The classes that stand for a model's dtypes in torch's pickles."""
+
+
+@dataclass(frozen=True)
+class Described:
+    """Pickles as the contiguous CPU tensor that it describes, whose memory is outside the pickle.
+
+    Attributes:
+        dtype, shape: the tensor's.
+        storage: number of its memory in the archive.
+    """
+
+    dtype: torch.dtype
+    shape: Shape
+    storage: int = 0
+
+    def __reduce__(self) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+        memory = _Storage(self.dtype, prod(self.shape), self.storage)
+        stride = contiguous_stride(self.shape)
+        return torch._utils._rebuild_tensor_v2, (
+            memory,
+            0,
+            tuple(self.shape),
+            stride,
+            False,
+            OrderedDict(),
+        )
+
+
+@dataclass(frozen=True)
+class _Storage:
+    """Stands for a tensor's memory."""
+
+    dtype: torch.dtype
+    count: int
+    number: int
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, _Storage):
+            return ("storage", STORAGES[obj.dtype], str(obj.number), "cpu", obj.count)
+        return None
+
+
+def dumps(value: Any) -> bytes:
+    """`value`, which may hold `Described` tensors, as ``torch.save`` pickles it."""
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=2).dump(value)
+    return buffer.getvalue()
+
+
+def contiguous_stride(shape: Shape) -> Shape:
+    """Elements from one index to the next along each axis."""
+    return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+@dataclass(frozen=True)
+class ReadTensor:
+    """What a pickle says of a tensor, found to lie inside its memory.
+
+    Attributes:
+        dtype: its dtype.
+        key: name of its memory in the archive.
+        nbytes: bytes of that memory.
+        offset, shape, stride: where in it the tensor lies, counted in values.
+    """
+
+    dtype: torch.dtype
+    key: str
+    nbytes: int
+    offset: int
+    shape: Shape
+    stride: Shape
+
+    def over(self, data: memoryview) -> Tensor:
+        """The tensor, a view of its memory `data`.
+
+        Raises:
+            UnpicklingError: `data` has another size than the pickle says.
+        """
+        if len(data) != self.nbytes:
+            raise pickle.UnpicklingError(f"{len(data)} bytes of data instead of {self.nbytes}")
+        if 0 in self.shape:
+            return torch.empty(self.shape, dtype=self.dtype)
+        return torch.frombuffer(data, dtype=self.dtype).as_strided(
+            self.shape, self.stride, self.offset
+        )
+
+
+class _Memory(NamedTuple):
+    """What a pickle says of a tensor's memory."""
+
+    dtype: torch.dtype
+    key: str
+    values: int
+
+
+class TensorUnpickler(RestrictedUnpickler):
+    """Admits tensors and nothing else; a tensor is read as what `tensor` makes of it.
+
+    Raises:
+        Refused: the pickle names something else.
+    """
+
+    def tensor(self, read: ReadTensor) -> Any:
+        """What stands for a tensor in the result."""
+        return read
+
+    def find_class(self, module: str, name: str) -> Any:
+        functions: dict[str, Callable[..., Any]] = {
+            "torch._utils._rebuild_tensor_v2": self._rebuild,
+            "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
+            "collections.OrderedDict": make_ordered_dict,
+            "torch.Size": make_tuple,
+        }
+        found = functions.get(f"{module}.{name}") or self.storage(module, name)
+        if found is None:
+            raise Refused(f"{module}.{name}")
+        return found
+
+    def storage(self, module: str, name: str) -> torch.dtype | None:
+        """The dtype for which the storage class of this name stands, if that may occur."""
+        return _DTYPES.get(f"{module}.{name}")
+
+    def persistent_load(self, pid: Any) -> _Memory:
+        _, dtype, key, _, count = pid
+        if not isinstance(dtype, torch.dtype) or not isinstance(key, str) or not key.isdigit():
+            raise pickle.UnpicklingError("not a plain storage")
+        return _Memory(dtype, key, count)
+
+    def _rebuild(self, memory: _Memory, offset: int, size: Any, stride: Any, *_: Any) -> Any:
+        dtype, key, count = memory
+        numbers = (count, offset, *size, *stride)
+        if len(size) != len(stride) or not all(type(n) is int and 0 <= n < 2**62 for n in numbers):
+            raise pickle.UnpicklingError("a size that is not a count")
+        last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        if prod(size) > count or last >= max(count, 1):
+            raise pickle.UnpicklingError("the tensor is larger than its data")
+        nbytes = count * dtype.itemsize
+        return self.tensor(ReadTensor(dtype, key, nbytes, offset, tuple(size), tuple(stride)))
+
+
+_DTYPES = {f"{storage.__module__}.{storage.__name__}": d for d, storage in STORAGES.items()}

@@ -1,0 +1,101 @@
+"""``mcore-qwen3vl memory``: what training under a layout will take of each GPU."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from mcore_qwen3vl import console
+from mcore_qwen3vl.cli import sources
+from mcore_qwen3vl.cli.options import Json, layout_flags
+from mcore_qwen3vl.config import Architecture, hf_directory
+from mcore_qwen3vl.layout import Layout
+
+if TYPE_CHECKING:
+    from mcore_qwen3vl.training.memory import Memory
+
+LABEL = "modelled, not measured"
+
+
+@layout_flags()
+def memory(
+    model: Annotated[
+        Path,
+        sources.config_argument(
+            "MODEL", "A config.json, a checkpoint directory of either kind, or a hub id."
+        ),
+    ],
+    layout: Layout,
+    first: Annotated[
+        int | None,
+        typer.Option(
+            "--decoder-first-pipeline-num-layers",
+            min=1,
+            metavar="N",
+            help="Decoder layers of the first pipeline stage; default: an equal share.",
+        ),
+    ] = None,
+    last: Annotated[
+        int | None,
+        typer.Option(
+            "--decoder-last-pipeline-num-layers",
+            min=1,
+            metavar="N",
+            help="Decoder layers of the last pipeline stage; default: an equal share.",
+        ),
+    ] = None,
+    seq_length: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Tokens of a sequence or pack, before CP.")
+    ] = 8192,
+    micro_batch_size: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Sequences in a micro-batch; 1 when packed.")
+    ] = 1,
+    visual_share: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the tokens that are of images and videos.")
+    ] = 0.5,
+    recompute: Annotated[
+        Literal["none", "full"],
+        typer.Option(help="full: layers and vision blocks keep their inputs only."),
+    ] = "none",
+    json: Json = False,
+) -> None:
+    """Memory of a rank of each pipeline stage in training: modelled, not measured.
+
+    For bf16 weights under the distributed optimizer, with fp32 gradients, main weights and Adam
+    moments. Fragmentation, NCCL's buffers and the CUDA context come on top.
+    """
+    from mcore_qwen3vl.training.memory import Workload, by_stage, stage_layers
+
+    architecture = Architecture.from_hf(hf_directory(model))
+    layout = replace(layout, first=first, last=last)
+    layout.validate(architecture)
+    work = Workload(seq_length, micro_batch_size, visual_share)
+    stages = by_stage(architecture, layout, work, recompute)
+    layers = [len(held) for held in stage_layers(architecture, layout)]
+    if not json:
+        _show(layout, layers, stages)
+        return
+    listing = [
+        {"layers": count, **asdict(stage), "total": stage.total}
+        for count, stage in zip(layers, stages, strict=True)
+    ]
+    found = {"kind": LABEL, "unit": "bytes", "layout": str(layout), "gpus": layout.world_size}
+    console.emit_json(
+        {**found, **asdict(work), "recompute": recompute, "stages": listing}, console.STDOUT
+    )
+
+
+def _show(layout: Layout, layers: list[int], stages: list[Memory]) -> None:
+    parts = list(asdict(stages[0]))
+    lines = console.table(
+        f"GB on one GPU of each pipeline stage, {LABEL}: {layout}, {layout.world_size} GPUs",
+        *(">stage", ">layers", *(f">{part}" for part in parts), ">total"),
+    )
+    for number, (count, stage) in enumerate(zip(layers, stages, strict=True)):
+        sizes = [*(getattr(stage, part) for part in parts), stage.total]
+        lines.add_row(str(number), str(count), *(f"{size / 1e9:.1f}" for size in sizes))
+    console.output.print(lines)
+    console.output.print("Fragmentation, NCCL's buffers and the CUDA context come on top.")

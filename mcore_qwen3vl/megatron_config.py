@@ -1,0 +1,150 @@
+"""A Qwen3-VL model in Megatron's words, for its command line and for its ``TransformerConfig``.
+
+One table holds both names of everything that is said, since some differ: ``--num-experts`` is
+``num_moe_experts``, ``--swiglu`` is ``gated_linear_unit``. Imports neither torch nor megatron.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mcore_qwen3vl.config import Architecture
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One thing that Megatron is told about a model.
+
+    Attributes:
+        argument: ``dest`` of the flag that says it; None: no flag does, or Megatron's own default
+            there is another one.
+        field: of ``TransformerConfig``; None: it is no part of that.
+        value: what is said.
+        fixed: another value would be another model; if not, a flag may change it.
+    """
+
+    argument: str | None
+    field: str | None
+    value: Any
+    fixed: bool = True
+
+
+def architecture_arguments(architecture: Architecture) -> dict[str, Any]:
+    """What `architecture` fixes among Megatron's arguments, by ``dest`` name.
+
+    A different value would be a different model.
+    """
+    return {f.argument: f.value for f in _facts(architecture) if f.argument and f.fixed}
+
+
+def recommended_arguments(architecture: Architecture) -> dict[str, Any]:
+    """Defaults for Megatron's arguments that suit the model and that a flag may change."""
+    return {f.argument: f.value for f in _facts(architecture) if f.argument and not f.fixed}
+
+
+def config_fields(architecture: Architecture) -> dict[str, Any]:
+    """What `architecture` says among the fields of ``TransformerConfig``.
+
+    ``activation_func`` is the name of a function of ``torch.nn.functional``. What depends on the
+    layer spec or on the layout is left to
+    :func:`mcore_qwen3vl.model.transformer_config.transformer_config`.
+    """
+    return {f.field: f.value for f in _facts(architecture) if f.field}
+
+
+def _facts(a: Architecture) -> list[Fact]:
+    # A legacy checkpoint stores the arguments in this order.
+    return [
+        *_language(a),
+        *(_experts(a) if any(a.moe_layers) else [Fact("num_experts", "num_moe_experts", None)]),
+        *_defaults(a),
+    ]
+
+
+def _both(name: str, value: Any, *, fixed: bool = True) -> Fact:
+    return Fact(name, name, value, fixed)
+
+
+def _flag(name: str, value: Any, *, fixed: bool = True) -> Fact:
+    return Fact(name, None, value, fixed)
+
+
+def _field(name: str, value: Any) -> Fact:
+    return Fact(None, name, value)
+
+
+def _language(a: Architecture) -> list[Fact]:
+    return [
+        _both("num_layers", a.num_hidden_layers),
+        _both("hidden_size", a.hidden_size),
+        _both("ffn_hidden_size", a.intermediate_size),
+        _both("num_attention_heads", a.num_attention_heads),
+        _flag("group_query_attention", True),
+        _both("num_query_groups", a.num_key_value_heads),
+        _both("kv_channels", a.head_dim),
+        _flag("max_position_embeddings", a.max_position_embeddings),
+        _flag("vocab_size", a.vocab_size),
+        _flag("untie_embeddings_and_output_weights", not a.tie_word_embeddings),
+        _both("normalization", "RMSNorm"),
+        _both("layernorm_epsilon", a.rms_norm_eps),
+        _both("layernorm_zero_centered_gamma", False),
+        _both("qk_layernorm", True),
+        Fact("swiglu", "gated_linear_unit", True),
+        _field("activation_func", "silu"),  # which the flag implies
+        _both("add_bias_linear", False),
+        _both("add_qkv_bias", False),
+        _flag("position_embedding_type", "mrope"),
+        _both("mrope_section", list(a.mrope_section)),
+        _flag("rotary_base", int(a.rope_theta) if a.rope_theta.is_integer() else a.rope_theta),
+        _flag("rotary_percent", 1.0),
+        _both("rotary_interleaved", False),
+        _both("multi_latent_attention", False),
+    ]
+
+
+def _experts(a: Architecture) -> list[Fact]:
+    return [
+        Fact("num_experts", "num_moe_experts", a.num_experts),
+        _both("moe_ffn_hidden_size", a.moe_intermediate_size),
+        _both("moe_layer_freq", [int(moe) for moe in a.moe_layers] if a.mixed_layers else 1),
+        _both("moe_router_topk", a.num_experts_per_tok),
+        # HF: softmax over all experts, then the top k renormalised; softmax over the top k is
+        # the same number.
+        _both("moe_router_score_function", "softmax"),
+        _both("moe_router_pre_softmax", False),
+        _both("moe_router_enable_expert_bias", False),
+        _both("moe_shared_expert_intermediate_size", None),
+        _both("moe_router_num_groups", None),
+        _both("moe_router_topk_scaling_factor", None),
+    ]
+
+
+def _defaults(a: Architecture) -> list[Fact]:
+    facts = [
+        _both("attention_dropout", 0.0, fixed=False),
+        _both("hidden_dropout", 0.0, fixed=False),
+        _both("attention_softmax_in_fp32", True, fixed=False),
+        _both("init_method_std", a.initializer_range, fixed=False),
+        # Qwen's vocabulary divides by every usual TP; padding is for those that do not.
+        _flag("make_vocab_size_divisible_by", 1, fixed=False),
+        # Text is tokenised by the HF processor in the data workers; Megatron's own tokenizer
+        # only has to name the vocabulary size.
+        _flag("tokenizer_type", "NullTokenizer", fixed=False),
+        # The other one refuses the variable-length transfers of some pipeline splits, and mcore
+        # asks it even when the model is dense.
+        _both("moe_token_dispatcher_type", "alltoall", fixed=False),
+        _field("bias_dropout_fusion", False),  # there is neither bias nor dropout to fuse
+        _field("masked_softmax_fusion", False),
+        _field("deallocate_pipeline_outputs", True),
+    ]
+    if any(a.moe_layers):
+        facts += [
+            _both("moe_router_dtype", "fp32", fixed=False),
+            _both("moe_router_load_balancing_type", "aux_loss", fixed=False),
+            # Training balances the experts unless told otherwise; a model that is built directly
+            # is HF's, whose loss has this term only with output_router_logits.
+            _flag("moe_aux_loss_coeff", a.router_aux_loss_coef, fixed=False),
+            _field("moe_aux_loss_coeff", 0.0),
+        ]
+    return facts

@@ -1,0 +1,234 @@
+"""Qwen3-VL in a program of your own, without Megatron's training loop.
+
+Four calls, from an empty process to an exported checkpoint: :func:`init_distributed`,
+:func:`load_model`, :func:`prepare_batch` and :func:`save_model`. Each is a thin call into the
+packages, which offer more. The same program runs alone on a CPU, alone on a GPU, or on all ranks
+of ``torchrun``.
+
+Importing this module imports no part of megatron, so that :func:`init_distributed` can still choose
+the CPU.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from PIL import Image
+from torch import nn
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.mcore.formats import is_megatron
+from mcore_qwen3vl.converters.mcore.paths import hf_folder
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.runtime import cpu
+from mcore_qwen3vl.runtime.parallel import initialize
+
+if TYPE_CHECKING:
+    from mcore_qwen3vl.data.batch import Batch
+    from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+    from mcore_qwen3vl.model.transformer_config import Spec
+
+
+def init_distributed(
+    layout: Layout | None = None,
+    *,
+    device: Literal["cpu", "cuda"] | None = None,
+    seed: int = 1234,
+) -> torch.device:
+    """Initialise ``torch.distributed``, Megatron's process groups and its random states.
+
+    Under ``torchrun`` the group is torchrun's ranks; otherwise it is this process alone. Call it
+    before anything imports ``megatron.core``: on the CPU it replaces what megatron looks for while
+    it is imported (see :mod:`mcore_qwen3vl.runtime.cpu`).
+
+    Args:
+        layout: parallel sizes; default: all of them 1.
+        device: default: ``cuda`` (with NCCL) if there is a GPU, otherwise ``cpu`` (with gloo).
+        seed: of Megatron's random states.
+
+    Returns:
+        Where this rank's model and batches belong.
+
+    Raises:
+        BadInput: the number of ranks is not the layout's, or the CPU backend comes too late.
+    """
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cpu":
+        cpu.install()
+        chosen = torch.device("cpu")
+    else:
+        chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(chosen)
+    if not dist.is_initialized():
+        backend = "gloo" if kind == "cpu" else "nccl"
+        if "RANK" in os.environ:  # torchrun's
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    initialize(layout or Layout(), seed=seed)
+    return chosen
+
+
+def load_model(
+    checkpoint: str | Path,
+    layout: Layout | None = None,
+    *,
+    spec: Spec = "torch",
+    **config_overrides: Any,
+) -> list[Qwen3VLModel]:
+    """Build this rank's part of a checkpoint's model and fill it; a collective of all ranks.
+
+    Args:
+        checkpoint: a Hugging Face directory, or a Megatron-Core one that holds its ``hf/`` folder.
+        layout: the one that was initialised.
+        spec: layer spec, ``torch`` or ``te``.
+        config_overrides: further ``TransformerConfig`` fields; ``params_dtype=torch.bfloat16``, for
+            example, casts the weights as they are read.
+
+    Returns:
+        The pipeline chunks of this rank, in training mode on its device: one, unless the layout has
+        virtual stages.
+
+    Raises:
+        BadInput: the layout does not divide the model, or the checkpoint does not hold exactly its
+            tensors.
+    """
+    from mcore_qwen3vl.converters.live.checkpoint import load_checkpoint
+    from mcore_qwen3vl.converters.live.load import load_hf
+    from mcore_qwen3vl.model.build import build_chunks
+
+    checkpoint, layout = Path(checkpoint), layout or Layout()
+    architecture = Architecture.from_hf(_companions(checkpoint))
+    layout.validate(architecture)
+    chunks = build_chunks(architecture, layout, spec=spec, **config_overrides)
+    for chunk in chunks:
+        chunk.to(torch.cuda.current_device())  # the CPU, where its backend is installed
+    load = load_checkpoint if is_megatron(checkpoint) else load_hf
+    load(chunks, checkpoint)
+    return chunks
+
+
+def prepare_batch(
+    model: Qwen3VLModel, processor: Any, conversations: Sequence[Sequence[Mapping[str, Any]]]
+) -> Batch:
+    """Conversations as one padded batch, by the code that prepares training data.
+
+    Assistant turns are trained, their end-of-turn token included; everything else is masked.
+
+    Args:
+        model: one chunk, which says how sequences must divide, and on which device the batch goes.
+        processor: :func:`mcore_qwen3vl.data.load_processor` of the checkpoint.
+        conversations: B lists of messages, each as a line of training data has them under
+            ``messages``: an image is ``{"type": "image", "image": X}``, a video ``{"type": "video",
+            "video": X}``, where X is a path, base64 text or the file's bytes; an image may be a
+            ``PIL.Image``.
+
+    Returns:
+        The batch of B rows and S tokens, the longest conversation's, on the model's device.
+        `position_ids` are (3, B, S), `labels` are shifted by one and -100 where `loss_weights`
+        are 0, and `visual` holds pixels and indices of all images and videos, or is None.
+
+    Raises:
+        BadInput: a conversation is malformed or has no assistant turn, or media cannot be read. The
+            message counts conversations from 0.
+    """
+    from mcore_qwen3vl.data.bad_samples import BadSample, OverlongSample
+    from mcore_qwen3vl.data.batch import Batcher
+    from mcore_qwen3vl.data.config import DataConfig
+    from mcore_qwen3vl.data.encoder import plan_sample
+    from mcore_qwen3vl.data.media import MediaFolder
+    from mcore_qwen3vl.data.pixels import PixelLoader
+    from mcore_qwen3vl.data.planning import Planner
+    from mcore_qwen3vl.data.samples import EncodedSample, RawSample
+    from mcore_qwen3vl.data.template import Renderer
+    from mcore_qwen3vl.model.sequence import length_multiple
+
+    groups = model.pg_collection
+    multiple = length_multiple(groups.cp.size(), groups.tp.size(), model.config.sequence_parallel)
+    longest = model.architecture.max_position_embeddings
+    config = DataConfig(longest - longest % multiple, length_multiple=multiple, pad_to_longest=True)
+    renderer, planner = Renderer(processor), Planner(processor, config)
+    pixels = PixelLoader(processor)
+    samples = []
+    for index, messages in enumerate(conversations):
+        name = f"conversation {index}"
+        common = {"__key__": name, "__restore_key__": ()}
+        record = {"messages": [_with_encoded_images(message) for message in messages]}
+        try:
+            raw = RawSample(**common, record=record, folder=MediaFolder(Path.cwd(), {}))
+            plan = plan_sample(renderer, planner, raw)
+            loaded = pixels.load(plan.media)
+        except (BadSample, OverlongSample) as error:
+            raise BadInput(f"{name.capitalize()} cannot be used: {error}") from error
+        samples.append(
+            EncodedSample(
+                **common,
+                input_ids=plan.token_tensor(),
+                loss_weights=plan.weight_tensor(),
+                pixels=loaded,
+                name=name,
+            )
+        )
+    if not samples:
+        raise BadInput("There is no conversation to make a batch of: pass at least one.")
+    pad_id = processor.tokenizer.pad_token_id
+    batch = Batcher(model.architecture, config, pad_id, pixels.scale).pad(samples)
+    return batch.to(next(model.parameters()).device)
+
+
+def save_model(
+    models: nn.Module | Sequence[nn.Module],
+    path: str | Path,
+    *,
+    like: str | Path,
+    force: bool = False,
+) -> None:
+    """Write a Hugging Face checkpoint; a collective of all ranks.
+
+    Args:
+        models: this rank's chunks, as :func:`load_model` returns them.
+        path: directory to write, on a file system that all ranks share.
+        like: the checkpoint whose config, tokenizer and processor belong to this model.
+        force: replace `path` if it is a checkpoint.
+
+    Raises:
+        BadInput: `path` exists or cannot be written, or the ranks do not hold the whole model.
+    """
+    from mcore_qwen3vl.converters.live.export import save_hf
+
+    save_hf(models, path, hf_config=_companions(like), force=force)
+
+
+def _companions(checkpoint: str | Path) -> Path:
+    """Where config, tokenizer and processor of a checkpoint of either kind are."""
+    path = Path(checkpoint)
+    return hf_folder(path) if is_megatron(path) else path
+
+
+def _with_encoded_images(message: Mapping[str, Any]) -> dict[str, Any]:
+    """`message` with PIL images as PNG bytes, which data sets may hold too."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return dict(message)
+    return {**message, "content": [_encoded(part) for part in content]}
+
+
+def _encoded(part: Any) -> Any:
+    if not isinstance(part, Mapping):
+        return part
+    made = dict(part)
+    for key, value in part.items():
+        if isinstance(value, Image.Image):
+            png = io.BytesIO()
+            value.convert("RGB").save(png, "PNG")
+            made[key] = png.getvalue()
+        elif isinstance(value, Path):
+            made[key] = str(value)
+    return made

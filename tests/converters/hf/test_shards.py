@@ -1,0 +1,100 @@
+"""Which tensors share a file: huggingface_hub's rule, and what it was before that was used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.hf.shards import (
+    Shard,
+    TensorSpec,
+    fill_shard,
+    index_json,
+    parse_size,
+    plan_shards,
+)
+from mcore_qwen3vl.converters.mapping.table import hf_shapes, table
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.shapes import SHAPES
+
+
+def model(name: str) -> dict[str, TensorSpec]:
+    shapes = hf_shapes(table(Architecture.from_hf(SHAPES / f"{name}.json")))
+    return {name: TensorSpec(torch.bfloat16, shape) for name, shape in shapes.items()}
+
+
+def planned_by_hand(tensors: dict[str, TensorSpec], limit: int) -> list[Shard]:
+    """In order, a new file where the next tensor does not fit: the rule before huggingface_hub's.
+
+    The two part where a single tensor is larger than a file may be.
+    """
+    groups: list[dict[str, TensorSpec]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if groups[-1] and size + tensor.nbytes > limit:
+            groups.append({})
+            size = 0
+        groups[-1][name] = tensor
+        size += tensor.nbytes
+    if len(groups) == 1:
+        return [Shard("model.safetensors", groups[0])]
+    return [
+        Shard(f"model-{number:05d}-of-{len(groups):05d}.safetensors", group)
+        for number, group in enumerate(groups, start=1)
+    ]
+
+
+@pytest.mark.parametrize("size", ["5GB", "2GiB", "1GB"])
+@pytest.mark.parametrize("name", ["2b", "30b_a3b"])
+def test_shards_are_what_they_were(name: str, size: str) -> None:
+    tensors, limit = model(name), parse_size(size)
+    found, expected = plan_shards(tensors, limit), planned_by_hand(tensors, limit)
+    assert [(s.file, list(s.tensors)) for s in found] == [
+        (s.file, list(s.tensors)) for s in expected
+    ]
+    assert [shard.header for shard in found] == [shard.header for shard in expected]
+    assert index_json(found) == index_json(expected)
+    assert all(shard.data_bytes <= limit for shard in found)
+
+
+def test_a_tensor_larger_than_a_file_has_one_of_its_own() -> None:
+    sizes = {"a": 4, "b": 40, "c": 4, "d": 9}
+    tensors = {name: TensorSpec(torch.float32, (n,)) for name, n in sizes.items()}
+    assert [set(s.tensors) for s in plan_shards(tensors, 40)] == [{"b"}, {"a", "c"}, {"d"}]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("5GB", 5 * 10**9), ("2GiB", 2 * 2**30), ("1.5 MB", 1_500_000), (" 700 ", 700), ("1KB", 1000)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "5G", "GB", "-1GB", "0GB", "5gb", "1PB", "nan"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(BadInput, match="is not a size; write it like 5GB"):
+        parse_size(text)
+
+
+def test_a_shard_is_filled_from_anywhere(tmp_path: Path) -> None:
+    """Parts in any order, by several calls, chunk by chunk."""
+    tensors = {"a": torch.randn(3, 5), "b": torch.randn(4099).bfloat16(), "c": torch.randn(2)}
+    specs = {name: TensorSpec(t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+    (shard,) = plan_shards(specs, 10**9)
+    shard.create(tmp_path)
+    half = shard.offset("b") + 2 * 2000
+    fill_shard(
+        tmp_path, shard, [(shard.offset("c"), [tensors["c"]]), (half, [tensors["b"][2000:]])]
+    )
+    fill_shard(
+        tmp_path,
+        shard,
+        [(shard.offset("a"), tensors["a"]), (shard.offset("b"), tensors["b"][:2000].split(7))],
+    )
+    found = load_file(tmp_path / shard.file)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())

@@ -1,0 +1,129 @@
+"""The examples of README and docs, run as they stand."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from mcore_qwen3vl.data.media import MediaFolder
+from mcore_qwen3vl.data.records import Conversation, Document, parse_record
+from mcore_qwen3vl.shapes import SHAPES
+from mcore_qwen3vl.tiny import write_tiny_checkpoint
+from mcore_qwen3vl.training.arguments.parser import validate
+from mcore_qwen3vl.training.step.losses import cross_entropy, find_loss
+from tests.docs.markdown import README, ROOT, blocks, joined
+
+DOCS = ROOT / "docs"
+ENVIRONMENT = {
+    **os.environ,
+    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def run(command: list[str], folder: Path) -> str:
+    """Standard output of a command that must succeed, in a process without our test's traces."""
+    done = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def test_readme_python_example(tmp_path):
+    (example,) = blocks(README, "python")
+    write_tiny_checkpoint(tmp_path / "model")  # as `mcore-qwen3vl tiny model`
+    printed = run([sys.executable, "-c", example.text], tmp_path)
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
+    assert len(losses) == 3
+    assert losses == sorted(losses, reverse=True)
+    assert (tmp_path / "tuned" / "model.safetensors").exists()
+    assert (tmp_path / "tuned" / "tokenizer.json").exists()
+
+
+def test_readme_train_command_passes_megatrons_validation(monkeypatch, tmp_path):
+    """At the size that its layout is for: 8 GPUs."""
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr("megatron.training.arguments.get_device_arch_version", lambda: 9)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    (block,) = (b for b in blocks(README) if b.text.startswith("mcore-qwen3vl train"))
+    words = shlex.split(joined(block.text))[2:]
+    values = {"HF_DIR": str(SHAPES / "8b.json"), "run": str(tmp_path / "run")}
+    args = validate([values.get(word, word) for word in words], 8)
+    assert (args.data_parallel_size, args.seq_length, args.spec) == (2, 8192, ["te"])
+
+
+def test_tutorial(tmp_path):
+    """Every shell block, in order, in an empty directory; the model answers what the page says."""
+    shell = blocks(DOCS / "tutorial.md", "bash", "sh", "console")
+    assert len(shell) >= 6
+    printed = [run(["bash", "-euo", "pipefail", "-c", block.text], tmp_path) for block in shell]
+    (answer,) = blocks(DOCS / "tutorial.md", "text")
+    (asked,) = (i for i, block in enumerate(shell) if "generate" in block.text)
+    assert printed[asked] == answer.text
+
+
+def test_every_data_record_is_one(tmp_path):
+    records = [
+        json.loads(text)
+        for block in blocks(DOCS / "data.md", "json")
+        for text in _objects(block.text)
+    ]
+    parsed = [parse_record(record, MediaFolder(tmp_path, {})) for record in records]
+    kinds = [type(one) for one in parsed]
+    assert (kinds.count(Conversation), kinds.count(Document)) == (3, 4)
+
+
+def _objects(text: str) -> list[str]:
+    """One JSON object over several lines, or one a line."""
+    try:
+        json.loads(text)
+    except json.JSONDecodeError:
+        return text.splitlines()
+    return [text]
+
+
+def test_conversion_example(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_tiny_checkpoint("model")
+    (example,) = blocks(DOCS / "conversion.md", "python")
+    exec(example.text, {})
+    assert (tmp_path / "model-again" / "model.safetensors").exists()
+
+
+def test_loss_example(tmp_path, monkeypatch):
+    (example,) = blocks(DOCS / "extending.md", "python")
+    (tmp_path / "my_losses.py").write_text(example.text)
+    monkeypatch.syspath_prepend(tmp_path)
+    focal = find_loss("my_losses:focal")
+    losses = torch.tensor([[0.5, 2.0, torch.inf]])
+    total, count = focal(losses, torch.tensor([[1.0, 1.0, 0.0]]))
+    assert count == 2
+    assert 0 < total < cross_entropy(losses, torch.tensor([[1.0, 1.0, 0.0]]))[0]
+
+
+def test_the_mapping_on_the_conversion_page_is_what_inspect_prints(tmp_path):
+    """The shortened table, line by line, against the whole one."""
+    from mcore_qwen3vl.converters.describe.inspect import inspect_path
+    from mcore_qwen3vl.converters.describe.mapping_lines import mapping_lines
+
+    checkpoint = write_tiny_checkpoint(tmp_path / "model", moe=True)
+    lines = {line.mcore: line for line in mapping_lines(inspect_path(checkpoint).mapping())}
+    (shown,) = (b for b in blocks(DOCS / "conversion.md", "text") if "linear_qkv" in b.text)
+    rows = [row for row in shown.text.splitlines() if "layers.{0..3}." not in row]
+    assert len(rows) == 6
+    for row in rows:
+        cells = re.split(r"\s{2,}", row.strip())
+        line = lines[cells[1]]
+        assert "x".join(map(str, line.shape)) == cells[2]
+        assert line.transform in cells
+        stacked = "x".join(map(str, line.stacked))
+        assert not stacked or stacked in cells
+        parts = f" in {line.tp_parts} parts" if line.tp_parts > 1 else ""
+        assert not line.cut_by or cells[-1] == f"{line.cut_by}: axis {line.tp_axis}{parts}"

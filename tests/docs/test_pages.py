@@ -1,0 +1,139 @@
+"""What the pages say exists: links, commands, flags, files, targets and modules."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import typer
+
+from mcore_qwen3vl.cli import app
+from mcore_qwen3vl.training.arguments.parser import add_arguments
+from mcore_qwen3vl.training.step.losses import GROUP
+from tests.docs.markdown import PAGES, README, ROOT, anchors, blocks, commands, links, prose
+
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+each_page = pytest.mark.parametrize("page", PAGES, ids=NAMES)
+
+# Flags of other programs that the pages name.
+FOREIGN = {
+    "pip": {"--dry-run", "--no-build-isolation"},
+    "megatron-core": {"--ckpt-format"},
+    "launch": {"--dry-run"},
+    "verify.curves.run": {"--resume"},
+}
+SOURCES = ("", "mcore_qwen3vl/", "mcore_qwen3vl/model/", "docs/")
+"""Folders that a path on a page may be relative to."""
+
+
+@pytest.fixture(scope="module")
+def training_flags() -> set[str]:
+    """Megatron's and ours."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_arguments(add_megatron_arguments(parser))
+    return set(parser._option_string_actions)
+
+
+def flags_of(command: Any) -> set[str]:
+    found = {flag for p in command.params for flag in (*p.opts, *p.secondary_opts)}
+    return {*found, "--help"}
+
+
+def every_command(command: Any) -> list[Any]:
+    inner = getattr(command, "commands", {}).values()
+    return [command, *(found for one in inner for found in every_command(one))]
+
+
+def test_readme_is_short():
+    assert len(README.read_text().splitlines()) <= 160
+
+
+@each_page
+def test_links_lead_somewhere(page):
+    for link in links(page):
+        if link.startswith("http"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert target.resolve().is_relative_to(ROOT), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@each_page
+def test_commands_and_their_flags_exist(page, training_flags):
+    for words in commands(page):
+        command, rest = typer.main.get_command(app), list(words)
+        while hasattr(command, "commands") and rest and not rest[0].startswith("-"):
+            assert rest[0] in command.commands, words
+            command = command.commands[rest.pop(0)]
+        known = flags_of(command) | (training_flags if command.name == "train" else set())
+        given = {word.partition("=")[0] for word in rest if word.startswith("--")}
+        assert given <= known, words
+
+
+@each_page
+def test_flags_in_prose_exist(page, training_flags):
+    known = {flag for one in every_command(typer.main.get_command(app)) for flag in flags_of(one)}
+    known |= training_flags.union(*FOREIGN.values())
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", prose(page)))
+    assert named <= known, sorted(named - known)
+
+
+@each_page
+def test_files_targets_and_modules_exist(page):
+    text = page.read_text()
+    for path in re.findall(r"(?<![\w./-])(?:[\w-]+/)+[\w-]+\.(?:py|sh|toml|yml)\b", text):
+        if not path.startswith((".github", "github/")):
+            assert any((ROOT / folder / path).exists() for folder in SOURCES), path
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for target in re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE):
+        assert target in targets, target
+    for module in re.findall(r"python -m ([\w.]+)", text):
+        assert module == "pytest" or find_spec(module), module
+    for module in re.findall(r"`(mcore_qwen3vl(?:\.\w+)+)`", prose(page)):
+        assert module == GROUP or _importable(module), module
+
+
+def _importable(name: str) -> bool:
+    """A module, or something in one; parents are imported, as for every user."""
+    parent, _, last = name.rpartition(".")
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # the parent is a module, not a package
+        return hasattr(__import__(parent, fromlist=[last]), last)
+
+
+def test_the_api_reference_has_every_package():
+    shown = {
+        name.removeprefix("::: ")
+        for page in ROOT.glob("docs/api/*.md")
+        for name in page.read_text().splitlines()
+        if name.startswith("::: ")
+    }
+    packages = {f"mcore_qwen3vl.{p.parent.name}" for p in ROOT.glob("mcore_qwen3vl/*/__init__.py")}
+    folders = ROOT.glob("converters/*/__init__.py")
+    packages |= {f"mcore_qwen3vl.converters.{init.parent.name}" for init in folders}
+    assert packages - shown == {"mcore_qwen3vl.cli", "mcore_qwen3vl.demos"}
+
+
+def test_the_readme_names_every_page():
+    named = {link.partition("#")[0] for link in links(README)}
+    pages = {str(page.relative_to(ROOT)) for page in ROOT.glob("docs/*.md")}
+    assert pages - named == {"docs/index.md"}  # the site's own front page
+
+
+def test_every_table_of_numbers_names_its_command():
+    """A heading of the verification page whose section holds a table of measured numbers."""
+    page = ROOT / "docs" / "verification.md"
+    sections = re.split(r"^## ", page.read_text(), flags=re.MULTILINE)[1:]
+    tables = [section for section in sections if re.search(r"^\|.*\d.*\|$", section, re.MULTILINE)]
+    assert len(tables) == 4
+    for section in tables:
+        assert re.search(r"`(make|python|mcore-qwen3vl) [^`]+`", section), section[:40]
+    assert not blocks(page, "python")

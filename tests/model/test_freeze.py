@@ -1,0 +1,106 @@
+"""What is frozen, under a pipeline too, and which choices are refused."""
+
+from __future__ import annotations
+
+import pytest
+from megatron.core import parallel_state
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.model.freeze import Freezing, global_name, part_of
+from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+from mcore_qwen3vl.runtime.launch import run_layout
+from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.tiny import tiny_config
+
+DENSE = Architecture.from_hf(tiny_config())
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("module.module.visual.blocks.0.attn.qkv.weight", "vision"),
+        ("visual.patch_embed.proj.weight", "vision"),
+        ("module.visual.merger.norm.weight", "aligner"),
+        ("visual.deepstack_merger_list.2.linear_fc1.bias", "aligner"),
+        ("module.embedding.word_embeddings.weight", "language"),
+        ("decoder.final_layernorm.weight", "language"),
+    ],
+)
+def test_every_parameter_has_its_part(name: str, part: str) -> None:
+    assert part_of(name) == part
+
+
+def frozen_and_trained(
+    frozen: list[str], trainable: list[str], layout: Layout
+) -> tuple[list[str], list[str]]:
+    """Names on this rank, of the whole model's numbering."""
+    initialize(layout)
+    model = Qwen3VLModel.from_hf_config(
+        DENSE,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        **layout.config_overrides(),
+    )
+    freezing = Freezing(frozen, trainable)
+    stopped = freezing.apply(model)
+    trained = [global_name(model, n) for n, p in model.named_parameters() if p.requires_grad]
+    freezing.check()
+    return stopped, trained
+
+
+def stages(frozen: list[str], trainable: list[str]) -> list[tuple[list[str], list[str]]]:
+    """:func:`frozen_and_trained` on each of two pipeline stages."""
+    return run_layout(frozen_and_trained, 2, frozen, trainable, Layout(pp=2))
+
+
+def test_apply_names_what_it_froze() -> None:
+    patterns = ["aligner", r"decoder\.layers\.3\.mlp"]
+    ((frozen, trained),) = run_layout(frozen_and_trained, 1, patterns, [], Layout())
+    assert trained
+    assert not {*frozen} & {*trained}
+    mergers = [name for name in frozen if name.startswith("visual.")]
+    assert {name.split(".")[1] for name in mergers} == {"merger", "deepstack_merger_list"}
+    assert [name for name in frozen if name not in mergers] == [
+        "decoder.layers.3.mlp.linear_fc1.weight",
+        "decoder.layers.3.mlp.linear_fc2.weight",
+    ]
+
+
+def test_layers_are_numbered_over_the_whole_pipeline() -> None:
+    (_, first), (_, last) = stages([], [r"decoder\.layers\.3\.", "output_layer"])
+    assert first == []
+    assert "output_layer.weight" in last
+    assert len(last) > 1
+    assert all(name.startswith(("decoder.layers.3.", "output_layer.")) for name in last)
+
+
+def test_frozen_parts_are_those_named() -> None:
+    (_, first), (_, last) = stages(["vision", "language"], [])
+    assert last == []
+    assert first
+    assert all(name.startswith(("visual.merger.", "visual.deepstack_merger")) for name in first)
+
+
+def test_what_is_both_frozen_and_trainable_is_frozen() -> None:
+    (frozen, _), (_, last) = stages([r"decoder\.layers\.[02]\.mlp"], ["language"])
+    assert "decoder.layers.0.mlp.linear_fc1.weight" in frozen
+    assert "visual.merger.norm.weight" in frozen
+    assert "decoder.layers.3.mlp.linear_fc1.weight" in last
+    assert "decoder.layers.2.mlp.linear_fc1.weight" not in last
+
+
+def test_a_pattern_that_selects_nothing_is_refused() -> None:
+    with pytest.raises(BadInput, match="lm_head selects no parameter"):
+        stages(["vision", "lm_head"], [])
+
+
+def test_to_train_nothing_is_refused() -> None:
+    with pytest.raises(BadInput, match="leave no parameter to train"):
+        stages(["vision", "aligner", "language"], [])
+
+
+def test_a_broken_expression_is_refused() -> None:
+    with pytest.raises(BadInput, match="neither one of vision, aligner, language nor a regular"):
+        Freezing(["decoder.("])

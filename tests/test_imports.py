@@ -1,0 +1,158 @@
+"""Imports go one way: a package imports only what is listed before it, and there is no cycle.
+
+Imports inside functions and under ``TYPE_CHECKING`` count: they are what ties packages together.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+ORDER = (
+    "errors",
+    "config",
+    "layout",
+    "megatron_config",
+    "console",
+    "shapes",
+    "tiny",
+    "converters.storage",
+    "converters.mapping",
+    "converters.hf",
+    "converters.mcore",
+    "converters.torch_dist",
+    "converters.offline",
+    "converters.legacy",
+    "converters.convert",
+    "converters.live",
+    "converters.describe",
+    "runtime",
+    "model",
+    "data",
+    "generation",
+    "training",
+    "standalone",
+    "verify.report",
+    "verify.checkpoints",
+    "verify.parity",
+    "verify.trace",
+    "verify.curves",
+    "demos",
+    "cli",
+)
+"""From the lowest up. A package may import itself and what comes before it."""
+
+
+def sources() -> dict[str, Path]:
+    """Every module of the package, by its name without ``mcore_qwen3vl.``."""
+    found = {}
+    for folder, prefix in ((ROOT / "mcore_qwen3vl", ""), (ROOT / "converters", "converters.")):
+        for file in folder.rglob("*.py"):
+            parts = file.relative_to(folder).with_suffix("").parts
+            found[(prefix + ".".join(parts)).removesuffix("__init__").rstrip(".")] = file
+    return found
+
+
+def package_of(module: str) -> str | None:
+    """The entry of `ORDER` that `module` belongs to: itself, or a package around it."""
+    return next((p for p in ORDER if module == p or module.startswith(f"{p}.")), None)
+
+
+def imported(source: str) -> Iterator[tuple[int, str]]:
+    """Line and name of whatever of this project `source` imports."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            raise AssertionError(f"line {node.lineno}: a relative import")
+        else:
+            continue
+        for name in names:
+            if name.startswith("mcore_qwen3vl."):
+                yield node.lineno, name.removeprefix("mcore_qwen3vl.")
+
+
+def upward(modules: Mapping[str, str]) -> list[str]:
+    """What imports something that is not before its own package in `ORDER`."""
+    wrong = []
+    for module, source in modules.items():
+        own = package_of(module)
+        for line, name in imported(source):
+            other = package_of(name)
+            if own is not None and other is not None and ORDER.index(other) > ORDER.index(own):
+                wrong.append(f"{module}:{line} imports {name}")
+    return wrong
+
+
+def cycles(modules: Mapping[str, str]) -> list[list[str]]:
+    """Modules that import each other, in a circle; longest first."""
+    edges = {
+        module: {found for _, name in imported(source) if (found := _module(name, modules))}
+        for module, source in modules.items()
+    }
+    reach: dict[str, set[str]] = {}
+    for start in edges:
+        seen: set[str] = set()
+        todo = list(edges[start] - {start})
+        while todo:
+            if (at := todo.pop()) not in seen:
+                seen.add(at)
+                todo += edges[at] - {at}
+        reach[start] = seen
+    rings = {frozenset(b for b in reach[a] if a in reach[b]) for a in reach if a in reach[a]}
+    return sorted((sorted(ring) for ring in rings), key=len, reverse=True)
+
+
+def _module(name: str, modules: Mapping[str, str]) -> str | None:
+    """The module that ``from a import b`` reads: ``a.b`` where that is one, else ``a``."""
+    if name in modules:
+        return name
+    parent = name.rpartition(".")[0]
+    return parent if parent in modules else None
+
+
+@pytest.fixture(scope="module")
+def modules() -> dict[str, str]:
+    return {name: file.read_text(encoding="utf-8") for name, file in sources().items()}
+
+
+def test_every_module_has_its_place(modules: dict[str, str]) -> None:
+    placeless = {"", "converters", "verify"}  # docstrings of the packages around the others
+    assert [m for m in modules if package_of(m) is None and m not in placeless] == []
+
+
+def test_imports_go_one_way(modules: dict[str, str]) -> None:
+    assert upward(modules) == []
+
+
+def test_no_module_imports_itself_in_a_circle(modules: dict[str, str]) -> None:
+    assert cycles(modules) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("model.rope", "from mcore_qwen3vl.training.run import main"),
+        ("converters.storage.boxes", "from mcore_qwen3vl.converters.mapping import row"),
+        ("training.run", "import mcore_qwen3vl.verify.parity.run"),
+        ("data.batch", "def f():\n    from mcore_qwen3vl.cli import app"),
+        ("config", "if TYPE_CHECKING:\n    from mcore_qwen3vl.layout import Layout"),
+    ],
+)
+def test_a_planted_import_is_found(modules: dict[str, str], module: str, line: str) -> None:
+    planted = {**modules, module: f"{modules[module]}\n{line}\n"}
+    (found,) = set(upward(planted)) - set(upward(modules))
+    assert found.startswith(f"{module}:")
+
+
+def test_a_planted_circle_is_found(modules: dict[str, str]) -> None:
+    line = "from mcore_qwen3vl.model.attention import Attention"
+    planted = {**modules, "model.inputs": f"{modules['model.inputs']}\ndef f():\n    {line}\n"}
+    assert any({"model.inputs", "model.attention"} <= set(ring) for ring in cycles(planted))

@@ -1,0 +1,48 @@
+"""FLOPs: those of the formulas against those that torch counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.training.logs import flops
+
+
+@pytest.mark.parametrize("is_moe", [False, True])
+def test_flops_are_those_that_torch_counts(is_moe: bool, dense: Path, moe: Path) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    path = moe if is_moe else dense
+    a, merge = Architecture.from_hf(path), 2
+    grid = torch.tensor([[1, 6, 8], [1, 4, 4]])
+    frames = grid.prod(1)
+    patches, features = int(frames.sum()), int(frames.sum()) // merge**2
+    tokens = 40
+    ids = torch.arange(1, tokens + 1)[None]
+    starts, counts = (5, 20), [int(n) // merge**2 for n in frames]
+    for start, count in zip(starts, counts, strict=True):
+        ids[0, start : start + count] = a.image_token_id
+    assert features == sum(counts)
+    model = AutoModelForImageTextToText.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    )
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(
+            input_ids=ids,
+            pixel_values=torch.randn(patches, a.vision.patch_dim),
+            image_grid_thw=grid,
+            mm_token_type_ids=(ids == a.image_token_id).int(),
+        )
+    measured = counter.get_flop_counts()
+    of = lambda name: sum(measured[name].values())  # noqa: E731
+    vision = next(name for name in measured if name.endswith(".visual"))
+    squares = float(frames.double().square().sum())
+    assert of(vision) * 3 == pytest.approx(flops.vision(a, patches, squares), rel=0.01)
+    # Eager attention computes the full square, of which the causal half is counted; and HF's
+    # rotary tables are matrix products too, small ones.
+    language = of("Global") - of(vision)
+    assert language * 3 == pytest.approx(flops.language(a, tokens, 2 * tokens**2), rel=0.01)

@@ -1,0 +1,95 @@
+"""The estimate of memory: parameters counted on real ranks, the rest by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.mapping import parameters
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.runtime.launch import run_layout
+from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.shapes import SHAPES
+from mcore_qwen3vl.tiny import tiny_config
+from mcore_qwen3vl.training import memory
+
+DENSE, TIED = Architecture.from_hf(tiny_config()), Architecture.from_hf(tiny_config(tie=True))
+MOE = Architecture.from_hf(tiny_config(moe=True))
+MIXED = Architecture.from_hf(tiny_config(moe=True, text={"mlp_only_layers": [1]}))
+
+
+@pytest.mark.parametrize(
+    ("a", "layout"),
+    [
+        (DENSE, "single"),
+        (DENSE, "pp2"),
+        (TIED, "single"),
+        (TIED, "pp2"),
+        (MOE, "tp2+sp"),
+        (MOE, "ep2xdp2"),
+        (MIXED, "pp2"),
+    ],
+)
+def test_memory_counts_the_parameters_that_ranks_hold(a: Architecture, layout: str) -> None:
+    chosen = Layout.parse(layout)
+    ranks = run_layout(held_parameters, chosen.world_size, a, chosen)
+    estimates = memory.by_stage(a, chosen, memory.Workload(128))
+    held = {memory.WEIGHT * count for count in ranks}
+    assert {estimate.weights for estimate in estimates} == held
+
+
+def held_parameters(a: Architecture, layout: Layout) -> int:
+    from megatron.core import parallel_state
+
+    from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+
+    initialize(layout)
+    model = Qwen3VLModel.from_hf_config(
+        a,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        **layout.config_overrides(),
+    )
+    return sum(p.numel() for p in model.parameters())
+
+
+def test_states_are_divided_over_the_ranks_that_hold_the_same_weights() -> None:
+    a = Architecture.from_hf(SHAPES / "30b_a3b.json")
+    work = memory.Workload(8192)
+    one = memory.estimate(a, Layout(ep=8, dp=8), work)
+    more = memory.estimate(a, Layout(ep=8, dp=32), work)
+    everywhere = parameters.by_part(a)["experts"]
+    shared, experts = parameters.total(a) - everywhere, everywhere / 8
+    assert one.weights == more.weights == 2 * (shared + experts)
+    assert one.optimizer == pytest.approx(12 * (shared / 8 + experts))
+    assert more.optimizer == pytest.approx(12 * (shared / 32 + experts / 4))
+
+
+def test_recompute_and_parallelism_shrink_activations_as_they_should() -> None:
+    a = Architecture.from_hf(SHAPES / "8b.json")
+    text = memory.Workload(8192, visual_share=0.0)
+    plain = memory.estimate(a, Layout(), text)
+    halved = memory.estimate(a, Layout(tp=2, sp=True), text)
+    assert halved.activations == pytest.approx(plain.activations / 2)
+    assert halved.logits == plain.logits / 2
+    assert memory.estimate(a, Layout(cp=2), text).activations == pytest.approx(
+        plain.activations / 2
+    )
+    full = memory.estimate(a, Layout(), text, "full")
+    inputs = 2 * a.hidden_size * 8192 * a.num_hidden_layers
+    one_layer = plain.activations / a.num_hidden_layers
+    assert full.activations == pytest.approx(inputs + one_layer)
+
+
+@pytest.mark.parametrize(
+    ("layout", "stage", "micro_batches"),
+    [("single", 0, 1), ("pp4", 0, 4), ("pp4", 3, 1), ("pp4xvpp2", 0, 5.5), ("pp4xvpp2", 3, 2.5)],
+)
+def test_micro_batches_in_flight(layout: str, stage: int, micro_batches: float) -> None:
+    assert memory.in_flight(Layout.parse(layout), stage) == micro_batches
+
+
+def test_uneven_stages() -> None:
+    a = Architecture.from_hf(SHAPES / "235b_a22b.json")
+    stages = memory.stage_layers(a, Layout(pp=8, first=11, last=11))
+    assert [len(stage) for stage in stages] == [11, *[12] * 6, 11]
