@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, NoReturn, get_args, get_type_hints
 
-from mcore_qwen3vl.config import Architecture, hf_directory
+from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.hub import resolve
 from mcore_qwen3vl.converters.mcore.paths import find_hf_folder
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits
