@@ -34,8 +34,8 @@ from transformers.image_utils import load_image
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data import Counts, DataConfig, Loader, MediaLimits, Source, load_processor
-from mcore_qwen3vl.data.media import MediaFolder
-from mcore_qwen3vl.data.records import Conversation, parse_record
+from mcore_qwen3vl.data.records.media import MediaFolder
+from mcore_qwen3vl.data.records.parse import Conversation, parse_record
 from mcore_qwen3vl.tiny import tiny_config, write_processor
 
 REAL_PATCHES = {"patch_size": 16}

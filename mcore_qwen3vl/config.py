@@ -98,11 +98,6 @@ class Architecture:
         return _architecture(config)
 
 
-def hf_directory(path: Path) -> Path:
-    """`path`, or its ``hf/`` folder when `path` is a converted checkpoint."""
-    return path / "hf" if (path / "hf" / "config.json").exists() else path
-
-
 def read_config_file(path: Path) -> dict[str, Any]:
     """The parsed ``config.json`` at `path` (the file itself or its directory)."""
     file = path / "config.json" if path.is_dir() else path

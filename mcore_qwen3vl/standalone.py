@@ -31,7 +31,7 @@ from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.runtime.parallel import initialize
 
 if TYPE_CHECKING:
-    from mcore_qwen3vl.data.batch import Batch
+    from mcore_qwen3vl.data.encoding.batch import Batch
     from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
     from mcore_qwen3vl.model.transformer_config import Spec
 
@@ -139,15 +139,15 @@ def prepare_batch(
         BadInput: a conversation is malformed or has no assistant turn, or media cannot be read. The
             message counts conversations from 0.
     """
-    from mcore_qwen3vl.data.bad_samples import BadSample, OverlongSample
-    from mcore_qwen3vl.data.batch import Batcher
     from mcore_qwen3vl.data.config import DataConfig
-    from mcore_qwen3vl.data.encoder import plan_sample
-    from mcore_qwen3vl.data.media import MediaFolder
-    from mcore_qwen3vl.data.pixels import PixelLoader
-    from mcore_qwen3vl.data.planning import Planner
-    from mcore_qwen3vl.data.samples import EncodedSample, RawSample
-    from mcore_qwen3vl.data.template import Renderer
+    from mcore_qwen3vl.data.encoding.batch import Batcher
+    from mcore_qwen3vl.data.encoding.encoder import plan_sample
+    from mcore_qwen3vl.data.encoding.pixels import PixelLoader
+    from mcore_qwen3vl.data.encoding.planning import Planner
+    from mcore_qwen3vl.data.encoding.samples import EncodedSample, RawSample
+    from mcore_qwen3vl.data.records.bad_samples import BadSample, OverlongSample
+    from mcore_qwen3vl.data.records.media import MediaFolder
+    from mcore_qwen3vl.data.records.template import Renderer
     from mcore_qwen3vl.model.sequence import length_multiple
 
     groups = model.pg_collection

@@ -16,14 +16,14 @@ from megatron.energon import WorkerConfig
 from megatron.energon.dataset_config import get_dataset_from_config
 from megatron.energon.metadataset import traverse_metadataset
 
-from mcore_qwen3vl.data.bad_samples import OverlongSample, sample_id
 from mcore_qwen3vl.data.config import DataConfig
-from mcore_qwen3vl.data.encoder import cook, plan_sample
-from mcore_qwen3vl.data.index import ensure_index
-from mcore_qwen3vl.data.packing import best_fit
-from mcore_qwen3vl.data.pixels import PixelLoader
-from mcore_qwen3vl.data.planning import Plan, Planner
-from mcore_qwen3vl.data.template import Renderer
+from mcore_qwen3vl.data.encoding.encoder import cook, plan_sample
+from mcore_qwen3vl.data.encoding.packing import best_fit
+from mcore_qwen3vl.data.encoding.pixels import PixelLoader
+from mcore_qwen3vl.data.encoding.planning import Plan, Planner
+from mcore_qwen3vl.data.loading.index import ensure_index
+from mcore_qwen3vl.data.records.bad_samples import OverlongSample, sample_id
+from mcore_qwen3vl.data.records.template import Renderer
 from mcore_qwen3vl.errors import BadInput
 
 

@@ -20,7 +20,7 @@ from mcore_qwen3vl.converters.live.load import load_hf
 from mcore_qwen3vl.converters.mcore.formats import is_megatron
 from mcore_qwen3vl.converters.mcore.paths import hf_folder
 from mcore_qwen3vl.converters.storage.dtypes import DTYPES
-from mcore_qwen3vl.data.loader import load_processor
+from mcore_qwen3vl.data.loading.loader import load_processor
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.generation.generate import (
     MAX_NEW_TOKENS,

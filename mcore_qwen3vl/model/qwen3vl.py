@@ -27,7 +27,7 @@ from mcore_qwen3vl.model.padded_vocabulary import mask_padded_vocabulary
 from mcore_qwen3vl.model.rope import InterleavedMRoPE
 from mcore_qwen3vl.model.sequence import local_positions
 from mcore_qwen3vl.model.transformer_config import Spec, transformer_config
-from mcore_qwen3vl.model.vision import VisionTower
+from mcore_qwen3vl.model.vision.tower import VisionTower
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from unittest import mock
 
 from torch import Tensor, nn
 
-from mcore_qwen3vl.data.batch import Batch
-from mcore_qwen3vl.data.loader import Loader
+from mcore_qwen3vl.data.encoding.batch import Batch
+from mcore_qwen3vl.data.loading.loader import Loader
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.pretended import rank as this_rank
 from mcore_qwen3vl.runtime.pretended.rank import Rank

@@ -12,7 +12,7 @@ from mcore_qwen3vl.data import DataConfig
 from mcore_qwen3vl.data.check import DataReport, check_data, plot_report
 from mcore_qwen3vl.errors import BadInput
 from tests.data.conftest import WriteJsonl, chat, question
-from tests.data.test_planning import planned
+from tests.data.encoding.test_planning import planned
 
 
 def test_report(

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from mcore_qwen3vl.data.media import MediaFolder
-from mcore_qwen3vl.data.records import Conversation, Document, parse_record
+from mcore_qwen3vl.data.records.media import MediaFolder
+from mcore_qwen3vl.data.records.parse import Conversation, Document, parse_record
 from mcore_qwen3vl.shapes import SHAPES
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training.arguments.parser import validate

@@ -23,7 +23,7 @@ FOREIGN = {
     "pip": {"--dry-run", "--no-build-isolation"},
     "megatron-core": {"--ckpt-format"},
     "launch": {"--dry-run"},
-    "verify.curves.run": {"--resume"},
+    "verify.curves": {"--resume"},
 }
 SOURCES = ("", "mcore_qwen3vl/", "mcore_qwen3vl/model/", "docs/")
 """Folders that a path on a page may be relative to."""

@@ -18,7 +18,7 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVis
 
 from mcore_qwen3vl.model.fusion import DeepStack, fuse, plan_fusion
 from mcore_qwen3vl.model.inputs import PixelScale, VisualInputs
-from mcore_qwen3vl.model.vision import VisionTower
+from mcore_qwen3vl.model.vision.tower import VisionTower
 from tests.model.vision_toy import ARCHITECTURE, DTYPE, SEQ, batch, vision_weights
 
 MIXED = batch([("image", 1, 4, 6), ("video", 2, 4, 2)], [("image", 1, 8, 4)])

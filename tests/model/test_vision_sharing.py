@@ -11,7 +11,7 @@ import torch
 
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.inputs import visual_inputs
-from mcore_qwen3vl.model.vision_sharing import assign_frames, share_frames
+from mcore_qwen3vl.model.vision.sharing import assign_frames, share_frames
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
 from tests.model.vision_toy import ARCHITECTURE, Toy

@@ -24,7 +24,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.fusion import DeepStack, fuse, plan_fusion
 from mcore_qwen3vl.model.inputs import VisualInputs, visual_inputs
 from mcore_qwen3vl.model.sequence import local_positions
-from mcore_qwen3vl.model.vision import VisionTower
+from mcore_qwen3vl.model.vision.tower import VisionTower
 from mcore_qwen3vl.tiny.checkpoint import tiny_config
 
 ARCHITECTURE = Architecture.from_hf(tiny_config())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.data.batch import Batch, Counts
+from mcore_qwen3vl.data.encoding.batch import Batch, Counts
 from mcore_qwen3vl.model.inputs import visual_inputs
 
 

@@ -77,7 +77,7 @@ def check_surroundings(args: argparse.Namespace) -> None:
     Raises:
         BadInput: one of them is not there.
     """
-    from mcore_qwen3vl.data.loader import parse_sources
+    from mcore_qwen3vl.data.loading.loader import parse_sources
 
     train = args.train_data_path or args.data_path
     if not train:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_qwen3vl.data.batch import Batch
+from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.inputs import PER_PATCH, VisualInputs, to_device
 from mcore_qwen3vl.training.feed.stages import StageFeed

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from mcore_qwen3vl.data.loader import Loader
-from mcore_qwen3vl.data.state import redistribute
+from mcore_qwen3vl.data.loading.loader import Loader
+from mcore_qwen3vl.data.loading.state import redistribute
 from mcore_qwen3vl.errors import BadInput
 
 FOLDER = "dataloader"

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.data.batch import Batch, Counts
+from mcore_qwen3vl.data.encoding.batch import Batch, Counts
 from mcore_qwen3vl.training.logs import flops
 
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0, "B200": 2250.0}

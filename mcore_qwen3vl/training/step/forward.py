@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
-from mcore_qwen3vl.data.batch import Batch
+from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.model.attention import PackedSequence
 from mcore_qwen3vl.model.inputs import to_device
 from mcore_qwen3vl.training.step.losses import Loss

@@ -24,7 +24,7 @@ from mcore_qwen3vl.verify.curves.job import BETAS, CLIP, EPSILON, LEARNING_RATE,
 
 def sample_order(job: Job) -> list[list[int]]:
     """The lines of the data file that each step trains, over all DP ranks."""
-    from mcore_qwen3vl.data.loader import Loader, Source, load_processor
+    from mcore_qwen3vl.data.loading.loader import Loader, Source, load_processor
     from mcore_qwen3vl.training.arguments.parser import validate
     from mcore_qwen3vl.training.feed.provider import data_config
 

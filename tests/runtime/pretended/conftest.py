@@ -21,7 +21,7 @@ IMPORTS = (
     "mcore_qwen3vl.training.feed.provider",
     "mcore_qwen3vl.training.checkpoints.export",
     "mcore_qwen3vl.generation.run",
-    "mcore_qwen3vl.model.vision",
+    "mcore_qwen3vl.model.vision.tower",
     "megatron.training.training",
 )
 

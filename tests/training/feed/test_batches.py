@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.data.batch import Batch
+from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.training.feed.batches import SharedBatches

@@ -13,13 +13,13 @@ from transformers import AutoConfig, Qwen3VLModel
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data import IGNORED, Batch, Counts, DataConfig
-from mcore_qwen3vl.data.batch import Batcher
-from mcore_qwen3vl.data.packing import best_fit
-from mcore_qwen3vl.data.pixels import PixelLoader
-from mcore_qwen3vl.data.samples import EncodedSample
+from mcore_qwen3vl.data.encoding.batch import Batcher
+from mcore_qwen3vl.data.encoding.packing import best_fit
+from mcore_qwen3vl.data.encoding.pixels import PixelLoader
+from mcore_qwen3vl.data.encoding.samples import EncodedSample
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.inputs import PixelScale
-from tests.data.test_planning import RECORDS, planned
+from tests.data.encoding.test_planning import RECORDS, planned
 
 SCALE = PixelScale(torch.zeros(1), torch.ones(1))
 NAMES = ["many_images", "video_and_image", "text", "multi_turn", "image", "video"]

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig
-from mcore_qwen3vl.data.pixels import join_grids, join_patches
-from mcore_qwen3vl.data.positions import mrope_position_ids
-from mcore_qwen3vl.data.samples import EncodedSample
+from mcore_qwen3vl.data.encoding.pixels import join_grids, join_patches
+from mcore_qwen3vl.data.encoding.positions import mrope_position_ids
+from mcore_qwen3vl.data.encoding.samples import EncodedSample
 from mcore_qwen3vl.model.inputs import PixelScale, VisualInputs, visual_inputs
 
 IGNORED = -100

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 from transformers.image_utils import ChannelDimension
 
-from mcore_qwen3vl.data.bad_samples import BadSample
-from mcore_qwen3vl.data.media import load_frames, load_image
-from mcore_qwen3vl.data.planning import PlannedMedia
+from mcore_qwen3vl.data.encoding.planning import PlannedMedia
+from mcore_qwen3vl.data.records.bad_samples import BadSample
+from mcore_qwen3vl.data.records.media import load_frames, load_image
 from mcore_qwen3vl.model.inputs import PixelScale
 
 

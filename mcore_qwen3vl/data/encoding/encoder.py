@@ -21,16 +21,16 @@ from megatron.energon import (
 )
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.data.bad_samples import BadSampleGuard, sample_id
-from mcore_qwen3vl.data.batch import Batch, Batcher
 from mcore_qwen3vl.data.config import DataConfig
-from mcore_qwen3vl.data.media import MediaFolder
-from mcore_qwen3vl.data.packing import best_fit
-from mcore_qwen3vl.data.pixels import PixelLoader
-from mcore_qwen3vl.data.planning import Plan, Planner
-from mcore_qwen3vl.data.records import parse_parts, parse_record
-from mcore_qwen3vl.data.samples import EncodedSample, PlannedSample, RawSample
-from mcore_qwen3vl.data.template import Renderer
+from mcore_qwen3vl.data.encoding.batch import Batch, Batcher
+from mcore_qwen3vl.data.encoding.packing import best_fit
+from mcore_qwen3vl.data.encoding.pixels import PixelLoader
+from mcore_qwen3vl.data.encoding.planning import Plan, Planner
+from mcore_qwen3vl.data.encoding.samples import EncodedSample, PlannedSample, RawSample
+from mcore_qwen3vl.data.records.bad_samples import BadSampleGuard, sample_id
+from mcore_qwen3vl.data.records.media import MediaFolder
+from mcore_qwen3vl.data.records.parse import parse_parts, parse_record
+from mcore_qwen3vl.data.records.template import Renderer
 
 
 @stateless

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_qwen3vl.data.bad_samples import BadSample
-from mcore_qwen3vl.data.media import Kind, Media, MediaFolder
+from mcore_qwen3vl.data.records.bad_samples import BadSample
+from mcore_qwen3vl.data.records.media import Kind, Media, MediaFolder
 
 _TAG = re.compile("<(image|video)>")
 _REFERENCE_KEYS = {

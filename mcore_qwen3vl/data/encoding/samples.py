@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from megatron.energon import Sample, edataclass
 
-from mcore_qwen3vl.data.media import MediaFolder
-from mcore_qwen3vl.data.pixels import Pixels
-from mcore_qwen3vl.data.planning import Plan
+from mcore_qwen3vl.data.encoding.pixels import Pixels
+from mcore_qwen3vl.data.encoding.planning import Plan
+from mcore_qwen3vl.data.records.media import MediaFolder
 
 
 @edataclass

@@ -13,12 +13,12 @@ from megatron.energon import WorkerConfig, get_savable_loader, get_train_dataset
 from megatron.energon.metadataset import traverse_metadataset
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.data.batch import Batch
 from mcore_qwen3vl.data.config import DataConfig
-from mcore_qwen3vl.data.encoder import Qwen3VLTaskEncoder
-from mcore_qwen3vl.data.index import ensure_index
-from mcore_qwen3vl.data.state import from_plain, to_plain
-from mcore_qwen3vl.data.worker import start_worker
+from mcore_qwen3vl.data.encoding.batch import Batch
+from mcore_qwen3vl.data.encoding.encoder import Qwen3VLTaskEncoder
+from mcore_qwen3vl.data.loading.index import ensure_index
+from mcore_qwen3vl.data.loading.state import from_plain, to_plain
+from mcore_qwen3vl.data.loading.worker import start_worker
 from mcore_qwen3vl.errors import BadInput
 
 # Energon reads this many samples in a row from one place when it shuffles.

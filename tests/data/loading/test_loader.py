@@ -18,8 +18,8 @@ import torch
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data import Batch, DataConfig, Loader, Source, load_processor, redistribute
-from mcore_qwen3vl.data.index import ensure_index
-from mcore_qwen3vl.data.loader import parse_sources
+from mcore_qwen3vl.data.loading.index import ensure_index
+from mcore_qwen3vl.data.loading.loader import parse_sources
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.tiny.processor import tiny_tokenizer
 from tests.data.conftest import WriteJsonl, chat, question
@@ -313,7 +313,7 @@ def test_overlong_samples_are_counted_apart_and_never_stop(
 def test_overlong_samples_alone_stop(
     make: MakeLoader, write_jsonl: WriteJsonl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mcore_qwen3vl.data.bad_samples.OVERLONG_IN_A_ROW", 25)
+    monkeypatch.setattr("mcore_qwen3vl.data.records.bad_samples.OVERLONG_IN_A_ROW", 25)
     path = write_jsonl([question(i, image=False, words=100) for i in range(10)])
     loader = make(path, config=DataConfig(seq_length=128, shuffle=False))
     with pytest.raises(BadInput, match=r"last 25 samples .* over-long.*Raise --seq-length"):

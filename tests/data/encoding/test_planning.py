@@ -11,13 +11,13 @@ import torch
 from transformers.image_utils import load_image
 from transformers.video_utils import read_video_pyav
 
-from mcore_qwen3vl.data.bad_samples import BadSample, OverlongSample
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits
-from mcore_qwen3vl.data.media import MediaFolder
-from mcore_qwen3vl.data.pixels import PixelLoader
-from mcore_qwen3vl.data.planning import Plan, Planner, truncate
-from mcore_qwen3vl.data.records import Conversation, parse_record
-from mcore_qwen3vl.data.template import Renderer
+from mcore_qwen3vl.data.encoding.pixels import PixelLoader
+from mcore_qwen3vl.data.encoding.planning import Plan, Planner, truncate
+from mcore_qwen3vl.data.records.bad_samples import BadSample, OverlongSample
+from mcore_qwen3vl.data.records.media import MediaFolder
+from mcore_qwen3vl.data.records.parse import Conversation, parse_record
+from mcore_qwen3vl.data.records.template import Renderer
 from tests.data.conftest import chat
 
 ANSWER = "The  answer\nis 42 — naïve 😀\n"

@@ -40,8 +40,8 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import (
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.model.inputs import PER_PATCH, VisualInputs, to_device
-from mcore_qwen3vl.model.vision_attention import FRAME_ATTENTION
-from mcore_qwen3vl.model.vision_sharing import Share, share_frames
+from mcore_qwen3vl.model.vision.attention import FRAME_ATTENTION
+from mcore_qwen3vl.model.vision.sharing import Share, share_frames
 
 
 class VisionTower(Qwen3VLVisionModel):

@@ -13,8 +13,8 @@ from PIL import Image
 from transformers.image_transforms import convert_to_rgb
 from transformers.image_utils import load_image as hf_load_image
 
-from mcore_qwen3vl.data.bad_samples import BadSample
-from mcore_qwen3vl.data.media import (
+from mcore_qwen3vl.data.records.bad_samples import BadSample
+from mcore_qwen3vl.data.records.media import (
     Media,
     MediaFolder,
     image_size,
@@ -22,7 +22,7 @@ from mcore_qwen3vl.data.media import (
     load_image,
     probe_video,
 )
-from mcore_qwen3vl.data.records import Conversation, Document, parse_parts, parse_record
+from mcore_qwen3vl.data.records.parse import Conversation, Document, parse_parts, parse_record
 from tests.data.conftest import chat, write_png, write_video
 
 PIXEL = base64.b64encode(b"x" * 60).decode()

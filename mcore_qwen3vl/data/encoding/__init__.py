@@ -1,0 +1,1 @@
+"""From conversations to batches: tokens, pixels, positions, packing."""

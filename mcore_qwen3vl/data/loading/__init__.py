@@ -1,0 +1,1 @@
+"""Reading data sets with energon: indices, workers, resumable state."""

@@ -1,0 +1,1 @@
+"""Hugging Face's vision tower, shared over TP x CP ranks."""
