@@ -5,6 +5,8 @@ UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 RUN := .venv/bin/
 ENVIRONMENT := .venv/.synced
 export OMP_NUM_THREADS ?= 1
+# Some machines forbid Python to keep bytecode; without it each process takes twice as long to start.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo train-demo test test-all lint docs parity bench-convert clean
 

@@ -13,8 +13,8 @@ TARGET = ROOT / "build" / "api"
 ROLE = re.compile(r":(?:attr|class|data|func|meth|mod):`~?([^`]+)`")
 
 
-def on_pre_build(config):  # mkdocs calls it with this keyword
-    """Fill ``build/api``."""
+def on_startup(command, dirty):  # mkdocs calls it with these keywords
+    """Fill ``build/api``, before the handler of docstrings looks for it."""
     shutil.rmtree(TARGET, ignore_errors=True)
     for source, name in (("mcore_qwen3vl", ""), ("converters", "converters")):
         for file in (ROOT / source).rglob("*.py"):

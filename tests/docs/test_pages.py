@@ -11,6 +11,7 @@ import pytest
 import typer
 
 from mcore_qwen3vl.cli import app
+from mcore_qwen3vl.runtime.pretended.__main__ import make_parser
 from mcore_qwen3vl.training.arguments.parser import add_arguments
 from mcore_qwen3vl.training.step.losses import GROUP
 from tests.docs.markdown import PAGES, README, ROOT, anchors, blocks, commands, links, prose
@@ -80,7 +81,7 @@ def test_commands_and_their_flags_exist(page, training_flags):
 @each_page
 def test_flags_in_prose_exist(page, training_flags):
     known = {flag for one in every_command(typer.main.get_command(app)) for flag in flags_of(one)}
-    known |= training_flags.union(*FOREIGN.values())
+    known |= training_flags.union(*FOREIGN.values(), make_parser()._option_string_actions)
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", prose(page)))
     assert named <= known, sorted(named - known)
 

@@ -19,7 +19,8 @@ _EPILOG = """One rank of a training run, with its stages and what they hold, is
 the module mcore_qwen3vl.training.pretended with the flags of launch/train.py."""
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """The flags before PROGRAM; what follows it is its own."""
     parser = argparse.ArgumentParser(
         prog="python -m mcore_qwen3vl.runtime.pretended",
         description="Run a program as one rank on a CUDA device that is not there.",
@@ -45,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Run the program; the exit code is its own."""
-    own = _parser().parse_args(argv)
+    own = make_parser().parse_args(argv)
     start_again(Settings(own.memory_gib, own.capability, own.late_events))
     from mcore_qwen3vl.runtime.pretended import peak
     from mcore_qwen3vl.runtime.pretended.rank import one_rank
