@@ -232,9 +232,6 @@ def plot(results: dict[str, Any], file: Path) -> None:
     figure.savefig(file)
 
 
-"""The published shapes, as ``2b.json`` or ``30b_a3b.json``."""
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--models", nargs="+", default=["2B"], help="NAME or NAME:LAYERS")
