@@ -143,11 +143,13 @@ def train(
     ] = None,
 ) -> None:
     """Train on this machine: forwards every other flag to Megatron's loop through torchrun."""
+    from mcore_qwen3vl.training.arguments.help import asked_words
     from mcore_qwen3vl.training.local import show_help, train_locally
 
-    if {"-h", "--help"}.isdisjoint(context.args):
+    words = asked_words(context.args)
+    if words is None:
         sys.exit(train_locally(context.args, processes))
-    show_help()
+    show_help(words)
 
 
 @app.command("train-demo")

@@ -9,22 +9,28 @@ from collections.abc import Sequence
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.training.arguments.help import print_help
 from mcore_qwen3vl.training.arguments.parser import add_arguments, is_cpu
 
 SHUTDOWN_SECONDS = 600
 """What a step and a checkpoint may take after SIGTERM; torchrun's 30 s would kill a rank in it."""
 
 
-def show_help() -> None:
-    """Print our flags; Megatron's are in the hundreds."""
+def show_help(words: Sequence[str]) -> None:
+    """Print our flags, or those about `words`, among which Megatron's hundreds are too."""
+    if words:
+        from mcore_qwen3vl.training.run import main
+
+        main(["--help", *words])
     parser = argparse.ArgumentParser(
         prog="mcore-qwen3vl train [--processes N]",
         usage="%(prog)s --hf-model DIR --data-path PATH [FLAG...]",
         description="Train on this machine with Megatron's loop, one rank a GPU (--cpu: one).",
-        epilog="Every Megatron flag works too: launch/train.py --help lists them all.",
+        epilog="Every Megatron flag works too: --help WORD shows the flags about a word; "
+        "launch/train.py --help lists them all.",
         add_help=False,
     )
-    add_arguments(parser).print_help()
+    print_help(add_arguments(parser))
 
 
 def default_processes(flags: Sequence[str]) -> int:

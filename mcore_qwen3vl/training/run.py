@@ -10,7 +10,8 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from mcore_qwen3vl.training.arguments.parser import is_cpu, parse, show_help
+from mcore_qwen3vl.training.arguments.help import asked_words, print_megatron_help
+from mcore_qwen3vl.training.arguments.parser import is_cpu, parse
 from mcore_qwen3vl.training.logs import metrics
 
 
@@ -20,7 +21,8 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         BadInput: the flags, the data or the checkpoint cannot be used.
     """
-    if is_cpu(argv):
+    words = asked_words(argv)
+    if words is not None or is_cpu(argv):
         # What megatron misses on CUDA is not missing here.
         warnings.filterwarnings("ignore", module="megatron")
         from mcore_qwen3vl.runtime import cpu
@@ -29,7 +31,8 @@ def main(argv: Sequence[str]) -> None:
     else:
         # Megatron before Blackwell orders its overlapped transfers by this.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    show_help(argv)
+    if words is not None:
+        print_megatron_help(words)
     Run(parse(argv)).train()
 
 

@@ -11,30 +11,27 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from importlib.util import find_spec
-from typing import Any, NoReturn, get_args, get_type_hints
+from typing import Any, NoReturn
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.hub import resolve
 from mcore_qwen3vl.converters.mcore.paths import find_hf_folder
-from mcore_qwen3vl.data.config import DataConfig, MediaLimits
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.megatron_config import architecture_arguments, recommended_arguments
 from mcore_qwen3vl.training.arguments.checks import check, check_surroundings, complaint
+from mcore_qwen3vl.training.arguments.data_flags import add_data_arguments
 from mcore_qwen3vl.training.arguments.explicit import check_explicit, explicit_arguments
 from mcore_qwen3vl.training.checkpoints.resume import check_companions
 
 SPECS = ("te", "torch")
-# Set by Megatron's own flags, or by what the layout needs.
-_DATA_FIELDS_FROM_MEGATRON = ("seq_length", "micro_batch_size", "length_multiple", "media")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add our flags to Megatron's `parser`, as its ``extra_args_provider``."""
     _add_model_arguments(parser.add_argument_group("qwen3-vl model"))
     _add_training_arguments(parser.add_argument_group("qwen3-vl training"))
-    _add_data_arguments(parser.add_argument_group("qwen3-vl data"))
+    add_data_arguments(parser.add_argument_group("qwen3-vl data"))
     return parser
 
 
@@ -92,33 +89,6 @@ def _add_training_arguments(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_data_arguments(group: argparse._ArgumentGroup) -> None:
-    """One flag for each field of the data config that no Megatron flag covers."""
-    for owner in (DataConfig, MediaLimits):
-        types = get_type_hints(owner)
-        for field in fields(owner):
-            if field.name in _DATA_FIELDS_FROM_MEGATRON:
-                continue
-            flag, kind = "--" + field.name.replace("_", "-"), types[field.name]
-            default: Any = field.default
-            if kind is bool and default:
-                group.add_argument(
-                    "--no-" + flag[2:], dest=field.name, action="store_false", default=True
-                )
-            elif kind is bool:
-                group.add_argument(flag, action="store_true")
-            else:
-                group.add_argument(flag, default=default, **_value_type(kind))
-
-
-def _value_type(kind: Any) -> dict[str, Any]:
-    """``type`` or ``choices`` of a flag, from ``T``, ``T | None`` or ``Literal[...]``."""
-    options = [option for option in get_args(kind) if option is not type(None)]
-    if options and isinstance(options[0], str):
-        return {"choices": options}
-    return {"type": options[0] if options else kind}
-
-
 def is_cpu(argv: Sequence[str]) -> bool:
     """Whether ``--cpu`` is among the flags; asked before Megatron may be imported."""
     return "--cpu" in argv
@@ -157,15 +127,6 @@ def validate(argv: Sequence[str], world_size: int) -> argparse.Namespace:
         validate_args(args)
     setup.finish(args)
     return args
-
-
-def show_help(argv: Sequence[str]) -> None:
-    """Print Megatron's flags and ours, and exit, if `argv` asks for it."""
-    if not {"-h", "--help"}.isdisjoint(argv):
-        from megatron.training.arguments import add_megatron_arguments
-
-        parser = argparse.ArgumentParser(description="Qwen3-VL training", allow_abbrev=False)
-        add_arguments(add_megatron_arguments(parser)).parse_args(["--help"])
 
 
 class ArgumentSetup:
@@ -284,7 +245,7 @@ def _cpu_defaults() -> dict[str, Any]:
 
 
 def _refuse(message: str) -> NoReturn:
-    raise BadInput(f"{message}. launch/train.py --help lists the flags.")
+    raise BadInput(f"{message}. mcore-qwen3vl train --help WORD shows the flags about a word.")
 
 
 class _OwnParser(argparse.ArgumentParser):
