@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.training.arguments.checks import check_device
 from mcore_qwen3vl.training.arguments.help import print_help
 from mcore_qwen3vl.training.arguments.parser import add_arguments, is_cpu
 
@@ -49,7 +50,11 @@ def train_locally(flags: Sequence[str], processes: int | None = None) -> int:
 
     Returns:
         The exit code: 0 done, 1 a rank crashed, 2 bad input, 128 + N stopped by signal N.
+
+    Raises:
+        BadInput: no GPU and no ``--cpu``.
     """
+    check_device(is_cpu(flags))
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from mcore_qwen3vl.training.arguments.checks import check_device
 from mcore_qwen3vl.training.arguments.help import asked_words, print_megatron_help
 from mcore_qwen3vl.training.arguments.parser import is_cpu, parse
 from mcore_qwen3vl.training.logs import metrics
@@ -29,6 +30,7 @@ def main(argv: Sequence[str]) -> None:
 
         cpu.install(training=True)  # before megatron is imported
     else:
+        check_device(cpu=False)
         # Megatron before Blackwell orders its overlapped transfers by this.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if words is not None:

@@ -103,6 +103,19 @@ def test_bad_input_and_usage_are_exit_code_2(arguments, tmp_path, capsys, monkey
     assert list(tmp_path.iterdir()) == []
 
 
+def test_without_a_gpu_it_is_one_line(checkpoint, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert run("train", "--hf-model", checkpoint, "--data-path", "x") == 2
+    assert capsys.readouterr().err == (
+        "error: There is no GPU here: add --cpu to train on the CPU.\n"
+    )
+    assert run("verify", "parity", checkpoint, "--device", "cuda") == 2
+    assert capsys.readouterr().err == (
+        "error: On CUDA each rank needs a GPU: this machine has none, the layout 1 rank. "
+        "Run on the CPU (verify: --device cpu).\n"
+    )
+
+
 def test_existing_target_needs_force(checkpoint, tmp_path, capsys):
     dst = tmp_path / "mcore"
     assert run("convert", "hf-to-mcore", checkpoint, dst) == 0

@@ -71,6 +71,18 @@ def _check_torch_spec(args: argparse.Namespace) -> None:
         )
 
 
+def check_device(cpu: bool) -> None:
+    """Before megatron is imported, whose CUDA modules would say it in hundreds of lines.
+
+    Raises:
+        BadInput: no GPU, and the CPU was not asked for.
+    """
+    import torch
+
+    if not (cpu or torch.cuda.device_count()):
+        raise BadInput("There is no GPU here: add --cpu to train on the CPU.")
+
+
 def check_surroundings(args: argparse.Namespace) -> None:
     """Data and packages that the run will want, before it has built a model.
 
