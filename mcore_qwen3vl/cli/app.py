@@ -62,6 +62,7 @@ def inspect(
         bool,
         typer.Option("--table", help="The mapping: which tensors become which, and how."),
     ] = False,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor too.")] = False,
     json: Json = False,
 ) -> None:
     """What it is: sizes, shapes, layout, dtype, parameter count by part."""
@@ -94,7 +95,7 @@ def inspect(
         total = inspection.total_parameters
         console.emit_json({"total_parameters": total, **asdict(inspection)}, console.STDOUT)
     else:
-        show.inspection(inspection)
+        show.inspection(inspection, tensors=tensors)
 
 
 @app.command("tiny")

@@ -79,7 +79,12 @@ def test_inspect(checkpoint, tmp_path, capsys):
     assert inspection["kind"] == "huggingface"
     assert inspection["total_parameters"] == sum(inspection["parameters"].values()) == 532_168
     assert run("inspect", checkpoint) == 0
-    assert "12, 3 a token, layout published" in capsys.readouterr().out
+    summary = capsys.readouterr().out
+    assert "12, 3 a token, layout published" in summary
+    assert "134 tensors; --tensors lists them" in summary
+    assert "lm_head.weight" not in summary
+    assert run("inspect", checkpoint, "--tensors") == 0
+    assert "lm_head.weight" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
