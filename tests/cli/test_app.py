@@ -1,8 +1,10 @@
 """The command line: exit codes, messages, JSON, and that a failure leaves nothing behind."""
 
 import json
+import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 
@@ -106,6 +108,48 @@ def test_bad_input_and_usage_are_exit_code_2(arguments, tmp_path, capsys, monkey
     assert message
     assert "Traceback" not in message
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def converted(checkpoint, tmp_path_factory):
+    path = tmp_path_factory.mktemp("converted") / "mcore"
+    assert run("convert", "hf-to-mcore", checkpoint, path) == 0
+    return path
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("convert hf-to-mcore MCORE dst", "`mcore-qwen3vl convert mcore-to-hf` makes one of it"),
+        ("convert mcore-to-hf HF dst", "`mcore-qwen3vl convert hf-to-mcore` makes one of it"),
+        ("verify roundtrip MCORE", "a Megatron-Core checkpoint, and a Hugging Face one is wanted"),
+        ("verify parity MCORE", "a Megatron-Core checkpoint, and a Hugging Face one is wanted"),
+        ("verify trace MCORE", "a Megatron-Core checkpoint, and a Hugging Face one is wanted"),
+        ("verify trace HF HF", "a Hugging Face checkpoint, and a Megatron-Core one is wanted"),
+    ],
+)
+def test_a_checkpoint_of_the_other_kind(
+    command, message, checkpoint, converted, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    paths = {"HF": checkpoint, "MCORE": converted}
+    assert run(*(paths.get(word, word) for word in command.split())) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_interrupted_conversion_says_how_to_go_on(checkpoint, tmp_path, capsys, monkeypatch):
+    @contextmanager
+    def interrupting(title, *, quiet):
+        yield lambda done, total, name: signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mcore_qwen3vl.console.byte_progress", interrupting)
+        assert run("convert", "hf-to-mcore", checkpoint, tmp_path / "mcore") == 130
+    assert "interrupted: run the same command to continue" in capsys.readouterr().err
+    assert not (tmp_path / "mcore").exists()
+    assert run("convert", "hf-to-mcore", checkpoint, tmp_path / "mcore") == 0
 
 
 def test_without_a_gpu_it_is_one_line(checkpoint, capsys, monkeypatch):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import traceback
 from importlib.util import find_spec
+from pathlib import Path
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.mcore.formats import require_huggingface, require_megatron
 from mcore_qwen3vl.errors import BadInput
 
 
@@ -97,7 +99,16 @@ def check_surroundings(args: argparse.Namespace) -> None:
     for source in [*parse_sources(train), *parse_sources(args.valid_data_path or train)]:
         if not source.path.exists():
             raise BadInput(f"The data set {source.path} does not exist; check the path.")
+    _check_kinds(args)
     _check_loggers(args)
+
+
+def _check_kinds(args: argparse.Namespace) -> None:
+    """Megatron would begin from random weights where ``--load`` holds none of its checkpoints."""
+    if args.load_hf:
+        require_huggingface(Path(args.load_hf), instead="use --load")
+    if args.load:
+        require_megatron(Path(args.load), instead="use --load-hf")
 
 
 def _check_loggers(args: argparse.Namespace) -> None:

@@ -129,6 +129,17 @@ def test_what_the_run_will_want_is_looked_for_first(
         check_surroundings(args)
 
 
+def test_a_checkpoint_of_the_other_kind(dense: Path, tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
+    data = ("--data-path", str(dense))
+    for flag, path, message in (
+        ("--load", dense, "a Megatron-Core one is wanted here: use --load-hf"),
+        ("--load-hf", tmp_path, "a Hugging Face one is wanted here: use --load"),
+    ):
+        with pytest.raises(BadInput, match=message):
+            check_surroundings(parsed(dense, *data, flag, str(path)))
+
+
 def test_one_rank_of_a_node_reports_bad_input(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
