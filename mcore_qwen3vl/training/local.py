@@ -8,10 +8,12 @@ import os
 from collections.abc import Sequence
 
 from mcore_qwen3vl import console
+from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.training.arguments.checks import check_device
 from mcore_qwen3vl.training.arguments.help import print_help
-from mcore_qwen3vl.training.arguments.parser import add_arguments, is_cpu
+from mcore_qwen3vl.training.arguments.layout import check_layout_flags
+from mcore_qwen3vl.training.arguments.parser import add_arguments, hf_model_of, is_cpu
 
 SHUTDOWN_SECONDS = 600
 """What a step and a checkpoint may take after SIGTERM; torchrun's 30 s would kill a rank in it."""
@@ -52,9 +54,11 @@ def train_locally(flags: Sequence[str], processes: int | None = None) -> int:
         The exit code: 0 done, 1 a rank crashed, 2 bad input, 128 + N stopped by signal N.
 
     Raises:
-        BadInput: no GPU and no ``--cpu``.
+        BadInput: no GPU and no ``--cpu``, no such model, or a layout that does not fit it.
     """
     check_device(is_cpu(flags))
+    ranks = processes or default_processes(flags)
+    check_layout_flags(flags, Architecture.from_hf(hf_model_of(flags)), ranks)
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -62,8 +66,14 @@ def train_locally(flags: Sequence[str], processes: int | None = None) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun sets it, without its warning
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    count = str(processes or default_processes(flags))
-    arguments = ["--standalone", "--nproc-per-node", count, "-m", "mcore_qwen3vl.training", *flags]
+    arguments = [
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        "-m",
+        "mcore_qwen3vl.training",
+        *flags,
+    ]
     try:
         torchrun.run(torchrun.parse_args(arguments))
     except ChildFailedError as failed:

@@ -165,6 +165,21 @@ def test_without_a_gpu_it_is_one_line(checkpoint, capsys, monkeypatch):
     )
 
 
+def test_a_layout_that_does_not_fit_starts_no_rank(checkpoint, capsys, monkeypatch):
+    monkeypatch.setattr("torch.distributed.run.run", pytest.fail)
+    command = ("train", "--cpu", "--hf-model", checkpoint, "--data-path", "x")
+    assert run("verify", "parity", checkpoint, "--tp", "3") == 2
+    wanted = capsys.readouterr().err
+    assert run(*command, "--tensor-model-parallel-size", "3") == 2
+    assert capsys.readouterr().err == wanted
+    assert run(*command, "--processes", "3", "--context-parallel-size", "2") == 2
+    assert "The world size is 3, which TP 1 x PP 1 x CP 2 = 2 does not" in capsys.readouterr().err
+    assert run(*command, "--tensor-model-parallel-size", "two") == 2
+    assert "--tensor-model-parallel-size: invalid int value: 'two'" in capsys.readouterr().err
+    assert run("train", "--cpu", "--data-path", "x") == 2
+    assert "--hf-model" in capsys.readouterr().err
+
+
 def test_existing_target_needs_force(checkpoint, tmp_path, capsys):
     dst = tmp_path / "mcore"
     assert run("convert", "hf-to-mcore", checkpoint, dst) == 0

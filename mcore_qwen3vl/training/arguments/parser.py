@@ -8,11 +8,13 @@ Reused as they are: ``--data-path [WEIGHT PATH]...`` or ``--train-data-path``/``
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.hub import resolve
@@ -22,6 +24,8 @@ from mcore_qwen3vl.megatron_config import architecture_arguments, recommended_ar
 from mcore_qwen3vl.training.arguments.checks import check, check_surroundings, complaint
 from mcore_qwen3vl.training.arguments.data_flags import add_data_arguments
 from mcore_qwen3vl.training.arguments.explicit import check_explicit, explicit_arguments
+from mcore_qwen3vl.training.arguments.layout import check_layout
+from mcore_qwen3vl.training.arguments.refusal import StrictParser, refuse_by
 from mcore_qwen3vl.training.checkpoints.resume import check_companions
 
 SPECS = ("te", "torch")
@@ -94,6 +98,18 @@ def is_cpu(argv: Sequence[str]) -> bool:
     return "--cpu" in argv
 
 
+def hf_model_of(argv: Sequence[str]) -> Path:
+    """The folder with the config that ``--hf-model`` means.
+
+    Raises:
+        BadInput: one of our flags is missing or has a value that it cannot have.
+    """
+    own = StrictParser(allow_abbrev=False, add_help=False)
+    known, _ = add_arguments(own).parse_known_args(list(argv))
+    source = resolve(known.hf_model, weights=False)
+    return find_hf_folder(source) or source
+
+
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse and validate `argv` with Megatron, and set its global state.
 
@@ -103,7 +119,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """
     from megatron.training.arguments import parse_and_validate_args
 
-    setup = ArgumentSetup(argv, check=check_surroundings)
+    setup = ArgumentSetup(argv, int(os.environ.get("WORLD_SIZE", "1")), check=check_surroundings)
     with _megatron_reads(setup.argv):
         args = parse_and_validate_args(extra_args_provider=setup.prepare)
     setup.finish(args)
@@ -120,7 +136,7 @@ def validate(argv: Sequence[str], world_size: int) -> argparse.Namespace:
     """
     from megatron.training.arguments import parse_args, validate_args
 
-    setup = ArgumentSetup(argv)
+    setup = ArgumentSetup(argv, world_size)
     with _megatron_reads(setup.argv):
         args = parse_args(extra_args_provider=setup.prepare)
         args.rank, args.world_size = 0, world_size
@@ -133,26 +149,28 @@ class ArgumentSetup:
     """Adds our flags and defaults to Megatron's parser for one command line."""
 
     def __init__(
-        self, argv: Sequence[str], check: Callable[[argparse.Namespace], None] | None = None
+        self,
+        argv: Sequence[str],
+        world_size: int,
+        check: Callable[[argparse.Namespace], None] | None = None,
     ) -> None:
         """
         Args:
             argv: the command line.
+            world_size: number of ranks.
             check: is shown what it says before Megatron validates and acts on it.
         """
         self.argv = _train_data_path(argv)
+        self._world_size = world_size
         self._check = check
-        own = _OwnParser(allow_abbrev=False, add_help=False)
-        known, _ = add_arguments(own).parse_known_args(self.argv)
         self.cpu = is_cpu(argv)
-        source = resolve(known.hf_model, weights=False)
-        self.hf_model = find_hf_folder(source) or source
+        self.hf_model = hf_model_of(self.argv)
         self.architecture = Architecture.from_hf(self.hf_model)
 
     def prepare(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Megatron's ``extra_args_provider``."""
         # Instead of a screen of all of Megatron's flags from every rank.
-        parser.error = _refuse  # type: ignore[method-assign]
+        parser.error = refuse_by(parser)  # type: ignore[assignment, method-assign]
         explicit = explicit_arguments(add_arguments(parser), self.argv)
         fixed = architecture_arguments(self.architecture)
         check_explicit(parser, explicit, fixed)
@@ -168,8 +186,10 @@ class ArgumentSetup:
         if explicit.get("save"):
             # The command that started a run resumes it.
             parser.set_defaults(load=explicit["save"])
+        args = parser.parse_args(self.argv)
+        check_layout(args, self.architecture, self._world_size)
         if self._check is not None:
-            self._check(parser.parse_args(self.argv))
+            self._check(args)
         return parser
 
     def finish(self, args: argparse.Namespace) -> None:
@@ -242,15 +262,6 @@ def _cpu_defaults() -> dict[str, Any]:
         "bias_dropout_fusion": False,
         "apply_rope_fusion": False,
     }
-
-
-def _refuse(message: str) -> NoReturn:
-    raise BadInput(f"{message}. mcore-qwen3vl train --help WORD shows the flags about a word.")
-
-
-class _OwnParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        _refuse(message)
 
 
 @contextmanager
