@@ -6,6 +6,8 @@ import argparse
 import inspect
 import math
 import os
+import signal
+import threading
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -35,7 +37,24 @@ def main(argv: Sequence[str]) -> None:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if words is not None:
         print_megatron_help(words)
-    Run(parse(argv)).train()
+    args = parse(argv)
+    _interrupt_as_sigterm()
+    Run(args).train()
+
+
+def _interrupt_as_sigterm() -> None:
+    """Ctrl-C reaches every process of the terminal; this rank then saves as for SIGTERM.
+
+    Its data workers, which are forked and inherit the handler, go on until the rank ends them.
+    """
+    rank = os.getpid()
+
+    def handler(*_: Any) -> None:
+        if os.getpid() == rank:
+            signal.raise_signal(signal.SIGTERM)
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, handler)
 
 
 class Run:

@@ -94,8 +94,13 @@ def check_surroundings(args: argparse.Namespace) -> None:
     from mcore_qwen3vl.data.loading.loader import parse_sources
 
     train = args.train_data_path or args.data_path
+    missing = []
     if not train:
-        raise BadInput("No training data: give --data-path PATH, or WEIGHT PATH WEIGHT PATH….")
+        missing.append("No training data: give --data-path PATH, or WEIGHT PATH WEIGHT PATH….")
+    if not (args.train_iters or args.train_samples or args.skip_train):
+        missing.append("No length of the run: give --train-iters N.")
+    if missing:
+        raise BadInput(" ".join(missing))
     for source in [*parse_sources(train), *parse_sources(args.valid_data_path or train)]:
         if not source.path.exists():
             raise BadInput(f"The data set {source.path} does not exist; check the path.")

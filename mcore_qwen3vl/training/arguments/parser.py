@@ -23,6 +23,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.megatron_config import architecture_arguments, recommended_arguments
 from mcore_qwen3vl.training.arguments.checks import check, check_surroundings, complaint
 from mcore_qwen3vl.training.arguments.data_flags import add_data_arguments
+from mcore_qwen3vl.training.arguments.defaults import run_defaults, statement
 from mcore_qwen3vl.training.arguments.explicit import check_explicit, explicit_arguments
 from mcore_qwen3vl.training.arguments.layout import check_layout
 from mcore_qwen3vl.training.arguments.refusal import StrictParser, refuse_by
@@ -123,6 +124,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     with _megatron_reads(setup.argv):
         args = parse_and_validate_args(extra_args_provider=setup.prepare)
     setup.finish(args)
+    taken = statement(args, setup.explicit)
+    if taken and args.rank == 0:
+        print(taken, file=sys.stderr, flush=True)
     if args.save:
         check_companions(args.save, setup.architecture)
     return args
@@ -163,6 +167,7 @@ class ArgumentSetup:
         self.argv = _train_data_path(argv)
         self._world_size = world_size
         self._check = check
+        self.explicit: frozenset[str] = frozenset()
         self.cpu = is_cpu(argv)
         self.hf_model = hf_model_of(self.argv)
         self.architecture = Architecture.from_hf(self.hf_model)
@@ -174,11 +179,13 @@ class ArgumentSetup:
         explicit = explicit_arguments(add_arguments(parser), self.argv)
         fixed = architecture_arguments(self.architecture)
         check_explicit(parser, explicit, fixed)
+        self.explicit = frozenset(explicit)
         spec = _spec(explicit.get("spec"), self.cpu)
         parser.set_defaults(
             **fixed,
             **recommended_arguments(self.architecture),
             **_loop_defaults(),
+            **run_defaults(self.architecture, explicit),
             **(_torch_spec_defaults() if spec == "torch" else _te_spec_defaults()),
             **(_cpu_defaults() if self.cpu else {}),
             spec=[spec],
@@ -225,6 +232,8 @@ def _loop_defaults() -> dict[str, Any]:
         "dataloader_type": "external",
         # One division by the global batch, which is ours: see ForwardStep.normalise.
         "calculate_per_token_loss": True,
+        # SIGTERM and Ctrl-C end a run with a checkpoint.
+        "exit_signal_handler": True,
         "eval_iters": 0,
         "eval_interval": 1000,
         "ckpt_format": "torch_dist",

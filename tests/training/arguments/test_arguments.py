@@ -10,7 +10,8 @@ import pytest
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training.arguments.checks import check_surroundings
-from mcore_qwen3vl.training.arguments.parser import validate
+from mcore_qwen3vl.training.arguments.defaults import statement
+from mcore_qwen3vl.training.arguments.parser import ArgumentSetup, validate
 
 BASE = (
     "--cpu",
@@ -140,6 +141,30 @@ def test_a_checkpoint_of_the_other_kind(dense: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(BadInput, match=message):
             check_surroundings(parsed(dense, *data, flag, str(path)))
+
+
+def test_all_that_is_missing_is_said_at_once(dense: Path) -> None:
+    argv = ["--cpu", "--hf-model", str(dense)]
+    with pytest.raises(BadInput, match=r"No training data: .* No length of the run: give --train"):
+        ArgumentSetup(argv, 1, check=check_surroundings).prepare(add_megatron_arguments())
+
+
+def add_megatron_arguments() -> argparse.ArgumentParser:
+    from megatron.training import arguments
+
+    return arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+
+
+def test_what_is_not_given_has_a_default_and_is_stated(dense: Path, tmp_path: Path) -> None:
+    argv = ["--cpu", "--hf-model", str(dense), "--train-iters", "20", "--save", str(tmp_path)]
+    args = validate(argv, 2)
+    assert args.exit_signal_handler
+    assert statement(args, {"train_iters", "save"}) == (
+        "not given, so: --micro-batch-size 1 --global-batch-size 2 --seq-length 4096 --lr 1e-05 "
+        "--log-interval 10 --save-interval 500"
+    )
+    args = validate([*argv, "--lr", "1", "--seq-length", "64"], 1)
+    assert (args.lr, args.seq_length) == (1, 64)
 
 
 def test_one_rank_of_a_node_reports_bad_input(
