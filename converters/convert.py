@@ -45,6 +45,7 @@ def plan_hf_to_mcore(
     Raises:
         BadInput: anything about the input or the options that cannot be converted exactly.
     """
+    formats.require_huggingface(Path(src))
     per_layout = formats.named(format).per_layout
     if per_layout is not None:
         return per_layout.plan(
@@ -128,6 +129,7 @@ def plan_mcore_to_hf(
     Raises:
         BadInput: anything about the input or the options that cannot be converted exactly.
     """
+    formats.require_megatron(Path(src))
     return to_hf.plan(
         _directory(src),
         hf_config_dir=None if hf_config is None else _directory(hf_config),

@@ -76,11 +76,14 @@ def _snapshot(repo: str, revision: str | None, weights: bool) -> Path:
         why = f"it has no revision {revision}"
     except Exception as error:
         # What goes wrong on the network has many classes, of several libraries.
-        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        if constants.HF_HUB_OFFLINE:
+        if constants.HF_HUB_OFFLINE or isinstance(error, errors.LocalEntryNotFoundError):
+            offline = constants.HF_HUB_OFFLINE
             why = (
-                f"HF_HUB_OFFLINE is set, and the cache {constants.HF_HUB_CACHE} does not hold all "
-                f"of it. Run `hf download {repo}` where the hub can be reached ({why:.400})"
+                f"{'HF_HUB_OFFLINE is set' if offline else 'the hub cannot be reached'}, and the "
+                f"cache {constants.HF_HUB_CACHE} does not hold all of it. Run `hf download {repo}` "
+                "where the hub can be reached"
             )
+        else:
+            why = f"{type(error).__name__}: {' '.join(str(error).split())}"
     at = f"{repo} at {revision}" if revision else repo
     raise BadInput(f"{at} is no local path, and as a Hugging Face hub id: {why}.")

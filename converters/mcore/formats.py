@@ -112,6 +112,34 @@ def is_megatron(path: Path) -> bool:
     return (path / TRACKER).is_file() or any(f.recognises(path) for f in formats().values())
 
 
+def require_huggingface(
+    path: Path, *, instead: str = "`mcore-qwen3vl convert mcore-to-hf` makes one of it"
+) -> None:
+    """
+    Raises:
+        BadInput: `path` is a Megatron checkpoint; the message says what to do `instead`.
+    """
+    if is_megatron(path):
+        raise BadInput(
+            f"{path} is a Megatron-Core checkpoint, and a Hugging Face one is wanted here: "
+            f"{instead}."
+        )
+
+
+def require_megatron(
+    path: Path, *, instead: str = "`mcore-qwen3vl convert hf-to-mcore` makes one of it"
+) -> None:
+    """
+    Raises:
+        BadInput: `path` is a Hugging Face checkpoint; the message says what to do `instead`.
+    """
+    if is_huggingface(path) and not is_megatron(path):
+        raise BadInput(
+            f"{path} is a Hugging Face checkpoint, and a Megatron-Core one is wanted here: "
+            f"{instead}."
+        )
+
+
 def is_checkpoint(path: Path) -> bool:
     """Whether `path` looks like a Megatron or a Hugging Face checkpoint."""
     return is_megatron(path) or is_huggingface(path)

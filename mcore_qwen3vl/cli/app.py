@@ -62,6 +62,7 @@ def inspect(
         bool,
         typer.Option("--table", help="The mapping: which tensors become which, and how."),
     ] = False,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor too.")] = False,
     json: Json = False,
 ) -> None:
     """What it is: sizes, shapes, layout, dtype, parameter count by part."""
@@ -94,7 +95,7 @@ def inspect(
         total = inspection.total_parameters
         console.emit_json({"total_parameters": total, **asdict(inspection)}, console.STDOUT)
     else:
-        show.inspection(inspection)
+        show.inspection(inspection, tensors=tensors)
 
 
 @app.command("tiny")
@@ -143,11 +144,13 @@ def train(
     ] = None,
 ) -> None:
     """Train on this machine: forwards every other flag to Megatron's loop through torchrun."""
+    from mcore_qwen3vl.training.arguments.help import asked_words
     from mcore_qwen3vl.training.local import show_help, train_locally
 
-    if {"-h", "--help"}.isdisjoint(context.args):
+    words = asked_words(context.args)
+    if words is None:
         sys.exit(train_locally(context.args, processes))
-    show_help()
+    show_help(words)
 
 
 @app.command("train-demo")

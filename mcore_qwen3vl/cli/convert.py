@@ -1,5 +1,7 @@
 """``mcore-qwen3vl convert``: between Hugging Face and Megatron-Core."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -54,6 +56,16 @@ class ExpertLayoutChoice(StrEnum):
     source = "source"
     published = "published"
     v5 = "v5"
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C leaves what is done for the next run."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        console.messages.print("interrupted: run the same command to continue")
+        raise typer.Exit(130) from None
 
 
 @app.command("hf-to-mcore")
@@ -124,7 +136,7 @@ def hf_to_mcore(
     if dry_run:
         show.plan(convert.plan_hf_to_mcore(src, **options), json)
         return
-    with console.byte_progress("converting", quiet=json) as report:
+    with _interruptible(), console.byte_progress("converting", quiet=json) as report:
         summary = convert.hf_to_mcore(
             src, dst, **options, force=force, workers=workers, progress=report
         )
@@ -162,7 +174,7 @@ def mcore_to_hf(
     if dry_run:
         show.plan(convert.plan_mcore_to_hf(src, **options), json)
         return
-    with console.byte_progress("converting", quiet=json) as report:
+    with _interruptible(), console.byte_progress("converting", quiet=json) as report:
         summary = convert.mcore_to_hf(
             src, dst, **options, force=force, workers=workers, progress=report
         )

@@ -21,7 +21,10 @@ def group() -> None:
 @app.command("check")
 def check(
     path: Annotated[Path, typer.Argument(help="JSONL, WebDataset folder or energon metadataset.")],
-    hf_model: Annotated[Path, sources.option("Checkpoint, or hub id, whose processor is used.")],
+    hf_model: Annotated[
+        Path,
+        sources.option("Checkpoint of either kind, or hub id, whose processor is used."),
+    ],
     seq_length: Annotated[int, typer.Option(help="Longest sample, and length of a pack.")] = 8192,
     split: Annotated[str, typer.Option(help="Part of a WebDataset or metadataset.")] = "train",
     decode: Annotated[bool, typer.Option(help="Decode every image and video.")] = True,
@@ -31,13 +34,13 @@ def check(
 ) -> None:
     """Read every sample as training would: flaws, lengths, packing efficiency."""
     console.quiet_libraries()
+    from mcore_qwen3vl.converters.mcore.paths import find_hf_folder
     from mcore_qwen3vl.data import DataConfig, load_processor
     from mcore_qwen3vl.data.check import check_data, plot_report
 
     config = DataConfig(seq_length=seq_length, packing=True)
-    report = check_data(
-        path, load_processor(hf_model), config, split=split, decode=decode, limit=limit
-    )
+    processor = load_processor(find_hf_folder(hf_model) or hf_model)
+    report = check_data(path, processor, config, split=split, decode=decode, limit=limit)
     if plot is not None:
         plot_report(report, plot)
     if not console.emit_json({"samples": report.samples, **asdict(report)}, json):
@@ -45,3 +48,8 @@ def check(
         if plot is not None:
             console.output.print(f"  histograms in {plot}")
     require(not report.bad, f"{len(report.bad)} samples of {path} cannot be used.")
+    require(
+        bool(report.tokens),
+        f"No sample of {path} is usable: all {len(report.overlong)} are longer than {seq_length} "
+        "tokens; raise --seq-length.",
+    )

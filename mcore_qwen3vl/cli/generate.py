@@ -22,7 +22,7 @@ def _layout(**sizes: Any) -> Layout:
     return Layout(**{"dp": -(-experts // tp), "sp": tp > 1, **sizes})
 
 
-@layout_flags(_layout)
+@layout_flags(_layout, without=("vpp", "cp"))
 def generate(
     checkpoint: Annotated[
         Path, sources.argument("CHECKPOINT", "Megatron-Core or Hugging Face directory, or hub id.")

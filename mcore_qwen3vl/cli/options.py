@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -60,24 +60,31 @@ _LAYOUT_FLAGS: dict[str, Any] = {
 }
 
 
-def layout_flags(make: Callable[..., Layout] = Layout) -> Callable[[Any], Any]:
+def layout_flags(
+    make: Callable[..., Layout] = Layout, *, without: Collection[str] = ()
+) -> Callable[[Any], Any]:
     """Give a command the flags ``--tp --pp --vpp --ep --etp --cp --dp --sp``.
 
     The command itself takes a keyword argument `layout` instead: `make` of the flags that were
     given.
+
+    Args:
+        make: of the sizes that were given.
+        without: sizes that the command has no use for.
     """
+    offered = {name: flag for name, flag in _LAYOUT_FLAGS.items() if name not in without}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
         def with_flags(**options: Any) -> None:
-            given = {name: options.pop(name) for name in _LAYOUT_FLAGS}
+            given = {name: options.pop(name) for name in offered}
             sizes = {name: size for name, size in given.items() if size is not None}
             command(**options, layout=make(**sizes))
 
         own = inspect.signature(command, eval_str=True)
         flags = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=flag)
-            for name, flag in _LAYOUT_FLAGS.items()
+            for name, flag in offered.items()
         ]
         kept = [
             parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)

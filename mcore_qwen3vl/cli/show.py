@@ -60,8 +60,8 @@ def summary(summary: ConversionResult, as_json: bool) -> None:
         output.print(plain(note))
 
 
-def inspection(inspection: Inspection) -> None:
-    """What a path is, its parameters by part, and its tensors."""
+def inspection(inspection: Inspection, *, tensors: bool) -> None:
+    """What a path is, its parameters by part, and its `tensors` if they are asked for."""
     a = inspection.architecture
     kinds = {"huggingface": "Hugging Face checkpoint", "megatron": "Megatron-Core checkpoint"}
     facts = {
@@ -86,10 +86,13 @@ def inspection(inspection: Inspection) -> None:
     for part, count in inspection.parameters.items():
         parts.add_row(part, f"{count:,}")
     output.print(parts)
-    tensors = table("tensors", "name", "shape", "dtype", ">size")
+    if not tensors:
+        output.print(f"{len(inspection.tensors)} tensors; --tensors lists them")
+        return
+    lines = table("tensors", "name", "shape", "dtype", ">size")
     for t in inspection.tensors:
-        tensors.add_row(t.name, "x".join(map(str, t.shape)), t.dtype, size(t.nbytes))
-    output.print(tensors)
+        lines.add_row(t.name, "x".join(map(str, t.shape)), t.dtype, size(t.nbytes))
+    output.print(lines)
 
 
 def mapping(lines: Sequence[MappingLine]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from mcore_qwen3vl.model.inputs import VisualInputs, visual_inputs
 
 Conversation = Sequence[Mapping[str, Any]]
 
+_NO_PATH = ("http://", "https://", "data:")
+_LONGEST_PATH = 1000
 _TAG = re.compile("<(image|video)>")
 
 
@@ -190,11 +193,19 @@ def _parts(conversations: Sequence[Conversation], kind: str) -> Iterator[Any]:
                     yield str(reference) if isinstance(reference, Path) else reference
 
 
+def _unreadable(kind: str, reference: Any, error: Exception) -> BadInput:
+    """An image may be base64 too, and what the decoder says of a wrong path is about that."""
+    at = str(reference)
+    if not at.startswith(_NO_PATH) and len(at) < _LONGEST_PATH and not os.path.exists(at):
+        return BadInput(f"{kind} {at!r}: no such file.")
+    return BadInput(f"{kind} {reference!r:.120} cannot be read: {error}")
+
+
 def _image(reference: Any) -> Any:
     try:
         return load_image(reference)
     except (OSError, ValueError, TypeError) as error:
-        raise BadInput(f"Image {reference!r:.120} cannot be read: {error}") from error
+        raise _unreadable("Image", reference, error) from error
 
 
 def _video(reference: Any, processor: Any) -> tuple[np.ndarray, VideoMetadata]:
@@ -211,4 +222,4 @@ def _video(reference: Any, processor: Any) -> tuple[np.ndarray, VideoMetadata]:
         metadata.frames_indices = processor.video_processor.sample_frames(metadata)
         return load_frames(media, metadata.frames_indices), metadata
     except (BadSample, ValueError) as error:  # too short to sample from
-        raise BadInput(f"Video {str(reference)!r:.120} cannot be read: {error}") from error
+        raise _unreadable("Video", str(reference), error) from error

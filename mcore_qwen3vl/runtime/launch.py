@@ -46,6 +46,24 @@ class _Rank:
     ended: float | None = None  # when it answered or died, in monotonic seconds
 
 
+def check_gpus(world_size: int) -> None:
+    """Before anything slow: on CUDA each rank has a GPU of its own.
+
+    Call it where ranks will be on CUDA only: to count GPUs may start CUDA in this process.
+
+    Raises:
+        BadInput: there are fewer GPUs than ranks.
+    """
+    found = world_size if preloaded() else torch.cuda.device_count()
+    if found < world_size:
+        raise BadInput(
+            f"On CUDA each rank needs a GPU: this machine has {found or 'none'}, the layout "
+            f"{world_size} rank{'s' if world_size > 1 else ''}. Run on the CPU "
+            "(verify: --device cpu)"
+            f"{', or divide less' if found else ''}."
+        )
+
+
 def run_layout(
     fn: Callable[..., Any],
     world_size: int,
@@ -68,11 +86,13 @@ def run_layout(
         What each rank returned, in the order of ranks (pickled, so no CUDA tensors).
 
     Raises:
-        BadInput, CheckFailed: raised by a rank, as it was.
+        BadInput, CheckFailed: raised by a rank, as it was; or see :func:`check_gpus`.
         RanksFailed: a rank raised anything else, died, or did not finish in time.
     """
     if device == "cpu":
         cpu.install()
+    else:
+        check_gpus(world_size)
     context: Any = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
     ranks: list[_Rank] = []
     with tempfile.TemporaryDirectory(prefix="mcore-qwen3vl-ranks-") as scratch:

@@ -8,23 +8,32 @@ import os
 from collections.abc import Sequence
 
 from mcore_qwen3vl import console
+from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.training.arguments.parser import add_arguments, is_cpu
+from mcore_qwen3vl.training.arguments.checks import check_device
+from mcore_qwen3vl.training.arguments.help import print_help
+from mcore_qwen3vl.training.arguments.layout import check_layout_flags
+from mcore_qwen3vl.training.arguments.parser import add_arguments, hf_model_of, is_cpu
 
 SHUTDOWN_SECONDS = 600
 """What a step and a checkpoint may take after SIGTERM; torchrun's 30 s would kill a rank in it."""
 
 
-def show_help() -> None:
-    """Print our flags; Megatron's are in the hundreds."""
+def show_help(words: Sequence[str]) -> None:
+    """Print our flags, or those about `words`, among which Megatron's hundreds are too."""
+    if words:
+        from mcore_qwen3vl.training.run import main
+
+        main(["--help", *words])
     parser = argparse.ArgumentParser(
         prog="mcore-qwen3vl train [--processes N]",
         usage="%(prog)s --hf-model DIR --data-path PATH [FLAG...]",
         description="Train on this machine with Megatron's loop, one rank a GPU (--cpu: one).",
-        epilog="Every Megatron flag works too: launch/train.py --help lists them all.",
+        epilog="Every Megatron flag works too: --help WORD shows the flags about a word; "
+        "launch/train.py --help lists them all.",
         add_help=False,
     )
-    add_arguments(parser).print_help()
+    print_help(add_arguments(parser))
 
 
 def default_processes(flags: Sequence[str]) -> int:
@@ -43,7 +52,13 @@ def train_locally(flags: Sequence[str], processes: int | None = None) -> int:
 
     Returns:
         The exit code: 0 done, 1 a rank crashed, 2 bad input, 128 + N stopped by signal N.
+
+    Raises:
+        BadInput: no GPU and no ``--cpu``, no such model, or a layout that does not fit it.
     """
+    check_device(is_cpu(flags))
+    ranks = processes or default_processes(flags)
+    check_layout_flags(flags, Architecture.from_hf(hf_model_of(flags)), ranks)
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -51,8 +66,14 @@ def train_locally(flags: Sequence[str], processes: int | None = None) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun sets it, without its warning
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    count = str(processes or default_processes(flags))
-    arguments = ["--standalone", "--nproc-per-node", count, "-m", "mcore_qwen3vl.training", *flags]
+    arguments = [
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        "-m",
+        "mcore_qwen3vl.training",
+        *flags,
+    ]
     try:
         torchrun.run(torchrun.parse_args(arguments))
     except ChildFailedError as failed:

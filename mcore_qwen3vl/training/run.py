@@ -6,11 +6,15 @@ import argparse
 import inspect
 import math
 import os
+import signal
+import threading
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from mcore_qwen3vl.training.arguments.parser import is_cpu, parse, show_help
+from mcore_qwen3vl.training.arguments.checks import check_device
+from mcore_qwen3vl.training.arguments.help import asked_words, print_megatron_help
+from mcore_qwen3vl.training.arguments.parser import is_cpu, parse
 from mcore_qwen3vl.training.logs import metrics
 
 
@@ -20,17 +24,37 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         BadInput: the flags, the data or the checkpoint cannot be used.
     """
-    if is_cpu(argv):
+    words = asked_words(argv)
+    if words is not None or is_cpu(argv):
         # What megatron misses on CUDA is not missing here.
         warnings.filterwarnings("ignore", module="megatron")
         from mcore_qwen3vl.runtime import cpu
 
         cpu.install(training=True)  # before megatron is imported
     else:
+        check_device(cpu=False)
         # Megatron before Blackwell orders its overlapped transfers by this.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    show_help(argv)
-    Run(parse(argv)).train()
+    if words is not None:
+        print_megatron_help(words)
+    args = parse(argv)
+    _interrupt_as_sigterm()
+    Run(args).train()
+
+
+def _interrupt_as_sigterm() -> None:
+    """Ctrl-C reaches every process of the terminal; this rank then saves as for SIGTERM.
+
+    Its data workers, which are forked and inherit the handler, go on until the rank ends them.
+    """
+    rank = os.getpid()
+
+    def handler(*_: Any) -> None:
+        if os.getpid() == rank:
+            signal.raise_signal(signal.SIGTERM)
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, handler)
 
 
 class Run:

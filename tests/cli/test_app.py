@@ -1,8 +1,10 @@
 """The command line: exit codes, messages, JSON, and that a failure leaves nothing behind."""
 
 import json
+import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 
@@ -79,7 +81,12 @@ def test_inspect(checkpoint, tmp_path, capsys):
     assert inspection["kind"] == "huggingface"
     assert inspection["total_parameters"] == sum(inspection["parameters"].values()) == 532_168
     assert run("inspect", checkpoint) == 0
-    assert "12, 3 a token, layout published" in capsys.readouterr().out
+    summary = capsys.readouterr().out
+    assert "12, 3 a token, layout published" in summary
+    assert "134 tensors; --tensors lists them" in summary
+    assert "lm_head.weight" not in summary
+    assert run("inspect", checkpoint, "--tensors") == 0
+    assert "lm_head.weight" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -101,6 +108,76 @@ def test_bad_input_and_usage_are_exit_code_2(arguments, tmp_path, capsys, monkey
     assert message
     assert "Traceback" not in message
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def converted(checkpoint, tmp_path_factory):
+    path = tmp_path_factory.mktemp("converted") / "mcore"
+    assert run("convert", "hf-to-mcore", checkpoint, path) == 0
+    return path
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("convert hf-to-mcore MCORE dst", "`mcore-qwen3vl convert mcore-to-hf` makes one of it"),
+        ("convert mcore-to-hf HF dst", "`mcore-qwen3vl convert hf-to-mcore` makes one of it"),
+        ("verify roundtrip MCORE", "a Megatron-Core checkpoint, and a Hugging Face one is wanted"),
+        ("verify parity MCORE", "a Megatron-Core checkpoint, and a Hugging Face one is wanted"),
+        ("verify trace MCORE", "a Megatron-Core checkpoint, and a Hugging Face one is wanted"),
+        ("verify trace HF HF", "a Hugging Face checkpoint, and a Megatron-Core one is wanted"),
+    ],
+)
+def test_a_checkpoint_of_the_other_kind(
+    command, message, checkpoint, converted, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    paths = {"HF": checkpoint, "MCORE": converted}
+    assert run(*(paths.get(word, word) for word in command.split())) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_interrupted_conversion_says_how_to_go_on(checkpoint, tmp_path, capsys, monkeypatch):
+    @contextmanager
+    def interrupting(title, *, quiet):
+        yield lambda done, total, name: signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mcore_qwen3vl.console.byte_progress", interrupting)
+        assert run("convert", "hf-to-mcore", checkpoint, tmp_path / "mcore") == 130
+    assert "interrupted: run the same command to continue" in capsys.readouterr().err
+    assert not (tmp_path / "mcore").exists()
+    assert run("convert", "hf-to-mcore", checkpoint, tmp_path / "mcore") == 0
+
+
+def test_without_a_gpu_it_is_one_line(checkpoint, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert run("train", "--hf-model", checkpoint, "--data-path", "x") == 2
+    assert capsys.readouterr().err == (
+        "error: There is no GPU here: add --cpu to train on the CPU.\n"
+    )
+    assert run("verify", "parity", checkpoint, "--device", "cuda") == 2
+    assert capsys.readouterr().err == (
+        "error: On CUDA each rank needs a GPU: this machine has none, the layout 1 rank. "
+        "Run on the CPU (verify: --device cpu).\n"
+    )
+
+
+def test_a_layout_that_does_not_fit_starts_no_rank(checkpoint, capsys, monkeypatch):
+    monkeypatch.setattr("torch.distributed.run.run", pytest.fail)
+    command = ("train", "--cpu", "--hf-model", checkpoint, "--data-path", "x")
+    assert run("verify", "parity", checkpoint, "--tp", "3") == 2
+    wanted = capsys.readouterr().err
+    assert run(*command, "--tensor-model-parallel-size", "3") == 2
+    assert capsys.readouterr().err == wanted
+    assert run(*command, "--processes", "3", "--context-parallel-size", "2") == 2
+    assert "The world size is 3, which TP 1 x PP 1 x CP 2 = 2 does not" in capsys.readouterr().err
+    assert run(*command, "--tensor-model-parallel-size", "two") == 2
+    assert "--tensor-model-parallel-size: invalid int value: 'two'" in capsys.readouterr().err
+    assert run("train", "--cpu", "--data-path", "x") == 2
+    assert "--hf-model" in capsys.readouterr().err
 
 
 def test_existing_target_needs_force(checkpoint, tmp_path, capsys):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.data import DataConfig
 from mcore_qwen3vl.data.check import DataReport, check_data, plot_report
 from mcore_qwen3vl.errors import BadInput
@@ -55,6 +56,26 @@ def test_report(
     plot_report(report, tmp_path / "histograms.png")
     with Image.open(tmp_path / "histograms.png") as image:
         assert image.width > 1000
+
+
+@pytest.mark.parametrize(("length", "code"), [(8, 1), (1024, 0)])
+def test_the_command_takes_a_converted_checkpoint_and_wants_a_usable_sample(
+    length: int,
+    code: int,
+    processor_dir: Path,
+    write_jsonl: WriteJsonl,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "mcore").mkdir()
+    (tmp_path / "mcore" / "hf").symlink_to(processor_dir)
+    path = write_jsonl([question(0, image=False), question(1, image=False)])
+    command = ["data", "check", str(path), "--hf-model", str(tmp_path / "mcore")]
+    with pytest.raises(SystemExit) as left:
+        main([*command, "--seq-length", str(length)])
+    assert left.value.code == code
+    printed = " ".join(capsys.readouterr().err.split())
+    assert ("all 2 are longer than 8 tokens; raise --seq-length." in printed) == bool(code)
 
 
 def test_nothing_to_draw(tmp_path: Path) -> None:

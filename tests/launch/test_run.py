@@ -42,7 +42,11 @@ def start(command: list[str], output: Path, **environment: str) -> subprocess.Po
     env = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with output.open("ab") as stream:
         return subprocess.Popen(
-            command, env={**env, **environment}, stdout=stream, stderr=subprocess.STDOUT
+            command,
+            env={**env, **environment},
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
 
 
@@ -50,27 +54,32 @@ def entries(log: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
-def interrupt_after_two_steps(process: subprocess.Popen[bytes], log: Path) -> int:
-    """Send SIGTERM, and return the exit code."""
+def interrupt_after_two_steps(
+    process: subprocess.Popen[bytes], log: Path, number: signal.Signals
+) -> int:
+    """Send the signal, and return the exit code."""
     deadline = time.monotonic() + PATIENCE
     while len(entries(log)) < 2:
         assert process.poll() is None, "ended before its second step"
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    process.send_signal(signal.SIGTERM)
+    os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
     return process.wait(PATIENCE)
 
 
 COMMANDS = {
     "script": ["bash", str(ROOT / "launch" / "sft_2b.sh"), "--spec", "torch"],
     "command": ["mcore-qwen3vl", "train", "--processes", "2", "--micro-batch-size", "1",
-                "--packing", "--exit-signal-handler", "--save-interval", "1000"],
+                "--packing", "--save-interval", "1000"],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_training_goes_on_after_sigterm_and_exports(
-    name: str, files: dict[str, str], tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("script", signal.SIGTERM), ("command", signal.SIGTERM), ("command", signal.SIGINT)],
+)
+def test_training_goes_on_after_a_signal_and_exports(
+    name: str, number: signal.Signals, files: dict[str, str], tmp_path: Path
 ) -> None:
     log, hf = tmp_path / "log.jsonl", tmp_path / "hf"
     command = COMMANDS[name] + words(
@@ -78,7 +87,7 @@ def test_training_goes_on_after_sigterm_and_exports(
         "--save", tmp_path / "save", "--save-hf", hf, "--log-json", log,
     )  # fmt: skip
     first = start(command, tmp_path / "out.txt", GPUS_PER_NODE="2")
-    assert interrupt_after_two_steps(first, log) != 0
+    assert interrupt_after_two_steps(first, log, number) != 0
     stopped = len(entries(log))
     assert stopped < STEPS
     second = start(command, tmp_path / "out.txt", GPUS_PER_NODE="2")

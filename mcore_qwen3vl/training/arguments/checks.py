@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import traceback
 from importlib.util import find_spec
+from pathlib import Path
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.mcore.formats import require_huggingface, require_megatron
 from mcore_qwen3vl.errors import BadInput
 
 
@@ -71,6 +73,18 @@ def _check_torch_spec(args: argparse.Namespace) -> None:
         )
 
 
+def check_device(cpu: bool) -> None:
+    """Before megatron is imported, whose CUDA modules would say it in hundreds of lines.
+
+    Raises:
+        BadInput: no GPU, and the CPU was not asked for.
+    """
+    import torch
+
+    if not (cpu or torch.cuda.device_count()):
+        raise BadInput("There is no GPU here: add --cpu to train on the CPU.")
+
+
 def check_surroundings(args: argparse.Namespace) -> None:
     """Data and packages that the run will want, before it has built a model.
 
@@ -80,12 +94,26 @@ def check_surroundings(args: argparse.Namespace) -> None:
     from mcore_qwen3vl.data.loading.loader import parse_sources
 
     train = args.train_data_path or args.data_path
+    missing = []
     if not train:
-        raise BadInput("No training data: give --data-path PATH, or WEIGHT PATH WEIGHT PATH….")
+        missing.append("No training data: give --data-path PATH, or WEIGHT PATH WEIGHT PATH….")
+    if not (args.train_iters or args.train_samples or args.skip_train):
+        missing.append("No length of the run: give --train-iters N.")
+    if missing:
+        raise BadInput(" ".join(missing))
     for source in [*parse_sources(train), *parse_sources(args.valid_data_path or train)]:
         if not source.path.exists():
             raise BadInput(f"The data set {source.path} does not exist; check the path.")
+    _check_kinds(args)
     _check_loggers(args)
+
+
+def _check_kinds(args: argparse.Namespace) -> None:
+    """Megatron would begin from random weights where ``--load`` holds none of its checkpoints."""
+    if args.load_hf:
+        require_huggingface(Path(args.load_hf), instead="use --load")
+    if args.load:
+        require_megatron(Path(args.load), instead="use --load-hf")
 
 
 def _check_loggers(args: argparse.Namespace) -> None:

@@ -8,33 +8,35 @@ Reused as they are: ``--data-path [WEIGHT PATH]...`` or ``--train-data-path``/``
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from importlib.util import find_spec
-from typing import Any, NoReturn, get_args, get_type_hints
+from pathlib import Path
+from typing import Any
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.hub import resolve
 from mcore_qwen3vl.converters.mcore.paths import find_hf_folder
-from mcore_qwen3vl.data.config import DataConfig, MediaLimits
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.megatron_config import architecture_arguments, recommended_arguments
 from mcore_qwen3vl.training.arguments.checks import check, check_surroundings, complaint
+from mcore_qwen3vl.training.arguments.data_flags import add_data_arguments
+from mcore_qwen3vl.training.arguments.defaults import run_defaults, statement
 from mcore_qwen3vl.training.arguments.explicit import check_explicit, explicit_arguments
+from mcore_qwen3vl.training.arguments.layout import check_layout
+from mcore_qwen3vl.training.arguments.refusal import StrictParser, refuse_by
 from mcore_qwen3vl.training.checkpoints.resume import check_companions
 
 SPECS = ("te", "torch")
-# Set by Megatron's own flags, or by what the layout needs.
-_DATA_FIELDS_FROM_MEGATRON = ("seq_length", "micro_batch_size", "length_multiple", "media")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add our flags to Megatron's `parser`, as its ``extra_args_provider``."""
     _add_model_arguments(parser.add_argument_group("qwen3-vl model"))
     _add_training_arguments(parser.add_argument_group("qwen3-vl training"))
-    _add_data_arguments(parser.add_argument_group("qwen3-vl data"))
+    add_data_arguments(parser.add_argument_group("qwen3-vl data"))
     return parser
 
 
@@ -92,36 +94,21 @@ def _add_training_arguments(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_data_arguments(group: argparse._ArgumentGroup) -> None:
-    """One flag for each field of the data config that no Megatron flag covers."""
-    for owner in (DataConfig, MediaLimits):
-        types = get_type_hints(owner)
-        for field in fields(owner):
-            if field.name in _DATA_FIELDS_FROM_MEGATRON:
-                continue
-            flag, kind = "--" + field.name.replace("_", "-"), types[field.name]
-            default: Any = field.default
-            if kind is bool and default:
-                group.add_argument(
-                    "--no-" + flag[2:], dest=field.name, action="store_false", default=True
-                )
-            elif kind is bool:
-                group.add_argument(flag, action="store_true")
-            else:
-                group.add_argument(flag, default=default, **_value_type(kind))
-
-
-def _value_type(kind: Any) -> dict[str, Any]:
-    """``type`` or ``choices`` of a flag, from ``T``, ``T | None`` or ``Literal[...]``."""
-    options = [option for option in get_args(kind) if option is not type(None)]
-    if options and isinstance(options[0], str):
-        return {"choices": options}
-    return {"type": options[0] if options else kind}
-
-
 def is_cpu(argv: Sequence[str]) -> bool:
     """Whether ``--cpu`` is among the flags; asked before Megatron may be imported."""
     return "--cpu" in argv
+
+
+def hf_model_of(argv: Sequence[str]) -> Path:
+    """The folder with the config that ``--hf-model`` means.
+
+    Raises:
+        BadInput: one of our flags is missing or has a value that it cannot have.
+    """
+    own = StrictParser(allow_abbrev=False, add_help=False)
+    known, _ = add_arguments(own).parse_known_args(list(argv))
+    source = resolve(known.hf_model, weights=False)
+    return find_hf_folder(source) or source
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -133,10 +120,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """
     from megatron.training.arguments import parse_and_validate_args
 
-    setup = ArgumentSetup(argv, check=check_surroundings)
+    setup = ArgumentSetup(argv, int(os.environ.get("WORLD_SIZE", "1")), check=check_surroundings)
     with _megatron_reads(setup.argv):
         args = parse_and_validate_args(extra_args_provider=setup.prepare)
     setup.finish(args)
+    taken = statement(args, setup.explicit)
+    if taken and args.rank == 0:
+        print(taken, file=sys.stderr, flush=True)
     if args.save:
         check_companions(args.save, setup.architecture)
     return args
@@ -150,7 +140,7 @@ def validate(argv: Sequence[str], world_size: int) -> argparse.Namespace:
     """
     from megatron.training.arguments import parse_args, validate_args
 
-    setup = ArgumentSetup(argv)
+    setup = ArgumentSetup(argv, world_size)
     with _megatron_reads(setup.argv):
         args = parse_args(extra_args_provider=setup.prepare)
         args.rank, args.world_size = 0, world_size
@@ -159,47 +149,43 @@ def validate(argv: Sequence[str], world_size: int) -> argparse.Namespace:
     return args
 
 
-def show_help(argv: Sequence[str]) -> None:
-    """Print Megatron's flags and ours, and exit, if `argv` asks for it."""
-    if not {"-h", "--help"}.isdisjoint(argv):
-        from megatron.training.arguments import add_megatron_arguments
-
-        parser = argparse.ArgumentParser(description="Qwen3-VL training", allow_abbrev=False)
-        add_arguments(add_megatron_arguments(parser)).parse_args(["--help"])
-
-
 class ArgumentSetup:
     """Adds our flags and defaults to Megatron's parser for one command line."""
 
     def __init__(
-        self, argv: Sequence[str], check: Callable[[argparse.Namespace], None] | None = None
+        self,
+        argv: Sequence[str],
+        world_size: int,
+        check: Callable[[argparse.Namespace], None] | None = None,
     ) -> None:
         """
         Args:
             argv: the command line.
+            world_size: number of ranks.
             check: is shown what it says before Megatron validates and acts on it.
         """
         self.argv = _train_data_path(argv)
+        self._world_size = world_size
         self._check = check
-        own = _OwnParser(allow_abbrev=False, add_help=False)
-        known, _ = add_arguments(own).parse_known_args(self.argv)
+        self.explicit: frozenset[str] = frozenset()
         self.cpu = is_cpu(argv)
-        source = resolve(known.hf_model, weights=False)
-        self.hf_model = find_hf_folder(source) or source
+        self.hf_model = hf_model_of(self.argv)
         self.architecture = Architecture.from_hf(self.hf_model)
 
     def prepare(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Megatron's ``extra_args_provider``."""
         # Instead of a screen of all of Megatron's flags from every rank.
-        parser.error = _refuse  # type: ignore[method-assign]
+        parser.error = refuse_by(parser)  # type: ignore[assignment, method-assign]
         explicit = explicit_arguments(add_arguments(parser), self.argv)
         fixed = architecture_arguments(self.architecture)
         check_explicit(parser, explicit, fixed)
+        self.explicit = frozenset(explicit)
         spec = _spec(explicit.get("spec"), self.cpu)
         parser.set_defaults(
             **fixed,
             **recommended_arguments(self.architecture),
             **_loop_defaults(),
+            **run_defaults(self.architecture, explicit),
             **(_torch_spec_defaults() if spec == "torch" else _te_spec_defaults()),
             **(_cpu_defaults() if self.cpu else {}),
             spec=[spec],
@@ -207,8 +193,10 @@ class ArgumentSetup:
         if explicit.get("save"):
             # The command that started a run resumes it.
             parser.set_defaults(load=explicit["save"])
+        args = parser.parse_args(self.argv)
+        check_layout(args, self.architecture, self._world_size)
         if self._check is not None:
-            self._check(parser.parse_args(self.argv))
+            self._check(args)
         return parser
 
     def finish(self, args: argparse.Namespace) -> None:
@@ -244,6 +232,8 @@ def _loop_defaults() -> dict[str, Any]:
         "dataloader_type": "external",
         # One division by the global batch, which is ours: see ForwardStep.normalise.
         "calculate_per_token_loss": True,
+        # SIGTERM and Ctrl-C end a run with a checkpoint.
+        "exit_signal_handler": True,
         "eval_iters": 0,
         "eval_interval": 1000,
         "ckpt_format": "torch_dist",
@@ -281,15 +271,6 @@ def _cpu_defaults() -> dict[str, Any]:
         "bias_dropout_fusion": False,
         "apply_rope_fusion": False,
     }
-
-
-def _refuse(message: str) -> NoReturn:
-    raise BadInput(f"{message}. launch/train.py --help lists the flags.")
-
-
-class _OwnParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        _refuse(message)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.mcore.formats import require_huggingface
 from mcore_qwen3vl.verify.parity.batches import build_batch
 from mcore_qwen3vl.verify.parity.case import DTYPES
 from mcore_qwen3vl.verify.parity.reference import AdamW, Expected, Reference, Stepped
@@ -20,6 +21,7 @@ class CachedReference:
 
     def __init__(self, path: str | Path, dtype: str = "fp32") -> None:
         self.path = Path(path)
+        require_huggingface(self.path)
         self.architecture = Architecture.from_hf(self.path)
         self._dtype = DTYPES[dtype]
         self._reference: Reference | None = None

@@ -11,7 +11,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.mapping.table import table
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
-from mcore_qwen3vl.runtime.launch import run_layout
+from mcore_qwen3vl.runtime.launch import check_gpus, run_layout
 from mcore_qwen3vl.verify.parity.batches import RECIPES, Batch, build_batch
 from mcore_qwen3vl.verify.parity.cached_reference import CachedReference
 from mcore_qwen3vl.verify.parity.case import Case
@@ -54,7 +54,8 @@ def verify_parity(
         timeout: seconds for the ranks to finish.
 
     Raises:
-        BadInput: the model does not divide by the layout, or a batch is not known.
+        BadInput: the model does not divide by the layout, a batch is not known, or there are
+            fewer GPUs than ranks.
     """
     adamw = AdamW() if gradients and dtype == "fp32" else None
     case = Case(
@@ -63,6 +64,8 @@ def verify_parity(
     names = list(batches or RECIPES)
     reference = CachedReference(hf_dir, dtype)
     case.layout.validate(reference.architecture)
+    if device == "cuda":
+        check_gpus(case.layout.world_size)
     tolerances = None
     if dtype == "bf16":
         tolerances = half_precision_tolerances(reference, CachedReference(hf_dir), case, names)

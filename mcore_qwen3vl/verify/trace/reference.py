@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.mcore.formats import require_huggingface
 from mcore_qwen3vl.verify.parity.batches import Batch, MicroBatch, build_batch
 from mcore_qwen3vl.verify.parity.reference import Reference
 from mcore_qwen3vl.verify.report.measurement import EPSILON, measure
@@ -54,6 +55,7 @@ class TraceReference:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        require_huggingface(self.path)
         self.architecture = Architecture.from_hf(self.path)
         self._rounded: Reference | None = None
         self._exact: Reference | None = None

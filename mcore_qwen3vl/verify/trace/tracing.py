@@ -10,6 +10,7 @@ from typing import Any
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.mapping.table import table
+from mcore_qwen3vl.converters.mcore.formats import require_megatron
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
@@ -68,6 +69,8 @@ def trace(
     reference = hf if isinstance(hf, TraceReference) else TraceReference(hf)
     hf, architecture = reference.path, reference.architecture
     mcore = None if mcore is None else Path(mcore)
+    if mcore is not None:
+        require_megatron(mcore)
     config = _config_folder(mcore) if mcore else hf
     case = replace(case or Case(), layout=layout or Layout(), gradients=gradients)
     _check_same_shape(architecture, Architecture.from_hf(config))

@@ -98,6 +98,20 @@ def test_offline_and_not_in_the_cache(cache: Path, capsys: pytest.CaptureFixture
         assert "hf download" in message
 
 
+def test_no_network(tmp_path: Path) -> None:
+    """Nothing listens at the hub's address."""
+    command = [sys.executable, "-c", "from mcore_qwen3vl.cli import main; main()", "inspect", REPO]
+    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:1"}
+    environment.pop("HF_HUB_OFFLINE", None)
+    found = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
+    assert found.returncode == 2
+    assert found.stderr == (
+        f"error: {REPO} is no local path, and as a Hugging Face hub id: the hub cannot be reached, "
+        f"and the cache {tmp_path} does not hold all of it. Run `hf download {REPO}` where the hub "
+        "can be reached.\n"
+    )
+
+
 def test_cached_without_its_weights(cache: Path) -> None:
     for link in (cache / "models--Owner--Qwen3-VL-Tiny" / "snapshots" / COMMIT).glob("*.safet*"):
         link.unlink()
@@ -159,7 +173,7 @@ def http(kind: type[errors.HfHubHTTPError]) -> Exception:
         (http(errors.RepositoryNotFoundError), "no such repository, or it is private"),
         (http(errors.GatedRepoError), "terms must be accepted"),
         (http(errors.RevisionNotFoundError), "at v9 is .* has no revision v9"),
-        (errors.LocalEntryNotFoundError("no connection"), "no connection"),
+        (errors.LocalEntryNotFoundError("no connection"), "the hub cannot be reached"),
         (OSError("disk full"), "disk full"),
     ],
 )

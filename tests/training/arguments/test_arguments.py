@@ -10,7 +10,8 @@ import pytest
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training.arguments.checks import check_surroundings
-from mcore_qwen3vl.training.arguments.parser import validate
+from mcore_qwen3vl.training.arguments.defaults import statement
+from mcore_qwen3vl.training.arguments.parser import ArgumentSetup, validate
 
 BASE = (
     "--cpu",
@@ -73,7 +74,9 @@ def test_a_flag_that_agrees_with_the_checkpoint_is_fine(dense: Path) -> None:
         (("--no-such-flag", "3"), r"unrecognized arguments: --no-such-flag 3\. .*--help"),
         (("--train-iters", "many"), "--train-iters: invalid int value: 'many'"),
         (("--global-batch-size", "0"), "Megatron refuses these flags: .*global_batch_size"),
-        (("--tensor-model-parallel-size", "2"), "Megatron refuses these flags: world size"),
+        (("--tensor-model-parallel-size", "2"), "The world size is 1, which TP 2 x PP 1 x CP 1"),
+        (("--tensor-model-parallel-size", "3"), "heads cannot be divided over TP 3: use TP 2"),
+        (("--train-itres", "3"), r"--train-itres 3\. Did you mean --train-iters"),
     ],
 )
 def test_flags_that_do_not_fit_together(flags: tuple[str, ...], message: str, dense: Path) -> None:
@@ -127,6 +130,41 @@ def test_what_the_run_will_want_is_looked_for_first(
     args = parsed(dense, *(flag.format(here=dense) for flag in flags))
     with pytest.raises(BadInput, match=message):
         check_surroundings(args)
+
+
+def test_a_checkpoint_of_the_other_kind(dense: Path, tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
+    data = ("--data-path", str(dense))
+    for flag, path, message in (
+        ("--load", dense, "a Megatron-Core one is wanted here: use --load-hf"),
+        ("--load-hf", tmp_path, "a Hugging Face one is wanted here: use --load"),
+    ):
+        with pytest.raises(BadInput, match=message):
+            check_surroundings(parsed(dense, *data, flag, str(path)))
+
+
+def test_all_that_is_missing_is_said_at_once(dense: Path) -> None:
+    argv = ["--cpu", "--hf-model", str(dense)]
+    with pytest.raises(BadInput, match=r"No training data: .* No length of the run: give --train"):
+        ArgumentSetup(argv, 1, check=check_surroundings).prepare(add_megatron_arguments())
+
+
+def add_megatron_arguments() -> argparse.ArgumentParser:
+    from megatron.training import arguments
+
+    return arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+
+
+def test_what_is_not_given_has_a_default_and_is_stated(dense: Path, tmp_path: Path) -> None:
+    argv = ["--cpu", "--hf-model", str(dense), "--train-iters", "20", "--save", str(tmp_path)]
+    args = validate(argv, 2)
+    assert args.exit_signal_handler
+    assert statement(args, {"train_iters", "save"}) == (
+        "not given, so: --micro-batch-size 1 --global-batch-size 2 --seq-length 4096 --lr 1e-05 "
+        "--log-interval 10 --save-interval 500"
+    )
+    args = validate([*argv, "--lr", "1", "--seq-length", "64"], 1)
+    assert (args.lr, args.seq_length) == (1, 64)
 
 
 def test_one_rank_of_a_node_reports_bad_input(

@@ -1,0 +1,63 @@
+"""One flag for each field of the data config that no Megatron flag covers."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from typing import Any, get_args, get_type_hints
+
+from mcore_qwen3vl.data.config import DataConfig, MediaLimits
+
+# Set by Megatron's own flags, or by what the layout needs.
+_FROM_MEGATRON = ("seq_length", "micro_batch_size", "length_multiple", "media")
+
+_OF_CHECKPOINT = "default: the checkpoint's processor's"
+_HELP = {
+    "packing": "several samples to a sequence (THD); default: one sample a row, padded",
+    "pad_to_longest": "without --packing: pad to the batch's longest row; default: to --seq-length",
+    "overlong": "samples longer than --seq-length: leave out, or cut their tail",
+    "packing_buffer": "samples among which the packer chooses",
+    "shuffle": "read the samples in their order; default: shuffled",
+    "shuffle_buffer": "samples among which the next is drawn",
+    "max_bad_fraction": "stop when more than this share of the samples is bad",
+    "bad_fraction_floor": "below this many samples, take the share of this number instead",
+    "document_end": "token text that ends a pretraining document; default: the tokenizer's pad "
+    "token",
+    "image_min_pixels": f"of an image, after resizing; {_OF_CHECKPOINT}",
+    "image_max_pixels": f"of an image, after resizing; {_OF_CHECKPOINT}",
+    "image_max_tokens": "of an image; with --image-max-pixels, the smaller holds; default: none",
+    "video_min_pixels": f"of a whole clip, after resizing; {_OF_CHECKPOINT}",
+    "video_max_pixels": f"of a whole clip, after resizing; {_OF_CHECKPOINT}",
+    "video_max_tokens": "of a whole clip; with --video-max-pixels, the smaller holds; default: "
+    "none",
+    "video_fps": f"frames a second to sample; {_OF_CHECKPOINT}",
+    "video_max_frames": f"frames of a clip to sample; {_OF_CHECKPOINT}",
+}
+
+
+def add_data_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add the flags to `group`."""
+    for owner in (DataConfig, MediaLimits):
+        types = get_type_hints(owner)
+        for field in fields(owner):
+            if field.name not in _FROM_MEGATRON:
+                _add(group, field.name, types[field.name], field.default)
+
+
+def _add(group: argparse._ArgumentGroup, name: str, kind: Any, default: Any) -> None:
+    flag, text = name.replace("_", "-"), _HELP[name]
+    if kind is bool and default:
+        group.add_argument(f"--no-{flag}", dest=name, action="store_false", default=True, help=text)
+    elif kind is bool:
+        group.add_argument(f"--{flag}", action="store_true", help=text)
+    else:
+        stated = "" if default is None else "; default: %(default)s"
+        group.add_argument(f"--{flag}", default=default, help=text + stated, **_value_type(kind))
+
+
+def _value_type(kind: Any) -> dict[str, Any]:
+    """``type`` or ``choices`` of a flag, from ``T``, ``T | None`` or ``Literal[...]``."""
+    options = [option for option in get_args(kind) if option is not type(None)]
+    if options and isinstance(options[0], str):
+        return {"choices": options}
+    return {"type": options[0] if options else kind, "metavar": "TEXT" if str in options else "N"}

@@ -1,0 +1,34 @@
+"""What a run takes where the command line says nothing and Megatron has no value."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection
+from typing import Any
+
+from mcore_qwen3vl.config import Architecture
+
+SEQ_LENGTH = 8192
+"""As ``data check`` has it; less where the model has fewer positions."""
+
+
+def run_defaults(architecture: Architecture, explicit: Collection[str]) -> dict[str, Any]:
+    """Values by ``dest`` name of what is not `explicit`; they are stated by :func:`statement`."""
+    defaults: dict[str, Any] = {
+        "micro_batch_size": 1,
+        "seq_length": min(SEQ_LENGTH, architecture.max_position_embeddings),
+        "lr": 1e-5,
+        "log_interval": 10,
+    }
+    if "save" in explicit:
+        defaults["save_interval"] = 500
+    return {name: value for name, value in defaults.items() if name not in explicit}
+
+
+def statement(args: argparse.Namespace, explicit: Collection[str]) -> str | None:
+    """One line that says what was not given, after Megatron has worked the values out."""
+    names = ["micro_batch_size", "global_batch_size", "seq_length", "lr", "log_interval"]
+    if args.save:
+        names.append("save_interval")
+    taken = [f"--{n.replace('_', '-')} {getattr(args, n)}" for n in names if n not in explicit]
+    return f"not given, so: {' '.join(taken)}" if taken else None

@@ -1,0 +1,67 @@
+"""``--help`` of the training commands."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mcore_qwen3vl.cli import main as command_line
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.training.arguments.help import asked_words, print_help
+from mcore_qwen3vl.training.arguments.parser import add_arguments
+from mcore_qwen3vl.training.run import main
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_all_of_megatrons_flags_print_by_group(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["--help"])
+    assert left.value.code == 0
+    printed = capsys.readouterr().out
+    for expected in ("--tensor-model-parallel-size", "--hf-model", "\nqwen3-vl data:\n"):
+        assert expected in printed
+
+
+def test_words_choose_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help", "--Context", "parallel-size"])
+    printed = capsys.readouterr().out
+    assert "--context-parallel-size" in printed
+    assert "--hf-model DIR " not in printed.split("\n\n", 1)[1]
+    assert "\nRNG and initialization:" not in printed
+
+
+def test_no_flag_about_a_word() -> None:
+    with pytest.raises(BadInput, match="No flag is about 'parakeet'"):
+        print_help(argparse.ArgumentParser(), ["parakeet"])
+
+
+def test_words_come_after_help() -> None:
+    assert asked_words(["--cpu", "-h", "Pipeline", "--size"]) == ["pipeline", "size"]
+    assert asked_words(["--cpu"]) is None
+
+
+def test_every_flag_of_ours_has_a_text(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        command_line(["train", "--help"])
+    assert left.value.code == 0
+    printed = re.sub(r"\s+", " ", capsys.readouterr().out)
+    actions = add_arguments(argparse.ArgumentParser(add_help=False))._actions
+    for action in actions:
+        assert action.help, action.dest
+        assert action.option_strings[0] in printed
+    assert "share of the samples is bad; default: 0.05" in printed
+    assert "default: one sample a row, padded" in printed
+
+
+def test_the_script_says_it_without_a_traceback() -> None:
+    command = [sys.executable, str(ROOT / "launch" / "train.py"), "--help", "seq-length"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "--seq-length" in done.stdout
+    assert "Traceback" not in done.stderr
