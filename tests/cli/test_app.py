@@ -139,6 +139,15 @@ def test_a_checkpoint_of_the_other_kind(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.fixture
+def _interruptible():
+    """A shell's background jobs ignore SIGINT, and so would the suite as one of them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interruptible")
 def test_interrupted_conversion_says_how_to_go_on(checkpoint, tmp_path, capsys, monkeypatch):
     @contextmanager
     def interrupting(title, *, quiet):

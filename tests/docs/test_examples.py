@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from mcore_qwen3vl.data.records.media import MediaFolder
@@ -59,6 +60,7 @@ def test_readme_train_command_passes_megatrons_validation(monkeypatch, tmp_path)
     assert (args.data_parallel_size, args.seq_length, args.spec) == (2, 8192, ["te"])
 
 
+@pytest.mark.slow  # over a minute of starting commands
 def test_tutorial(tmp_path):
     """Every shell block, in order, in an empty directory; the model answers what the page says."""
     shell = blocks(DOCS / "tutorial.md", "bash", "sh", "console")
