@@ -57,6 +57,8 @@ class Qwen3VLModel(GPTModel):
         post_process: this chunk ends in the head.
         vp_stage: virtual pipeline stage of this chunk.
         pg_collection: process groups; default: those of Megatron's parallel state.
+        recompute_vision: keep only the inputs of the tower's blocks, and compute them again in the
+            backward pass; None: under full recompute of the decoder.
         head_chunk: losses are computed from the logits of this many tokens at a time; None: as
             many as fit a fixed size. 0: Megatron's own cross entropy, from all logits at once.
         kwargs: passed to :class:`GPTModel`.
@@ -73,6 +75,7 @@ class Qwen3VLModel(GPTModel):
         post_process: bool = True,
         vp_stage: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        recompute_vision: bool | None = None,
         head_chunk: int | None = None,
         **kwargs: Any,
     ) -> None:
@@ -118,7 +121,11 @@ class Qwen3VLModel(GPTModel):
                 architecture,
                 config,
                 group=groups.tp_cp,
-                recompute=config.recompute_granularity == "full",
+                recompute=(
+                    config.recompute_granularity == "full"
+                    if recompute_vision is None
+                    else recompute_vision
+                ),
             )
         # Deferring the head's weight gradient is Megatron's own layer's.
         self._losses_in_chunks = head_chunk != 0 and not config.defer_embedding_wgrad_compute
@@ -140,6 +147,7 @@ class Qwen3VLModel(GPTModel):
         vp_stage: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         vocab_size: int | None = None,
+        recompute_vision: bool | None = None,
         head_chunk: int | None = None,
         **transformer_config_overrides: Any,
     ) -> Qwen3VLModel:
@@ -164,6 +172,7 @@ class Qwen3VLModel(GPTModel):
             architecture,
             spec=spec,
             vocab_size=vocab_size,
+            recompute_vision=recompute_vision,
             head_chunk=head_chunk,
             pre_process=pre_process,
             post_process=post_process,

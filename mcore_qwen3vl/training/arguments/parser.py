@@ -79,6 +79,13 @@ def _add_training_arguments(group: argparse._ArgumentGroup) -> None:
         help="a registered loss or module:function (see mcore_qwen3vl.training.step.losses)",
     )
     group.add_argument(
+        "--recompute-vision",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="keep only the inputs of the vision tower's blocks for the backward pass "
+        "(default: with --recompute-granularity full)",
+    )
+    group.add_argument(
         "--head-chunk",
         type=int,
         metavar="TOKENS",

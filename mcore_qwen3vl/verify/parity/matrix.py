@@ -149,6 +149,7 @@ MATRIX: tuple[MatrixRow, ...] = (
         recompute_num_layers=1,
     ),
     _recompute("selective", "dense", "cp2", "mixed", recompute_granularity="selective"),
+    _recompute("vision", "dense", "tp2+sp", "mixed", recompute_vision=True),
     _recompute(
         "selective moe",
         "moe",
