@@ -11,11 +11,14 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 
 PARTS = {
-    "vision": r"visual\.(?!merger\.|deepstack_merger_list\.)",
-    "aligner": r"visual\.(merger|deepstack_merger_list)\.",
-    "language": r"(?!visual\.)",
+    "vision": r"(adapter\.model\.)?visual\.(?!merger\.|deepstack_merger_list\.)",
+    "aligner": r"(adapter\.model\.)?visual\.(merger|deepstack_merger_list)\.",
+    "language": r"(?!(adapter\.model\.)?visual\.)",
 }
-"""Names for the parts of the model; the aligner is the mergers, DeepStack's among them."""
+"""Names for the parts of the model; the aligner is the mergers, DeepStack's among them.
+
+An adapter belongs to the part that it adapts.
+"""
 
 
 class Freezing:
@@ -53,7 +56,8 @@ class Freezing:
             name = global_name(chunk, local_name)
             stop = {pattern for pattern, regex in self._frozen.items() if regex.match(name)}
             keep = {pattern for pattern, regex in self._trainable.items() if regex.match(name)}
-            trains = not stop and bool(keep or not self._trainable)
+            # An adapter's factor may have no row on this rank, and then nothing to train.
+            trains = not stop and bool(keep or not self._trainable) and parameter.numel() > 0
             parameter.requires_grad_(trains)
             self._used |= stop | keep
             self._trains |= trains

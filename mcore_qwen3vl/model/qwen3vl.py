@@ -23,6 +23,7 @@ from mcore_qwen3vl.model.decoder import pack_features, unpack_features
 from mcore_qwen3vl.model.fusion import FusionPlan, fuse, plan_fusion
 from mcore_qwen3vl.model.inputs import VisualInputs, to_device
 from mcore_qwen3vl.model.layer_specs import block_spec
+from mcore_qwen3vl.model.lora.adapter import Adapter
 from mcore_qwen3vl.model.padded_vocabulary import mask_padded_vocabulary
 from mcore_qwen3vl.model.rope import InterleavedMRoPE
 from mcore_qwen3vl.model.sequence import local_positions
@@ -96,6 +97,7 @@ class Qwen3VLModel(GPTModel):
         )
         self.architecture = architecture
         self.spec = spec
+        self.adapter: Adapter | None = None
         self.rotary_pos_emb = InterleavedMRoPE(
             architecture.head_dim, architecture.rope_theta, architecture.mrope_section
         )
