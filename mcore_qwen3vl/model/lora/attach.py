@@ -79,27 +79,29 @@ def _adapt(
     chunk: Qwen3VLModel, path: str, parts: Sequence[Part], targets: Targets, dropout: float
 ) -> list[Pair]:
     """Adapt one module; most hold no target, and get no pairs."""
-    names = _targets_of(parts, targets)
-    if not names:
-        return []
-    kind = kind_of(chunk, parts[0].parameter)
-    if kind is None:
-        raise BadInput(f"LoRA on {names[0]} is not supported: leave it out of the targets.")
     shapes = weight_shapes(chunk.architecture)
-    sites = []
-    for parameter, of_weight in groupby(parts, key=lambda part: part.parameter):
-        weight, rows = chunk.get_parameter(parameter), list(of_weight)
+    sites, kind = [], None
+    for parameter, of_one in groupby(parts, key=lambda part: part.parameter):
+        held = list(of_one)
+        names = _targets_of(held, targets)
+        if not names:
+            continue
+        kind = kind_of(chunk, parameter)
+        if kind is None:
+            raise BadInput(f"LoRA on {names[0]} is not supported: leave it out of the targets.")
+        weight = chunk.get_parameter(parameter)
         pairs = [
-            _pair(name, kind, targets[name], weight, _of(name, rows), shapes[name])
+            _pair(name, kind, targets[name], weight, _of(name, held), shapes[name])
             for name in names
         ]
-        sites.append(_site(pairs, kind, _blocks(rows, pairs), dropout))
-    _install(chunk.get_submodule(path), kind, sites)
+        sites.append(_site(pairs, kind, _blocks(held, pairs), dropout))
+    if kind is not None:
+        _install(chunk.get_submodule(path), kind, sites)
     return [pair for site in sites for pair in site.pairs]
 
 
 def _targets_of(parts: Sequence[Part], targets: Targets) -> list[str]:
-    """The targets in one module, in an order that all TP ranks have.
+    """The targets in one weight, in an order that all TP ranks have.
 
     Where TP cuts the query heads of one KV head, a rank may hold no row of its key or value. It
     needs all of their A factors nevertheless, whose product with the input is summed over TP.

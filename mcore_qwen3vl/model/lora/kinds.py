@@ -25,7 +25,8 @@ _ROW = rf"{_LAYER}(self_attention\.linear_proj|mlp\.linear_fc2)\.weight"
 _EXPERT = rf"{_LAYER}mlp\.experts\.(local_experts\.\d+\.)?linear_fc([12])\.weight(\d*)"
 _ROUTER = rf"{_LAYER}mlp\.router\.weight"
 _VISION = (
-    r"visual\.(blocks|merger|deepstack_merger_list)\..*\.(qkv|proj|linear_fc1|linear_fc2)\.weight"
+    r"visual\.(blocks\.\d+\.(attn\.(qkv|proj)|mlp\.linear_fc[12])"
+    r"|(merger|deepstack_merger_list\.\d+)\.linear_fc[12])\.weight"
 )
 
 

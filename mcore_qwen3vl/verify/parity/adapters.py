@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mcore_qwen3vl.converters.adapters.adapter import Factors
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
-from mcore_qwen3vl.converters.adapters.peft_model import apply
+from mcore_qwen3vl.converters.adapters.peft_model import HEAD, apply
 from mcore_qwen3vl.converters.adapters.targets import resolve_targets
 from mcore_qwen3vl.converters.adapters.write import write_adapter
 from mcore_qwen3vl.converters.storage.boxes import Shape
@@ -114,6 +114,8 @@ def write_random_adapter(path: Path, config: AdapterConfig, hf_dir: Path, seed: 
     saved = {
         name: _random(name, shape, 1.0, seed) for name, shape in apply(config, hf_dir).saved.items()
     }
+    if config.ensure_weight_tying:
+        saved.pop(HEAD, None)  # the embedding is written for both
     write_adapter(path, config, factors, saved, hf_dir)
     return path
 
