@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from mcore_qwen3vl.converters.adapters import config as config_file
@@ -28,6 +29,7 @@ from mcore_qwen3vl.converters.adapters.peft_model import (
 from mcore_qwen3vl.converters.adapters.roles import Roles, find_roles, swap
 from mcore_qwen3vl.converters.adapters.targets import unused_names
 from mcore_qwen3vl.converters.hf.checkpoint import open_safetensors
+from mcore_qwen3vl.converters.hf.header import DTYPES
 from mcore_qwen3vl.converters.mapping.row import CHUNK_BYTES
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.converters.storage.dtypes import MODEL_DTYPES
@@ -57,7 +59,7 @@ def read_adapter(path: str | Path, hf_config: HFConfig, *, roles: Roles | None =
     config = AdapterConfig.from_file(path)
     applied = apply(config, hf_config)
     file = path / WEIGHTS
-    tensors = _Tensors(path)
+    tensors = AdapterFile(path)
     keys = _keys(applied)
     _require_keys(file, set(tensors.shapes), keys, applied)
     found = find_roles(applied.slots, tensors.shapes, roles, str(file))
@@ -75,8 +77,15 @@ def read_adapter(path: str | Path, hf_config: HFConfig, *, roles: Roles | None =
     return Adapter(config, factors, saved, found, tuple(notes))
 
 
-class _Tensors:
-    """The tensors of an adapter's file."""
+class AdapterFile:
+    """The tensors of an adapter's file, by PEFT's keys.
+
+    Attributes:
+        shapes, dtypes: of each; dtypes as torch has them.
+
+    Raises:
+        BadInput: there is none in the directory, it is a pickle, or is damaged.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = path / WEIGHTS
@@ -90,6 +99,7 @@ class _Tensors:
         self._open = open_safetensors(self._file)
         self._first_bytes = FirstBytes(self._file)
         self.shapes: dict[str, Shape] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
         for key in self._open.keys():  # noqa: SIM118 (a safe_open is not a mapping)
             header = self._open.get_slice(key)
             if header.get_dtype() not in FLOATS:
@@ -98,6 +108,7 @@ class _Tensors:
                     f"{', '.join(FLOATS)} are understood."
                 )
             self.shapes[key] = tuple(header.get_shape())
+            self.dtypes[key] = DTYPES[header.get_dtype()]
 
     def read(self, key: str) -> Tensor:
         """A view of the file.
@@ -142,7 +153,7 @@ def _require_keys(file: Path, found: set[str], whole: Mapping[str, str], applied
         )
 
 
-def _factors(name: str, slot: Slot, tensors: _Tensors, roles: Roles, file: Path) -> Factors:
+def _factors(name: str, slot: Slot, tensors: AdapterFile, roles: Roles, file: Path) -> Factors:
     fused = len(slot.base) == 3
     pairs = ((slot.a_key, slot.a_shape), (slot.b_key, slot.b_shape))
     for key, shape in () if fused else pairs:  # `find_roles` has looked at the fused ones
