@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
 
@@ -44,6 +44,14 @@ class Freezing:
         self._trainable = {pattern: _compile(pattern) for pattern in trainable}
         self._used: set[str] = set()
         self._trains = False
+
+    def train(self, patterns: Iterable[str]) -> None:
+        """Train these too, before the next :meth:`apply`.
+
+        Raises:
+            BadInput: one is neither a part nor a regular expression.
+        """
+        self._trainable |= {pattern: _compile(pattern) for pattern in patterns}
 
     def apply(self, chunk: Qwen3VLModel) -> list[str]:
         """Set ``requires_grad`` of every parameter of one pipeline chunk.

@@ -5,6 +5,7 @@ Every rank is given the full micro-batch and takes its own part of it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -240,6 +241,19 @@ class Qwen3VLModel(GPTModel):
         if self._deepstack_out and features is not None:
             return pack_features(output, features[-self._deepstack_out :])
         return output
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As torch's; checkpoints of an adapted model may hold only what trains."""
+        if self.adapter is None:
+            return super().load_state_dict(state_dict, strict, assign)
+        found = super().load_state_dict(state_dict, strict=False, assign=assign)
+        trained = {name for name, p in self.named_parameters() if p.requires_grad}
+        lacking = sorted(trained.intersection(found.missing_keys))
+        if strict and (lacking or found.unexpected_keys):
+            raise RuntimeError(f"missing {lacking}, unexpected {found.unexpected_keys}")
+        return found
 
     def local_tokens(
         self, seq_len: int, packed_seq_params: PackedSeqParams | None = None

@@ -12,7 +12,7 @@ from mcore_qwen3vl.converters.live.factors import load_factors
 from mcore_qwen3vl.converters.live.sharded import hf_parts
 from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.lora.attach import HEAD, attach
-from mcore_qwen3vl.model.lora.trainable import EMBEDDING, freezing
+from mcore_qwen3vl.model.lora.trainable import EMBEDDING, freezing, whole
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 
 
@@ -41,14 +41,16 @@ def adapt(chunks: Sequence[Qwen3VLModel], adapter: Read) -> Freezing:
 
     Raises:
         BadInput: it holds something that cannot be adapted or trained; see :func:`attach` and
-            :func:`mcore_qwen3vl.model.lora.trainable.freezing`.
+            :func:`mcore_qwen3vl.model.lora.trainable.whole`.
     """
+    choice = freezing()
+    saved = whole_tensors(adapter)
     for chunk in chunks:
         attach(chunk, adapter.factors, dropout=adapter.config.lora_dropout)
+        choice.train(whole(chunk, saved))
     load_factors(chunks, adapter.factors)
-    saved = whole_tensors(adapter)
     load_saved(chunks, saved)
-    return freezing(chunks, saved)
+    return choice
 
 
 def whole_tensors(adapter: Read) -> dict[str, Tensor]:
