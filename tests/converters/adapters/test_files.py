@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,3 +60,15 @@ def test_peft_takes_it(kind: str, made: Callable[[str], Made], tmp_path: Path) -
         torch.testing.assert_close(found, wanted)  # other matrix products, the same numbers
     else:
         assert torch.equal(found, wanted)
+
+
+def test_all_linear_is_spelled_out(made: Callable[[str], Made], tmp_path: Path) -> None:
+    """As PEFT stores it, since what the word means differs between releases of transformers."""
+    source = made("all-linear")
+    adapter = read_adapter(source.folder, source.base)
+    short = replace(adapter.config, target_modules="all-linear")
+    write_adapter(tmp_path / "short", short, adapter.factors, adapter.saved, source.base)
+    assert (
+        LoraConfig.from_pretrained(tmp_path / "short").target_modules
+        == LoraConfig.from_pretrained(source.folder).target_modules
+    )

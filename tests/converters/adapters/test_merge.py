@@ -44,7 +44,7 @@ def test_equals_peft(
     kind: str, made: Callable[[str], Made], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every tensor, bitwise, in float32."""
-    monkeypatch.setattr(merging, "CHUNK_VALUES", 500)
+    monkeypatch.setattr(merging, "CHUNK_VALUES", 100)
     source, target = made(kind), tmp_path / "merged"
     result = merge(source.base, source.folder, target, max_shard_size="300KB")
     assert result.files > 1
