@@ -49,7 +49,7 @@ def plan(
         dtype=wanted,
         max_shard_size=max_shard_size,
         layout=layout,
-        form=None if expert_layout in ("source", architecture.expert_layout) else expert_layout,
+        form=None if expert_layout == "source" else expert_layout,
         notes=(*dequantized_notes(checkpoint, wanted), *layout_notes(layout)),
     )
 

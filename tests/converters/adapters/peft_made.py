@@ -108,11 +108,11 @@ def base_model(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     return model.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
 
 
-def make(kind: Kind, base: Path, folder: Path, *, seed: int = 0) -> Any:
+def make(kind: Kind, base: Path, folder: Path, *, dtype: torch.dtype = torch.float32) -> Any:
     """Save an adapter with random factors; returns the PEFT model that it was saved from."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = base_model(base)
+        model = base_model(base, dtype)
         experts = [m for m in model.modules() if type(m).__name__.endswith("TextExperts")]
         if kind.swapped:  # PEFT then takes what is (E, out, in) as (E, in, out)
             for module in experts:
@@ -120,15 +120,15 @@ def make(kind: Kind, base: Path, folder: Path, *, seed: int = 0) -> Any:
         model = get_peft_model(model, LoraConfig(**kind.config))
         for module in experts:
             module.is_transposed = False  # the model's own forward reads it too
-        fill(model, seed)
+        fill(model)
         model.save_pretrained(folder)
     return model.eval()
 
 
 @torch.no_grad()
-def fill(model: Any, seed: int) -> None:
+def fill(model: Any) -> None:
     """Random values in everything that trains; tied weights stay one tensor."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
