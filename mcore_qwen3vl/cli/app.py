@@ -170,12 +170,13 @@ def train(
 @app.command("train-demo")
 def train_demo(
     keep: Annotated[Path | None, typer.Option(help="Keep the files in this directory.")] = None,
+    lora: Annotated[bool, typer.Option("--lora", help="Train an adapter, and ask PEFT.")] = False,
 ) -> None:
     """Train a tiny model on image questions on the CPU, stop, resume, export, ask it."""
     console.quiet_libraries()
     from mcore_qwen3vl.demos.train import run_demo
 
-    result = run_demo(keep=keep, say=console.output.print)
+    result = run_demo(keep=keep, say=console.output.print, lora=lora)
     console.output.print(
         f"loss {result.first_loss:.3f} to {result.last_loss:.4f}, resumed at step "
         f"{result.resumed_at}, {result.answered} of {result.asked} questions answered, "

@@ -8,9 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import Factors
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
 from mcore_qwen3vl.converters.adapters.peft_model import HEAD, apply
+from mcore_qwen3vl.converters.adapters.presets import preset
 from mcore_qwen3vl.converters.adapters.targets import resolve_targets
 from mcore_qwen3vl.converters.adapters.write import write_adapter
 from mcore_qwen3vl.converters.storage.boxes import Shape
@@ -90,7 +92,15 @@ ADAPTERS: dict[str, AdapterConfig] = {
 """What the matrix adapts, all with random factors: targets, ranks, scalings, tensors kept whole."""
 
 
-def write_random_adapter(path: Path, config: AdapterConfig, hf_dir: Path, seed: int = 0) -> Path:
+def preset_config(name: str, hf_dir: str | Path) -> AdapterConfig:
+    """A config of one of the usual choices of targets, see ``presets.preset``."""
+    modules, parameters = preset(name, Architecture.from_hf(hf_dir))
+    return AdapterConfig(r=8, lora_alpha=16, target_modules=modules, target_parameters=parameters)
+
+
+def write_random_adapter(
+    path: Path, config: AdapterConfig, hf_dir: str | Path, seed: int = 0
+) -> Path:
     """Write a PEFT adapter, random in every factor and every tensor that it holds whole.
 
     Args:

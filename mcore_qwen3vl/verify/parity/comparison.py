@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
+from mcore_qwen3vl.converters.adapters.presets import Preset
 from mcore_qwen3vl.converters.mapping.table import table
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.runtime.launch import check_gpus, run_layout
+from mcore_qwen3vl.verify.parity.adapters import preset_config, write_random_adapter
 from mcore_qwen3vl.verify.parity.batches import RECIPES, Batch, build_batch
 from mcore_qwen3vl.verify.parity.cached_reference import CachedReference
 from mcore_qwen3vl.verify.parity.case import Case
@@ -51,14 +54,30 @@ def verify_parity(
         dtype: of both models.
         device: where ours runs, one GPU a rank on ``cuda``; the reference runs on the CPU.
         spec: layer spec of ours.
-        lora: PEFT adapter directory: its factors alone are trained, and PEFT's model is what they
-            are compared with.
+        lora: PEFT adapter directory, or one of ``presets.Preset`` for random factors: they alone
+            are trained, and PEFT's model is what they are compared with.
         timeout: seconds for the ranks to finish.
 
     Raises:
         BadInput: the model does not divide by the layout, a batch is not known, or there are
             fewer GPUs than ranks.
     """
+    if lora in get_args(Preset):
+        with tempfile.TemporaryDirectory(prefix="mcore-qwen3vl-lora-") as folder:
+            random = write_random_adapter(
+                Path(folder) / "adapter", preset_config(lora, hf_dir), hf_dir
+            )
+            return verify_parity(
+                hf_dir,
+                layout,
+                batches,
+                gradients=gradients,
+                dtype=dtype,
+                device=device,
+                spec=spec,
+                lora=random,
+                timeout=timeout,
+            )
     adamw = AdamW() if gradients and dtype == "fp32" else None
     case = Case(
         layout or Layout(), spec=spec, dtype=dtype, device=device, gradients=gradients, adamw=adamw
