@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mcore_qwen3vl.converters.mcore import formats
+from mcore_qwen3vl.converters.offline import hf_to_hf as hf_copy
 from mcore_qwen3vl.converters.offline import to_hf, to_mcore
 from mcore_qwen3vl.converters.offline.engine import ConversionResult, execute
 from mcore_qwen3vl.converters.offline.plan import ConversionPlan
@@ -159,6 +160,47 @@ def mcore_to_hf(
         dtype=dtype,
         max_shard_size=max_shard_size,
         expert_layout=expert_layout,
+    )
+    return execute(plan, Path(dst), force=force, workers=workers, progress=progress)
+
+
+def plan_hf_to_hf(
+    src: str | Path,
+    *,
+    dtype: str = "keep",
+    max_shard_size: str = "5GB",
+    expert_layout: LayoutChoice = "source",
+) -> ConversionPlan:
+    """Check a Hugging Face checkpoint and say how it would be rewritten; writes nothing.
+
+    Args:
+        src: checkpoint directory.
+        dtype, max_shard_size, expert_layout: see `plan_mcore_to_hf`.
+
+    Raises:
+        BadInput: anything about the input or the options that cannot be converted exactly.
+    """
+    formats.require_huggingface(Path(src))
+    return hf_copy.plan(
+        _directory(src), dtype=dtype, max_shard_size=max_shard_size, expert_layout=expert_layout
+    )
+
+
+def hf_to_hf(
+    src: str | Path,
+    dst: str | Path,
+    *,
+    dtype: str = "keep",
+    max_shard_size: str = "5GB",
+    expert_layout: LayoutChoice = "source",
+    force: bool = False,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> ConversionResult:
+    """Write a Hugging Face checkpoint of the same model; see `plan_hf_to_hf` and `hf_to_mcore`."""
+    check_target(Path(dst), force=force, replaceable=formats.is_checkpoint)
+    plan = plan_hf_to_hf(
+        src, dtype=dtype, max_shard_size=max_shard_size, expert_layout=expert_layout
     )
     return execute(plan, Path(dst), force=force, workers=workers, progress=progress)
 

@@ -27,6 +27,7 @@ ORDER = (
     "converters.mcore",
     "converters.torch_dist",
     "converters.offline",
+    "converters.adapters",
     "converters.legacy",
     "converters.convert",
     "converters.live",

@@ -59,7 +59,7 @@ class HuggingFaceCheckpoint:
         self.quantization = declared(config)
         index = _index(path)
         files = sorted(set(index.values())) if index is not None else [_only_file(path)]
-        self._files = {file: _open(path / file) for file in files}
+        self._files = {file: open_safetensors(path / file) for file in files}
         self._first_bytes = {file: FirstBytes(path / file) for file in files}
         self.entries: dict[str, TensorHeader] = {}
         for file, handle in self._files.items():
@@ -233,7 +233,12 @@ def _check_target(index: Path, name: str, target: Any) -> None:
         )
 
 
-def _open(file: Path) -> Any:
+def open_safetensors(file: Path) -> Any:
+    """``safe_open`` of a file.
+
+    Raises:
+        BadInput: it is not a complete safetensors file, or may not be read.
+    """
     try:
         with file.open("rb"):  # safetensors calls every file that it may not open absent
             return safe_open(file, framework="pt")

@@ -38,6 +38,7 @@ def copy_companions(
     *,
     layout: ExpertLayout | None = None,
     dtype: torch.dtype | None = None,
+    untied: bool = False,
 ) -> None:
     """Copy the companion files of an HF checkpoint, durably, to go beside weights written here.
 
@@ -46,12 +47,13 @@ def copy_companions(
         target: directory to write into; made if it is not there.
         layout: of the experts beside which the files go, if it changed.
         dtype: of all weights beside which they go, if it changed.
+        untied: the embeddings were tied and are apart now.
 
     Raises:
         BadInput: the config cannot be read.
         OSError: reading or writing failed.
     """
-    config = for_weights(read_config_file(source), layout=layout, dtype=dtype)
+    config = for_weights(read_config_file(source), layout=layout, dtype=dtype, untied=untied)
     for name, file in companion_files(source).items():
         copy = target / name
         copy.parent.mkdir(parents=True, exist_ok=True)

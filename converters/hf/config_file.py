@@ -23,7 +23,11 @@ Config = dict[str, Any]
 
 
 def for_weights(
-    config: Config, *, layout: ExpertLayout | None = None, dtype: torch.dtype | None = None
+    config: Config,
+    *,
+    layout: ExpertLayout | None = None,
+    dtype: torch.dtype | None = None,
+    untied: bool = False,
 ) -> bytes | None:
     """The ``config.json`` that goes beside weights written here, none of which are quantised.
 
@@ -31,11 +35,14 @@ def for_weights(
         config: what the weights came with.
         layout: of their experts, if it changed.
         dtype: all of theirs, if it changed.
+        untied: the embeddings were tied and are apart now.
 
     Returns:
         None if `config` is right as it is.
     """
     wanted = fp8.without(config)
+    if untied:
+        wanted = with_untied_embeddings(wanted)
     if layout is not None:
         wanted = with_layout(wanted, layout)
     if dtype is not None:
@@ -65,6 +72,14 @@ def with_dtype(config: Config, dtype: str) -> Config:
                 section[key] = dtype
     if "torch_dtype" not in config:
         config["dtype"] = dtype
+    return config
+
+
+def with_untied_embeddings(config: Config) -> Config:
+    """`config` of a model with a head of its own."""
+    config = {**deepcopy(config), "tie_word_embeddings": False}
+    if "tie_word_embeddings" in config["text_config"]:
+        config["text_config"]["tie_word_embeddings"] = False
     return config
 
 

@@ -5,7 +5,7 @@ Collectives run here and nowhere else in the converters: exporting gathers what 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from math import prod
@@ -57,7 +57,7 @@ def export_hf(
     Raises:
         BadInput: the ranks do not hold the whole model between them.
     """
-    exporter = _Exporter(models, expert_layout, group)
+    exporter = Gatherer.of_model(models, expert_layout, group)
     for bucket in exporter.buckets(bucket_bytes):
         yield from exporter.gather(bucket).items()
 
@@ -92,36 +92,54 @@ def save_hf(
     """
     path, hf_config = Path(path), Path(hf_config)
     layout = Architecture.from_hf(hf_config).expert_layout
-    exporter = _Exporter(models, layout, group)
+    exporter = Gatherer.of_model(models, layout, group)
     files = shards.plan_shards(exporter.tensors, shards.parse_size(max_shard_size))
     with ExitStack() as stack:
-        stage = _together(lambda: _prepare(stack, path, files, force, group), group)
+        stage = together(lambda: _prepare(stack, path, files, force, group), group)
         writer = _Writer(_from_first(stage and stage.tree, group), files)
         for number, bucket in enumerate(exporter.buckets(bucket_bytes)):
             turn = number % dist.get_world_size(group)
             gathered = exporter.gather(bucket, only=turn)
             if turn == dist.get_rank(group):
                 writer.put(gathered)
-        _together(writer.finish, group)
-        _together(lambda: _publish(stage, files, hf_config), group)
+        together(writer.finish, group)
+        together(lambda: _publish(stage, files, hf_config), group)
 
 
-class _Exporter:
-    """Gathers Hugging Face tensors from the ranks that hold their parts."""
+class Gatherer:
+    """Gathers whole tensors from the ranks that hold their parts.
+
+    Args:
+        parts: what this rank holds.
+        shapes: of all tensors, on all ranks the same and in the same order.
+        device: where to gather.
+        group: ranks that hold them between them; default: all.
+    """
 
     def __init__(
-        self, models: Models, expert_layout: ExpertLayout | None, group: dist.ProcessGroup | None
+        self,
+        parts: Iterable[Part],
+        shapes: dict[str, tuple[int, ...]],
+        device: torch.device,
+        group: dist.ProcessGroup | None,
     ) -> None:
-        chunks = unwrap(models)
-        self._group = group
-        self._device = next(chunks[0].parameters()).device
+        self._group, self._device = group, device
         self._parts: dict[str, list[Part]] = {}
-        for part in hf_parts(chunks, expert_layout=expert_layout):
+        for part in parts:
             if part.main:
                 self._parts.setdefault(part.name, []).append(part)
-        shapes = hf_shapes(table_of(chunks, expert_layout))
         dtypes = self._agree(shapes)
         self.tensors = {name: shards.TensorSpec(dtypes[name], s) for name, s in shapes.items()}
+
+    @classmethod
+    def of_model(
+        cls, models: Models, expert_layout: ExpertLayout | None, group: dist.ProcessGroup | None
+    ) -> Gatherer:
+        """For the Hugging Face tensors of a model, in the order of the network."""
+        chunks = unwrap(models)
+        parts = hf_parts(chunks, expert_layout=expert_layout)
+        shapes = hf_shapes(table_of(chunks, expert_layout))
+        return cls(parts, shapes, next(chunks[0].parameters()).device, group)
 
     def buckets(self, limit: int) -> Iterator[list[str]]:
         """Names of consecutive tensors of one dtype that fit in `limit` bytes, or of one tensor."""
@@ -134,7 +152,8 @@ class _Exporter:
                 bucket, size = [], 0
             bucket.append(name)
             size += tensor.nbytes
-        yield bucket
+        if bucket:
+            yield bucket
 
     def gather(self, names: list[str], only: int | None = None) -> dict[str, Tensor]:
         """The whole tensors, on every rank or on rank `only` of the group.
@@ -242,7 +261,7 @@ def _publish(stage: Staging | None, files: Sequence[shards.Shard], hf_config: Pa
     stage.publish()
 
 
-def _together[Result](work: Callable[[], Result], group: dist.ProcessGroup | None) -> Result:
+def together[Result](work: Callable[[], Result], group: dist.ProcessGroup | None) -> Result:
     """Run `work` on every rank; when it fails on one, fail on all, so that none waits for it."""
     result: Result | None = None
     error: str | None = None

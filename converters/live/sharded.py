@@ -24,6 +24,9 @@ from mcore_qwen3vl.converters.mapping.table import table
 from mcore_qwen3vl.converters.storage.boxes import Selection
 from mcore_qwen3vl.errors import BadInput
 
+ADAPTER = "adapter."
+"""How the names of adapters' factors start in a chunk's ``named_parameters()``."""
+
 Values = Callable[[nn.Parameter], Tensor | None]
 """Which tensor of a parameter's shape is meant: the weight, its gradient; None leaves it out."""
 
@@ -76,7 +79,8 @@ def hf_parts(
     """Every local parameter, cut into its parts of Hugging Face tensors.
 
     Args:
-        models: the model, or its virtual pipeline chunks; wrappers are seen through.
+        models: the model, or its virtual pipeline chunks; wrappers are seen through. Adapters are
+            left out.
         values: which tensor of each parameter to cut.
         expert_layout: of the fused experts on the HF side; default: what the config that the model
             was built from declares.
@@ -89,8 +93,8 @@ def hf_parts(
     for chunk in chunks:
         parameters = dict(chunk.named_parameters(remove_duplicate=False))
         for name, entry in chunk.sharded_state_dict().items():
-            if name not in parameters:
-                continue  # _extra_state
+            if name not in parameters or name.startswith(ADAPTER):
+                continue  # _extra_state; adapters are no part of the base model
             tensor = values(parameters[name])
             for piece in _pieces(entry, tensor) if tensor is not None else ():
                 yield from _parts(rows.of(name, piece), piece, name)
@@ -124,7 +128,7 @@ class _Rows:
         if row is None:
             raise BadInput(
                 f"Parameter {parameter} ({piece.key}) is no part of a Qwen3-VL checkpoint. "
-                "Merge or remove adapters and other added parameters first."
+                "Remove added parameters first."
             )
         if row.global_shape != tuple(piece.global_shape):
             raise BadInput(

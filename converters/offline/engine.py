@@ -34,7 +34,7 @@ class ConversionResult:
     """What a conversion did.
 
     Attributes:
-        direction: "hf-to-mcore" or "mcore-to-hf".
+        direction: "hf-to-mcore", "mcore-to-hf", "hf-to-hf" or "lora merge".
         source, target: where from and where to.
         tensors: tensors written, as the target counts them.
         nbytes: bytes of tensor data.

@@ -1,9 +1,14 @@
-"""Megatron-Core to Hugging Face: the plan and its units. Each unit fills part of one shard."""
+"""Megatron-Core to Hugging Face: the plan and its units. Each unit fills part of one shard.
+
+Every conversion that ends in a Hugging Face checkpoint is laid out here (`lay_out`); what differs
+is where the tensors come from (`Stream`).
+"""
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -16,7 +21,7 @@ from mcore_qwen3vl.converters.hf import shards
 from mcore_qwen3vl.converters.hf.checkpoint import INDEX
 from mcore_qwen3vl.converters.hf.companions import companion_files, copy_companions
 from mcore_qwen3vl.converters.hf.shards import Shard
-from mcore_qwen3vl.converters.mapping.row import Row, max_rows
+from mcore_qwen3vl.converters.mapping.row import Row, SourceTensor, max_rows
 from mcore_qwen3vl.converters.mapping.table import table
 from mcore_qwen3vl.converters.mcore.checkpoint import MegatronCheckpoint
 from mcore_qwen3vl.converters.mcore.formats import open_megatron
@@ -35,6 +40,9 @@ from mcore_qwen3vl.converters.storage.staging import write_durably
 from mcore_qwen3vl.errors import BadInput
 
 LayoutChoice = Literal["source", "published", "v5"]
+
+Stream = Callable[[Row, int, torch.dtype], Iterator[Tensor]]
+"""``stream(row, number, dtype)``: HF piece `number` of a row, in chunks in its memory's order."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +67,12 @@ class Fill:
 class ToHuggingFace:
     """Does the units of one conversion; see `plan.Conversion`."""
 
-    source: MegatronCheckpoint
+    stream: Stream
     shards: tuple[Shard, ...]
     hf_config: Path  # directory of config and companion files
     layout: ExpertLayout | None  # to turn the experts into; None: as `hf_config` has them
     dtype: torch.dtype | None  # to write everything in; None: the source's own
+    untied: bool  # `hf_config` ties the embeddings, and they are written apart
 
     def prepare(self, tree: Path) -> None:
         for shard in self.shards:
@@ -80,14 +89,16 @@ class ToHuggingFace:
 
         def data() -> Iterator[tuple[int, Iterator[Tensor]]]:
             for fill in unit.work:
-                yield fill.offset, stream_hf(self.source, fill.row, fill.source, fill.dtype)
+                yield fill.offset, self.stream(fill.row, fill.source, fill.dtype)
                 moved(fill.nbytes, fill.name)
 
         shards.fill_shard(tree, shard, data())
         return {"size": shard.size}
 
     def finish(self, tree: Path, results: dict[str, Any]) -> None:
-        copy_companions(self.hf_config, tree, layout=self.layout, dtype=self.dtype)
+        copy_companions(
+            self.hf_config, tree, layout=self.layout, dtype=self.dtype, untied=self.untied
+        )
         if len(self.shards) > 1:
             write_durably(tree / INDEX, shards.index_json(self.shards))
 
@@ -121,45 +132,92 @@ def plan(
 ) -> ConversionPlan:
     """Check an mcore checkpoint and lay out its export; see `convert.plan_mcore_to_hf`."""
     wanted = parse_dtype(dtype)
-    limit = shards.parse_size(max_shard_size)
-    if expert_layout not in get_args(LayoutChoice):
-        raise BadInput(f"expert layout {expert_layout!r} is not source, published or v5.")
     folder = hf_config_dir or hf_folder(source)
     architecture = Architecture.from_hf(folder)
     checkpoint = open_megatron(source, architecture)
-    layout = _layout(architecture, expert_layout)
+    layout = chosen_layout(architecture, expert_layout)
     rows = table(architecture, expert_layout=layout, padded_vocab_size=checkpoint.vocab_size)
     checkpoint.require(rows)
+    return lay_out(
+        "mcore-to-hf",
+        source,
+        rows,
+        functools.partial(stream_hf, checkpoint),
+        origin=lambda row, _: (row.key, checkpoint.dtype(row.key)),
+        hf_config=folder,
+        files=checkpoint.files,
+        dtype=wanted,
+        max_shard_size=max_shard_size,
+        layout=layout,
+        form=None if expert_layout == "source" else expert_layout,
+        notes=_notes(checkpoint.vocab_size - architecture.vocab_size),
+    )
+
+
+def lay_out(
+    direction: str,
+    source: Path,
+    rows: list[Row],
+    stream: Stream,
+    *,
+    origin: Callable[[Row, SourceTensor], tuple[str, torch.dtype]],
+    hf_config: Path,
+    files: Iterable[Path],
+    dtype: torch.dtype | None,
+    max_shard_size: str,
+    layout: ExpertLayout | None,
+    form: ExpertLayout | None,
+    untied: bool = False,
+    notes: tuple[str, ...] = (),
+) -> ConversionPlan:
+    """The plan of a conversion that writes a Hugging Face checkpoint.
+
+    Args:
+        direction, source, notes: see `ConversionPlan`.
+        rows: whose HF tensors are written.
+        stream: where their content comes from.
+        origin: what an HF tensor comes from, and with which dtype.
+        hf_config: directory of the config and the other files that go beside the weights.
+        files: what is read besides those.
+        dtype: of all tensors written; None: their own.
+        max_shard_size: largest safetensors file, like "5GB".
+        layout: of the experts written.
+        form: to turn the config into; None: as it is.
+        untied: the config ties the embeddings, and they are written apart.
+
+    Raises:
+        BadInput: the size is none, or the config cannot be read.
+    """
+    limit = shards.parse_size(max_shard_size)
+    origins = {named.name: origin(row, named) for row in rows for named in row.sources}
     tensors = {
-        source.name: shards.TensorSpec(wanted or checkpoint.dtype(row.key), source.shape)
+        named.name: shards.TensorSpec(dtype or origins[named.name][1], named.shape)
         for row in rows
-        for source in row.sources
+        for named in row.sources
     }
-    files = tuple(shards.plan_shards(tensors, limit))
-    companions = companion_files(folder)
+    parts = tuple(shards.plan_shards(tensors, limit))
+    companions = companion_files(hf_config)
     return ConversionPlan(
-        direction="mcore-to-hf",
+        direction=direction,
         source=str(source),
-        planned=tuple(_planned(rows, tensors)),
-        units=tuple(_units(rows, tensors, files)),
+        planned=tuple(
+            PlannedTensor((origins[name][0],), name, t.shape, dtype_name(t.dtype), t.nbytes)
+            for name, t in tensors.items()
+        ),
+        units=tuple(_units(rows, tensors, parts)),
         companion_files=companions,
         expert_layout=layout,
         identity={
             "source": os.path.abspath(source),
-            "files": file_identity([*checkpoint.files, *companions.values()]),
-            "dtype": dtype,
+            "files": file_identity([*files, *companions.values()]),
+            "dtype": None if dtype is None else dtype_name(dtype),
             "shard": limit,
-            "layout": expert_layout,
+            "layout": [layout, form],
+            "untied": untied,
         },
-        conversion=ToHuggingFace(
-            checkpoint,
-            files,
-            folder,
-            None if expert_layout == "source" else expert_layout,
-            wanted,
-        ),
-        files=len(files),
-        notes=_notes(checkpoint.vocab_size - architecture.vocab_size),
+        conversion=ToHuggingFace(stream, parts, hf_config, form, dtype, untied),
+        files=len(parts),
+        notes=notes,
     )
 
 
@@ -169,7 +227,14 @@ def _notes(padding: int) -> tuple[str, ...]:
     return (f"The last {padding} rows of the vocabulary are padding and were left out.",)
 
 
-def _layout(architecture: Architecture, choice: LayoutChoice) -> ExpertLayout | None:
+def chosen_layout(architecture: Architecture, choice: LayoutChoice) -> ExpertLayout | None:
+    """The layout of the experts to write; None for a dense model.
+
+    Raises:
+        BadInput: no such choice.
+    """
+    if choice not in get_args(LayoutChoice):
+        raise BadInput(f"expert layout {choice!r} is not source, published or v5.")
     if not architecture.is_moe:
         return None
     return architecture.expert_layout if choice == "source" else choice
@@ -196,18 +261,3 @@ def _fill(row: Row, number: int, shard: Shard) -> Fill:
     dtype = shard.tensors[source.name].dtype
     piece = shards.TensorSpec(dtype, source.piece_shape).nbytes
     return Fill(row, number, dtype, shard.offset(source.name) + (source.index or 0) * piece)
-
-
-def _planned(rows: list[Row], tensors: dict[str, shards.TensorSpec]) -> Iterator[PlannedTensor]:
-    for row in rows:
-        for source in row.sources:
-            if source.index:
-                continue
-            tensor = tensors[source.name]
-            yield PlannedTensor(
-                sources=(row.key,),
-                target=source.name,
-                shape=tensor.shape,
-                dtype=dtype_name(tensor.dtype),
-                nbytes=tensor.nbytes,
-            )

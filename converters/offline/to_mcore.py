@@ -173,11 +173,14 @@ def plan(
             facts,
         ),
         files=len(units),
-        notes=_notes(checkpoint, wanted),
+        notes=dequantized_notes(checkpoint, wanted),
     )
 
 
-def _notes(checkpoint: HuggingFaceCheckpoint, dtype: torch.dtype | None) -> tuple[str, ...]:
+def dequantized_notes(
+    checkpoint: HuggingFaceCheckpoint, dtype: torch.dtype | None
+) -> tuple[str, ...]:
+    """What a user should know whose FP8 checkpoint is written as `dtype`."""
     stored = [entry.stored for entry in checkpoint.entries.values()]
     count = stored.count(fp8.FP8)
     if not count:

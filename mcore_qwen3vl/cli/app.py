@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from mcore_qwen3vl import console
-from mcore_qwen3vl.cli import convert, data, show, sources, verify
+from mcore_qwen3vl.cli import convert, data, lora, show, sources, verify
 from mcore_qwen3vl.cli.generate import generate
 from mcore_qwen3vl.cli.memory import memory
 from mcore_qwen3vl.cli.options import Json, Workers, require
@@ -23,6 +23,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.add_typer(convert.app, name="convert")
+app.add_typer(lora.app, name="lora")
 app.add_typer(verify.app, name="verify")
 app.add_typer(data.app, name="data")
 app.command("generate")(generate)
@@ -48,11 +49,16 @@ def main(arguments: list[str] | None = None) -> None:
 def inspect(
     path: Annotated[
         Path | None,
-        sources.argument("PATH", "A checkpoint of either kind, or a config.json; or a hub id."),
+        sources.argument(
+            "PATH", "A checkpoint of either kind, a LoRA adapter, or a config.json; or a hub id."
+        ),
     ] = None,
     hf_config: Annotated[
         Path | None,
-        sources.option("Instead of PATH: what converting a model of this config will take."),
+        sources.option(
+            "Instead of PATH: what converting a model of this config will take. With an adapter: "
+            "its model."
+        ),
     ] = None,
     workers: Workers = None,
     disk_gb_per_s: Annotated[
@@ -66,10 +72,18 @@ def inspect(
     json: Json = False,
 ) -> None:
     """What it is: sizes, shapes, layout, dtype, parameter count by part."""
+    from mcore_qwen3vl.converters.adapters.adapter import is_adapter
+    from mcore_qwen3vl.converters.describe.adapter import inspect_adapter
     from mcore_qwen3vl.converters.describe.estimate import estimate
     from mcore_qwen3vl.converters.describe.inspect import inspect_path
     from mcore_qwen3vl.converters.describe.mapping_lines import mapping_lines
 
+    if path is not None and is_adapter(path) and not table:
+        console.quiet_libraries()
+        adapter = inspect_adapter(path, hf_config)
+        if not console.emit_json(asdict(adapter), console.STDOUT if json else None):
+            show.adapter(adapter)
+        return
     if (path is None) == (hf_config is None):
         raise BadInput("name one thing to inspect: PATH, or --hf-config DIR.")
     if table and hf_config is not None:
@@ -156,12 +170,13 @@ def train(
 @app.command("train-demo")
 def train_demo(
     keep: Annotated[Path | None, typer.Option(help="Keep the files in this directory.")] = None,
+    lora: Annotated[bool, typer.Option("--lora", help="Train an adapter, and ask PEFT.")] = False,
 ) -> None:
     """Train a tiny model on image questions on the CPU, stop, resume, export, ask it."""
     console.quiet_libraries()
     from mcore_qwen3vl.demos.train import run_demo
 
-    result = run_demo(keep=keep, say=console.output.print)
+    result = run_demo(keep=keep, say=console.output.print, lora=lora)
     console.output.print(
         f"loss {result.first_loss:.3f} to {result.last_loss:.4f}, resumed at step "
         f"{result.resumed_at}, {result.answered} of {result.asked} questions answered, "

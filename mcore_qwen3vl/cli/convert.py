@@ -1,4 +1,4 @@
-"""``mcore-qwen3vl convert``: between Hugging Face and Megatron-Core."""
+"""``mcore-qwen3vl convert``: between Hugging Face and Megatron-Core, and within the first."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,7 +59,7 @@ class ExpertLayoutChoice(StrEnum):
 
 
 @contextmanager
-def _interruptible() -> Iterator[None]:
+def interruptible() -> Iterator[None]:
     """Ctrl-C leaves what is done for the next run."""
     try:
         yield
@@ -136,7 +136,7 @@ def hf_to_mcore(
     if dry_run:
         show.plan(convert.plan_hf_to_mcore(src, **options), json)
         return
-    with _interruptible(), console.byte_progress("converting", quiet=json) as report:
+    with interruptible(), console.byte_progress("converting", quiet=json) as report:
         summary = convert.hf_to_mcore(
             src, dst, **options, force=force, workers=workers, progress=report
         )
@@ -174,8 +174,41 @@ def mcore_to_hf(
     if dry_run:
         show.plan(convert.plan_mcore_to_hf(src, **options), json)
         return
-    with _interruptible(), console.byte_progress("converting", quiet=json) as report:
+    with interruptible(), console.byte_progress("converting", quiet=json) as report:
         summary = convert.mcore_to_hf(
+            src, dst, **options, force=force, workers=workers, progress=report
+        )
+    show.summary(summary, json)
+
+
+@app.command("hf-to-hf")
+def hf_to_hf(
+    src: Annotated[Path, sources.argument("SRC", "Hugging Face checkpoint directory, or hub id.")],
+    dst: Annotated[Path, typer.Argument(help="Hugging Face checkpoint directory to write.")],
+    expert_layout: Annotated[
+        ExpertLayoutChoice,
+        typer.Option(help="published: vLLM, transformers 4.57 and 5; v5: transformers 5; source."),
+    ] = ExpertLayoutChoice.source,
+    dtype: Annotated[Dtype, typer.Option(help="Dtype to write.")] = Dtype.keep,
+    max_shard_size: Annotated[str, typer.Option(help="Largest safetensors file.")] = "5GB",
+    workers: Workers = None,
+    force: Force = False,
+    dry_run: DryRun = False,
+    json: Json = False,
+) -> None:
+    """Hugging Face to Hugging Face: the other layout of fused experts, another dtype."""
+    from mcore_qwen3vl.converters import convert
+
+    options = {
+        "dtype": dtype.value,
+        "max_shard_size": max_shard_size,
+        "expert_layout": expert_layout.value,
+    }
+    if dry_run:
+        show.plan(convert.plan_hf_to_hf(src, **options), json)
+        return
+    with interruptible(), console.byte_progress("converting", quiet=json) as report:
+        summary = convert.hf_to_hf(
             src, dst, **options, force=force, workers=workers, progress=report
         )
     show.summary(summary, json)

@@ -54,6 +54,9 @@ def generate(
     hf_model: Annotated[
         Path | None, sources.option("Config and processor, if the checkpoint has none.")
     ] = None,
+    lora: Annotated[
+        Path | None, sources.adapter_option("PEFT adapter directory or hub id to answer with.")
+    ] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Without a GPU, one process a rank.")] = False,
     json: Json = False,
 ) -> None:
@@ -77,6 +80,7 @@ def generate(
         spec=spec,
         dtype=dtype,
         hf=hf_model,
+        lora=lora,
         options={
             "max_new_tokens": max_new_tokens,
             "temperature": temperature,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from mcore_qwen3vl.console import STDOUT, emit_json, output, plain, size, table
 
 if TYPE_CHECKING:
+    from mcore_qwen3vl.converters.describe.adapter import AdapterInspection
     from mcore_qwen3vl.converters.describe.estimate import Estimate
     from mcore_qwen3vl.converters.describe.inspect import Inspection
     from mcore_qwen3vl.converters.describe.mapping_lines import MappingLine
@@ -93,6 +94,31 @@ def inspection(inspection: Inspection, *, tensors: bool) -> None:
     for t in inspection.tensors:
         lines.add_row(t.name, "x".join(map(str, t.shape)), t.dtype, size(t.nbytes))
     output.print(lines)
+
+
+def adapter(adapter: AdapterInspection) -> None:
+    """What a LoRA adapter is, and what it adapts."""
+    c = adapter.config
+    facts = {
+        "what": "LoRA adapter (PEFT)",
+        "checked against": adapter.base or "no model: name one with --hf-config",
+        "rank and alpha": f"{c['r']} and {c['lora_alpha']:g}{', rsLoRA' * c['use_rslora']}",
+        "roles of experts": adapter.roles,
+        "dtype": ", ".join(adapter.dtypes),
+        "weights": f"{size(adapter.nbytes)} in {adapter.tensors} tensors",
+        "parameters": f"{adapter.parameters:,}",
+    }
+    for name, fact in facts.items():
+        if fact is not None:
+            output.print(f"{name:20}{plain(str(fact))}")
+    lines = table("what it adapts", "parameter", ">count", ">rank", ">scaling", "A, B")
+    for part in adapter.parts:
+        rank, scaling = ("" if x is None else f"{x:g}" for x in (part.r, part.scaling))
+        shapes = ", ".join(map(_shape, part.shapes))
+        lines.add_row(plain(part.name), str(part.count), rank, scaling, shapes)
+    output.print(lines)
+    for note in adapter.notes:
+        output.print(plain(note))
 
 
 def mapping(lines: Sequence[MappingLine]) -> None:

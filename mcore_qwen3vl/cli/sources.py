@@ -21,6 +21,11 @@ def option(help: str) -> Any:
     return typer.Option(metavar="DIR", help=help, parser=_config)
 
 
+def adapter_option(help: str) -> Any:
+    """A PEFT adapter; it is downloaded if need be."""
+    return typer.Option(metavar="ADAPTER", help=help, parser=_checkpoint)
+
+
 def _checkpoint(name: str) -> Path:
     from mcore_qwen3vl.converters.hf.hub import resolve
 

@@ -68,11 +68,21 @@ def verify_parity(
     spec: Annotated[
         Literal["torch", "te"], typer.Option(help="te: Transformer Engine, on CUDA.")
     ] = "torch",
+    lora: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADAPTER",
+            help="PEFT adapter directory; or language, language-aligner, all: random factors.",
+        ),
+    ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds for the ranks to finish.")] = 600.0,
     report: ReportFolder = None,
     json: JsonFile = None,
 ) -> None:
-    """Logits, loss and every gradient under a parallel layout, against Hugging Face's model."""
+    """Logits, loss and every gradient under a parallel layout, against Hugging Face's model.
+
+    With --lora against PEFT's: the adapter's factors alone are trained.
+    """
     console.quiet_libraries()
     from mcore_qwen3vl.verify.parity.comparison import verify_parity as verify
 
@@ -84,6 +94,7 @@ def verify_parity(
         dtype=dtype,
         device=device,
         spec=spec,
+        lora=lora,
         timeout=timeout,
     )
     conclude(result, report, json)

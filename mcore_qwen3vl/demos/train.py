@@ -17,6 +17,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
 
 SAMPLES, STEPS, STOP = 8, 60, 30
+LORA = ("--lora-rank", "16", "--lora-target", "all-linear", "--lora-modules-to-save", "lm_head")
 LEARNT = 0.05
 """Loss below which the answers are known by heart."""
 
@@ -34,7 +35,11 @@ class DemoResult:
 
 
 def run_demo(
-    *, keep: Path | None = None, say: Callable[[str], None] = print, steps: int = STEPS
+    *,
+    keep: Path | None = None,
+    say: Callable[[str], None] = print,
+    steps: int = STEPS,
+    lora: bool = False,
 ) -> DemoResult:
     """Train a tiny model on image questions, interrupted once, and ask it what it learnt.
 
@@ -42,6 +47,7 @@ def run_demo(
         keep: directory for all files; None: a temporary one.
         say: is told of every stage.
         steps: of training in all; it stops and resumes at half.
+        lora: train an adapter, and ask PEFT's model.
 
     Raises:
         CheckFailed: the loss stayed high, or the exported model answers wrongly.
@@ -64,16 +70,23 @@ def run_demo(
                 "--lr", "5e-3", "--weight-decay", "0", "--packing-buffer", str(SAMPLES),
                 *DISTRIBUTED,
                 "--save", str(folder / "checkpoints"), "--save-interval", str(steps // 2),
-                "--save-hf", str(folder / "hf"),
+                "--save-hf", str(folder / "hf"), *(LORA if lora else ()),
             ),
         )  # fmt: skip
-        say(f"SFT at TP2 x DP2 on four processes, stopped after {steps // 2} of {steps} steps")
+        method, half = "LoRA" if lora else "SFT", steps // 2
+        say(f"{method} at TP2 x DP2 on four processes, stopped after {half} of {steps} steps")
         first = train(job, folder / "first", "--exit-interval", str(steps // 2))
-        say("the same command again: it resumes, finishes, and exports to Hugging Face")
+        format = "a PEFT adapter" if lora else "Hugging Face"
+        say(f"the same command again: it resumes, finishes, and exports to {format}")
         rest = train(job, folder / "rest")
         say("Hugging Face's generate, with the exported model")
         records = [json.loads(line)["messages"] for line in data.read_text().splitlines()]
-        answers = answer(folder / "hf" / f"iter_{steps:07d}", records, data.parent)
+        exported = folder / "hf" / f"iter_{steps:07d}"
+        answers = (
+            answer(checkpoint, records, data.parent, adapter=exported)
+            if lora
+            else answer(exported, records, data.parent)
+        )
         wanted = [messages[-1]["content"] for messages in records]
         for messages, got in zip(records, answers, strict=True):
             say(f"  {messages[0]['content'][0]['image']} {messages[0]['content'][1]['text']} {got}")
@@ -101,7 +114,11 @@ def _check(result: DemoResult, steps: int) -> None:
 
 
 def answer(
-    checkpoint: Path, records: Sequence[list[dict[str, Any]]], folder: Path, max_tokens: int = 40
+    checkpoint: Path,
+    records: Sequence[list[dict[str, Any]]],
+    folder: Path,
+    max_tokens: int = 40,
+    adapter: Path | None = None,
 ) -> list[str]:
     """Greedy answers of a Hugging Face checkpoint to the first turn of each conversation.
 
@@ -110,6 +127,7 @@ def answer(
         records: each conversation's messages.
         folder: where their images are.
         max_tokens: longest answer.
+        adapter: PEFT directory to answer with.
     """
     import torch
     from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -118,6 +136,10 @@ def answer(
 
     processor = AutoProcessor.from_pretrained(checkpoint)
     model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
+    if adapter is not None:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, adapter)
     answers = []
     for messages in records:
         inputs = processor.apply_chat_template(

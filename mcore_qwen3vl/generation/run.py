@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.adapters.adapter import Adapter
+from mcore_qwen3vl.converters.adapters.read import read_adapter
 from mcore_qwen3vl.converters.live.checkpoint import load_checkpoint
 from mcore_qwen3vl.converters.live.load import load_hf
 from mcore_qwen3vl.converters.mcore.formats import is_megatron
@@ -32,6 +34,7 @@ from mcore_qwen3vl.generation.prompts import Prompts, encode_prompts
 from mcore_qwen3vl.generation.sampling import Sampler, load_generation_config
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.build import build_chunks
+from mcore_qwen3vl.model.lora.adapt import adapt
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
 
@@ -49,6 +52,7 @@ class Request:
         spec: layer spec.
         dtype: of weights and computation; ``config``: what the checkpoint's config says.
         hf: directory with config, tokenizer and processor; None: the checkpoint's own.
+        lora: PEFT adapter directory to answer with.
         options: its keyword arguments; `stream` is kept on the first rank alone.
     """
 
@@ -58,6 +62,7 @@ class Request:
     spec: Any = "torch"
     dtype: Literal["config", "bf16", "fp16", "fp32"] = "config"
     hf: Path | None = None
+    lora: Path | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -120,6 +125,7 @@ class _Job:
     architecture: Architecture
     processor: Any
     prompts: Prompts
+    adapter: Adapter | None
     options: dict[str, Any]
 
     @classmethod
@@ -145,7 +151,8 @@ class _Job:
             top_p=options.get("top_p"),
             top_k=options.get("top_k"),
         )
-        return cls(request, architecture, processor, prompts, options)
+        adapter = None if request.lora is None else read_adapter(request.lora, folder)
+        return cls(request, architecture, processor, prompts, adapter, options)
 
     def on_rank(self) -> list[Generation]:
         """Build and load this rank's part and answer; ``torch.distributed`` is initialised."""
@@ -155,6 +162,8 @@ class _Job:
         models = build_chunks(self.architecture, request.layout, spec=request.spec, **dtype)
         load = load_checkpoint if is_megatron(request.checkpoint) else load_hf
         load(models, request.checkpoint)
+        if self.adapter is not None:
+            adapt(models, self.adapter)
         if dist.get_rank():
             options = {**options, "stream": None}
         return generate(models, self.processor, self.prompts, **options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
 
@@ -11,11 +11,14 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 
 PARTS = {
-    "vision": r"visual\.(?!merger\.|deepstack_merger_list\.)",
-    "aligner": r"visual\.(merger|deepstack_merger_list)\.",
-    "language": r"(?!visual\.)",
+    "vision": r"(adapter\.model\.)?visual\.(?!merger\.|deepstack_merger_list\.)",
+    "aligner": r"(adapter\.model\.)?visual\.(merger|deepstack_merger_list)\.",
+    "language": r"(?!(adapter\.model\.)?visual\.)",
 }
-"""Names for the parts of the model; the aligner is the mergers, DeepStack's among them."""
+"""Names for the parts of the model; the aligner is the mergers, DeepStack's among them.
+
+An adapter belongs to the part that it adapts.
+"""
 
 
 class Freezing:
@@ -42,6 +45,14 @@ class Freezing:
         self._used: set[str] = set()
         self._trains = False
 
+    def train(self, patterns: Iterable[str]) -> None:
+        """Train these too, before the next :meth:`apply`.
+
+        Raises:
+            BadInput: one is neither a part nor a regular expression.
+        """
+        self._trainable |= {pattern: _compile(pattern) for pattern in patterns}
+
     def apply(self, chunk: Qwen3VLModel) -> list[str]:
         """Set ``requires_grad`` of every parameter of one pipeline chunk.
 
@@ -53,7 +64,8 @@ class Freezing:
             name = global_name(chunk, local_name)
             stop = {pattern for pattern, regex in self._frozen.items() if regex.match(name)}
             keep = {pattern for pattern, regex in self._trainable.items() if regex.match(name)}
-            trains = not stop and bool(keep or not self._trainable)
+            # An adapter's factor may have no row on this rank, and then nothing to train.
+            trains = not stop and bool(keep or not self._trainable) and parameter.numel() > 0
             parameter.requires_grad_(trains)
             self._used |= stop | keep
             self._trains |= trains

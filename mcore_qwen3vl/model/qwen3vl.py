@@ -5,6 +5,7 @@ Every rank is given the full micro-batch and takes its own part of it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from mcore_qwen3vl.model.fusion import FusionPlan, fuse, plan_fusion
 from mcore_qwen3vl.model.head.module import Head
 from mcore_qwen3vl.model.inputs import VisualInputs, to_device
 from mcore_qwen3vl.model.layer_specs import block_spec
+from mcore_qwen3vl.model.lora.adapter import Adapter
 from mcore_qwen3vl.model.rope import InterleavedMRoPE
 from mcore_qwen3vl.model.sequence import local_positions
 from mcore_qwen3vl.model.transformer_config import Spec, transformer_config
@@ -102,6 +104,7 @@ class Qwen3VLModel(GPTModel):
         )
         self.architecture = architecture
         self.spec = spec
+        self.adapter: Adapter | None = None
         self.rotary_pos_emb = InterleavedMRoPE(
             architecture.head_dim, architecture.rope_theta, architecture.mrope_section
         )
@@ -128,7 +131,7 @@ class Qwen3VLModel(GPTModel):
                 ),
             )
         # Deferring the head's weight gradient is Megatron's own layer's.
-        self._losses_in_chunks = head_chunk != 0 and not config.defer_embedding_wgrad_compute
+        self.losses_in_chunks = head_chunk != 0 and not config.defer_embedding_wgrad_compute
         if post_process:
             Head.adopt(self.output_layer, vocab_size=architecture.vocab_size, chunk=head_chunk)
         if not config.use_cpu_initialization and not _is_meta(self):
@@ -237,7 +240,7 @@ class Qwen3VLModel(GPTModel):
             else (None, self._receive(len(local.hidden), plan))
         )
         padding = None if attention_mask is None else attention_mask == 0  # (B, cached + S)
-        if labels is not None and self._losses_in_chunks:
+        if labels is not None and self.losses_in_chunks:
             kwargs.setdefault("output_processor", _losses)
         masks = self.spec == "torch" or kwargs.get("inference_context") is not None
         if padding is not None and not masks and packed is None:
@@ -256,6 +259,19 @@ class Qwen3VLModel(GPTModel):
         if self._deepstack_out and features is not None:
             return pack_features(output, features[-self._deepstack_out :])
         return output
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As torch's; checkpoints of an adapted model may hold only what trains."""
+        if self.adapter is None:
+            return super().load_state_dict(state_dict, strict, assign)
+        found = super().load_state_dict(state_dict, strict=False, assign=assign)
+        trained = {name for name, p in self.named_parameters() if p.requires_grad}
+        lacking = sorted(trained.intersection(found.missing_keys))
+        if strict and (lacking or found.unexpected_keys):
+            raise RuntimeError(f"missing {lacking}, unexpected {found.unexpected_keys}")
+        return found
 
     def local_tokens(
         self, seq_len: int, packed_seq_params: PackedSeqParams | None = None

@@ -14,6 +14,7 @@ from megatron.training.checkpointing import checkpoint_exists
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+from mcore_qwen3vl.training.lora.run import LoraRun
 
 
 @dataclass
@@ -30,13 +31,17 @@ def fields_from_flags(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def model_provider(
-    args: argparse.Namespace, architecture: Architecture, **config_overrides: Any
+    args: argparse.Namespace,
+    architecture: Architecture,
+    lora: LoraRun | None = None,
+    **config_overrides: Any,
 ) -> Callable[..., Qwen3VLModel]:
     """The provider for ``megatron.training.pretrain``.
 
     Args:
         args: of :func:`mcore_qwen3vl.training.arguments.parser.parse`.
         architecture: the model's shape.
+        lora: what is trained instead of the model's own weights.
         config_overrides: ``TransformerConfig`` fields that no flag sets.
 
     Returns:
@@ -47,7 +52,7 @@ def model_provider(
     if args.pad_to_longest:
         # Stages would otherwise transfer --seq-length tokens, whatever the batch has.
         fields_of_all["variable_seq_lengths"] = True
-    freezing = Freezing(args.freeze, args.trainable)
+    freezing = lora.freezing() if lora else Freezing(args.freeze, args.trainable)
 
     def provide(
         pre_process: bool = True,
@@ -68,11 +73,13 @@ def model_provider(
             head_chunk=args.head_chunk,
             **fields_of_all,
         )
-        if args.load_hf and not resuming(args):
+        if args.load_hf and (lora or not resuming(args)):  # a checkpoint of LoRA has no other
             from mcore_qwen3vl.converters.hf.hub import resolve
             from mcore_qwen3vl.converters.live.load import load_hf
 
             load_hf(model, resolve(args.load_hf))
+        if lora:
+            lora.adapt(model, freezing)
         freezing.apply(model)
         stages = args.virtual_pipeline_model_parallel_size or 1
         if vp_stage in (None, stages - 1):

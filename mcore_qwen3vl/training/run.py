@@ -67,11 +67,13 @@ class Run:
         """
         from mcore_qwen3vl.config import Architecture
         from mcore_qwen3vl.training.feed.provider import DataProvider
+        from mcore_qwen3vl.training.lora.run import LoraRun
         from mcore_qwen3vl.training.step.forward import ForwardStep
         from mcore_qwen3vl.training.step.losses import find_loss
 
         self.args = args
         self.architecture = Architecture.from_hf(args.hf_model)
+        self.lora = LoraRun.of(args, self.architecture)
         self.metrics = metrics.Metrics(self.architecture, peak_tflops=args.peak_tflops)
         self.data = DataProvider(args, self.architecture, self.metrics.count)
         self.forward_step = ForwardStep(find_loss(args.loss))
@@ -81,10 +83,11 @@ class Run:
         """Call ``megatron.training.pretrain``."""
         from megatron.core.datasets import utils as datasets
         from megatron.core.enums import ModelType
-        from megatron.training import dist_signal_handler, pretrain, training
+        from megatron.training import checkpointing, dist_signal_handler, pretrain, training
         from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
         from mcore_qwen3vl.training.hooks import gather_items, reduce_stat, wrap
+        from mcore_qwen3vl.training.lora.run import keep_trained
         from mcore_qwen3vl.training.model import model_provider
         from mcore_qwen3vl.training.step import multi_tensor
 
@@ -95,6 +98,9 @@ class Run:
         wrap(datasets, {"compile_helpers": lambda original: None})
         # Waits once for the device, not once a rank of the world.
         wrap(dist_signal_handler, {"all_gather_item": gather_items})
+        # Holds only what trains.
+        keep = {"generate_state_dict": keep_trained} if self.lora else {}
+        wrap(checkpointing, keep)
         wrap(
             training,
             {
@@ -122,13 +128,18 @@ class Run:
             ModelType.encoder_or_decoder,
             self.forward_step,
             model_provider=model_provider(
-                self.args, self.architecture, finalize_model_grads_func=self._finalize_gradients
+                self.args,
+                self.architecture,
+                self.lora,
+                finalize_model_grads_func=self._finalize_gradients,
             ),
         )
 
     def _load_checkpoint(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         from mcore_qwen3vl.training.checkpoints.resume import choose_checkpoint, explained
+        from mcore_qwen3vl.training.lora.run import check_checkpoint
 
+        check_checkpoint(self.args, self.lora)
         choose_checkpoint(self.args)
         with explained(self.args.load):
             return original(model, *args, **kwargs)
@@ -141,6 +152,8 @@ class Run:
         with self.metrics.paused():
             if dist.get_rank() == 0:
                 save_companions(self.args)
+                if self.lora:
+                    self.lora.save_config()
             self.data.save_state(self.args.save, iteration)
             original(iteration, *args, **kwargs)
 
@@ -158,7 +171,7 @@ class Run:
             from mcore_qwen3vl.training.checkpoints.export import export
 
             with self.metrics.paused():
-                export(self.args, model, optimizer, iteration)
+                export(self.args, model, optimizer, iteration, self.lora)
         return leaving
 
     def _optimizer_config(self, original: Any, args: argparse.Namespace) -> Any:

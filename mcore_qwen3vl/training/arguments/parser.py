@@ -28,6 +28,7 @@ from mcore_qwen3vl.training.arguments.explicit import check_explicit, explicit_a
 from mcore_qwen3vl.training.arguments.layout import check_layout
 from mcore_qwen3vl.training.arguments.refusal import StrictParser, refuse_by
 from mcore_qwen3vl.training.checkpoints.resume import check_companions
+from mcore_qwen3vl.training.lora.flags import add_lora_arguments, check_flags
 
 SPECS = ("te", "torch")
 
@@ -36,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add our flags to Megatron's `parser`, as its ``extra_args_provider``."""
     _add_model_arguments(parser.add_argument_group("qwen3-vl model"))
     _add_training_arguments(parser.add_argument_group("qwen3-vl training"))
+    add_lora_arguments(parser.add_argument_group("qwen3-vl lora"))
     add_data_arguments(parser.add_argument_group("qwen3-vl data"))
     return parser
 
@@ -53,7 +55,11 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="DIR",
         help="Start from these Hugging Face weights (a directory or hub id), under any layout.",
     )
-    group.add_argument("--save-hf", metavar="DIR", help="Export Hugging Face checkpoints here.")
+    group.add_argument(
+        "--save-hf",
+        metavar="DIR",
+        help="Export Hugging Face checkpoints here; with LoRA, PEFT adapters.",
+    )
     group.add_argument(
         "--save-hf-interval", type=int, metavar="N", help="Export every N iterations too."
     )
@@ -230,6 +236,7 @@ class ArgumentSetup:
                 args.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
             )
         check(args, self.architecture)
+        check_flags(args)
 
 
 def _train_data_path(argv: Sequence[str]) -> list[str]:

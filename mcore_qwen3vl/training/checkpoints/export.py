@@ -11,9 +11,16 @@ from megatron.training import training
 from megatron.training.utils import print_rank_0
 
 from mcore_qwen3vl.converters.live.export import save_hf
+from mcore_qwen3vl.training.lora.run import LoraRun
 
 
-def export(args: argparse.Namespace, model: list[Any], optimizer: Any, iteration: int) -> None:
+def export(
+    args: argparse.Namespace,
+    model: list[Any],
+    optimizer: Any,
+    iteration: int,
+    lora: LoraRun | None = None,
+) -> None:
     """Write ``--save-hf`` ``/iter_NNNNNNN``: weights, config, tokenizer and processor.
 
     Args:
@@ -21,9 +28,13 @@ def export(args: argparse.Namespace, model: list[Any], optimizer: Any, iteration
         model: this rank's pipeline chunks.
         optimizer: whose overlapped parameter gathers are waited for.
         iteration: named in the folder.
+        lora: a PEFT adapter is written instead.
     """
     if training.should_disable_forward_pre_hook(args):
         training.force_param_sync(model, optimizer=optimizer)
     folder = Path(args.save_hf) / f"iter_{iteration:07d}"
-    save_hf(unwrap_model(model), folder, hf_config=args.hf_model, force=True)
+    if lora is None:
+        save_hf(unwrap_model(model), folder, hf_config=args.hf_model, force=True)
+    else:
+        lora.export(unwrap_model(model), folder)
     print_rank_0(f"exported iteration {iteration} to {folder}")

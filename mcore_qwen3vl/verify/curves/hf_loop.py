@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +62,13 @@ def hf_curve(job: Job) -> list[StepMetrics]:
 
     processor = AutoProcessor.from_pretrained(job.checkpoint)
     model = AutoModelForImageTextToText.from_pretrained(job.checkpoint, dtype=torch.float32)
+    if job.lora is not None:
+        model = _with_adapter(model, job.lora)
     model.train()
     records = [json.loads(line) for line in job.data.read_text(encoding="utf-8").splitlines()]
-    decayed = [p for n, p in model.named_parameters() if p.ndim > 1 and not n.endswith("bias")]
-    kept = [p for n, p in model.named_parameters() if p.ndim <= 1 or n.endswith("bias")]
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    decayed = [p for n, p in trained.items() if p.ndim > 1 and not n.endswith("bias")]
+    kept = [p for n, p in trained.items() if p.ndim <= 1 or n.endswith("bias")]
     optimizer = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": kept, "weight_decay": 0.0}],
         lr=LEARNING_RATE,
@@ -86,10 +90,19 @@ def hf_curve(job: Job) -> list[StepMetrics]:
             loss = weight * F.cross_entropy(logits, labels[1:], reduction="sum") / items
             loss.backward()
             total += loss.item()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        norm = torch.nn.utils.clip_grad_norm_(trained.values(), CLIP)
         optimizer.step()
         curve.append(StepMetrics(total, float(norm)))
     return curve
+
+
+def _with_adapter(model: Any, adapter: Path) -> Any:
+    """PEFT's model, in which the adapter alone trains."""
+    from peft import PeftModel
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return PeftModel.from_pretrained(model, adapter, is_trainable=True)
 
 
 def encode(

@@ -32,6 +32,7 @@ class Job:
     batch: int = 4  # micro-batches of one sequence in a step, over all DP ranks
     seq_length: int = 128
     packing: bool = False
+    lora: Path | None = None  # a PEFT adapter, which both sides go on with and train alone
     flags: tuple[str, ...] = ()
 
     @property
@@ -50,6 +51,7 @@ class Job:
         if Architecture.from_hf(self.checkpoint).is_moe:
             # As HF trains unless output_router_logits is set.
             words += ["--moe-aux-loss-coeff", "0"]
+        words += ["--lora-init", str(self.lora)] if self.lora else []
         packing = ["--packing"] if self.packing else []
         return [*words, *packing, *layout_flags(self.layout), *self.flags]
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from mcore_qwen3vl.console import emit_json, quiet_libraries
+from mcore_qwen3vl.verify.parity.lora_matrix import LORA_MATRIX
 from mcore_qwen3vl.verify.parity.matrix import MATRIX, MatrixRow, markdown, parity_matrix
 from mcore_qwen3vl.verify.report.result import Report
 
@@ -26,7 +27,7 @@ def main() -> int:
     arguments = parser.parse_args()
     quiet_libraries()
     torch.set_num_threads(1)  # the models are tiny; more threads only wait for one another
-    rows = [row for row in MATRIX if arguments.only in str(row)]
+    rows = [row for row in (*MATRIX, *LORA_MATRIX) if arguments.only in str(row)]
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mcore-qwen3vl-parity-") as folder:
         results = parity_matrix(Path(folder), rows, progress=_show)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.adapters.read import read_adapter
 from mcore_qwen3vl.converters.mcore.formats import require_huggingface
 from mcore_qwen3vl.verify.parity.batches import build_batch
 from mcore_qwen3vl.verify.parity.case import DTYPES
+from mcore_qwen3vl.verify.parity.peft_reference import PeftReference
 from mcore_qwen3vl.verify.parity.reference import AdamW, Expected, Reference, Stepped
 
 
@@ -17,13 +19,18 @@ class CachedReference:
     Args:
         path: checkpoint directory.
         dtype: of the reference.
+        lora: PEFT adapter directory, which the reference then trains alone.
     """
 
-    def __init__(self, path: str | Path, dtype: str = "fp32") -> None:
+    def __init__(
+        self, path: str | Path, dtype: str = "fp32", *, lora: str | Path | None = None
+    ) -> None:
         self.path = Path(path)
         require_huggingface(self.path)
         self.architecture = Architecture.from_hf(self.path)
         self._dtype = DTYPES[dtype]
+        self._lora = None if lora is None else Path(lora)
+        self.adapter = None if lora is None else read_adapter(lora, self.path)
         self._reference: Reference | None = None
         self._expected: dict[tuple[str, int], Expected] = {}
         self._stepped: dict[tuple[str, int, AdamW], Stepped] = {}
@@ -47,5 +54,8 @@ class CachedReference:
     @property
     def reference(self) -> Reference:
         if self._reference is None:
-            self._reference = Reference(self.path, dtype=self._dtype)
+            if self._lora is None:
+                self._reference = Reference(self.path, dtype=self._dtype)
+            else:
+                self._reference = PeftReference(self.path, self._lora, dtype=self._dtype)
         return self._reference

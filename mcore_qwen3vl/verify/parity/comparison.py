@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
-from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.adapters.presets import Preset
 from mcore_qwen3vl.converters.mapping.table import table
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.runtime.launch import check_gpus, run_layout
+from mcore_qwen3vl.verify.parity.adapters import preset_config, write_random_adapter
 from mcore_qwen3vl.verify.parity.batches import RECIPES, Batch, build_batch
 from mcore_qwen3vl.verify.parity.cached_reference import CachedReference
 from mcore_qwen3vl.verify.parity.case import Case
@@ -35,6 +37,7 @@ def verify_parity(
     dtype: Literal["fp32", "bf16"] = "fp32",
     device: Literal["cpu", "cuda"] = "cpu",
     spec: Spec = "torch",
+    lora: str | Path | None = None,
     timeout: float = 600.0,
 ) -> Report:
     """Compare a checkpoint under a layout with Hugging Face's model on one process.
@@ -51,24 +54,43 @@ def verify_parity(
         dtype: of both models.
         device: where ours runs, one GPU a rank on ``cuda``; the reference runs on the CPU.
         spec: layer spec of ours.
+        lora: PEFT adapter directory, or one of ``presets.Preset`` for random factors: they alone
+            are trained, and PEFT's model is what they are compared with.
         timeout: seconds for the ranks to finish.
 
     Raises:
         BadInput: the model does not divide by the layout, a batch is not known, or there are
             fewer GPUs than ranks.
     """
+    if lora in get_args(Preset):
+        with tempfile.TemporaryDirectory(prefix="mcore-qwen3vl-lora-") as folder:
+            random = write_random_adapter(
+                Path(folder) / "adapter", preset_config(lora, hf_dir), hf_dir
+            )
+            return verify_parity(
+                hf_dir,
+                layout,
+                batches,
+                gradients=gradients,
+                dtype=dtype,
+                device=device,
+                spec=spec,
+                lora=random,
+                timeout=timeout,
+            )
     adamw = AdamW() if gradients and dtype == "fp32" else None
     case = Case(
         layout or Layout(), spec=spec, dtype=dtype, device=device, gradients=gradients, adamw=adamw
     )
     names = list(batches or RECIPES)
-    reference = CachedReference(hf_dir, dtype)
+    reference = CachedReference(hf_dir, dtype, lora=lora)
     case.layout.validate(reference.architecture)
     if device == "cuda":
         check_gpus(case.layout.world_size)
     tolerances = None
     if dtype == "bf16":
-        tolerances = half_precision_tolerances(reference, CachedReference(hf_dir), case, names)
+        exact = CachedReference(hf_dir, lora=lora)
+        tolerances = half_precision_tolerances(reference, exact, case, names)
     return compare_case(reference, case, names, tolerances=tolerances, timeout=timeout)
 
 
@@ -112,14 +134,20 @@ def compare_case(
             case,
             expected,
             stepped,
+            reference.adapter,
             timeout=timeout,
             device=case.device,
         )
         for number, batch in enumerate(expected):
             measured = merge(rank[number] for rank in ranks)
-            counts = _counts(reference.architecture, case, batch)
+            counts = _counts(reference, case, batch)
             if stepped is not None and number == len(expected) - 1:
-                counts |= {("parameters", n): c for (k, n), c in counts.items() if k == "gradients"}
+                frozen = _frozen(measured)
+                counts |= {
+                    ("parameters", n): c - frozen.get(n, 0)
+                    for (k, n), c in counts.items()
+                    if k == "gradients" and c > frozen.get(n, 0)
+                }
                 counts["gradient norm", "all"] = 1
                 if case.overlap and case.distributed_optimizer:
                     counts[AFTER_STEP, "all"] = counts["logits", "all"]
@@ -147,8 +175,11 @@ def _runs(batches: Iterable[Batch], case: Case) -> list[list[str]]:
     return [names for names in (even, uneven) if names]
 
 
-def _counts(a: Architecture, case: Case, expected: Expected) -> dict[tuple[str, str], int]:
-    """How many values there are to compare, by part and name."""
+def _counts(
+    reference: CachedReference, case: Case, expected: Expected
+) -> dict[tuple[str, str], int]:
+    """How many values there are to compare, by part and name; what is frozen is among them."""
+    a = reference.architecture
     tokens = sum(int(valid.sum()) for valid in expected.valid)
     counts = {("logits", "all"): tokens * a.vocab_size, ("loss", "all"): tokens}
     if case.gradients:
@@ -156,7 +187,16 @@ def _counts(a: Architecture, case: Case, expected: Expected) -> dict[tuple[str, 
             for source in row.sources:
                 name = source.name if source.index is None else f"{source.name}[{source.index}]"
                 counts["gradients", name] = prod(source.piece_shape)
+        if reference.adapter is not None:
+            for name, factors in reference.adapter.factors.items():
+                counts["gradients", f"{name}.lora_A"] = factors.a.numel()
+                counts["gradients", f"{name}.lora_B"] = factors.b.numel()
     return counts
+
+
+def _frozen(measured: Measurements) -> dict[str, int]:
+    """How many values of each tensor the ranks found frozen."""
+    return {name: one.count for (part, name), one in measured.items() if part == "frozen"}
 
 
 def _judge(
@@ -166,8 +206,9 @@ def _judge(
     context: str,
 ) -> Iterator[Finding]:
     """Findings, frozen values taken off what should have a gradient."""
-    for part, name in [key for key in measured if key[0] == "frozen"]:
-        counts["gradients", name] -= measured.pop((part, name)).count
+    for name, count in _frozen(measured).items():
+        del measured["frozen", name]
+        counts["gradients", name] -= count
         if not counts["gradients", name]:
             del counts["gradients", name]
     return findings(measured, tolerances, counts=counts, context=context)

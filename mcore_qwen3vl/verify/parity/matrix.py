@@ -12,6 +12,7 @@ from typing import Any
 
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
+from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
 from mcore_qwen3vl.verify.parity.batches import RECIPES
 from mcore_qwen3vl.verify.parity.cached_reference import CachedReference
 from mcore_qwen3vl.verify.parity.case import Case
@@ -28,6 +29,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "moe-mixed": {"moe": True, "layout": "v5", "text": {"mlp_only_layers": [0, 2]}},
     # Every expert for every token: without a choice that rounding could change, bf16 can be judged.
     "moe-all": {"moe": True, "text": {"num_experts_per_tok": 12}},
+    # Fewer KV heads than tensor-parallel ranks.
+    "few-kv": {"text": {"num_key_value_heads": 2}},
 }
 """What :func:`write_tiny_checkpoint` is given for each model."""
 
@@ -54,6 +57,7 @@ class MatrixRow:
         batches: the batches to run.
         options: further fields of :class:`Case`.
         note: what is special about it.
+        lora: a name in ``adapters.ADAPTERS``: that alone is trained, and compared with PEFT.
     """
 
     model: str
@@ -61,9 +65,11 @@ class MatrixRow:
     batches: tuple[str, ...] = EVERY
     options: dict[str, Any] = field(default_factory=dict)
     note: str = ""
+    lora: str = ""
 
     def __str__(self) -> str:
-        return " ".join(filter(None, [self.model, self.layout, self.note]))
+        lora = f"LoRA: {self.lora}" if self.lora else ""
+        return " ".join(filter(None, [self.model, self.layout, lora, self.note]))
 
 
 def _recompute(note: str, model: str, layout: str, batch: str, **config: Any) -> MatrixRow:
@@ -192,7 +198,7 @@ class Matrix:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._references: dict[tuple[str, str], CachedReference] = {}
+        self._references: dict[tuple[str, str, str], CachedReference] = {}
 
     def run(self, row: MatrixRow, timeout: float = 120.0) -> Report:
         """Compare one row; fp32 rows that freeze nothing take an optimizer step too."""
@@ -201,23 +207,32 @@ class Matrix:
         if dtype == "fp32":
             options.setdefault("adamw", AdamW())
         case = Case(Layout.parse(row.layout), **options)
-        reference = self.reference(row.model, dtype)
+        reference = self.reference(row.model, dtype, row.lora)
         tolerances = None
         if dtype == "bf16":
-            exact = self.reference(row.model)
+            exact = self.reference(row.model, lora=row.lora)
             tolerances = half_precision_tolerances(reference, exact, case, row.batches)
         report = compare_case(reference, case, row.batches, tolerances=tolerances, timeout=timeout)
         report.title = f"{row} against Hugging Face"
         return report
 
-    def reference(self, model: str, dtype: str = "fp32") -> CachedReference:
-        """The tiny checkpoint of this model, with a reference in `dtype`."""
-        if (model, dtype) not in self._references:
+    def reference(self, model: str, dtype: str = "fp32", lora: str = "") -> CachedReference:
+        """The tiny checkpoint of this model, with a reference in `dtype`, or PEFT's with `lora`."""
+        key = (model, dtype, lora)
+        if key not in self._references:
             path = self._folder / model
             if not path.exists():
                 write_tiny_checkpoint(path, **MODELS[model])
-            self._references[model, dtype] = CachedReference(path, dtype)
-        return self._references[model, dtype]
+            adapter = self.adapter(model, lora) if lora else None
+            self._references[key] = CachedReference(path, dtype, lora=adapter)
+        return self._references[key]
+
+    def adapter(self, model: str, lora: str) -> Path:
+        """The PEFT directory of an adapter for the tiny checkpoint of this model."""
+        path = self._folder / f"{model} {lora}"
+        if not path.exists():
+            write_random_adapter(path, ADAPTERS[lora], self._folder / model)
+        return path
 
 
 def parity_matrix(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,14 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture, ExpertLayout
+from mcore_qwen3vl.converters.adapters.adapter import Adapter
 from mcore_qwen3vl.converters.live.checkpoint import load_checkpoint
+from mcore_qwen3vl.converters.live.factors import factor_parts
 from mcore_qwen3vl.converters.live.load import load_hf
-from mcore_qwen3vl.converters.live.sharded import Values, gradient, hf_parts, unwrap, weight
+from mcore_qwen3vl.converters.live.sharded import Values, gradient, hf_parts, unwrap
 from mcore_qwen3vl.model.build import build_chunks
 from mcore_qwen3vl.model.freeze import Freezing
+from mcore_qwen3vl.model.lora.adapt import adapt
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.verify.parity.batches import MicroBatch
@@ -50,7 +54,11 @@ HEAD_CHUNK = 7
 
 
 def measure_on_rank(
-    path: Path, case: Case, batches: list[Expected], stepped: Stepped | None
+    path: Path,
+    case: Case,
+    batches: list[Expected],
+    stepped: Stepped | None,
+    adapter: Adapter | None = None,
 ) -> list[Measurements]:
     """Run `case` on this rank and compare; every rank of the layout calls this.
 
@@ -59,12 +67,13 @@ def measure_on_rank(
         case: what to run.
         batches: the reference of each batch.
         stepped: the reference's parameters after an optimizer step on the last batch.
+        adapter: what alone is trained, if any.
 
     Returns:
         For each batch, what this rank measured.
     """
     initialize(case.layout)
-    engine = Engine(path, case, uneven=any(b.batch.uneven for b in batches))
+    engine = Engine(path, case, uneven=any(b.batch.uneven for b in batches), adapter=adapter)
     if case.overlap:
         engine.run(batches[0])  # DDP reduces without overlap in its first batch, to count gradients
     measured = [engine.measure(batch) for batch in batches]
@@ -90,9 +99,18 @@ class Engine:
         case: how the model runs.
         uneven: micro-batches differ in shape.
         mcore: Megatron-Core checkpoint to take the weights from instead.
+        adapter: LoRA, which alone is trained.
     """
 
-    def __init__(self, path: Path, case: Case, *, uneven: bool, mcore: Path | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        case: Case,
+        *,
+        uneven: bool,
+        mcore: Path | None = None,
+        adapter: Adapter | None = None,
+    ) -> None:
         self.case = case
         overrides = {
             "calculate_per_token_loss": True,
@@ -108,7 +126,7 @@ class Engine:
             load_hf(self.chunks, path)
         else:
             load_checkpoint(self.chunks, mcore)
-        freezing = Freezing(case.freeze)
+        freezing = Freezing(case.freeze) if adapter is None else adapt(self.chunks, adapter)
         for chunk in self.chunks:
             freezing.apply(chunk)
         freezing.check()
@@ -164,7 +182,7 @@ class Engine:
             ]
             for ddp in self.model:
                 ddp.start_param_sync(force_sync=True)
-        measured = self._measure_parts("parameters", weight, stepped.parameters)
+        measured = self._measure_parts("parameters", _trained, stepped.parameters)
         norm = measure(torch.tensor(float(norm)), torch.tensor(stepped.grad_norm))
         first = dist.get_rank() == 0
         measured["gradient norm", "all"] = norm if first else norm.as_copy()
@@ -248,7 +266,8 @@ class Engine:
     ) -> Measurements:
         """Compare every local parameter with its slices of Hugging Face tensors."""
         measured: Measurements = {}
-        for part in hf_parts(self.chunks, values, expert_layout=IN_MEMORY):
+        base = hf_parts(self.chunks, values, expert_layout=IN_MEMORY)
+        for part in chain(base, factor_parts(self.chunks, values)):
             one = measure(part.local.cpu(), expected[part.name][part.box])
             key = (kind, part.label)
             measured[key] = measured.get(key, Measurement()) + (one if part.main else one.as_copy())
@@ -314,6 +333,10 @@ def logits_of(head: Any, inputs: Any, kwargs: dict[str, Any], outputs: Any) -> T
     with torch.no_grad():
         logits, _ = head.forward(*inputs)
     return logits
+
+
+def _trained(parameter: torch.nn.Parameter) -> Tensor | None:
+    return parameter.data if parameter.requires_grad else None
 
 
 def _local_tokens(chunk: Qwen3VLModel, micro: MicroBatch) -> Tensor:

@@ -103,7 +103,7 @@ class Reference:
         """Clip `expected`'s gradients and take one ``torch.optim.AdamW`` step from the weights."""
         parameters = {
             name: torch.nn.Parameter(weight.detach().float().cpu().clone())
-            for name, weight in self.model.named_parameters()
+            for name, weight in self.trained().items()
         }
         for name, parameter in parameters.items():
             parameter.grad = expected.gradients[name].clone()
@@ -127,12 +127,15 @@ class Reference:
     @contextmanager
     def _weights(self, values: dict[str, Tensor]) -> Iterator[None]:
         """Other parameters for a while."""
-        own = {name: weight.detach().clone() for name, weight in self.model.named_parameters()}
+        trained = self.trained()
+        own = {name: weight.detach().clone() for name, weight in trained.items()}
         try:
-            self.model.load_state_dict(values, strict=False)
+            for name, weight in trained.items():
+                weight.data.copy_(values[name])
             yield
         finally:
-            self.model.load_state_dict(own, strict=False)
+            for name, weight in trained.items():
+                weight.data.copy_(own[name])
 
     def _micro_batch(
         self, micro: MicroBatch, scale: float, gradients: bool
@@ -179,8 +182,12 @@ class Reference:
             name: torch.zeros_like(p, device="cpu", dtype=torch.float32)
             if p.grad is None
             else p.grad.float().cpu()
-            for name, p in self.model.named_parameters()
+            for name, p in self.trained().items()
         }
+
+    def trained(self) -> dict[str, torch.nn.Parameter]:
+        """What has a gradient, by the names under which it is compared."""
+        return dict(self.model.named_parameters())
 
 
 def _is_spared(name: str, parameter: Tensor) -> bool:

@@ -1,0 +1,229 @@
+"""``adapter_config.json``: what PEFT's ``LoraConfig`` says, read and written without PEFT.
+
+Fields that decide which factors there are and how they scale have names here; every other field is
+kept as it is. What would change the model in a way that is not supported is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from mcore_qwen3vl.errors import BadInput
+
+FILE = "adapter_config.json"
+
+REST = {
+    "peft_type": "LORA",
+    "task_type": None,
+    "base_model_name_or_path": None,
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "inference_mode": True,
+    "init_lora_weights": True,
+}
+"""What a config written from nothing says besides its own fields; PEFT has defaults for more."""
+
+UNSUPPORTED = {
+    "use_dora": "DoRA",
+    "lora_bias": "a bias in lora_B",
+    "use_qalora": "QALoRA",
+    "layer_replication": "layer replication",
+    "trainable_token_indices": "trainable tokens",
+    "megatron_config": "PEFT's own Megatron layers",
+    "alora_invocation_tokens": "activated LoRA",
+    "use_bdlora": "block-diagonal LoRA",
+    "arrow_config": "Arrow routing",
+    "kasa_config": "KaSA",
+    "velora_config": "VeLoRA",
+    "monteclora_config": "MonteCLoRA",
+}
+"""Fields that must be absent or false, and what they ask for."""
+
+INITS = (True, False, "gaussian", "orthogonal", "eva")
+"""``init_lora_weights`` that leave the base weights alone; PiSSA and its like change them."""
+
+MOST = 2**20
+"""Largest rank."""
+
+Names = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """A LoRA configuration; fields and defaults are those of PEFT's ``LoraConfig``.
+
+    Attributes:
+        r: rank, of each expert for fused experts.
+        lora_alpha: the scaling is ``lora_alpha / r``.
+        lora_dropout: probability.
+        use_rslora: the scaling is ``lora_alpha / sqrt(r)``.
+        target_modules: names of modules or ends of them, or a regular expression, or
+            ``all-linear``.
+        target_parameters: names of parameters or ends of them: fused experts, the router.
+        rank_pattern, alpha_pattern: other ranks and alphas for names that match a key.
+        exclude_modules: as `target_modules`, and left out of it.
+        layers_to_transform: of `target_modules`, only in these layers.
+        layers_pattern: what the list of layers is called.
+        modules_to_save: modules that are trained and stored whole.
+        ensure_weight_tying: tied embeddings stay tied in `modules_to_save`.
+        raw: every other field of the file, as it was.
+    """
+
+    r: int = 8
+    lora_alpha: float = 8
+    lora_dropout: float = 0.0
+    use_rslora: bool = False
+    target_modules: str | Names | None = None
+    target_parameters: Names | None = None
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    exclude_modules: str | Names | None = None
+    layers_to_transform: int | tuple[int, ...] | None = None
+    layers_pattern: str | Names | None = None
+    modules_to_save: Names | None = None
+    ensure_weight_tying: bool = False
+    raw: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> AdapterConfig:
+        """Read an ``adapter_config.json``, or the directory that holds one.
+
+        Raises:
+            BadInput: it cannot be read, a field has no sense, or it asks for something that is not
+                supported.
+        """
+        path = Path(path)
+        file = path / FILE if path.is_dir() else path
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise BadInput(
+                f"{file} does not exist. A PEFT adapter is a directory with {FILE} in it; check "
+                "the path."
+            ) from None
+        except (OSError, ValueError, RecursionError) as error:
+            raise BadInput(
+                f"{file} cannot be read as JSON: {error!s:.200}. Copy the file again."
+            ) from None
+        if not isinstance(content, dict):
+            raise BadInput(f"{file} holds {type(content).__name__}, not a JSON object.")
+        return cls.from_dict(content, str(file))
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any], where: str = FILE) -> AdapterConfig:
+        """Check the parsed content of an ``adapter_config.json``; see `from_file`.
+
+        Args:
+            content: the fields.
+            where: what messages call it.
+        """
+        if (kind := content.get("peft_type")) != "LORA":
+            raise BadInput(f"{where} has peft_type {kind!r:.40}; only LORA adapters are handled.")
+        known = {name: content[name] for name in _FIELDS if name in content}
+        for name, value in known.items():
+            if not _FIELDS[name](value):
+                raise BadInput(f"{where}: {name} is {value!r:.80}, which PEFT never writes there.")
+        raw = {name: value for name, value in content.items() if name not in _FIELDS}
+        config = cls(**{name: _frozen(value) for name, value in known.items()}, raw=raw)
+        config.require_supported(where)
+        return config
+
+    def require_supported(self, where: str = FILE) -> None:
+        """
+        Raises:
+            BadInput: the config asks for something that is neither trained nor merged here.
+        """
+        for name, what in UNSUPPORTED.items():
+            if self.raw.get(name) not in (None, False):
+                raise BadInput(f"{where} asks for {what} ({name}), which is not supported.")
+        if self.raw.get("bias", "none") != "none":
+            raise BadInput(
+                f"{where} trains biases (bias: {self.raw['bias']!r:.20}): not supported."
+            )
+        if (init := self.raw.get("init_lora_weights", True)) not in INITS:
+            raise BadInput(
+                f"{where} has init_lora_weights {init!r:.40}, which changes the base weights too: "
+                "not supported. PEFT turns such an adapter into a plain one: save it with "
+                "path_initial_model_for_weight_conversion."
+            )
+        if self.lora_dropout and self.target_parameters:
+            raise BadInput(
+                f"{where} has lora_dropout {self.lora_dropout:g} and target_parameters; PEFT has "
+                "no dropout for parameters such as fused experts. Set lora_dropout to 0."
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """What the file holds, ready for JSON."""
+        own = {name: _plain(getattr(self, name)) for name in _FIELDS}
+        return {**REST, **self.raw, **own}
+
+    def to_json(self) -> str:
+        """The file's content, formatted as PEFT does."""
+        return json.dumps(self.to_dict(), indent=2, sort_keys=True)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return list(value)
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _number(value: Any, low: float, high: float) -> bool:
+    return type(value) in (int, float) and low <= value <= high
+
+
+def _rank(value: Any) -> bool:
+    return type(value) is int and 1 <= value <= MOST
+
+
+def _names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) and name for name in value)
+
+
+def _pattern(value: Any, good: Callable[[Any], bool]) -> bool:
+    return value is None or (isinstance(value, dict) and all(map(good, value.values())))
+
+
+def _layers(value: Any) -> bool:
+    numbers = value if isinstance(value, list) else [value]
+    return value is None or all(type(n) is int and n >= 0 for n in numbers)
+
+
+def _optional_names(value: Any) -> bool:
+    return value is None or _names(value)
+
+
+def _selection(value: Any) -> bool:
+    return isinstance(value, str) or _optional_names(value)
+
+
+def _alpha(value: Any) -> bool:
+    return _number(value, -1e6, 1e6)
+
+
+_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "r": _rank,
+    "lora_alpha": _alpha,
+    "lora_dropout": lambda value: _number(value, 0, 1),
+    "use_rslora": lambda value: isinstance(value, bool),
+    "target_modules": _selection,
+    "target_parameters": _optional_names,
+    "rank_pattern": lambda value: _pattern(value, _rank),
+    "alpha_pattern": lambda value: _pattern(value, _alpha),
+    "exclude_modules": _selection,
+    "layers_to_transform": _layers,
+    "layers_pattern": _selection,
+    "modules_to_save": _optional_names,
+    "ensure_weight_tying": lambda value: isinstance(value, bool),
+}
+"""The fields with names of their own, and what each may hold in a file."""
+
+assert [*_FIELDS, "raw"] == [each.name for each in fields(AdapterConfig)]

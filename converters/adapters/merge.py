@@ -1,0 +1,239 @@
+"""Merge an adapter into its base checkpoint: W + s·B·A, a chunk at a time, on the offline engine.
+
+Sums and products are in float32, in the order of PEFT's ``merge_and_unload``, and are rounded to
+the checkpoint's dtype once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.adapters.adapter import WEIGHTS, Adapter, Factors, is_adapter
+from mcore_qwen3vl.converters.adapters.config import FILE
+from mcore_qwen3vl.converters.adapters.peft_model import EMBEDDING, HEAD
+from mcore_qwen3vl.converters.adapters.read import read_adapter
+from mcore_qwen3vl.converters.adapters.roles import Roles
+from mcore_qwen3vl.converters.hf.checkpoint import HuggingFaceCheckpoint
+from mcore_qwen3vl.converters.mapping.row import Row, SourceTensor
+from mcore_qwen3vl.converters.mapping.table import table
+from mcore_qwen3vl.converters.mcore import formats
+from mcore_qwen3vl.converters.offline.engine import ConversionResult, execute
+from mcore_qwen3vl.converters.offline.hf_to_hf import layout_notes, open_checkpoint, stream_copy
+from mcore_qwen3vl.converters.offline.plan import ConversionPlan
+from mcore_qwen3vl.converters.offline.to_hf import LayoutChoice, chosen_layout, lay_out
+from mcore_qwen3vl.converters.offline.to_mcore import dequantized_notes
+from mcore_qwen3vl.converters.storage.boxes import Selection
+from mcore_qwen3vl.converters.storage.dtypes import cast, parse_dtype
+from mcore_qwen3vl.converters.storage.progress import Progress
+from mcore_qwen3vl.converters.storage.staging import check_target
+from mcore_qwen3vl.errors import BadInput
+
+CHUNK_VALUES = 2**20
+"""Values of a product made at a time: it stays in the processor's cache until it is written."""
+
+
+def merge(
+    base: str | Path,
+    adapter: str | Path,
+    dst: str | Path,
+    *,
+    dtype: str = "keep",
+    max_shard_size: str = "5GB",
+    expert_layout: LayoutChoice | None = None,
+    roles: Roles | None = None,
+    force: bool = False,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> ConversionResult:
+    """Write a Hugging Face checkpoint with an adapter merged into it.
+
+    Args:
+        base, adapter, dtype, max_shard_size, expert_layout, roles: see `plan_merge`.
+        dst, force, workers, progress: see `convert.hf_to_mcore`.
+
+    Raises:
+        BadInput: see `plan_merge` and `convert.hf_to_mcore`.
+    """
+    check_target(Path(dst), force=force, replaceable=formats.is_checkpoint)
+    plan = plan_merge(
+        base,
+        adapter,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        expert_layout=expert_layout,
+        roles=roles,
+    )
+    return execute(plan, Path(dst), force=force, workers=workers, progress=progress)
+
+
+def plan_merge(
+    base: str | Path,
+    adapter: str | Path,
+    *,
+    dtype: str = "keep",
+    max_shard_size: str = "5GB",
+    expert_layout: LayoutChoice | None = None,
+    roles: Roles | None = None,
+) -> ConversionPlan:
+    """Check a checkpoint and an adapter for it and say what would be written; writes nothing.
+
+    Args:
+        base: Hugging Face checkpoint directory.
+        adapter: PEFT adapter directory.
+        dtype: "keep", "bf16", "fp16" or "fp32".
+        max_shard_size: largest safetensors file, like "5GB".
+        expert_layout: "published", "v5" or "source"; default: published for MoE, since vLLM reads
+            no other, and the config as it is for dense models.
+        roles: of the factors of fused experts, where their shapes do not tell.
+
+    Raises:
+        BadInput: see `read_adapter`; or the checkpoint is not complete.
+    """
+    base, adapter = Path(base), Path(adapter)
+    wanted = parse_dtype(dtype)
+    formats.require_huggingface(base)
+    if is_adapter(base):
+        raise BadInput(f"{base} is an adapter: the checkpoint it is merged into comes first.")
+    architecture = Architecture.from_hf(base)
+    choice = expert_layout or ("published" if architecture.is_moe else "source")
+    layout = chosen_layout(architecture, choice)
+    checkpoint = open_checkpoint(base, architecture)
+    found = read_adapter(adapter, base, roles=roles)
+    untied = architecture.tie_word_embeddings and _parts_embeddings(found)
+    merged = Merged(
+        checkpoint,
+        found,
+        swapped_source=architecture.expert_layout == "published",
+        swapped=layout == "published",
+        tied_source=architecture.tie_word_embeddings,
+    )
+    written = replace(architecture, tie_word_embeddings=False) if untied else architecture
+    return lay_out(
+        "lora merge",
+        base,
+        table(written, expert_layout=layout),
+        merged.stream,
+        origin=merged.origin,
+        hf_config=base,
+        files=[*checkpoint.files, adapter / FILE, adapter / WEIGHTS],
+        dtype=wanted,
+        max_shard_size=max_shard_size,
+        layout=layout,
+        form=None if choice in ("source", architecture.expert_layout) else choice,
+        untied=untied,
+        notes=(
+            *dequantized_notes(checkpoint, wanted),
+            *layout_notes(layout),
+            *found.notes,
+            *((_UNTIED,) if untied else ()),
+        ),
+    )
+
+
+_UNTIED = (
+    "The model ties its embeddings and the adapter changes one of them alone: they are written "
+    "apart, with tie_word_embeddings false, so that the merged model computes what the adapted one "
+    "does. PEFT's merge_and_unload does not."
+)
+
+
+def _parts_embeddings(adapter: Adapter) -> bool:
+    """Whether embedding and head, tied in the base, differ with the adapter."""
+    if HEAD in adapter.factors:
+        return True
+    both = [adapter.saved[name] for name in (EMBEDDING, HEAD) if name in adapter.saved]
+    return len(both) == 1 or (len(both) == 2 and not torch.equal(*both))
+
+
+@dataclass(frozen=True)
+class Merged:
+    """The tensors of a checkpoint with an adapter in them.
+
+    Attributes:
+        base: the checkpoint.
+        adapter: for it.
+        swapped_source: `base` has fused experts as [E, in, out] (published).
+        swapped: they are to be written so.
+        tied_source: `base` has no head of its own.
+    """
+
+    base: HuggingFaceCheckpoint
+    adapter: Adapter
+    swapped_source: bool
+    swapped: bool
+    tied_source: bool
+
+    def origin(self, _: Row, named: SourceTensor) -> tuple[str, torch.dtype]:
+        """See `to_hf.lay_out`."""
+        name = self._stored_name(named.name)
+        parts = [name] if named.name not in self.adapter.saved else ["adapter"]
+        parts += ["B·A"] if named.name in self.adapter.factors else []
+        return " + ".join(parts), self.base.entries[name].dtype
+
+    def stream(self, row: Row, number: int, dtype: torch.dtype) -> Iterator[Tensor]:
+        """See `to_hf.Stream`."""
+        named = row.sources[number]
+        factors = self.adapter.factors.get(named.name)
+        if factors is None and named.name not in self.adapter.saved:
+            sources = list(row.sources)
+            sources[number] = replace(named, name=self._stored_name(named.name))
+            swapped = self.swapped != self.swapped_source
+            row = replace(row, sources=tuple(sources))
+            yield from stream_copy(self.base, row, number, dtype, swapped=swapped)
+        elif named.index is not None:
+            expert = self._expert(named.name, named.index, factors)
+            yield cast(expert.T if self.swapped else expert, dtype, named.name)
+        else:
+            for rows in _chunks(*named.shape[:2]):
+                yield cast(self._rows(named.name, rows, factors), dtype, named.name)
+
+    def _expert(self, name: str, index: int, factors: Factors | None) -> Tensor:
+        """(out, in) of one expert, float32."""
+        if name in self.adapter.saved:
+            weight = self.adapter.saved[name][index].float()
+        else:
+            weight = self.base.read(name, (index,), torch.float32)
+            weight = weight.T if self.swapped_source else weight
+        if factors is None:
+            return weight
+        rows = slice(index * factors.r, (index + 1) * factors.r)
+        experts = factors.a.shape[0] // factors.r
+        return product(factors.a[rows], factors.b[:, index::experts], factors.scaling).add_(weight)
+
+    def _rows(self, name: str, rows: slice, factors: Factors | None) -> Tensor:
+        """`rows` of a tensor that is no expert, float32."""
+        box: Selection = (rows,)
+        if name in self.adapter.saved:
+            weight = self.adapter.saved[name][box].float()
+        else:
+            weight = self.base.read(self._stored_name(name), box, torch.float32)
+        if factors is None:
+            return weight
+        return product(factors.a, factors.b[box], factors.scaling).add_(weight)
+
+    def _stored_name(self, name: str) -> str:
+        return EMBEDDING if self.tied_source and name == HEAD else name
+
+
+def product(a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """s·B·A in float32: (out, in) from (r, in) and (out, r)."""
+    return (b.float() @ a.float()).mul_(scaling)
+
+
+def _chunks(count: int, width: int = 1) -> Iterator[slice]:
+    """Rows 0 to `count` in pieces of about `CHUNK_VALUES`, none of which is a single row.
+
+    A product with one row is another routine of the linear algebra library, with another order of
+    sums; any other number of rows gives the bits of the whole product.
+    """
+    pieces = max(1, min(-(-count * width // CHUNK_VALUES), count // 2))
+    bounds = [count * piece // pieces for piece in range(pieces + 1)]
+    for first, last in itertools.pairwise(bounds):
+        yield slice(first, last)

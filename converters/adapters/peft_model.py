@@ -1,0 +1,212 @@
+"""What PEFT makes of a config: its own matching, run on a model that has shapes and no memory.
+
+Which modules a name, a regular expression or ``all-linear`` means, their ranks and scaling, and the
+keys of the file are decided by PEFT itself (`peft.get_peft_model`) on Hugging Face's model on the
+meta device. This is the only module that imports PEFT.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_qwen3vl.config import Architecture, read_config_file
+from mcore_qwen3vl.converters.adapters.config import AdapterConfig
+from mcore_qwen3vl.converters.storage.boxes import Shape
+from mcore_qwen3vl.errors import BadInput
+
+PREFIX = "base_model.model."
+"""What PEFT puts before every name."""
+
+HFConfig = str | Path | Mapping[str, Any]
+"""A ``config.json``, the directory that holds one, or its parsed content."""
+
+HEAD = "lm_head.weight"
+EMBEDDING = "model.language_model.embed_tokens.weight"
+
+ADAPTED = re.compile(
+    r"lm_head\.weight"
+    r"|model\.language_model\.layers\.\d+\.(self_attn\.[qkvo]_proj\.weight"
+    r"|mlp\.((gate|up|down)_proj\.weight|experts\.(gate_up|down)_proj|gate\.weight))"
+    r"|model\.visual\.(blocks\.\d+\.(attn\.(qkv|proj)|mlp\.linear_fc[12])"
+    r"|(merger|deepstack_merger_list\.\d+)\.linear_fc[12])\.weight"
+)
+"""The parameters that LoRA is supported on."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The two factors of one parameter.
+
+    Attributes:
+        module: of the model, without what PEFT wraps around it.
+        a_key, b_key: keys in the file.
+        r: rank, of each expert for fused experts.
+        scaling: what B·A is multiplied with.
+        a_shape, b_shape: linear (r, in) and (out, r); fused experts (E*r, in) and (out, r*E).
+        base: shape of the parameter.
+    """
+
+    module: str
+    a_key: str
+    b_key: str
+    r: int
+    scaling: float
+    a_shape: Shape
+    b_shape: Shape
+    base: Shape
+
+
+@dataclass(frozen=True)
+class Applied:
+    """A config applied to a model by PEFT.
+
+    Attributes:
+        slots: the factors, by HF parameter.
+        saved: shapes of the parameters that are stored whole, by HF parameter.
+        modules: names of all modules of the model.
+        parameters: names of all its parameters.
+        matched: the modules that PEFT's own rule says the config means.
+    """
+
+    slots: dict[str, Slot]
+    saved: dict[str, Shape]
+    modules: tuple[str, ...]
+    parameters: tuple[str, ...]
+    matched: tuple[str, ...]
+
+
+def apply(config: AdapterConfig, hf_config: HFConfig) -> Applied:
+    """Let PEFT put the adapter into the model, on the meta device.
+
+    Raises:
+        BadInput: PEFT is not installed; it refuses the config; the config adapts something that is
+            not supported here; or the model's config is not Qwen3-VL's.
+    """
+    peft = _import_peft()
+    parsed = config_content(hf_config)
+    model = meta_model(parsed)
+    modules = tuple(name for name, _ in model.named_modules() if name)
+    parameters = tuple(name for name, _ in model.named_parameters(remove_duplicate=False))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what they warn of is checked here, and is an error
+        try:
+            lora = peft.LoraConfig(**_arguments(config, peft))
+            wrapped = peft.get_peft_model(model, lora, low_cpu_mem_usage=True)
+            stored = peft.get_peft_model_state_dict(wrapped, save_embedding_layers=False)
+            matched = tuple(
+                name
+                for name in modules
+                if wrapped.base_model._check_target_module_exists(lora, name)
+            )
+        except Exception as error:  # PEFT checks with exceptions of many classes
+            text = " ".join(str(error).split())
+            raise BadInput(
+                f"PEFT does not apply this adapter's config to the model: {text:.600}{_hint(text)}"
+            ) from None
+    slots = dict(_slots(wrapped, peft))
+    keys = {key for slot in slots.values() for key in (slot.a_key, slot.b_key)}
+    saved = {
+        key.removeprefix(PREFIX): tuple(tensor.shape)
+        for key, tensor in stored.items()
+        if key not in keys
+    }
+    return Applied(slots, saved, modules, parameters, matched)
+
+
+def config_content(hf_config: HFConfig) -> dict[str, Any]:
+    """The parsed ``config.json``, once it is Qwen3-VL's.
+
+    Raises:
+        BadInput: see `Architecture.from_hf`.
+    """
+    parsed = hf_config if isinstance(hf_config, Mapping) else read_config_file(Path(hf_config))
+    Architecture.from_hf(dict(parsed))
+    return copy.deepcopy(dict(parsed))  # transformers adds to what it is given
+
+
+def meta_model(config: dict[str, Any]) -> Any:
+    """Hugging Face's model of a ``config.json``, without memory."""
+    import transformers
+
+    moe = config["model_type"] == "qwen3_vl_moe"
+    name = f"Qwen3VL{'Moe' if moe else ''}"
+    unquantised = {key: value for key, value in config.items() if key != "quantization_config"}
+    hf_config = getattr(transformers, f"{name}Config").from_dict(unquantised)
+    with torch.device("meta"):
+        return getattr(transformers, f"{name}ForConditionalGeneration")(hf_config)
+
+
+def _arguments(config: AdapterConfig, peft: Any) -> dict[str, Any]:
+    """For ``LoraConfig``: the fields that decide what is adapted; it knows no others by name."""
+    content = config.to_dict()
+    decided = {name: content[name] for name in content if name not in config.raw}
+    decided |= {"base_model_name_or_path": None, "inference_mode": True, "init_lora_weights": True}
+    known = peft.LoraConfig.__dataclass_fields__
+    return {name: value for name, value in decided.items() if name in known}
+
+
+def _slots(wrapped: Any, peft: Any) -> Any:
+    layers = peft.tuners.lora.layer
+    for path, layer in wrapped.named_modules():
+        if not isinstance(layer, layers.LoraLayer):
+            continue
+        module = path.removeprefix(PREFIX).replace(".base_layer", "")
+        name = f"{module}.{getattr(layer, 'parameter_name', 'weight')}"
+        if not ADAPTED.fullmatch(name):
+            raise BadInput(_unsupported(name))
+        if isinstance(layer, layers.ParamWrapper):
+            base = layer.get_param()
+        else:
+            base = layer.get_base_layer().weight
+        yield (
+            name,
+            Slot(
+                module,
+                f"{path}.lora_A.weight",
+                f"{path}.lora_B.weight",
+                layer.r["default"],
+                layer.scaling["default"],
+                tuple(layer.lora_A["default"].weight.shape),
+                tuple(layer.lora_B["default"].weight.shape),
+                tuple(base.shape),
+            ),
+        )
+
+
+def _unsupported(name: str) -> str:
+    text = f"LoRA on {name} is not supported. "
+    if name.endswith("patch_embed.proj.weight"):
+        return text + "It is a convolution that the target `proj` means too: write `attn.proj`."
+    if "embed" in name:
+        return text + "To train an embedding, name its module in modules_to_save."
+    return text + "Take it out of the targets."
+
+
+def _hint(text: str) -> str:
+    if "Qwen3VLMoeTextTopKRouter" in text or "'gate'" in text:
+        return " The router is a parameter here: name mlp.gate.weight in target_parameters."
+    if "Experts" in text:
+        return (
+            " Fused experts are parameters: name mlp.experts.gate_up_proj and "
+            "mlp.experts.down_proj in target_parameters."
+        )
+    return ""
+
+
+def _import_peft() -> Any:
+    try:
+        import peft
+        import peft.tuners.lora.layer
+    except ImportError:
+        raise BadInput(
+            "adapters need PEFT, which is not installed: pip install 'mcore-qwen3vl[lora]'."
+        ) from None
+    return peft

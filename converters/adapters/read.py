@@ -1,0 +1,181 @@
+"""Read PEFT's adapter directory: ``adapter_config.json`` beside ``adapter_model.safetensors``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mcore_qwen3vl.converters.adapters import config as config_file
+from mcore_qwen3vl.converters.adapters.adapter import (
+    BASE_LAYER,
+    WEIGHTS,
+    Adapter,
+    Factors,
+    some,
+    whole_shape,
+)
+from mcore_qwen3vl.converters.adapters.config import AdapterConfig
+from mcore_qwen3vl.converters.adapters.peft_model import (
+    HEAD,
+    PREFIX,
+    Applied,
+    HFConfig,
+    Slot,
+    apply,
+)
+from mcore_qwen3vl.converters.adapters.roles import Roles, find_roles, swap
+from mcore_qwen3vl.converters.adapters.targets import unused_names
+from mcore_qwen3vl.converters.hf.checkpoint import open_safetensors
+from mcore_qwen3vl.converters.hf.header import DTYPES
+from mcore_qwen3vl.converters.mapping.row import CHUNK_BYTES
+from mcore_qwen3vl.converters.storage.boxes import Shape
+from mcore_qwen3vl.converters.storage.dtypes import MODEL_DTYPES
+from mcore_qwen3vl.converters.storage.mapped import FirstBytes, bring_in
+from mcore_qwen3vl.errors import BadInput
+
+PICKLE = "adapter_model.bin"
+
+FLOATS = [known.safetensors for known in MODEL_DTYPES]
+"""dtypes that an adapter may have, as safetensors calls them."""
+
+
+def read_adapter(path: str | Path, hf_config: HFConfig, *, roles: Roles | None = None) -> Adapter:
+    """Read a PEFT adapter; every tensor is checked, and is a view of the mapped file if it can be.
+
+    Args:
+        path: its directory.
+        hf_config: the model's ``config.json``: its content, the file or its directory.
+        roles: of the factors of fused experts; default: what the shapes say.
+
+    Raises:
+        BadInput: a file is missing or damaged, is a pickle, or asks for what is not supported; a
+            tensor is missing, is not part of the adapter, has another shape, dtype, or a value
+            that is not finite; or the roles of expert factors are ambiguous.
+    """
+    path = Path(path)
+    config = AdapterConfig.from_file(path)
+    applied = apply(config, hf_config)
+    file = path / WEIGHTS
+    tensors = AdapterFile(path)
+    keys = _keys(applied)
+    _require_keys(file, set(tensors.shapes), keys, applied)
+    found = find_roles(applied.slots, tensors.shapes, roles, str(file))
+    factors = {
+        name: _factors(name, slot, tensors, found, file) for name, slot in applied.slots.items()
+    }
+    saved = {
+        name: _whole(name, tensors.read(key), whole_shape(name, applied), file)
+        for key, name in keys.items()
+        if key in tensors.shapes
+    }
+    notes = [*unused_names(config, applied)]
+    if found == "swapped":
+        notes.append("The factors of fused experts are stored in the swapped roles.")
+    return Adapter(config, factors, saved, found, tuple(notes))
+
+
+class AdapterFile:
+    """The tensors of an adapter's file, by PEFT's keys.
+
+    Attributes:
+        shapes, dtypes: of each; dtypes as torch has them.
+
+    Raises:
+        BadInput: there is none in the directory, it is a pickle, or is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path / WEIGHTS
+        if not self._file.is_file() and (path / PICKLE).is_file():
+            raise BadInput(
+                f"{path} has its weights in {PICKLE}, a pickle, which is not read: it can run any "
+                f"code. Load it with PEFT and save it again, which writes {WEIGHTS}."
+            )
+        if not self._file.is_file():
+            raise BadInput(f"{path} holds no {WEIGHTS}. Copy the adapter again.")
+        self._open = open_safetensors(self._file)
+        self._first_bytes = FirstBytes(self._file)
+        self.shapes: dict[str, Shape] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        for key in self._open.keys():  # noqa: SIM118 (a safe_open is not a mapping)
+            header = self._open.get_slice(key)
+            if header.get_dtype() not in FLOATS:
+                raise BadInput(
+                    f"{self._file}: tensor {key:.200} has dtype {header.get_dtype()}; "
+                    f"{', '.join(FLOATS)} are understood."
+                )
+            self.shapes[key] = tuple(header.get_shape())
+            self.dtypes[key] = DTYPES[header.get_dtype()]
+
+    def read(self, key: str) -> Tensor:
+        """A view of the file.
+
+        Raises:
+            BadInput: a value is not finite, or the file cannot be read.
+        """
+        try:
+            self._first_bytes.check(key)
+            tensor = bring_in(self._open.get_tensor(key))
+        except OSError as error:
+            raise BadInput(f"{self._file} cannot be read: {error}.") from None
+        rows = max(CHUNK_BYTES // max(tensor.nbytes // max(len(tensor), 1), 1), 1)
+        if not all(part.isfinite().all() for part in tensor.split(rows)):
+            raise BadInput(
+                f"{self._file}: tensor {key} holds a value that is not finite (NaN or infinite). "
+                "The training run that wrote it had diverged: use an earlier adapter."
+            )
+        return tensor
+
+
+def _keys(applied: Applied) -> dict[str, str]:
+    """Keys of what is stored whole, and which parameter that is."""
+    keys = {f"{PREFIX}{name}": name for name in applied.saved}
+    return {**keys, BASE_LAYER: HEAD} if HEAD in applied.slots else keys
+
+
+def _require_keys(file: Path, found: set[str], whole: Mapping[str, str], applied: Applied) -> None:
+    """The file must hold what the config calls for and nothing else; the head's base may lack."""
+    factors = [key for slot in applied.slots.values() for key in (slot.a_key, slot.b_key)]
+    wanted = [*factors, *whole]
+    if missing := [key for key in wanted if key not in found and key != BASE_LAYER]:
+        raise BadInput(
+            f"{file} lacks {some(missing)} of the {len(wanted)} tensors that {config_file.FILE} "
+            "calls for. PEFT would leave them at their random start; copy the adapter again."
+        )
+    if foreign := sorted(found - set(wanted)):
+        raise BadInput(
+            f"{file} holds {some(foreign)}, which {config_file.FILE} does not call for in this "
+            "model. PEFT would pass over it in silence. Check that the adapter is for this model, "
+            "and that its config was saved with it."
+        )
+
+
+def _factors(name: str, slot: Slot, tensors: AdapterFile, roles: Roles, file: Path) -> Factors:
+    fused = len(slot.base) == 3
+    pairs = ((slot.a_key, slot.a_shape), (slot.b_key, slot.b_shape))
+    for key, shape in () if fused else pairs:  # `find_roles` has looked at the fused ones
+        if tensors.shapes[key] != shape:
+            raise BadInput(
+                f"{file}: tensor {key} has shape {list(tensors.shapes[key])}; rank {slot.r} in "
+                f"{name} {list(slot.base)} makes it {list(shape)}. The adapter belongs to another "
+                "model, or its config to another adapter."
+            )
+    a, b = tensors.read(slot.a_key), tensors.read(slot.b_key)
+    if fused and roles == "swapped":
+        a, b = swap(a, b, slot.base[0])
+    return Factors(a, b, slot.r, slot.scaling)
+
+
+def _whole(name: str, tensor: Tensor, shape: Shape, file: Path) -> Tensor:
+    """A parameter stored whole; experts of transformers 4.57 have their last two axes swapped."""
+    if tuple(tensor.shape) == shape:
+        return tensor
+    if len(shape) == 3 and tuple(tensor.shape) == (shape[0], shape[2], shape[1]):
+        return tensor.transpose(1, 2).contiguous()
+    raise BadInput(
+        f"{file}: {name} has shape {list(tensor.shape)}, but {list(shape)} in this model. The "
+        "adapter belongs to another model."
+    )

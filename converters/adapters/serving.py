@@ -1,0 +1,60 @@
+"""What vLLM would refuse or pass over in an adapter, so that its writer says so.
+
+From vLLM 0.33's sources: ``vllm/lora/peft_helper.py``, ``lora_model.py``, ``model_manager.py`` and
+``vllm/config/lora.py``. vLLM was not run here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.adapters.adapter import Adapter
+from mcore_qwen3vl.converters.adapters.roles import Roles
+
+DEFAULT_RANK = 16
+RANKS = (1, 8, DEFAULT_RANK, 32, 64, 128, 256, 320, 512)
+"""What vLLM's ``--max-lora-rank`` may be."""
+
+
+def vllm_notes(
+    adapter: Adapter, architecture: Architecture, roles: Roles | None = None
+) -> tuple[str, ...]:
+    """One sentence for each thing in which vLLM would not serve the adapter as it is.
+
+    Args:
+        adapter: as read or about to be written.
+        architecture: of its model.
+        roles: of its factors in the file; default: those that it was read with.
+    """
+    return tuple(_notes(adapter, architecture.is_moe, roles or adapter.roles))
+
+
+def _notes(adapter: Adapter, moe: bool, roles: Roles) -> Iterator[str]:
+    rank = max((factors.r for factors in adapter.factors.values()), default=0)
+    if rank > RANKS[-1]:
+        yield f"vLLM refuses the adapter: its largest rank is {rank}, more than {RANKS[-1]}."
+    elif rank > DEFAULT_RANK:
+        enough = min(size for size in RANKS if size >= rank)
+        yield f"vLLM needs max_lora_rank {enough} for rank {rank}; its default is {DEFAULT_RANK}."
+    if adapter.config.modules_to_save:
+        yield "vLLM refuses adapters with modules_to_save: merge it."
+    experts = {name.rpartition(".")[2] for name in adapter.factors if ".mlp.experts." in name}
+    if len(experts) == 1:
+        yield (
+            f"vLLM refuses the adapter: of the fused experts it adapts {min(experts)} alone, and "
+            "vLLM takes gate_up_proj and down_proj together or neither: merge it."
+        )
+    if experts and roles == "swapped":
+        yield (
+            "vLLM reads the factors of fused experts in the canonical roles only: turn them with "
+            "`mcore-qwen3vl lora convert --roles canonical`."
+        )
+    tower = [name for name in adapter.factors if name.startswith("model.visual.")]
+    if tower:
+        yield (
+            f"vLLM passes over the {len(tower)} adapted parameters of vision tower and mergers "
+            "unless enable_tower_connector_lora is set."
+        )
+    if moe and any(name.endswith("attn.qkv.weight") for name in tower):
+        yield "vLLM passes over the vision tower's attn.qkv of a MoE model even then: merge it."

@@ -1,0 +1,113 @@
+"""Which parameters an adapter adapts: PEFT's own answer, checked for what it would pass over."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from mcore_qwen3vl.converters.adapters.config import AdapterConfig
+from mcore_qwen3vl.converters.adapters.peft_model import Applied, HFConfig, apply
+from mcore_qwen3vl.converters.storage.boxes import Shape
+from mcore_qwen3vl.errors import BadInput
+
+
+@dataclass(frozen=True)
+class TargetSpec:
+    """What the two factors of one parameter are.
+
+    Attributes:
+        r: rank, of each expert for fused experts.
+        scaling: ΔW is `scaling` · B · A.
+        a_shape: (r, in), or (E*r, in) for fused experts, the rows of an expert together.
+        b_shape: (out, r), or (out, r*E) for fused experts, the columns of an expert E apart.
+    """
+
+    r: int
+    scaling: float
+    a_shape: Shape
+    b_shape: Shape
+
+    @property
+    def experts(self) -> int:
+        """Experts that the factors are stacked of; 1 for a linear layer."""
+        return self.a_shape[0] // self.r
+
+
+def resolve_targets(config: AdapterConfig, hf_config: HFConfig) -> dict[str, TargetSpec]:
+    """The parameters that `config` adapts, by full Hugging Face name, in the model's order.
+
+    Args:
+        config: the adapter's.
+        hf_config: the model's ``config.json``: its content, the file or its directory.
+
+    Raises:
+        BadInput: a name matches nothing or something that PEFT would skip; what matches is not
+            supported (embeddings, the patch embedding, norms); or PEFT refuses the config.
+    """
+    config.require_supported()
+    applied = apply(config, hf_config)
+    for problem in unused_names(config, applied):
+        raise BadInput(problem)
+    return specs(applied)
+
+
+def specs(applied: Applied) -> dict[str, TargetSpec]:
+    """The factors that PEFT made, by Hugging Face name, in the model's order."""
+    order = {name: at for at, name in enumerate(applied.parameters)}
+    return {
+        name: TargetSpec(slot.r, slot.scaling, slot.a_shape, slot.b_shape)
+        for name, slot in sorted(applied.slots.items(), key=lambda item: order[item[0]])
+    }
+
+
+def unused_names(config: AdapterConfig, applied: Applied) -> Iterator[str]:
+    """What the config names in vain, one sentence each: PEFT warns of some of it at most."""
+    adapted = [slot.module for slot in applied.slots.values()]
+    for module in applied.matched:
+        if module not in adapted:
+            yield (
+                f"target_modules match {module}, which PEFT skips: it is no linear layer. Fused "
+                "experts and the router are named in target_parameters."
+            )
+    if isinstance(config.target_modules, tuple):
+        yield from _unmatched("target_modules", config.target_modules, adapted, applied)
+    parameters = list(applied.slots)
+    yield from _unmatched("target_parameters", config.target_parameters or (), parameters, applied)
+    for name, pattern in (("rank", config.rank_pattern), ("alpha", config.alpha_pattern)):
+        for key in pattern or ():
+            # As peft.utils.other.get_pattern_key; for parameters PEFT matches their own name.
+            rule = re.compile(rf"(.*\.)?({key})$")
+            if not any(rule.match(each) for each in (*adapted, *parameters)):
+                yield f"{name}_pattern has the key {key!r}, which matches nothing that is adapted."
+    if isinstance(config.exclude_modules, tuple):
+        for name in config.exclude_modules:
+            if not _ends(name, applied.modules):
+                yield f"exclude_modules names {name!r}, which is no module of the model."
+    layers = config.layers_to_transform
+    for layer in (layers,) if isinstance(layers, int) else layers or ():
+        if not any(re.search(rf"\.{layer}\.", module) for module in adapted):
+            yield f"layers_to_transform names layer {layer}, in which nothing is adapted."
+    for name in config.modules_to_save or ():
+        # As peft.utils.other._set_trainable: a plain end of the name.
+        if not any(module.endswith(name) for module in applied.modules):
+            yield f"modules_to_save names {name!r}, which is no module of the model."
+
+
+def _unmatched(
+    field: str, names: Iterable[str], adapted: list[str], applied: Applied
+) -> Iterator[str]:
+    for name in names:
+        if _ends(name, adapted):
+            continue
+        where = ""
+        if field == "target_modules" and _ends(name, applied.parameters):
+            where = " It is a parameter: name it in target_parameters."
+        elif field == "target_parameters" and _ends(name, applied.modules):
+            where = " It is a module: name it in target_modules, or add .weight."
+        yield f"{field} names {name!r}, which matches nothing that PEFT adapts here.{where}"
+
+
+def _ends(name: str, names: Iterable[str]) -> bool:
+    """PEFT's rule for lists: the whole name, or the end of it after a dot."""
+    return any(each == name or each.endswith(f".{name}") for each in names)

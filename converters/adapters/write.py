@@ -1,0 +1,143 @@
+"""Write PEFT's adapter directory: ``adapter_config.json`` beside ``adapter_model.safetensors``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.adapters import config as config_file
+from mcore_qwen3vl.converters.adapters.adapter import (
+    BASE_LAYER,
+    WEIGHTS,
+    Factors,
+    is_adapter,
+    some,
+    whole_shape,
+)
+from mcore_qwen3vl.converters.adapters.config import AdapterConfig
+from mcore_qwen3vl.converters.adapters.peft_model import (
+    EMBEDDING,
+    HEAD,
+    PREFIX,
+    Applied,
+    HFConfig,
+    apply,
+    config_content,
+)
+from mcore_qwen3vl.converters.adapters.roles import Roles, swap
+from mcore_qwen3vl.converters.storage.dtypes import DTYPES, dtype_name
+from mcore_qwen3vl.converters.storage.staging import staging, write_durably
+from mcore_qwen3vl.errors import BadInput
+
+
+def write_adapter(
+    path: str | Path,
+    config: AdapterConfig,
+    factors: Mapping[str, Factors],
+    saved: Mapping[str, Tensor],
+    hf_config: HFConfig,
+    *,
+    roles: Roles = "canonical",
+    force: bool = False,
+) -> None:
+    """Write a PEFT adapter directory, which appears complete or not at all.
+
+    Args:
+        path: the directory.
+        config: the adapter's.
+        factors: all that the config calls for, by Hugging Face parameter, in the canonical roles.
+        saved: all parameters that the config stores whole; of tied embeddings one will do. What
+            has factors too is stored as their base layer.
+        hf_config: the model's ``config.json``: its content, the file or its directory.
+        roles: to write the factors of fused experts in.
+        force: replace an adapter that is there.
+
+    Raises:
+        BadInput: the tensors are not those that `config` calls for; `path` exists; or writing
+            failed, in which case nothing is left.
+    """
+    config.require_supported()
+    applied = apply(config, hf_config)
+    tied = Architecture.from_hf(config_content(hf_config)).tie_word_embeddings
+    tensors = dict(_stored(applied, factors, _with_tied(saved, applied, tied), roles))
+    config = _spelled_out(config, applied)
+    target = Path(path)
+    with staging(target, os.urandom(8).hex(), force=force, replaceable=is_adapter) as stage:
+        try:
+            save_file(tensors, stage.tree / WEIGHTS, metadata={"format": "pt"})
+            with (stage.tree / WEIGHTS).open("rb+") as handle:
+                os.fsync(handle.fileno())
+            write_durably(stage.tree / config_file.FILE, config.to_json().encode())
+            stage.publish()
+        except Exception as error:  # safetensors has its own for a full disk
+            raise BadInput(f"{target} cannot be written: {error!s:.200}.") from error
+
+
+def _with_tied(saved: Mapping[str, Tensor], applied: Applied, tied: bool) -> dict[str, Tensor]:
+    """`saved`, with both of the tied embeddings where one was given for both."""
+    both = {HEAD, EMBEDDING}
+    given = dict(saved)
+    if tied and both <= set(applied.saved) and len(both & set(given)) == 1:
+        (one,) = both & set(given)
+        (other,) = both - {one}
+        given[other] = given[one]
+    return given
+
+
+def _stored(
+    applied: Applied, factors: Mapping[str, Factors], saved: Mapping[str, Tensor], roles: Roles
+) -> Iterator[tuple[str, Tensor]]:
+    """PEFT's keys and the tensors to go under them, once they are all that the config wants."""
+    whole = set(saved) - set(factors)
+    for what, given, wanted in (
+        ("factors", set(factors), set(applied.slots)),
+        ("whole tensors", whole, set(applied.saved)),
+    ):
+        if given != wanted:
+            names = sorted(given ^ wanted)
+            raise BadInput(f"the {what} given are not those the config calls for: {some(names)}.")
+    memory: set[int] = set()
+    for name, slot in applied.slots.items():
+        a, b = factors[name].a, factors[name].b
+        if (tuple(a.shape), tuple(b.shape)) != (slot.a_shape, slot.b_shape):
+            raise BadInput(
+                f"the factors of {name} are {list(a.shape)} and {list(b.shape)}; the config makes "
+                f"them {list(slot.a_shape)} and {list(slot.b_shape)}."
+            )
+        if len(slot.base) == 3 and roles == "swapped":
+            a, b = swap(a, b, slot.base[0])
+        yield slot.a_key, _own(a, memory)
+        yield slot.b_key, _own(b, memory)
+    for name, tensor in saved.items():
+        if tuple(tensor.shape) != whole_shape(name, applied):
+            raise BadInput(
+                f"{name} is {list(tensor.shape)} and not {list(whole_shape(name, applied))}."
+            )
+        yield (BASE_LAYER if name in factors else f"{PREFIX}{name}"), _own(tensor, memory)
+
+
+def _own(tensor: Tensor, memory: set[int]) -> Tensor:
+    """`tensor`, contiguous, in memory that no other has: safetensors stores none twice."""
+    tensor = tensor.detach().cpu().contiguous()
+    if tensor.dtype not in DTYPES.values():
+        raise BadInput(
+            f"adapters are stored as {', '.join(DTYPES)}, not {dtype_name(tensor.dtype)}."
+        )
+    if tensor.data_ptr() in memory:
+        tensor = tensor.clone()
+    memory.add(tensor.data_ptr())
+    return tensor
+
+
+def _spelled_out(config: AdapterConfig, applied: Applied) -> AdapterConfig:
+    """``all-linear`` as the names it means here, as PEFT stores it: releases disagree on it."""
+    targets = config.target_modules
+    if not isinstance(targets, str) or targets.lower() != "all-linear":
+        return config
+    return replace(config, target_modules=applied.matched)

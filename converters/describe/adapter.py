@@ -1,0 +1,144 @@
+"""Say what a LoRA adapter is: what it adapts, how large it is, and whether a model takes it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.adapters.adapter import Adapter
+from mcore_qwen3vl.converters.adapters.config import AdapterConfig
+from mcore_qwen3vl.converters.adapters.read import AdapterFile, read_adapter
+from mcore_qwen3vl.converters.adapters.serving import vllm_notes
+from mcore_qwen3vl.converters.storage.boxes import Shape
+from mcore_qwen3vl.converters.storage.dtypes import dtype_name
+from mcore_qwen3vl.errors import BadInput
+
+
+@dataclass(frozen=True)
+class AdapterPart:
+    """Parameters that are adapted alike, or stored whole, in one line.
+
+    Attributes:
+        name: of the parameter, layers left out; PEFT's key where no model is known.
+        count: how many there are.
+        r: rank; None for what is stored whole, or where no model is known.
+        scaling: as in `Factors`.
+        shapes: of A and B, or of the tensor.
+    """
+
+    name: str
+    count: int
+    r: int | None
+    scaling: float | None
+    shapes: tuple[Shape, ...]
+
+
+@dataclass(frozen=True)
+class AdapterInspection:
+    """What `inspect_adapter` found.
+
+    Attributes:
+        kind: "adapter".
+        base: directory of the model that the adapter was checked against; None: it was not.
+        config: content of ``adapter_config.json``.
+        roles: of the factors of fused experts; None where there are none, or no model is known.
+        parts: what is adapted and what is stored whole.
+        parameters: values in it.
+        nbytes: bytes of tensor data.
+        notes: what it names in vain, and what vLLM would not serve.
+    """
+
+    path: str
+    kind: str
+    base: str | None
+    config: dict[str, Any]
+    roles: str | None
+    parts: tuple[AdapterPart, ...]
+    tensors: int
+    parameters: int
+    dtypes: tuple[str, ...]
+    nbytes: int
+    notes: tuple[str, ...]
+
+
+def inspect_adapter(path: str | Path, hf_config: str | Path | None = None) -> AdapterInspection:
+    """Inspect a PEFT adapter directory, and check it against its model if that is known.
+
+    Args:
+        path: the directory.
+        hf_config: directory of the model's ``config.json``; default: what the adapter calls its
+            base, if that is a directory here.
+
+    Raises:
+        BadInput: the adapter is damaged, or does not fit the model.
+    """
+    path = Path(path)
+    config = AdapterConfig.from_file(path)
+    base = Path(hf_config) if hf_config is not None else base_directory(config)
+    file = AdapterFile(path)
+    roles, notes = None, ()
+    if base is None:
+        keys = Counter((_pattern(key), shape) for key, shape in file.shapes.items())
+        parts = [AdapterPart(key, n, None, None, (shape,)) for (key, shape), n in keys.items()]
+    else:
+        adapter = read_adapter(path, base)
+        parts = _parts(adapter)
+        architecture = Architecture.from_hf(base)
+        notes = (*adapter.notes, *vllm_notes(adapter, architecture))
+        if any(".mlp.experts." in name for name in adapter.factors):
+            roles = adapter.roles
+    sizes = {key: prod(shape) for key, shape in file.shapes.items()}
+    return AdapterInspection(
+        path=str(path),
+        kind="adapter",
+        base=None if base is None else str(base),
+        config=config.to_dict(),
+        roles=roles,
+        parts=tuple(parts),
+        tensors=len(sizes),
+        parameters=sum(sizes.values()),
+        dtypes=tuple(sorted({dtype_name(dtype) for dtype in file.dtypes.values()})),
+        nbytes=sum(size * file.dtypes[key].itemsize for key, size in sizes.items()),
+        notes=notes,
+    )
+
+
+def base_directory(config: AdapterConfig) -> Path | None:
+    """The model that an adapter says it was made for, if it is a directory here."""
+    named = config.raw.get("base_model_name_or_path")
+    found = isinstance(named, str) and named and (Path(named) / "config.json").is_file()
+    return Path(named) if found else None
+
+
+def require_base(config: AdapterConfig, hf_config: str | Path | None) -> Path:
+    """`hf_config`, or what the adapter calls its base.
+
+    Raises:
+        BadInput: neither is a directory here.
+    """
+    found = Path(hf_config) if hf_config is not None else base_directory(config)
+    if found is None:
+        named = config.raw.get("base_model_name_or_path")
+        raise BadInput(
+            f"the adapter's model ({named!r:.100}) is not here, and its shapes are needed: name "
+            "the directory of its config.json, or a hub id, with --hf-config."
+        )
+    return found
+
+
+def _parts(adapter: Adapter) -> list[AdapterPart]:
+    alike: Counter[tuple[str, int | None, float | None, tuple[Shape, ...]]] = Counter()
+    for name, f in adapter.factors.items():
+        alike[_pattern(name), f.r, f.scaling, (tuple(f.a.shape), tuple(f.b.shape))] += 1
+    for name, tensor in adapter.saved.items():
+        alike[f"{_pattern(name)} (whole)", None, None, (tuple(tensor.shape),)] += 1
+    return [AdapterPart(name, n, r, s, shapes) for (name, r, s, shapes), n in alike.items()]
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".*.", name)

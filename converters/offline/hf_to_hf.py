@@ -1,0 +1,101 @@
+"""Hugging Face to Hugging Face: the other layout of experts, another dtype, other files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.hf.checkpoint import HuggingFaceCheckpoint
+from mcore_qwen3vl.converters.mapping.row import Row, SourceTensor, max_rows
+from mcore_qwen3vl.converters.mapping.table import table
+from mcore_qwen3vl.converters.offline.plan import ConversionPlan
+from mcore_qwen3vl.converters.offline.to_hf import LayoutChoice, chosen_layout, lay_out
+from mcore_qwen3vl.converters.offline.to_mcore import dequantized_notes
+from mcore_qwen3vl.converters.storage.dtypes import parse_dtype
+
+
+def plan(
+    source: Path,
+    *,
+    dtype: str = "keep",
+    max_shard_size: str = "5GB",
+    expert_layout: LayoutChoice = "source",
+) -> ConversionPlan:
+    """Check an HF checkpoint and lay out its copy; see `convert.plan_hf_to_hf`."""
+    wanted = parse_dtype(dtype)
+    architecture = Architecture.from_hf(source)
+    layout = chosen_layout(architecture, expert_layout)
+    checkpoint = open_checkpoint(source, architecture)
+    swapped = layout != architecture.expert_layout
+
+    def stream(row: Row, number: int, dtype: torch.dtype) -> Iterator[Tensor]:
+        return stream_copy(checkpoint, row, number, dtype, swapped=swapped)
+
+    def origin(_: Row, named: SourceTensor) -> tuple[str, torch.dtype]:
+        return named.name, checkpoint.entries[named.name].dtype
+
+    return lay_out(
+        "hf-to-hf",
+        source,
+        table(architecture, expert_layout=layout),
+        stream,
+        origin=origin,
+        hf_config=source,
+        files=checkpoint.files,
+        dtype=wanted,
+        max_shard_size=max_shard_size,
+        layout=layout,
+        form=None if expert_layout == "source" else expert_layout,
+        notes=(*dequantized_notes(checkpoint, wanted), *layout_notes(layout)),
+    )
+
+
+def open_checkpoint(source: Path, architecture: Architecture) -> HuggingFaceCheckpoint:
+    """The checkpoint, once it is certain to hold the model that its config describes.
+
+    Raises:
+        BadInput: it does not, or is damaged.
+    """
+    checkpoint = HuggingFaceCheckpoint(source)
+    checkpoint.require(table(architecture))
+    return checkpoint
+
+
+def stream_copy(
+    checkpoint: HuggingFaceCheckpoint,
+    row: Row,
+    number: int,
+    dtype: torch.dtype,
+    *,
+    swapped: bool,
+) -> Iterator[Tensor]:
+    """HF piece `number` of `row` as `dtype`, from a checkpoint that has a tensor of that name.
+
+    Args:
+        checkpoint: the source.
+        row, number, dtype: see `to_hf.Stream`.
+        swapped: the source has the last two axes of fused experts the other way round.
+    """
+    source = row.sources[number]
+    if source.index is not None:
+        expert = checkpoint.read(source.name, (source.index,), dtype)
+        yield expert.T if swapped else expert
+        return
+    step = max_rows(row, dtype)
+    for first in range(0, source.shape[0], step):
+        last = min(first + step, source.shape[0])
+        yield checkpoint.read(source.name, (slice(first, last),), dtype)
+
+
+def layout_notes(layout: str | None) -> tuple[str, ...]:
+    """Who cannot load experts of a layout."""
+    if layout != "v5":
+        return ()
+    return (
+        "vLLM loads the published layout of fused experts only, and this checkpoint has that of "
+        "transformers 5.",
+    )

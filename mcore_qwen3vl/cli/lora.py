@@ -1,0 +1,114 @@
+"""``mcore-qwen3vl lora``: PEFT's adapters."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mcore_qwen3vl import console
+from mcore_qwen3vl.cli import show, sources
+from mcore_qwen3vl.cli.convert import Dtype, ExpertLayoutChoice, interruptible
+from mcore_qwen3vl.cli.options import DryRun, Force, Json, Workers
+
+app = typer.Typer(help="LoRA adapters, as PEFT stores them.", no_args_is_help=True)
+
+
+class RolesChoice(StrEnum):
+    """Which of the factors of a fused expert takes its input."""
+
+    canonical = "canonical"
+    swapped = "swapped"
+
+
+FromRoles = Annotated[
+    RolesChoice | None,
+    typer.Option(help="Roles of the experts' factors in ADAPTER, where the shapes do not tell."),
+]
+
+
+@app.command("merge")
+def merge(
+    base: Annotated[
+        Path,
+        sources.argument("BASE", "Hugging Face checkpoint directory, or hub id."),
+    ],
+    adapter: Annotated[Path, sources.argument("ADAPTER", "PEFT adapter directory, or hub id.")],
+    out: Annotated[Path, typer.Argument(help="Hugging Face checkpoint directory to write.")],
+    expert_layout: Annotated[
+        ExpertLayoutChoice | None,
+        typer.Option(
+            help="Layout to write; default: published for MoE (vLLM, transformers 4.57 and 5)."
+        ),
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Dtype to write.")] = Dtype.keep,
+    max_shard_size: Annotated[str, typer.Option(help="Largest safetensors file.")] = "5GB",
+    from_roles: FromRoles = None,
+    workers: Workers = None,
+    force: Force = False,
+    dry_run: DryRun = False,
+    json: Json = False,
+) -> None:
+    """Write BASE with ADAPTER merged into it, as a stream: no model is built."""
+    console.quiet_libraries()
+    from mcore_qwen3vl.converters.adapters import merge as merging
+
+    options = {
+        "dtype": dtype.value,
+        "max_shard_size": max_shard_size,
+        "expert_layout": None if expert_layout is None else expert_layout.value,
+        "roles": None if from_roles is None else from_roles.value,
+    }
+    if dry_run:
+        show.plan(merging.plan_merge(base, adapter, **options), json)
+        return
+    with interruptible(), console.byte_progress("merging", quiet=json) as report:
+        summary = merging.merge(
+            base, adapter, out, **options, force=force, workers=workers, progress=report
+        )
+    show.summary(summary, json)
+
+
+@app.command("convert")
+def convert(
+    adapter: Annotated[Path, sources.argument("ADAPTER", "PEFT adapter directory, or hub id.")],
+    out: Annotated[Path, typer.Argument(help="PEFT adapter directory to write.")],
+    roles: Annotated[
+        RolesChoice,
+        typer.Option(
+            help="canonical: PEFT 0.21 with transformers 5, 0.18 with 4.57, vLLM; swapped: PEFT "
+            "0.18 with transformers 5, 0.21 with 4.57."
+        ),
+    ] = RolesChoice.canonical,
+    from_roles: FromRoles = None,
+    hf_config: Annotated[
+        Path | None,
+        sources.option("Directory with the model's config, or hub id; default: ADAPTER's own."),
+    ] = None,
+    force: Force = False,
+    json: Json = False,
+) -> None:
+    """Turn the factors of fused experts from one of PEFT's two conventions to the other."""
+    console.quiet_libraries()
+    from mcore_qwen3vl.config import Architecture
+    from mcore_qwen3vl.converters.adapters.config import AdapterConfig
+    from mcore_qwen3vl.converters.adapters.convert import convert_adapter
+    from mcore_qwen3vl.converters.adapters.serving import vllm_notes
+    from mcore_qwen3vl.converters.describe.adapter import require_base
+
+    base = require_base(AdapterConfig.from_file(adapter), hf_config)
+    read = convert_adapter(
+        adapter,
+        out,
+        base,
+        roles=roles.value,
+        from_roles=None if from_roles is None else from_roles.value,
+        force=force,
+    )
+    notes = vllm_notes(read, Architecture.from_hf(base), roles.value)
+    result = {"target": str(out), "from": read.roles, "to": roles.value, "notes": notes}
+    if not console.emit_json(result, console.STDOUT if json else None):
+        console.output.print(f"[bold green]done[/] {console.plain(str(out))}")
+        console.output.print(f"fused experts: {read.roles} roles to {roles.value} roles")
+        for note in notes:
+            console.output.print(console.plain(note))

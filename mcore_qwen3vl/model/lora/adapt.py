@@ -1,0 +1,75 @@
+"""An adapter into a model that is built and has its base weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mcore_qwen3vl.converters.live.factors import load_factors
+from mcore_qwen3vl.converters.live.sharded import hf_parts
+from mcore_qwen3vl.model.freeze import Freezing
+from mcore_qwen3vl.model.lora.attach import HEAD, attach
+from mcore_qwen3vl.model.lora.trainable import EMBEDDING, freezing, whole
+from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+
+
+class Read(Protocol):
+    """What is used of ``mcore_qwen3vl.converters.adapters``' ``Adapter``."""
+
+    @property
+    def config(self) -> Any: ...
+
+    @property
+    def factors(self) -> Mapping[str, Any]: ...
+
+    @property
+    def saved(self) -> Mapping[str, Tensor]: ...
+
+
+def adapt(chunks: Sequence[Qwen3VLModel], adapter: Read) -> Freezing:
+    """Put `adapter` into the chunks of this rank: factors, and tensors that it holds whole.
+
+    Args:
+        chunks: with the base weights that `adapter` belongs to; not wrapped by Megatron.
+        adapter: as read from a PEFT directory.
+
+    Returns:
+        What is to be applied to every chunk to train only what `adapter` holds.
+
+    Raises:
+        BadInput: it holds something that cannot be adapted or trained; see :func:`attach` and
+            :func:`mcore_qwen3vl.model.lora.trainable.whole`.
+    """
+    choice = freezing()
+    saved = whole_tensors(adapter)
+    for chunk in chunks:
+        attach(chunk, adapter.factors, dropout=adapter.config.lora_dropout)
+        choice.train(whole(chunk, saved))
+    load_factors(chunks, adapter.factors)
+    load_saved(chunks, saved)
+    return choice
+
+
+def whole_tensors(adapter: Read) -> dict[str, Tensor]:
+    """What `adapter` trains whole; not the head's base weight, which PEFT stores beside factors."""
+    return {name: value for name, value in adapter.saved.items() if name not in adapter.factors}
+
+
+@torch.no_grad()
+def load_saved(chunks: Sequence[Qwen3VLModel], saved: Mapping[str, Tensor]) -> None:
+    """Overwrite base weights.
+
+    Args:
+        chunks: of this rank.
+        saved: by Hugging Face parameter name, experts as transformers 5 lays them out. Of tied
+            embeddings one name is enough.
+    """
+    saved = dict(saved)
+    if chunks[0].architecture.tie_word_embeddings and HEAD in saved:
+        saved.setdefault(EMBEDDING, saved[HEAD])
+    for part in hf_parts(chunks, expert_layout="v5"):
+        if part.name in saved:
+            part.local.copy_(saved[part.name][part.box])

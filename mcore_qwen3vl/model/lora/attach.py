@@ -1,0 +1,237 @@
+"""Adapters beside the linears of a model that is built: which, cut how, and marked how.
+
+What a rank holds of each Hugging Face tensor is asked of the model itself
+(:func:`mcore_qwen3vl.converters.live.sharded.hf_parts`), so nothing here knows how TP, PP, EP or
+ETP cut it: B has the rows of the weight and A its columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, groupby
+from typing import Protocol
+
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor, nn
+
+from mcore_qwen3vl.converters.live.sharded import Part, hf_parts
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.model.lora.adapter import Adapter
+from mcore_qwen3vl.model.lora.blocks import Blocks
+from mcore_qwen3vl.model.lora.grouped import GroupedSite
+from mcore_qwen3vl.model.lora.kinds import Kind, kind_of, weight_shapes
+from mcore_qwen3vl.model.lora.pair import Pair, Place, Span
+from mcore_qwen3vl.model.lora.router import adapt_router, spare_weight_gradient
+from mcore_qwen3vl.model.lora.site import Site
+from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+
+HEAD = "lm_head.weight"
+
+
+class Target(Protocol):
+    """What is asked for one Hugging Face tensor."""
+
+    @property
+    def r(self) -> int: ...
+
+    @property
+    def scaling(self) -> float: ...
+
+
+Targets = Mapping[str, Target]
+"""By Hugging Face parameter name."""
+
+
+def attach(chunk: Qwen3VLModel, targets: Targets, *, dropout: float = 0.0) -> Adapter:
+    """Put adapters, of zeros, beside the linears of one pipeline chunk.
+
+    Done once, before Megatron wraps the chunk. What trains is decided elsewhere, by
+    :class:`mcore_qwen3vl.model.freeze.Freezing`.
+
+    Args:
+        chunk: built and not adapted yet.
+        targets: those of other chunks are left alone.
+        dropout: probability, on the input of each A in training mode.
+
+    Returns:
+        The chunk's ``adapter``, which is now its child.
+
+    Raises:
+        BadInput: the chunk has an adapter, or none can be put beside one of `targets`.
+    """
+    if chunk.adapter is not None:
+        raise BadInput("The model has an adapter already: merge it, or build the model again.")
+    adapter = Adapter(chunk.pg_collection)
+    parts = list(hf_parts(chunk, expert_layout="v5"))
+    for path, of_module in groupby(parts, key=lambda part: part.parameter.rpartition(".")[0]):
+        for pair in _adapt(chunk, path, list(of_module), targets, dropout):
+            adapter.put(pair)
+    if HEAD in targets and chunk.post_process:
+        adapter.put(_adapt_head(chunk, targets[HEAD], dropout))
+    for module in chunk.modules():
+        if isinstance(module, TopKRouter) and "gating" not in vars(module):
+            spare_weight_gradient(module)
+    chunk.adapter = adapter
+    return adapter
+
+
+def _adapt(
+    chunk: Qwen3VLModel, path: str, parts: Sequence[Part], targets: Targets, dropout: float
+) -> list[Pair]:
+    """Adapt one module; most hold no target, and get no pairs."""
+    shapes = weight_shapes(chunk.architecture)
+    sites, kind = [], None
+    for parameter, of_one in groupby(parts, key=lambda part: part.parameter):
+        held = list(of_one)
+        names = _targets_of(held, targets)
+        if not names:
+            continue
+        kind = kind_of(chunk, parameter)
+        if kind is None:
+            raise BadInput(f"LoRA on {names[0]} is not supported: leave it out of the targets.")
+        weight = chunk.get_parameter(parameter)
+        pairs = [
+            _pair(name, kind, targets[name], weight, _of(name, held), shapes[name])
+            for name in names
+        ]
+        sites.append(_site(pairs, kind, _blocks(held, pairs), dropout))
+    if kind is not None:
+        _install(chunk.get_submodule(path), kind, sites)
+    return [pair for site in sites for pair in site.pairs]
+
+
+def _targets_of(parts: Sequence[Part], targets: Targets) -> list[str]:
+    """The targets in one weight, in an order that all TP ranks have.
+
+    Where TP cuts the query heads of one KV head, a rank may hold no row of its key or value. It
+    needs all of their A factors nevertheless, whose product with the input is summed over TP.
+    """
+    names = dict.fromkeys(part.name for part in parts if part.name != HEAD)
+    if parts[0].parameter.endswith("linear_qkv.weight"):
+        layer = parts[0].name.rpartition(".self_attn.")[0]
+        names = dict.fromkeys(f"{layer}.self_attn.{x}_proj.weight" for x in "qkv")
+    return [name for name in names if name in targets]
+
+
+def _of(name: str, parts: Sequence[Part]) -> list[Part]:
+    return [part for part in parts if part.name == name]
+
+
+def _site(pairs: list[Pair], kind: Kind, blocks: Blocks, dropout: float) -> Site:
+    return Site(
+        pairs,
+        blocks,
+        region=kind.region,
+        whole=kind.whole,
+        dropout=dropout,
+        distinct=kind.distinct,
+        group=kind.group,
+    )
+
+
+def _install(module: nn.Module, kind: Kind, sites: Sequence[Site]) -> None:
+    if kind.router:
+        adapt_router(module, sites[0])
+        return
+    if hasattr(module, "return_layernorm_output"):  # Transformer Engine's norm and linear in one
+        module.return_layernorm_output = True  # type: ignore[assignment]
+    module.register_forward_hook(GroupedSite(sites).hook if kind.grouped else sites[0].hook)
+
+
+def _pair(
+    name: str,
+    kind: Kind,
+    target: Target,
+    weight: Tensor,
+    parts: Sequence[Part],
+    shape: Sequence[int],
+) -> Pair:
+    """The pair of one Hugging Face tensor.
+
+    Args:
+        name: of the tensor.
+        kind: of the linear.
+        target: rank and scaling.
+        weight: the linear's.
+        parts: of the tensor, in the order of their rows in the weight; may be none.
+        shape: of the tensor, experts first.
+    """
+    out, into = shape[-2:]
+    a, b = Place((target.r, into), None), Place((out, target.r), None)
+    boxes = [part.box[-2:] for part in parts]
+    if kind.cut == 0:
+        spans = _joined([rows for rows, _ in boxes])
+        b = Place((out, target.r), 0, spans, kind.grain([len(part.local) for part in parts]))
+    elif kind.cut == 1:
+        (_, columns), *_ = boxes
+        width = columns.stop - columns.start
+        a = Place((target.r, into), 1, (Span(0, columns.start, width),), width)
+    expert = (parts[0].box[0], shape[0]) if kind.expert else None
+    pair = Pair(name, a, b, scaling=target.scaling, like=weight, expert=expert)
+    kind.mark(pair, weight)
+    return pair
+
+
+def _joined(rows: Sequence[slice]) -> tuple[Span, ...]:
+    """Runs of consecutive rows of the whole tensor, as they lie one after another in B."""
+    spans: list[Span] = []
+    held = 0
+    for run in rows:
+        length = run.stop - run.start
+        if spans and spans[-1].whole + spans[-1].length == run.start:
+            spans[-1] = spans[-1]._replace(length=spans[-1].length + length)
+        else:
+            spans.append(Span(held, run.start, length))
+        held += length
+    return tuple(spans)
+
+
+def _blocks(parts: Sequence[Part], pairs: Sequence[Pair]) -> Blocks:
+    """Where the rows of each pair's B lie among those of the weight."""
+    numbers = {pair.name: number for number, pair in enumerate(pairs)}
+    lengths = [len(part.local) for part in parts]
+    taken = [0] * len(pairs)
+    placed = []
+    for part, row, length in zip(parts, accumulate(lengths, initial=0), lengths, strict=False):
+        number = numbers.get(part.name)
+        if number is not None:
+            placed.append((row, number, taken[number], length))
+            taken[number] += length
+    shapes = tuple(pair.places["lora_B"].local_shape for pair in pairs)
+    return Blocks(sum(lengths), shapes, tuple(_merged(placed)))
+
+
+def _merged(placed: Sequence[tuple[int, int, int, int]]) -> Iterator[tuple[int, int, int, int]]:
+    """Neighbours of one pair as one, as the gate and up rows of an expert."""
+    held: tuple[int, int, int, int] | None = None
+    for row, number, first, count in placed:
+        if held and (held[1], held[0] + held[3], held[2] + held[3]) == (number, row, first):
+            held = (*held[:3], held[3] + count)
+            continue
+        if held:
+            yield held
+        held = (row, number, first, count)
+    if held:
+        yield held
+
+
+def _adapt_head(chunk: Qwen3VLModel, target: Target, dropout: float) -> Pair:
+    """The head, which is no tensor of its own where it is tied, and may be padded."""
+    head, vocabulary = chunk.output_layer, chunk.architecture.vocab_size
+    kind = kind_of(chunk, "output_layer.weight")
+    assert kind is not None
+    rows = head.output_size_per_partition
+    first = kind.group.rank() * rows
+    own = min(max(vocabulary - first, 0), rows)
+    weight = chunk.shared_embedding_or_output_weight()
+    hidden = chunk.architecture.hidden_size
+    a, b = Place((target.r, hidden), None), Place((vocabulary, target.r), None)
+    if kind.cut == 0:
+        spans = (Span(0, first, own),) if own else ()
+        b = Place(b.shape, 0, spans, kind.grain([rows, vocabulary]))
+    pair = Pair(HEAD, a, b, scaling=target.scaling, like=weight)
+    kind.mark(pair, weight)
+    blocks = Blocks(rows, ((own, target.r),), ((0, 0, 0, own),))
+    head.register_forward_hook(_site([pair], kind, blocks, dropout).hook, prepend=True)
+    chunk.losses_in_chunks = False  # the pair's product is added to all logits
+    return pair

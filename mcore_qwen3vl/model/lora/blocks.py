@@ -1,0 +1,82 @@
+"""B factors of tensors that Megatron fuses, as one matrix whose rows are the fused linear's.
+
+q, k and v are interleaved by KV group in ``linear_qkv``. With their B factors, of shapes
+(out_i, r_i), laid into one (rows, r_1 + r_2 + r_3) matrix that is zero outside of its blocks, one
+product gives the interleaved output, and nothing as large as an activation is rearranged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How the factors' rows lie in the fused linear's.
+
+    Attributes:
+        rows: of the fused linear, on this rank.
+        shapes: (out_i, r_i) of each factor, on this rank.
+        placed: (first row in the fused linear, number of the factor, its first row, how many).
+    """
+
+    rows: int
+    shapes: tuple[tuple[int, int], ...]
+    placed: tuple[tuple[int, int, int, int], ...]
+
+    @property
+    def plain(self) -> bool:
+        """One factor that is all of the fused linear."""
+        return len(self.shapes) == 1 and self.placed == ((0, 0, 0, self.rows),)
+
+    def matrix(self, factors: Sequence[Tensor]) -> Tensor:
+        """(rows, sum of r_i), differentiable."""
+        if self.plain:
+            return factors[0]
+        return _Assemble.apply(self, *factors)
+
+
+@lru_cache(maxsize=64)  # all layers are alike
+def _indices(blocks: Blocks, device: torch.device) -> tuple[Tensor, Tensor]:
+    """For each value of the matrix its place among the factors' values, and the inverse.
+
+    Factors' values lie one factor after another, followed by a zero for what no factor fills.
+    """
+    width = sum(rank for _, rank in blocks.shapes)
+    sizes = [rows * rank for rows, rank in blocks.shapes]
+    starts = [sum(sizes[:number]) for number in range(len(sizes))]
+    columns = [sum(rank for _, rank in blocks.shapes[:n]) for n in range(len(blocks.shapes))]
+    forward = torch.full((blocks.rows, width), sum(sizes), dtype=torch.int32)
+    for row, number, first, count in blocks.placed:
+        rank = blocks.shapes[number][1]
+        start = starts[number] + first * rank
+        values = torch.arange(start, start + count * rank, dtype=torch.int32).view(count, rank)
+        forward[row : row + count, columns[number] : columns[number] + rank] = values
+    inverse = torch.empty(sum(sizes) + 1, dtype=torch.int32)
+    inverse[forward.flatten().long()] = torch.arange(forward.numel(), dtype=torch.int32)
+    return forward.flatten().to(device), inverse[:-1].to(device)
+
+
+class _Assemble(torch.autograd.Function):
+    """Two kernels each way; indexing's own backward would add zeros up one by one."""
+
+    @staticmethod
+    def forward(ctx: Any, blocks: Blocks, *factors: Tensor) -> Tensor:
+        ctx.blocks = blocks
+        forward, _ = _indices(blocks, factors[0].device)
+        values = torch.cat([*(f.flatten() for f in factors), factors[0].new_zeros(1)])
+        return values.index_select(0, forward).view(blocks.rows, -1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        blocks = ctx.blocks
+        _, inverse = _indices(blocks, gradient.device)
+        values = gradient.reshape(-1).index_select(0, inverse)
+        parts = values.split([rows * rank for rows, rank in blocks.shapes])
+        return None, *(p.view(s) for p, s in zip(parts, blocks.shapes, strict=True))

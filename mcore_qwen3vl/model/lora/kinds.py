@@ -1,0 +1,138 @@
+"""The kinds of linears that a model has, by what tensor parallelism does to each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import gcd
+from typing import Any, Literal
+
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from torch import Tensor
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.mapping.table import hf_shapes, table
+from mcore_qwen3vl.converters.storage.boxes import Shape
+from mcore_qwen3vl.model.lora import regions
+from mcore_qwen3vl.model.lora.pair import FactorName, Pair
+from mcore_qwen3vl.model.lora.regions import Region
+
+_LAYER = r"decoder\.layers\.\d+\."
+_COLUMN = rf"{_LAYER}(self_attention\.linear_qkv|mlp\.linear_fc1)\.weight|output_layer\.weight"
+_ROW = rf"{_LAYER}(self_attention\.linear_proj|mlp\.linear_fc2)\.weight"
+_EXPERT = rf"{_LAYER}mlp\.experts\.(local_experts\.\d+\.)?linear_fc([12])\.weight(\d*)"
+_ROUTER = rf"{_LAYER}mlp\.router\.weight"
+_VISION = (
+    r"visual\.(blocks\.\d+\.(attn\.(qkv|proj)|mlp\.linear_fc[12])"
+    r"|(merger|deepstack_merger_list\.\d+)\.linear_fc[12])\.weight"
+)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What adapters beside a linear need to know about it.
+
+    Attributes:
+        cut: the axis of the weight that tensor parallelism cuts; None where all ranks hold it, or
+            where there is one rank.
+        group: the ranks that hold its parts: of TP, or of ETP.
+        sequence_parallel: each of these ranks has other tokens at the input or the output.
+        expert: one of many.
+        grouped: all experts of the rank are one module (Transformer Engine's).
+        router: its product is not a module's.
+        rows_divide: every rank has as many rows of each Hugging Face tensor; they do not where TP
+            cuts the query heads of one KV head.
+        head_dim: what whole heads are made of.
+    """
+
+    cut: Literal[0, 1] | None
+    group: Any
+    sequence_parallel: bool = False
+    expert: bool = False
+    grouped: bool = False
+    router: bool = False
+    rows_divide: bool = True
+    head_dim: int = 1
+
+    @property
+    def region(self) -> Region:
+        """Between A and B."""
+        if self.expert or self.cut is None:
+            return regions.local
+        make = regions.column if self.cut == 0 else regions.row
+        return make(self.group, self.sequence_parallel)
+
+    @property
+    def whole(self) -> Region:
+        """For the factor that is not cut."""
+        return regions.summed_over(self.group) if self.expert else regions.local
+
+    @property
+    def distinct(self) -> bool:
+        """Whether the ranks of the group see different values of the input."""
+        return self.cut == 1 or (self.cut == 0 and self.sequence_parallel)
+
+    def grain(self, lengths: Sequence[int]) -> int:
+        """A length that divides all ranks' runs of rows.
+
+        Args:
+            lengths: of the runs of one Hugging Face tensor's rows on this rank.
+        """
+        if self.rows_divide:
+            return gcd(*lengths)
+        return gcd(self.head_dim, *lengths)
+
+    def mark(self, pair: Pair, weight: Tensor) -> None:
+        """Tell Megatron how to reduce, and to count, the gradients of both factors."""
+        factors: tuple[FactorName, FactorName] = ("lora_A", "lora_B")
+        for factor in factors:
+            # As of the weight: over which data-parallel group, and over TP for what all hold.
+            names = ["allreduce"]
+            if self.cut is None:
+                names += ["sequence_parallel", "average_gradients_across_tp_domain"]
+            for name in names:
+                if hasattr(weight, name):
+                    setattr(getattr(pair, factor), name, getattr(weight, name))
+        if self.cut is None:
+            return
+        cut, whole = (pair.lora_B, pair.lora_A) if self.cut == 0 else (pair.lora_A, pair.lora_B)
+        set_tensor_model_parallel_attributes(cut, True, self.cut, 1)
+        if not self.expert:
+            whole.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+
+
+def kind_of(chunk: Any, parameter: str) -> Kind | None:
+    """The kind of a weight, or None where an adapter cannot be.
+
+    Args:
+        chunk: one pipeline chunk.
+        parameter: local name in it.
+    """
+    groups, config = chunk.pg_collection, chunk.config
+    column = re.fullmatch(_COLUMN, parameter)
+    if column or re.fullmatch(_ROW, parameter):
+        if groups.tp.size() == 1:
+            return Kind(None, groups.tp)
+        return Kind(
+            0 if column else 1,
+            groups.tp,
+            config.sequence_parallel,
+            rows_divide="linear_qkv" not in parameter
+            or config.num_query_groups % groups.tp.size() == 0,
+            head_dim=config.kv_channels,
+        )
+    if expert := re.fullmatch(_EXPERT, parameter):
+        axis: Literal[0, 1] = 0 if expert[2] == "1" else 1
+        etp = groups.expt_tp
+        return Kind(axis if etp.size() > 1 else None, etp, expert=True, grouped=bool(expert[3]))
+    if re.fullmatch(_ROUTER, parameter):
+        return Kind(None, groups.tp, router=True)
+    return Kind(None, groups.tp) if re.fullmatch(_VISION, parameter) else None
+
+
+@cache
+def weight_shapes(architecture: Architecture) -> dict[str, Shape]:
+    """Shapes of the Hugging Face tensors, experts laid out as transformers 5 does."""
+    return hf_shapes(table(architecture, expert_layout="v5"))

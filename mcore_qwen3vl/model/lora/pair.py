@@ -1,0 +1,130 @@
+"""The two factors of one Hugging Face tensor, and where a rank's part of them lies in the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mcore_qwen3vl.converters.storage.boxes import Selection
+
+FactorName = Literal["lora_A", "lora_B"]
+
+
+class Span(NamedTuple):
+    """Consecutive places on the axis that tensor parallelism cuts."""
+
+    local: int  # the first one, in this rank's part
+    whole: int  # the first one, in the whole factor
+    length: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which part of a whole factor a rank holds.
+
+    Attributes:
+        shape: of the whole factor of one linear, for an expert of that expert's: (r, in), (out, r).
+        axis: which of its axes is cut; None: every rank of the group holds all of it.
+        spans: what this rank holds along `axis`.
+        grain: a length that divides all spans of all ranks, and where they begin.
+    """
+
+    shape: tuple[int, int]
+    axis: int | None
+    spans: tuple[Span, ...] = ()
+    grain: int = 0
+
+    @property
+    def local_shape(self) -> tuple[int, int]:
+        held = sum(span.length for span in self.spans)
+        if self.axis is None:
+            return self.shape
+        return (held, self.shape[1]) if self.axis == 0 else (self.shape[0], held)
+
+    def boxes(self) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice]]]:
+        """(place in this rank's part, place in the whole factor), together all of the part."""
+        full = (slice(0, self.shape[0]), slice(0, self.shape[1]))
+        if self.axis is None:
+            yield full, full
+            return
+        for span in self.spans:
+            local = slice(span.local, span.local + span.length)
+            whole = slice(span.whole, span.whole + span.length)
+            if self.axis == 0:
+                yield (local, full[1]), (whole, full[1])
+            else:
+                yield (full[0], local), (full[0], whole)
+
+
+class Pair(nn.Module):
+    """A (r, in) and B (out, r) of one linear; its output is increased by scaling * B A x.
+
+    Calling it gives the factors: Megatron's overlapped parameter gather waits for a weight when
+    the module that owns it is called.
+
+    Args:
+        name: of the Hugging Face parameter.
+        a: place of A.
+        b: place of B.
+        scaling: alpha / r, or alpha / sqrt(r) with rsLoRA.
+        like: the base weight, whose device and dtype the factors take.
+        expert: which expert of the fused Hugging Face tensor, and of how many.
+    """
+
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+
+    def __init__(
+        self,
+        name: str,
+        a: Place,
+        b: Place,
+        *,
+        scaling: float,
+        like: Tensor,
+        expert: tuple[int, int] | None = None,
+    ) -> None:
+        super().__init__()
+        self.name, self.scaling, self.expert = name, scaling, expert
+        self.places: dict[FactorName, Place] = {"lora_A": a, "lora_B": b}
+        for factor, place in self.places.items():
+            value = torch.zeros(place.local_shape, dtype=like.dtype, device=like.device)
+            self.register_parameter(factor, nn.Parameter(value))
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        return self.lora_A, self.lora_B
+
+    @property
+    def rank(self) -> int:
+        return self.places["lora_A"].shape[0]
+
+    def whole_shape(self, factor: FactorName) -> tuple[int, int]:
+        """Shape of the factor as PEFT stores it, all experts together."""
+        rows, columns = self.places[factor].shape
+        experts = self.expert[1] if self.expert else 1
+        return (rows * experts, columns) if factor == "lora_A" else (rows, columns * experts)
+
+    def parts(self, factor: FactorName, tensor: Tensor) -> Iterator[tuple[Selection, Tensor]]:
+        """`tensor`, of the shape of this rank's factor, in parts with their box in PEFT's tensor.
+
+        PEFT keeps all experts in one pair: the rows of A are expert by expert, the columns of B
+        are rank by rank, with the experts next to one another.
+        """
+        for local, (rows, columns) in self.places[factor].boxes():
+            if self.expert is not None:
+                number, count = self.expert
+                if factor == "lora_A":
+                    first = number * self.rank
+                    rows = slice(first + rows.start, first + rows.stop)
+                else:
+                    columns = slice(number, None, count)
+            yield (rows, columns), tensor[local]
+
+    def mark(self, factor: FactorName, **attributes: Any) -> None:
+        """Set attributes by which Megatron knows how to reduce and to count a gradient."""
+        for name, value in attributes.items():
+            setattr(getattr(self, factor), name, value)

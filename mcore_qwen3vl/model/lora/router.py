@@ -1,0 +1,41 @@
+"""Routers of an adapted model, whose product is a method and not a module."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mcore_qwen3vl.model.lora.site import Site
+
+_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+def adapt_router(router: Any, site: Site) -> None:
+    """Increase the router's logits by `site`, in the dtype that routing is computed in.
+
+    Args:
+        router: mcore ``TopKRouter``.
+        site: with one pair, of factors (r, H) and (E, r).
+    """
+    router.gating = lambda hidden: site.add(hidden, _logits(router, hidden))
+
+
+def spare_weight_gradient(router: Any) -> None:
+    """For a router without an adapter; see :func:`_logits`."""
+    router.gating = partial(_logits, router)
+
+
+def _logits(router: Any, hidden: Tensor) -> Tensor:
+    """As ``Router.gating``, which works out the gradient of a frozen weight too.
+
+    With Transformer Engine it is left as it is: its product takes half precision and gives
+    float32, which torch's would need a float32 copy of the input for.
+    """
+    if router.weight.requires_grad or router.config.transformer_impl != "local":
+        return type(router).gating(router, hidden)
+    dtype = _DTYPES.get(router.config.moe_router_dtype, hidden.dtype)
+    return F.linear(hidden.to(dtype), router.weight.to(dtype))

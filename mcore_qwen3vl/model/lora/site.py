@@ -1,0 +1,110 @@
+"""Where adapters act: beside one linear, for all Hugging Face tensors that it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+from torch import Tensor
+
+from mcore_qwen3vl.model.lora.blocks import Blocks
+from mcore_qwen3vl.model.lora.pair import Pair
+from mcore_qwen3vl.model.lora.regions import Region, local
+
+
+class Site:
+    """Adds ``scaling * B A x`` of all pairs of one linear to its output.
+
+    The A factors of a fused linear read the same input, so they are one product; so are the B
+    factors, see :mod:`mcore_qwen3vl.model.lora.blocks`. With dropout each pair has a mask of its
+    own, as in PEFT, and a product of its own.
+
+    Args:
+        pairs: one a Hugging Face tensor.
+        blocks: where their rows lie in the output.
+        region: what happens to the rank-r activation between A and B.
+        whole: what happens to the factors that are not cut; see ``regions.summed_over``.
+        dropout: probability, while the pairs are in training mode.
+        distinct: the TP ranks hold different values of the input, so their masks differ.
+        group: whose ranks' outputs are gathered if the linear gathers its own.
+    """
+
+    def __init__(
+        self,
+        pairs: Sequence[Pair],
+        blocks: Blocks,
+        *,
+        region: Region = local,
+        whole: Region = local,
+        dropout: float = 0.0,
+        distinct: bool = False,
+        group: Any = None,
+    ) -> None:
+        self.pairs, self.blocks = list(pairs), blocks
+        self._region, self._whole = region, whole
+        self._dropout, self._distinct, self._group = dropout, distinct, group
+        scalings = [pair.scaling for pair in self.pairs]
+        self._scaling = scalings[0] if len(set(scalings)) == 1 else None
+        self._scalings: Tensor | None = None
+        if self._scaling is None:
+            ranks = torch.tensor([pair.rank for pair in self.pairs], device="cpu")
+            self._scalings = torch.tensor(scalings, device="cpu").repeat_interleave(ranks)
+
+    def hook(self, module: Any, inputs: Any, outputs: Any) -> Any:
+        """A forward hook of the linear, whichever layer spec it is of."""
+        output, *rest = outputs if isinstance(outputs, tuple) else (outputs,)
+        x = inputs[0]
+        if isinstance(output, tuple):  # Transformer Engine's fused norm: what it gave to its weight
+            output, x = output
+        output = self.add(x, output)
+        return (output, *rest) if isinstance(outputs, tuple) else output
+
+    def add(self, x: Tensor, output: Tensor) -> Tensor:
+        """`output` of the linear, (..., rows), with the adapters' part for the input `x`."""
+        down, up = zip(*(self._factors(pair, output.dtype) for pair in self.pairs), strict=True)
+        a = self._down(x.to(output.dtype), down)
+        matrix = self.blocks.matrix(up)
+        scaling = self._scaling
+        if scaling is None:
+            assert self._scalings is not None
+            self._scalings = self._scalings.to(a.device, a.dtype)
+            a, scaling = a * self._scalings, 1.0
+        if output.shape[-1] != self.blocks.rows:  # the linear gathered it
+            part = F.linear(a, matrix) * scaling
+            return output + gather_from_tensor_model_parallel_region(part, group=self._group)
+        flat = torch.addmm(
+            output.reshape(-1, self.blocks.rows),
+            a.reshape(-1, a.shape[-1]),
+            matrix.t(),
+            alpha=scaling,
+        )
+        return flat.view(output.shape)
+
+    def _factors(self, pair: Pair, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """A and B, those that every rank holds whole with their gradient summed if need be."""
+        a, b = pair()
+        if pair.places["lora_A"].axis is None:
+            a = self._whole(a)
+        if pair.places["lora_B"].axis is None:
+            b = self._whole(b)
+        return a.to(dtype), b.to(dtype)  # a router is computed in float32
+
+    def _down(self, x: Tensor, factors: Sequence[Tensor]) -> Tensor:
+        """(..., in) -> (..., sum of ranks): the A factors."""
+        dropping = self._dropout > 0 and self.pairs[0].training
+        if dropping:
+            parts = [F.linear(self._drop(x), a) for a in factors]
+            return self._region(parts[0] if len(parts) == 1 else torch.cat(parts, -1))
+        return self._region(
+            F.linear(x, factors[0] if len(factors) == 1 else torch.cat(list(factors)))
+        )
+
+    def _drop(self, x: Tensor) -> Tensor:
+        if not self._distinct:
+            return F.dropout(x, self._dropout)
+        with get_cuda_rng_tracker().fork():
+            return F.dropout(x, self._dropout)

@@ -1,0 +1,53 @@
+"""What trains in an adapted model: the factors, and tensors that are trained and saved whole."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+
+from mcore_qwen3vl.converters.live.sharded import hf_parts
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.model.freeze import Freezing, global_name
+from mcore_qwen3vl.model.lora.attach import HEAD
+from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+
+EMBEDDING = "model.language_model.embed_tokens.weight"
+
+
+def freezing() -> Freezing:
+    """All is frozen but adapters, and what :func:`whole` names."""
+    return Freezing(trainable=[r"adapter\."])
+
+
+def whole(chunk: Qwen3VLModel, saved: Collection[str]) -> Iterator[str]:
+    """Patterns for ``Freezing.train``: the parameters of `chunk` that hold `saved`.
+
+    Args:
+        chunk: of any layout.
+        saved: Hugging Face names of parameters that train whole. A tied head is the embedding.
+
+    Raises:
+        BadInput: Megatron holds one of `saved` in one weight with others that do not train.
+    """
+    names = set(saved)
+    if names & {HEAD, EMBEDDING} and chunk.architecture.tie_word_embeddings:
+        names |= {HEAD, EMBEDDING}
+    held: dict[str, set[str]] = {}
+    for part in hf_parts(chunk):
+        held.setdefault(part.parameter, set()).add(part.name)
+    for parameter, sources in held.items():
+        if not sources & names:
+            continue
+        if alone := sorted(sources - names):
+            raise BadInput(
+                f"{', '.join(sorted(sources & names))} cannot train whole without "
+                f"{', '.join(alone)}, with which Megatron holds it in one weight: name all of "
+                "them, or give it an adapter."
+            )
+        yield re.escape(global_name(chunk, parameter)) + "$"
+
+
+def trained_names(chunk: Qwen3VLModel) -> set[str]:
+    """Local names of the parameters that train, a tied one by all its names."""
+    named = chunk.named_parameters(remove_duplicate=False)
+    return {name for name, parameter in named if parameter.requires_grad}

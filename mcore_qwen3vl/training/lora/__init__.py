@@ -1,0 +1,1 @@
+"""Training adapters with Megatron's loop: flags, the model, its checkpoints, PEFT directories."""

@@ -1,0 +1,196 @@
+"""``--lora-*``: an adapter's config from the command line, as PEFT's own fields."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.adapters.config import AdapterConfig
+from mcore_qwen3vl.converters.adapters.presets import EXPERTS, ROUTER, Preset, preset
+from mcore_qwen3vl.errors import BadInput
+
+RANK = 16
+"""Where ``--lora-rank`` is not given; vLLM takes no larger one unless told to."""
+
+_PLAIN = re.compile(r"[\w.\-]+")
+_ASKING = ("lora_rank", "lora_target", "lora_config", "lora_init")
+_DETAILS = ("lora_alpha", "lora_dropout", "lora_modules_to_save", "lora_rslora")
+_PARAMETERS = (".weight", "gate_up_proj", "experts.down_proj")
+"""How names end that PEFT takes for parameters, not for modules."""
+
+_EMBEDDINGS = ("embed_tokens", "lm_head")
+
+
+def add_lora_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add the flags; any of the first four makes the run a LoRA run."""
+    group.add_argument(
+        "--lora-rank", type=int, metavar="R", help=f"train adapters of this rank; default {RANK}"
+    )
+    group.add_argument(
+        "--lora-target",
+        nargs="+",
+        metavar="NAME",
+        help=f"what to adapt: {', '.join(get_args(Preset))} (default: language), all-linear, a "
+        "regular expression, or PEFT's names of modules (q_proj, attn.qkv, lm_head) and of "
+        f"parameters ({EXPERTS[0]}, {ROUTER})",
+    )
+    group.add_argument(
+        "--lora-config", metavar="FILE", help="take all of this from an adapter_config.json"
+    )
+    group.add_argument(
+        "--lora-init", metavar="ADAPTER", help="go on from this PEFT adapter, with its config"
+    )
+    group.add_argument(
+        "--lora-alpha", type=float, help="updates are scaled by alpha / rank; default 2 * rank"
+    )
+    group.add_argument("--lora-dropout", type=float, help="on the input of A; default 0")
+    group.add_argument(
+        "--lora-rslora", action="store_true", help="scale by alpha / sqrt(rank) instead"
+    )
+    group.add_argument(
+        "--lora-modules-to-save",
+        nargs="+",
+        metavar="NAME",
+        help="also train these whole: embed_tokens, lm_head, merger, visual, gate",
+    )
+
+
+def asked(args: argparse.Namespace) -> bool:
+    """Whether this is a LoRA run.
+
+    Raises:
+        BadInput: a flag says how, but none says that.
+    """
+    if any(getattr(args, name) is not None for name in _ASKING):
+        return True
+    if details := [name for name in _DETAILS if getattr(args, name)]:
+        raise BadInput(
+            f"{_flags(details)} is set, but nothing asks for LoRA: add --lora-rank {RANK} or "
+            "--lora-target language."
+        )
+    return False
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """Combinations of a LoRA run's flags with others.
+
+    Raises:
+        BadInput: naming the flags and the remedy.
+    """
+    if not asked(args):
+        return
+    if args.freeze or args.trainable:
+        raise BadInput(
+            "--freeze and --trainable choose among the model's own weights, and LoRA freezes them "
+            "all: name what else trains with --lora-modules-to-save."
+        )
+    if args.ckpt_format != "torch_dist":
+        raise BadInput(
+            f"--ckpt-format {args.ckpt_format} cannot hold an adapter alone: leave it out."
+        )
+    if (args.save or args.save_hf) and not args.load_hf:
+        raise BadInput(
+            "LoRA saves adapters alone, so the weights beside them must be given again each time: "
+            "add --load-hf DIR."
+        )
+
+
+def adapter_config(args: argparse.Namespace, architecture: Architecture) -> AdapterConfig:
+    """What the flags ask for.
+
+    Args:
+        args: of :func:`mcore_qwen3vl.training.arguments.parser.parse`; :func:`asked` holds.
+        architecture: the model's shape.
+
+    Raises:
+        BadInput: flags contradict one another, or a file does not say what PEFT understands.
+    """
+    source = args.lora_config or args.lora_init
+    if source is None:
+        return _tied(_from_flags(args, architecture), architecture)
+    one = "lora_config" if args.lora_config else "lora_init"
+    others = [name for name in (*_ASKING, *_DETAILS) if name != one and getattr(args, name)]
+    if others:
+        raise BadInput(f"--{one.replace('_', '-')} decides everything: drop {_flags(others)}.")
+    config = AdapterConfig.from_file(Path(source))
+    init = config.raw.get("init_lora_weights", True)
+    if args.lora_config and init is not True:
+        raise BadInput(
+            f"{source} has init_lora_weights {init!r}: only PEFT's default start (true) is known "
+            "here. Let PEFT make the adapter, and give it with --lora-init."
+        )
+    if args.lora_init:
+        require_tying(config, architecture, source)
+        return config
+    return _tied(config, architecture)
+
+
+def require_tying(config: AdapterConfig, architecture: Architecture, where: str) -> None:
+    """
+    Raises:
+        BadInput: `config` trains a head and an embedding apart that the model ties.
+    """
+    if config != _tied(config, architecture):
+        raise BadInput(
+            f"{where} trains embed_tokens or lm_head without ensure_weight_tying: PEFT then trains "
+            "two copies of what this model ties, and Megatron has one. Make it with "
+            "ensure_weight_tying, or without these modules."
+        )
+
+
+def _from_flags(args: argparse.Namespace, architecture: Architecture) -> AdapterConfig:
+    rank = RANK if args.lora_rank is None else args.lora_rank
+    if rank < 1:
+        raise BadInput(f"--lora-rank is {rank}; ranks start at 1.")
+    dropout = args.lora_dropout or 0.0
+    if not 0 <= dropout < 1:
+        raise BadInput(f"--lora-dropout is {dropout:g}; it is a probability below 1.")
+    names = tuple(args.lora_target or ["language"])
+    modules, parameters = _targets(names, architecture)
+    config = AdapterConfig(
+        r=rank,
+        lora_alpha=2 * rank if args.lora_alpha is None else args.lora_alpha,
+        lora_dropout=dropout,
+        use_rslora=args.lora_rslora,
+        target_modules=modules,
+        target_parameters=parameters,
+        modules_to_save=tuple(args.lora_modules_to_save) if args.lora_modules_to_save else None,
+    )
+    config.require_supported("the command line")
+    return config
+
+
+def _targets(
+    names: tuple[str, ...], architecture: Architecture
+) -> tuple[str | tuple[str, ...] | None, tuple[str, ...] | None]:
+    """``target_modules`` and ``target_parameters``."""
+    presets = [name for name in names if name in get_args(Preset)]
+    if presets:
+        if len(names) > 1:
+            raise BadInput(
+                f"--lora-target {' '.join(names)}: {presets[0]} stands alone. For it and more, "
+                "write PEFT's names or a --lora-config."
+            )
+        return preset(presets[0], architecture)
+    if len(names) == 1 and (names[0] == "all-linear" or not _PLAIN.fullmatch(names[0])):
+        return names[0], None
+    parameters = tuple(name for name in names if name.endswith(_PARAMETERS))
+    modules = tuple(name for name in names if name not in parameters)
+    return modules or None, parameters or None
+
+
+def _tied(config: AdapterConfig, architecture: Architecture) -> AdapterConfig:
+    """Tied embeddings stay tied."""
+    whole = config.modules_to_save or ()
+    named = any(name.rpartition(".")[2] in _EMBEDDINGS for name in whole)
+    if not (architecture.tie_word_embeddings and named):
+        return config
+    return replace(config, ensure_weight_tying=True)
+
+
+def _flags(names: list[str]) -> str:
+    return ", ".join("--" + name.replace("_", "-") for name in names)

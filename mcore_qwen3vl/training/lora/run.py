@@ -1,0 +1,137 @@
+"""A LoRA run: the model that is built, what its checkpoints hold, what it exports."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from megatron.training.checkpointing import checkpoint_exists
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.adapters.config import FILE, AdapterConfig
+from mcore_qwen3vl.converters.adapters.peft_model import apply
+from mcore_qwen3vl.converters.adapters.read import read_adapter
+from mcore_qwen3vl.converters.adapters.targets import resolve_targets
+from mcore_qwen3vl.converters.live.adapter import save_adapter
+from mcore_qwen3vl.converters.live.factors import initialize_factors, load_factors
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.model.freeze import Freezing
+from mcore_qwen3vl.model.lora.adapt import load_saved, whole_tensors
+from mcore_qwen3vl.model.lora.attach import attach
+from mcore_qwen3vl.model.lora.trainable import freezing, trained_names, whole
+from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+from mcore_qwen3vl.training.lora.flags import adapter_config, asked
+
+FOLDER = "lora"
+"""In ``--save``: the adapter's config, which tells these checkpoints from those of whole models."""
+
+
+class LoraRun:
+    """What the flags of a LoRA run come to.
+
+    Args:
+        args: of :func:`mcore_qwen3vl.training.arguments.parser.parse`.
+        architecture: the model's shape.
+
+    Raises:
+        BadInput: they contradict one another or the model; or ``--lora-init`` cannot be read.
+    """
+
+    def __init__(self, args: argparse.Namespace, architecture: Architecture) -> None:
+        self._args = args
+        self.config: AdapterConfig = adapter_config(args, architecture)
+        self._targets = resolve_targets(self.config, args.hf_model)
+        self._saved = apply(self.config, args.hf_model).saved
+        self._start = read_adapter(args.lora_init, args.hf_model) if args.lora_init else None
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, architecture: Architecture) -> LoraRun | None:
+        """None where no flag asks for LoRA."""
+        return cls(args, architecture) if asked(args) else None
+
+    def freezing(self) -> Freezing:
+        """What the provider gives to :meth:`adapt` for every chunk, and applies then."""
+        return freezing()
+
+    def adapt(self, chunk: Qwen3VLModel, choice: Freezing) -> None:
+        """Put the adapter into a chunk that has the base weights; a resumed one is loaded later."""
+        attach(chunk, self._targets, dropout=self.config.lora_dropout)
+        if self._start is None:
+            initialize_factors(chunk, self._args.seed)
+        else:
+            load_factors(chunk, self._start.factors)
+            load_saved([chunk], whole_tensors(self._start))
+        choice.train(whole(chunk, self._saved))
+
+    def export(self, model: Any, folder: Path) -> None:
+        """Write a PEFT adapter directory; a collective."""
+        save_adapter(model, folder, config=self.config, hf_config=self._args.hf_model, force=True)
+
+    def save_config(self) -> None:
+        """Beside the checkpoints of ``--save``; one rank calls this."""
+        folder = Path(self._args.save) / FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / FILE).write_text(self.config.to_json() + "\n", encoding="utf-8")
+
+
+def keep_trained(original: Any, args: Any, model: Any, *rest: Any, **kwargs: Any) -> dict[str, Any]:
+    """In place of ``generate_state_dict``: only what trains of each chunk, saved or asked for.
+
+    The optimizer's part, which Megatron derives from the model's, has no other.
+    """
+    from megatron.core.utils import unwrap_model
+
+    state: dict[str, Any] = original(args, model, *rest, **kwargs)
+    for number, chunk in enumerate(unwrap_model(model)):
+        key = "model" if len(model) == 1 else f"model{number}"
+        names = trained_names(chunk)
+        state[key] = {name: entry for name, entry in state[key].items() if name in names}
+    return state
+
+
+def check_checkpoint(args: argparse.Namespace, lora: LoraRun | None) -> None:
+    """Refuse the checkpoints of another kind of run, or of another adapter.
+
+    Raises:
+        BadInput: naming what to do instead.
+    """
+    if args.load is None or not checkpoint_exists(args.load):
+        return
+    file = Path(args.load) / FOLDER / FILE
+    if lora is None:
+        if file.exists():
+            raise BadInput(
+                f"{args.load} holds the checkpoints of a LoRA run: add its --lora flags, or "
+                f"--lora-config {file}."
+            )
+        return
+    if not file.exists():
+        raise BadInput(
+            f"{args.load} holds checkpoints of a whole model, not of an adapter: export it "
+            "(mcore-qwen3vl convert mcore-to-hf) and give that as --load-hf, with another --save."
+        )
+    there = AdapterConfig.from_file(file)
+    if _shape(there) != _shape(lora.config):
+        raise BadInput(
+            f"{args.load} was trained with another adapter config than the flags give: resume "
+            f"with --lora-config {file}, or choose another --save."
+        )
+
+
+def _shape(config: AdapterConfig) -> tuple[Any, ...]:
+    """All that decides which values a checkpoint has, and what they mean."""
+    ordered = (
+        tuple(sorted(value)) if isinstance(value, tuple) else value
+        for value in (config.target_modules, config.target_parameters, config.modules_to_save)
+    )
+    patterns = (tuple(sorted(p.items())) for p in (config.rank_pattern, config.alpha_pattern))
+    return (
+        config.r,
+        config.lora_alpha,
+        config.use_rslora,
+        *ordered,
+        *patterns,
+        config.exclude_modules,
+        config.layers_to_transform,
+    )

@@ -1,0 +1,66 @@
+"""PEFT's own model: what an adapter computes, and every gradient of what it trains."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+
+import torch
+
+from mcore_qwen3vl.verify.parity.reference import Reference
+
+_PREFIX = "base_model.model."
+
+
+class PeftReference(Reference):
+    """Hugging Face's model with a PEFT adapter, of which alone there are gradients.
+
+    Args:
+        path: checkpoint directory of the base model.
+        adapter: PEFT adapter directory.
+        dtype: of weights and computation; factors stay float32, as PEFT has them.
+        device: where it runs; results come back to the CPU.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        adapter: Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+    ) -> None:
+        from peft import PeftModel
+
+        super().__init__(path, dtype=dtype, device=device)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # patterns of experts' ranks, which do what they say
+            self.model = PeftModel.from_pretrained(self.model, adapter, is_trainable=True)
+        self.model.eval()
+        self._trained = self._named()
+
+    def trained(self) -> dict[str, torch.nn.Parameter]:
+        """The factors as ``PARAMETER.lora_A`` and ``.lora_B``, and what is trained whole."""
+        return self._trained
+
+    def _named(self) -> dict[str, torch.nn.Parameter]:
+        from peft.tuners.lora.layer import LoraLayer
+
+        found: dict[str, torch.nn.Parameter] = {}
+        factors = set()
+        for path, layer in self.model.named_modules():
+            if not isinstance(layer, LoraLayer):
+                continue
+            module = path.removeprefix(_PREFIX).replace(".base_layer", "")
+            name = f"{module}.{getattr(layer, 'parameter_name', 'weight')}"
+            for factor in ("lora_A", "lora_B"):
+                parameter = getattr(layer, factor)["default"].weight
+                found[f"{name}.{factor}"] = parameter
+                factors.add(parameter)
+        for path, parameter in self.model.named_parameters():
+            if parameter.requires_grad and parameter not in factors:
+                found[re.sub(r"\.modules_to_save\.default", "", path.removeprefix(_PREFIX))] = (
+                    parameter
+                )
+        return found

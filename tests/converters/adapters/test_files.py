@@ -1,0 +1,74 @@
+"""PEFT's adapters come back from here as they went in, and PEFT takes what is written here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.adapters.read import read_adapter
+from mcore_qwen3vl.converters.adapters.write import write_adapter
+from tests.converters.adapters.conftest import Made
+from tests.converters.adapters.peft_made import KINDS, load, logits
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_there_and_back(kind: str, made: Callable[[str], Made], tmp_path: Path) -> None:
+    """Tensors byte for byte, and the config field by field."""
+    source = made(kind)
+    adapter = read_adapter(source.folder, source.base)
+    assert adapter.roles == ("swapped" if KINDS[kind].swapped else "canonical")
+    back = tmp_path / "back"
+    write_adapter(
+        back, adapter.config, adapter.factors, adapter.saved, source.base, roles=adapter.roles
+    )
+    before, after = load_file(source.folder / WEIGHTS), load_file(back / WEIGHTS)
+    assert list(before) == list(after)
+    for key, tensor in before.items():
+        assert tensor.dtype == after[key].dtype
+        assert torch.equal(tensor, after[key]), key
+    assert (source.folder / WEIGHTS).read_bytes() == (back / WEIGHTS).read_bytes()
+    configs = [json.loads((f / "adapter_config.json").read_text()) for f in (source.folder, back)]
+    assert configs[0] == configs[1]
+    assert LoraConfig.from_pretrained(source.folder) == LoraConfig.from_pretrained(back)
+
+
+@pytest.mark.parametrize("kind", ["swapped roles", "tied", "lm_head"])
+def test_peft_takes_it(kind: str, made: Callable[[str], Made], tmp_path: Path) -> None:
+    """Every key loads; the logits are those of the model that the adapter was saved from.
+
+    Where the roles are those of the source, the files are too (above), so three kinds will do.
+    """
+    source = made(kind)
+    adapter = read_adapter(source.folder, source.base)
+    write_adapter(
+        tmp_path / "canonical", adapter.config, adapter.factors, adapter.saved, source.base
+    )
+    loaded = load(source.base, tmp_path / "canonical")
+    architecture = Architecture.from_hf(source.base)
+    found, wanted = (logits(model, architecture) for model in (loaded, source.model))
+    if KINDS[kind].swapped:
+        torch.testing.assert_close(found, wanted)  # other matrix products, the same numbers
+    else:
+        assert torch.equal(found, wanted)
+
+
+def test_all_linear_is_spelled_out(made: Callable[[str], Made], tmp_path: Path) -> None:
+    """As PEFT stores it, since what the word means differs between releases of transformers."""
+    source = made("all-linear")
+    adapter = read_adapter(source.folder, source.base)
+    short = replace(adapter.config, target_modules="all-linear")
+    write_adapter(tmp_path / "short", short, adapter.factors, adapter.saved, source.base)
+    assert (
+        LoraConfig.from_pretrained(tmp_path / "short").target_modules
+        == LoraConfig.from_pretrained(source.folder).target_modules
+    )

@@ -1,0 +1,104 @@
+"""Merging: PEFT's own result bit for bit, where PEFT's is the adapted model."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.adapters import merge as merging
+from mcore_qwen3vl.converters.adapters.merge import merge, product
+from mcore_qwen3vl.converters.adapters.read import read_adapter
+from tests.converters.adapters.conftest import Made
+from tests.converters.adapters.peft_made import EXPERTS, KINDS, Kind, base_model, logits, make
+from tests.converters.checkpoints import load
+
+PARTED = ("lm_head of tied", "untied apart")
+"""The adapter changes one of two tied embeddings."""
+
+
+def peft_merged(made: Made) -> dict[str, Tensor]:
+    """What ``merge_and_unload`` makes, by HF name, in the layout of transformers 5."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return copy.deepcopy(made.model).merge_and_unload().state_dict()
+
+
+def in_v5(path: Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint, experts turned into the layout of transformers 5."""
+    published = Architecture.from_hf(path).expert_layout == "published"
+    return {
+        name: t.transpose(1, 2) if published and t.ndim == 3 and "experts" in name else t
+        for name, t in load(path).items()
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_peft(
+    kind: str, made: Callable[[str], Made], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every tensor, bitwise, in float32."""
+    monkeypatch.setattr(merging, "CHUNK_VALUES", 100)
+    source, target = made(kind), tmp_path / "merged"
+    result = merge(source.base, source.folder, target, max_shard_size="300KB")
+    assert result.files > 1
+    assert result.expert_layout in (None, "published")
+    found, wanted = in_v5(target), peft_merged(source)
+    architecture = Architecture.from_hf(target)
+    if architecture.tie_word_embeddings:
+        assert torch.equal(
+            wanted.pop("lm_head.weight"), found["model.language_model.embed_tokens.weight"]
+        )
+    if kind == "lm_head of tied":  # PEFT adds the head's update to the embedding too
+        name = "model.language_model.embed_tokens.weight"
+        assert torch.equal(found.pop(name), load(source.base)[name])
+        assert not torch.equal(wanted.pop(name), load(source.base)[name])
+    assert set(found) == set(wanted)
+    for name, tensor in found.items():
+        assert torch.equal(tensor, wanted[name]), name
+    architectures = [Architecture.from_hf(path) for path in (source.base, target)]
+    assert architectures[1].tie_word_embeddings == (
+        architectures[0].tie_word_embeddings and kind not in PARTED
+    )
+
+
+@pytest.mark.parametrize("kind", ["swapped roles", "rslora", *PARTED])
+def test_computes_what_the_adapted_model_does(
+    kind: str, made: Callable[[str], Made], tmp_path: Path
+) -> None:
+    source = made(kind)
+    merge(source.base, source.folder, tmp_path / "merged")
+    architecture = Architecture.from_hf(source.base)
+    merged, plain = base_model(tmp_path / "merged"), base_model(source.base)
+    found, wanted, without = (logits(m, architecture) for m in (merged, source.model, plain))
+    torch.testing.assert_close(found, wanted, atol=2e-5, rtol=2e-5)
+    assert (without - wanted).abs().max() > 1e-3
+
+
+def test_bf16_is_rounded_once(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """Linear layers come out as PEFT's; it rounds the update of parameters before it adds it."""
+    base, folder = tiny("bf16-sharded"), tmp_path / "adapter"
+    kind = Kind("", {"target_modules": ["q_proj"], "target_parameters": EXPERTS})
+    model = make(kind, base, folder, dtype=torch.bfloat16)
+    merge(base, folder, tmp_path / "merged")
+    found, before = in_v5(tmp_path / "merged"), in_v5(base)
+    wanted = peft_merged(Made(base, folder, model))
+    adapted = read_adapter(folder, base).factors
+    assert len(adapted) == 12
+    for name, factors in adapted.items():
+        if found[name].ndim == 2:
+            assert torch.equal(found[name], wanted[name])
+            continue
+        rows = factors.a.split(factors.r)  # of an expert each
+        update = torch.stack(
+            [product(a, factors.b[:, e::12], factors.scaling) for e, a in enumerate(rows)]
+        )
+        assert torch.equal(found[name], (before[name].float() + update).bfloat16())
+        assert torch.equal(wanted[name], before[name] + update.bfloat16())
+        assert not torch.equal(found[name], wanted[name])

@@ -1,0 +1,172 @@
+"""Merging has the engine's guarantees: killed, failing or repeated, it ends in the same bytes."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_qwen3vl.cli import main
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.adapters.merge import Merged, merge, plan_merge
+from mcore_qwen3vl.converters.adapters.read import read_adapter
+from mcore_qwen3vl.converters.adapters.serving import vllm_notes
+from mcore_qwen3vl.converters.convert import hf_to_hf
+from mcore_qwen3vl.converters.offline import to_hf
+from tests.converters.adapters.conftest import Made
+from tests.converters.adapters.peft_made import Kind, make
+from tests.converters.checkpoints import assert_same_tensors, load, tree_digests
+from tests.converters.offline.test_resume import in_child
+
+Get = Callable[[str], Made]
+
+
+@pytest.fixture(autouse=True)
+def _small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(to_hf, "unit_bytes", lambda total: 100_000)
+
+
+def test_killed_it_continues(made: Get, tmp_path: Path) -> None:
+    source = made("rank patterns")
+    whole = tmp_path / "whole"
+    merge(source.base, source.folder, whole, workers=1)
+    expected = tree_digests(whole)
+    for number, point in enumerate((20, 70, 110)):
+        target, seen = tmp_path / f"killed-{number}", 0
+
+        def die(*_: object, point: int = point) -> None:
+            nonlocal seen
+            seen += 1
+            if seen == point:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        run = functools.partial(merge, source.base, source.folder, target, workers=2, progress=die)
+        assert in_child(run) == -signal.SIGKILL
+        assert not target.exists()
+        resumed = merge(source.base, source.folder, target).resumed_units
+        assert resumed > 0 or point == 20
+        assert tree_digests(target) == expected
+
+
+def test_another_adapter_is_not_continued(made: Get, tmp_path: Path) -> None:
+    first, second, target = made("only gate_up"), made("only down"), tmp_path / "target"
+    seen = 0
+
+    def die(*_: object) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == 100:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    run = functools.partial(merge, first.base, first.folder, target, progress=die)
+    assert in_child(run) == -signal.SIGKILL
+    assert merge(second.base, second.folder, target).resumed_units == 0
+
+
+def command(*arguments: object) -> int | str | None:
+    with pytest.raises(SystemExit) as ended:
+        main([str(argument) for argument in arguments])
+    return ended.value.code
+
+
+def test_a_full_disk_is_one_error(
+    made: Get, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = made("rank patterns"), tmp_path / "target"
+    write, left = os.pwrite, 12
+
+    def full(*arguments: Any) -> int:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(28, os.strerror(28))
+        return write(*arguments)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    arguments = ("lora", "merge", source.base, source.folder, target, "--workers", 1, "--json")
+    assert command(*arguments) == 2
+    message = " ".join(capsys.readouterr().err.split())
+    assert "No space left on device" in message
+    assert "running the same command again continues from there" in message
+    assert not target.exists()
+    left = 10**9
+    assert command(*arguments) == 0
+    assert json.loads(capsys.readouterr().out)["resumed_units"] > 0
+    merge(source.base, source.folder, tmp_path / "whole")
+    assert tree_digests(target) == tree_digests(tmp_path / "whole")
+
+
+def test_layouts_roles_and_dtypes(made: Get, tmp_path: Path) -> None:
+    """Whatever the files of base, adapter and result are, it is the same model."""
+    source = made("swapped roles")
+    merge(source.base, source.folder, tmp_path / "merged")
+    hf_to_hf(tmp_path / "merged", tmp_path / "wanted", expert_layout="v5")
+    hf_to_hf(source.base, tmp_path / "base-v5", expert_layout="v5")
+    turned = tmp_path / "turned"
+    config = ("--hf-config", source.base)
+    assert command("lora", "convert", source.folder, turned, *config) == 0
+    assert read_adapter(turned, source.base).roles == "canonical"
+    merge(tmp_path / "base-v5", turned, tmp_path / "found", expert_layout="v5")
+    assert_same_tensors(tmp_path / "found", tmp_path / "wanted")
+    merge(tmp_path / "base-v5", turned, tmp_path / "back")
+    assert_same_tensors(tmp_path / "back", tmp_path / "merged")
+    merge(source.base, turned, tmp_path / "half", dtype="bf16")
+    exact, half = load(tmp_path / "merged"), load(tmp_path / "half")
+    assert all(torch.equal(tensor.bfloat16(), half[name]) for name, tensor in exact.items())
+
+
+def test_bad_input_leaves_nothing(
+    made: Get, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    dense, moe = made("vision"), made("rank patterns")
+    for arguments, message in (
+        (("merge", dense.base, moe.folder, "out"), "lacks|holds"),
+        (("merge", moe.folder, moe.base, "out"), "is an adapter: the checkpoint"),
+        (("merge", moe.base, moe.base, "out"), "adapter_config.json does not exist"),
+        (("convert", moe.base, "out"), "adapter_config.json does not exist"),
+        (("convert", moe.folder, "out", "--from-roles", "swapped"), "are not the swapped roles"),
+    ):
+        assert command("lora", *arguments) == 2
+        text = " ".join(capsys.readouterr().err.split())
+        assert any(part in text for part in message.split("|")), text
+        assert "Traceback" not in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_plan_says_where_tensors_come_from(made: Get, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Merged, "stream", pytest.fail)
+    source = made("lm_head of tied")
+    plan = plan_merge(source.base, source.folder)
+    origins = {tensor.target: tensor.sources[0] for tensor in plan.planned}
+    assert origins["lm_head.weight"] == "adapter + B·A"
+    assert "written apart, with tie_word_embeddings false" in " ".join(plan.notes)
+
+
+def test_what_vllm_would_refuse_is_said(
+    made: Get, tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    def notes(kind: str) -> str:
+        found = read_adapter(made(kind).folder, made(kind).base)
+        return " ".join(vllm_notes(found, Architecture.from_hf(made(kind).base)))
+
+    assert notes("rank patterns") == ""
+    assert "adapts gate_up_proj alone" in notes("only gate_up")
+    assert "canonical roles only" in notes("swapped roles")
+    assert "modules_to_save: merge it" in notes("tied")
+    assert "enable_tower_connector_lora is set" in notes("vision")
+    assert "attn.qkv" not in notes("vision")
+    assert "attn.qkv of a MoE model even then" in notes("all-linear")
+    for rank, said in ((16, ""), (17, "needs max_lora_rank 32"), (600, "refuses the adapter")):
+        folder = tmp_path / str(rank)
+        make(Kind("", {"r": rank, "target_modules": ["q_proj"]}), tiny("dense"), folder)
+        adapter = read_adapter(folder, tiny("dense"))
+        found = vllm_notes(adapter, Architecture.from_hf(tiny("dense")))
+        assert [said in note for note in found] == ([True] if said else [])

@@ -1,0 +1,153 @@
+"""A LoRA run through Megatron's loop: its curve, its checkpoints, what it exports."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.mcore.paths import TRACKER
+from mcore_qwen3vl.converters.torch_dist import metadata
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.tiny import write_tiny_checkpoint
+from mcore_qwen3vl.training.lora.flags import add_lora_arguments
+from mcore_qwen3vl.training.lora.run import LoraRun, check_checkpoint
+from mcore_qwen3vl.verify.curves.curve import curve_of, worst_difference
+from mcore_qwen3vl.verify.curves.hf_loop import hf_curve
+from mcore_qwen3vl.verify.curves.job import DISTRIBUTED, Job, train
+from mcore_qwen3vl.verify.curves.tables import OTHER_LAYOUT, TOLERANCE, whole_and_half
+from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
+from mcore_qwen3vl.verify.parity.comparison import verify_parity
+
+KEEP = ("--save-interval", "1000")
+
+
+def lora_job(folder: Path, checkpoint: Path, data: Path, lora: str, layout: str) -> Job:
+    adapter = folder / "adapter"
+    if not adapter.exists():
+        write_random_adapter(adapter, ADAPTERS[lora], checkpoint)
+    return Job(checkpoint, data, Layout.parse(layout), steps=4, lora=adapter)
+
+
+def test_a_run_goes_on_under_another_layout_and_its_export_is_pefts(
+    dense: Path, data: Path, tmp_path: Path
+) -> None:
+    job = lora_job(tmp_path, dense, data, "everything", "dp2")
+    job = replace(job, flags=(*DISTRIBUTED, "--num-workers", "1"))
+    whole, save = whole_and_half(job, tmp_path)
+    difference = worst_difference(curve_of(whole), hf_curve(job))
+    assert max(difference.loss, difference.grad_norm) <= TOLERANCE
+    held = metadata.read(save / "iter_0000002").tensors
+    assert all("adapter.model." in key or "adapter.lm_head." in key for key in held)
+
+    flags = ("--use-distributed-optimizer", "--num-workers", "2")
+    other = replace(job, layout=Layout.parse("tp2+sp"), flags=flags)
+    export = tmp_path / "export"
+    rest = train(other, tmp_path / "rest", "--save", str(save), *KEEP, "--save-hf", str(export))
+    difference = worst_difference(curve_of(rest), curve_of(whole[2:]))
+    assert max(difference.loss, difference.grad_norm) <= OTHER_LAYOUT
+
+    written = export / "iter_0000004"
+    loads_strictly(dense, written)
+    before, after = (
+        load_file(folder / "adapter_model.safetensors")
+        for folder in (tmp_path / "adapter", written)
+    )
+    assert before.keys() == after.keys()
+    assert all(not torch.equal(before[key], after[key]) for key in before)
+    # PEFT's logits from what was written are ours.
+    verify_parity(dense, None, ["image"], gradients=False, lora=written).require()
+
+
+def loads_strictly(checkpoint: Path, adapter: Path) -> None:
+    """PEFT finds every key that it looks for, and no other."""
+    from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
+    from transformers import AutoModelForImageTextToText
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForImageTextToText.from_pretrained(checkpoint)
+        peft = get_peft_model(model, PeftConfig.from_pretrained(adapter))
+        found = set_peft_model_state_dict(peft, load_file(adapter / "adapter_model.safetensors"))
+    assert not found.unexpected_keys
+    trained = [name for name, p in peft.named_parameters() if "lora_" in name]
+    assert not set(trained).intersection(found.missing_keys)
+
+
+def test_flags_start_like_peft_and_alike_under_every_layout(
+    moe: Path, data: Path, tmp_path: Path
+) -> None:
+    flags = ("--lora-rank", "4", "--lora-modules-to-save", "merger", "--load-hf", str(moe))
+    curves = []
+    for layout in ("single", "tp2+sp"):
+        job = Job(moe, data, Layout.parse(layout), steps=1, flags=flags)
+        export = tmp_path / layout
+        curves.append(curve_of(train(job, tmp_path / f"run {layout}", "--save-hf", str(export))))
+    difference = worst_difference(*curves)
+    assert max(difference.loss, difference.grad_norm) <= OTHER_LAYOUT
+    written = tmp_path / "single" / "iter_0000001"
+    config = json.loads((written / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (4, 8)
+    assert set(config["target_modules"]) == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert len(config["target_parameters"]) == 2
+    loads_strictly(moe, written)
+
+
+def test_checkpoints_of_another_kind_are_refused(dense: Path, tmp_path: Path) -> None:
+    def run(*flags: str) -> tuple[argparse.Namespace, LoraRun | None]:
+        parser = argparse.ArgumentParser()
+        add_lora_arguments(parser.add_argument_group())
+        args = parser.parse_args(flags)
+        args.hf_model, args.save, args.load = str(dense), str(tmp_path), str(tmp_path)
+        return args, LoraRun.of(args, Architecture.from_hf(dense))
+
+    check_checkpoint(*run())  # there is none yet
+    (tmp_path / TRACKER).write_text("1")
+    with pytest.raises(BadInput, match="of a whole model, not of an adapter"):
+        check_checkpoint(*run("--lora-rank", "4"))
+    _, lora = run("--lora-rank", "4")
+    assert lora is not None
+    lora.save_config()
+    check_checkpoint(*run("--lora-rank", "4"))
+    check_checkpoint(*run("--lora-config", str(tmp_path / "lora" / "adapter_config.json")))
+    with pytest.raises(BadInput, match="holds the checkpoints of a LoRA run"):
+        check_checkpoint(*run())
+    for other in (("--lora-rank", "8"), ("--lora-rank", "4", "--lora-target", "q_proj")):
+        with pytest.raises(BadInput, match="another adapter config"):
+            check_checkpoint(*run(*other))
+
+
+LAYOUTS = [
+    ("dense", "single", ("--packing",)),
+    ("dense", "tp2+sp", ()),
+    ("dense", "pp2xvpp2", ()),
+    ("dense", "cp2", ()),
+    ("dense", "dp2", DISTRIBUTED),
+    ("moe", "ep2xdp2", DISTRIBUTED),
+    ("moe", "tp2xetp2+sp", ()),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "layout", "flags"), LAYOUTS)
+def test_thirty_steps_are_those_of_a_plain_peft_loop(
+    kind: str, layout: str, flags: tuple[str, ...], data: Path, tmp_path: Path
+) -> None:
+    checkpoint = write_tiny_checkpoint(tmp_path / "checkpoint", moe=kind == "moe")
+    lora = "router" if kind == "moe" else "everything"
+    job = lora_job(tmp_path, checkpoint, data, lora, layout)
+    packing = "--packing" in flags
+    job = replace(job, steps=30, packing=packing, flags=tuple(f for f in flags if f != "--packing"))
+    ours, theirs = curve_of(train(job, tmp_path / "run")), hf_curve(job)
+    difference = worst_difference(ours, theirs)
+    print(f"observed: {kind} {layout} {ours[0].loss:.3f} to {ours[-1].loss:.3f}, {difference}")
+    assert theirs[-1].loss < theirs[0].loss - 0.5
+    assert max(difference.loss, difference.grad_norm) <= TOLERANCE

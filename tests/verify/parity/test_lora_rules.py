@@ -1,0 +1,157 @@
+"""Each gradient rule of LoRA bites: with the mistake made on purpose, the comparison fails.
+
+Ranks are forked from this process, so what is replaced here is replaced there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from megatron.core.tensor_parallel import mappings
+
+from mcore_qwen3vl.model.lora import attach, kinds, regions, site
+from mcore_qwen3vl.model.lora.pair import Pair
+from mcore_qwen3vl.verify.parity.matrix import OVERLAPPED, Matrix, MatrixRow
+from mcore_qwen3vl.verify.parity.reference import AFTER_STEP
+from mcore_qwen3vl.verify.report.result import Report
+
+FAR_OFF = 1e-2
+"""Far above the tolerance: each mistake is a gross one, and is seen as such."""
+
+
+def worst(report: Report, part: str, name: str = "") -> float:
+    errors = [f.error for f in report.findings if f.part == part and name in f.name]
+    print(f"observed error in {part} {name}: {max(errors):.2e}")
+    return max(errors)
+
+
+def row(model: str, layout: str, lora: str, batch: str = "image", **options: Any) -> MatrixRow:
+    return MatrixRow(model, layout, (batch,), options, "", lora)
+
+
+def marking(monkeypatch: Any, cut: int | None, expert: bool, mark: str, value: Any) -> None:
+    """Set one mark of all factors of one kind of linear otherwise than it should be."""
+    original = kinds.Kind.mark
+
+    def wrong(self: kinds.Kind, pair: Pair, weight: Any) -> None:
+        original(self, pair, weight)
+        if self.cut == cut and self.expert == expert:
+            for factor in (pair.lora_A, pair.lora_B):
+                if hasattr(factor, mark):
+                    setattr(factor, mark, value)
+
+    monkeypatch.setattr(kinds.Kind, "mark", wrong)
+
+
+def test_the_product_with_a_is_copied_into_tp(matrix: Matrix, monkeypatch: Any) -> None:
+    monkeypatch.setattr(regions, "column", lambda group, sequence_parallel: regions.local)
+    report = matrix.run(row("dense", "tp2", "mixed ranks"))
+    assert worst(report, "gradients", "q_proj.weight.lora_A") > FAR_OFF
+    assert worst(report, "gradients", "down_proj.weight.lora_B") > FAR_OFF  # of a wrong input
+    assert worst(report, "logits") < 2e-5
+
+
+def test_a_beside_a_column_is_summed_over_tp(matrix: Matrix, monkeypatch: Any) -> None:
+    marking(monkeypatch, 0, False, "sequence_parallel", False)
+    report = matrix.run(row("dense", "tp2+sp", "mixed ranks"))
+    assert worst(report, "gradients", "gate_proj.weight.lora_A") > FAR_OFF
+    assert worst(report, "gradients", "gate_proj.weight.lora_B") < 2e-5
+    assert worst(report, "logits") < 2e-5
+
+
+def test_b_beside_a_row_is_summed_over_tp(matrix: Matrix, monkeypatch: Any) -> None:
+    marking(monkeypatch, 1, False, "sequence_parallel", False)
+    report = matrix.run(row("dense", "tp2+sp", "mixed ranks"))
+    assert worst(report, "gradients", "o_proj.weight.lora_B") > FAR_OFF
+    assert worst(report, "gradients", "o_proj.weight.lora_A") < 2e-5
+    assert worst(report, "logits") < 2e-5
+
+
+def test_the_gathered_product_is_summed_backwards(matrix: Matrix, monkeypatch: Any) -> None:
+    """The ranks' rows of B each give a part of the gradient of x A^T."""
+
+    def column(group: Any, sequence_parallel: bool) -> Any:
+        def slicing(x: Any) -> Any:
+            return mappings.gather_from_sequence_parallel_region(
+                x, tensor_parallel_output_grad=False, group=group
+            )
+
+        return slicing
+
+    monkeypatch.setattr(regions, "column", column)
+    report = matrix.run(row("dense", "tp2+sp", "mixed ranks"))
+    assert worst(report, "gradients", "up_proj.weight.lora_A") > FAR_OFF
+    assert worst(report, "logits") < 2e-5
+
+
+def test_a_cut_factor_is_counted_on_every_rank(matrix: Matrix, monkeypatch: Any) -> None:
+    marking(monkeypatch, 0, False, "tensor_model_parallel", False)
+    report = matrix.run(row("dense", "tp2", "mixed ranks"))
+    assert worst(report, "gradient norm") > FAR_OFF
+    assert worst(report, "gradients") < 2e-5
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2+sp"])
+def test_vision_factors_are_reduced_as_the_tower(
+    matrix: Matrix, monkeypatch: Any, layout: str
+) -> None:
+    """Frames are divided over TP: a rank's gradient is a part, or without SP twice a part."""
+    for mark in ("sequence_parallel", "average_gradients_across_tp_domain"):
+        marking(monkeypatch, None, False, mark, False)
+    report = matrix.run(row("dense", layout, "everything"))
+    assert worst(report, "gradients", "visual") > FAR_OFF
+    assert worst(report, "gradients", "language_model") < 2e-5
+
+
+def test_router_factors_see_this_ranks_tokens_only(matrix: Matrix, monkeypatch: Any) -> None:
+    marking(monkeypatch, None, False, "sequence_parallel", False)
+    report = matrix.run(row("moe", "tp2+sp", "router"))
+    assert worst(report, "gradients", "mlp.gate.weight.lora_A") > FAR_OFF
+    assert worst(report, "gradients", "mlp.gate.weight.lora_B") > FAR_OFF
+    assert worst(report, "logits") < 2e-5
+
+
+def test_expert_factors_are_reduced_over_their_own_ranks(matrix: Matrix, monkeypatch: Any) -> None:
+    marking(monkeypatch, None, True, "allreduce", True)
+    report = matrix.run(row("moe", "ep2xdp2", "experts"))
+    assert worst(report, "gradients", "experts.gate_up_proj") > FAR_OFF
+    assert worst(report, "gradients", "experts.down_proj") > FAR_OFF
+    assert worst(report, "gradients", "self_attn") < 2e-5
+
+
+def test_whole_expert_factors_are_summed_over_etp(matrix: Matrix, monkeypatch: Any) -> None:
+    monkeypatch.setattr(regions, "summed_over", lambda group: regions.local)
+    report = matrix.run(row("moe", "tp2xetp2+sp", "experts"))
+    assert worst(report, "gradients", "gate_up_proj.lora_A") > FAR_OFF
+    assert worst(report, "gradients", "down_proj.lora_B") > FAR_OFF
+    assert worst(report, "gradients", "gate_up_proj.lora_B") < 2e-5
+    assert worst(report, "logits") < 2e-5
+
+
+def test_etp_cuts_gate_and_up_rows_apart(matrix: Matrix, monkeypatch: Any) -> None:
+    """Half of the fused rows would be gate's alone."""
+    joined = attach._joined
+
+    def halves(rows: Any) -> Any:
+        return joined(
+            [slice(rows[0].start * 2, rows[0].start * 2 + sum(r.stop - r.start for r in rows))]
+            if len(rows) == 2
+            else rows
+        )
+
+    monkeypatch.setattr(attach, "_joined", halves)
+    report = matrix.run(row("moe", "tp2xetp2+sp", "gate and up of experts"))
+    assert worst(report, "logits") > FAR_OFF
+
+
+def test_gathered_factors_are_waited_for(matrix: Matrix, monkeypatch: Any) -> None:
+    """With overlap a factor that is read without calling its owner is the one before the step."""
+    monkeypatch.setattr(
+        site.Site,
+        "_factors",
+        lambda self, pair, dtype: (pair.lora_A, pair.lora_B),
+    )
+    report = matrix.run(row("dense", "dp2", "mixed ranks", "mixed", **OVERLAPPED))
+    assert worst(report, AFTER_STEP) > FAR_OFF
+    assert worst(report, "parameters") < 2e-5
