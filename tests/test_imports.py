@@ -36,6 +36,7 @@ ORDER = (
     "data",
     "generation",
     "training",
+    "rehearsal",
     "standalone",
     "verify.report",
     "verify.checkpoints",
