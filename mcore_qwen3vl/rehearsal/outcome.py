@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.rehearsal import holders
 from mcore_qwen3vl.rehearsal.gpus import GIB, Gpu
 from mcore_qwen3vl.rehearsal.pipeline import Pipeline
 from mcore_qwen3vl.rehearsal.roles import Role
@@ -92,6 +94,13 @@ class RoleOutcome:
         whole = [s for s in self.report.stages if s.name.startswith("iteration")]
         return whole[-1] if whole and self.ok else None
 
+    @property
+    def faults(self) -> dict[str, list[str]]:
+        """Parameters and buffers that something is wrong with, by what it is."""
+        names = ("without gradient", "not on the device")
+        facts = self.report.facts
+        return {name: facts[name] for name in names if self.ok and facts.get(name)}
+
     def to_dict(self) -> dict[str, Any]:
         """For ``--json``; sizes in bytes."""
         stage = self.iteration
@@ -100,6 +109,7 @@ class RoleOutcome:
             "fits": self.ok,
             "tight": self.tight,
             "error": self.error,
+            "faults": self.faults,
             "kind of numbers": "measured",
             "peak": self.peak,
             "held at the peak": self.held,
@@ -116,6 +126,19 @@ class RoleOutcome:
             "seconds of the host": round(self.seconds, 1),
             "memory of the host": self.found["host bytes"],
         }
+
+
+def memory_line(outcomes: Sequence[RoleOutcome]) -> str:
+    """The fullest role in one line, as it stands in the headers of the launch scripts."""
+    fullest = max(outcomes, key=lambda outcome: outcome.reserved)
+    parts = [holders.WEIGHTS, holders.GRADIENTS, holders.OPTIMIZER, holders.LOGITS]
+    sizes = {name: fullest.held.get(name, 0) for name in parts}
+    sizes["the rest"] = fullest.peak - sum(sizes.values())
+    listing = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in sizes.items())
+    return (
+        f"{fullest.reserved / 1e9:.1f} GB reserved of {fullest.usable / 1e9:.1f}, "
+        f"{fullest.peak / 1e9:.1f} held ({listing})"
+    )
 
 
 @dataclass
@@ -165,6 +188,7 @@ class Rehearsal:
             "micro-batches of an iteration": self.micro_batches,
             "micro-batches rehearsed": self.rehearsed_micro_batches,
             "notes": self.notes,
+            "memory": memory_line(self.outcomes),
             "roles": [outcome.to_dict() for outcome in self.outcomes],
             "pipeline": None if self.pipeline is None else self.pipeline.to_dict(),
             "what would fit (measured)": [asdict(remedy) for remedy in self.remedies],

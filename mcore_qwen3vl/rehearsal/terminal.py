@@ -41,6 +41,8 @@ def show(found: Rehearsal) -> None:
     _pipeline(found)
     for outcome in found.outcomes:
         _error(outcome)
+        for fault, names in outcome.faults.items():
+            say(f"[yellow]{outcome.role.name}, {fault}: {', '.join(names)}[/]", soft_wrap=True)
     _remedies(found)
     style = "bold green" if found.fits else "bold red"
     say(f"[{style}]{found.verdict}[/]")
@@ -49,31 +51,30 @@ def show(found: Rehearsal) -> None:
 def _memory(found: Rehearsal) -> None:
     """One column a role, so that what holds the memory can be compared."""
     columns = [f">{outcome.role.name}" for outcome in found.outcomes]
-    table = _table("GB on one GPU at the moment of the peak, by holder", "", *columns)
+    small = max(outcome.reserved for outcome in found.outcomes) < 1e9
+    unit, scale = ("MB", 1e6) if small else ("GB", 1e9)
+    table = _table(f"{unit} on one GPU at the moment of the peak, by holder", "", *columns)
     holders = {name: 0 for outcome in found.outcomes for name in outcome.held}
     for outcome in found.outcomes:
         for name, size in outcome.held.items():
             holders[name] = max(holders[name], size)
     for name in sorted(holders, key=lambda name: -holders[name]):
-        if holders[name] >= 0.05e9 or len(holders) < 8:
-            table.add_row(name, *(_cell(o.held.get(name, 0)) for o in found.outcomes))
+        if holders[name] >= 0.05 * scale:
+            sizes = (o.held.get(name, 0) / scale for o in found.outcomes)
+            table.add_row(name, *(f"{size:.1f}" if size else "" for size in sizes))
     table.add_section()
-    table.add_row("peak of tensors", *(gb(o.peak) for o in found.outcomes))
-    table.add_row("allocator's reserve", *(gb(o.reserved) for o in found.outcomes))
-    table.add_row("left", *(_left(o) for o in found.outcomes))
+    table.add_row("peak of tensors", *(f"{o.peak / scale:.1f}" for o in found.outcomes))
+    table.add_row("allocator's reserve", *(f"{o.reserved / scale:.1f}" for o in found.outcomes))
+    table.add_row("left", *(_left(o, scale) for o in found.outcomes))
     console.output.print(table)
 
 
-def _cell(size: float) -> str:
-    return gb(size) if size else ""
-
-
-def _left(outcome: RoleOutcome) -> str:
+def _left(outcome: RoleOutcome, scale: float) -> str:
     if outcome.out_of_memory:
         return "[red]out of memory[/]"
     if outcome.error:
         return "[red]error[/]"
-    text = f"{gb(outcome.spare)} ({outcome.spare / outcome.usable:.0%})"
+    text = f"{outcome.spare / scale:,.1f} ({outcome.spare / outcome.usable:.0%})"
     return f"[yellow]{text}[/]" if outcome.tight else text
 
 

@@ -50,6 +50,7 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda model, optimizer: None)
 
     from mcore_qwen3vl.training import run
     from mcore_qwen3vl.training.feed import provider
+    from mcore_qwen3vl.training.pretended_stages import shapes_from_neighbours
 
     watch = _Watch(rank, on_setup)
     with (
@@ -60,6 +61,7 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda model, optimizer: None)
             watch.setup(training.setup_model_and_optimizer),
         ),
         mock.patch.object(training, "train_step", watch.step(training.train_step)),
+        shapes_from_neighbours(),
     ):
         run.main(argv)
 
