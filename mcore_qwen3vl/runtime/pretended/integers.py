@@ -33,6 +33,7 @@ _UNTOUCHED = {  # allocate only, or work without a kernel
     aten._pin_memory.default,
     aten.set_.source_Storage_storage_offset,
     aten.nonzero.default,
+    aten.repeat_interleave.Tensor,
     aten.masked_select.default,
 }
 _IN_TURN = {aten.topk.default, aten.sort.default, aten.sort.stable, aten.argsort.default}
@@ -138,6 +139,16 @@ def _nonzero(self: Tensor) -> Tensor:
     return result
 
 
+def _repeat_interleave(repeats: Tensor, *, output_size: int | None = None) -> Tensor:
+    """As CUDA's, which waits for the sum of `repeats` unless it is given."""
+    if output_size is None:
+        torch.cuda.current_stream().synchronize()
+    found = torch.repeat_interleave(host_view(repeats))
+    result = torch.empty_like(found, device=repeats.device)
+    host_view(result).copy_(found)
+    return result
+
+
 _library: Any = None
 
 
@@ -147,3 +158,4 @@ def answer_sizes() -> None:
     if _library is None:
         _library = torch.library.Library("aten", "IMPL")
         _library.impl("nonzero", _nonzero, "CUDA")
+        _library.impl("repeat_interleave.Tensor", _repeat_interleave, "CUDA")

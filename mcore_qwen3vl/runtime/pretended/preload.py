@@ -44,6 +44,7 @@ class Settings:
             "PRETENDED_LATE": str(int(self.late_events)),
             # Compiled code would need Triton and ptxas, and would do nothing.
             "TORCHDYNAMO_DISABLE": inherited.get("TORCHDYNAMO_DISABLE", "1"),
+            "TORCH_DISABLE_NATIVE_JIT": inherited.get("TORCH_DISABLE_NATIVE_JIT", "1"),
             "CUDA_VISIBLE_DEVICES": "0",
             # A context must not be made by asking whether there is a device: see Workbench.
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
