@@ -12,7 +12,7 @@ PYTEST := python -m pytest --numprocesses $(WORKERS) --dist loadfile
 # Some machines forbid Python to keep bytecode; without it each process takes twice as long to start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo train-demo test test-all lint docs parity bench-convert clean
+.PHONY: help demo train-demo test test-all lint docs parity bench-convert gpu-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -43,6 +43,10 @@ parity: $(ENVIRONMENT) ## the layout x batch matrix against Hugging Face, writte
 
 bench-convert: $(ENVIRONMENT) ## conversion against a plain copy of the same bytes
 	$(RUN)python benchmarks/convert.py $(ARGS)
+
+# No environment is made: a GPU machine brings its own, and may have no network.
+gpu-check: ## on a machine with GPUs: parity, generation, speed and memory into one report
+	$(firstword $(wildcard .venv/bin/python) python3) benchmarks/gpu_check.py $(ARGS)
 
 $(ENVIRONMENT): pyproject.toml .python-version $(filter .uv/%,$(UV))
 	$(UV) sync --quiet

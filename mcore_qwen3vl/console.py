@@ -56,6 +56,16 @@ def byte_progress(title: str, *, quiet: bool = False) -> Iterator[ReportBytes]:
         yield lambda done, total, name: bar.update(task, completed=done, total=total, name=name)
 
 
+@contextmanager
+def progress(title: str) -> Iterator[Callable[[str], None]]:
+    """``say(text)`` shows what is going on, on standard error: in place, or line by line."""
+    if not messages.is_terminal:
+        yield lambda text: messages.print(f"{title}: {escape(text)}", soft_wrap=True)
+        return
+    with messages.status(title) as status:
+        yield lambda text: status.update(f"{title}: {escape(text)}")
+
+
 def quiet_libraries() -> None:
     """Keep advice that torch, megatron and transformers print while loading out of a command.
 
@@ -72,7 +82,7 @@ def quiet_libraries() -> None:
 
 def table(title: str, *columns: str) -> Table:
     """A plain table; a column name that starts with ``>`` is right-aligned."""
-    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    made = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for column in columns:
         made.add_column(column.lstrip(">"), justify="right" if column.startswith(">") else "left")
     return made

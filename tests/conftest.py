@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from mcore_qwen3vl.runtime import cpu
 
 cpu.install(training=True)  # before any test module imports megatron
 
+from mcore_qwen3vl.runtime.pretended import Workbench  # noqa: E402
 from mcore_qwen3vl.tiny import write_tiny_checkpoint  # noqa: E402
 from mcore_qwen3vl.tiny.records import write_image_qa  # noqa: E402
 
@@ -32,3 +34,22 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_image_qa(tmp_path_factory.mktemp("data"), 40)
+
+
+ON_WORKBENCH = (
+    "mcore_qwen3vl.rehearsal.on_rank",
+    "mcore_qwen3vl.training.run",
+    "mcore_qwen3vl.training.model",
+    "mcore_qwen3vl.training.feed.provider",
+    "mcore_qwen3vl.training.checkpoints.export",
+    "mcore_qwen3vl.generation.run",
+    "mcore_qwen3vl.model.vision.tower",
+    "megatron.training.training",
+)
+
+
+@pytest.fixture(scope="session")
+def workbench() -> Iterator[Workbench]:
+    """A process on the pretended device that has imported everything, for all tests."""
+    with Workbench(ON_WORKBENCH) as bench:
+        yield bench

@@ -37,6 +37,7 @@ ORDER = (
     "data",
     "generation",
     "training",
+    "rehearsal",
     "standalone",
     "verify.report",
     "verify.checkpoints",

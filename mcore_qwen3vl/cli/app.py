@@ -14,6 +14,7 @@ from mcore_qwen3vl.cli import convert, data, lora, show, sources, verify
 from mcore_qwen3vl.cli.generate import generate
 from mcore_qwen3vl.cli.memory import memory
 from mcore_qwen3vl.cli.options import Json, Workers, require
+from mcore_qwen3vl.cli.rehearse import rehearse
 from mcore_qwen3vl.errors import BadInput, CheckFailed
 
 app = typer.Typer(
@@ -28,6 +29,9 @@ app.add_typer(verify.app, name="verify")
 app.add_typer(data.app, name="data")
 app.command("generate")(generate)
 app.command("memory")(memory)
+app.command(
+    "rehearse", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+)(rehearse)
 
 
 def main(arguments: list[str] | None = None) -> None:

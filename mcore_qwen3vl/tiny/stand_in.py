@@ -49,13 +49,24 @@ def write_stand_in(
     file.write_text(json.dumps(processor))
 
 
-def write_half_images(folder: Path, samples: int = 64, side: int = 512) -> Path:
-    """Write conversations that are half image tokens and half text.
+def write_half_images(
+    folder: Path,
+    samples: int = 64,
+    *,
+    tokens: int = 512,
+    images: int = 1,
+    image_side: int = 16,
+    token_pixels: int = 32,
+) -> Path:
+    """Write conversations of images and text, half of each by default.
 
     Args:
         folder: directory to make.
         samples: how many.
-        side: of each image in pixels; with 512 a sample is 256 image tokens and as many of text.
+        tokens: of a sample, about.
+        images: of a sample.
+        image_side: tokens along the side of an image.
+        token_pixels: pixels along the side of a token.
 
     Returns:
         The ``.jsonl`` file for ``--data-path``.
@@ -64,11 +75,14 @@ def write_half_images(folder: Path, samples: int = 64, side: int = 512) -> Path:
 
     folder.mkdir(parents=True)
     letters, lines = random.Random(0), []
-    answer_length = (side // 32) ** 2 - 41  # the template and the question are text too
+    # The template and the question are text too, and an image stands between two tokens.
+    answer_length = tokens - images * (image_side**2 + 2) - 39
+    pixels = image_side * token_pixels
     for i in range(samples):
-        Image.new("RGB", (side, side), (i % 256, 90, 160)).save(folder / f"{i}.png")
+        Image.new("RGB", (pixels, pixels), (i % 256, 90, 160)).save(folder / f"{i}.png")
         answer = "".join(letters.choice("abcdefghijklmnop ") for _ in range(answer_length))
-        question = [{"type": "image", "image": f"{i}.png"}, {"type": "text", "text": "What is it?"}]
+        question = [{"type": "image", "image": f"{i}.png"}] * images
+        question.append({"type": "text", "text": "What is it?"})
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         lines.append(json.dumps({"messages": turns}))
     file = folder / "train.jsonl"

@@ -8,7 +8,7 @@ later pipeline stage, to which nobody sends batches, it reads them itself.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -25,12 +25,19 @@ FORWARD_BACKWARD, FINALIZE = "forward and backward", "finalize gradients"
 """Phases of an iteration to which waits of the host are booked; the rest is ``other``."""
 
 
-def main(argv: Sequence[str]) -> None:
+OnSetup = Callable[[list[nn.Module], Any], None]
+
+
+def main(argv: Sequence[str], on_setup: OnSetup = lambda model, optimizer: None) -> None:
     """Train as the flags say, and report to the rank that this process is.
 
     Stages: ``model and optimizer``, then ``iteration 1`` and so on. Facts: ``batch``: the shapes of
     the first one; ``parameters``: how many values this rank trains; ``without gradient`` and
     ``not on the device``: names of parameters and buffers that are at fault.
+
+    Args:
+        argv: the flags.
+        on_setup: is shown the model's chunks and the optimizer before the first iteration.
 
     Raises:
         BadInput: as :func:`mcore_qwen3vl.training.run.main`; or this process is no pretended rank,
@@ -43,8 +50,9 @@ def main(argv: Sequence[str]) -> None:
 
     from mcore_qwen3vl.training import run
     from mcore_qwen3vl.training.feed import provider
+    from mcore_qwen3vl.training.pretended_stages import shapes_from_neighbours
 
-    watch = _Watch(rank)
+    watch = _Watch(rank, on_setup)
     with (
         mock.patch.object(provider, "DataProvider", _own_data(provider.DataProvider, watch)),
         mock.patch.object(
@@ -53,6 +61,7 @@ def main(argv: Sequence[str]) -> None:
             watch.setup(training.setup_model_and_optimizer),
         ),
         mock.patch.object(training, "train_step", watch.step(training.train_step)),
+        shapes_from_neighbours(),
     ):
         run.main(argv)
 
@@ -60,8 +69,9 @@ def main(argv: Sequence[str]) -> None:
 class _Watch:
     """Wraps Megatron's functions: stages, phases, and what is wrong with parameters."""
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: Rank, on_setup: OnSetup) -> None:
         self._rank = rank
+        self._on_setup = on_setup
         self._facts = rank.report.facts
         self._reached: set[str] = set()
 
@@ -69,6 +79,7 @@ class _Watch:
         def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
             self._watch(result[0])
+            self._on_setup(result[0], result[1])
             self._rank.end_stage("model and optimizer")
             return result
 

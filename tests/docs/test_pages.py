@@ -73,7 +73,8 @@ def test_commands_and_their_flags_exist(page, training_flags):
         while hasattr(command, "commands") and rest and not rest[0].startswith("-"):
             assert rest[0] in command.commands, words
             command = command.commands[rest.pop(0)]
-        known = flags_of(command) | (training_flags if command.name == "train" else set())
+        forwards = command.name in ("train", "rehearse")
+        known = flags_of(command) | (training_flags if forwards else set())
         given = {word.partition("=")[0] for word in rest if word.startswith("--")}
         assert given <= known, words
 

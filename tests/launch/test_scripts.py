@@ -16,8 +16,6 @@ from mcore_qwen3vl.shapes import SHAPES
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 SCRIPTS = sorted(LAUNCH.glob("sft_*.sh")) + sorted(LAUNCH.glob("pretrain_*.sh"))
-H100 = 80.0
-HEADROOM = 0.9  # of its memory; the rest is for fragmentation, NCCL and the CUDA context
 
 
 @pytest.fixture(autouse=True)
@@ -68,28 +66,19 @@ def test_there_is_a_script_for_every_size_and_task() -> None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
-def test_megatron_accepts_the_flags_which_describe_the_model_and_its_memory(
-    script: Path, tmp_path: Path
-) -> None:
+def test_megatron_accepts_the_flags_which_describe_the_model(script: Path, tmp_path: Path) -> None:
     from mcore_qwen3vl.model.transformer_config import transformer_config
-    from mcore_qwen3vl.training import memory
     from mcore_qwen3vl.training.feed.provider import data_config
     from mcore_qwen3vl.training.model import fields_from_flags
 
     args = parsed(script, tmp_path)
     architecture = Architecture.from_hf(config_of(script))
-    memory.layout_of(args).validate(architecture)
     assert args.global_batch_size % (args.micro_batch_size * args.data_parallel_size) == 0
     assert args.padded_vocab_size == architecture.vocab_size
     assert data_config(args).packing
     config = transformer_config(architecture, spec="te", **fields_from_flags(args))
     assert config.num_layers == architecture.num_hidden_layers
     assert config.num_moe_experts == (architecture.num_experts or None)
-    estimate = memory.of_arguments(args, architecture)
-    written = re.search(r"^# Memory: (.*)$", script.read_text(), re.MULTILINE)
-    assert written is not None
-    assert written[1] == str(estimate)
-    assert estimate.total / memory.GB <= HEADROOM * H100
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)

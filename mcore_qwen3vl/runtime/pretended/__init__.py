@@ -19,13 +19,14 @@ C compiler only.
 
 from mcore_qwen3vl.runtime.pretended.preload import Settings, preloaded, start_again
 from mcore_qwen3vl.runtime.pretended.report import Report, Stage, Wait
-from mcore_qwen3vl.runtime.pretended.workbench import Failed, Workbench
+from mcore_qwen3vl.runtime.pretended.workbench import As, Failed, Workbench
 
 TESTED_VERSIONS = {"torch": ("2.13.0",), "megatron-core": ("0.19.2",), "CUDA": ("13.0",)}
 """On these, x86-64 and glibc, the tests passed, with the ``torch`` spec."""
 
 __all__ = [
     "TESTED_VERSIONS",
+    "As",
     "Failed",
     "Report",
     "Settings",

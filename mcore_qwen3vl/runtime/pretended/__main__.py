@@ -47,7 +47,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Run the program; the exit code is its own."""
     own = make_parser().parse_args(argv)
-    start_again(Settings(own.memory_gib, own.capability, own.late_events))
+    start_again(Settings(own.memory_gib, capability=own.capability, late_events=own.late_events))
     from mcore_qwen3vl.runtime.pretended import peak
     from mcore_qwen3vl.runtime.pretended.rank import one_rank
 
@@ -57,7 +57,8 @@ def main(argv: Sequence[str]) -> int:
         code = _run(own.program, own.arguments, own.module)
         rank.end_stage("end")
         if own.peak:
-            rank.report.facts["bytes at the peak, by line"] = peak.peak_by(peak.line)[1]
+            held = peak.History(peak.line).peak().sizes
+            rank.report.facts["bytes at the peak, by line"] = held
     print(table(rank.report), file=sys.stderr)
     if own.json:
         own.json.write_text(json.dumps(rank.report.to_json(), indent=1))

@@ -39,9 +39,13 @@ class Device:
         self._callback = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_ulonglong)(self._waited)
         self._library.pretended_on_wait(self._callback)
 
-    def set_memory(self, gib: float) -> None:
-        """Change how much memory it has, in GiB."""
+    def set_memory(self, gib: float, context_gib: float | None = None) -> None:
+        """Change how much memory it has, in GiB, and, before it is used, what the context takes."""
         self._library.pretended_set_memory(ctypes.c_double(gib))
+        if context_gib is not None:
+            taken = int(context_gib * (1 << 30))
+            for name in ("used", "peak_used"):
+                self._counts[COUNTERS.index(name)] = taken
 
     def counters(self) -> dict[str, int]:
         """All counts since the process began, by the names of :data:`COUNTERS`; sizes in bytes."""

@@ -227,10 +227,13 @@ class OneRankGroup(_ProcessGroup):
         return self._did("send", tensors)
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> Done:
+        for tensor in tensors:
+            if _has_values(tensor):
+                tensor.zero_()  # nobody sent anything; and not what was in memory
         return self._did("recv", tensors, tensors)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Done:
-        return self._did("recv", tensors, tensors)
+        return self.recv(tensors, -1, tag)
 
     def barrier(self, opts: Any = None) -> Done:
         return self._did("barrier", [])

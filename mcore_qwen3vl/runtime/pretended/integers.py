@@ -2,7 +2,8 @@
 
 Lengths, indices, masks, splits and ``nonzero`` are then what they would be on a GPU, and so are the
 shapes that follow from them. What is derived from floats: comparisons are false, and top-k takes
-the columns in turn, so that routing is balanced.
+the columns in turn, so that routing is balanced; with skewed routing every other row chooses among
+the first quarter of the columns only, which makes an expert there see 2.5 times its share.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
+
+from mcore_qwen3vl.runtime.pretended.preload import Routing
 
 aten = torch.ops.aten
 WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -30,6 +33,7 @@ _UNTOUCHED = {  # allocate only, or work without a kernel
     aten._pin_memory.default,
     aten.set_.source_Storage_storage_offset,
     aten.nonzero.default,
+    aten.repeat_interleave.Tensor,
     aten.masked_select.default,
 }
 _IN_TURN = {aten.topk.default, aten.sort.default, aten.sort.stable, aten.argsort.default}
@@ -37,6 +41,10 @@ _IN_TURN = {aten.topk.default, aten.sort.default, aten.sort.stable, aten.argsort
 
 class TrueIntegers(TorchDispatchMode):
     """Computes integer results of device operators on the host, into the same memory."""
+
+    def __init__(self, routing: Routing = "uniform") -> None:
+        super().__init__()
+        self._routing = routing
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -48,34 +56,50 @@ class TrueIntegers(TorchDispatchMode):
         outputs = [t for t in _many(result) if _is_whole(t)]
         inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
         if outputs and any(t.is_cuda for t in (*outputs, *inputs)):
-            _fill(func, args, kwargs, inputs, outputs, result)
+            self._fill(func, args, kwargs, inputs, outputs, result)
         return result
 
+    def _fill(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+        result: Any,
+    ) -> None:
+        mutates = func._schema.is_mutable
+        if func in _IN_TURN and inputs[0].is_floating_point():
+            indices = _many(result)[-1]
+            chosen = _columns(indices.shape, inputs[0].shape[-1], self._routing)
+            host_view(indices).copy_(chosen)
+        elif any(t.is_floating_point() for t in inputs):
+            if not mutates:
+                for output in outputs:
+                    host_view(output).zero_()
+        elif all(t.numel() <= _LARGEST for t in inputs):
+            kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+            true = func(*tree_map(_on_host, args), **tree_map(_on_host, kwargs))
+            if mutates:
+                return  # wrote into the memory itself
+            for output, value in zip(_many(result), _many(true), strict=True):
+                if _is_whole(output) and output.shape == value.shape:
+                    host_view(output).copy_(value)
 
-def _fill(
-    func: Any, args: Any, kwargs: Any, inputs: list[Tensor], outputs: list[Tensor], result: Any
-) -> None:
-    mutates = func._schema.is_mutable
-    if func in _IN_TURN and inputs[0].is_floating_point():
-        indices = _many(result)[-1]
-        host_view(indices).copy_(_columns_in_turn(indices.shape, inputs[0].shape[-1]))
-    elif any(t.is_floating_point() for t in inputs):
-        if not mutates:
-            for output in outputs:
-                host_view(output).zero_()
-    elif all(t.numel() <= _LARGEST for t in inputs):
-        kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
-        true = func(*tree_map(_on_host, args), **tree_map(_on_host, kwargs))
-        if mutates:
-            return  # wrote into the memory itself
-        for output, value in zip(_many(result), _many(true), strict=True):
-            if _is_whole(output) and output.shape == value.shape:
-                host_view(output).copy_(value)
 
+def _columns(shape: torch.Size, columns: int, routing: Routing) -> Tensor:
+    """(..., k) indices: row r takes columns r * k, r * k + 1, … modulo their number.
 
-def _columns_in_turn(shape: torch.Size, columns: int) -> Tensor:
-    """(..., k) indices: row r takes columns r * k, r * k + 1, … modulo their number."""
-    return (torch.arange(shape.numel()) % columns).view(shape)
+    Skewed, even rows do so among themselves, and odd ones modulo a quarter of the number (or k,
+    where that is more).
+    """
+    width = shape[-1]
+    rows, slots = torch.arange(shape.numel() // width)[:, None], torch.arange(width)
+    if routing == "uniform":
+        return ((rows * width + slots) % columns).view(shape)
+    in_turn = rows // 2 * width + slots
+    few = max(columns // 4, width)
+    return torch.where(rows % 2 == 1, in_turn % few, in_turn % columns).view(shape)
 
 
 def _is_whole(value: Any) -> bool:
@@ -115,6 +139,16 @@ def _nonzero(self: Tensor) -> Tensor:
     return result
 
 
+def _repeat_interleave(repeats: Tensor, *, output_size: int | None = None) -> Tensor:
+    """As CUDA's, which waits for the sum of `repeats` unless it is given."""
+    if output_size is None:
+        torch.cuda.current_stream().synchronize()
+    found = torch.repeat_interleave(host_view(repeats))
+    result = torch.empty_like(found, device=repeats.device)
+    host_view(result).copy_(found)
+    return result
+
+
 _library: Any = None
 
 
@@ -124,3 +158,4 @@ def answer_sizes() -> None:
     if _library is None:
         _library = torch.library.Library("aten", "IMPL")
         _library.impl("nonzero", _nonzero, "CUDA")
+        _library.impl("repeat_interleave.Tensor", _repeat_interleave, "CUDA")

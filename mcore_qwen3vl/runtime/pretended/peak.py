@@ -1,58 +1,117 @@
-"""What the device's memory held when it held most."""
+"""What the device's memory held when it held most, and over time."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from mcore_qwen3vl.runtime.pretended.device import NOT_THE_CALLER, short_path
 
+Frames = list[dict[str, Any]]
+"""Of Python and the autograd engine, innermost first: filename, line, name."""
+
 
 def record() -> None:
-    """Let PyTorch's allocator keep its whole history, which :func:`peak_by` replays."""
+    """Let PyTorch's allocator keep its whole history, which :class:`History` replays."""
     torch.cuda.memory._record_memory_history(
         enabled="all", context="alloc", stacks="python", max_entries=4_000_000
     )
 
 
-def peak_by(classify: Callable[[list[dict[str, Any]]], str]) -> tuple[int, dict[str, int]]:
-    """What lived when most memory was allocated: (bytes, {class: bytes}), largest first.
+@dataclass(frozen=True)
+class Moment:
+    """One point of the history."""
 
-    Replays the history since :func:`record`.
-
-    Args:
-        classify: from an allocation's Python frames, innermost first, to a name.
-    """
-    trace = torch.cuda.memory._snapshot()["device_traces"][0]
-    used = best = moment = 0
-    live: dict[int, dict[str, Any]] = {}
-    for i, event in enumerate(trace):
-        used += _change(live, event)
-        if used > best:
-            best, moment = used, i
-    live.clear()
-    for event in trace[: moment + 1]:
-        _change(live, event)
-    sizes: Counter[str] = Counter()
-    for event in live.values():
-        sizes[classify(event.get("frames", []))] += event["size"]
-    return best, dict(sizes.most_common())
+    seconds: float
+    """Of the host, since the first allocation."""
+    allocated: int
+    """Bytes."""
+    sizes: dict[str, int]
+    """Bytes by class, largest first."""
 
 
-def _change(live: dict[int, dict[str, Any]], event: dict[str, Any]) -> int:
-    """Bytes that one event of the allocator's history adds to `live`."""
-    if event["action"] == "alloc":
-        live[event["addr"]] = event
-        return int(event["size"])
-    if event["action"] == "free_completed" and event["addr"] in live:
-        return -int(live.pop(event["addr"])["size"])
-    return 0
+class History:
+    """What PyTorch's allocator did since :func:`record`; freed when this object is."""
+
+    def __init__(
+        self, classify: Callable[[Frames], str], owners: Mapping[int, str] | None = None
+    ) -> None:
+        """
+        Args:
+            classify: from an allocation's frames to a class.
+            owners: classes of what lives at the end, by the address of its storage; they come
+                before `classify`.
+        """
+        trace = torch.cuda.memory._snapshot()["device_traces"][0]
+        self._trace = [e for e in trace if e["action"] in ("alloc", "free_completed", "oom")]
+        lasting: dict[int, int] = {}
+        for i, event in enumerate(self._trace):
+            if event["action"] == "alloc":
+                lasting[event["addr"]] = i
+            elif event["action"] == "free_completed":
+                lasting.pop(event["addr"], None)
+        at = {i: (owners or {}).get(address) for address, i in lasting.items()}
+        self._classes = [
+            (at.get(i) or classify(e.get("frames", []))) if e["action"] == "alloc" else ""
+            for i, e in enumerate(self._trace)
+        ]
+
+    def peak(self) -> Moment:
+        """When most was allocated."""
+        return self._moments(1)[0]
+
+    def refused(self) -> Moment | None:
+        """When an allocation was refused for good; None if none was."""
+        last = max((i for i, e in enumerate(self._trace) if e["action"] == "oom"), default=None)
+        return None if last is None else self._snapshots([last])[0]
+
+    def over_time(self, points: int = 400) -> list[Moment]:
+        """The peak of each of so many stretches with equally many events."""
+        return self._moments(points)
+
+    def _moments(self, stretches: int) -> list[Moment]:
+        size = max(-(-len(self._trace) // stretches), 1)
+        used = 0
+        best: dict[int, tuple[int, int]] = {}
+        for i, _, change in self._changes():
+            used += change
+            stretch = i // size
+            if stretch not in best or used > best[stretch][0]:
+                best[stretch] = (used, i)
+        return self._snapshots([i for _, i in best.values()])
+
+    def _snapshots(self, indices: list[int]) -> list[Moment]:
+        """At some events, in ascending order."""
+        moments, wanted = [], set(indices)
+        sizes: Counter[str] = Counter()
+        started = self._trace[0]["time_us"] if self._trace else 0
+        for i, name, change in self._changes():
+            sizes[name] += change
+            if i in wanted:
+                held = {n: s for n, s in sizes.most_common() if s}
+                seconds = (self._trace[i]["time_us"] - started) / 1e6
+                moments.append(Moment(seconds, sum(held.values()), held))
+        return moments
+
+    def _changes(self) -> Iterator[tuple[int, str, int]]:
+        """(event, class, bytes more) of each event; what was there before is not known."""
+        live: dict[int, tuple[str, int]] = {}
+        for i, event in enumerate(self._trace):
+            if event["action"] == "alloc":
+                live[event["addr"]] = name, size = self._classes[i], int(event["size"])
+                yield i, name, size
+            elif event["action"] == "free_completed" and event["addr"] in live:
+                name, size = live.pop(event["addr"])
+                yield i, name, -size
+            else:
+                yield i, "", 0
 
 
-def line(frames: list[dict[str, Any]]) -> str:
+def line(frames: Frames) -> str:
     """The innermost line outside PyTorch; ``autograd`` where there is none."""
     for frame in frames:
         if not any(part in frame["filename"] for part in NOT_THE_CALLER):

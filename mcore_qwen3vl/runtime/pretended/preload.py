@@ -7,8 +7,12 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from mcore_qwen3vl.runtime.pretended.build import libraries
+
+Routing = Literal["uniform", "skewed"]
+"""How tokens are spread over experts, see :mod:`.integers`."""
 
 
 @dataclass(frozen=True)
@@ -16,7 +20,9 @@ class Settings:
     """What the device is like."""
 
     memory_gib: float = 80.0
-    """Its memory in GiB, of which the context is taken to use 0.6."""
+    """Its memory in GiB."""
+    context_mib: float = 600.0
+    """What the context and loaded kernels take of it, in MiB."""
     capability: int = 90
     """Compute capability, 10 x major + minor."""
     late_events: bool = False
@@ -33,10 +39,12 @@ class Settings:
         return {
             "LD_PRELOAD": ":".join(dict.fromkeys(filter(None, words))),
             "PRETENDED_GIB": str(self.memory_gib),
+            "PRETENDED_CONTEXT_MIB": str(self.context_mib),
             "PRETENDED_CAPABILITY": str(self.capability),
             "PRETENDED_LATE": str(int(self.late_events)),
             # Compiled code would need Triton and ptxas, and would do nothing.
             "TORCHDYNAMO_DISABLE": inherited.get("TORCHDYNAMO_DISABLE", "1"),
+            "TORCH_DISABLE_NATIVE_JIT": inherited.get("TORCH_DISABLE_NATIVE_JIT", "1"),
             "CUDA_VISIBLE_DEVICES": "0",
             # A context must not be made by asking whether there is a device: see Workbench.
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",

@@ -14,8 +14,9 @@ import torch
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.pretended import groups
 from mcore_qwen3vl.runtime.pretended.device import COUNTERS, Device
+from mcore_qwen3vl.runtime.pretended.flops import CountFlops
 from mcore_qwen3vl.runtime.pretended.integers import TrueIntegers, answer_sizes
-from mcore_qwen3vl.runtime.pretended.preload import preloaded
+from mcore_qwen3vl.runtime.pretended.preload import Routing, preloaded
 from mcore_qwen3vl.runtime.pretended.report import Report, Stage, Traffic, Wait
 
 _LEVELS = {"used", "peak_used", "pinned", "peak_pinned"}  # counters that are not summed up
@@ -30,6 +31,7 @@ class Rank:
     def __init__(self) -> None:
         self.device = Device()
         self.report = Report()
+        self.flops = CountFlops()
         self._started = time.monotonic()
         self._before = dict.fromkeys(COUNTERS, 0)
         self._waits: Counter[Wait] = Counter()
@@ -48,7 +50,9 @@ class Rank:
             counters=change,
             waits=self._new_waits(),
             traffic=self._new_traffic(),
+            flops=dict(self.flops.counts),
         )
+        self.flops.counts.clear()
         self._before = counters
         self._started = time.monotonic()
         self.report.stages.append(stage)
@@ -70,10 +74,15 @@ class Rank:
 
 
 @contextmanager
-def one_rank(rank: int = 0, world_size: int = 1) -> Iterator[Rank]:
+def one_rank(rank: int = 0, world_size: int = 1, routing: Routing = "uniform") -> Iterator[Rank]:
     """Be one rank of `world_size`; ``torch.distributed`` is not initialised yet.
 
     Inside, integers on the device are true and process groups are :class:`.groups.OneRankGroup`.
+
+    Args:
+        rank: which one.
+        world_size: how many there are.
+        routing: how tokens are spread over experts, see :mod:`.integers`.
 
     Raises:
         BadInput: this process does not run on the pretended device.
@@ -96,7 +105,7 @@ def one_rank(rank: int = 0, world_size: int = 1) -> Iterator[Rank]:
     answer_sizes()
     current = Rank()
     try:
-        with TrueIntegers():
+        with TrueIntegers(routing), current.flops:
             yield current
     finally:
         current = None

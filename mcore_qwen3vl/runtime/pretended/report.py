@@ -45,6 +45,8 @@ class Stage:
     """By the names of :data:`.device.COUNTERS`."""
     waits: list[Wait]
     traffic: list[Traffic]
+    flops: dict[str, int]
+    """By the names of :data:`.flops.KINDS`."""
 
 
 @dataclass

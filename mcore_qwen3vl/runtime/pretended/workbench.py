@@ -13,15 +13,36 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from mcore_qwen3vl.errors import BadInput, CheckFailed
-from mcore_qwen3vl.runtime.pretended.preload import Settings
+from mcore_qwen3vl.runtime.pretended.preload import Routing, Settings
 from mcore_qwen3vl.runtime.pretended.report import Report
 
 
 class Failed(RuntimeError):
     """A call on the workbench raised or died; the message holds its traceback."""
+
+
+@dataclass(frozen=True)
+class As:
+    """Which rank a call is, and what its device is like.
+
+    Attributes:
+        rank: which one.
+        world_size: how many there are.
+        memory_gib: of the device; None: that of the settings.
+        context_gib: what the context takes of it; None: that of the settings.
+        routing: see :mod:`.integers`.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    memory_gib: float | None = None
+    context_gib: float | None = None
+    routing: Routing = "uniform"
 
 
 class Workbench:
@@ -30,11 +51,17 @@ class Workbench:
     Use it as a context manager.
     """
 
-    def __init__(self, imports: Sequence[str] = (), settings: Settings | None = None) -> None:
+    def __init__(
+        self,
+        imports: Sequence[str] = (),
+        settings: Settings | None = None,
+        log: Path | None = None,
+    ) -> None:
         """
         Args:
             imports: modules that are imported once, for all calls.
             settings: of the device.
+            log: file for what the programs print; None: standard error.
 
         Raises:
             BadInput: it cannot run here, see :func:`.build.libraries`.
@@ -43,7 +70,10 @@ class Workbench:
         program = f"import sys; from {__name__} import serve; serve(sys.argv[1:])"
         command = [sys.executable, "-c", program, *imports]
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment)
+        printed = None if log is None else log.open("ab")
+        self._process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=printed, env=environment
+        )
 
     def __enter__(self) -> Workbench:
         return self
@@ -58,19 +88,15 @@ class Workbench:
         self._process.wait()
 
     def call(
-        self,
-        function: Callable[..., Any] | str,
-        *args: Any,
-        rank: int = 0,
-        world_size: int = 1,
-        memory_gib: float | None = None,
+        self, function: Callable[..., Any] | str, *args: Any, place: As | None = None, **where: Any
     ) -> tuple[Any, Report]:
-        """Run ``function(*args)`` as one rank of `world_size`.
+        """Run ``function(*args)`` as one rank.
 
         Args:
             function: of a module, or ``module:function``.
             args: picklable.
-            memory_gib: the device's memory for this call; default: that of the settings.
+            place: which rank, on which device.
+            where: or the fields of :class:`As`.
 
         Returns:
             What it returned (picklable), and what the device recorded; the last stage is ``end``.
@@ -83,7 +109,7 @@ class Workbench:
             function = f"{function.__module__}:{function.__qualname__}"
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        _send(self._process.stdin, (function, args, rank, world_size, memory_gib))
+        _send(self._process.stdin, (function, args, place or As(**where)))
         try:
             result, error = pickle.load(self._process.stdout)
         except EOFError:
@@ -110,7 +136,7 @@ def serve(imports: Sequence[str]) -> None:
         try:
             call = pickle.load(sys.stdin.buffer)
         except EOFError:
-            return
+            os._exit(0)  # the interpreter's own end takes seconds
         _send(answers, _in_a_fork(*call))
 
 
@@ -132,16 +158,14 @@ def _in_a_fork(*call: Any) -> tuple[Any, Any]:
     return pickle.loads(answer)  # of our own fork
 
 
-def _run(
-    function: str, args: Sequence[Any], rank: int, world_size: int, memory_gib: float | None
-) -> tuple[Any, Any]:
+def _run(function: str, args: Sequence[Any], place: As) -> tuple[Any, Any]:
     from mcore_qwen3vl.runtime.pretended.rank import one_rank
 
     module, _, name = function.partition(":")
     try:
-        with one_rank(rank, world_size) as recorder:
-            if memory_gib is not None:
-                recorder.device.set_memory(memory_gib)
+        with one_rank(place.rank, place.world_size, place.routing) as recorder:
+            if place.memory_gib is not None:
+                recorder.device.set_memory(place.memory_gib, place.context_gib)
             result = getattr(importlib.import_module(module), name)(*args)
             recorder.end_stage("end")
         return (result, recorder.report), None

@@ -1,10 +1,10 @@
-"""One workbench for all tests: a process on the pretended device that has imported everything."""
+"""A launch script's flags as one of its ranks, on the workbench that all tests share."""
 
 from __future__ import annotations
 
 import shlex
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,22 +14,6 @@ from mcore_qwen3vl.shapes import SHAPES
 from mcore_qwen3vl.tiny.stand_in import write_half_images, write_stand_in
 
 ROOT = Path(__file__).parents[3]
-IMPORTS = (
-    "mcore_qwen3vl.training.pretended",
-    "mcore_qwen3vl.training.run",
-    "mcore_qwen3vl.training.model",
-    "mcore_qwen3vl.training.feed.provider",
-    "mcore_qwen3vl.training.checkpoints.export",
-    "mcore_qwen3vl.generation.run",
-    "mcore_qwen3vl.model.vision.tower",
-    "megatron.training.training",
-)
-
-
-@pytest.fixture(scope="session")
-def workbench() -> Iterator[Workbench]:
-    with Workbench(IMPORTS) as bench:
-        yield bench
 
 
 @pytest.fixture(scope="session")

@@ -77,6 +77,7 @@ def integers() -> dict[str, Any]:
         "bounds": F.pad(lengths.cumsum(0), (1, 0)).tolist(),
         "sorted": ids.argsort().tolist(),
         "histogram": torch.bincount(lengths, minlength=4).tolist(),
+        "repeated": torch.repeat_interleave(ids, lengths.repeat(2)[:4]).tolist(),
         "router": torch.randn(3, 4, device="cuda").topk(2).indices.tolist(),
         "floats are below": (torch.randn(2, device="cuda") > 0).tolist(),
     }
@@ -203,3 +204,29 @@ def built_without_cuda(checkpoint: Path) -> list[str]:
 def _without_torchrun() -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         os.environ.pop(name, None)
+
+
+def routing() -> list[list[int]]:
+    """What a router of 16 experts chooses for four tokens."""
+    return torch.randn(4, 16, device="cuda").topk(2).indices.tolist()
+
+
+def flops() -> None:
+    """Products and attention whose operations can be counted by hand."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    layer = torch.nn.Linear(30, 50, **BF16)  # 2 * 30 * 50 a row, and twice that backwards
+    layer(torch.randn(7, 30, **BF16, requires_grad=True)).sum().backward()
+    torch.randn(3, 11, 13, **BF16).bmm(torch.randn(3, 13, 17, **BF16))
+    t = torch.randn(30, 4, 16, **BF16, requires_grad=True)
+    bounds = torch.tensor([0, 10, 30], dtype=torch.int32, device="cuda")
+    varlen_attn(t, t, t, bounds, bounds, 20, 20, window_size=(-1, 0)).sum().backward()
+    varlen_attn(t, t, t, bounds, bounds, 20, 20)
+
+
+def received_shape() -> list[int]:
+    """Integers that another rank would send: none did."""
+    dist.init_process_group("nccl")
+    shape = torch.full((3,), 7, device="cuda")
+    dist.recv(shape, 1)
+    return shape.tolist()

@@ -59,9 +59,31 @@ def test_integers_are_true_and_routing_is_balanced(workbench: Workbench) -> None
         "bounds": [0, 3, 4, 6],
         "sorted": [0, 2, 1, 3],
         "histogram": [0, 1, 1, 1],
+        "repeated": [5, 5, 5, 7, 5, 5, 9, 9, 9],
         "router": [[0, 1], [2, 3], [0, 1]],
         "floats are below": [False, False],
     }
+
+
+def test_skewed_routing_crowds_the_first_quarter_of_the_experts(workbench: Workbench) -> None:
+    chosen, _ = workbench.call(f"{HERE}:routing", routing="skewed")
+    assert chosen == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    chosen, _ = workbench.call(f"{HERE}:routing")
+    assert chosen == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_flops_are_those_of_the_products(workbench: Workbench) -> None:
+    """Causal attention sees half of each segment's square; backward is five products, not two."""
+    _, report = workbench.call(f"{HERE}:flops")
+    counted = report.stage("end").flops
+    assert counted["gemm"] == 3 * 2 * 7 * 30 * 50 + 2 * 3 * 11 * 13 * 17
+    square = 4 * 4 * 16 * (10**2 + 20**2)
+    assert counted["attention"] == square / 2 * (1 + 2.5) + square
+
+
+def test_what_nobody_sends_is_zeros(workbench: Workbench) -> None:
+    received, _ = workbench.call(f"{HERE}:received_shape", world_size=2)
+    assert received == [0, 0, 0]
 
 
 def test_every_wait_of_the_host_is_recorded_with_its_line(workbench: Workbench) -> None:

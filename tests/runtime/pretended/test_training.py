@@ -136,7 +136,7 @@ def _tiny_rank_1(workbench: Workbench, tmp_path: Path) -> None:
     from mcore_qwen3vl.tiny.stand_in import write_half_images
 
     tiny = write_tiny_checkpoint(tmp_path / "tiny")
-    data = write_half_images(tmp_path / "data", samples=2, side=64)
+    data = write_half_images(tmp_path / "data", 2, tokens=120, image_side=8, token_pixels=8)
     flags = [
         "--spec", "torch", "--hf-model", str(tiny), "--data-path", str(data), "--lr", "1e-5",
         "--train-iters", "1", "--seq-length", "128", "--micro-batch-size", "1",

@@ -1,0 +1,289 @@
+"""Everything that a machine with GPUs can prove, in one command and one report, without a network.
+
+    make gpu-check                     # or: python3 benchmarks/gpu_check.py --out DIR
+    make gpu-check ARGS="--shape 4B"   # for the benchmark and the memory, another size
+
+Parts: versions; parity with Hugging Face of both specs, on one GPU and on all; generation; the
+training-step benchmark; the memory of a real run against its rehearsal. Each part is a process with
+a time limit; one that fails is reported and the next one starts. ``report.md`` and ``report.json``
+hold what was found, and a log a part. Exit code 1 if any part failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from mcore_qwen3vl.runtime.pretended.preload import preloaded  # noqa: E402
+
+TOTAL = 38 * 60  # seconds, of all parts together
+COMMAND = [sys.executable, "-c", "from mcore_qwen3vl.cli import main; main()"]
+MEMORY_TOLERANCE = 0.05  # of the rehearsed peak
+VERSIONS = """
+import json, importlib.metadata as meta, torch
+assert torch.cuda.is_available(), "PyTorch finds no GPU"
+names = ("torch", "megatron-core", "transformer-engine", "transformers", "mcore-qwen3vl")
+def version(name):
+    try: return meta.version(name)
+    except meta.PackageNotFoundError: return None
+devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+import mcore_qwen3vl.training.run, mcore_qwen3vl.model.qwen3vl, mcore_qwen3vl.converters
+print(json.dumps({**{name: version(name) for name in names}, "CUDA": torch.version.cuda,
+    "cuDNN": torch.backends.cudnn.version(),
+    "GPUs": [f"{d.name}, {d.total_memory / 2**30:.1f} GiB" for d in devices]}))
+"""
+
+
+@dataclass
+class Part:
+    """One process and what it found."""
+
+    name: str
+    command: list[str]
+    limit: float
+    """Seconds."""
+    read: Callable[[str], dict[str, Any]] = lambda printed: {}
+    """From standard output to what the report shows."""
+    status: str = "not run"
+    seconds: float = 0.0
+    found: dict[str, Any] = field(default_factory=dict)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run all parts; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("gpu-check"), help="the report's folder")
+    parser.add_argument("--shape", default="2B", help="of benchmark and memory: tiny, 2B, 4B, …")
+    parser.add_argument("--gpu", default="h200-141gb", help="kind that the rehearsal is for")
+    options = parser.parse_args(argv)
+    options.out.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
+    deadline = time.monotonic() + TOTAL
+    done: list[Part] = []
+    for part in parts(options):
+        run(part, options.out, deadline)
+        done.append(part)
+        print(f"{part.status:9} {part.seconds:6.0f} s  {part.name}", flush=True)
+        write(done, options.out)
+    print(f"report: {options.out / 'report.md'}")
+    return int(any(part.status != "ok" for part in done))
+
+
+def parts(options: argparse.Namespace) -> Iterator[Part]:
+    """One after the other; later ones look at what the machine has."""
+    yield Part("versions", [sys.executable, "-c", VERSIONS], 180, last_json)
+    models = {}
+    for name, flag in (("dense", []), ("moe", ["--moe"])):
+        models[name] = options.out / f"tiny-{name}"
+        if not models[name].exists():
+            yield Part(
+                f"write a tiny {name} model", [*COMMAND, "tiny", str(models[name]), *flag], 120
+            )
+    gpus = count_gpus()
+    specs = ["torch", *(["te"] if find_spec("transformer_engine") else [])]
+    for spec in specs:
+        for name, model in models.items():
+            yield parity(f"{name}, one GPU", model, spec, [])
+            if gpus > 1:
+                yield parity(f"{name}, {gpus} GPUs", model, spec, layout(name, gpus))
+    for spec in specs:
+        words = ["generate", str(models["dense"]), "--spec", spec, "--prompt", "What is it?"]
+        flags = ["--max-new-tokens", "16", "--temperature", "0", "--json"]
+        yield Part(f"generate, {spec} spec", [*COMMAND, *words, *flags], 180, last_json)
+    for side in [*specs, "hf"]:
+        words = [str(ROOT / "benchmarks" / "train_step.py"), "--shape", options.shape]
+        short = ["--seq-length", "256"] if options.shape == "tiny" else []
+        yield Part(
+            f"training step, {side}", [*python(), *words, "--sides", side, *short], 300, benchmark
+        )
+    yield from memory(options, gpus)
+
+
+def python() -> list[str]:
+    """For a program that starts a process group itself; on the pretended device as its one rank."""
+    alone = ["-m", "mcore_qwen3vl.runtime.pretended"] if preloaded() else []
+    return [sys.executable, *alone]
+
+
+def parity(what: str, model: Path, spec: str, flags: Sequence[str]) -> Part:
+    """In float32 where the spec can; Transformer Engine's packed attention is half precision."""
+    dtype = "fp32" if spec == "torch" else "bf16"
+    words = ["verify", "parity", str(model), "--device", "cuda", "--spec", spec, "--dtype", dtype]
+    command = [*COMMAND, *words, *flags, "--timeout", "200", "--json", "-"]
+    return Part(f"parity, {spec} spec, {dtype}, {what}", command, 240, worst_finding)
+
+
+def layout(name: str, gpus: int) -> list[str]:
+    """Over all GPUs: TP and PP of 2 where there are four, EP for the MoE model, DP for the rest."""
+    tp, pp = 2, 2 if gpus % 4 == 0 else 1
+    rest = gpus // (tp * pp)
+    if gpus % 2:
+        return ["--dp", str(gpus)]
+    ep = ["--ep", "2"] if name == "moe" else []
+    return ["--tp", str(tp), "--sp", "--pp", str(pp), "--dp", str(rest), *ep]
+
+
+def memory(options: argparse.Namespace, gpus: int) -> Iterator[Part]:
+    """Two iterations for real and rehearsed, of the same flags and made-up data."""
+    folder = options.out / "memory"
+    if not folder.exists():
+        code = "import sys; from benchmarks.gpu_check import stand_in; stand_in(*sys.argv[1:])"
+        yield Part(
+            "write a model to measure",
+            [sys.executable, "-c", code, str(folder), options.shape],
+            120,
+        )
+    flags = [
+        *("--hf-model", str(folder / "model"), "--data-path", str(folder / "data" / "train.jsonl")),
+        *(
+            "--spec",
+            "torch",
+            "--packing",
+            "--seq-length",
+            "256" if options.shape == "tiny" else "8192",
+        ),
+        *("--bf16", "--use-distributed-optimizer", "--global-batch-size", str(2 * gpus)),
+        *("--lr", "1e-5", "--train-iters", "2", "--log-interval", "1", "--num-workers", "0"),
+    ]
+    train = [*COMMAND, "train", "--processes", str(gpus)]
+    if preloaded():
+        train = [*python(), "-m", "mcore_qwen3vl.training.pretended"]
+    real = Part("memory, real", [*train, *flags], 300, real_peak)
+    yield real
+    rehearse = ["rehearse", "--gpus", str(gpus), "--gpu", options.gpu, "--no-suggest", "--json"]
+
+    def compare(printed: str) -> dict[str, Any]:
+        peak = json.loads(printed)["roles"][0]["peak"]
+        found = {"rehearsed GB": peak / 1e9}
+        measured = real.found.get("peak GB")
+        if measured is None:
+            raise Mismatch("the real run printed no peak", found)
+        found |= {"measured GB": measured, "measured / rehearsed": measured * 1e9 / peak}
+        if abs(measured * 1e9 - peak) > MEMORY_TOLERANCE * peak:
+            raise Mismatch(f"they differ by more than {MEMORY_TOLERANCE:.0%}", found)
+        return found
+
+    yield Part("memory against its rehearsal", [*COMMAND, *rehearse, *flags], 300, compare)
+
+
+class Mismatch(Exception):
+    """A part ran and does not hold; with what it found."""
+
+
+def run(part: Part, out: Path, deadline: float) -> None:
+    """Run the process, within its limit and what is left of all."""
+    limit = min(part.limit, deadline - time.monotonic())
+    if limit <= 0:
+        part.status = "no time"
+        return
+    log = out / f"{re.sub(r'[^a-z0-9]+', '-', part.name.lower())}.log"
+    started = time.monotonic()
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            part.command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+        )
+        try:
+            printed, _ = process.communicate(timeout=limit)
+            part.status = "ok" if process.returncode == 0 else f"exit {process.returncode}"
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)  # its ranks too
+            printed, _ = process.communicate()
+            part.status = "timeout"
+    part.seconds = time.monotonic() - started
+    with log.open("a") as both:
+        both.write(f"\n--- standard output ---\n{printed}")
+    try:
+        part.found = part.read(printed)
+    except Mismatch as error:
+        part.found = {**error.args[1], "why": error.args[0]}
+        part.status = "differs" if part.status == "ok" else part.status
+    except (ValueError, KeyError, IndexError) as error:
+        part.found = {"why": f"its output cannot be read: {error!r}; see {log.name}"}
+        part.status = "unread" if part.status == "ok" else part.status
+
+
+def count_gpus() -> int:
+    """In a process of its own, so that this one never starts CUDA."""
+    code = "import torch; print(torch.cuda.device_count())"
+    shown = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    return int(shown.stdout.strip() or 0)
+
+
+def last_json(printed: str) -> dict[str, Any]:
+    """The object that standard output ends in."""
+    found: dict[str, Any] = json.loads(printed[printed.index("{") :])
+    return found
+
+
+def worst_finding(printed: str) -> dict[str, Any]:
+    """Of a report of ``verify``: how much was compared, what failed, and the worst of it."""
+    report = json.loads(printed)
+    findings = report["findings"]
+    failed = [f for f in findings if not f["ok"]]
+    return {"compared": len(findings), "failed": len(failed), "verdict": report["verdict"]}
+
+
+def benchmark(printed: str) -> dict[str, Any]:
+    """Of one side: seconds a step and what follows from them."""
+    (result,) = last_json(printed)["results"].values()
+    return {name: result[name] for name in ("seconds", "tokens/s", "MFU", "peak memory GB")}
+
+
+def real_peak(printed: str) -> dict[str, Any]:
+    """Of Megatron's report after the second iteration; the fullest rank."""
+    found = re.findall(r"after 2 iterations\).*?max allocated: ([\d.]+)", printed)
+    return {"peak GB": max(map(float, found)) * 2**20 / 1e9} if found else {}
+
+
+def stand_in(folder: str, shape: str) -> None:
+    """Write model directory and data of a size."""
+    from mcore_qwen3vl.shapes import SHAPES
+    from mcore_qwen3vl.tiny import tiny_config
+    from mcore_qwen3vl.tiny.stand_in import write_half_images, write_stand_in
+
+    out = Path(folder)
+    out.mkdir(parents=True)
+    config, pixels = SHAPES / f"{shape.lower().replace('-', '_')}.json", 32
+    if shape == "tiny":
+        config, pixels = out / "tiny.json", 8
+        config.write_text(json.dumps(tiny_config()))
+    write_stand_in(config, out / "model")
+    tokens, side = (128, 6) if shape == "tiny" else (512, 16)
+    write_half_images(out / "data", tokens=tokens, image_side=side, token_pixels=pixels)
+
+
+def write(done: Sequence[Part], out: Path) -> None:
+    """The report so far: a machine that is taken away leaves what was found."""
+    listing = [{k: v for k, v in asdict(part).items() if k != "read"} for part in done]
+    (out / "report.json").write_text(json.dumps(listing, indent=1, default=str) + "\n")
+    lines = ["# GPU check", "", "| part | result | s | found |", "|---|---|---:|---|"]
+    for part in done:
+        found = ", ".join(f"{name}: {_short(value)}" for name, value in part.found.items())
+        lines.append(f"| {part.name} | {part.status} | {part.seconds:.0f} | {found} |")
+    (out / "report.md").write_text("\n".join(lines) + "\n")
+
+
+def _short(value: Any) -> str:
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text.replace("|", "/").replace("\n", " ")[:200]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

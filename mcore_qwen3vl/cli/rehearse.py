@@ -1,0 +1,83 @@
+"""``mcore-qwen3vl rehearse``: does a training run start and fit, found without its GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from mcore_qwen3vl import console
+from mcore_qwen3vl.cli.options import Json, require
+
+
+def rehearse(
+    context: typer.Context,
+    gpus: Annotated[
+        int | None,
+        typer.Option("--gpus", metavar="N", help="Of the whole run; default: the script's."),
+    ] = None,
+    gpu: Annotated[
+        str,
+        typer.Option(
+            "--gpu",
+            metavar="KIND",
+            help="a100-40gb, a100-80gb, h100-80gb, h200-141gb or b200-180gb, or how one begins.",
+        ),
+    ] = "h100-80gb",
+    roles: Annotated[
+        str,
+        typer.Option(help="all, or some of first,middle,last: pipeline stages to rehearse."),
+    ] = "all",
+    routing: Annotated[
+        Literal["uniform", "skewed"],
+        typer.Option(help="skewed: a quarter of the experts get 2.5 times their share of tokens."),
+    ] = "uniform",
+    memory_gib: Annotated[
+        float | None, typer.Option(metavar="GIB", help="Memory of the GPU, not as its kind has.")
+    ] = None,
+    allowance_gib: Annotated[
+        float | None,
+        typer.Option(
+            metavar="GIB", help="Of it for context and NCCL; default: by the layout, see the docs."
+        ),
+    ] = None,
+    suggest: Annotated[
+        bool,
+        typer.Option(help="If it does not fit: rehearse neighbouring options until some do."),
+    ] = True,
+    json: Json = False,
+    report: Annotated[
+        Path | None,
+        typer.Option("--report", metavar="FILE", help="Write a page with memory over time."),
+    ] = None,
+) -> None:
+    """Rehearse a training run without its GPUs: peak memory, waits, launches, traffic.
+
+    After the options comes a script of launch/ with what is appended to it, or the flags of
+    train. A --hf-model with nothing but a config.json is enough. Exit code 0: it fits; 1: it
+    does not fit or stops with an error; 2: the command cannot be used.
+    """
+    console.quiet_libraries()
+    from mcore_qwen3vl.rehearsal.command import read_command
+    from mcore_qwen3vl.rehearsal.gpus import find_gpu
+    from mcore_qwen3vl.rehearsal.page import write_page
+    from mcore_qwen3vl.rehearsal.remedies import suggest_remedies
+    from mcore_qwen3vl.rehearsal.run import Options, Rehearser, checked
+    from mcore_qwen3vl.rehearsal.terminal import show
+
+    command = read_command(context.args, gpus)
+    kinds = tuple(word.strip() for word in roles.split(","))
+    options = Options(find_gpu(gpu), memory_gib, allowance_gib, kinds, routing)
+    checked(command)
+    with console.progress("rehearsing") as say, Rehearser(options, say) as rehearser:
+        found = rehearser.rehearse(command)
+        if suggest:
+            found.remedies = suggest_remedies(rehearser, command, found)
+    if report is not None:
+        write_page(found, report)
+    if json:
+        console.emit_json(found.to_dict(), console.STDOUT)
+    else:
+        show(found)
+    require(found.fits, found.verdict)

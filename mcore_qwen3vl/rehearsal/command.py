@@ -1,0 +1,179 @@
+"""What a user would start, as flags and a number of GPUs: from a launch script, or as typed."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.shapes import SHAPES
+from mcore_qwen3vl.training.arguments.refusal import StrictParser
+
+_ENTRY = "train.py"
+
+
+@dataclass(frozen=True)
+class Command:
+    """A run: the flags of ``launch/train.py``, the last of which wins, and all ranks."""
+
+    flags: tuple[str, ...]
+    gpus: int
+    script: str | None = None
+    notes: tuple[str, ...] = ()
+    """What was taken that the user did not say."""
+
+    def value(self, flag: str, default: str | None = None) -> str | None:
+        """What `flag` is set to; for one without a value, ``""`` if it is there."""
+        found = default
+        for i, word in enumerate(self.flags):
+            name, equals, value = word.partition("=")
+            if name == flag:
+                following = self.flags[i + 1] if i + 1 < len(self.flags) else "--"
+                found = value if equals else "" if following.startswith("--") else following
+        return found
+
+    def number(self, flag: str, default: int) -> int:
+        """As :meth:`value`.
+
+        Raises:
+            BadInput: it is no whole number.
+        """
+        value = self.value(flag)
+        if value is None:
+            return default
+        if not value.isdigit():
+            raise BadInput(f"{flag} is {value!r}: a whole number is needed.")
+        return int(value)
+
+    def without(self, *names: str) -> Command:
+        """The same without these flags and their values."""
+        kept, dropping = [], False
+        for word in self.flags:
+            if word.startswith("--"):
+                dropping = word.partition("=")[0] in names
+            if not dropping:
+                kept.append(word)
+        return replace(self, flags=tuple(kept))
+
+    def plus(self, *words: object) -> Command:
+        """The same with words appended, which come before what was said earlier."""
+        return replace(self, flags=(*self.flags, *map(str, words)))
+
+    def noting(self, note: str) -> Command:
+        return replace(self, notes=(*self.notes, note))
+
+    @property
+    def layout(self) -> Layout:
+        """Parallel sizes, DP from the number of GPUs; not checked."""
+        tp = self.number("--tensor-model-parallel-size", 1)
+        pp = self.number("--pipeline-model-parallel-size", 1)
+        cp = self.number("--context-parallel-size", 1)
+        moe_tp = self.number("--expert-tensor-parallel-size", tp)
+        ep = self.number("--expert-model-parallel-size", 1)
+        first, last = (
+            self.number(f"--decoder-{end}-pipeline-num-layers", 0) or None
+            for end in ("first", "last")
+        )
+        return Layout(
+            tp=tp,
+            pp=pp,
+            vpp=self.number("--num-virtual-stages-per-pipeline-rank", 1),
+            ep=ep,
+            etp=moe_tp if ep > 1 else 1,
+            cp=cp,
+            dp=max(self.gpus // (tp * pp * cp), 1),
+            sp=self.value("--sequence-parallel") is not None and tp > 1,
+            first=first,
+            last=last,
+        )
+
+    @property
+    def micro_batches(self) -> int:
+        """Of one rank and one iteration."""
+        rows = self.number("--micro-batch-size", 1) * self.layout.dp
+        return max(self.number("--global-batch-size", rows) // rows, 1)
+
+
+def read_command(words: Sequence[str], gpus: int | None) -> Command:
+    """The run that `words` start: a launch script and what is appended, or the flags of `train`.
+
+    A script of ``launch/`` that is given no ``--hf-model`` takes the published config of the size
+    in its name. Where Transformer Engine is not installed the ``torch`` spec is taken.
+
+    Args:
+        words: of the command line.
+        gpus: of the whole run; None: what the script starts.
+
+    Raises:
+        BadInput: there is no such script, it fails, it does not start ``launch/train.py``, or the
+            number of GPUs is not said.
+    """
+    if gpus is not None and gpus < 1:
+        raise BadInput(f"--gpus is {gpus}; a run has at least one.")
+    if words and not words[0].startswith("--"):
+        command = _of_script(Path(words[0]), words[1:], gpus)
+    elif gpus is None:
+        raise BadInput("Say how many GPUs the run has: --gpus N, or name a script of launch/.")
+    else:
+        command = Command(tuple(words), gpus)
+    if command.value("--spec", "te") == "te" and find_spec("transformer_engine") is None:
+        command = _of_torch_spec(command, words, gpus)
+    if not command.value("--hf-model"):
+        raise BadInput(
+            "No model: give --hf-model DIR, a checkpoint directory or one with a config.json alone."
+        )
+    return command
+
+
+def _of_torch_spec(command: Command, words: Sequence[str], gpus: int | None) -> Command:
+    if command.script is not None:  # which knows the flags that go with a spec
+        command = _of_script(Path(words[0]), [*words[1:], "--spec", "torch"], gpus)
+    else:
+        command = command.plus("--spec", "torch")
+    return command.noting(
+        "--spec torch, because Transformer Engine is not installed here: the te spec launches "
+        "fewer kernels and keeps less (see docs/rehearse.md)"
+    )
+
+
+def _of_script(script: Path, words: Sequence[str], gpus: int | None) -> Command:
+    if not script.is_file():
+        raise BadInput(
+            f"There is no script {script}: name one of launch/, or give the flags of train, each "
+            "of which begins with --."
+        )
+    clean = {n: v for n, v in os.environ.items() if not n.startswith("SLURM_")}
+    done = subprocess.run(
+        ["bash", str(script), *words, "--dry-run"],
+        env={**clean, "LAUNCH_DIR": str(script.parent.absolute())},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise BadInput(f"bash {script} --dry-run fails: {done.stderr.strip()[-500:]}")
+    started = shlex.split(done.stdout)
+    entry = next((i for i, w in enumerate(started) if Path(w).name == _ENTRY), None)
+    if entry is None:
+        raise BadInput(
+            f"bash {script} --dry-run does not print a torchrun command with {_ENTRY}, as the "
+            "scripts of launch/ do: give the flags of train instead."
+        )
+    torchrun = StrictParser(allow_abbrev=False, add_help=False)
+    torchrun.add_argument("--nnodes", type=int, default=1)
+    torchrun.add_argument("--nproc-per-node", type=int, default=1)
+    ranks = torchrun.parse_known_args(started[:entry])[0]
+    command = Command(
+        tuple(started[entry + 1 :]), gpus or ranks.nnodes * ranks.nproc_per_node, str(script)
+    )
+    size = script.stem.partition("_")[2]
+    shape = SHAPES / f"{size}.json"
+    if command.value("--hf-model") or not shape.exists():
+        return command
+    return command.plus("--hf-model", shape).noting(f"the published config of {size}")

@@ -1,0 +1,71 @@
+"""The GPUs that a run can be rehearsed for, and what of them PyTorch does not get."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.layout import Layout
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of GPU."""
+
+    name: str
+    memory_gib: float
+    """As ``torch.cuda.get_device_properties`` reports it, ECC and firmware taken off."""
+    capability: int
+    """Compute capability, 10 x major + minor."""
+    tflops: float
+    """Dense bf16 peak, of NVIDIA's data sheets, as are the two below."""
+    hbm_gb_per_s: float
+    nvlink_gb_per_s: float
+    """In one direction, to all GPUs of the node together."""
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("a100-40gb", 39.4, 80, 312, 1555, 300),
+        Gpu("a100-80gb", 79.1, 80, 312, 2039, 300),
+        Gpu("h100-80gb", 79.1, 90, 989, 3350, 450),
+        Gpu("h200-141gb", 139.7, 90, 989, 4800, 450),
+        Gpu("b200-180gb", 178.3, 100, 2250, 7700, 900),
+    )
+}
+
+CONTEXT_GIB = 0.6
+"""CUDA's context and the loaded kernels."""
+NCCL_GROUP_GIB = 0.6
+"""NCCL's buffers for one process group (0.53 to 0.67 GiB in nccl issue 964)."""
+NCCL_ALL_TO_ALL_GIB = 3.1
+"""Those of a group whose ranks all exchange (3.1 GiB for 8 H100 in nccl issue 1685)."""
+
+
+def find_gpu(name: str) -> Gpu:
+    """The GPU of this name, or of the only name that begins so.
+
+    Raises:
+        BadInput: none, or several.
+    """
+    found = [gpu for key, gpu in GPUS.items() if key.startswith(name.lower())]
+    if len(found) != 1:
+        raise BadInput(
+            f"--gpu {name} is {'more than one GPU' if found else 'not known'}: use one of "
+            f"{', '.join(GPUS)}, with --memory-gib for another size."
+        )
+    return found[0]
+
+
+def allowance_gib(layout: Layout) -> float:
+    """What context and NCCL are taken to need of each GPU; an assumption, no measurement.
+
+    One buffer for each of TP, PP, CP and DP (with CP) that spans several ranks, and that of an
+    exchange between all ranks for EP.
+    """
+    groups = sum(size > 1 for size in (layout.tp, layout.pp, layout.cp, layout.dp * layout.cp))
+    exchange = NCCL_ALL_TO_ALL_GIB if layout.ep > 1 else 0.0
+    return round(CONTEXT_GIB + groups * NCCL_GROUP_GIB + exchange, 2)

@@ -1,0 +1,76 @@
+"""What a piece of device memory is for, from who allocated it."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from mcore_qwen3vl.runtime.pretended.peak import Frames
+
+WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
+BUFFERS = "buffers"
+BATCH = "batch"
+LOGITS = "logits and loss"
+BACKWARD = "backward, temporary"
+
+_HOLDERS = (  # the first that the innermost file outside PyTorch contains
+    ("megatron/core/optimizer/", f"{OPTIMIZER}, temporary"),
+    ("megatron/core/distributed/", GRADIENTS),
+    ("tensor_parallel/cross_entropy", LOGITS),
+    ("fused_cross_entropy", LOGITS),
+    ("training/step/losses", LOGITS),
+    ("training/step/forward", LOGITS),
+    ("padded_vocabulary", LOGITS),
+    ("models/gpt/gpt_model", LOGITS),
+    ("language_module", LOGITS),
+    ("mcore_qwen3vl/model/vision/", "vision tower"),
+    ("transformers/models/qwen3_vl", "vision tower"),
+    ("transformer/moe/", "experts and router"),
+    ("transformer/mlp.py", "MLP"),
+    ("fusions/fused_bias_swiglu", "MLP"),
+    ("mcore_qwen3vl/model/norm", "norms"),
+    ("transformer/torch_norm", "norms"),
+    ("mcore_qwen3vl/model/attention", "attention"),
+    ("transformer/attention", "attention"),
+    ("mcore_qwen3vl/model/rope", "attention"),
+    ("models/common/embeddings/rotary", "attention"),
+    ("models/common/embeddings/language", "embedding"),
+    ("mcore_qwen3vl/model/fusion", "embedding"),
+    ("transformer/transformer_layer", "residual stream"),
+    ("fusions/fused_bias_dropout", "residual stream"),
+    ("mcore_qwen3vl/model/decoder", "residual stream"),
+    ("mcore_qwen3vl/training/feed/", BATCH),
+    ("mcore_qwen3vl/model/inputs", BATCH),
+    ("pipeline_parallel/", "pipeline transfers"),
+    ("core/utils.py", BUFFERS),
+    ("megatron/training/", "Megatron's loop"),
+    ("mcore_qwen3vl/", "model, other"),
+)
+# What allocates for its caller, which is asked instead.
+_TRANSPARENT = (
+    "mcore_qwen3vl/runtime/pretended/",
+    "mcore_qwen3vl/rehearsal/",
+    "mcore_qwen3vl/training/pretended",
+    "tensor_parallel/layers",
+    "tensor_parallel/mappings",
+    "tensor_parallel/random",
+)
+
+
+def holder(frames: Frames) -> str:
+    """The class of an allocation that its owner is not known of.
+
+    Args:
+        frames: innermost first.
+    """
+    for frame in frames:
+        found = _of_file(frame["filename"])
+        if found is not None:
+            return found
+    return BACKWARD
+
+
+@cache
+def _of_file(file: str) -> str | None:
+    if any(part in file for part in _TRANSPARENT):
+        return None
+    return next((name for part, name in _HOLDERS if part in file), None)

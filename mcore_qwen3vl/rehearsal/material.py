@@ -1,0 +1,116 @@
+"""Model and data that are made up for a rehearsal: only their sizes matter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.hf.hub import resolve
+from mcore_qwen3vl.converters.mcore.paths import find_hf_folder
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.rehearsal.command import Command
+from mcore_qwen3vl.tiny.stand_in import write_half_images, write_stand_in
+
+SEQ_LENGTH = 8192
+SAMPLES_OF_A_PACK = 16
+SHORTEST = 128  # tokens of a sample: below that there is no room for the chat template
+LARGEST_IMAGE = 16  # tokens along its side
+_FEWEST_SAMPLES = 64
+_RANDOM_START = (
+    *("--load", "--load-hf", "--pretrained-checkpoint", "--finetune"),
+    *("--save", "--save-interval", "--save-hf", "--save-hf-interval"),
+)
+_NOT_REHEARSED = (
+    *("--valid-data-path", "--eval-iters", "--eval-interval", "--full-validation"),
+    *("--tensorboard-dir", "--wandb-project", "--wandb-exp-name", "--wandb-save-dir"),
+    *("--log-json", "--train-samples", "--rampup-batch-size"),
+    *("--lr-warmup-fraction", "--lr-warmup-iters", "--lr-warmup-samples"),
+    *("--lr-decay-iters", "--lr-decay-samples"),
+)
+ITERATIONS = 2
+"""Adam's moments are allocated in the first; the second is the one that counts."""
+
+
+def architecture_of(command: Command) -> Architecture:
+    """The shape that ``--hf-model`` gives: a directory, a config file or a hub id.
+
+    Raises:
+        BadInput: there is none.
+    """
+    return Architecture.from_hf(_model(command))
+
+
+def _model(command: Command) -> Path:
+    source = resolve(command.value("--hf-model") or "", weights=False)
+    return find_hf_folder(source) or source
+
+
+def prepare(command: Command, folder: Path) -> Command:
+    """The command as it is rehearsed: two short iterations, random weights, data from `folder`.
+
+    With ``--data-path`` the user's own data and processor are used. Otherwise both are made up:
+    conversations of which half is one or more images, sixteen to a pack, in a byte-level
+    vocabulary of our own; they go through the real encoding, packing and batching.
+
+    Args:
+        command: what the user would start.
+        folder: made; for model and data.
+
+    Raises:
+        BadInput: ``--data-path`` without a processor, or sequences too short to make data for.
+    """
+    model = _model(command)
+    data = command.value("--data-path") or command.value("--train-data-path")
+    prepared = command.without(*_RANDOM_START, *_NOT_REHEARSED)
+    if data is None:
+        prepared = _made_up(prepared, model, folder)
+    elif not (model / "tokenizer_config.json").exists():
+        raise BadInput(
+            f"{model} has no tokenizer, so {data} cannot be read: copy the tokenizer and processor "
+            "files beside the config, or leave --data-path out for made-up data."
+        )
+    count = rehearsed_micro_batches(command)
+    batch = count * command.number("--micro-batch-size", 1) * command.layout.dp
+    if count < command.micro_batches:
+        prepared = prepared.noting(
+            f"{count} of the {command.micro_batches} micro-batches of an iteration: launches, "
+            "waits, bytes and FLOPs are theirs"
+        )
+    return prepared.plus(
+        *("--train-iters", ITERATIONS, "--num-workers", 0, "--global-batch-size", batch)
+    )
+
+
+def rehearsed_micro_batches(command: Command) -> int:
+    """As many as fill the pipeline and reach its steady state; more change no peak."""
+    layout = command.layout
+    enough = 2 * layout.pp if layout.vpp > 1 else layout.pp + 1
+    return min(command.micro_batches, enough)
+
+
+def _made_up(command: Command, model: Path, folder: Path) -> Command:
+    seq_length = command.number("--seq-length", SEQ_LENGTH)
+    if seq_length < SHORTEST:
+        raise BadInput(
+            f"--seq-length {seq_length}: made-up samples have at least {SHORTEST} tokens; raise "
+            "it, or give --data-path."
+        )
+    packing = command.value("--packing") is not None
+    tokens = max(seq_length // SAMPLES_OF_A_PACK, SHORTEST) if packing else seq_length
+    side = min(int((tokens / 2) ** 0.5), LARGEST_IMAGE)
+    images = max(round(tokens / 2 / side**2), 1)
+    config = model / "config.json" if model.is_dir() else model
+    write_stand_in(config, folder / "model")
+    vision = Architecture.from_hf(config).vision
+    file = write_half_images(
+        folder / "data",
+        samples=max(_FEWEST_SAMPLES, 2 * command.layout.dp),
+        tokens=tokens,
+        images=images,
+        image_side=side,
+        token_pixels=vision.patch_size * vision.spatial_merge_size,
+    )
+    return command.plus("--hf-model", folder / "model", "--data-path", file).noting(
+        f"made-up data: samples of {tokens} tokens, with {images} image{'s' * (images > 1)} of "
+        f"{side} x {side} tokens each"
+    )

@@ -1,0 +1,132 @@
+"""One role's rehearsal, in the process that is this rank on the pretended device."""
+
+from __future__ import annotations
+
+import resource
+import traceback
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.rehearsal import holders
+from mcore_qwen3vl.runtime.pretended import peak
+from mcore_qwen3vl.runtime.pretended import rank as this_rank
+from mcore_qwen3vl.runtime.pretended.device import NOT_THE_CALLER, short_path
+from mcore_qwen3vl.training import pretended
+
+_PLACES = 3  # of an error
+
+
+def rehearse(flags: Sequence[str], progress: Path) -> dict[str, Any]:
+    """Train on this rank, and say what held the memory.
+
+    Args:
+        flags: of ``launch/train.py``.
+        progress: file whose last line says what is going on.
+
+    Returns:
+        ``peak``, ``refused`` and ``over time``: :class:`~.peak.Moment` as dictionaries;
+        ``error``: None, or what stopped it; ``parameters``: values by part; ``host bytes``.
+
+    Raises:
+        BadInput: the flags or the data cannot be used.
+    """
+    rank = this_rank.current
+    assert rank is not None
+    held: list[tuple[list[nn.Module], Any]] = []
+    peak.record()
+    end_stage = rank.end_stage
+
+    def tell(name: str) -> Any:
+        with progress.open("a") as file:
+            file.write(f"{name}\n")
+        return end_stage(name)
+
+    rank.end_stage = tell  # type: ignore[method-assign]
+    error = None
+    try:
+        pretended.main(list(flags), lambda model, optimizer: held.append((model, optimizer)))
+    except BadInput:
+        raise
+    except BaseException as caught:
+        if not isinstance(caught, SystemExit) or caught.code:
+            error = _described(caught)
+    history = peak.History(holders.holder, _owners(*held[0]) if held else {})
+    refused = history.refused() if error else None
+    return {
+        "peak": vars(history.peak()),
+        "refused": None if refused is None else vars(refused),
+        "over time": [vars(moment) for moment in history.over_time()],
+        "error": error,
+        "parameters": _by_part(held[0][0]) if held else {},
+        "retries": torch.cuda.memory_stats().get("num_alloc_retries", 0),
+        "host bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def _described(error: BaseException) -> dict[str, Any]:
+    places = [
+        f"{short_path(frame.filename)}:{frame.lineno} {frame.name}"
+        for frame in reversed(traceback.extract_tb(error.__traceback__))
+        if not any(part in frame.filename for part in NOT_THE_CALLER)
+    ]
+    return {
+        "kind": type(error).__name__,
+        "message": str(error).strip() or repr(error),
+        "place": " < ".join(places[:_PLACES]),
+        "out of memory": isinstance(error, torch.OutOfMemoryError),
+    }
+
+
+def _owners(model: list[nn.Module], optimizer: Any) -> dict[int, str]:
+    """Addresses of the storages that last, and what they are for."""
+    owners: dict[int, str] = {}
+
+    def own(tensors: Iterable[Any], name: str) -> None:
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and tensor.is_cuda:
+                owners.setdefault(tensor.untyped_storage().data_ptr(), name)
+
+    parameters = [p for chunk in model for p in chunk.parameters()]
+    own(parameters, holders.WEIGHTS)
+    own((getattr(p, "main_grad", None) for p in parameters), holders.GRADIENTS)
+    own((p.grad for p in parameters), holders.GRADIENTS)
+    # Megatron's wrapper has an attribute of the name `buffers`.
+    own((b for chunk in model for b in nn.Module.buffers(chunk)), holders.BUFFERS)
+    own(_optimizer_tensors(optimizer), holders.OPTIMIZER)
+    return owners
+
+
+def _optimizer_tensors(optimizer: Any) -> Iterator[Any]:
+    """Main weights and states, of the optimizers that Megatron chains."""
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = getattr(one, "optimizer", None)
+        for group in getattr(inner, "param_groups", []):
+            yield from group["params"]
+        for state in getattr(inner, "state", {}).values():
+            yield from state.values()
+
+
+def _by_part(model: list[nn.Module]) -> dict[str, int]:
+    parts: Counter[str] = Counter()
+    for chunk in model:
+        for name, parameter in chunk.named_parameters():
+            parts[_part(name)] += parameter.numel()
+    return dict(parts.most_common())
+
+
+def _part(name: str) -> str:
+    for word, part in (
+        ("visual.", "vision"),
+        ("experts.", "experts"),
+        ("embedding.", "embedding"),
+        ("output_layer.", "head"),
+    ):
+        if word in name:
+            return part
+    return "decoder"

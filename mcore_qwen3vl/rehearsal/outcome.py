@@ -1,0 +1,218 @@
+"""What a rehearsal found. Numbers are measured, except what :mod:`.pipeline` models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.rehearsal import holders
+from mcore_qwen3vl.rehearsal.gpus import GIB, Gpu
+from mcore_qwen3vl.rehearsal.pipeline import Pipeline
+from mcore_qwen3vl.rehearsal.roles import Role
+from mcore_qwen3vl.runtime.pretended.report import Report, Stage
+
+SPARE = 0.05
+"""Of the GPU's memory that a run should leave; the rest is not promised by a rehearsal."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """The memory that a role was rehearsed on."""
+
+    gpu: Gpu
+    memory_gib: float
+    allowance_gib: float
+
+    @property
+    def usable(self) -> int:
+        """Bytes that PyTorch's allocator can have."""
+        return int((self.memory_gib - self.allowance_gib) * GIB)
+
+
+@dataclass(frozen=True)
+class RoleOutcome:
+    """One role's two iterations.
+
+    Attributes:
+        role: which ranks it stands for.
+        found: of :func:`.on_rank.rehearse`.
+        report: the device's record.
+        seconds: of the host.
+        usable: bytes that the allocator could have.
+    """
+
+    role: Role
+    found: dict[str, Any]
+    report: Report
+    seconds: float
+    usable: int
+
+    @property
+    def error(self) -> dict[str, Any] | None:
+        return self.found["error"]
+
+    @property
+    def out_of_memory(self) -> bool:
+        return bool(self.error and self.error["out of memory"])
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None
+
+    @property
+    def peak(self) -> int:
+        """Most bytes that tensors took; out of memory: with those that were refused."""
+        moment = self.found["refused"] if self.out_of_memory else None
+        return int((moment or self.found["peak"])["allocated"])
+
+    @property
+    def held(self) -> dict[str, int]:
+        """Bytes by holder at that moment, largest first."""
+        moment = self.found["refused"] if self.out_of_memory else None
+        return dict((moment or self.found["peak"])["sizes"])
+
+    @property
+    def reserved(self) -> int:
+        """Most bytes that the allocator took from the device."""
+        return max((stage.reserved for stage in self.report.stages), default=0)
+
+    @property
+    def spare(self) -> int:
+        """Bytes between that and what the device has; below 0 it does not fit."""
+        return self.usable - self.reserved
+
+    @property
+    def tight(self) -> bool:
+        """It fits, with less than `SPARE` left, or after the allocator gave cached blocks back."""
+        return self.ok and (self.spare < SPARE * self.usable or self.found["retries"] > 0)
+
+    @property
+    def iteration(self) -> Stage | None:
+        """The last whole iteration."""
+        whole = [s for s in self.report.stages if s.name.startswith("iteration")]
+        return whole[-1] if whole and self.ok else None
+
+    @property
+    def faults(self) -> dict[str, list[str]]:
+        """Parameters and buffers that something is wrong with, by what it is."""
+        names = ("without gradient", "not on the device")
+        facts = self.report.facts
+        return {name: facts[name] for name in names if self.ok and facts.get(name)}
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``; sizes in bytes."""
+        stage = self.iteration
+        return {
+            "role": asdict(self.role),
+            "fits": self.ok,
+            "tight": self.tight,
+            "error": self.error,
+            "faults": self.faults,
+            "kind of numbers": "measured",
+            "peak": self.peak,
+            "held at the peak": self.held,
+            "reserved": self.reserved,
+            "usable": self.usable,
+            "spare": self.spare,
+            "allocator retries": self.found["retries"],
+            "parameters": self.found["parameters"],
+            "batch": self.report.facts.get("batch"),
+            "launches": stage and stage.counters["launches"],
+            "waits": stage and [asdict(wait) for wait in stage.waits],
+            "flops": stage and stage.flops,
+            "traffic": stage and [asdict(t) for t in stage.traffic],
+            "seconds of the host": round(self.seconds, 1),
+            "memory of the host": self.found["host bytes"],
+        }
+
+
+def memory_line(outcomes: Sequence[RoleOutcome]) -> str:
+    """The fullest role in one line, as it stands in the headers of the launch scripts."""
+    fullest = max(outcomes, key=lambda outcome: outcome.reserved)
+    parts = [holders.WEIGHTS, holders.GRADIENTS, holders.OPTIMIZER, holders.LOGITS]
+    sizes = {name: fullest.held.get(name, 0) for name in parts}
+    sizes["the rest"] = fullest.peak - sum(sizes.values())
+    listing = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in sizes.items())
+    return (
+        f"{fullest.reserved / 1e9:.1f} GB reserved of {fullest.usable / 1e9:.1f}, "
+        f"{fullest.peak / 1e9:.1f} held ({listing})"
+    )
+
+
+@dataclass
+class Rehearsal:
+    """All roles of one run."""
+
+    command: list[str]
+    layout: Layout
+    gpus: int
+    device: Device
+    micro_batches: int
+    rehearsed_micro_batches: int
+    notes: list[str]
+    outcomes: list[RoleOutcome] = field(default_factory=list)
+    pipeline: Pipeline | None = None
+    remedies: list[Remedy] = field(default_factory=list)
+
+    @property
+    def fits(self) -> bool:
+        """Every role went through."""
+        return all(outcome.ok for outcome in self.outcomes)
+
+    @property
+    def verdict(self) -> str:
+        """One sentence."""
+        for outcome in self.outcomes:
+            if outcome.out_of_memory:
+                return f"does not fit: {outcome.role.name} runs out of memory"
+            if outcome.error:
+                return f"does not run: {outcome.role.name} stops with {outcome.error['kind']}"
+        tight = [o.role.name for o in self.outcomes if o.tight]
+        if tight:
+            return f"fits, with less than {SPARE:.0%} to spare on {', '.join(tight)}"
+        return "fits"
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        device = self.device
+        return {
+            "verdict": self.verdict,
+            "fits": self.fits,
+            "command": self.command,
+            "layout": str(self.layout),
+            "gpus": self.gpus,
+            "gpu": {**asdict(device.gpu), "memory_gib": device.memory_gib},
+            "allowance for context and NCCL, GiB (assumed)": device.allowance_gib,
+            "micro-batches of an iteration": self.micro_batches,
+            "micro-batches rehearsed": self.rehearsed_micro_batches,
+            "notes": self.notes,
+            "memory": memory_line(self.outcomes),
+            "roles": [outcome.to_dict() for outcome in self.outcomes],
+            "pipeline": None if self.pipeline is None else self.pipeline.to_dict(),
+            "what would fit (measured)": [asdict(remedy) for remedy in self.remedies],
+        }
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A neighbouring option that was rehearsed too.
+
+    Attributes:
+        change: what is different, in words.
+        flags: to append.
+        gpus: of the changed run.
+        fits: whether its roles went through.
+        peak: most bytes that tensors took, on the role that took most or failed.
+        reserved: most bytes of the allocator, on the same.
+        why_not: what stopped it.
+    """
+
+    change: str
+    flags: list[str]
+    gpus: int
+    fits: bool
+    peak: int
+    reserved: int
+    why_not: str = ""

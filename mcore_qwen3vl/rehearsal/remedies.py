@@ -1,0 +1,85 @@
+"""What would make a run fit: its neighbours, each rehearsed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.rehearsal.command import Command
+from mcore_qwen3vl.rehearsal.outcome import Rehearsal, Remedy
+from mcore_qwen3vl.rehearsal.run import Rehearser, checked, with_flags
+
+GPUS_OF_A_NODE = 8
+"""TP does not go beyond: its exchange needs NVLink."""
+FULL_RECOMPUTE = (
+    *("--recompute-granularity", "full"),
+    *("--recompute-method", "uniform"),
+    *("--recompute-num-layers", 1),
+)
+
+Change = tuple[str, tuple[object, ...], int]
+"""In words, flags to append, number of GPUs."""
+
+
+def suggest_remedies(rehearser: Rehearser, command: Command, found: Rehearsal) -> list[Remedy]:
+    """Rehearse the neighbours of a run that is out of memory; of any other run none.
+
+    One change at a time, and where none of them helps, full recompute with each of the others. A
+    neighbour fits if all of its roles do; the first that does not is reported.
+    """
+    if not any(outcome.out_of_memory for outcome in found.outcomes):
+        return []
+    single = list(neighbours(command))
+    tried = _try(rehearser, command, single)
+    if any(remedy.fits for remedy in tried) or _recomputes(command):
+        return tried
+    pairs = [
+        (f"full recompute and {change}", (*FULL_RECOMPUTE, *flags), gpus)
+        for change, flags, gpus in single
+        if flags != FULL_RECOMPUTE
+    ]
+    return tried + _try(rehearser, command, pairs)
+
+
+def _recomputes(command: Command) -> bool:
+    return command.value("--recompute-granularity") == "full"
+
+
+def neighbours(command: Command) -> Iterator[Change]:
+    """One step in each direction that the model and the number of GPUs allow."""
+    layout, gpus = command.layout, command.gpus
+    if not _recomputes(command):
+        yield "full recompute", FULL_RECOMPUTE, gpus
+    if command.value("--use-distributed-optimizer") is None and layout.dp > 1:
+        yield "the distributed optimizer", ("--use-distributed-optimizer",), gpus
+    if 2 * layout.tp <= GPUS_OF_A_NODE:
+        flags = ("--tensor-model-parallel-size", 2 * layout.tp, "--sequence-parallel")
+        yield f"TP {2 * layout.tp}", flags, gpus
+    yield f"CP {2 * layout.cp}", ("--context-parallel-size", 2 * layout.cp), gpus
+    yield f"PP {2 * layout.pp}", ("--pipeline-model-parallel-size", 2 * layout.pp), gpus
+    if command.value("--use-distributed-optimizer") is not None:
+        yield f"{2 * gpus} GPUs (DP {2 * layout.dp})", (), 2 * gpus
+
+
+def _try(rehearser: Rehearser, command: Command, changes: Sequence[Change]) -> list[Remedy]:
+    found = []
+    for change, flags, gpus in changes:
+        neighbour = with_flags(command, gpus, flags)
+        try:
+            checked(neighbour)
+            tried = rehearser.rehearse(neighbour, stop_at_failure=True, what=f"with {change}, ")
+        except BadInput:  # the model or the ranks do not divide that way
+            continue
+        worst = max(tried.outcomes, key=lambda outcome: (not outcome.ok, outcome.reserved))
+        found.append(
+            Remedy(
+                change,
+                [str(word) for word in flags],
+                gpus,
+                tried.fits,
+                worst.peak,
+                worst.reserved,
+                "" if tried.fits else tried.verdict,
+            )
+        )
+    return found

@@ -1,0 +1,95 @@
+"""The ranks of a run that differ in what they hold: one of each is rehearsed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.rehearsal.command import Command
+
+OWN_SPLIT = (
+    "--num-layers-per-virtual-pipeline-stage",
+    "--pipeline-model-parallel-layout",
+    "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split",
+)
+"""Splits over the pipeline under which any two stages may differ."""
+
+
+@dataclass(frozen=True)
+class Role:
+    """One rank that stands for all that do the same.
+
+    Attributes:
+        name: for people.
+        rank: the first of its TP x CP group, with data-parallel rank 0.
+        stage: pipeline stage, from 0.
+        stages: how many pipeline stages are like this one.
+    """
+
+    name: str
+    rank: int
+    stage: int
+    stages: int = 1
+
+
+def roles_of(command: Command, a: Architecture, chosen: Sequence[str] = ("all",)) -> list[Role]:
+    """The distinct roles of a run, in the order of the pipeline.
+
+    A rank with several virtual stages holds all of its own. Middle stages with equally many layers
+    are one role; the first of them keeps the most micro-batches and stands for the others. Ranks of
+    one TP, CP, DP or EP group are taken to be alike.
+
+    Args:
+        command: the run.
+        a: the model's shape.
+        chosen: ``all``, or some of ``first``, ``middle`` and ``last``.
+
+    Raises:
+        BadInput: a name in `chosen` is not known, or the run has no such role.
+    """
+    unknown = set(chosen) - {"all", "first", "middle", "last"}
+    if unknown:
+        raise BadInput(
+            f"--roles: {', '.join(sorted(unknown))} is none of all, first, middle, last."
+        )
+    every = _all(command, a)
+    if "all" in chosen:
+        return every
+    kept = [role for role in every if _kind(role, command.layout.pp) & set(chosen)]
+    if not kept:
+        raise BadInput(f"--roles {','.join(chosen)}: PP {command.layout.pp} has no such stage.")
+    return kept
+
+
+def _kind(role: Role, stages: int) -> set[str]:
+    ends = {"first"} if role.stage == 0 else set()
+    ends |= {"last"} if role.stage == stages - 1 else set()
+    return ends or {"middle"}
+
+
+def _all(command: Command, a: Architecture) -> list[Role]:
+    layout = command.layout
+    if layout.pp == 1:
+        return [Role("every rank", 0, 0)]
+    every_one = any(command.value(flag) is not None for flag in OWN_SPLIT)
+    layers = layout.layers_per_stage(a.num_hidden_layers)
+    middle: dict[object, list[int]] = {}
+    for stage in range(1, layout.pp - 1):
+        middle.setdefault(stage if every_one else layers[stage], []).append(stage)
+    virtual = f", {layout.vpp} virtual" if layout.vpp > 1 else ""
+    roles = [Role(f"first stage{virtual}", _rank(command, 0), 0)]
+    for stages in middle.values():
+        name = f"stage {stages[0]}" if len(stages) == 1 else f"middle stages (as {stages[0]})"
+        roles.append(Role(name + virtual, _rank(command, stages[0]), stages[0], len(stages)))
+    last = layout.pp - 1
+    return [*roles, Role(f"last stage{virtual}", _rank(command, last), last)]
+
+
+def _rank(command: Command, stage: int) -> int:
+    layout = command.layout
+    if command.value("--use-tp-pp-dp-mapping") is not None:
+        return stage * layout.tp * layout.cp
+    return stage * layout.tp * layout.cp * layout.dp

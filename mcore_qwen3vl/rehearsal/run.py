@@ -1,0 +1,218 @@
+"""Rehearsing a run: each role in a process of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Event, Thread
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.rehearsal.command import Command
+from mcore_qwen3vl.rehearsal.gpus import Gpu, allowance_gib
+from mcore_qwen3vl.rehearsal.material import architecture_of, prepare, rehearsed_micro_batches
+from mcore_qwen3vl.rehearsal.outcome import Device, Rehearsal, RoleOutcome
+from mcore_qwen3vl.rehearsal.pipeline import Pipeline, model_pipeline
+from mcore_qwen3vl.rehearsal.roles import Role, roles_of
+from mcore_qwen3vl.runtime.pretended.preload import Routing, Settings
+from mcore_qwen3vl.runtime.pretended.workbench import As, Failed, Workbench
+from mcore_qwen3vl.training.arguments.layout import check_layout_flags
+
+IMPORTS = (
+    "mcore_qwen3vl.rehearsal.on_rank",
+    "mcore_qwen3vl.training.run",
+    "mcore_qwen3vl.training.model",
+    "mcore_qwen3vl.training.feed.provider",
+    "megatron.training.training",
+)
+_ON_RANK = "mcore_qwen3vl.rehearsal.on_rank:rehearse"
+_LOOK = 0.3  # seconds between two looks at what a rank is doing
+_LOG_LINES = 12
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is rehearsed on, and what of it.
+
+    Attributes:
+        gpu: the kind of GPU.
+        memory_gib: its memory; None: as the kind has.
+        allowance_gib: for context and NCCL; None: :func:`.gpus.allowance_gib`.
+        roles: see :func:`.roles.roles_of`.
+        routing: how tokens are spread over experts.
+    """
+
+    gpu: Gpu
+    memory_gib: float | None = None
+    allowance_gib: float | None = None
+    roles: tuple[str, ...] = ("all",)
+    routing: Routing = "uniform"
+
+    def device(self, command: Command) -> Device:
+        """The memory that a rank of `command` has."""
+        allowance = self.allowance_gib
+        if allowance is None:
+            allowance = allowance_gib(command.layout)
+        memory = self.gpu.memory_gib if self.memory_gib is None else self.memory_gib
+        if memory <= allowance:
+            raise BadInput(
+                f"A GPU of {memory} GiB, of which {allowance} GiB are for context and NCCL, has "
+                "nothing left: raise --memory-gib or lower --allowance-gib."
+            )
+        return Device(self.gpu, memory, allowance)
+
+
+class Rehearser:
+    """One process with all imports done, from which every role's process is forked.
+
+    Use it as a context manager; close it before another one is needed.
+    """
+
+    def __init__(self, options: Options, say: Say = lambda text: None) -> None:
+        """
+        Args:
+            options: of every rehearsal.
+            say: is told what is going on.
+
+        Raises:
+            BadInput: the pretended device cannot run here.
+        """
+        self.options = options
+        self._say = say
+        self._scratch = TemporaryDirectory(prefix="mcore-qwen3vl-rehearsal-")
+        self._folder = Path(self._scratch.name)
+        self._log = self._folder / "log"
+        self._made = 0
+        settings = Settings(capability=options.gpu.capability)
+        self._bench = Workbench(IMPORTS, settings, self._log)
+
+    def __enter__(self) -> Rehearser:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bench.close()
+        self._scratch.cleanup()
+
+    def rehearse(
+        self, command: Command, *, stop_at_failure: bool = False, what: str = ""
+    ) -> Rehearsal:
+        """All chosen roles of a run.
+
+        Args:
+            command: the run.
+            stop_at_failure: leave the other roles out.
+            what: said before the role.
+
+        Raises:
+            BadInput: the command, its layout, its model or its data cannot be used.
+        """
+        a = checked(command)
+        roles = roles_of(command, a, self.options.roles)
+        prepared = self._prepare(command)
+        rehearsal = Rehearsal(
+            command=list(command.flags),
+            layout=command.layout,
+            gpus=command.gpus,
+            device=self.options.device(command),
+            micro_batches=command.micro_batches,
+            rehearsed_micro_batches=rehearsed_micro_batches(command),
+            notes=list(prepared.notes),
+        )
+        for number, role in enumerate(roles):
+            place = f"{what}{role.name} ({number + 1} of {len(roles)}), rank {role.rank}"
+            rehearsal.outcomes.append(self._role(prepared, role, place))
+            if stop_at_failure and not rehearsal.fits:
+                break
+        rehearsal.pipeline = _pipeline(rehearsal)
+        return rehearsal
+
+    def _prepare(self, command: Command) -> Command:
+        self._made += 1
+        folder = self._folder / str(self._made)
+        folder.mkdir()
+        return prepare(command, folder)
+
+    def _role(self, prepared: Command, role: Role, what: str) -> RoleOutcome:
+        device = self.options.device(prepared)
+        started = time.monotonic()
+        place = As(
+            role.rank, prepared.gpus, device.memory_gib, device.allowance_gib, self.options.routing
+        )
+        progress = self._folder / "progress"
+        progress.write_text("starting\n")
+        try:
+            with _watched(progress, lambda doing: self._say(f"{what}: {doing}")):
+                found, report = self._bench.call(
+                    _ON_RANK, list(prepared.flags), progress, place=place
+                )
+        except Failed as failed:
+            raise BadInput(
+                f"The rehearsal of {what} ended without a result ({failed}): {self._last_words()}"
+            ) from failed
+        return RoleOutcome(role, found, report, time.monotonic() - started, device.usable)
+
+    def _last_words(self) -> str:
+        lines = self._log.read_text(errors="replace").splitlines()
+        return " / ".join(line.strip() for line in lines[-_LOG_LINES:] if line.strip())
+
+
+def checked(command: Command) -> Architecture:
+    """The model's shape, once it is known to divide as the flags say.
+
+    Raises:
+        BadInput: it does not, or there is no such model.
+    """
+    a = architecture_of(command)
+    check_layout_flags(command.flags, a, command.gpus)
+    rows = command.number("--micro-batch-size", 1) * command.layout.dp
+    batch = command.number("--global-batch-size", rows)
+    if batch % rows:
+        raise BadInput(
+            f"--global-batch-size {batch} is no multiple of the {rows} rows that {command.gpus} "
+            f"GPUs take at once (DP {command.layout.dp}): change it or --gpus."
+        )
+    return a
+
+
+def _pipeline(rehearsal: Rehearsal) -> Pipeline | None:
+    """Where every role was rehearsed."""
+    layout = rehearsal.layout
+    stages = [o for outcome in rehearsal.outcomes for o in [outcome] * outcome.role.stages]
+    flops = [sum(o.iteration.flops.values()) for o in stages if o.iteration is not None]
+    if layout.pp == 1 or len(flops) != layout.pp:
+        return None
+    each = [value / rehearsal.rehearsed_micro_batches for value in flops]
+    return model_pipeline(each, rehearsal.micro_batches, layout.vpp)
+
+
+@contextmanager
+def _watched(progress: Path, say: Say) -> Iterator[None]:
+    """Say the last line of a file whenever it changes."""
+    done = Event()
+
+    def watch() -> None:
+        last = ""
+        while not done.wait(_LOOK):
+            lines = progress.read_text().splitlines()
+            if lines and lines[-1] != last:
+                last = lines[-1]
+                say(last)
+
+    watcher = Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
+
+
+def with_flags(command: Command, gpus: int, flags: Sequence[object]) -> Command:
+    """A neighbouring command."""
+    return replace(command.plus(*flags), gpus=gpus)

@@ -1,0 +1,170 @@
+"""A rehearsal as tables on the terminal."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from mcore_qwen3vl import console
+from mcore_qwen3vl.rehearsal.outcome import Rehearsal, RoleOutcome
+
+WAITS_SHOWN = 8
+TRAFFIC_SHOWN = 8
+
+
+def gb(size: float) -> str:
+    """Bytes in GB, as the docs and scripts have it."""
+    return f"{size / 1e9:.1f}"
+
+
+def _table(title: str, *columns: str) -> Table:
+    """Under a title that is not folded to the table's width."""
+    console.output.print(f"[bold]{title}[/]")
+    return console.table("", *columns)
+
+
+def show(found: Rehearsal) -> None:
+    """Print it to standard output."""
+    say = console.output.print
+    device = found.device
+    say(
+        f"{found.layout}, {found.gpus} x {device.gpu.name}: {device.memory_gib} GiB, of which "
+        f"{device.allowance_gib} GiB are taken for context and NCCL (assumed), so that "
+        f"{gb(device.usable)} GB are left. Measured on a pretended device:"
+    )
+    for note in found.notes:
+        say(f"  {console.plain(note)}")
+    _memory(found)
+    _work(found)
+    for outcome in found.outcomes:
+        _waits(outcome)
+        _traffic(outcome)
+    _pipeline(found)
+    for outcome in found.outcomes:
+        _error(outcome)
+        for fault, names in outcome.faults.items():
+            say(f"[yellow]{outcome.role.name}, {fault}: {', '.join(names)}[/]", soft_wrap=True)
+    _remedies(found)
+    style = "bold green" if found.fits else "bold red"
+    say(f"[{style}]{found.verdict}[/]")
+
+
+def _memory(found: Rehearsal) -> None:
+    """One column a role, so that what holds the memory can be compared."""
+    columns = [f">{outcome.role.name}" for outcome in found.outcomes]
+    small = max(outcome.reserved for outcome in found.outcomes) < 1e9
+    unit, scale = ("MB", 1e6) if small else ("GB", 1e9)
+    table = _table(f"{unit} on one GPU at the moment of the peak, by holder", "", *columns)
+    holders = {name: 0 for outcome in found.outcomes for name in outcome.held}
+    for outcome in found.outcomes:
+        for name, size in outcome.held.items():
+            holders[name] = max(holders[name], size)
+    for name in sorted(holders, key=lambda name: -holders[name]):
+        if holders[name] >= 0.05 * scale:
+            sizes = (o.held.get(name, 0) / scale for o in found.outcomes)
+            table.add_row(name, *(f"{size:.1f}" if size else "" for size in sizes))
+    table.add_section()
+    table.add_row("peak of tensors", *(f"{o.peak / scale:.1f}" for o in found.outcomes))
+    table.add_row("allocator's reserve", *(f"{o.reserved / scale:.1f}" for o in found.outcomes))
+    table.add_row("left", *(_left(o, scale) for o in found.outcomes))
+    console.output.print(table)
+
+
+def _left(outcome: RoleOutcome, scale: float) -> str:
+    if outcome.out_of_memory:
+        return "[red]out of memory[/]"
+    if outcome.error:
+        return "[red]error[/]"
+    text = f"{outcome.spare / scale:,.1f} ({outcome.spare / outcome.usable:.0%})"
+    return f"[yellow]{text}[/]" if outcome.tight else text
+
+
+def _work(found: Rehearsal) -> None:
+    columns = (">rank", ">parameters", ">launches", ">waits", ">GEMM", ">attention", ">seconds")
+    count = found.rehearsed_micro_batches
+    table = _table(
+        f"One iteration of {count} micro-batch{'es' * (count > 1)}; FLOPs in TFLOP, recomputed "
+        "work included; seconds of the rehearsal",
+        "role",
+        *columns,
+    )
+    for outcome in found.outcomes:
+        stage = outcome.iteration
+        numbers = ["", "", "", ""]
+        if stage is not None:
+            numbers = [
+                f"{stage.counters['launches']:,}",
+                f"{sum(wait.count for wait in stage.waits):,}",
+                f"{stage.flops.get('gemm', 0) / 1e12:,.1f}",
+                f"{stage.flops.get('attention', 0) / 1e12:,.1f}",
+            ]
+        parameters = sum(outcome.found["parameters"].values())
+        table.add_row(
+            outcome.role.name,
+            str(outcome.role.rank),
+            f"{parameters / 1e9:.2f} G",
+            *numbers,
+            f"{outcome.seconds:.0f}",
+        )
+    console.output.print(table)
+
+
+def _waits(outcome: RoleOutcome) -> None:
+    stage = outcome.iteration
+    if stage is None or not stage.waits:
+        return
+    title = f"Waits of the host for the device, {outcome.role.name}"
+    table = _table(title, ">count", "while", "kind", "line")
+    for wait in stage.waits[:WAITS_SHOWN]:
+        table.add_row(str(wait.count), wait.phase, wait.kind, wait.place.split(" < ")[0])
+    if len(stage.waits) > WAITS_SHOWN:
+        rest = sum(wait.count for wait in stage.waits[WAITS_SHOWN:])
+        table.add_row(str(rest), "", "", f"{len(stage.waits) - WAITS_SHOWN} more lines (--json)")
+    console.output.print(table)
+
+
+def _traffic(outcome: RoleOutcome) -> None:
+    stage = outcome.iteration
+    traffic = [] if stage is None else [t for t in stage.traffic if not t.group.endswith("[1]")]
+    if not traffic:
+        return
+    title = f"Handed to process groups, {outcome.role.name}"
+    table = _table(title, ">GB", ">calls", "operation", "group[ranks]")
+    for t in traffic[:TRAFFIC_SHOWN]:
+        table.add_row(f"{t.size / 1e9:.3f}", str(t.calls), t.operation, console.plain(t.group))
+    console.output.print(table)
+
+
+def _pipeline(found: Rehearsal) -> None:
+    pipeline = found.pipeline
+    if pipeline is None:
+        return
+    each = ", ".join(f"{flops / 1e12:.1f}" for flops in pipeline.flops)
+    console.output.print(
+        f"Modelled from the FLOPs of the stages ({each} TFLOP a micro-batch): the busiest stage "
+        f"has {pipeline.imbalance:.2f} times the mean, and a rank waits {pipeline.bubble:.1%} of "
+        f"an iteration of {found.micro_batches} micro-batches for the others."
+    )
+
+
+def _error(outcome: RoleOutcome) -> None:
+    error = outcome.error
+    if error is None:
+        return
+    console.output.print(
+        f"[bold]{outcome.role.name}: {error['kind']}[/] at {console.plain(error['place'])}\n"
+        f"  {console.plain(error['message'])}",
+        soft_wrap=True,
+    )
+
+
+def _remedies(found: Rehearsal) -> None:
+    if not found.remedies:
+        return
+    table = _table("What would make it fit, rehearsed (all roles)", "with", ">GB", "", "add")
+    for remedy in sorted(found.remedies, key=lambda r: not r.fits):
+        verdict = "[green]fits[/]" if remedy.fits else "[red]no[/]"
+        flags = " ".join(remedy.flags) or f"--gpus {remedy.gpus}"
+        table.add_row(remedy.change, gb(remedy.reserved), verdict, flags if remedy.fits else "")
+    console.output.print(table)
+    if not any(remedy.fits for remedy in found.remedies):
+        console.output.print("None of these fits: combine them, or use more or larger GPUs.")

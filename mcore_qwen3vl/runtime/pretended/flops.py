@@ -1,0 +1,66 @@
+"""Floating-point operations of the matrix products and attention kernels that a rank launches.
+
+Counted from the operators' shapes, by PyTorch's own formulas where it has them. A multiply and an
+add are two; recomputed work counts again, unlike in an MFU.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from mcore_qwen3vl.runtime.pretended.integers import host_view
+
+KINDS = ("gemm", "attention", "convolution")
+_BACKWARD_OVER_FORWARD = 2.5  # five products instead of two: the scores are computed again
+_GEMMS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
+
+
+class CountFlops(TorchDispatchMode):
+    """Adds up, by the names in :data:`KINDS`, what runs inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        packet = func._overloadpacket
+        formula = flop_registry.get(packet)
+        if func.namespace == "torch_attn":
+            self.counts["attention"] += _varlen(packet.__name__, args)
+        elif formula is not None:
+            self.counts[_kind(packet.__name__)] += formula(*args, **(kwargs or {}), out_val=result)
+        return result
+
+
+def _kind(name: str) -> str:
+    if name in _GEMMS:
+        return "gemm"
+    return "convolution" if "conv" in name else "attention"
+
+
+def _varlen(name: str, args: Any) -> int:
+    """Of ``torch.nn.attention.varlen``: the pairs of a query and a key in each segment.
+
+    Causal attention, of which our segments' queries are the last ones, sees what is not above the
+    diagonal: half of the square of the queries, and all keys before them.
+    """
+    backward = name.endswith("backward")
+    query = args[1] if backward else args[0]  # (t, heads, D)
+    bounds = [a for a in args if isinstance(a, Tensor) and a.dtype == torch.int32][:2]
+    lengths = [host_view(b).diff().double() for b in bounds]
+    window = next((a for a in args if isinstance(a, list | tuple) and len(a) == 2), (-1, -1))
+    queries, keys = lengths[0], lengths[-1]
+    pairs = float((queries * keys).sum())
+    if window[1] == 0:
+        pairs -= float((queries * queries).sum()) / 2
+    flops = 4 * query.shape[1] * query.shape[2] * pairs
+    return int(flops * (_BACKWARD_OVER_FORWARD if backward else 1))

@@ -1,0 +1,63 @@
+"""Tensors from other pipeline stages, where their shapes are sent too and nobody sends them.
+
+Under variable-length transfers (``--pad-to-longest``, or DeepStack features that later stages need)
+a stage learns the shape of what comes from its neighbour. On the pretended device that shape is
+zeros, and the tensor empty: it is given here the shape that the neighbour's would have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from mcore_qwen3vl.model.fusion import FusionPlan
+from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+
+
+@contextmanager
+def shapes_from_neighbours() -> Iterator[None]:
+    """Inside, empty tensors that a stage received get their shape when they are used."""
+    from megatron.core.pipeline_parallel import schedules
+
+    sent = WeakTensorKeyDictionary()  # to the shapes of what was sent, which is freed then
+    free, backward = schedules.deallocate_output_tensor, schedules.custom_backward
+    receive = Qwen3VLModel._receive
+
+    def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False) -> None:
+        if isinstance(out, Tensor) and out not in sent:
+            sent[out] = out.shape
+        free(out, deallocate_pipeline_outputs)
+
+    def custom_backward(output: Tensor, grad_output: Tensor | None) -> None:
+        if grad_output is not None and not grad_output.numel():
+            grad_output = grad_output.new_empty(sent[output])
+        backward(output, grad_output)
+
+    def _receive(self: Qwen3VLModel, seq_len: int, plan: FusionPlan) -> Tensor | None:
+        received = self.decoder.input_tensor
+        if received is not None and not received.numel():
+            batch = _micro_batch_size()
+            rows = self._deepstack_in * len(plan.destination)
+            # A leaf, whose gradient is sent back: its shape is changed in place.
+            received.data = received.new_empty(
+                seq_len + -(-rows // batch), batch, self.config.hidden_size
+            )
+        return receive(self, seq_len, plan)
+
+    with (
+        mock.patch.object(schedules, "deallocate_output_tensor", deallocate_output_tensor),
+        mock.patch.object(schedules, "custom_backward", custom_backward),
+        mock.patch.object(Qwen3VLModel, "_receive", _receive),
+    ):
+        yield
+
+
+def _micro_batch_size() -> int:
+    from megatron.training import get_args
+
+    return int(get_args().micro_batch_size)

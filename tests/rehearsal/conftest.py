@@ -1,0 +1,47 @@
+"""The command itself, on the workbench that all tests share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_qwen3vl.runtime.pretended import Workbench
+from mcore_qwen3vl.tiny import tiny_config
+
+Command = Callable[..., tuple[int, dict[str, Any], str]]
+
+
+@pytest.fixture
+def command(
+    workbench: Workbench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Command:
+    """``mcore-qwen3vl rehearse``: its exit code, what --json says, and standard error."""
+    from mcore_qwen3vl.cli import main
+    from mcore_qwen3vl.rehearsal import run
+
+    # Imports take fifteen seconds, and the workbench has done them.
+    monkeypatch.setattr(run, "Workbench", lambda *_: workbench)
+    monkeypatch.setattr(workbench, "close", lambda: None)
+
+    def call(*words: object) -> tuple[int, dict[str, Any], str]:
+        code = 0
+        try:
+            main(["rehearse", "--json", *map(str, words)])
+        except SystemExit as left:
+            code = int(left.code or 0)
+        printed = capsys.readouterr()
+        return code, json.loads(printed.out) if printed.out else {}, printed.err
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with nothing but the config of a tiny MoE model."""
+    folder = tmp_path_factory.mktemp("config")
+    (folder / "config.json").write_text(json.dumps(tiny_config(moe=True)))
+    return folder

@@ -1,0 +1,109 @@
+"""What is rehearsed: read from a launch script or from flags, and which ranks stand for all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.rehearsal.command import Command, read_command
+from mcore_qwen3vl.rehearsal.gpus import allowance_gib, find_gpu
+from mcore_qwen3vl.rehearsal.material import rehearsed_micro_batches
+from mcore_qwen3vl.rehearsal.roles import roles_of
+from mcore_qwen3vl.shapes import SHAPES
+
+LAUNCH = Path(__file__).parents[2] / "launch"
+BIG = Architecture.from_hf(SHAPES / "235b_a22b.json")
+SMALL = Architecture.from_hf(SHAPES / "8b.json")
+
+
+def test_a_script_gives_flags_ranks_and_the_model_of_its_name() -> None:
+    command = read_command([str(LAUNCH / "sft_30b_a3b.sh"), "--lr", "3e-6"], None)
+    assert command.gpus == 16
+    assert str(command.layout) == "tp2xep8xdp8+sp"
+    assert command.value("--lr") == "3e-6"  # appended, so it wins
+    assert command.value("--hf-model") == str(SHAPES / "30b_a3b.json")
+    assert command.value("--moe-grouped-gemm") is None  # only with Transformer Engine
+    assert command.value("--spec") == "torch"
+    assert any("Transformer Engine is not installed here" in note for note in command.notes)
+    assert command.micro_batches == 64 // 8
+
+
+def test_gpus_change_the_data_parallel_size_and_a_model_can_be_named() -> None:
+    words = [str(LAUNCH / "sft_8b.sh"), "--hf-model", str(SHAPES / "4b.json")]
+    command = read_command(words, 16)
+    assert command.layout.dp == 4
+    assert command.value("--hf-model") == str(SHAPES / "4b.json")
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "message"),
+    [
+        (["--hf-model", "x"], None, "Say how many GPUs"),
+        (["--lr", "1"], 8, "No model: give --hf-model"),
+        (["launch/none.sh"], None, "There is no script launch/none.sh"),
+        ([str(LAUNCH / "common.sh")], None, "does not print a torchrun command"),
+        ([str(LAUNCH / "sft_2b.sh")], 0, "--gpus is 0"),
+        (["--hf-model", "x", "--tensor-model-parallel-size", "two"], 8, "'two': a whole number"),
+    ],
+)
+def test_what_cannot_be_read(words: list[str], gpus: int | None, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        _ = read_command(words, gpus).layout
+
+
+def test_flags_are_taken_out_with_their_values() -> None:
+    command = Command(("--a", "1", "2", "--b", "--c=3", "--d", "x"), 1)
+    assert command.without("--a", "--c").flags == ("--b", "--d", "x")
+    assert command.value("--c") == "3"
+    assert command.value("--b") == ""
+    assert command.plus("--d", "y").value("--d") == "y"
+
+
+def test_roles_are_the_stages_that_differ() -> None:
+    script = read_command([str(LAUNCH / "sft_235b_a22b.sh")], None)
+    roles = roles_of(script, BIG)
+    assert [(r.name, r.rank, r.stages) for r in roles] == [
+        ("first stage", 0, 1),
+        ("middle stages (as 1)", 16, 6),
+        ("last stage", 112, 1),
+    ]
+    assert [r.stage for r in roles_of(script, BIG, ("first", "last"))] == [0, 7]
+    with pytest.raises(BadInput, match="end is none of all, first"):
+        roles_of(script, BIG, ("end",))
+
+
+def test_one_stage_two_stages_virtual_stages_and_another_order_of_ranks() -> None:
+    flags = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size")
+    (only,) = roles_of(Command((), 8), SMALL)
+    assert (only.rank, only.stages) == (0, 1)
+    two = roles_of(Command((*flags, "2", "--num-virtual-stages-per-pipeline-rank", "3"), 8), SMALL)
+    assert [(r.name, r.rank) for r in two] == [
+        ("first stage, 3 virtual", 0),
+        ("last stage, 3 virtual", 4),
+    ]
+    mapped = roles_of(Command((*flags, "2", "--use-tp-pp-dp-mapping"), 8), SMALL)
+    assert [r.rank for r in mapped] == [0, 2]
+    uneven = Command((*flags, "4", "--pipeline-model-parallel-layout", "E|t*12|t*12|t*12L"), 8)
+    assert [r.stage for r in roles_of(uneven, SMALL)] == [0, 1, 2, 3]
+
+
+def test_as_many_micro_batches_as_fill_the_pipeline() -> None:
+    batch = ("--global-batch-size", "64", "--pipeline-model-parallel-size", "4")
+    assert rehearsed_micro_batches(Command(batch, 8)) == 5  # of 32
+    virtual = (*batch, "--num-virtual-stages-per-pipeline-rank", "2")
+    assert rehearsed_micro_batches(Command(virtual, 8)) == 8
+    assert rehearsed_micro_batches(Command(("--global-batch-size", "8"), 8)) == 1
+
+
+def test_gpus_and_their_allowance() -> None:
+    assert find_gpu("h200").name == "h200-141gb"
+    with pytest.raises(BadInput, match="a100 is more than one GPU"):
+        find_gpu("a100")
+    with pytest.raises(BadInput, match="v100 is not known"):
+        find_gpu("v100")
+    alone = allowance_gib(Command((), 1).layout)
+    divided = allowance_gib(Command(("--tensor-model-parallel-size", "2"), 8).layout)
+    assert alone < divided < allowance_gib(Command(("--expert-model-parallel-size", "8"), 8).layout)

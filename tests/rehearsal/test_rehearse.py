@@ -1,0 +1,104 @@
+"""``mcore-qwen3vl rehearse`` on a tiny model: what it measures, what does not fit, bad input."""
+
+from __future__ import annotations
+
+import re
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.training import memory
+from tests.rehearsal.conftest import Command
+
+FLAGS = (
+    *("--packing", "--seq-length", 512, "--micro-batch-size", 1, "--global-batch-size", 16),
+    *("--bf16", "--use-distributed-optimizer", "--lr", "1e-5"),
+    *("--pipeline-model-parallel-size", 2, "--expert-model-parallel-size", 2),
+)
+
+
+@pytest.fixture(scope="module")
+def layout() -> Layout:
+    return Layout(pp=2, ep=2, dp=2)
+
+
+def test_two_stages_of_a_model_that_is_only_a_config(
+    command: Command, config: Path, layout: Layout, tmp_path: Path
+) -> None:
+    page = tmp_path / "page.html"
+    code, found, _ = command("--gpus", 4, "--report", page, "--hf-model", config, *FLAGS)
+    assert (code, found["verdict"], found["layout"]) == (0, "fits", "pp2xep2xdp2")
+    assert (found["micro-batches of an iteration"], found["micro-batches rehearsed"]) == (8, 3)
+    first, last = found["roles"]
+    assert [role["role"]["rank"] for role in (first, last)] == [0, 2]
+    # Weights, gradients and states are those that the model has, counted on their own.
+    a = Architecture.from_hf(config)
+    for role, expected in zip(
+        (first, last), memory.by_stage(a, layout, memory.Workload(512)), strict=True
+    ):
+        held = role["held at the peak"]
+        assert sum(role["parameters"].values()) == expected.weights / memory.WEIGHT
+        assert held["weights"] == pytest.approx(expected.weights, rel=0.02)  # and padding
+        assert held["gradients"] == pytest.approx(expected.gradients, rel=0.02)
+        assert held["optimizer"] == pytest.approx(expected.optimizer, rel=0.05)
+        assert sum(held.values()) == role["peak"] <= role["reserved"] <= role["usable"]
+        assert role["launches"] > 100
+        assert any(wait["place"].startswith("megatron/core/") for wait in role["waits"])
+    assert "vision" in first["parameters"]
+    assert "vision" not in last["parameters"]
+    moved = {(t["group"].partition("[")[0], t["operation"]) for t in first["traffic"]}
+    assert ("PIPELINE_MODEL_PARALLEL_GROUP", "send") in moved
+    assert ("EXPERT_MODEL_PARALLEL_GROUP", "all_to_all") in moved
+    assert found["pipeline"]["kind of numbers"] == "modelled"
+    assert 0 < found["pipeline"]["bubble"] < 0.5
+    _check_page(page.read_text(), first)
+
+
+def _check_page(text: str, role: dict[str, Any]) -> None:
+    assert len(text) < 200_000
+    assert "http://" not in text
+    assert "https://" not in text
+    assert text.count("<svg") == 2
+    assert all(name in unescape(text) for name in role["held at the peak"])
+    assert re.search(r'<polygon points="[\d., ]+" fill="#3b6fd4">', text)
+
+
+def test_what_does_not_fit_says_what_would(command: Command, config: Path) -> None:
+    """On a GPU with room for what full recompute keeps: 204 MB, where 219 MB of tensors are due."""
+    flags = ("--seq-length", 4096, "--packing", "--bf16", "--use-distributed-optimizer")
+    options = ("--gpus", 1, "--allowance-gib", 0, "--memory-gib", 0.19)
+    code, found, error = command(*options, "--hf-model", config, *flags, "--lr", "1e-5")
+    assert code == 1
+    assert "does not fit: every rank runs out of memory" in error
+    (role,) = found["roles"]
+    assert role["error"]["out of memory"]
+    assert re.search(
+        r"Tried to allocate [\d.]+ MiB.*capacity of 194.56 MiB", role["error"]["message"]
+    )
+    assert role["error"]["place"].count(" < ") == 2
+    assert sum(role["held at the peak"].values()) == role["peak"] < role["usable"]
+    tried = {remedy["change"]: remedy for remedy in found["what would fit (measured)"]}
+    assert [name for name, remedy in tried.items() if remedy["fits"]] == ["full recompute"]
+    assert tried["2 GPUs (DP 2)"]["why_not"].startswith("does not fit")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--gpus", 3, "--tensor-model-parallel-size", 2, "--sequence-parallel"), "world size"),
+        (("--gpus", 2, "--tensor-model-parallel-size", 16), "attention heads cannot be divided"),
+        (("--gpus", 4, "--global-batch-size", 6), "is no multiple of the 4 rows"),
+        (("--gpus", 1, "--gpu", "v100"), "v100 is not known"),
+        (("--gpus", 1, "--seq-lenght", 512), "Did you mean --seq-length"),
+        (("--gpus", 1, "--data-path", "nothing.jsonl"), "has no tokenizer"),
+        (("launch/none.sh",), "There is no script"),
+    ],
+)
+def test_bad_input(command: Command, config: Path, words: tuple[object, ...], message: str) -> None:
+    code, found, error = command(*words, "--hf-model", config, "--lr", "1e-5")
+    assert (code, found) == (2, {})
+    assert message in " ".join(error.split())

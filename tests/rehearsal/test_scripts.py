@@ -1,0 +1,52 @@
+"""Every launch script, one rank of each role, at its real size: it runs, fits, and says so."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mcore_qwen3vl.rehearsal.outcome import SPARE
+from mcore_qwen3vl.training.pretended import FINALIZE, FORWARD_BACKWARD
+from tests.rehearsal.conftest import Command
+
+SCRIPTS = sorted((Path(__file__).parents[2] / "launch").glob("*_*.sh"))
+TOLERANCE = 0.02  # of memory; a change that is meant belongs into the script's header
+
+# Where the host may wait inside forward and backward: the counts of tokens for each expert, and the
+# synchronisation that Megatron puts behind transfers between pipeline stages.
+KNOWN_WAITS = (
+    "megatron/core/transformer/moe/token_dispatcher.py",
+    "megatron/core/pipeline_parallel/p2p_communication.py",
+)
+
+
+def figures(text: str) -> list[float]:
+    """The numbers of a header's line about memory."""
+    stated = re.search(r"([\d.]+ GB reserved of .*?\))", " ".join(text.split("\n# ")), re.DOTALL)
+    assert stated is not None
+    return [float(number) for number in re.findall(r"\d+\.\d", stated[1])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_it_runs_and_fits_as_its_header_says(command: Command, script: Path) -> None:
+    code, found, error = command("--no-suggest", script)
+    assert code == 0, error
+    for role in found["roles"]:
+        assert role["spare"] >= SPARE * role["usable"], role["role"]
+        assert role["faults"] == {}
+        inside = [w for w in role["waits"] if w["phase"] in (FORWARD_BACKWARD, FINALIZE)]
+        assert [w for w in inside if not w["place"].startswith(KNOWN_WAITS)] == []
+    assert figures(script.read_text()) == pytest.approx(
+        figures(found["memory"]), rel=TOLERANCE, abs=0.11
+    )
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_its_header_states_room_to_spare(script: Path) -> None:
+    reserved, usable, held, *parts = figures(script.read_text())
+    assert reserved <= (1 - SPARE) * usable
+    assert sum(parts) == pytest.approx(held, abs=0.3)
+    assert held <= reserved

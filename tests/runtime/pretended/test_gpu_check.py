@@ -1,0 +1,93 @@
+"""``make gpu-check`` and README's example on the pretended device: that they do not break at once.
+
+Floats are nonsense there, so that parity must fail, by its findings; everything else must hold.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mcore_qwen3vl.runtime.pretended import Settings
+from mcore_qwen3vl.tiny import write_tiny_checkpoint
+from tests.docs.markdown import README, ROOT, blocks
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, **Settings().environment(), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.slow  # a dozen processes that import everything
+def test_every_part_runs(tmp_path: Path) -> None:
+    out = tmp_path / "report"
+    command = ["make", "gpu-check", f"ARGS=--shape tiny --gpu h100-80gb --out {out}"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
+    )
+    parts = {part["name"]: part for part in json.loads((out / "report.json").read_text())}
+    found = {name: (part["status"], part["found"]) for name, part in parts.items()}
+    assert done.returncode != 0
+    parity = {name for name in parts if name.startswith("parity")}
+    assert len(parity) == 2
+    for name in parity:
+        assert parts[name]["status"] == "exit 1", found[name]
+        assert parts[name]["found"]["failed"] > 10, found[name]
+    others = {name: part["status"] for name, part in parts.items() if name not in parity}
+    assert set(others.values()) == {"ok"}, found
+    assert len(others) == 9
+    assert parts["versions"]["found"]["GPUs"] == ["Pretended GPU, 80.0 GiB"]
+    assert parts["training step, torch"]["found"]["peak memory GB"] > 0
+    # The same loop, flags and data, so the same memory.
+    assert parts["memory against its rehearsal"]["found"]["measured / rehearsed"] == pytest.approx(
+        1, abs=0.02
+    )
+    assert (out / "report.md").read_text().count("\n| ") == len(parts) + 1
+
+
+def test_a_part_that_fails_or_hangs_is_reported_and_the_next_one_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks import gpu_check
+
+    def parts(options: object) -> list[gpu_check.Part]:
+        programs = {
+            "crash": "raise SystemExit(3)",
+            "hang": "import time; time.sleep(60)",
+            "nonsense": "print('no JSON')",
+            "good": "print('log\\n{\"x\": 1}')",
+        }
+        return [
+            gpu_check.Part(name, [sys.executable, "-c", code], 2, gpu_check.last_json)
+            for name, code in programs.items()
+        ]
+
+    monkeypatch.setattr(gpu_check, "parts", parts)
+    assert gpu_check.main(["--out", str(tmp_path)]) == 1
+    found = {p["name"]: p for p in json.loads((tmp_path / "report.json").read_text())}
+    statuses = {name: part["status"] for name, part in found.items()}
+    assert statuses == {"crash": "exit 3", "hang": "timeout", "nonsense": "unread", "good": "ok"}
+    assert found["good"]["found"] == {"x": 1}
+    assert gpu_check.main(["--out", str(tmp_path)]) == 1
+
+
+@pytest.mark.slow  # twenty seconds of imports
+def test_readme_python_example(tmp_path: Path) -> None:
+    """As on a GPU: the model lands on it, trains and is exported; the losses mean nothing."""
+    (example,) = blocks(README, "python")
+    write_tiny_checkpoint(tmp_path / "model")
+    (tmp_path / "example.py").write_text(
+        example.text + "\nassert next(model.parameters()).is_cuda\n"
+    )
+    command = [sys.executable, "-m", "mcore_qwen3vl.runtime.pretended", "example.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("loss") == 3
+    assert (tmp_path / "tuned" / "model.safetensors").exists()
