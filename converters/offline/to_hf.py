@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture, ExpertLayout
-from mcore_qwen3vl.converters.hf import shards
+from mcore_qwen3vl.converters.hf import processor_files, shards
 from mcore_qwen3vl.converters.hf.checkpoint import INDEX
 from mcore_qwen3vl.converters.hf.companions import companion_files, copy_companions
 from mcore_qwen3vl.converters.hf.shards import Shard
@@ -159,14 +159,17 @@ def plan(
             wanted,
         ),
         files=len(files),
-        notes=_notes(checkpoint.vocab_size - architecture.vocab_size),
+        notes=_notes(checkpoint.vocab_size - architecture.vocab_size, folder),
     )
 
 
-def _notes(padding: int) -> tuple[str, ...]:
-    if not padding:
-        return ()
-    return (f"The last {padding} rows of the vocabulary are padding and were left out.",)
+def _notes(padding: int, folder: Path) -> tuple[str, ...]:
+    notes = []
+    if padding:
+        notes.append(f"The last {padding} rows of the vocabulary are padding and were left out.")
+    if lacking := processor_files.sentence(folder):
+        notes.append(f"Weights and config are converted. {lacking}")
+    return tuple(notes)
 
 
 def _layout(architecture: Architecture, choice: LayoutChoice) -> ExpertLayout | None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.hf import fp8
+from mcore_qwen3vl.converters.hf import fp8, processor_files
 from mcore_qwen3vl.converters.hf.checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.hf.companions import companion_files, copy_companions
 from mcore_qwen3vl.converters.mapping.row import Row, max_rows
@@ -178,12 +178,14 @@ def plan(
 
 
 def _notes(checkpoint: HuggingFaceCheckpoint, dtype: torch.dtype | None) -> tuple[str, ...]:
+    notes = []
     stored = [entry.stored for entry in checkpoint.entries.values()]
-    count = stored.count(fp8.FP8)
-    if not count:
-        return ()
-    written = dtype_name(dtype or fp8.DEQUANTIZED)
-    return (f"{count} tensors are FP8 and are written dequantised, as {written}.",)
+    if count := stored.count(fp8.FP8):
+        written = dtype_name(dtype or fp8.DEQUANTIZED)
+        notes.append(f"{count} tensors are FP8 and are written dequantised, as {written}.")
+    if lacking := processor_files.sentence(checkpoint.path):
+        notes.append(f"Weights and config are converted. {lacking}")
+    return tuple(notes)
 
 
 def _targets(

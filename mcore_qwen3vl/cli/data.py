@@ -34,12 +34,12 @@ def check(
 ) -> None:
     """Read every sample as training would: flaws, lengths, packing efficiency."""
     console.quiet_libraries()
-    from mcore_qwen3vl.converters.mcore.paths import find_hf_folder
+    from mcore_qwen3vl.converters.mcore.paths import config_folder
     from mcore_qwen3vl.data import DataConfig, load_processor
     from mcore_qwen3vl.data.check import check_data, plot_report
 
     config = DataConfig(seq_length=seq_length, packing=True)
-    processor = load_processor(find_hf_folder(hf_model) or hf_model)
+    processor = load_processor(config_folder(hf_model))
     report = check_data(path, processor, config, split=split, decode=decode, limit=limit)
     if plot is not None:
         plot_report(report, plot)

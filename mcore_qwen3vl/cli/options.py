@@ -114,13 +114,17 @@ def conclude(report: Report, folder: Path | None, json: Path | None) -> None:
         json: a file, or ``-`` for standard output, which then holds nothing else.
 
     Raises:
-        CheckFailed: the report says that something differs.
+        CheckFailed, typer.Exit: something differs; the latter where the report was shown, which
+            has said so.
     """
     from mcore_qwen3vl.verify.report.terminal import render
     from mcore_qwen3vl.verify.report.write import write_report
 
     if folder is not None:
         write_report(report, folder)
-    if not console.emit_json(report.to_dict(), json):
-        console.output.print(render(report))
-    require(report.ok, f"{report.title}: {report.verdict}")
+    if console.emit_json(report.to_dict(), json):
+        require(report.ok, f"{report.title}: {report.verdict}")
+        return
+    console.output.print(render(report))
+    if not report.ok:
+        raise typer.Exit(CheckFailed.exit_code)

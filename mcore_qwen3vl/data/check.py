@@ -140,14 +140,12 @@ def check_data(
 
 def _samples(path: Path, split: str) -> Iterator[dict[str, Any]]:
     """Crude samples in order, JSON not parsed yet."""
-    ensure_index(path)
-    leaves: Iterable[Any] = [path]
+    leaves: Iterable[Any] = [ensure_index(path)]
     if path.suffix in (".yaml", ".yml"):
         leaves = [leaf.path for leaf in traverse_metadataset(path.absolute(), split_part=split)]
     workers = WorkerConfig(rank=0, world_size=1, num_workers=0)
     for leaf in leaves:
-        place = Path(str(leaf)).absolute()
-        ensure_index(place)
+        place = ensure_index(Path(str(leaf)).absolute())
         factory: Any = get_dataset_from_config(
             place,
             split_part=split,

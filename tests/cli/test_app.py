@@ -60,7 +60,9 @@ def test_a_difference_is_exit_code_1(checkpoint, tmp_path, capsys):
     printed = capsys.readouterr()
     assert "134 of 140 comparisons failed" in printed.out
     assert "and 114 more" in printed.out
-    assert "134 of 140 comparisons failed" in printed.err
+    assert printed.err == ""  # the verdict once
+    assert run("verify", "tensors", checkpoint, other, "--json", "-") == 1
+    assert "134 of 140 comparisons failed" in capsys.readouterr().err
 
 
 def test_dry_run_writes_nothing(checkpoint, tmp_path, capsys):
@@ -163,7 +165,8 @@ def test_interrupted_conversion_says_how_to_go_on(checkpoint, tmp_path, capsys, 
 
 def test_without_a_gpu_it_is_one_line(checkpoint, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    assert run("train", "--hf-model", checkpoint, "--data-path", "x") == 2
+    flags = ("--hf-model", checkpoint, "--data-path", checkpoint, "--train-iters", 3)
+    assert run("train", *flags) == 2
     assert capsys.readouterr().err == (
         "error: There is no GPU here: add --cpu to train on the CPU.\n"
     )
@@ -176,7 +179,8 @@ def test_without_a_gpu_it_is_one_line(checkpoint, capsys, monkeypatch):
 
 def test_a_layout_that_does_not_fit_starts_no_rank(checkpoint, capsys, monkeypatch):
     monkeypatch.setattr("torch.distributed.run.run", pytest.fail)
-    command = ("train", "--cpu", "--hf-model", checkpoint, "--data-path", "x")
+    given = ("--hf-model", checkpoint, "--data-path", checkpoint, "--train-iters", 3)
+    command = ("train", "--cpu", *given)
     assert run("verify", "parity", checkpoint, "--tp", "3") == 2
     wanted = capsys.readouterr().err
     assert run(*command, "--tensor-model-parallel-size", "3") == 2

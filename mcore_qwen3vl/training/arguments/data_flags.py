@@ -19,8 +19,9 @@ _HELP = {
     "packing_buffer": "samples among which the packer chooses",
     "shuffle": "read the samples in their order; default: shuffled",
     "shuffle_buffer": "samples among which the next is drawn",
-    "max_bad_fraction": "stop when more than this share of the samples is bad",
-    "bad_fraction_floor": "below this many samples, take the share of this number instead",
+    "max_bad_fraction": "stop when more than this share of the data set is bad",
+    "bad_fraction_floor": "of fewer records a data worker, take the share of this number, or of "
+    "the whole data set if that is smaller",
     "document_end": "token text that ends a pretraining document; default: the tokenizer's pad "
     "token",
     "image_min_pixels": f"of an image, after resizing; {_OF_CHECKPOINT}",

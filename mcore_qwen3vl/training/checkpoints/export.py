@@ -13,7 +13,7 @@ from megatron.training.utils import print_rank_0
 from mcore_qwen3vl.converters.live.export import save_hf
 
 
-def export(args: argparse.Namespace, model: list[Any], optimizer: Any, iteration: int) -> None:
+def export(args: argparse.Namespace, model: list[Any], optimizer: Any, iteration: int) -> Path:
     """Write ``--save-hf`` ``/iter_NNNNNNN``: weights, config, tokenizer and processor.
 
     Args:
@@ -21,9 +21,13 @@ def export(args: argparse.Namespace, model: list[Any], optimizer: Any, iteration
         model: this rank's pipeline chunks.
         optimizer: whose overlapped parameter gathers are waited for.
         iteration: named in the folder.
+
+    Returns:
+        The folder.
     """
     if training.should_disable_forward_pre_hook(args):
         training.force_param_sync(model, optimizer=optimizer)
     folder = Path(args.save_hf) / f"iter_{iteration:07d}"
     save_hf(unwrap_model(model), folder, hf_config=args.hf_model, force=True)
     print_rank_0(f"exported iteration {iteration} to {folder}")
+    return folder
