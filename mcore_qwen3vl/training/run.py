@@ -206,9 +206,10 @@ class Run:
     def _save_checkpoint(self, original: Any, iteration: int, *args: Any, **kwargs: Any) -> None:
         import torch.distributed as dist
 
+        from mcore_qwen3vl.training.checkpoints.disk import explained_save
         from mcore_qwen3vl.training.checkpoints.resume import save_companions
 
-        with self.metrics.paused():
+        with self.metrics.paused(), explained_save(self.args.save, iteration):
             if dist.get_rank() == 0:
                 save_companions(self.args)
             self.data.save_state(self.args.save, iteration)

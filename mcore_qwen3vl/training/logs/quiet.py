@@ -29,7 +29,7 @@ _PYTHONS = re.compile(r"\S+:\d+: (?P<kind>\w+): (?P<text>.*)")
 """The first line of a warning by the module `warnings`: where, of which class, and what."""
 
 _OF_NO_USE = (
-    "RerunStateMachine initialized",  # in the mode that this package chooses
+    "RerunStateMachine",  # is in the mode that this package chooses
     "GPTModel IS DEPRECATED",  # advice for the author of a model
     "async save is deprecated",  # saves are synchronous
     "'pin_memory' argument is set as true but no accelerator",  # --cpu was asked for
