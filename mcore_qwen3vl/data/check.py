@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import io
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import redirect_stdout
@@ -155,7 +155,7 @@ def _samples(path: Path, split: str) -> Iterator[dict[str, Any]]:
         )
         # Not through the factory's own loading, which parses JSON and stops at a broken line.
         factory._load_sample = factory.load_sample = lambda sample: sample
-        with redirect_stdout(sys.stderr):  # energon says what it reads; ours may be JSON
+        with redirect_stdout(io.StringIO()):  # energon says how it divides the data
             dataset = factory.build()
         workers.worker_activate(0)
         try:

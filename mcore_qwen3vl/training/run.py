@@ -84,7 +84,8 @@ class Run:
         self.data = DataProvider(args, self.architecture, self.metrics.count)
         self.forward_step = ForwardStep(find_loss(args.loss))
         self.last_report: dict[str, float] = {}
-        self._validated_at = 0
+        self._validated_at: int | None = None
+        self._new_validation = True
         self._interrupted = False
         # As Megatron's own log, that of the last rank, which knows the loss.
         last = args.rank == args.world_size - 1
@@ -218,6 +219,8 @@ class Run:
 
     def _validate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(original).bind(*args, **kwargs).arguments
+        # At its end Megatron validates once more, even right after the last interval.
+        self._new_validation = given["iteration"] != self._validated_at
         self._validated_at = given["iteration"]
         with self.metrics.paused():
             return original(*args, **kwargs)
@@ -227,7 +230,7 @@ class Run:
 
         found = original(*args, **kwargs)
         losses = found[0]
-        if losses and is_last_rank():
+        if losses and self._new_validation and is_last_rank():
             iteration = self._validated_at
             numbers = {f"validation {name}": float(loss) for name, loss in losses.items()}
             listing = "  ".join(f"{name} {value:.4f}" for name, value in numbers.items())

@@ -1,6 +1,7 @@
 """The command line: exit codes, messages, JSON, and that a failure leaves nothing behind."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -191,6 +192,26 @@ def test_a_layout_that_does_not_fit_starts_no_rank(checkpoint, capsys, monkeypat
     assert "--tensor-model-parallel-size: invalid int value: 'two'" in capsys.readouterr().err
     assert run("train", "--cpu", "--data-path", "x") == 2
     assert "--hf-model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("convert hf-to-mcore HF dst", 0),
+        ("data check DATA --hf-model HF", 2),
+        ("train --cpu --hf-model HF --data-path DATA --train-iters 3", 2),
+        ("generate HF --cpu --prompt Hello", 2),
+    ],
+)
+def test_missing_tokenizer_files_are_named(command, code, checkpoint, data, tmp_path, capsys):
+    bare = tmp_path / "bare"
+    shutil.copytree(checkpoint, bare, ignore=lambda *_: ["tokenizer.json", "chat_template.jinja"])
+    paths = {"HF": bare, "DATA": data, "dst": tmp_path / "mcore"}
+    assert run(*(paths.get(word, word) for word in command.split())) == code
+    printed = capsys.readouterr()
+    said = " ".join((printed.out if code == 0 else printed.err).split())
+    assert f"There is no tokenizer and no chat template in {bare}," in said
+    assert "copy tokenizer.json, chat_template.jinja, tokenizer_config.json of the mod" in said
 
 
 def test_existing_target_needs_force(checkpoint, tmp_path, capsys):
