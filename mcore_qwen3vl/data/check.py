@@ -25,6 +25,7 @@ from mcore_qwen3vl.data.loading.index import ensure_index
 from mcore_qwen3vl.data.records.bad_samples import OverlongSample, sample_id
 from mcore_qwen3vl.data.records.template import Renderer
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.runtime.extras import require
 
 
 @dataclass(frozen=True)
@@ -193,14 +194,11 @@ def plot_report(report: DataReport, png: Path) -> None:
     """Draw the histograms.
 
     Raises:
-        BadInput: matplotlib is not installed, or there is nothing to draw.
+        BadInput: matplotlib is not installed (extra ``plots``), or there is nothing to draw.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise BadInput(
-            "The histograms need matplotlib: pip install 'mcore-qwen3vl[plots]'."
-        ) from None
+    require("matplotlib", "--plot")
+    from matplotlib.figure import Figure
+
     histograms = report.histograms()
     if not histograms:
         raise BadInput(f"{report.path} holds no usable sample, so there is nothing to draw.")

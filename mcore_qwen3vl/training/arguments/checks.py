@@ -11,6 +11,7 @@ from pathlib import Path
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.loading.sources import parse_sources
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.runtime.extras import require
 
 
 def check(args: argparse.Namespace, architecture: Architecture) -> None:
@@ -143,10 +144,8 @@ def check_writable(folder: Path) -> None:
 
 
 def _check_loggers(args: argparse.Namespace) -> None:
-    if args.tensorboard_dir and find_spec("tensorboard") is None:
-        raise BadInput(
-            "--tensorboard-dir needs the package tensorboard: pip install 'mcore-qwen3vl[logging]'."
-        )
+    if args.tensorboard_dir:
+        require("tensorboard", "--tensorboard-dir")
     if args.wandb_project:
         if not args.tensorboard_dir:
             raise BadInput(

@@ -63,7 +63,7 @@ def _reason(error: BaseException | None) -> str | None:
     """What the system said, if an error or one that it came from is the disk's."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _OF_DISKS:
-            return os.strerror(error.errno)
+            return error.strerror
         error = error.__cause__ or error.__context__
     return None
 

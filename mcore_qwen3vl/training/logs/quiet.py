@@ -14,10 +14,13 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from functools import partialmethod
 from pathlib import Path
 from typing import Any, TextIO
+from unittest import mock
 
 from rich.console import Console
+from tqdm import tqdm
 
 from mcore_qwen3vl.training.arguments.refusal import StrictParser
 
@@ -60,7 +63,14 @@ def quiet(argv: Sequence[str]) -> Iterator[Console | None]:
     # Piped output is for files and grep: lines are not folded.
     screen = Console(file=terminal, highlight=False, width=None if terminal.isatty() else 1000)
     errors: Any = AboveProgress(sys.stderr) if terminal.isatty() else sys.stderr
-    with redirect_stdout(file), redirect_stderr(errors), _logging_to(file, errors, rank):
+    # A data worker fills its buffer behind a bar of its own, and all would draw over each other.
+    no_bars = mock.patch.object(tqdm, "__init__", partialmethod(tqdm.__init__, disable=True))
+    with (
+        redirect_stdout(file),
+        redirect_stderr(errors),
+        _logging_to(file, errors, rank),
+        no_bars,
+    ):
         yield screen
     file.close()
 
@@ -131,7 +141,7 @@ def _logging_to(file: LogFile, errors: Any, rank: int) -> Iterator[None]:
     record.setLevel(logging.INFO)
     show = logging.StreamHandler(errors)
     show.setLevel(logging.WARNING)
-    show.addFilter(lambda found: found.name.startswith(OWN) or (rank == 0 and _matters(found)))
+    show.addFilter(_OfUse(rank))
     show.setFormatter(_OneLine())
     root = logging.getLogger()
     before, level = root.handlers[:], root.level
@@ -156,10 +166,21 @@ class _OneLine(logging.Formatter):
         return f"warning: {text.strip()}"
 
 
-def _matters(record: logging.LogRecord) -> bool:
-    """Whether a library's warning tells the user something about this run."""
-    text = record.getMessage()
-    found = _PYTHONS.match(text)
-    if found and found["kind"] in ("DeprecationWarning", "FutureWarning"):
-        return False
-    return not any(known in text for known in _OF_NO_USE)
+class _OfUse(logging.Filter):
+    """Ours; a library's on the first rank, once, if it tells the user something about this run."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank = rank
+        self._shown: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        if record.name.startswith(OWN):
+            return True
+        found = _PYTHONS.match(text)
+        for_developers = found and found["kind"] in ("DeprecationWarning", "FutureWarning")
+        if self._rank or for_developers or text in self._shown:
+            return False
+        self._shown.add(text)
+        return not any(known in text for known in _OF_NO_USE)

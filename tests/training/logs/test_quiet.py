@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import logging
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
+from tqdm import tqdm
 
 from mcore_qwen3vl.training.logs.quiet import CLEAR_LINE, LogFile, log_file, quiet
 
@@ -36,7 +38,11 @@ def test_prints_and_notes_go_to_the_file_and_warnings_to_the_terminal_too(
     with quiet(["--save", str(tmp_path), "--no-such-flag"]) as screen:
         print("a thousand lines")
         logging.getLogger("some.library").info("noted")
-        logging.getLogger("some.library").warning("a library warns")
+        for _ in range(2):
+            logging.getLogger("some.library").warning("a library warns")
+        warnings.warn("of no use", FutureWarning, stacklevel=1)
+        for _ in tqdm(range(2)):
+            pass
         logging.getLogger("mcore_qwen3vl.data").warning("bad sample")
         assert screen is not None
         screen.print("a summary")
