@@ -8,7 +8,8 @@ import typer
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.cli import show, sources
-from mcore_qwen3vl.cli.options import JsonFile
+from mcore_qwen3vl.cli.options import JsonFile, media_flags, require
+from mcore_qwen3vl.data.config import MediaLimits
 
 app = typer.Typer(help="Look at training data.", no_args_is_help=True)
 
@@ -19,6 +20,7 @@ def group() -> None:
 
 
 @app.command("check")
+@media_flags
 def check(
     path: Annotated[Path, typer.Argument(help="JSONL, WebDataset folder or energon metadataset.")],
     hf_model: Annotated[
@@ -33,17 +35,19 @@ def check(
         Path | None, typer.Option(help="Write histograms to this PNG (extra: plots).")
     ] = None,
     json: JsonFile = None,
+    *,
+    media: MediaLimits,
 ) -> None:
     """Read every sample as training would: flaws, lengths, packing efficiency."""
     console.quiet_libraries()
     from mcore_qwen3vl.converters.mcore.paths import config_folder
     from mcore_qwen3vl.data import DataConfig, load_processor
     from mcore_qwen3vl.data.check import check_data, plot_report
-    from mcore_qwen3vl.runtime.extras import require
+    from mcore_qwen3vl.runtime.extras import require_extra
 
     if plot is not None:  # before the data is read
-        require("matplotlib", "--plot")
-    config = DataConfig(seq_length=seq_length, packing=True)
+        require_extra("matplotlib", "--plot")
+    config = DataConfig(seq_length=seq_length, packing=True, media=media)
     processor = load_processor(config_folder(hf_model))
     report = check_data(path, processor, config, split=split, decode=decode, limit=limit)
     if plot is not None:

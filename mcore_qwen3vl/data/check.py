@@ -25,7 +25,7 @@ from mcore_qwen3vl.data.loading.index import ensure_index
 from mcore_qwen3vl.data.records.bad_samples import OverlongSample, sample_id
 from mcore_qwen3vl.data.records.template import Renderer
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.runtime.extras import require
+from mcore_qwen3vl.runtime.extras import require_extra
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def plot_report(report: DataReport, png: Path) -> None:
     Raises:
         BadInput: matplotlib is not installed (extra ``plots``), or there is nothing to draw.
     """
-    require("matplotlib", "--plot")
+    require_extra("matplotlib", "--plot")
     from matplotlib.figure import Figure
 
     histograms = report.histograms()

@@ -9,7 +9,7 @@ from mcore_qwen3vl.errors import BadInput
 _EXTRAS = {"matplotlib": "plots", "tensorboard": "logging"}
 
 
-def require(package: str, what: str) -> None:
+def require_extra(package: str, what: str) -> None:
     """
     Args:
         package: matplotlib or tensorboard.

@@ -17,10 +17,10 @@ ROOT = Path(__file__).parents[2]
 def test_the_extra_is_named_and_brings_it(
     package: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    extras.require(package, "--plot")
+    extras.require_extra(package, "--plot")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert any(p.startswith(package) for p in project["optional-dependencies"][extra])
     monkeypatch.setattr(extras, "find_spec", lambda name: None)
     said = rf"--plot needs the package {package}: pip install 'mcore-qwen3vl\[{extra}\]'\."
     with pytest.raises(BadInput, match=said):
-        extras.require(package, "--plot")
+        extras.require_extra(package, "--plot")

@@ -11,7 +11,7 @@ from pathlib import Path
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.loading.sources import parse_sources
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.runtime.extras import require
+from mcore_qwen3vl.runtime.extras import require_extra
 
 
 def check(args: argparse.Namespace, architecture: Architecture) -> None:
@@ -145,7 +145,7 @@ def check_writable(folder: Path) -> None:
 
 def _check_loggers(args: argparse.Namespace) -> None:
     if args.tensorboard_dir:
-        require("tensorboard", "--tensorboard-dir")
+        require_extra("tensorboard", "--tensorboard-dir")
     if args.wandb_project:
         if not args.tensorboard_dir:
             raise BadInput(

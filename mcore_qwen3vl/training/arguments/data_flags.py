@@ -12,7 +12,7 @@ from mcore_qwen3vl.data.config import DataConfig, MediaLimits
 _FROM_MEGATRON = ("seq_length", "micro_batch_size", "length_multiple", "media")
 
 _OF_CHECKPOINT = "default: the checkpoint's processor's"
-_HELP = {
+TEXTS = {
     "packing": "several samples to a sequence (THD); default: one sample a row, padded",
     "pad_to_longest": "without --packing: pad to the batch's longest row; default: to --seq-length",
     "overlong": "samples longer than --seq-length: leave out, or cut their tail",
@@ -46,7 +46,7 @@ def add_data_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def _add(group: argparse._ArgumentGroup, name: str, kind: Any, default: Any) -> None:
-    flag, text = name.replace("_", "-"), _HELP[name]
+    flag, text = name.replace("_", "-"), TEXTS[name]
     if kind is bool and default:
         group.add_argument(f"--no-{flag}", dest=name, action="store_false", default=True, help=text)
     elif kind is bool:
