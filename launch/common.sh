@@ -21,7 +21,7 @@ COMMON=(
     --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
     --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0
     --lr-decay-style cosine --lr-warmup-fraction 0.03
-    --num-workers 8 --save-interval 500 --log-interval 10 --exit-signal-handler
+    --num-workers 8 --save-interval 500 --log-interval 10
     # It waits twice for every bucket of gradients; the norm is checked after each step anyhow.
     --no-check-for-nan-in-loss-and-grad
     --distributed-timeout-minutes 30

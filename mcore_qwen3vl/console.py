@@ -72,6 +72,8 @@ def quiet_libraries() -> None:
     Call it before megatron is imported; errors still show.
     """
     warnings.filterwarnings("ignore")
+    # Megatron would have every library's notes printed; the first to say it decides.
+    logging.basicConfig(level=logging.WARNING, format="warning: %(message)s")
     for name in ("torch.utils.cpp_extension", "megatron"):
         logging.getLogger(name).setLevel(logging.ERROR)
     from transformers.utils import logging as hf_logging

@@ -24,7 +24,7 @@ from torch import nn
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.mcore.formats import is_megatron
-from mcore_qwen3vl.converters.mcore.paths import hf_folder
+from mcore_qwen3vl.converters.mcore.paths import config_folder
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
@@ -105,7 +105,7 @@ def load_model(
     from mcore_qwen3vl.model.build import build_chunks
 
     checkpoint, layout = Path(checkpoint), layout or Layout()
-    architecture = Architecture.from_hf(_companions(checkpoint))
+    architecture = Architecture.from_hf(config_folder(checkpoint))
     layout.validate(architecture)
     chunks = build_chunks(architecture, layout, spec=spec, **config_overrides)
     for chunk in chunks:
@@ -203,13 +203,7 @@ def save_model(
     """
     from mcore_qwen3vl.converters.live.export import save_hf
 
-    save_hf(models, path, hf_config=_companions(like), force=force)
-
-
-def _companions(checkpoint: str | Path) -> Path:
-    """Where config, tokenizer and processor of a checkpoint of either kind are."""
-    path = Path(checkpoint)
-    return hf_folder(path) if is_megatron(path) else path
+    save_hf(models, path, hf_config=config_folder(Path(like)), force=force)
 
 
 def _with_encoded_images(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -40,6 +40,6 @@ def test_wheel_holds_every_package(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     packed = set(zipfile.ZipFile(wheel).namelist())
     expected = {n for n in tracked if n.startswith("mcore_qwen3vl/") and not n.endswith(".md")}
-    expected |= {f"mcore_qwen3vl/{n}" for n in tracked if n.startswith("converters/")}
+    expected |= {f"mcore_qwen3vl/{n}" for n in tracked if n.startswith(("converters/", "launch/"))}
     assert expected <= packed, sorted(expected - packed)
     assert not any(name.startswith(("converters/", "tests/", "launch/")) for name in packed)

@@ -89,3 +89,18 @@ def hf_folder(path: Path, *, flag: str = "--hf-config") -> Path:
             f"directory with the Hugging Face config and tokenizer: {flag} DIR."
         )
     return folder
+
+
+def config_folder(path: Path, *, flag: str = "--hf-config") -> Path:
+    """Where config, tokenizer and processor of a checkpoint of either kind are, or should be.
+
+    Args:
+        path: an HF checkpoint, which is its own, or a Megatron one.
+        flag: see `hf_folder`.
+
+    Raises:
+        BadInput: a Megatron checkpoint without such a folder.
+    """
+    if (path / TRACKER).is_file():
+        return hf_folder(path, flag=flag)
+    return find_hf_folder(path) or path

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture, ExpertLayout
-from mcore_qwen3vl.converters.hf import shards
+from mcore_qwen3vl.converters.hf import processor_files, shards
 from mcore_qwen3vl.converters.hf.checkpoint import INDEX
 from mcore_qwen3vl.converters.hf.companions import companion_files, copy_companions
 from mcore_qwen3vl.converters.hf.shards import Shard
@@ -217,7 +217,7 @@ def lay_out(
         },
         conversion=ToHuggingFace(stream, parts, hf_config, form, dtype, untied),
         files=len(parts),
-        notes=notes,
+        notes=(*notes, *processor_files.notes(hf_config)),
     )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.hf import fp8
+from mcore_qwen3vl.converters.hf import fp8, processor_files
 from mcore_qwen3vl.converters.hf.checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.hf.companions import companion_files, copy_companions
 from mcore_qwen3vl.converters.mapping.row import Row, max_rows
@@ -173,7 +173,10 @@ def plan(
             facts,
         ),
         files=len(units),
-        notes=dequantized_notes(checkpoint, wanted),
+        notes=(
+            *dequantized_notes(checkpoint, wanted),
+            *processor_files.notes(checkpoint.path),
+        ),
     )
 
 

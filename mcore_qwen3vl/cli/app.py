@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from mcore_qwen3vl import console
-from mcore_qwen3vl.cli import convert, data, lora, show, sources, verify
+from mcore_qwen3vl.cli import convert, data, launch, lora, show, sources, verify
 from mcore_qwen3vl.cli.generate import generate
 from mcore_qwen3vl.cli.memory import memory
 from mcore_qwen3vl.cli.options import Json, Workers, require
@@ -27,6 +27,7 @@ app.add_typer(convert.app, name="convert")
 app.add_typer(lora.app, name="lora")
 app.add_typer(verify.app, name="verify")
 app.add_typer(data.app, name="data")
+app.add_typer(launch.app, name="launch")
 app.command("generate")(generate)
 app.command("memory")(memory)
 app.command(

@@ -8,7 +8,8 @@ import typer
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.cli import show, sources
-from mcore_qwen3vl.cli.options import JsonFile, require
+from mcore_qwen3vl.cli.options import JsonFile, media_flags, require
+from mcore_qwen3vl.data.config import MediaLimits
 
 app = typer.Typer(help="Look at training data.", no_args_is_help=True)
 
@@ -19,6 +20,7 @@ def group() -> None:
 
 
 @app.command("check")
+@media_flags
 def check(
     path: Annotated[Path, typer.Argument(help="JSONL, WebDataset folder or energon metadataset.")],
     hf_model: Annotated[
@@ -29,17 +31,24 @@ def check(
     split: Annotated[str, typer.Option(help="Part of a WebDataset or metadataset.")] = "train",
     decode: Annotated[bool, typer.Option(help="Decode every image and video.")] = True,
     limit: Annotated[int | None, typer.Option(help="Stop after so many samples.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write histograms to this PNG.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Write histograms to this PNG (extra: plots).")
+    ] = None,
     json: JsonFile = None,
+    *,
+    media: MediaLimits,
 ) -> None:
     """Read every sample as training would: flaws, lengths, packing efficiency."""
     console.quiet_libraries()
-    from mcore_qwen3vl.converters.mcore.paths import find_hf_folder
+    from mcore_qwen3vl.converters.mcore.paths import config_folder
     from mcore_qwen3vl.data import DataConfig, load_processor
     from mcore_qwen3vl.data.check import check_data, plot_report
+    from mcore_qwen3vl.runtime.extras import require_extra
 
-    config = DataConfig(seq_length=seq_length, packing=True)
-    processor = load_processor(find_hf_folder(hf_model) or hf_model)
+    if plot is not None:  # before the data is read
+        require_extra("matplotlib", "--plot")
+    config = DataConfig(seq_length=seq_length, packing=True, media=media)
+    processor = load_processor(config_folder(hf_model))
     report = check_data(path, processor, config, split=split, decode=decode, limit=limit)
     if plot is not None:
         plot_report(report, plot)

@@ -12,7 +12,7 @@ from mcore_qwen3vl import console
 from mcore_qwen3vl.cli import sources
 from mcore_qwen3vl.cli.options import Json, layout_flags
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.mcore.paths import find_hf_folder
+from mcore_qwen3vl.converters.mcore.paths import config_folder
 from mcore_qwen3vl.layout import Layout
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def memory(
     """
     from mcore_qwen3vl.training.memory import Workload, by_stage, stage_layers
 
-    architecture = Architecture.from_hf(find_hf_folder(model) or model)
+    architecture = Architecture.from_hf(config_folder(model))
     layout = replace(layout, first=first, last=last)
     layout.validate(architecture)
     work = Workload(seq_length, micro_batch_size, visual_share)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Collection
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mcore_qwen3vl import console
+from mcore_qwen3vl.data.config import MediaLimits
 from mcore_qwen3vl.errors import CheckFailed
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.training.arguments import data_flags
 
 if TYPE_CHECKING:
     from mcore_qwen3vl.verify.report.result import Report
@@ -73,13 +76,38 @@ def layout_flags(
         without: sizes that the command has no use for.
     """
     offered = {name: flag for name, flag in _LAYOUT_FLAGS.items() if name not in without}
+    return _flags_for("layout", offered, make)
+
+
+def media_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command training's flags for the budgets of images and videos.
+
+    The command itself takes a keyword argument `media`.
+    """
+    flags: dict[str, Any] = {}
+    for field in fields(MediaLimits):
+        option = typer.Option(
+            f"--{field.name.replace('_', '-')}",
+            metavar="N",
+            help=f"{data_flags.TEXTS[field.name].capitalize()}.",
+            rich_help_panel="Budgets, as for training",
+        )
+        kind = float if field.name.endswith("fps") else int
+        flags[field.name] = Annotated[kind | None, option]
+    return _flags_for("media", flags, MediaLimits)(command)
+
+
+def _flags_for(
+    argument: str, offered: dict[str, Any], make: Callable[..., Any]
+) -> Callable[[Any], Any]:
+    """A decorator that puts the flags `offered` in place of `argument`: `make` of those given."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
         def with_flags(**options: Any) -> None:
-            given = {name: options.pop(name) for name in offered}
-            sizes = {name: size for name, size in given.items() if size is not None}
-            command(**options, layout=make(**sizes))
+            values = {name: options.pop(name) for name in offered}
+            given = {name: value for name, value in values.items() if value is not None}
+            command(**options, **{argument: make(**given)})
 
         own = inspect.signature(command, eval_str=True)
         flags = [
@@ -89,7 +117,7 @@ def layout_flags(
         kept = [
             parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
             for name, parameter in own.parameters.items()
-            if name != "layout"
+            if name != argument
         ]
         signature = own.replace(parameters=[*kept, *flags])
         with_flags.__signature__ = signature  # type: ignore[attr-defined]
@@ -114,13 +142,17 @@ def conclude(report: Report, folder: Path | None, json: Path | None) -> None:
         json: a file, or ``-`` for standard output, which then holds nothing else.
 
     Raises:
-        CheckFailed: the report says that something differs.
+        CheckFailed, typer.Exit: something differs; the latter where the report was shown, which
+            has said so.
     """
     from mcore_qwen3vl.verify.report.terminal import render
     from mcore_qwen3vl.verify.report.write import write_report
 
     if folder is not None:
         write_report(report, folder)
-    if not console.emit_json(report.to_dict(), json):
-        console.output.print(render(report))
-    require(report.ok, f"{report.title}: {report.verdict}")
+    if console.emit_json(report.to_dict(), json):
+        require(report.ok, f"{report.title}: {report.verdict}")
+        return
+    console.output.print(render(report))
+    if not report.ok:
+        raise typer.Exit(CheckFailed.exit_code)

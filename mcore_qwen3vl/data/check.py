@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import io
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import redirect_stdout
@@ -25,6 +25,7 @@ from mcore_qwen3vl.data.loading.index import ensure_index
 from mcore_qwen3vl.data.records.bad_samples import OverlongSample, sample_id
 from mcore_qwen3vl.data.records.template import Renderer
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.runtime.extras import require_extra
 
 
 @dataclass(frozen=True)
@@ -140,14 +141,12 @@ def check_data(
 
 def _samples(path: Path, split: str) -> Iterator[dict[str, Any]]:
     """Crude samples in order, JSON not parsed yet."""
-    ensure_index(path)
-    leaves: Iterable[Any] = [path]
+    leaves: Iterable[Any] = [ensure_index(path)]
     if path.suffix in (".yaml", ".yml"):
         leaves = [leaf.path for leaf in traverse_metadataset(path.absolute(), split_part=split)]
     workers = WorkerConfig(rank=0, world_size=1, num_workers=0)
     for leaf in leaves:
-        place = Path(str(leaf)).absolute()
-        ensure_index(place)
+        place = ensure_index(Path(str(leaf)).absolute())
         factory: Any = get_dataset_from_config(
             place,
             split_part=split,
@@ -157,7 +156,7 @@ def _samples(path: Path, split: str) -> Iterator[dict[str, Any]]:
         )
         # Not through the factory's own loading, which parses JSON and stops at a broken line.
         factory._load_sample = factory.load_sample = lambda sample: sample
-        with redirect_stdout(sys.stderr):  # energon says what it reads; ours may be JSON
+        with redirect_stdout(io.StringIO()):  # energon says how it divides the data
             dataset = factory.build()
         workers.worker_activate(0)
         try:
@@ -195,14 +194,11 @@ def plot_report(report: DataReport, png: Path) -> None:
     """Draw the histograms.
 
     Raises:
-        BadInput: matplotlib is not installed, or there is nothing to draw.
+        BadInput: matplotlib is not installed (extra ``plots``), or there is nothing to draw.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise BadInput(
-            "The histograms need matplotlib: pip install 'mcore-qwen3vl[plots]'."
-        ) from None
+    require_extra("matplotlib", "--plot")
+    from matplotlib.figure import Figure
+
     histograms = report.histograms()
     if not histograms:
         raise BadInput(f"{report.path} holds no usable sample, so there is nothing to draw.")

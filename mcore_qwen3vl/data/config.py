@@ -90,9 +90,10 @@ class DataConfig:
     shuffle: bool = True
     shuffle_buffer: int = 100
     max_bad_fraction: float = 0.05
-    """Stop when more than this share of the samples is bad."""
+    """Stop when more than this share of the data set's records is bad."""
     bad_fraction_floor: int = 100
-    """Below this many samples, the share is taken of this number instead."""
+    """Where a data worker is dealt fewer records than this, the share is taken of this number, or
+    of the whole data set if that is smaller."""
     document_end: str | None = None
     """Token text that ends a pretraining document; None is the tokenizer's pad token, which is
     <|endoftext|> in Qwen's tokenizers."""

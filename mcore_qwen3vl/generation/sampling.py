@@ -16,7 +16,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from mcore_qwen3vl.converters.mcore.paths import find_hf_folder
+from mcore_qwen3vl.converters.mcore.paths import config_folder
 from mcore_qwen3vl.errors import BadInput
 
 
@@ -26,8 +26,7 @@ def load_generation_config(path: str | Path) -> GenerationConfig:
     Raises:
         BadInput: the file is there and cannot be read.
     """
-    path = Path(path)
-    folder = find_hf_folder(path) or path
+    folder = config_folder(Path(path))
     if not (folder / "generation_config.json").is_file():
         return GenerationConfig()
     try:

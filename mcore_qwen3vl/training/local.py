@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import socket
+import traceback
 from collections.abc import Sequence
 
 from mcore_qwen3vl import console
-from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.training.arguments.checks import check_device
+from mcore_qwen3vl.training.arguments.early import check_early
 from mcore_qwen3vl.training.arguments.help import print_help
 from mcore_qwen3vl.training.arguments.layout import check_layout_flags
-from mcore_qwen3vl.training.arguments.parser import add_arguments, hf_model_of, is_cpu
+from mcore_qwen3vl.training.arguments.parser import add_arguments, is_cpu
 
 SHUTDOWN_SECONDS = 600
 """What a step and a checkpoint may take after SIGTERM; torchrun's 30 s would kill a rank in it."""
@@ -38,9 +40,11 @@ def show_help(words: Sequence[str]) -> None:
 
 def default_processes(flags: Sequence[str]) -> int:
     """One rank a GPU, or one on the CPU."""
+    if is_cpu(flags):
+        return 1
     import torch
 
-    return 1 if is_cpu(flags) else max(torch.cuda.device_count(), 1)
+    return max(torch.cuda.device_count(), 1)
 
 
 def train_locally(flags: Sequence[str], processes: int | None = None) -> int:
@@ -54,16 +58,40 @@ def train_locally(flags: Sequence[str], processes: int | None = None) -> int:
         The exit code: 0 done, 1 a rank crashed, 2 bad input, 128 + N stopped by signal N.
 
     Raises:
-        BadInput: no GPU and no ``--cpu``, no such model, or a layout that does not fit it.
+        BadInput: see :func:`check_early`; or no GPU and no ``--cpu``, or a layout that does not fit
+            the model.
     """
+    architecture = check_early(flags)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun sets it, without its warning
     check_device(is_cpu(flags))
     ranks = processes or default_processes(flags)
-    check_layout_flags(flags, Architecture.from_hf(hf_model_of(flags)), ranks)
+    check_layout_flags(flags, architecture, ranks)
+    return _run_here(flags) if ranks == 1 else _run_torchrun(flags, ranks)
+
+
+def _run_here(flags: Sequence[str]) -> int:
+    """One rank needs no other process: that saves importing torch twice, one after the other."""
+    from mcore_qwen3vl.training.run import main
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **address}
+    try:
+        return main(flags)
+    except BadInput:
+        raise
+    except Exception:
+        traceback.print_exc()
+        return 1
+
+
+def _run_torchrun(flags: Sequence[str], ranks: int) -> int:
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun sets it, without its warning
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     arguments = [

@@ -10,12 +10,14 @@ Allocator fragmentation, NCCL buffers and the CUDA context come on top.
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 from typing import Literal
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.model.head.log_probs import CHUNK_LOGITS
 
 Recompute = Literal["none", "full"]
 
@@ -23,7 +25,8 @@ WEIGHT = 2  # bytes: bf16
 GRADIENT = 4  # fp32 accumulation
 OPTIMIZER = 12  # fp32 main weight and Adam's two moments
 ACTIVATION = 2  # bf16
-LOGIT = 10  # bf16 logits, their fp32 copy, and its gradient
+LOGIT = 8  # in a chunk of the head: bf16, float32, and the gradient in bf16
+GB = 1e9
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,11 @@ class Memory:
         """All of it."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.logits
 
+    def __str__(self) -> str:
+        parts = ("weights", "gradients", "optimizer", "activations", "logits")
+        listing = ", ".join(f"{name} {getattr(self, name) / GB:.1f}" for name in parts)
+        return f"{self.total / GB:.1f} GB a GPU ({listing})"
+
 
 def estimate(
     a: Architecture, layout: Layout, work: Workload, recompute: Recompute = "none"
@@ -73,6 +81,29 @@ def by_stage(
     return [_stage(a, layout, work, recompute, stage) for stage in range(layout.pp)]
 
 
+def of_arguments(args: argparse.Namespace, a: Architecture) -> Memory:
+    """:func:`estimate` for validated Megatron arguments."""
+    work = Workload(args.seq_length, args.micro_batch_size)
+    recompute: Recompute = "full" if args.recompute_granularity == "full" else "none"
+    return estimate(a, layout_of(args), work, recompute)
+
+
+def layout_of(args: argparse.Namespace) -> Layout:
+    """The layout that validated Megatron arguments describe."""
+    return Layout(
+        tp=args.tensor_model_parallel_size,
+        pp=args.pipeline_model_parallel_size,
+        vpp=args.virtual_pipeline_model_parallel_size or 1,
+        ep=args.expert_model_parallel_size,
+        etp=args.expert_tensor_parallel_size if args.num_experts else 1,
+        cp=args.context_parallel_size,
+        dp=args.data_parallel_size,
+        sp=args.sequence_parallel,
+        first=args.decoder_first_pipeline_num_layers,
+        last=args.decoder_last_pipeline_num_layers,
+    )
+
+
 def _stage(
     a: Architecture, layout: Layout, work: Workload, recompute: Recompute, stage: int
 ) -> Memory:
@@ -81,13 +112,13 @@ def _stage(
     shared_copies = layout.dp * layout.cp
     expert_copies = layout.tp * layout.cp * layout.dp / (layout.ep * layout.etp)
     tokens = work.seq_length * work.micro_batch_size / layout.cp
-    logits = tokens * a.vocab_size / layout.tp * LOGIT if stage == layout.pp - 1 else 0.0
+    alive = min(tokens * a.vocab_size / layout.tp, CHUNK_LOGITS)
     return Memory(
         weights=WEIGHT * (shared + experts),
         gradients=GRADIENT * (shared + experts),
         optimizer=OPTIMIZER * (shared / shared_copies + experts / expert_copies),
         activations=_activations(a, layout, tokens, work, recompute, stage),
-        logits=logits,
+        logits=LOGIT * alive if stage == layout.pp - 1 else 0.0,
     )
 
 

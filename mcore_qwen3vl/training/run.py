@@ -4,66 +4,74 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import logging
 import math
 import os
 import signal
+import sys
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
+from rich.console import Console
+
 from mcore_qwen3vl.training.arguments.checks import check_device
+from mcore_qwen3vl.training.arguments.defaults import statement
+from mcore_qwen3vl.training.arguments.early import check_early
 from mcore_qwen3vl.training.arguments.help import asked_words, print_megatron_help
 from mcore_qwen3vl.training.arguments.parser import is_cpu, parse
 from mcore_qwen3vl.training.logs import metrics
+from mcore_qwen3vl.training.logs.progress import RunProgress
+from mcore_qwen3vl.training.logs.quiet import quiet
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str]) -> int:
     """Train as the command line says; every rank calls this.
+
+    Returns:
+        0, or 128 + N when signal N has stopped this rank.
 
     Raises:
         BadInput: the flags, the data or the checkpoint cannot be used.
     """
     words = asked_words(argv)
-    if words is not None or is_cpu(argv):
-        # What megatron misses on CUDA is not missing here.
-        warnings.filterwarnings("ignore", module="megatron")
-        from mcore_qwen3vl.runtime import cpu
+    if words is not None:
+        _choose_device(cpu=True)
+        print_megatron_help(words)
+    check_early(argv)
+    with quiet(argv) as screen:
+        _choose_device(is_cpu(argv))
+        args, explicit = parse(argv)
+        run = Run(args, screen)
+        if args.rank == 0:
+            run.introduce(screen, explicit)
+        return run.train()
 
-        cpu.install(training=True)  # before megatron is imported
+
+def _choose_device(cpu: bool) -> None:
+    """Before megatron is imported."""
+    if cpu:
+        # What megatron and torch miss on CUDA is not missing here.
+        warnings.filterwarnings("ignore", module="megatron")
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+        from mcore_qwen3vl.runtime.cpu import install
+
+        install(training=True)
     else:
         check_device(cpu=False)
         # Megatron before Blackwell orders its overlapped transfers by this.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    if words is not None:
-        print_megatron_help(words)
-    args = parse(argv)
-    _interrupt_as_sigterm()
-    Run(args).train()
-
-
-def _interrupt_as_sigterm() -> None:
-    """Ctrl-C reaches every process of the terminal; this rank then saves as for SIGTERM.
-
-    Its data workers, which are forked and inherit the handler, go on until the rank ends them.
-    """
-    rank = os.getpid()
-
-    def handler(*_: Any) -> None:
-        if os.getpid() == rank:
-            signal.raise_signal(signal.SIGTERM)
-
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, handler)
 
 
 class Run:
     """The state of one run that Megatron's loop does not hold."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, screen: Console | None) -> None:
         """
         Args:
             args: of :func:`mcore_qwen3vl.training.arguments.parser.parse`.
+            screen: of :func:`mcore_qwen3vl.training.logs.quiet.quiet`.
         """
         from mcore_qwen3vl.config import Architecture
         from mcore_qwen3vl.training.feed.provider import DataProvider
@@ -78,9 +86,72 @@ class Run:
         self.data = DataProvider(args, self.architecture, self.metrics.count)
         self.forward_step = ForwardStep(find_loss(args.loss))
         self.last_report: dict[str, float] = {}
+        self._validated_at: int | None = None
+        self._new_validation = True
+        self._interrupted = False
+        # As Megatron's own log, that of the last rank, which knows the loss.
+        last = args.rank == args.world_size - 1
+        self.progress = RunProgress(screen if last else None)
 
-    def train(self) -> None:
-        """Call ``megatron.training.pretrain``."""
+    def introduce(self, screen: Console | None, explicit: Collection[str]) -> None:
+        """Say what the run will do; one rank calls this."""
+        from mcore_qwen3vl.training.logs.summary import show_summary
+
+        taken = statement(self.args, explicit)
+        if screen is not None:
+            show_summary(screen, self.args, self.architecture, explicit)
+        elif taken:
+            print(f"not given, so: {taken}", file=sys.stderr, flush=True)
+
+    def train(self) -> int:
+        """Call ``megatron.training.pretrain``.
+
+        Returns:
+            0, or 128 + N when signal N has stopped this rank.
+        """
+        self._interrupt_as_sigterm()
+        with self.progress as progress:
+            try:
+                self._pretrain()
+            except SystemExit as leaving:  # Megatron's way out when a signal or a limit stops it
+                if leaving.code:
+                    raise
+                again = ": the same command goes on from there" if self.args.save else ""
+                progress.say(f"stopped after step {progress.steps}{again}")
+                return self._stopped_by()
+            progress.say(
+                f"done: step {progress.steps}, {progress.elapsed}"
+                if progress.steps
+                else f"nothing left to do: {self.args.load} has all of its steps"
+            )
+        return 0
+
+    def _interrupt_as_sigterm(self) -> None:
+        """Ctrl-C reaches every process of the terminal; this rank then saves as for SIGTERM.
+
+        Its data workers, which are forked and inherit the handler, go on until the rank ends them.
+        """
+        rank = os.getpid()
+
+        def handler(*_: Any) -> None:
+            if os.getpid() == rank:
+                self._interrupted = True
+                self.progress.say("stopping after this step")
+                signal.raise_signal(signal.SIGTERM)
+
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, handler)
+
+    def _stopped_by(self) -> int:
+        """128 and the signal, or 0 if it was a limit."""
+        from megatron.training.global_vars import get_signal_handler
+
+        if self._interrupted:
+            return 128 + signal.SIGINT
+        received = getattr(get_signal_handler(), "_signal_received", False)
+        return 128 + signal.SIGTERM if received else 0
+
+    def _pretrain(self) -> None:
         from megatron.core.datasets import utils as datasets
         from megatron.core.enums import ModelType
         from megatron.training import checkpointing, dist_signal_handler, pretrain, training
@@ -111,7 +182,9 @@ class Run:
                 # After each iteration: exports to Hugging Face.
                 "checkpoint_and_decide_exit": self._after_iteration,
                 # Is no part of the speed in our log.
-                "evaluate_and_print_results": self._evaluate,
+                "evaluate_and_print_results": self._validate,
+                # Knows the losses of a validation, which that one only prints.
+                "evaluate": self._evaluate,
                 # Also writes --log-json, and stops at a gradient norm that is no number.
                 "training_log": self._log,
                 # Adds the learning rates by part.
@@ -142,24 +215,47 @@ class Run:
         check_checkpoint(self.args, self.lora)
         choose_checkpoint(self.args)
         with explained(self.args.load):
-            return original(model, *args, **kwargs)
+            found = original(model, *args, **kwargs)
+        if found[0]:
+            self.progress.say(f"resuming after step {found[0]} of {self.args.load}")
+        return found
 
     def _save_checkpoint(self, original: Any, iteration: int, *args: Any, **kwargs: Any) -> None:
         import torch.distributed as dist
 
+        from mcore_qwen3vl.training.checkpoints.disk import explained_save
         from mcore_qwen3vl.training.checkpoints.resume import save_companions
 
-        with self.metrics.paused():
+        with self.metrics.paused(), explained_save(self.args.save, iteration):
             if dist.get_rank() == 0:
                 save_companions(self.args)
                 if self.lora:
                     self.lora.save_config()
             self.data.save_state(self.args.save, iteration)
             original(iteration, *args, **kwargs)
+        self.progress.say(f"step {iteration}: saved to {self.args.save}")
 
-    def _evaluate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+    def _validate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        # At its end Megatron validates once more, even right after the last interval.
+        self._new_validation = given["iteration"] != self._validated_at
+        self._validated_at = given["iteration"]
         with self.metrics.paused():
             return original(*args, **kwargs)
+
+    def _evaluate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        from megatron.training.utils import is_last_rank
+
+        found = original(*args, **kwargs)
+        losses = found[0]
+        if losses and self._new_validation and is_last_rank():
+            iteration = self._validated_at
+            numbers = {f"validation {name}": float(loss) for name, loss in losses.items()}
+            listing = "  ".join(f"{name} {value:.4f}" for name, value in numbers.items())
+            self.progress.say(f"step {iteration}: {listing}")
+            if self.args.log_json:
+                metrics.append_json(self.args.log_json, {"iteration": iteration, **numbers})
+        return found
 
     def _after_iteration(
         self, original: Any, model: Any, optimizer: Any, scheduler: Any, iteration: int, *rest: Any
@@ -171,7 +267,8 @@ class Run:
             from mcore_qwen3vl.training.checkpoints.export import export
 
             with self.metrics.paused():
-                export(self.args, model, optimizer, iteration, self.lora)
+                folder = export(self.args, model, optimizer, iteration, self.lora)
+            self.progress.say(f"step {iteration}: exported to {folder}")
         return leaving
 
     def _optimizer_config(self, original: Any, args: argparse.Namespace) -> Any:
@@ -219,13 +316,16 @@ class Run:
         signature = inspect.signature(original)
         given = signature.bind(losses, totals, rate, iteration, *rest, **kw).arguments
         self._check_norm(given["grad_norm"], iteration)
-        due = self.args.log_json and iteration % self.args.log_interval == 0
-        if due and losses and is_last_rank():  # as Megatron's own log
-            numbers = {name: float(loss) for name, loss in losses.items()}
-            numbers |= {"grad norm": given["grad_norm"], "learning rate": rate}
-            metrics.append_json(
-                self.args.log_json, {"iteration": iteration, **numbers, **self.last_report}
-            )
+        if losses and is_last_rank():  # as Megatron's own log
+            self.progress.step(iteration, self.args.train_iters)
+            due = iteration % self.args.log_interval == 0
+            if due or given.get("is_first_iteration"):
+                numbers = {name: float(loss) for name, loss in losses.items()}
+                numbers |= {"grad norm": given["grad_norm"], "learning rate": rate}
+                numbers |= self.last_report if due else {}
+                self.progress.show(iteration, numbers)
+                if due and self.args.log_json:
+                    metrics.append_json(self.args.log_json, {"iteration": iteration, **numbers})
         return original(losses, totals, rate, iteration, *rest, **kw)
 
     def _check_norm(self, norm: float | None, iteration: int) -> None:

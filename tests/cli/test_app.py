@@ -1,6 +1,7 @@
 """The command line: exit codes, messages, JSON, and that a failure leaves nothing behind."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -60,7 +61,9 @@ def test_a_difference_is_exit_code_1(checkpoint, tmp_path, capsys):
     printed = capsys.readouterr()
     assert "134 of 140 comparisons failed" in printed.out
     assert "and 114 more" in printed.out
-    assert "134 of 140 comparisons failed" in printed.err
+    assert printed.err == ""  # the verdict once
+    assert run("verify", "tensors", checkpoint, other, "--json", "-") == 1
+    assert "134 of 140 comparisons failed" in capsys.readouterr().err
 
 
 def test_dry_run_writes_nothing(checkpoint, tmp_path, capsys):
@@ -163,7 +166,8 @@ def test_interrupted_conversion_says_how_to_go_on(checkpoint, tmp_path, capsys, 
 
 def test_without_a_gpu_it_is_one_line(checkpoint, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    assert run("train", "--hf-model", checkpoint, "--data-path", "x") == 2
+    flags = ("--hf-model", checkpoint, "--data-path", checkpoint, "--train-iters", 3)
+    assert run("train", *flags) == 2
     assert capsys.readouterr().err == (
         "error: There is no GPU here: add --cpu to train on the CPU.\n"
     )
@@ -176,7 +180,8 @@ def test_without_a_gpu_it_is_one_line(checkpoint, capsys, monkeypatch):
 
 def test_a_layout_that_does_not_fit_starts_no_rank(checkpoint, capsys, monkeypatch):
     monkeypatch.setattr("torch.distributed.run.run", pytest.fail)
-    command = ("train", "--cpu", "--hf-model", checkpoint, "--data-path", "x")
+    given = ("--hf-model", checkpoint, "--data-path", checkpoint, "--train-iters", 3)
+    command = ("train", "--cpu", *given)
     assert run("verify", "parity", checkpoint, "--tp", "3") == 2
     wanted = capsys.readouterr().err
     assert run(*command, "--tensor-model-parallel-size", "3") == 2
@@ -187,6 +192,26 @@ def test_a_layout_that_does_not_fit_starts_no_rank(checkpoint, capsys, monkeypat
     assert "--tensor-model-parallel-size: invalid int value: 'two'" in capsys.readouterr().err
     assert run("train", "--cpu", "--data-path", "x") == 2
     assert "--hf-model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("convert hf-to-mcore HF dst", 0),
+        ("data check DATA --hf-model HF", 2),
+        ("train --cpu --hf-model HF --data-path DATA --train-iters 3", 2),
+        ("generate HF --cpu --prompt Hello", 2),
+    ],
+)
+def test_missing_tokenizer_files_are_named(command, code, checkpoint, data, tmp_path, capsys):
+    bare = tmp_path / "bare"
+    shutil.copytree(checkpoint, bare, ignore=lambda *_: ["tokenizer.json", "chat_template.jinja"])
+    paths = {"HF": bare, "DATA": data, "dst": tmp_path / "mcore"}
+    assert run(*(paths.get(word, word) for word in command.split())) == code
+    printed = capsys.readouterr()
+    said = " ".join((printed.out if code == 0 else printed.err).split())
+    assert f"There is no tokenizer and no chat template in {bare}," in said
+    assert "copy tokenizer.json, chat_template.jinja, tokenizer_config.json of the mod" in said
 
 
 def test_existing_target_needs_force(checkpoint, tmp_path, capsys):

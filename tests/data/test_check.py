@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def test_report(
         assert counts.sum() == 8
         assert len(counts) <= edges[-1] - edges[0] + 1  # no bin between integers
 
-    assert capsys.readouterr().out == ""  # stdout may be taken by JSON
+    assert capsys.readouterr() == ("", "")  # stdout may be taken by JSON
 
     headers = check_data(path, processor, config, decode=False, limit=9)
     assert (headers.samples, headers.bad) == (9, [])  # its header alone is whole
@@ -76,6 +77,21 @@ def test_the_command_takes_a_converted_checkpoint_and_wants_a_usable_sample(
     assert left.value.code == code
     printed = " ".join(capsys.readouterr().err.split())
     assert ("all 2 are longer than 8 tokens; raise --seq-length." in printed) == bool(code)
+
+
+def test_the_command_takes_the_budgets_of_training(
+    processor_dir: Path, write_jsonl: WriteJsonl, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_jsonl([question(0), question(2)])
+    command = ["data", "check", str(path), "--hf-model", str(processor_dir), "--json", "-"]
+    patches = []
+    for budget in ([], ["--image-max-tokens", "6"]):
+        with pytest.raises(SystemExit) as left:
+            main([*command, *budget])
+        assert left.value.code == 0
+        patches.append(json.loads(capsys.readouterr().out)["patches"])
+    assert max(patches[0]) > 4 * 6
+    assert max(patches[1]) <= 4 * 6  # of two by two patches a token
 
 
 def test_nothing_to_draw(tmp_path: Path) -> None:

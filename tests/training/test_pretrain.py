@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import tarfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -76,9 +75,8 @@ EVALUATION = ("--eval-iters", "1", "--eval-interval", "2")
 
 
 def validation_losses(folder: Path) -> list[float]:
-    output = (folder / "output.txt").read_text()
-    found = re.findall(r"validation loss at iteration \d+ \| lm loss value: (\S+)", output)
-    return [float(value) for value in found]
+    entries = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    return [entry["validation lm loss"] for entry in entries if "validation lm loss" in entry]
 
 
 def test_a_blend_of_unindexed_tars_packed(dense: Path, corpus: Path, tmp_path: Path) -> None:
@@ -109,4 +107,4 @@ def test_weighted_folders_padded(dense: Path, corpus: Path, tmp_path: Path) -> N
     for entry in log:  # four documents of two images, and hardly ever a caption
         tokens = entry["packing efficiency"] * 4 * job.seq_length
         assert round(entry["images/s"] / entry["tokens/s"] * tokens, 3) == 8
-    assert len(validation_losses(tmp_path / "run")) == 1
+    assert len(validation_losses(tmp_path / "run")) == 2  # of the interval, and of the end

@@ -27,6 +27,7 @@ from mcore_qwen3vl.data.encoding.packing import best_fit
 from mcore_qwen3vl.data.encoding.pixels import PixelLoader
 from mcore_qwen3vl.data.encoding.planning import Plan, Planner
 from mcore_qwen3vl.data.encoding.samples import EncodedSample, PlannedSample, RawSample
+from mcore_qwen3vl.data.loading.stand_in import origin
 from mcore_qwen3vl.data.records.bad_samples import BadSampleGuard, sample_id
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.parse import parse_parts, parse_record
@@ -36,7 +37,7 @@ from mcore_qwen3vl.data.records.template import Renderer
 @stateless
 def cook(sample: CrudeSample) -> RawSample:
     """Energon's crude sample, of JSONL or WebDataset, with the place its media are at."""
-    dataset = Path(str(sample["__sources__"][0].dataset_path))
+    dataset = origin(Path(str(sample["__sources__"][0].dataset_path)))
     parts = {name: part for name, part in sample.items() if not name.startswith("__")}
     record = parts.pop("json", None)
     root = dataset.parent if dataset.suffix == ".jsonl" else dataset
@@ -82,7 +83,6 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, EncodedSample, Batch, Batch]):
     @stateless
     def preencode_sample(self, sample: RawSample) -> PlannedSample:
         """Tokenise and measure."""
-        self.guard.count()
         with self.guard.skipping(sample):
             plan = plan_sample(self.renderer, self.planner, sample)
         return PlannedSample.derive_from(sample, plan=plan, name=sample_id(sample))

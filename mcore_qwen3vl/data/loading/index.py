@@ -1,10 +1,12 @@
-"""Energon's indexes, made on first use, once, however many ranks arrive at the same time."""
+"""Energon's indexes, made on first use, once, however many ranks arrive at the same time.
+
+An index belongs beside its data, or beside a stand-in where that folder cannot be written.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -12,58 +14,78 @@ from megatron.energon.epathlib import EPath
 from megatron.energon.flavors import BaseWebdatasetFactory
 from megatron.energon.flavors.jsonl.ijsonl import IJsonlIndexReader, IJsonlIndexWriter
 
+from mcore_qwen3vl.data.loading.stand_in import make_stand_in, stand_ins
 from mcore_qwen3vl.errors import BadInput
 
 _PATIENCE = 3600.0  # seconds that other ranks wait for the one that indexes
 _CRUDE = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
 
 
-def ensure_index(path: Path) -> None:
+def ensure_index(path: Path) -> Path:
     """Make the index of a JSONL file, or of a folder of WebDataset tars, unless it is up to date.
 
     Args:
         path: a ``.jsonl`` file, a folder of ``.tar`` files, or an energon metadataset ``.yaml``,
             whose own data sets must be JSONL or indexed already.
 
+    Returns:
+        What energon is to read: `path`, or its stand-in.
+
     Raises:
         BadInput: nothing is there, or it is empty, or the index cannot be written.
     """
     if not path.exists():
         raise BadInput(f"The data set {path} does not exist; check the path.")
-    if path.suffix == ".jsonl":
-        _ensure(path, path.with_name(path.name + ".idx.lock"), _jsonl_is_indexed, _index_jsonl)
-    elif path.is_dir():
-        _ensure(path, path / ".energon.lock", _tars_are_indexed, _index_tars)
-    elif path.suffix not in (".yaml", ".yml"):
+    if path.suffix == ".jsonl" or path.is_dir():
+        return _ensure(path)
+    if path.suffix not in (".yaml", ".yml"):
         raise BadInput(
             f"{path} is no data set: a .jsonl file, a folder of WebDataset .tar files or an "
             "energon metadataset .yaml is needed."
         )
+    return path
 
 
-def _ensure(path: Path, lock: Path, is_indexed, index) -> None:  # type: ignore[no-untyped-def]
-    if is_indexed(path):
-        return
-    with _locked(path, lock):
-        if not is_indexed(path):  # another rank may have done it meanwhile
-            index(path)
+def _ensure(path: Path) -> Path:
+    if _is_indexed(path):
+        return path
+    try:
+        _index_once(path)
+    except OSError as beside:
+        try:
+            stand_in = make_stand_in(path)
+            if not _is_indexed(stand_in):
+                _index_once(stand_in)
+        except OSError as error:
+            raise BadInput(
+                f"The index of {path} can be written neither beside it ({beside.strerror}) nor in "
+                f"{stand_ins()} ({error.strerror}). Make one of them writable; XDG_CACHE_HOME "
+                "names another cache."
+            ) from error
+        return stand_in
+    return path
 
 
-@contextmanager
-def _locked(path: Path, lock: Path) -> Iterator[None]:
+def _is_indexed(path: Path) -> bool:
+    return _tars_are_indexed(path) if path.is_dir() else _jsonl_is_indexed(path)
+
+
+def _index_once(path: Path) -> None:
+    """However many ranks arrive at the same time.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    lock = path / ".energon.lock" if path.is_dir() else path.with_name(path.name + ".idx.lock")
     try:
         with FileLock(lock, timeout=_PATIENCE):
-            yield
+            if not _is_indexed(path):  # another rank may have done it meanwhile
+                (_index_tars if path.is_dir() else _index_jsonl)(path)
     except Timeout:
         raise BadInput(
             f"Waited {_PATIENCE:.0f} s for another process to index {path}. If none is running, "
             f"remove {lock}."
         ) from None
-    except OSError as error:
-        raise BadInput(
-            f"The index of {path} cannot be written beside it: {error.strerror}. Make its folder "
-            "writable, or link the data from one that is."
-        ) from error
 
 
 def _jsonl_is_indexed(path: Path) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -13,45 +13,19 @@ from megatron.energon import WorkerConfig, get_savable_loader, get_train_dataset
 from megatron.energon.metadataset import traverse_metadataset
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.hf.processor_files import require
 from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.data.encoding.encoder import Qwen3VLTaskEncoder
 from mcore_qwen3vl.data.loading.index import ensure_index
+from mcore_qwen3vl.data.loading.sources import Source
+from mcore_qwen3vl.data.loading.stand_in import origin
 from mcore_qwen3vl.data.loading.state import from_plain, to_plain
 from mcore_qwen3vl.data.loading.worker import start_worker
 from mcore_qwen3vl.errors import BadInput
 
 # Energon reads this many samples in a row from one place when it shuffles.
 _RUN_LENGTH = 100
-
-
-@dataclass(frozen=True)
-class Source:
-    """A data set and its weight in a blend."""
-
-    path: Path
-    weight: float = 1.0
-
-
-def parse_sources(words: Sequence[str]) -> list[Source]:
-    """Read ``PATH`` or ``WEIGHT PATH WEIGHT PATH ...``, as in Megatron's ``--data-path``.
-
-    Raises:
-        BadInput: numbers and paths do not alternate.
-    """
-    if len(words) == 1:
-        return [Source(Path(words[0]))]
-    weights, paths = words[0::2], words[1::2]
-    try:
-        numbers = [float(weight) for weight in weights]
-    except ValueError:
-        numbers = []
-    if not words or len(numbers) != len(paths) or min(numbers) <= 0:
-        raise BadInput(
-            f"The data path {' '.join(words)!r} is neither one path nor positive weights and paths "
-            "in turn, like '0.3 a.jsonl 0.7 b.jsonl'."
-        )
-    return [Source(Path(path), number) for path, number in zip(paths, numbers, strict=True)]
 
 
 def load_processor(checkpoint: str | Path) -> Any:
@@ -62,13 +36,14 @@ def load_processor(checkpoint: str | Path) -> Any:
     """
     from transformers import AutoProcessor
 
+    require(Path(checkpoint))
     try:
         return AutoProcessor.from_pretrained(checkpoint, local_files_only=True)
     # transformers raises OSError, ValueError, KeyError and more for files that are missing.
     except Exception as error:
         raise BadInput(
-            f"{checkpoint} holds no usable processor: {error}. Copy the tokenizer, the processor "
-            "configs and chat_template.jinja from the model's repository."
+            f"{checkpoint} holds no usable processor: {' '.join(str(error).split())} Copy the "
+            "tokenizer, the processor configs and chat_template.jinja from the model's repository."
         ) from error
 
 
@@ -118,8 +93,7 @@ class Loader(Iterator[Batch]):
             seed_offset=seed,
             global_error_handler=encoder.guard.on_error,
         )
-        for source in sources:
-            _ensure_indexes(source.path)
+        sources = [replace(source, path=_indexed(source.path)) for source in sources]
         dataset = get_train_dataset(
             _energon_path(sources, split),
             split_part=_split_of(sources[0].path, split) if len(sources) == 1 else split,
@@ -133,11 +107,14 @@ class Loader(Iterator[Batch]):
             max_samples_per_sequence=_RUN_LENGTH if config.shuffle else None,
             **({} if config.shuffle else {"parallel_shard_iters": 1}),
         )
-        if not all(dataset.len_worker(worker) for worker in range(max(num_workers, 1))):
+        dealt = [dataset.len_worker(worker) for worker in range(max(num_workers, 1))]
+        encoder.guard.expect(dp_size * sum(dealt), max(dealt))
+        if not all(dealt):
+            named = ", ".join(str(origin(source.path)) for source in sources)
             raise BadInput(
-                f"The data of {', '.join(str(s.path) for s in sources)} is fewer samples than the "
-                f"{dp_size} data-parallel ranks with {max(num_workers, 1)} data workers each. "
-                "Lower --num-workers or the data-parallel size, or add data."
+                f"The data of {named} is fewer samples than the {dp_size} data-parallel "
+                f"ranks with {max(num_workers, 1)} data workers each. Lower --num-workers or the "
+                "data-parallel size, or add data."
             )
         self._loader = get_savable_loader(
             dataset,
@@ -199,13 +176,24 @@ class Loader(Iterator[Batch]):
             ]
 
 
-def _ensure_indexes(path: Path) -> None:
-    """Of a data set, or of all those that a metadataset names; energon opens all of its splits."""
-    ensure_index(path)
+def _indexed(path: Path) -> Path:
+    """What energon is to read for a data set; energon opens all splits of a metadataset.
+
+    Raises:
+        BadInput: see :func:`ensure_index`; or a metadataset names data that cannot be indexed where
+            it is.
+    """
     if path.suffix in (".yaml", ".yml"):
         for split in yaml.safe_load(path.read_text(encoding="utf-8")).get("splits", {}):
             for leaf in traverse_metadataset(path.absolute(), split_part=split):
-                ensure_index(Path(str(leaf.path)))
+                place = Path(str(leaf.path))
+                if (found := ensure_index(place)) != place:
+                    raise BadInput(
+                        f"The folder of {place} cannot be written, so its index is in {found}, and "
+                        f"{path} does not name that. Put {found} into {path.name}, or name the "
+                        "data sets with their weights in --data-path."
+                    )
+    return ensure_index(path)
 
 
 def _split_of(path: Path, split: str) -> str:

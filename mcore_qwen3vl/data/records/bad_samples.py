@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from megatron.energon import SkipSample
 from megatron.energon.errors import SYSTEM_EXCEPTIONS
 from megatron.energon.source_info import SourceInfo, get_source_info
 
+from mcore_qwen3vl.data.loading.stand_in import origin
 from mcore_qwen3vl.errors import BadInput
 
 log = logging.getLogger(__name__)
@@ -28,7 +30,7 @@ class OverlongSample(Exception):
 
 
 class BadSampleGuard:
-    """One worker's tally of samples that could not be used.
+    """One worker's tally of records that could not be used, each counted and logged once.
 
     Over-long samples are left out by policy: they are tallied apart, and stop the run only when
     nothing else comes.
@@ -37,20 +39,21 @@ class BadSampleGuard:
     def __init__(self, max_fraction: float, floor: int) -> None:
         """
         Args:
-            max_fraction: of the samples seen that may be bad.
-            floor: until so many samples were seen, the fraction is taken of this number.
+            max_fraction: of the records that may be bad.
+            floor: a worker that is dealt fewer records than this may find as many bad ones as if it
+                had this many, or the whole data set if that is smaller.
         """
         self._max_fraction = max_fraction
         self._floor = floor
-        self._seen = 0
-        self._bad = 0
+        self._records = floor
+        self._bad: set[str] = set()
         self._skipped = 0
         self._dropped = 0
         self._overlong_in_a_row = 0
 
-    def count(self) -> None:
-        """One more sample was read."""
-        self._seen += 1
+    def expect(self, data_set: int, worker: int) -> None:
+        """Say how many records the data set has, and how many of them a worker is dealt."""
+        self._records = max(worker, min(data_set, self._floor))
 
     def take(self) -> tuple[int, int]:
         """Bad and over-long samples since the last call: a batch reports those on its way."""
@@ -94,20 +97,21 @@ class BadSampleGuard:
         """
         if isinstance(error, BadInput):  # our own stop, on its way through energon
             raise error
-        self._seen += 1
         self._skip(sample_id(sample), error)
 
     def _skip(self, name: str, error: Exception) -> None:
-        self._bad += 1
+        if name in self._bad:  # of an earlier epoch
+            return
+        self._bad.add(name)
         self._skipped += 1
         kind = "" if isinstance(error, BadSample | BadInput) else f"{type(error).__name__}: "
         log.warning("bad sample %s skipped: %s%s", name, kind, error)
-        if self._bad > self._max_fraction * max(self._seen, self._floor):
+        if len(self._bad) > self._max_fraction * self._records:
             raise BadInput(
-                f"{self._bad} of {self._seen} samples read by this data worker are bad, more than "
-                f"the accepted share of {self._max_fraction:g}. The last one is {name}: "
-                f"{kind}{error} Run `mcore-qwen3vl data check` on the data set to list them all, "
-                "or raise the share."
+                f"{len(self._bad)} of {self._records} records are bad, more than the accepted "
+                f"share of {self._max_fraction:g} (--max-bad-fraction), and a data worker has not "
+                f"read all of them yet. The last one is {name}: {kind}{error} Run "
+                "`mcore-qwen3vl data check` on the data set to list them all, or raise the share."
             )
 
 
@@ -120,6 +124,7 @@ def sample_id(sample: Any) -> str:
     if not sources:
         return str(inner["__key__"] if isinstance(inner, dict) else inner)[:200]
     source = sources[0]
-    if str(source.dataset_path).endswith(".jsonl"):
-        return f"{source.dataset_path}[{source.index}]"
-    return f"{source.dataset_path}/{source.shard_name}[{source.index}]"
+    dataset = origin(Path(str(source.dataset_path)))
+    if dataset.suffix == ".jsonl":
+        return f"{dataset}[{source.index}]"
+    return f"{dataset}/{source.shard_name}[{source.index}]"

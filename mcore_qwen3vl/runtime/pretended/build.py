@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.runtime.cache import cache_folder
 
 SOURCES = Path(__file__).parent / "stub"
 _LIBRARIES = {  # soname: source files; the soname makes it the driver for whoever opens that name
@@ -32,12 +33,8 @@ def libraries() -> list[Path]:
             f"The pretended device needs Linux with glibc, and this is {sys.platform}: run it in a "
             "Linux container. Everything else of this package works here with --cpu."
         )
-    folder = _cache() / f"pretended-device-{_digest()}"
+    folder = cache_folder() / f"pretended-device-{_digest()}"
     return [_library(folder / name, parts) for name, parts in _LIBRARIES.items()]
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mcore-qwen3vl"
 
 
 def _digest() -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import tempfile
 import traceback
 from importlib.util import find_spec
 from pathlib import Path
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.mcore.formats import require_huggingface, require_megatron
+from mcore_qwen3vl.data.loading.sources import parse_sources
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.runtime.extras import require_extra
 
 
 def check(args: argparse.Namespace, architecture: Architecture) -> None:
@@ -79,9 +81,11 @@ def check_device(cpu: bool) -> None:
     Raises:
         BadInput: no GPU, and the CPU was not asked for.
     """
+    if cpu:
+        return
     import torch
 
-    if not (cpu or torch.cuda.device_count()):
+    if not torch.cuda.device_count():
         raise BadInput("There is no GPU here: add --cpu to train on the CPU.")
 
 
@@ -91,10 +95,12 @@ def check_surroundings(args: argparse.Namespace) -> None:
     Raises:
         BadInput: one of them is not there.
     """
-    from mcore_qwen3vl.data.loading.loader import parse_sources
-
     train = args.train_data_path or args.data_path
     missing = []
+    if not args.hf_model:
+        missing.append(
+            "No model: give --hf-model DIR; `mcore-qwen3vl tiny DIR` writes a small one."
+        )
     if not train:
         missing.append("No training data: give --data-path PATH, or WEIGHT PATH WEIGHT PATH….")
     if not (args.train_iters or args.train_samples or args.skip_train):
@@ -110,17 +116,36 @@ def check_surroundings(args: argparse.Namespace) -> None:
 
 def _check_kinds(args: argparse.Namespace) -> None:
     """Megatron would begin from random weights where ``--load`` holds none of its checkpoints."""
+    if not (args.load_hf or args.load):
+        return
+    from mcore_qwen3vl.converters.mcore.formats import require_huggingface, require_megatron
+
     if args.load_hf:
         require_huggingface(Path(args.load_hf), instead="use --load")
     if args.load:
         require_megatron(Path(args.load), instead="use --load-hf")
 
 
-def _check_loggers(args: argparse.Namespace) -> None:
-    if args.tensorboard_dir and find_spec("tensorboard") is None:
+def check_writable(folder: Path) -> None:
+    """
+    Raises:
+        BadInput: nothing can be written to `folder`, or where it would be made.
+    """
+    folder = folder.absolute()
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there) as file:
+            file.write(bytes(4096))
+            file.flush()
+    except OSError as error:
         raise BadInput(
-            "--tensorboard-dir needs the package tensorboard: pip install 'mcore-qwen3vl[logging]'."
-        )
+            f"{folder} cannot be written: {error.strerror}. Choose another directory, or make room."
+        ) from error
+
+
+def _check_loggers(args: argparse.Namespace) -> None:
+    if args.tensorboard_dir:
+        require_extra("tensorboard", "--tensorboard-dir")
     if args.wandb_project:
         if not args.tensorboard_dir:
             raise BadInput(

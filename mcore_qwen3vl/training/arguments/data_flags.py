@@ -12,15 +12,16 @@ from mcore_qwen3vl.data.config import DataConfig, MediaLimits
 _FROM_MEGATRON = ("seq_length", "micro_batch_size", "length_multiple", "media")
 
 _OF_CHECKPOINT = "default: the checkpoint's processor's"
-_HELP = {
+TEXTS = {
     "packing": "several samples to a sequence (THD); default: one sample a row, padded",
     "pad_to_longest": "without --packing: pad to the batch's longest row; default: to --seq-length",
     "overlong": "samples longer than --seq-length: leave out, or cut their tail",
     "packing_buffer": "samples among which the packer chooses",
     "shuffle": "read the samples in their order; default: shuffled",
     "shuffle_buffer": "samples among which the next is drawn",
-    "max_bad_fraction": "stop when more than this share of the samples is bad",
-    "bad_fraction_floor": "below this many samples, take the share of this number instead",
+    "max_bad_fraction": "stop when more than this share of the data set is bad",
+    "bad_fraction_floor": "of fewer records a data worker, take the share of this number, or of "
+    "the whole data set if that is smaller",
     "document_end": "token text that ends a pretraining document; default: the tokenizer's pad "
     "token",
     "image_min_pixels": f"of an image, after resizing; {_OF_CHECKPOINT}",
@@ -45,7 +46,7 @@ def add_data_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def _add(group: argparse._ArgumentGroup, name: str, kind: Any, default: Any) -> None:
-    flag, text = name.replace("_", "-"), _HELP[name]
+    flag, text = name.replace("_", "-"), TEXTS[name]
     if kind is bool and default:
         group.add_argument(f"--no-{flag}", dest=name, action="store_false", default=True, help=text)
     elif kind is bool:

@@ -20,15 +20,19 @@ def run_defaults(architecture: Architecture, explicit: Collection[str]) -> dict[
         "lr": 1e-5,
         "log_interval": 10,
     }
+    if not {"seq_length", "packing"} & set(explicit):
+        defaults["pad_to_longest"] = True  # rows of that length would be padding for the most part
     if "save" in explicit:
         defaults["save_interval"] = 500
     return {name: value for name, value in defaults.items() if name not in explicit}
 
 
 def statement(args: argparse.Namespace, explicit: Collection[str]) -> str | None:
-    """One line that says what was not given, after Megatron has worked the values out."""
+    """The flags that were not given, with the values that Megatron has worked out; None: none."""
     names = ["micro_batch_size", "global_batch_size", "seq_length", "lr", "log_interval"]
     if args.save:
         names.append("save_interval")
     taken = [f"--{n.replace('_', '-')} {getattr(args, n)}" for n in names if n not in explicit]
-    return f"not given, so: {' '.join(taken)}" if taken else None
+    if args.pad_to_longest and "pad_to_longest" not in explicit:
+        taken.append("--pad-to-longest")
+    return " ".join(taken) or None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,16 +18,15 @@ from typing import Any
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.hub import resolve
-from mcore_qwen3vl.converters.mcore.paths import find_hf_folder
+from mcore_qwen3vl.converters.mcore.paths import config_folder
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.megatron_config import architecture_arguments, recommended_arguments
-from mcore_qwen3vl.training.arguments.checks import check, check_surroundings, complaint
+from mcore_qwen3vl.training.arguments.checks import check, complaint
 from mcore_qwen3vl.training.arguments.data_flags import add_data_arguments
-from mcore_qwen3vl.training.arguments.defaults import run_defaults, statement
+from mcore_qwen3vl.training.arguments.defaults import run_defaults
 from mcore_qwen3vl.training.arguments.explicit import check_explicit, explicit_arguments
 from mcore_qwen3vl.training.arguments.layout import check_layout
 from mcore_qwen3vl.training.arguments.refusal import StrictParser, refuse_by
-from mcore_qwen3vl.training.checkpoints.resume import check_companions
 from mcore_qwen3vl.training.lora.flags import add_lora_arguments, check_flags
 
 SPECS = ("te", "torch")
@@ -109,6 +108,9 @@ def _add_training_arguments(group: argparse._ArgumentGroup) -> None:
         "--log-json", metavar="FILE", help="append each logged iteration's numbers, unrounded"
     )
     group.add_argument(
+        "--verbose", action="store_true", help="all that Megatron prints, instead of a progress bar"
+    )
+    group.add_argument(
         "--peak-tflops",
         type=float,
         help="of one device, for MFU; known by itself for A100, H100, H200, B200",
@@ -134,29 +136,29 @@ def hf_model_of(argv: Sequence[str]) -> Path:
     """
     own = StrictParser(allow_abbrev=False, add_help=False)
     known, _ = add_arguments(own).parse_known_args(list(argv))
-    source = resolve(known.hf_model, weights=False)
-    return find_hf_folder(source) or source
+    return config_folder(resolve(known.hf_model, weights=False))
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, frozenset[str]]:
     """Parse and validate `argv` with Megatron, and set its global state.
 
+    Returns:
+        The arguments, and the ``dest`` names of those that the command line sets.
+
     Raises:
-        BadInput: a flag is unknown, contradicts the model's config or does not fit the others, or
-            a path does not exist.
+        BadInput: a flag is unknown, contradicts the model's config or does not fit the others.
     """
     from megatron.training.arguments import parse_and_validate_args
 
-    setup = ArgumentSetup(argv, int(os.environ.get("WORLD_SIZE", "1")), check=check_surroundings)
+    from mcore_qwen3vl.training.checkpoints.resume import check_companions
+
+    setup = ArgumentSetup(argv, int(os.environ.get("WORLD_SIZE", "1")))
     with _megatron_reads(setup.argv):
         args = parse_and_validate_args(extra_args_provider=setup.prepare)
     setup.finish(args)
-    taken = statement(args, setup.explicit)
-    if taken and args.rank == 0:
-        print(taken, file=sys.stderr, flush=True)
     if args.save:
         check_companions(args.save, setup.architecture)
-    return args
+    return args, setup.explicit
 
 
 def validate(argv: Sequence[str], world_size: int) -> argparse.Namespace:
@@ -179,21 +181,14 @@ def validate(argv: Sequence[str], world_size: int) -> argparse.Namespace:
 class ArgumentSetup:
     """Adds our flags and defaults to Megatron's parser for one command line."""
 
-    def __init__(
-        self,
-        argv: Sequence[str],
-        world_size: int,
-        check: Callable[[argparse.Namespace], None] | None = None,
-    ) -> None:
+    def __init__(self, argv: Sequence[str], world_size: int) -> None:
         """
         Args:
             argv: the command line.
             world_size: number of ranks.
-            check: is shown what it says before Megatron validates and acts on it.
         """
         self.argv = _train_data_path(argv)
         self._world_size = world_size
-        self._check = check
         self.explicit: frozenset[str] = frozenset()
         self.cpu = is_cpu(argv)
         self.hf_model = hf_model_of(self.argv)
@@ -222,8 +217,6 @@ class ArgumentSetup:
             parser.set_defaults(load=explicit["save"])
         args = parser.parse_args(self.argv)
         check_layout(args, self.architecture, self._world_size)
-        if self._check is not None:
-            self._check(args)
         return parser
 
     def finish(self, args: argparse.Namespace) -> None:

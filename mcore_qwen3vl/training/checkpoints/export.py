@@ -20,7 +20,7 @@ def export(
     optimizer: Any,
     iteration: int,
     lora: LoraRun | None = None,
-) -> None:
+) -> Path:
     """Write ``--save-hf`` ``/iter_NNNNNNN``: weights, config, tokenizer and processor.
 
     Args:
@@ -29,6 +29,9 @@ def export(
         optimizer: whose overlapped parameter gathers are waited for.
         iteration: named in the folder.
         lora: a PEFT adapter is written instead.
+
+    Returns:
+        The folder.
     """
     if training.should_disable_forward_pre_hook(args):
         training.force_param_sync(model, optimizer=optimizer)
@@ -38,3 +41,4 @@ def export(
     else:
         lora.export(unwrap_model(model), folder)
     print_rank_0(f"exported iteration {iteration} to {folder}")
+    return folder

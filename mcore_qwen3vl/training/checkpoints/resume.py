@@ -8,6 +8,7 @@ reading. And a checkpoint is of more use with the model's config, tokenizer and 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import re
 import shutil
@@ -26,6 +27,8 @@ from mcore_qwen3vl.converters.mcore.index import FileRange
 from mcore_qwen3vl.converters.mcore.paths import HF_FOLDER, folder_name, tracked
 from mcore_qwen3vl.converters.torch_dist import metadata
 from mcore_qwen3vl.errors import BadInput
+
+log = logging.getLogger(__name__)
 
 _ZIP = b"PK\x03\x04"  # every stored tensor starts with a zip's first bytes
 
@@ -83,8 +86,6 @@ def choose_checkpoint(args: argparse.Namespace) -> None:
     """
     if args.load is None or args.ckpt_step is not None:
         return
-    from megatron.training.utils import print_rank_0
-
     found: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
@@ -96,7 +97,8 @@ def choose_checkpoint(args: argparse.Namespace) -> None:
         raise found[0]
     if found[0] is not None and found[0] != latest_iteration(args.load):
         args.ckpt_step = found[0]
-        print_rank_0(f"the latest checkpoint is damaged; resuming from iteration {found[0]}")
+        if dist.get_rank() == 0:
+            log.warning("the latest checkpoint is damaged; resuming from iteration %s", found[0])
 
 
 def _newest(args: argparse.Namespace) -> int | None:

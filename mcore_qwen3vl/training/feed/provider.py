@@ -14,7 +14,8 @@ from megatron.core import parallel_state
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits
 from mcore_qwen3vl.data.encoding.batch import Batch
-from mcore_qwen3vl.data.loading.loader import Loader, load_processor, parse_sources
+from mcore_qwen3vl.data.loading.loader import Loader, load_processor
+from mcore_qwen3vl.data.loading.sources import parse_sources
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.sequence import length_multiple
 from mcore_qwen3vl.training.feed import state as data_state

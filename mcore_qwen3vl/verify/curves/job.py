@@ -14,6 +14,7 @@ from typing import Any
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
+from mcore_qwen3vl.training.logs.progress import LOSS
 
 LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY, CLIP = 1e-3, (0.9, 0.95), 1e-8, 0.1, 1.0
 
@@ -90,7 +91,8 @@ def train(job: Job, folder: Path, *flags: str, timeout: float = 600.0) -> list[d
     run_layout(run_rank, job.layout.world_size, argv, folder / "output.txt", timeout=timeout)
     if not log.exists():  # nothing was left to do
         return []
-    return [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    entries = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    return [entry for entry in entries if LOSS in entry]  # the others are of validations
 
 
 def _import_for_ranks() -> None:

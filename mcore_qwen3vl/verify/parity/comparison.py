@@ -65,7 +65,7 @@ def verify_parity(
     if lora in get_args(Preset):
         with tempfile.TemporaryDirectory(prefix="mcore-qwen3vl-lora-") as folder:
             random = write_random_adapter(
-                Path(folder) / "adapter", preset_config(lora, hf_dir), hf_dir
+                Path(folder) / "adapter", preset_config(str(lora), hf_dir), hf_dir
             )
             return verify_parity(
                 hf_dir,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,7 +31,8 @@ class Measurement:
         scale: largest |expected|; in a bitwise comparison, of the blocks that differ.
         count: values compared, each place of the tensor once.
         copies: further values compared, at places that another rank holds too.
-        different: values that differ in any bit; counted in bitwise comparisons only.
+        different: of `count`, those that differ in any bit; in bitwise comparisons only.
+        copies_different: of `copies`, likewise.
     """
 
     error: float = 0.0
@@ -39,6 +40,7 @@ class Measurement:
     count: int = 0
     copies: int = 0
     different: int = 0
+    copies_different: int = 0
 
     @property
     def relative(self) -> float:
@@ -54,10 +56,14 @@ class Measurement:
             self.count + other.count,
             self.copies + other.copies,
             self.different + other.different,
+            self.copies_different + other.copies_different,
         )
 
     def as_copy(self) -> Measurement:
-        return replace(self, count=0, copies=self.count)
+        """The same, of places that another rank answers for."""
+        return Measurement(
+            self.error, self.scale, copies=self.count, copies_different=self.different
+        )
 
 
 def measure(actual: Tensor, expected: Tensor, *, bitwise: bool = False) -> Measurement:
@@ -153,7 +159,7 @@ class Finding:
 
     @property
     def ok(self) -> bool:
-        bits = self.tolerance == 0 and self.measured.different
+        bits = self.tolerance == 0 and (self.measured.different or self.measured.copies_different)
         return not (self.flaw or bits) and self.complete and self.error <= self.tolerance
 
     @property
@@ -169,7 +175,11 @@ class Finding:
             return self.flaw
         if not self.complete:
             return f"{m.count} of {self.expected_count} values were compared"
-        return f"{m.different} values differ, by at most {m.error:.3g}" if m.different else ""
+        if m.different:
+            return f"{m.different} values differ, by at most {m.error:.3g}"
+        if m.copies_different:
+            return f"{m.copies_different} copies on other ranks differ, by at most {m.error:.3g}"
+        return ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; infinities as text."""

@@ -11,7 +11,8 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training.arguments.checks import check_surroundings
 from mcore_qwen3vl.training.arguments.defaults import statement
-from mcore_qwen3vl.training.arguments.parser import ArgumentSetup, validate
+from mcore_qwen3vl.training.arguments.early import check_early
+from mcore_qwen3vl.training.arguments.parser import validate
 
 BASE = (
     "--cpu",
@@ -144,15 +145,11 @@ def test_a_checkpoint_of_the_other_kind(dense: Path, tmp_path: Path) -> None:
 
 
 def test_all_that_is_missing_is_said_at_once(dense: Path) -> None:
-    argv = ["--cpu", "--hf-model", str(dense)]
-    with pytest.raises(BadInput, match=r"No training data: .* No length of the run: give --train"):
-        ArgumentSetup(argv, 1, check=check_surroundings).prepare(add_megatron_arguments())
-
-
-def add_megatron_arguments() -> argparse.ArgumentParser:
-    from megatron.training import arguments
-
-    return arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    wanted = r"No training data: .* No length of the run: give --train"
+    with pytest.raises(BadInput, match=wanted):
+        check_early(["--cpu", "--hf-model", str(dense)])
+    with pytest.raises(BadInput, match=r"No model: give --hf-model DIR.* " + wanted):
+        check_early(["--cpu"])
 
 
 def test_what_is_not_given_has_a_default_and_is_stated(dense: Path, tmp_path: Path) -> None:
@@ -160,11 +157,11 @@ def test_what_is_not_given_has_a_default_and_is_stated(dense: Path, tmp_path: Pa
     args = validate(argv, 2)
     assert args.exit_signal_handler
     assert statement(args, {"train_iters", "save"}) == (
-        "not given, so: --micro-batch-size 1 --global-batch-size 2 --seq-length 4096 --lr 1e-05 "
-        "--log-interval 10 --save-interval 500"
+        "--micro-batch-size 1 --global-batch-size 2 --seq-length 4096 --lr 1e-05 "
+        "--log-interval 10 --save-interval 500 --pad-to-longest"
     )
     args = validate([*argv, "--lr", "1", "--seq-length", "64"], 1)
-    assert (args.lr, args.seq_length) == (1, 64)
+    assert (args.lr, args.seq_length, args.pad_to_longest) == (1, 64, False)
 
 
 def test_one_rank_of_a_node_reports_bad_input(

@@ -56,7 +56,7 @@ def test_every_flag_of_ours_has_a_text(capsys: pytest.CaptureFixture[str]) -> No
     for action in actions:
         assert action.help, action.dest
         assert action.option_strings[0] in printed
-    assert "share of the samples is bad; default: 0.05" in printed
+    assert "share of the data set is bad; default: 0.05" in printed
     assert "default: one sample a row, padded" in printed
 
 

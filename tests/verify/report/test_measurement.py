@@ -100,3 +100,19 @@ def test_a_report_names_the_worst_and_fails():
 def test_a_report_on_nothing_is_not_a_success():
     with pytest.raises(CheckFailed, match="Nothing was compared"):
         Report("empty").require()
+
+
+def test_values_that_ranks_hold_copies_of_are_counted_once():
+    """Each TP rank has all of a norm's weight."""
+    found = measure(torch.ones(7), torch.zeros(7), bitwise=True)
+    right = measure(torch.zeros(7), torch.zeros(7), bitwise=True)
+
+    def of_two_ranks(first: Measurement, second: Measurement) -> Finding:
+        key = ("weights", "norm")
+        merged = merge([{key: first}, {key: second.as_copy()}])[key]
+        return Finding(*key, merged, expected_count=7)
+
+    assert of_two_ranks(found, found).detail == "7 values differ, by at most 1"
+    copy = of_two_ranks(right, found)
+    assert not copy.ok
+    assert copy.detail == "7 copies on other ranks differ, by at most 1"

@@ -1,0 +1,66 @@
+"""The files beside a config that prepare data: tokenizer, processors, chat template."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from mcore_qwen3vl.errors import BadInput
+
+_ANY = {
+    "tokenizer": (("tokenizer.json",), ("vocab.json", "merges.txt")),
+    "image processor": (("preprocessor_config.json",), ("processor_config.json",)),
+    "video processor": (("video_preprocessor_config.json",), ("processor_config.json",)),
+    "chat template": (("chat_template.jinja",), ("chat_template.json",)),
+}
+"""What is needed, and the sets of files of which one will do; those of the hub's come first."""
+
+_TEMPLATE_INSIDE = ("tokenizer_config.json", "processor_config.json")
+
+
+def missing(folder: Path) -> dict[str, tuple[str, ...]]:
+    """What `folder` lacks, and the files that would supply it."""
+    lacking: dict[str, tuple[str, ...]] = {}
+    for what, choices in _ANY.items():
+        if any(all((folder / name).is_file() for name in files) for files in choices):
+            continue
+        if what == "chat template" and any(_has_template(folder / n) for n in _TEMPLATE_INSIDE):
+            continue
+        lacking[what] = choices[0]
+    return lacking
+
+
+def sentence(folder: Path) -> str | None:
+    """What `folder` lacks and what to do, or None if it is whole."""
+    lacking = missing(folder)
+    if not lacking:
+        return None
+    files = dict.fromkeys(name for names in lacking.values() for name in names)
+    if "tokenizer" in lacking:
+        files["tokenizer_config.json"] = None
+    return (
+        f"There is no {' and no '.join(lacking)} in {folder}, without which no data can be "
+        f"prepared: copy {', '.join(files)} of the model's repository there."
+    )
+
+
+def require(folder: Path) -> None:
+    """
+    Raises:
+        BadInput: `folder` lacks something.
+    """
+    if said := sentence(folder):
+        raise BadInput(said)
+
+
+def _has_template(file: Path) -> bool:
+    try:
+        return bool(json.loads(file.read_text(encoding="utf-8")).get("chat_template"))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def notes(folder: Path) -> tuple[str, ...]:
+    """What a conversion says about a checkpoint without them; nothing if they are there."""
+    lacking = sentence(folder)
+    return (f"Weights and config are converted. {lacking}",) if lacking else ()

@@ -1,0 +1,1 @@
+"""Scripts that start training; ``mcore-qwen3vl launch`` lists, shows and copies them."""

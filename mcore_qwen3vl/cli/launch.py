@@ -1,0 +1,70 @@
+"""``mcore-qwen3vl launch``: the training scripts, which are installed with the package."""
+
+from __future__ import annotations
+
+import shutil
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mcore_qwen3vl import console
+from mcore_qwen3vl.errors import BadInput
+
+app = typer.Typer(help="Scripts that start training on a cluster.", no_args_is_help=True)
+
+
+def scripts() -> dict[str, Path]:
+    """Every script by its name, those for users."""
+    found = sorted(_folder().glob("sft_*.sh")) + sorted(_folder().glob("pretrain_*.sh"))
+    return {script.stem: script for script in found}
+
+
+@app.command("list")
+def list_scripts() -> None:
+    """Name every script, and what it is for."""
+    lines = console.table("", "name", "what")
+    for name, script in scripts().items():
+        lines.add_row(name, console.plain(_title(script)))
+    console.output.print(lines)
+    console.output.print("launch show NAME prints one; launch copy DIR writes all of them to DIR.")
+
+
+@app.command("show")
+def show(name: Annotated[str, typer.Argument(help="As `launch list` has it.")]) -> None:
+    """Print a script."""
+    script = scripts().get(name.removesuffix(".sh"))
+    if script is None:
+        raise BadInput(f"There is no script {name}: it is one of {', '.join(scripts())}.")
+    print(script.read_text(encoding="utf-8"), end="")
+
+
+@app.command("copy")
+def copy(
+    path: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to make.")],
+) -> None:
+    """Write all scripts to a directory, to be changed and run there."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise BadInput(f"{path} exists and is not an empty directory: name another one.")
+    path.mkdir(parents=True, exist_ok=True)
+    for file in sorted(_folder().iterdir()):
+        if file.suffix == ".sh" or file.name == "train.py":
+            shutil.copy(file, path)
+    console.output.print(
+        f"{len(scripts())} scripts in {console.plain(str(path))}; "
+        f"bash {console.plain(str(path / 'sft_2b.sh'))} --dry-run prints a command",
+        soft_wrap=True,
+    )
+
+
+def _folder() -> Path:
+    folder = files("mcore_qwen3vl.launch")
+    assert isinstance(folder, Path)  # no zip archive
+    return folder
+
+
+def _title(script: Path) -> str:
+    """The first sentence of the comment at its head."""
+    lines = script.read_text(encoding="utf-8").splitlines()
+    return next(x for x in lines if x.startswith("# ")).removeprefix("# ")

@@ -1,0 +1,24 @@
+"""Packages that only some commands need, and the extra of ``mcore-qwen3vl`` that brings each."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from mcore_qwen3vl.errors import BadInput
+
+_EXTRAS = {"matplotlib": "plots", "tensorboard": "logging"}
+
+
+def require_extra(package: str, what: str) -> None:
+    """
+    Args:
+        package: matplotlib or tensorboard.
+        what: needs it; the sentence begins with this.
+
+    Raises:
+        BadInput: it is not installed.
+    """
+    if find_spec(package) is None:
+        raise BadInput(
+            f"{what} needs the package {package}: pip install 'mcore-qwen3vl[{_EXTRAS[package]}]'."
+        )

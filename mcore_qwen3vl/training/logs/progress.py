@@ -1,0 +1,131 @@
+"""A run as a person follows it: a bar on a terminal, elsewhere a line each log interval."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+LOSS = "lm loss"
+
+
+class RunProgress:
+    """Shows steps, loss, speed and the time left.
+
+    One rank of a run shows it, the last, which is the one that knows the loss; the others have one
+    without a screen.
+    """
+
+    def __init__(
+        self,
+        screen: Console | None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """
+        Args:
+            screen: None shows nothing.
+            clock: seconds.
+        """
+        self.steps = 0
+        """The last step that has ended."""
+        self._screen = screen
+        self._total = 0
+        self._clock = clock
+        self._started = clock()
+        self._first: tuple[int, float] | None = None  # step, and when it ended
+        self._last: tuple[int, float] | None = None
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+
+    def __enter__(self) -> RunProgress:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    @property
+    def elapsed(self) -> timedelta:
+        """Since the start, in whole seconds."""
+        return timedelta(seconds=round(self._clock() - self._started))
+
+    def step(self, step: int, total: int) -> None:
+        """One more step of `total` has ended; those of a run that is resumed count."""
+        self.steps, self._total = step, total
+        if self._screen is None:
+            return
+        if self._first is None:
+            self._first = self._last = step, self._clock()
+        if self._screen.is_terminal:
+            self._move(completed=step)
+
+    def show(self, step: int, numbers: Mapping[str, float | None]) -> None:
+        """What is known of a step, by the names of ``--log-json``; after :meth:`step`."""
+        if self._screen is None:
+            return
+        assert self._last is not None
+        at, now = self._last, self._clock()
+        parts = [f"{name} {text}" for name, text in _parts(numbers)]
+        if "tokens/s" in numbers:
+            parts.append(f"{numbers['tokens/s']:,.0f} tokens/s")
+        if step > at[0]:
+            parts.append(f"{(now - at[1]) / (step - at[0]):.3g} s/step")
+            parts.append(f"{self._left(step, now)} left")
+            self._last = step, now
+        if self._screen.is_terminal:
+            self._move(numbers="  ".join(parts))
+        else:
+            self.say("  ".join([f"step {step}/{self._total}", *parts]))
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        if self._screen is not None:
+            self._screen.print(text, markup=False, soft_wrap=True)
+
+    def _left(self, step: int, now: float) -> timedelta:
+        """By the mean pace of this run, with what saving and validation took."""
+        assert self._first is not None
+        first, since = self._first
+        pace = (now - since) / (step - first)
+        return timedelta(seconds=round(pace * (self._total - step)))
+
+    def _move(self, **change: object) -> None:
+        assert self._screen is not None
+        if self._bar is None:
+            self._bar = Progress(
+                TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+                BarColumn(bar_width=24),
+                TextColumn("{task.fields[numbers]}"),
+                console=self._screen,
+                # Drawn when something changes: no thread, which forked data workers would miss,
+                # and nobody else's output is the bar's to hold back.
+                auto_refresh=False,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            self._bar.start()
+            self._task = self._bar.add_task("", total=self._total, numbers="")
+        self._bar.update(self._task, refresh=True, **change)  # type: ignore[arg-type]
+
+
+def _parts(numbers: Mapping[str, float | None]) -> list[tuple[str, str]]:
+    """Names and values for a narrow line."""
+    chosen = (
+        ("loss", numbers.get(LOSS), ".4f"),
+        ("grad norm", numbers.get("grad norm"), ".3g"),
+        ("lr", numbers.get("learning rate"), ".3g"),
+        ("skipped", numbers.get("skipped samples") or None, ".0f"),
+        ("over-long", numbers.get("over-long samples") or None, ".0f"),
+    )
+    return [(name, format(value, form)) for name, value, form in chosen if value is not None]

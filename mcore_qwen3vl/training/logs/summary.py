@@ -1,0 +1,135 @@
+"""What a run is about to do, in a dozen lines at its start."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.console import plain
+from mcore_qwen3vl.converters.mapping import parameters
+from mcore_qwen3vl.training import memory
+from mcore_qwen3vl.training.arguments.defaults import statement
+from mcore_qwen3vl.training.logs.quiet import FOLDER
+
+
+def show_summary(
+    screen: Console, args: argparse.Namespace, a: Architecture, explicit: Collection[str]
+) -> None:
+    """Print what the run will do.
+
+    Args:
+        screen: where to.
+        args: of :func:`mcore_qwen3vl.training.arguments.parser.parse`.
+        a: the model's shape.
+        explicit: ``dest`` names of what the command line sets.
+    """
+    rows = summary(args, a, explicit)
+    if not screen.is_terminal:  # a table would be padded to its widest row
+        for name, text in rows:
+            screen.print(f"{name:11}{text}", markup=False, soft_wrap=True)
+        return
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in rows:
+        table.add_row(name, plain(text))
+    screen.print(table)
+
+
+def summary(
+    args: argparse.Namespace, a: Architecture, explicit: Collection[str]
+) -> list[tuple[str, str]]:
+    """Rows: what, and in words."""
+    rows = [
+        ("model", _model(args, a)),
+        ("weights", _weights(args)),
+        ("layout", _layout(args)),
+        ("precision", _precision(args)),
+        ("data", _data(args)),
+        ("schedule", _schedule(args)),
+        ("memory", _memory(args, a)),
+        ("writes", _writes(args)),
+    ]
+    taken = statement(args, explicit)
+    return [*rows, ("defaults", taken)] if taken else rows
+
+
+def _model(args: argparse.Namespace, a: Architecture) -> str:
+    count = sum(parameters.by_part(a).values())
+    size = f"{count / 1e9:.2f}B" if count >= 1e8 else f"{count / 1e6:.2f}M"
+    kind = f"MoE, {a.num_experts} experts" if a.is_moe else "dense"
+    layers = f"{a.num_hidden_layers} decoder layers, {a.vision.depth} vision blocks"
+    return f"Qwen3-VL of {size} parameters ({kind}; {layers}), {args.hf_model}"
+
+
+def _weights(args: argparse.Namespace) -> str:
+    from mcore_qwen3vl.training.model import resuming
+
+    if resuming(args):
+        return f"the newest checkpoint in {args.load}"
+    if args.load_hf:
+        return f"from {args.load_hf}"
+    return "random: --load-hf DIR starts from a Hugging Face checkpoint, --load DIR from Megatron's"
+
+
+def _layout(args: argparse.Namespace) -> str:
+    layout = memory.layout_of(args)
+    ranks = f"{args.world_size} rank{'s' if args.world_size > 1 else ''}"
+    device = "the CPU" if args.cpu else "GPUs"
+    return f"{layout} on {ranks} on {device}, layer spec {args.spec[0]}"
+
+
+def _precision(args: argparse.Namespace) -> str:
+    if args.fp8:
+        return f"{args.fp8} in FP8 layers, the rest bf16"
+    if args.bf16 or args.fp16:
+        return f"{'bf16' if args.bf16 else 'fp16'}, master weights and optimizer fp32"
+    return "fp32; --bf16 computes in bfloat16"
+
+
+def _data(args: argparse.Namespace) -> str:
+    paths = " ".join(map(str, args.train_data_path or args.data_path))
+    if args.packing:
+        rows = f"packed into sequences of {args.seq_length} tokens"
+    elif args.pad_to_longest:
+        rows = f"one sample a row, padded to the longest of a batch, at most {args.seq_length}"
+    else:
+        rows = f"one sample a row, padded to {args.seq_length} tokens (--packing wastes less)"
+    batch = f"{args.global_batch_size} rows a step, {args.micro_batch_size} at a time on each of "
+    return f"{paths}; {rows}; {batch}{args.data_parallel_size} data-parallel ranks"
+
+
+def _schedule(args: argparse.Namespace) -> str:
+    length = f"{args.train_iters} steps" if args.train_iters else f"{args.train_samples} samples"
+    warm = args.lr_warmup_iters or args.lr_warmup_samples or args.lr_warmup_fraction
+    decay = f"{args.lr_decay_style} to {args.min_lr or 0:g}"
+    rate = f"learning rate {args.lr:g}{' after a warm-up' if warm else ''}"
+    return f"{length}, {rate}{'' if args.lr_decay_style == 'constant' else f', {decay}'}"
+
+
+def _memory(args: argparse.Namespace, a: Architecture) -> str:
+    if not (args.bf16 and args.use_distributed_optimizer):
+        return "not estimated: that is done for --bf16 with --use-distributed-optimizer"
+    return f"about {memory.of_arguments(args, a)}"
+
+
+def _writes(args: argparse.Namespace) -> str:
+    writes = []
+    if args.save:
+        every = f"every {args.save_interval} steps and " if args.save_interval else ""
+        writes.append(f"checkpoints to {args.save} {every}at the end")
+    if args.save_hf:
+        writes.append(f"Hugging Face checkpoints to {args.save_hf}")
+    if args.log_json:
+        writes.append(f"numbers to {args.log_json}")
+    if args.tensorboard_dir:
+        writes.append(f"TensorBoard to {args.tensorboard_dir}")
+    if not (args.save or args.save_hf):
+        writes.append("no checkpoint (--save DIR)")
+    log = f"{Path(args.save) / FOLDER}" if args.save else "nowhere"
+    return "; ".join([*writes, f"Megatron's own log to {log} (--verbose: here)"])

@@ -1,0 +1,47 @@
+"""The training scripts, as an installed package has them."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from mcore_qwen3vl.cli import main
+
+LAUNCH = Path(__file__).parents[2] / "launch"
+
+
+def run(*arguments: str) -> int | str | None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["launch", *arguments])
+    return stopped.value.code
+
+
+def test_list_names_every_script(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("list") == 0
+    printed = capsys.readouterr().out
+    scripts = [*LAUNCH.glob("sft_*.sh"), *LAUNCH.glob("pretrain_*.sh")]
+    assert len(scripts) == 12
+    for script in scripts:
+        assert script.stem in printed
+    assert "Qwen3-VL-8B, full fine-tuning at 8k packed: one node of 8xH100-80GB." in printed
+
+
+def test_show(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("sft_8b", "sft_8b.sh"):
+        assert run("show", name) == 0
+        assert capsys.readouterr().out == (LAUNCH / "sft_8b.sh").read_text()
+    assert run("show", "sft_9b") == 2
+    assert "There is no script sft_9b: it is one of sft_" in capsys.readouterr().err
+
+
+def test_a_copy_runs_where_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "mine"
+    assert run("copy", str(folder)) == 0
+    command = ["bash", str(folder / "sft_2b.sh"), "--dry-run"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert f"{folder}/train.py" in shown.stdout
+    assert (folder / "train.py").exists()
+    assert run("copy", str(folder)) == 2
+    assert "name another one" in capsys.readouterr().err

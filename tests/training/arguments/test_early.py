@@ -1,0 +1,71 @@
+"""A command line that cannot work is answered before anything slow."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.training.arguments.early import check_early, check_names, flag_list
+
+
+def test_the_list_is_that_of_the_installed_megatron() -> None:
+    """For another version: write this set, one a line, to a file that is named after it."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False, add_help=False))
+    flags = {flag for flag in parser._option_string_actions if flag.startswith("--")}
+    assert set(flag_list(version("megatron-core")).read_text().split()) == flags
+
+
+def test_flags_of_a_version_without_a_list_are_left_to_megatron(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    argv = ["--train-itres", "3"]
+    with pytest.raises(BadInput, match=r"--train-itres\. Did you mean --train-iters"):
+        check_names(argv)
+    monkeypatch.setattr("mcore_qwen3vl.training.arguments.early.version", lambda name: "0.19.99")
+    check_names(argv)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--train-itres=3"], "Did you mean --train-iters or"),
+        (["--train-iters", "3", "--save-interval"], None),  # Megatron's own flag, its own error
+        (["--train-iters", "many"], "--train-iters: invalid int value: 'many'"),
+        (["--train-iters", "3", "--max-bad-fraction", "x"], "invalid float value: 'x'"),
+        (["--train-iters", "3", "--data-path", "gone.jsonl"], "gone.jsonl does not exist"),
+        (["--train-iters", "3", "--save", "{data}/run"], "run cannot be written: Not a directory"),
+    ],
+)
+def test_what_is_answered_at_once(
+    flags: list[str], message: str | None, dense: Path, data: Path
+) -> None:
+    given = [flag.format(data=data) for flag in flags]
+    argv = ["--cpu", "--hf-model", str(dense), "--data-path", str(data), *given]
+    if message is None:
+        check_early(argv)
+        return
+    with pytest.raises(BadInput, match=message):
+        check_early(argv)
+
+
+def test_the_command_says_it_without_torch(dense: Path) -> None:
+    code = (
+        "import sys, mcore_qwen3vl.cli as cli\n"
+        "try: cli.main(sys.argv[1:])\n"
+        "except SystemExit as left: sys.exit(left.code + 40 * ('torch' in sys.modules))"
+    )
+    for flags in (["--train-itres", "3"], ["--tensor-model-parallel-size", "3"], []):
+        known = ["--train-iters", "3", "--data-path", str(dense)] if len(flags) > 1 else []
+        command = ["train", "--cpu", "--hf-model", str(dense), *known, *flags]
+        done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True)
+        assert done.returncode == 2, done.stderr.decode()
+        assert done.stderr.startswith(b"error: ")
+        assert len(done.stderr.splitlines()) == 1

@@ -1,0 +1,45 @@
+"""A disk that is full while a run saves."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.runtime.launch import run_layout
+from mcore_qwen3vl.training.checkpoints.disk import explained_save
+from mcore_qwen3vl.verify.curves import job as jobs
+from mcore_qwen3vl.verify.curves.job import Job, train
+
+ROOM = 700_000  # bytes a file; a rank writes two million
+
+
+def rank_without_room(*args: Any) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (ROOM, ROOM))
+    jobs.run_rank(*args)
+
+
+def test_the_checkpoint_before_is_kept_and_the_message_says_how_to_go_on(
+    dense: Path, data: Path, tmp_path: Path
+) -> None:
+    save = tmp_path / "save"
+    flags = ("--save", str(save), "--save-interval", "1")
+    job = Job(dense, data, Layout.parse("dp2"), steps=2, batch=2, seq_length=256, flags=flags)
+    train(job, tmp_path / "first", "--exit-interval", "1")
+    before = {file for file in save.rglob("*") if "logs" not in file.parts}
+    output = tmp_path / "output.txt"
+    said = rf"Step 2 could not be saved to {save}: File too large\. The checkpoint of step 1 is"
+    with pytest.raises(BadInput, match=said):
+        run_layout(rank_without_room, 2, job.argv, output, timeout=300)
+    assert {file for file in save.rglob("*") if "logs" not in file.parts} == before
+    (entry,) = train(job, tmp_path / "again")
+    assert entry["iteration"] == 2
+
+
+def test_another_failure_is_raised_as_it_was(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), explained_save(str(tmp_path), 1):
+        raise ZeroDivisionError

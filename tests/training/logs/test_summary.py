@@ -1,0 +1,75 @@
+"""What a run prints, and what it keeps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.shapes import SHAPES
+from mcore_qwen3vl.training.arguments.parser import validate
+from mcore_qwen3vl.training.logs.quiet import log_file
+from mcore_qwen3vl.training.logs.summary import summary
+from mcore_qwen3vl.verify.curves.job import Job, train
+
+
+def test_a_run_is_quiet_and_keeps_megatrons_log(dense: Path, data: Path, tmp_path: Path) -> None:
+    """The first rank introduces, the last one, which knows the loss, says how it goes."""
+    save, valid = tmp_path / "save", ("--valid-data-path", str(data))
+    job = Job(
+        dense, data, Layout.parse("pp2"), steps=4, batch=1, seq_length=256,
+        flags=("--save", str(save), "--save-hf", str(tmp_path / "hf"), *valid, "--eval-iters", "1",
+               "--eval-interval", "2", "--log-interval", "2"),
+    )  # fmt: skip
+    log = train(job, tmp_path / "run")
+    assert [entry["iteration"] for entry in log] == [2, 4]
+    lines = (tmp_path / "run" / "output.txt").read_text().splitlines()
+    names = ("model", "weights", "layout", "precision", "data", "schedule", "memory", "writes")
+    assert tuple(line.split()[0] for line in lines[:8]) == names
+    steps = [line for line in lines if line.startswith("step ")]
+    assert [line.split()[1] for line in steps if "/" in line.split()[1]] == ["1/4", "2/4", "4/4"]
+    assert f"loss {log[0]['lm loss']:.4f}  grad norm" in steps[1]
+    assert "s/step" in steps[1]
+    assert "step 4: saved to " + str(save) in steps
+    assert f"step 4: exported to {tmp_path}/hf/iter_0000004" in steps
+    assert sum("validation lm loss" in line for line in steps) >= 2
+    assert lines[-1].startswith("done: step 4, 0:")
+    assert len(lines) < 25
+    first, last = (log_file(save, rank).read_text() for rank in range(2))
+    assert "tensor_model_parallel_size" in first
+    assert "iteration        4/       4" in last
+    text = (tmp_path / "run" / "log.jsonl").read_text()
+    assert {"iteration", "validation lm loss"} in [set(json.loads(x)) for x in text.splitlines()]
+
+    assert train(job, tmp_path / "again") == []
+    assert f"nothing left to do: {save} has all of its steps" in (
+        (tmp_path / "again" / "output.txt").read_text().splitlines()
+    )
+
+
+def rows(model: Path, *flags: str, world_size: int = 1) -> dict[str, str]:
+    base = ["--hf-model", str(model), "--data-path", "a.jsonl", "--train-iters", "7"]
+    args = validate([*base, *flags], world_size)
+    explicit = {flag[2:].replace("-", "_") for flag in [*base, *flags] if flag.startswith("--")}
+    return dict(summary(args, Architecture.from_hf(model), explicit))
+
+
+def test_the_summary_says_what_was_chosen(dense: Path, tmp_path: Path) -> None:
+    found = rows(dense, "--cpu")
+    assert found["weights"].startswith("random: --load-hf DIR starts from")
+    assert found["layout"] == "single on 1 rank on the CPU, layer spec torch"
+    assert found["precision"].startswith("fp32")
+    assert "padded to the longest of a batch, at most 4096" in found["data"]
+    assert found["memory"].startswith("not estimated")
+    assert found["writes"] == "no checkpoint (--save DIR); Megatron's own log to nowhere " + (
+        "(--verbose: here)"
+    )
+    assert "--lr 1e-05" in found["defaults"]
+    flags = ("--bf16", "--use-distributed-optimizer", "--packing", "--seq-length", "8192")
+    found = rows(SHAPES / "2b.json", "--cpu", *flags, "--save", str(tmp_path), world_size=4)
+    assert found["model"].startswith("Qwen3-VL of 2.13B parameters (dense; 28 decoder layers, 24")
+    assert found["precision"] == "bf16, master weights and optimizer fp32"
+    assert "a GPU (weights 4.3, gradients 8.5," in found["memory"]
+    assert f"Megatron's own log to {tmp_path}/logs" in found["writes"]
+    assert "packed into sequences of 8192 tokens; 4 rows a step" in found["data"]
