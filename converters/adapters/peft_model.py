@@ -74,6 +74,8 @@ class Applied:
         modules: names of all modules of the model.
         parameters: names of all its parameters.
         matched: the modules that PEFT's own rule says the config means.
+        spelled_out: ``target_modules`` as PEFT would store them, in order: ``all-linear`` is there
+            what it means in this model. None where they are a regular expression, or not given.
     """
 
     slots: dict[str, Slot]
@@ -81,6 +83,7 @@ class Applied:
     modules: tuple[str, ...]
     parameters: tuple[str, ...]
     matched: tuple[str, ...]
+    spelled_out: tuple[str, ...] | None
 
 
 def apply(config: AdapterConfig, hf_config: HFConfig) -> Applied:
@@ -118,7 +121,9 @@ def apply(config: AdapterConfig, hf_config: HFConfig) -> Applied:
         for key, tensor in stored.items()
         if key not in keys
     }
-    return Applied(slots, saved, modules, parameters, matched)
+    named = lora.target_modules
+    spelled_out = None if named is None or isinstance(named, str) else tuple(sorted(named))
+    return Applied(slots, saved, modules, parameters, matched, spelled_out)
 
 
 def config_content(hf_config: HFConfig) -> dict[str, Any]:

@@ -140,4 +140,4 @@ def _spelled_out(config: AdapterConfig, applied: Applied) -> AdapterConfig:
     targets = config.target_modules
     if not isinstance(targets, str) or targets.lower() != "all-linear":
         return config
-    return replace(config, target_modules=applied.matched)
+    return replace(config, target_modules=applied.spelled_out)

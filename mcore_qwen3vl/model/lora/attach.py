@@ -79,7 +79,7 @@ def _adapt(
     chunk: Qwen3VLModel, path: str, parts: Sequence[Part], targets: Targets, dropout: float
 ) -> list[Pair]:
     """Adapt one module; most hold no target, and get no pairs."""
-    shapes = weight_shapes(chunk.architecture)
+    shapes, module = weight_shapes(chunk.architecture), chunk.get_submodule(path)
     sites, kind = [], None
     for parameter, of_one in groupby(parts, key=lambda part: part.parameter):
         held = list(of_one)
@@ -94,9 +94,9 @@ def _adapt(
             _pair(name, kind, targets[name], weight, _of(name, held), shapes[name])
             for name in names
         ]
-        sites.append(_site(pairs, kind, _blocks(held, pairs), dropout))
+        sites.append(_site(module, pairs, kind, _blocks(held, pairs), dropout))
     if kind is not None:
-        _install(chunk.get_submodule(path), kind, sites)
+        _install(module, kind, sites)
     return [pair for site in sites for pair in site.pairs]
 
 
@@ -117,11 +117,11 @@ def _of(name: str, parts: Sequence[Part]) -> list[Part]:
     return [part for part in parts if part.name == name]
 
 
-def _site(pairs: list[Pair], kind: Kind, blocks: Blocks, dropout: float) -> Site:
+def _site(module: nn.Module, pairs: list[Pair], kind: Kind, blocks: Blocks, dropout: float) -> Site:
     return Site(
         pairs,
         blocks,
-        region=kind.region,
+        region=kind.region(module),
         whole=kind.whole,
         dropout=dropout,
         distinct=kind.distinct,
@@ -232,6 +232,6 @@ def _adapt_head(chunk: Qwen3VLModel, target: Target, dropout: float) -> Pair:
     pair = Pair(HEAD, a, b, scaling=target.scaling, like=weight)
     kind.mark(pair, weight)
     blocks = Blocks(rows, ((own, target.r),), ((0, 0, 0, own),))
-    head.register_forward_hook(_site([pair], kind, blocks, dropout).hook, prepend=True)
+    head.register_forward_hook(_site(head, [pair], kind, blocks, dropout).hook, prepend=True)
     chunk.losses_in_chunks = False  # the pair's product is added to all logits
     return pair

@@ -38,7 +38,8 @@ class Kind:
         cut: the axis of the weight that tensor parallelism cuts; None where all ranks hold it, or
             where there is one rank.
         group: the ranks that hold its parts: of TP, or of ETP.
-        sequence_parallel: each of these ranks has other tokens at the input or the output.
+        sequence_parallel: each of these ranks has other tokens at the input or the output, in
+            training.
         expert: one of many.
         grouped: all experts of the rank are one module (Transformer Engine's).
         router: its product is not a module's.
@@ -56,13 +57,12 @@ class Kind:
     rows_divide: bool = True
     head_dim: int = 1
 
-    @property
-    def region(self) -> Region:
-        """Between A and B."""
+    def region(self, linear: Any) -> Region:
+        """Between A and B, beside `linear`."""
         if self.expert or self.cut is None:
             return regions.local
         make = regions.column if self.cut == 0 else regions.row
-        return make(self.group, self.sequence_parallel)
+        return make(self.group, linear)
 
     @property
     def whole(self) -> Region:

@@ -36,22 +36,31 @@ def local(activation: Tensor) -> Tensor:
     return activation
 
 
-def column(group: Any, sequence_parallel: bool) -> Region:
-    """After A, beside a column-parallel weight: (s_local, B, r) -> (s, B, r)."""
-    if group.size() == 1:
-        return local
-    if sequence_parallel:
-        return lambda x: tensor_parallel.gather_from_sequence_parallel_region(x, group=group)
-    return lambda x: tensor_parallel.copy_to_tensor_model_parallel_region(x, group=group)
+def column(group: Any, linear: Any) -> Region:
+    """After A, beside a column-parallel weight: (s_local, B, r) -> (s, B, r).
+
+    Args:
+        group: of TP.
+        linear: whose ``sequence_parallel`` counts at each call: generation turns it off and on.
+    """
+
+    def region(x: Tensor) -> Tensor:
+        if linear.sequence_parallel:
+            return tensor_parallel.gather_from_sequence_parallel_region(x, group=group)
+        return tensor_parallel.copy_to_tensor_model_parallel_region(x, group=group)
+
+    return local if group.size() == 1 else region
 
 
-def row(group: Any, sequence_parallel: bool) -> Region:
-    """After A, beside a row-parallel weight: (s, B, r) -> (s_local, B, r)."""
-    if group.size() == 1:
-        return local
-    if sequence_parallel:
-        return lambda x: tensor_parallel.reduce_scatter_to_sequence_parallel_region(x, group=group)
-    return lambda x: tensor_parallel.reduce_from_tensor_model_parallel_region(x, group=group)
+def row(group: Any, linear: Any) -> Region:
+    """After A, beside a row-parallel weight: (s, B, r) -> (s_local, B, r); see :func:`column`."""
+
+    def region(x: Tensor) -> Tensor:
+        if linear.sequence_parallel:
+            return tensor_parallel.reduce_scatter_to_sequence_parallel_region(x, group=group)
+        return tensor_parallel.reduce_from_tensor_model_parallel_region(x, group=group)
+
+    return local if group.size() == 1 else region
 
 
 def summed_over(group: Any) -> Region:

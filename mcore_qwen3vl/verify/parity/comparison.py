@@ -62,11 +62,10 @@ def verify_parity(
         BadInput: the model does not divide by the layout, a batch is not known, or there are
             fewer GPUs than ranks.
     """
-    if lora in get_args(Preset):
+    if lora is not None and str(lora) in get_args(Preset):
+        config = preset_config(str(lora), hf_dir)
         with tempfile.TemporaryDirectory(prefix="mcore-qwen3vl-lora-") as folder:
-            random = write_random_adapter(
-                Path(folder) / "adapter", preset_config(str(lora), hf_dir), hf_dir
-            )
+            random = write_random_adapter(Path(folder) / "adapter", config, hf_dir)
             return verify_parity(
                 hf_dir,
                 layout,

@@ -45,7 +45,7 @@ def marking(monkeypatch: Any, cut: int | None, expert: bool, mark: str, value: A
 
 
 def test_the_product_with_a_is_copied_into_tp(matrix: Matrix, monkeypatch: Any) -> None:
-    monkeypatch.setattr(regions, "column", lambda group, sequence_parallel: regions.local)
+    monkeypatch.setattr(regions, "column", lambda group, linear: regions.local)
     report = matrix.run(row("dense", "tp2", "mixed ranks"))
     assert worst(report, "gradients", "q_proj.weight.lora_A") > FAR_OFF
     assert worst(report, "gradients", "down_proj.weight.lora_B") > FAR_OFF  # of a wrong input
@@ -71,7 +71,7 @@ def test_b_beside_a_row_is_summed_over_tp(matrix: Matrix, monkeypatch: Any) -> N
 def test_the_gathered_product_is_summed_backwards(matrix: Matrix, monkeypatch: Any) -> None:
     """The ranks' rows of B each give a part of the gradient of x A^T."""
 
-    def column(group: Any, sequence_parallel: bool) -> Any:
+    def column(group: Any, linear: Any) -> Any:
         def slicing(x: Any) -> Any:
             return mappings.gather_from_sequence_parallel_region(
                 x, tensor_parallel_output_grad=False, group=group

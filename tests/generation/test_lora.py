@@ -1,0 +1,35 @@
+"""Answers with an adapter are those of the checkpoint that it is merged into."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mcore_qwen3vl.converters.adapters.merge import merge
+from mcore_qwen3vl.generation.run import Request, run
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
+
+
+@pytest.mark.parametrize(
+    ("model", "lora", "layout"),
+    [("dense", "everything", "tp2+sp"), ("moe", "router", "tp2xep2+sp")],
+)
+def test_an_adapter_answers_like_the_merged_checkpoint(
+    model: str, lora: str, layout: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    base = request.getfixturevalue(model)
+    adapter = write_random_adapter(tmp_path / "adapter", ADAPTERS[lora], base)
+    merge(base, adapter, tmp_path / "merged")
+    prompt = [{"role": "user", "content": "What is in the picture?"}]
+    options = {"max_new_tokens": 12, "temperature": 0.0}
+
+    def answer(checkpoint: Path, layout: str, lora: Path | None = None) -> list[int]:
+        asked = Request(checkpoint, [prompt], Layout.parse(layout), lora=lora, options=options)
+        (generation,) = run(asked, on_cpu=True)
+        return generation.token_ids
+
+    expected = answer(tmp_path / "merged", "single")
+    assert answer(base, layout, adapter) == expected
+    assert answer(base, "single") != expected
