@@ -190,7 +190,10 @@ class Run:
             ModelType.encoder_or_decoder,
             self.forward_step,
             model_provider=model_provider(
-                self.args, self.architecture, finalize_model_grads_func=self._finalize_gradients
+                self.args,
+                self.architecture,
+                # No method: Megatron copies the config deeply, and a method's object with it.
+                finalize_model_grads_func=lambda *args, **kw: self._finalize_gradients(*args, **kw),
             ),
         )
 
