@@ -204,7 +204,8 @@ class Run:
                 self.args,
                 self.architecture,
                 self.lora,
-                finalize_model_grads_func=self._finalize_gradients,
+                # No method: Megatron copies the config deeply, and a method's object with it.
+                finalize_model_grads_func=lambda *args, **kw: self._finalize_gradients(*args, **kw),
             ),
         )
 

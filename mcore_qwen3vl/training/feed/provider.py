@@ -15,7 +15,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits
 from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.data.loading.loader import Loader, load_processor
-from mcore_qwen3vl.data.loading.sources import parse_sources
+from mcore_qwen3vl.data.loading.sources import Source, parse_sources
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.sequence import length_multiple
 from mcore_qwen3vl.training.feed import state as data_state
@@ -83,14 +83,13 @@ class DataProvider:
         host_group = _host_group()
         stages = _stages_group()
         feeds = [StageFeed(stages, tag) if stages else None for tag in range(2)]
-        train = args.train_data_path or args.data_path
-        self.train_loader = self._loader(train, "train")
+        self.train_loader = self._loader(self._sources(), "train")
         if self.train_loader and args.iteration and not args.finetune:
             dp = parallel_state.get_data_parallel_rank(), args.data_parallel_size
-            data_state.load(self.train_loader, args.load, args.iteration, *dp)
+            data_state.load(self.train_loader, args.load, args.iteration, *dp, self._sources())
         valid = None
         if args.valid_data_path:
-            loader = self._loader(args.valid_data_path, "val")
+            loader = self._loader(parse_sources(args.valid_data_path), "val")
             valid = self._share(loader, host_group, feeds[1])
         return self._share(self.train_loader, host_group, feeds[0], self._on_batch), valid
 
@@ -107,13 +106,13 @@ class DataProvider:
             on_batch=on_batch,
         )
 
-    def _loader(self, words: Sequence[str], split: Any) -> Loader | None:
+    def _loader(self, sources: Sequence[Source], split: Any) -> Loader | None:
         """Of a rank that reads; None on the others, which are sent its batches."""
         if not self._reads():
             return None
         args = self._args
         return Loader(
-            parse_sources(words),
+            sources,
             self._architecture,
             load_processor(args.hf_model),
             data_config(args),
@@ -132,7 +131,11 @@ class DataProvider:
         """Save where this data-parallel rank's training data stands."""
         if self.train_loader:
             dp_rank = parallel_state.get_data_parallel_rank()
-            data_state.save(self.train_loader, directory, iteration, dp_rank)
+            data_state.save(self.train_loader, directory, iteration, dp_rank, self._sources())
+
+    def _sources(self) -> list[Source]:
+        """Of the training data."""
+        return parse_sources(self._args.train_data_path or self._args.data_path)
 
 
 def _is_first_of_stage() -> bool:

@@ -4,16 +4,20 @@ always has it; read back when training resumes, for any number of data-parallel 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mcore_qwen3vl.data.loading.loader import Loader
+from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.data.loading.state import redistribute
 from mcore_qwen3vl.errors import BadInput
 
 FOLDER = "dataloader"
+SOURCES = "sources"
+"""What a file holds beside the loader's own state: the data that it stands in."""
 
 
 def folder_of(checkpoints: str | Path, iteration: int) -> Path:
@@ -21,23 +25,42 @@ def folder_of(checkpoints: str | Path, iteration: int) -> Path:
     return Path(checkpoints) / FOLDER / f"iter_{iteration:07d}"
 
 
-def save(loader: Loader, checkpoints: str | Path, iteration: int, dp_rank: int) -> None:
-    """Write one data-parallel rank's state; appears whole or not at all."""
+def save(
+    loader: Loader,
+    checkpoints: str | Path,
+    iteration: int,
+    dp_rank: int,
+    sources: Sequence[Source] = (),
+) -> None:
+    """Write one data-parallel rank's state; appears whole or not at all.
+
+    Args:
+        loader: whose state it is.
+        checkpoints: directory.
+        iteration: of the checkpoint.
+        dp_rank: of this rank.
+        sources: the data that it reads.
+    """
     folder = folder_of(checkpoints, iteration)
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"rank_{dp_rank:05d}.pt"
     partial = file.with_suffix(f".{os.getpid()}.tmp")
-    torch.save(loader.state_dict(), partial)
+    torch.save({**loader.state_dict(), SOURCES: _described(sources)}, partial)
     os.replace(partial, file)
 
 
 def load(
-    loader: Loader, checkpoints: str | Path, iteration: int, dp_rank: int, dp_size: int
+    loader: Loader,
+    checkpoints: str | Path,
+    iteration: int,
+    dp_rank: int,
+    dp_size: int,
+    sources: Sequence[Source] = (),
 ) -> None:
     """Let `loader` continue where the checkpoint of `iteration` was written.
 
     Raises:
-        BadInput: no state was saved with that checkpoint, or it does not fit this run.
+        BadInput: no state was saved with that checkpoint, or it does not fit this run or its data.
     """
     folder = folder_of(checkpoints, iteration)
     files = sorted(folder.glob("rank_*.pt"))
@@ -46,11 +69,28 @@ def load(
             f"{folder} holds no data state, so training cannot continue with the next sample. If "
             "the data should start from the beginning, load the checkpoint with --finetune."
         )
-    if len(files) == dp_size:
-        state = _read(files[dp_rank])
-    else:
-        state = redistribute([_read(file) for file in files], dp_size)[dp_rank]
+    states = [_read(file) for file in (files if len(files) != dp_size else [files[dp_rank]])]
+    saved = {tuple(state.pop(SOURCES, ())) for state in states}.pop()
+    given = _described(sources)
+    if saved and [size for _, size in saved] != [size for _, size in given]:
+        raise BadInput(
+            f"The checkpoint in {checkpoints} stands in other data: it was trained on "
+            f"{_listing(saved)}, and this command names {_listing(given)}. To go on from its "
+            f"weights with these data: --load {checkpoints} --finetune, and another --save."
+        )
+    state = states[0] if len(files) == dp_size else redistribute(states, dp_size)[dp_rank]
     loader.load_state_dict(state)
+
+
+def _described(sources: Sequence[Source]) -> list[tuple[str, int | None]]:
+    """Names, and the bytes of files: whatever they are called, data of that size are the same."""
+    return [(s.path.name, s.path.stat().st_size if s.path.is_file() else None) for s in sources]
+
+
+def _listing(described: Sequence[tuple[str, int | None]]) -> str:
+    return ", ".join(
+        name if size is None else f"{name} ({size:,} bytes)" for name, size in described
+    )
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -34,6 +34,8 @@ _PYTHONS = re.compile(r"\S+:\d+: (?P<kind>\w+): (?P<text>.*)")
 _OF_NO_USE = (
     "RerunStateMachine",  # is in the mode that this package chooses
     "GPTModel IS DEPRECATED",  # advice for the author of a model
+    "argument order of load has been changed",  # of a function that Megatron calls
+    "assuming the intent is to load in a single process",  # of the states that all ranks share
     "async save is deprecated",  # saves are synchronous
     "'pin_memory' argument is set as true but no accelerator",  # --cpu was asked for
 )

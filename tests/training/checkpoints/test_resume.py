@@ -196,6 +196,24 @@ def test_a_checkpoint_that_does_not_fit_the_flags_is_explained(
         train(run, tmp_path / "again", "--save", str(save), "--save-interval", str(HALF), *flags)
 
 
+def test_other_data_are_not_taken_for_those_of_the_checkpoint(
+    dense: Path, data: Path, tmp_path: Path
+) -> None:
+    save, other = tmp_path / "save", data.with_name("other.jsonl")
+    other.write_text("".join(data.read_text().splitlines(keepends=True)[:20]))
+    flags = ("--save", str(save), "--save-interval", "100")
+    run = job(dense, data, "single", *flags)
+    train(run, tmp_path / "first", "--exit-interval", "2")
+    said = (
+        rf"trained on train.jsonl \(.* bytes\), and this command names other.jsonl .*--load {save}"
+    )
+    with pytest.raises(BadInput, match=said):
+        train(replace(run, data=other), tmp_path / "other")
+    shutil.copy(data, data.with_name("renamed.jsonl"))
+    rest = train(replace(run, data=data.with_name("renamed.jsonl")), tmp_path / "rest")
+    assert [entry["iteration"] for entry in rest] == [3, 4]
+
+
 def test_a_trained_checkpoint_is_exported_as_it_is(
     two_checkpoints: tuple[Job, Path, list[dict[str, Any]]], dense: Path, tmp_path: Path
 ) -> None:
