@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from rich.table import Table
@@ -139,11 +140,15 @@ def _waits(outcome: RoleOutcome) -> None:
         return
     title = f"Waits of the host for the device, {outcome.role.name}"
     table = _table(title, ">count", "while", "kind", "line")
-    for wait in stage.waits[:WAITS_SHOWN]:
-        table.add_row(str(wait.count), wait.phase, wait.kind, wait.place.split(" < ")[0])
-    if len(stage.waits) > WAITS_SHOWN:
-        rest = sum(wait.count for wait in stage.waits[WAITS_SHOWN:])
-        table.add_row(str(rest), "", "", f"{len(stage.waits) - WAITS_SHOWN} more lines (--json)")
+    lines: Counter[tuple[str, str, str]] = Counter()
+    for wait in stage.waits:
+        lines[wait.phase, wait.kind, wait.place.split(" < ")[0]] += wait.count
+    ordered = lines.most_common()
+    for line, count in ordered[:WAITS_SHOWN]:
+        table.add_row(str(count), *line)
+    if rest := ordered[WAITS_SHOWN:]:
+        count = sum(count for _, count in rest)
+        table.add_row(str(count), "", "", f"{len(rest)} more lines (--json has their callers)")
     console.output.print(table)
 
 
