@@ -5,6 +5,10 @@ UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 RUN := .venv/bin/
 ENVIRONMENT := .venv/.synced
 export OMP_NUM_THREADS ?= 1
+# Tests start up to four ranks each and need about 3 GB: more workers than cores gain nothing. A file
+# stays in one process, since its tests fork from what its fixtures built.
+WORKERS ?= 2
+PYTEST := python -m pytest --numprocesses $(WORKERS) --dist loadfile
 # Some machines forbid Python to keep bytecode; without it each process takes twice as long to start.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -20,10 +24,10 @@ train-demo: $(ENVIRONMENT) ## train a tiny model on the CPU: stop, resume, expor
 	@$(RUN)mcore-qwen3vl train-demo $(ARGS)
 
 test: $(ENVIRONMENT) ## the test suite, the parity matrix included (no GPU needed)
-	$(RUN)python -m pytest -m "not slow" $(ARGS)
+	$(RUN)$(PYTEST) -m "not slow" $(ARGS)
 
 test-all: $(ENVIRONMENT) ## the slow tests too
-	$(RUN)python -m pytest $(ARGS)
+	$(RUN)$(PYTEST) $(ARGS)
 
 lint: $(ENVIRONMENT) ## ruff (lint and format) and mypy
 	$(RUN)ruff check .

@@ -19,7 +19,6 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 COMMON=(
     --bf16 --spec te --packing --seq-length 8192 --micro-batch-size 1
     --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
-    --cross-entropy-loss-fusion # keeps one fp32 copy of the logits less
     --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0
     --lr-decay-style cosine --lr-warmup-fraction 0.03
     --num-workers 8 --save-interval 500 --log-interval 10 --exit-signal-handler

@@ -5,16 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm in Hugging Face's order of operations.
+    """Root mean square norm that keeps its input for the backward pass, without a float32 copy.
 
-    mcore's ``WrappedTorchNorm`` refuses sequence parallelism; this one marks its weight, so that
-    its gradient, of which each rank has a part, is summed over the TP group.
-    Source: HF ``Qwen3VLTextRMSNorm``.
+    In half precision it rounds once, as Transformer Engine's does; Hugging Face's rounds before it
+    multiplies by the weight too. mcore's ``WrappedTorchNorm`` refuses sequence parallelism; this
+    one marks its weight, so that its gradient, of which each rank has a part, is summed over the
+    TP group. Source: HF ``Qwen3VLTextRMSNorm``.
     """
 
     def __init__(
@@ -27,9 +29,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., hidden_size) -> same shape and dtype; the mean is taken in float32."""
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class StandaloneRMSNorm(RMSNorm):

@@ -21,9 +21,9 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.attention import PackedSequence
 from mcore_qwen3vl.model.decoder import pack_features, unpack_features
 from mcore_qwen3vl.model.fusion import FusionPlan, fuse, plan_fusion
+from mcore_qwen3vl.model.head.module import Head
 from mcore_qwen3vl.model.inputs import VisualInputs, to_device
 from mcore_qwen3vl.model.layer_specs import block_spec
-from mcore_qwen3vl.model.padded_vocabulary import mask_padded_vocabulary
 from mcore_qwen3vl.model.rope import InterleavedMRoPE
 from mcore_qwen3vl.model.sequence import local_positions
 from mcore_qwen3vl.model.transformer_config import Spec, transformer_config
@@ -57,6 +57,10 @@ class Qwen3VLModel(GPTModel):
         post_process: this chunk ends in the head.
         vp_stage: virtual pipeline stage of this chunk.
         pg_collection: process groups; default: those of Megatron's parallel state.
+        recompute_vision: keep only the inputs of the tower's blocks, and compute them again in the
+            backward pass; None: under full recompute of the decoder.
+        head_chunk: losses are computed from the logits of this many tokens at a time; None: as
+            many as fit a fixed size. 0: Megatron's own cross entropy, from all logits at once.
         kwargs: passed to :class:`GPTModel`.
     """
 
@@ -71,6 +75,8 @@ class Qwen3VLModel(GPTModel):
         post_process: bool = True,
         vp_stage: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        recompute_vision: bool | None = None,
+        head_chunk: int | None = None,
         **kwargs: Any,
     ) -> None:
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
@@ -115,10 +121,16 @@ class Qwen3VLModel(GPTModel):
                 architecture,
                 config,
                 group=groups.tp_cp,
-                recompute=config.recompute_granularity == "full",
+                recompute=(
+                    config.recompute_granularity == "full"
+                    if recompute_vision is None
+                    else recompute_vision
+                ),
             )
+        # Deferring the head's weight gradient is Megatron's own layer's.
+        self._losses_in_chunks = head_chunk != 0 and not config.defer_embedding_wgrad_compute
         if post_process:
-            mask_padded_vocabulary(self.output_layer, architecture.vocab_size)
+            Head.adopt(self.output_layer, vocab_size=architecture.vocab_size, chunk=head_chunk)
         if not config.use_cpu_initialization and not _is_meta(self):
             # Megatron makes some weights on the host, norms and routers, and leaves it to its
             # training loop to move them.
@@ -135,6 +147,8 @@ class Qwen3VLModel(GPTModel):
         vp_stage: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         vocab_size: int | None = None,
+        recompute_vision: bool | None = None,
+        head_chunk: int | None = None,
         **transformer_config_overrides: Any,
     ) -> Qwen3VLModel:
         """Build one pipeline chunk from an HF config alone, with random weights.
@@ -158,6 +172,8 @@ class Qwen3VLModel(GPTModel):
             architecture,
             spec=spec,
             vocab_size=vocab_size,
+            recompute_vision=recompute_vision,
+            head_chunk=head_chunk,
             pre_process=pre_process,
             post_process=post_process,
             vp_stage=vp_stage,
@@ -221,6 +237,8 @@ class Qwen3VLModel(GPTModel):
             else (None, self._receive(len(local.hidden), plan))
         )
         padding = None if attention_mask is None else attention_mask == 0  # (B, cached + S)
+        if labels is not None and self._losses_in_chunks:
+            kwargs.setdefault("output_processor", _losses)
         masks = self.spec == "torch" or kwargs.get("inference_context") is not None
         if padding is not None and not masks and packed is None:
             _require_right_padding(padding)
@@ -300,6 +318,19 @@ class Qwen3VLModel(GPTModel):
         if padding is None or self.config.num_moe_experts is None:
             return None
         return padding[:, -seq_len:].index_select(1, to_device(local.hidden, padding.device))
+
+
+def _losses(
+    *,
+    hidden_states: Tensor,
+    output_layer: Head,
+    output_weight: Tensor | None,
+    labels: Tensor,
+    **_: Any,
+) -> Tensor:
+    """Cross entropies (B, s), float32, in place of what ``GPTModel`` makes of all logits."""
+    log_probs, _entropies = output_layer(hidden_states, output_weight, targets=labels)
+    return -log_probs
 
 
 def _is_meta(model: torch.nn.Module) -> bool:

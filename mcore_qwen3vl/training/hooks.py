@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from torch import Tensor
 
 from mcore_qwen3vl.errors import BadInput
 
@@ -49,3 +51,17 @@ def gather_items(
     everyone = own.new_empty(dist.get_world_size(group))
     dist.all_gather_into_tensor(everyone, own, group=group)
     return list(everyone.tolist())
+
+
+def reduce_stat(original: Any, stat: float | Tensor | None, group: Any = None) -> float | None:
+    """In place of ``reduce_max_stat_across_model_parallel_group``, with one wait for three."""
+    group = mpu.get_model_parallel_group() if group is None else group
+    missing = -1.0  # as Megatron marks a rank that has none
+    device = torch.cuda.current_device()
+    if isinstance(stat, Tensor):
+        own = stat.detach().float().reshape(1).clone()
+    else:
+        own = torch.full((1,), missing if stat is None else stat, device=device)
+    dist.all_reduce(own, op=dist.ReduceOp.MAX, group=group)
+    found = float(own.item())
+    return None if found == missing else found

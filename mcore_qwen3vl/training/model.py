@@ -64,6 +64,8 @@ def model_provider(
             vp_stage=vp_stage,
             pg_collection=pg_collection,
             vocab_size=args.padded_vocab_size,
+            recompute_vision=args.recompute_vision,
+            head_chunk=args.head_chunk,
             **fields_of_all,
         )
         if args.load_hf and not resuming(args):

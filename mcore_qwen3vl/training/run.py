@@ -84,8 +84,11 @@ class Run:
         from megatron.training import dist_signal_handler, pretrain, training
         from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-        from mcore_qwen3vl.training.hooks import gather_items, wrap
+        from mcore_qwen3vl.training.hooks import gather_items, reduce_stat, wrap
         from mcore_qwen3vl.training.model import model_provider
+        from mcore_qwen3vl.training.step import multi_tensor
+
+        multi_tensor.install()
 
         # Would compile a helper for GPT data sets, which are not used, by a Makefile that
         # megatron-core's wheel lacks; the first rank would exit for it.
@@ -107,7 +110,9 @@ class Run:
                 "training_log": self._log,
                 # Adds the learning rates by part.
                 "get_megatron_optimizer_config": self._optimizer_config,
-                # Makes torch's Adam resumable.
+                # Waits once for the device.
+                "reduce_max_stat_across_model_parallel_group": reduce_stat,
+                # Makes torch's Adam fused and resumable.
                 "get_megatron_optimizer": self._optimizer,
             },
         )
@@ -163,9 +168,11 @@ class Run:
         return config, {**(overrides or {}), **learning_rate_overrides(args)}
 
     def _optimizer(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        from mcore_qwen3vl.training.step.multi_tensor import use_fused_adam
         from mcore_qwen3vl.training.step.optimizer import make_resumable
 
         optimizer = original(*args, **kwargs)
+        use_fused_adam(optimizer)
         make_resumable(optimizer)
         return optimizer
 

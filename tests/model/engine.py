@@ -20,6 +20,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.verify.parity.on_rank import HEAD_CHUNK, logits_of
 from tests.model import weights
 from tests.model.reference import Expected, Reference
 from tests.model.samples import MicroBatch
@@ -86,8 +87,7 @@ def build(case: Case) -> list[Qwen3VLModel]:
             pre_process=ps.is_pipeline_first_stage(**where),
             post_process=ps.is_pipeline_last_stage(**where),
             vp_stage=stage,
-            **layout.config_overrides(),
-            **case.overrides,
+            **{**layout.config_overrides(), "head_chunk": HEAD_CHUNK, **case.overrides},
         )
         weights.load(chunk, case.reference.weights)
         case.prepare(chunk)
@@ -142,9 +142,9 @@ def train_step(
     logits: list[Tensor] = []
     losses: list[Tensor] = []
     last = model[-1].module
-    if last.post_process:  # cloned, because the loss is computed in place
+    if last.post_process:
         last.output_layer.register_forward_hook(
-            lambda m, i, out: logits.append(out[0].detach().clone())
+            lambda *call: logits.append(logits_of(*call)), with_kwargs=True
         )
 
     def forward_step(iterator: Any, chunk: DistributedDataParallel) -> Any:

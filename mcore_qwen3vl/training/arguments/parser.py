@@ -79,6 +79,27 @@ def _add_training_arguments(group: argparse._ArgumentGroup) -> None:
         help="a registered loss or module:function (see mcore_qwen3vl.training.step.losses)",
     )
     group.add_argument(
+        "--recompute-vision",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="keep only the inputs of the vision tower's blocks for the backward pass "
+        "(default: with --recompute-granularity full)",
+    )
+    group.add_argument(
+        "--head-chunk",
+        type=int,
+        metavar="TOKENS",
+        help="tokens whose logits are in memory at a time, forward and backward "
+        "(default: as many as take half a GiB)",
+    )
+    group.add_argument(
+        "--no-chunked-head",
+        action="store_const",
+        const=0,
+        dest="head_chunk",
+        help="hold all logits, and use Megatron's cross entropy (--cross-entropy-loss-fusion)",
+    )
+    group.add_argument(
         "--log-json", metavar="FILE", help="append each logged iteration's numbers, unrounded"
     )
     group.add_argument(

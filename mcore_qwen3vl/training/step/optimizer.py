@@ -49,8 +49,9 @@ def _start_states(adam: torch.optim.Adam) -> None:
     """What Adam makes by itself in its first step."""
     for group in adam.param_groups:
         for parameter in group["params"]:
+            device = parameter.device if group["fused"] else "cpu"
             adam.state[parameter] = {
-                "step": torch.tensor(0.0),
+                "step": torch.zeros((), device=device),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }

@@ -149,6 +149,7 @@ MATRIX: tuple[MatrixRow, ...] = (
         recompute_num_layers=1,
     ),
     _recompute("selective", "dense", "cp2", "mixed", recompute_granularity="selective"),
+    _recompute("vision", "dense", "tp2+sp", "mixed", recompute_vision=True),
     _recompute(
         "selective moe",
         "moe",
@@ -156,6 +157,14 @@ MATRIX: tuple[MatrixRow, ...] = (
         "packed",
         recompute_granularity="selective",
         recompute_modules=["core_attn", "moe"],
+    ),
+    MatrixRow("dense", "tp2xcp2+sp", ("packed",), {"config": {"head_chunk": 0}}, "Megatron's loss"),
+    MatrixRow(
+        "tied",
+        "dp2",
+        ("imageless",),
+        {**OVERLAPPED, "config": {"head_chunk": 0}},
+        "Megatron's loss",
     ),
     MatrixRow("dense", "tp2+sp", ("mixed",), {"freeze": ("vision",)}, "vision frozen"),
     MatrixRow("dense", "cp2", ("mixed",), {"freeze": ("aligner",)}, "aligner frozen"),

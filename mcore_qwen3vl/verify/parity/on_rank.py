@@ -45,6 +45,9 @@ IN_MEMORY: ExpertLayout = "v5"
 BUCKET_VALUES = 20_000
 """DDP's bucket size: small, so that even a tiny model reduces its gradients in several."""
 
+HEAD_CHUNK = 7
+"""Tokens whose logits the head holds at a time: few, so that there are several chunks."""
+
 
 def measure_on_rank(
     path: Path, case: Case, batches: list[Expected], stepped: Stepped | None
@@ -95,6 +98,7 @@ class Engine:
             "calculate_per_token_loss": True,
             "params_dtype": case.torch_dtype,
             "variable_seq_lengths": uneven,
+            "head_chunk": HEAD_CHUNK,
             **case.config,
         }
         self.chunks = build_chunks(
@@ -114,7 +118,7 @@ class Engine:
             self._configure_schedule()
         self._logits: Tensor | None = None
         if self.chunks[-1].post_process:
-            self.chunks[-1].output_layer.register_forward_hook(self._keep_logits)
+            self.chunks[-1].output_layer.register_forward_hook(self._keep_logits, with_kwargs=True)
 
     def measure(self, expected: Expected) -> Measurements:
         """One pass over a global batch."""
@@ -263,9 +267,8 @@ class Engine:
             counts[key] = counts.get(key, Measurement()) + Measurement(count=count)
         return counts
 
-    def _keep_logits(self, module: Any, inputs: Any, outputs: Any) -> None:
-        # A copy: the cross-entropy that follows works in span.
-        self._logits = outputs[0].detach().transpose(0, 1).clone()  # (B, s, V / tp)
+    def _keep_logits(self, head: Any, inputs: Any, kwargs: Any, outputs: Any) -> None:
+        self._logits = logits_of(head, inputs, kwargs, outputs).transpose(0, 1)
 
     @property
     def _overlaps_gather(self) -> bool:
@@ -298,6 +301,19 @@ class Engine:
         if self.case.overlap:
             config.no_sync_func = of_chunks("no_sync")
             config.grad_sync_func = of_chunks("start_grad_sync")
+
+
+def logits_of(head: Any, inputs: Any, kwargs: dict[str, Any], outputs: Any) -> Tensor:
+    """What a forward hook of the head sees, or where it gave losses, would have seen.
+
+    Returns:
+        Logits (s, B, V / tp), a copy: Megatron's cross entropy works in place.
+    """
+    if "targets" not in kwargs:
+        return outputs[0].detach().clone()
+    with torch.no_grad():
+        logits, _ = head.forward(*inputs)
+    return logits
 
 
 def _local_tokens(chunk: Qwen3VLModel, micro: MicroBatch) -> Tensor:

@@ -72,7 +72,9 @@ def trace(
     if mcore is not None:
         require_megatron(mcore)
     config = _config_folder(mcore) if mcore else hf
-    case = replace(case or Case(), layout=layout or Layout(), gradients=gradients)
+    case = case or Case()
+    overrides = {**case.config, "head_chunk": 0}  # the logits are looked at, so they must exist
+    case = replace(case, layout=layout or Layout(), gradients=gradients, config=overrides)
     _check_same_shape(architecture, Architecture.from_hf(config))
     if micro is None:
         micro = reference.micro_batch(batch, case.multiple)

@@ -12,29 +12,12 @@ import torch
 from torch import Tensor
 
 
-def mask_padded_vocabulary(output_layer: Any, vocab_size: int) -> None:
-    """Let `output_layer` give every padded column the logit -inf; does nothing without padding.
+def mask_columns(logits: Tensor, columns: int) -> Tensor:
+    """Give the columns after the first `columns` the logit -inf and no gradient, in place.
 
     Losses, samples and gradients are then those of the unpadded head, exactly.
-
-    Args:
-        output_layer: Megatron's ``ColumnParallelLinear``, this TP rank's part of the head.
-        vocab_size: columns of the model's own vocabulary, over all ranks.
     """
-    columns = output_layer.output_size_per_partition
-    if output_layer.output_size <= vocab_size:
-        return
-    first = output_layer.tp_group.rank() * columns
-
-    def mask(module: Any, args: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-        logits, bias = output
-        gathered = logits.shape[-1] == module.output_size  # by runtime_gather_output
-        own = vocab_size if gathered else max(vocab_size - first, 0)
-        if own >= logits.shape[-1]:
-            return output
-        return _Mask.apply(logits, own), bias
-
-    output_layer.register_forward_hook(mask)
+    return logits if columns >= logits.shape[-1] else _Mask.apply(logits, columns)
 
 
 class _Mask(torch.autograd.Function):

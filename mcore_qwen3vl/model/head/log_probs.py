@@ -1,0 +1,213 @@
+"""Log-probabilities and entropies of tokens, a chunk of logits at a time.
+
+The logits of 8k tokens of a vocabulary of 152k are 2.5 GB in bf16 and 5 GB in float32, of which
+cross entropy keeps and makes several. Here the forward pass reduces each chunk's logits to four
+numbers a token, and the backward pass computes them again: one more GEMM of the head for never
+holding more than a chunk.
+
+Ranks of a TP group hold different columns. Each reduces its own; two all-reduces over the numbers
+of all tokens then combine them, so there is none inside the loop. Gradients are this rank's
+parts: of the hidden states the sum over TP is the caller's to take, as with a column-parallel
+linear layer.
+
+Formulae, with logits l = h W^T / temperature, z = logsumexp(l), p = exp(l - z), H the entropy:
+d log p[t] / dl = onehot(t) - p, and dH / dl = -p (l - z + H).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CHUNK_LOGITS = 2**27
+"""Logits of one chunk: 0.5 GiB in float32."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The part of the vocabulary that is this TP rank's: `count` columns, without padding."""
+
+    first: int
+    count: int
+
+
+def token_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    columns: Columns,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    chunk: int | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """How likely each target is, and how certain each position, without holding the logits.
+
+    Args:
+        hidden: (s, B, H), the same on all ranks of `group`.
+        weight: (V / tp, H) this rank's rows of the head. With Megatron's DDP its gradient is added
+            to ``main_grad``, as ``gradient_accumulation_fusion`` does.
+        targets: (B, s) integers in [0, V).
+        columns: which columns this rank's rows are.
+        temperature: divides the logits.
+        entropy: compute entropies too.
+        chunk: tokens of a chunk; None: as many as make :data:`CHUNK_LOGITS`.
+        group: TP group; None: one rank.
+
+    Returns:
+        Log-probabilities (B, s) and entropies (B, s) or None: float32, the same on all ranks,
+        differentiable for `hidden` and `weight`.
+    """
+    length, batch, width = hidden.shape
+    options = _Options(columns, temperature, entropy, chunk, group)
+    found, entropies = _TokenLogProbs.apply(
+        hidden.reshape(-1, width), weight, targets.t().reshape(-1), options
+    )
+    shape = (length, batch)
+    return found.view(shape).t(), entropies.view(shape).t() if entropy else None
+
+
+@dataclass(frozen=True)
+class _Options:
+    columns: Columns
+    temperature: float
+    entropy: bool
+    chunk: int | None
+    group: dist.ProcessGroup | None
+
+    def chunks(self, tokens: int) -> Iterator[slice]:
+        if self.columns.count == 0:
+            return iter(())
+        size = self.chunk or max(CHUNK_LOGITS // self.columns.count, 1)
+        return (slice(start, start + size) for start in range(0, tokens, size))
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """(n, own columns) float32, for work in place."""
+        logits = hidden @ weight[: self.columns.count].t()
+        return logits.float() if self.temperature == 1 else logits.float().div_(self.temperature)
+
+    def find(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Each target's own column, 0 where it is another rank's, and whether it is ours."""
+        local = targets - self.columns.first
+        ours = (local >= 0) & (local < self.columns.count)
+        return local.where(ours, 0), ours
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    """(T, H), (V / tp, H), (T,) to log-probabilities and entropies, (T,) each."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, options: _Options
+    ) -> tuple[Tensor, Tensor | None]:
+        local, ours = options.find(targets)
+        # Of this rank's columns: the maximum; then, relative to it, the sum of exponentials and the
+        # sum of logits weighted by them; and between these the target's logit. A rank of nothing
+        # but padding has the neutral elements.
+        lowest = torch.finfo(torch.float32).min
+        maximum = hidden.new_full((len(hidden),), lowest, dtype=torch.float32)
+        sums = hidden.new_zeros((3, len(hidden)), dtype=torch.float32)
+        for rows in options.chunks(len(hidden)):
+            logits = options.logits(hidden[rows], weight)
+            _reduce(logits, local[rows], maximum[rows], sums[:, rows], options.entropy)
+            del logits  # before the next chunk's
+        sums[1].masked_fill_(~ours, 0.0)
+        total, target, entropies = _combine(maximum, sums, options.group)
+        ctx.options = options
+        ctx.save_for_backward(hidden, weight, local, ours, total, entropies)
+        return target - total, entropies if options.entropy else None
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, of_log_probs: Tensor, of_entropies: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None, None]:
+        hidden, weight, local, ours, total, entropies = ctx.saved_tensors
+        options: _Options = ctx.options
+        of_log_probs = of_log_probs / options.temperature
+        of_target = of_log_probs.where(ours, 0.0)
+        of_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
+        of_weight = _WeightGradient(weight) if ctx.needs_input_grad[1] else None
+        for rows in options.chunks(len(hidden)):
+            shifted = options.logits(hidden[rows], weight).sub_(total[rows, None])
+            factor = -of_log_probs[rows, None]
+            if options.entropy and of_entropies is not None:
+                of_entropy = of_entropies[rows, None] / options.temperature
+                factor = factor - (shifted + entropies[rows, None]).mul_(of_entropy)
+            gradient = shifted.exp_().mul_(factor)
+            row = torch.arange(len(gradient), device=gradient.device)
+            gradient[row, local[rows]] += of_target[rows]
+            narrow = gradient.to(hidden.dtype)
+            del shifted, factor, gradient
+            if of_hidden is not None:
+                torch.mm(narrow, weight[: options.columns.count], out=of_hidden[rows])
+            if of_weight is not None:
+                of_weight.add(narrow, hidden[rows])
+            del narrow
+        return of_hidden, of_weight.result() if of_weight else None, None, None
+
+
+def _reduce(logits: Tensor, targets: Tensor, maximum: Tensor, sums: Tensor, entropy: bool) -> None:
+    """Write the numbers of one chunk, of n tokens, into `maximum` (n,) and `sums` (3, n)."""
+    maximum.copy_(logits.amax(-1))
+    sums[1] = logits.gather(1, targets[:, None]).squeeze(1)
+    shifted = logits.sub_(maximum[:, None])
+    if not entropy:
+        sums[0] = shifted.exp_().sum(-1)
+        return
+    weights = shifted.exp()
+    sums[0] = weights.sum(-1)
+    sums[2] = weights.mul_(shifted).sum(-1)
+
+
+def _combine(
+    maximum: Tensor, sums: Tensor, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Over all columns: log of the sum of exponentials, the target's logit, entropy; (T,) each."""
+    overall = maximum
+    if group is not None and group.size() > 1:
+        overall = maximum.clone()
+        dist.all_reduce(overall, dist.ReduceOp.MAX, group=group)
+        shift = maximum - overall
+        sums[2] += shift * sums[0]
+        sums[::2] *= shift.exp()
+        dist.all_reduce(sums, group=group)
+    exponentials, target, moment = sums
+    log_sum = exponentials.log()
+    return overall + log_sum, target, log_sum - moment / exponentials
+
+
+class _WeightGradient:
+    """The head's gradient, added up in float32 over chunks, or in Megatron's ``main_grad``."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight
+        # Megatron's protocol for kernels that add to the gradient buffer themselves.
+        self._direct = getattr(weight, "main_grad", None) is not None and hasattr(
+            weight, "grad_added_to_main_grad"
+        )
+        self._sum: Tensor = (
+            weight.main_grad  # type: ignore[attr-defined]
+            if self._direct
+            else torch.zeros_like(weight, dtype=torch.float32)
+        )
+
+    def add(self, of_logits: Tensor, hidden: Tensor) -> None:
+        self._sum[: of_logits.shape[1]] += of_logits.t() @ hidden
+
+    def result(self) -> Tensor | None:
+        """What autograd is given."""
+        if not self._direct:
+            return self._sum.to(self._weight.dtype)
+        self._weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        if getattr(self._weight, "zero_out_wgrad", False):
+            return None  # tied: the embedding's gradient comes to the same hook, and is added there
+        # DDP's hook runs on an arrival, whose value it then does not look at.
+        return torch.empty_like(self._weight)

@@ -1,0 +1,91 @@
+"""Megatron's output layer, which can also say how likely given tokens are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor
+
+from mcore_qwen3vl.model.head.log_probs import Columns, token_log_probs
+from mcore_qwen3vl.model.head.padding import mask_columns
+
+
+class Head(ColumnParallelLinear):
+    """This TP rank's rows of the head.
+
+    Attributes:
+        vocab_size: the model's own vocabulary over all ranks, without padding.
+        chunk: tokens whose logits are alive at a time; None: as many as fit a fixed size.
+    """
+
+    vocab_size: int
+    chunk: int | None
+
+    @classmethod
+    def adopt(cls, output_layer: Any, *, vocab_size: int, chunk: int | None) -> None:
+        """Make a head of the ``ColumnParallelLinear`` that ``GPTModel`` has built.
+
+        The object stays the same, since ``GPTModel`` has tied and marked its weight. Work on the
+        weight must happen inside the module's call: Megatron's DDP waits there for the gathering
+        of parameters.
+        """
+        output_layer.__class__ = cls
+        output_layer.vocab_size = vocab_size
+        output_layer.chunk = chunk
+
+    def forward(
+        self,
+        input_: Tensor,
+        weight: Tensor | None = None,
+        runtime_gather_output: bool | None = None,
+        *,
+        targets: Tensor | None = None,
+        temperature: float = 1.0,
+        entropy: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits as ``ColumnParallelLinear`` gives them, or the likelihood of `targets`.
+
+        Args:
+            input_: (s_local, B, H) hidden states, cut over TP under sequence parallelism.
+            weight: (V / tp, H) of a tied head.
+            runtime_gather_output: gather the logits over TP.
+            targets: (B, s) integers, valid token ids: what to give log-probabilities of.
+            temperature: divides the logits.
+            entropy: give the entropy of each position's distribution too.
+
+        Returns:
+            Without `targets`: logits (s, B, V / tp), -inf at padded columns; and the bias, None.
+            With: log-probabilities (B, s), float32, equal on all TP ranks; and the entropies
+            (B, s), float32, or None.
+        """
+        if targets is None:
+            logits, bias = super().forward(input_, weight, runtime_gather_output)
+            gathered = logits.shape[-1] == self.output_size
+            own = self.vocab_size if gathered else self._columns().count
+            return mask_columns(logits, own), bias
+        weight = self.weight if weight is None else weight
+        assert weight is not None
+        if self.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(input_, group=self.tp_group)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(input_, group=self.tp_group)
+        return token_log_probs(
+            hidden,
+            weight,
+            targets,
+            self._columns(),
+            temperature=temperature,
+            entropy=entropy,
+            chunk=self.chunk,
+            group=self.tp_group,
+        )
+
+    def _columns(self) -> Columns:
+        first = self.tp_group.rank() * self.output_size_per_partition
+        count = min(max(self.vocab_size - first, 0), self.output_size_per_partition)
+        return Columns(first, count)

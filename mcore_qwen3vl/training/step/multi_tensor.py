@@ -1,0 +1,61 @@
+"""Gradient norm, clipping and Adam over all tensors at once, without Transformer Engine or Apex.
+
+mcore's own stand-ins for their kernels wait for the device once a tensor (the norm), or take one
+launch and one temporary a tensor (clipping); torch's Adam takes temporaries of the size of the
+parameters. torch has kernels over lists of tensors for all three.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.optimizer import clip_grads
+from megatron.core.utils import local_multi_tensor_l2_norm
+from torch import Tensor
+
+
+def install() -> None:
+    """Give mcore's gradient clipping the functions below, where it has only its stand-ins."""
+    if clip_grads.l2_norm_impl is not local_multi_tensor_l2_norm:
+        return
+    clip_grads.l2_norm_impl = l2_norm
+    clip_grads.multi_tensor_scale_impl = scale
+    clip_grads.multi_tensor_scale_tensor_impl = scale
+
+
+def l2_norm(
+    chunk_size: int, overflow: Tensor, tensors: list[list[Tensor]], per_tensor: bool
+) -> tuple[Tensor, None]:
+    """(1,) float32 norm of all values, as Apex's ``multi_tensor_l2norm`` returns it."""
+    norms = torch._foreach_norm([tensor for one in tensors for tensor in one])
+    return torch.linalg.vector_norm(torch.stack(norms)).reshape(1), None
+
+
+def scale(
+    chunk_size: int, overflow: Tensor, tensors: list[list[Tensor]], factor: float | Tensor
+) -> None:
+    """Write the first list times `factor` into the second, as ``multi_tensor_scale`` does."""
+    source, target = tensors
+    if any(a is not b for a, b in zip(source, target, strict=True)):
+        torch._foreach_copy_(target, source)
+    torch._foreach_mul_(target, factor.reshape(()) if isinstance(factor, Tensor) else factor)
+
+
+def use_fused_adam(optimizer: Any) -> None:
+    """Let torch's Adam update parameters on the device in place, by one kernel for many."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        adam = getattr(part, "optimizer", None)
+        if isinstance(adam, torch.optim.Adam):
+            _set_fused(adam)
+            # A checkpoint's groups say what its run used.
+            adam.register_load_state_dict_post_hook(_set_fused)
+
+
+def _set_fused(adam: torch.optim.Optimizer) -> None:
+    for group in adam.param_groups:
+        group["fused"] = all(parameter.is_cuda for parameter in group["params"]) or None
+        for parameter in group["params"] if group["fused"] else ():
+            if "step" in adam.state.get(parameter, {}):
+                state = adam.state[parameter]
+                state["step"] = state["step"].to(parameter.device)

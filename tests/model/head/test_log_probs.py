@@ -1,0 +1,146 @@
+"""Log-probabilities in chunks against torch's on all logits, in values, gradients and memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.model.head.log_probs import Columns, token_log_probs
+from mcore_qwen3vl.runtime.launch import run_layout
+from mcore_qwen3vl.runtime.parallel import initialize
+
+LENGTH, BATCH, WIDTH, VOCABULARY, PADDED = 11, 2, 12, 37, 48
+
+
+@dataclass
+class Inputs:
+    hidden: Tensor  # (s, B, H)
+    weight: Tensor  # (V padded, H)
+    targets: Tensor  # (B, s)
+    of_log_probs: Tensor  # (B, s) gradients that arrive
+    of_entropy: Tensor
+
+
+def inputs() -> Inputs:
+    torch.manual_seed(7)
+    return Inputs(
+        torch.randn(LENGTH, BATCH, WIDTH),
+        torch.randn(PADDED, WIDTH),  # rows of padding too
+        torch.randint(VOCABULARY, (BATCH, LENGTH)),
+        torch.randn(BATCH, LENGTH),
+        torch.randn(BATCH, LENGTH),
+    )
+
+
+def expected(given: Inputs, temperature: float) -> dict[str, Tensor]:
+    hidden, weight = (t.double().requires_grad_() for t in (given.hidden, given.weight))
+    logits = (hidden @ weight[:VOCABULARY].t()).transpose(0, 1) / temperature
+    every = logits.log_softmax(-1)
+    found = every.gather(-1, given.targets[..., None])[..., 0]
+    entropy = -(every.exp() * every).sum(-1)
+    torch.autograd.backward([found, entropy], [given.of_log_probs, given.of_entropy])
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    return {
+        "log_probs": found.detach(),
+        "entropy": entropy.detach(),
+        "hidden": hidden.grad,
+        "weight": weight.grad,
+    }
+
+
+def on_rank(layout: Layout, chunk: int | None, temperature: float) -> dict[str, Tensor]:
+    """The gradient of the hidden states summed over ranks, that of the weight this rank's."""
+    initialize(layout)
+    given, rows, rank = inputs(), PADDED // layout.tp, dist.get_rank()
+    hidden = given.hidden.requires_grad_()
+    weight = given.weight[rank * rows : (rank + 1) * rows].clone().requires_grad_()
+    columns = Columns(rank * rows, min(max(VOCABULARY - rank * rows, 0), rows))
+    found, entropy = token_log_probs(
+        hidden,
+        weight,
+        given.targets,
+        columns,
+        temperature=temperature,
+        entropy=True,
+        chunk=chunk,
+        group=dist.group.WORLD,
+    )
+    assert entropy is not None
+    torch.autograd.backward([found, entropy], [given.of_log_probs, given.of_entropy])
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    dist.all_reduce(hidden.grad)
+    return {
+        "log_probs": found.detach(),
+        "entropy": entropy.detach(),
+        "hidden": hidden.grad,
+        "weight": weight.grad,
+    }
+
+
+def check(found: Tensor, right: Tensor) -> None:
+    assert (found - right).abs().max() <= 2e-6 * right.abs().max()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])
+@pytest.mark.parametrize("chunk", [None, 1, 5])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_equals_torch(tp: int, chunk: int | None, temperature: float) -> None:
+    """With TP 4 the last rank's columns are all padding."""
+    right = expected(inputs(), temperature)
+    ranks = run_layout(on_rank, tp, Layout(tp=tp), chunk, temperature)
+    for rank in ranks:
+        for name in ("log_probs", "entropy", "hidden"):
+            check(rank[name], right[name])
+    weight = torch.cat([rank["weight"] for rank in ranks])
+    check(weight, right["weight"])
+
+
+def test_without_entropy_the_log_probs_and_their_gradients_are_the_same() -> None:
+    given = inputs()
+    right = {}
+    for entropy in (True, False):
+        hidden, weight = given.hidden.clone(), given.weight[:VOCABULARY].clone()
+        found, _ = token_log_probs(
+            hidden.requires_grad_(),
+            weight.requires_grad_(),
+            given.targets,
+            Columns(0, VOCABULARY),
+            entropy=entropy,
+            chunk=5,
+        )
+        grads = torch.autograd.grad(found, [hidden, weight], given.of_log_probs)
+        right[entropy] = (found.detach(), *grads)
+    torch.testing.assert_close(right[True], right[False])
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_a_frozen_input_has_no_gradient_and_the_other_its_own(frozen: str) -> None:
+    given, right = inputs(), expected(inputs(), 1.0)
+    hidden = given.hidden.requires_grad_(frozen != "hidden")
+    weight = given.weight.requires_grad_(frozen != "weight")
+    found, entropy = token_log_probs(
+        hidden, weight, given.targets, Columns(0, VOCABULARY), entropy=True, chunk=4
+    )
+    torch.autograd.backward([found, entropy], [given.of_log_probs, given.of_entropy])
+    grads = {"hidden": hidden.grad, "weight": weight.grad}
+    assert grads.pop(frozen) is None
+    for name, gradient in grads.items():
+        check(gradient, right[name])
+
+
+def test_bf16_adds_the_weights_gradient_up_in_float32() -> None:
+    """1,000 tokens with the same gradient, one at a time: bf16 would stop counting at 256."""
+    hidden = torch.ones(1000, 1, 2, dtype=torch.bfloat16)
+    weight = torch.zeros(2, 2, dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.zeros(1, 1000, dtype=torch.int64)
+    found, _ = token_log_probs(hidden, weight, targets, Columns(0, 2), chunk=1)
+    found.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad[0, 0] == 500

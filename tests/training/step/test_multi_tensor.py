@@ -1,0 +1,61 @@
+"""The stand-ins for Apex's kernels against plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron.core.optimizer import clip_grads
+from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
+from torch import Tensor
+
+from mcore_qwen3vl.training.step import multi_tensor
+
+FLAG = torch.zeros(1, dtype=torch.int)
+
+
+def tensors() -> list[Tensor]:
+    torch.manual_seed(3)
+    return [torch.randn(shape) for shape in [(3, 5), (7,), (2, 3, 4)]]
+
+
+def test_the_norm_is_that_of_all_values() -> None:
+    given = tensors()
+    found, _ = multi_tensor.l2_norm(0, FLAG, [given], False)
+    assert found.shape == (1,)
+    whole = torch.cat([tensor.flatten() for tensor in given])
+    torch.testing.assert_close(found[0], whole.norm())
+
+
+@pytest.mark.parametrize("factor", [0.3, torch.tensor([0.3])], ids=["float", "tensor"])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_scaling(factor: float | Tensor, in_place: bool) -> None:
+    given = tensors()
+    target = given if in_place else [torch.zeros_like(tensor) for tensor in given]
+    multi_tensor.scale(0, FLAG, [given, target], factor)
+    for found, before, source in zip(target, tensors(), given, strict=True):
+        torch.testing.assert_close(found, before * 0.3)
+        torch.testing.assert_close(source, before * 0.3 if in_place else before)
+
+
+def test_clipping_uses_them_where_megatron_has_only_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(clip_grads, "l2_norm_impl", local_multi_tensor_l2_norm)
+    monkeypatch.setattr(clip_grads, "multi_tensor_scale_impl", local_multi_tensor_scale)
+    monkeypatch.setattr(clip_grads, "multi_tensor_scale_tensor_impl", None)
+    multi_tensor.install()
+    assert clip_grads.l2_norm_impl is multi_tensor.l2_norm
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([3.0, 4.0])
+    norm = clip_grads.get_grad_norm_fp32([parameter.grad])
+    assert float(norm) == 5
+    clip_grads.clip_grad_by_total_norm_fp32([parameter], 1.0, norm)
+    torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.8]))
+
+
+def test_kernels_of_transformer_engine_and_apex_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    def theirs() -> None: ...
+
+    monkeypatch.setattr(clip_grads, "l2_norm_impl", theirs)
+    multi_tensor.install()
+    assert clip_grads.l2_norm_impl is theirs
