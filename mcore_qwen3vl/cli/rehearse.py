@@ -46,6 +46,12 @@ def rehearse(
         bool,
         typer.Option(help="If it does not fit: rehearse neighbouring options until some do."),
     ] = True,
+    fit: Annotated[
+        bool,
+        typer.Option(
+            "--fit", help="Instead: search layouts for these GPUs, until three are seen to fit."
+        ),
+    ] = False,
     json: Json = False,
     report: Annotated[
         Path | None,
@@ -61,15 +67,26 @@ def rehearse(
     console.quiet_libraries()
     from mcore_qwen3vl.rehearsal.command import read_command
     from mcore_qwen3vl.rehearsal.gpus import find_gpu
+    from mcore_qwen3vl.rehearsal.material import architecture_of
     from mcore_qwen3vl.rehearsal.page import write_page
     from mcore_qwen3vl.rehearsal.remedies import suggest_remedies
     from mcore_qwen3vl.rehearsal.run import Options, Rehearser, checked
-    from mcore_qwen3vl.rehearsal.terminal import show
+    from mcore_qwen3vl.rehearsal.search import search
+    from mcore_qwen3vl.rehearsal.terminal import show, show_fits
 
     command = read_command(context.args, gpus)
     kinds = tuple(word.strip() for word in roles.split(","))
     options = Options(find_gpu(gpu), memory_gib, allowance_gib, kinds, routing)
-    checked(command)
+    architecture = checked(command) if not fit else architecture_of(command)
+    if fit:
+        with console.progress("searching") as say, Rehearser(options, say) as rehearser:
+            fits = search(rehearser, command, architecture)
+        if json:
+            console.emit_json([one.to_dict() for one in fits], console.STDOUT)
+        else:
+            show_fits(fits, command)
+        require(any(one.good for one in fits), "no layout that was rehearsed fits.")
+        return
     with console.progress("rehearsing") as say, Rehearser(options, say) as rehearser:
         found = rehearser.rehearse(command)
         if suggest:

@@ -20,8 +20,7 @@ class Gpu:
     capability: int
     """Compute capability, 10 x major + minor."""
     tflops: float
-    """Dense bf16 peak, of NVIDIA's data sheets, as are the two below."""
-    hbm_gb_per_s: float
+    """Dense bf16 peak, of NVIDIA's data sheets, as is the next."""
     nvlink_gb_per_s: float
     """In one direction, to all GPUs of the node together."""
 
@@ -29,11 +28,11 @@ class Gpu:
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("a100-40gb", 39.4, 80, 312, 1555, 300),
-        Gpu("a100-80gb", 79.1, 80, 312, 2039, 300),
-        Gpu("h100-80gb", 79.1, 90, 989, 3350, 450),
-        Gpu("h200-141gb", 139.7, 90, 989, 4800, 450),
-        Gpu("b200-180gb", 178.3, 100, 2250, 7700, 900),
+        Gpu("a100-40gb", 39.4, 80, 312, 300),
+        Gpu("a100-80gb", 79.1, 80, 312, 300),
+        Gpu("h100-80gb", 79.1, 90, 989, 450),
+        Gpu("h200-141gb", 139.7, 90, 989, 450),
+        Gpu("b200-180gb", 178.3, 100, 2250, 900),
     )
 }
 

@@ -88,6 +88,14 @@ def rehearsed_micro_batches(command: Command) -> int:
     return min(command.micro_batches, enough)
 
 
+def sample_of(command: Command) -> tuple[int, int]:
+    """Made-up samples: tokens of each, and tokens along the side of its images."""
+    tokens = command.number("--seq-length", SEQ_LENGTH)
+    if command.value("--packing") is not None:
+        tokens = max(tokens // SAMPLES_OF_A_PACK, SHORTEST)
+    return tokens, min(int((tokens / 2) ** 0.5), LARGEST_IMAGE)
+
+
 def _made_up(command: Command, model: Path, folder: Path) -> Command:
     seq_length = command.number("--seq-length", SEQ_LENGTH)
     if seq_length < SHORTEST:
@@ -95,9 +103,7 @@ def _made_up(command: Command, model: Path, folder: Path) -> Command:
             f"--seq-length {seq_length}: made-up samples have at least {SHORTEST} tokens; raise "
             "it, or give --data-path."
         )
-    packing = command.value("--packing") is not None
-    tokens = max(seq_length // SAMPLES_OF_A_PACK, SHORTEST) if packing else seq_length
-    side = min(int((tokens / 2) ** 0.5), LARGEST_IMAGE)
+    tokens, side = sample_of(command)
     images = max(round(tokens / 2 / side**2), 1)
     config = model / "config.json" if model.is_dir() else model
     write_stand_in(config, folder / "model")

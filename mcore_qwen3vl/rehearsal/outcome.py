@@ -112,6 +112,7 @@ class RoleOutcome:
             "faults": self.faults,
             "kind of numbers": "measured",
             "peak": self.peak,
+            "max_memory_allocated": max((s.peak for s in self.report.stages), default=0),
             "held at the peak": self.held,
             "reserved": self.reserved,
             "usable": self.usable,

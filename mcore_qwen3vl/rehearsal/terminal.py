@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 from rich.table import Table
 
 from mcore_qwen3vl import console
+from mcore_qwen3vl.rehearsal.command import Command
 from mcore_qwen3vl.rehearsal.outcome import Rehearsal, RoleOutcome
+from mcore_qwen3vl.rehearsal.search import Fit
 
 WAITS_SHOWN = 8
 TRAFFIC_SHOWN = 8
@@ -46,6 +51,27 @@ def show(found: Rehearsal) -> None:
     _remedies(found)
     style = "bold green" if found.fits else "bold red"
     say(f"[{style}]{found.verdict}[/]")
+
+
+def show_fits(fits: Sequence[Fit], command: Command) -> None:
+    """Print the layouts that were rehearsed, those that fit first."""
+    table = _table(
+        f"Layouts on {command.gpus} GPUs: GB of the fullest role, rehearsed; seconds of a step, "
+        "modelled by a roofline",
+        *("layout", ">held", ">reserved", ">left", ">s a step", "", "add"),
+    )
+    for fit in sorted(fits, key=lambda fit: not fit.good):
+        fullest = fit.fullest
+        table.add_row(
+            str(fit.candidate.command.layout),
+            gb(fullest.peak),
+            gb(fullest.reserved),
+            _left(fullest, 1e9),
+            f"{fit.candidate.seconds:.1f}",
+            "[green]fits[/]" if fit.good else "[red]no[/]",
+            " ".join(fit.candidate.flags) if fit.good else fit.found.verdict,
+        )
+    console.output.print(table)
 
 
 def _memory(found: Rehearsal) -> None:
@@ -114,11 +140,15 @@ def _waits(outcome: RoleOutcome) -> None:
         return
     title = f"Waits of the host for the device, {outcome.role.name}"
     table = _table(title, ">count", "while", "kind", "line")
-    for wait in stage.waits[:WAITS_SHOWN]:
-        table.add_row(str(wait.count), wait.phase, wait.kind, wait.place.split(" < ")[0])
-    if len(stage.waits) > WAITS_SHOWN:
-        rest = sum(wait.count for wait in stage.waits[WAITS_SHOWN:])
-        table.add_row(str(rest), "", "", f"{len(stage.waits) - WAITS_SHOWN} more lines (--json)")
+    lines: Counter[tuple[str, str, str]] = Counter()
+    for wait in stage.waits:
+        lines[wait.phase, wait.kind, wait.place.split(" < ")[0]] += wait.count
+    ordered = lines.most_common()
+    for line, count in ordered[:WAITS_SHOWN]:
+        table.add_row(str(count), *line)
+    if rest := ordered[WAITS_SHOWN:]:
+        count = sum(count for _, count in rest)
+        table.add_row(str(count), "", "", f"{len(rest)} more lines (--json has their callers)")
     console.output.print(table)
 
 

@@ -45,7 +45,10 @@ def test_two_stages_of_a_model_that_is_only_a_config(
         assert held["weights"] == pytest.approx(expected.weights, rel=0.02)  # and padding
         assert held["gradients"] == pytest.approx(expected.gradients, rel=0.02)
         assert held["optimizer"] == pytest.approx(expected.optimizer, rel=0.05)
-        assert sum(held.values()) == role["peak"] <= role["reserved"] <= role["usable"]
+        # The replayed history is PyTorch's own count, which rounds each tensor up to 512 bytes.
+        assert sum(held.values()) == role["peak"]
+        assert 1 <= role["max_memory_allocated"] / role["peak"] < 1.002
+        assert role["peak"] <= role["reserved"] <= role["usable"]
         assert role["launches"] > 100
         assert any(wait["place"].startswith("megatron/core/") for wait in role["waits"])
     assert "vision" in first["parameters"]

@@ -34,6 +34,7 @@ _UNTOUCHED = {  # allocate only, or work without a kernel
     aten.set_.source_Storage_storage_offset,
     aten.nonzero.default,
     aten.repeat_interleave.Tensor,
+    aten.prod.dim_int,
     aten.masked_select.default,
 }
 _IN_TURN = {aten.topk.default, aten.sort.default, aten.sort.stable, aten.argsort.default}
@@ -149,6 +150,17 @@ def _repeat_interleave(repeats: Tensor, *, output_size: int | None = None) -> Te
     return result
 
 
+def _prod(
+    self: Tensor, dim: int, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """CUDA's compiles a kernel for integers when it is called, which is more than is here."""
+    found = host_view(self).prod(dim, keepdim, dtype=dtype)
+    result = torch.empty_like(found, device=self.device)
+    if result.dtype in WHOLE:
+        host_view(result).copy_(found)
+    return result
+
+
 _library: Any = None
 
 
@@ -158,4 +170,5 @@ def answer_sizes() -> None:
     if _library is None:
         _library = torch.library.Library("aten", "IMPL")
         _library.impl("nonzero", _nonzero, "CUDA")
+        _library.impl("prod.dim_int", _prod, "CUDA")
         _library.impl("repeat_interleave.Tensor", _repeat_interleave, "CUDA")

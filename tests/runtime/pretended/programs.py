@@ -78,6 +78,7 @@ def integers() -> dict[str, Any]:
         "sorted": ids.argsort().tolist(),
         "histogram": torch.bincount(lengths, minlength=4).tolist(),
         "repeated": torch.repeat_interleave(ids, lengths.repeat(2)[:4]).tolist(),
+        "product": torch.stack([ids, ids + 1]).prod(-1).tolist(),
         "router": torch.randn(3, 4, device="cuda").topk(2).indices.tolist(),
         "floats are below": (torch.randn(2, device="cuda") > 0).tolist(),
     }

@@ -60,6 +60,7 @@ def test_integers_are_true_and_routing_is_balanced(workbench: Workbench) -> None
         "sorted": [0, 2, 1, 3],
         "histogram": [0, 1, 1, 1],
         "repeated": [5, 5, 5, 7, 5, 5, 9, 9, 9],
+        "product": [5 * 7 * 5 * 9, 6 * 8 * 6 * 10],
         "router": [[0, 1], [2, 3], [0, 1]],
         "floats are below": [False, False],
     }

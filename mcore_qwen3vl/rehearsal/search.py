@@ -1,0 +1,158 @@
+"""Layouts for a number of GPUs: the fastest by the roofline among those that are seen to fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.rehearsal.command import Command
+from mcore_qwen3vl.rehearsal.gpus import Gpu, allowance_gib
+from mcore_qwen3vl.rehearsal.material import SEQ_LENGTH, sample_of
+from mcore_qwen3vl.rehearsal.outcome import Rehearsal, RoleOutcome
+from mcore_qwen3vl.rehearsal.remedies import FULL_RECOMPUTE
+from mcore_qwen3vl.rehearsal.roles import OWN_SPLIT
+from mcore_qwen3vl.rehearsal.roofline import NODE, Step, step_seconds
+from mcore_qwen3vl.rehearsal.run import Rehearser, checked
+from mcore_qwen3vl.training import memory
+
+WANTED = 3
+TRIED = 9
+"""Rehearsals at most."""
+ESTIMATE_OFF = 1.15
+"""What the estimate says of memory may be this much too high."""
+_REPLACED = (
+    *("--tensor-model-parallel-size", "--sequence-parallel", "--pipeline-model-parallel-size"),
+    *("--num-virtual-stages-per-pipeline-rank", "--context-parallel-size"),
+    *("--expert-model-parallel-size", "--expert-tensor-parallel-size"),
+    *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"),
+    *("--recompute-granularity", "--recompute-method", "--recompute-num-layers"),
+    *OWN_SPLIT,
+)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout of the same run.
+
+    Attributes:
+        command: with its flags.
+        flags: to put in place of the run's own.
+        seconds: of a step, modelled.
+        estimate: bytes of the fullest rank, modelled.
+    """
+
+    command: Command
+    flags: tuple[str, ...]
+    seconds: float
+    estimate: float
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A candidate and its rehearsal."""
+
+    candidate: Candidate
+    found: Rehearsal
+
+    @property
+    def good(self) -> bool:
+        """It fits, with something to spare on every role."""
+        return self.found.fits and not any(outcome.tight for outcome in self.found.outcomes)
+
+    @property
+    def fullest(self) -> RoleOutcome:
+        """The role that failed, or that has least to spare."""
+        return max(self.found.outcomes, key=lambda outcome: (not outcome.ok, outcome.reserved))
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``; sizes in bytes."""
+        return {
+            "layout": str(self.candidate.command.layout),
+            "flags": list(self.candidate.flags),
+            "fits": self.good,
+            "verdict": self.found.verdict,
+            "peak (measured)": self.fullest.peak,
+            "reserved (measured)": self.fullest.reserved,
+            "usable": self.fullest.usable,
+            "seconds a step (modelled)": self.candidate.seconds,
+        }
+
+
+def search(rehearser: Rehearser, command: Command, a: Architecture) -> list[Fit]:
+    """Rehearse candidates, the fastest first, until three fit with something to spare.
+
+    Returns:
+        All that were rehearsed, in that order.
+
+    Raises:
+        BadInput: no layout divides this model over these GPUs, or none may fit.
+    """
+    usable = rehearser.options.device(command).usable
+    ranked = sorted(candidates(command, a, rehearser.options.gpu), key=lambda c: c.seconds)
+    possible = [c for c in ranked if c.estimate <= ESTIMATE_OFF * usable]
+    if not possible:
+        raise BadInput(
+            f"None of the {len(ranked)} layouts of this model on {command.gpus} GPUs may fit: use "
+            "more or larger GPUs, or a shorter --seq-length."
+        )
+    tried: list[Fit] = []
+    for candidate in possible[:TRIED]:
+        found = rehearser.rehearse(
+            candidate.command, stop_at_failure=True, what=f"{candidate.command.layout}, "
+        )
+        tried.append(Fit(candidate, found))
+        if sum(fit.good for fit in tried) == WANTED:
+            break
+    return tried
+
+
+def candidates(command: Command, a: Architecture, gpu: Gpu) -> Iterator[Candidate]:
+    """Every layout of powers of two, TP and EP up to a node, with and without full recompute."""
+    sizes = [2**n for n in range(12) if 2**n <= command.gpus]
+    experts = [n for n in sizes if n <= NODE] if a.is_moe else [1]
+    bare = command.without(*_REPLACED)
+    for tp, pp, cp, ep, recompute in product(sizes, sizes, sizes, experts, (False, True)):
+        if tp > NODE or command.gpus % (tp * pp * cp):
+            continue
+        flags = _flags(tp, pp, cp, ep, recompute, a.is_moe)
+        made = bare.plus(*flags)
+        try:
+            checked(made)
+        except BadInput:
+            continue
+        yield _candidate(made, flags, a, gpu, recompute)
+
+
+def _flags(tp: int, pp: int, cp: int, ep: int, recompute: bool, moe: bool) -> tuple[str, ...]:
+    named = (("tensor", tp), ("pipeline", pp), ("context", cp), ("expert", ep))
+    flags: list[object] = []
+    for name, size in named:
+        if size > 1:
+            model = "" if name == "context" else "model-"
+            flags += [f"--{name}-{model}parallel-size", size]
+    if tp > 1:
+        flags.append("--sequence-parallel")
+    if moe:
+        flags += ["--expert-tensor-parallel-size", 1]
+    if recompute:
+        flags += FULL_RECOMPUTE
+    return tuple(map(str, flags))
+
+
+def _candidate(
+    command: Command, flags: tuple[str, ...], a: Architecture, gpu: Gpu, recompute: bool
+) -> Candidate:
+    layout, (sample, side) = command.layout, sample_of(command)
+    rows = command.number("--micro-batch-size", 1)
+    seq_length = command.number("--seq-length", SEQ_LENGTH)
+    step = Step(seq_length, rows, command.micro_batches, sample, side**2)
+    work = memory.Workload(seq_length, rows)
+    estimate = memory.estimate(a, layout, work, "full" if recompute else "none").total
+    extra = (allowance_gib(layout) - allowance_gib(command.without(*_REPLACED).layout)) * 2**30
+    return Candidate(
+        command, flags, step_seconds(a, layout, gpu, step, recompute), estimate + extra
+    )

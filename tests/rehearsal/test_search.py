@@ -1,0 +1,94 @@
+"""--fit: candidates, the order that the roofline gives them, and three that are seen to fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.rehearsal.command import Command, read_command
+from mcore_qwen3vl.rehearsal.gpus import GPUS
+from mcore_qwen3vl.rehearsal.pipeline import model_pipeline
+from mcore_qwen3vl.rehearsal.roofline import EFFICIENCY, Step, step_seconds
+from mcore_qwen3vl.rehearsal.search import candidates
+from mcore_qwen3vl.shapes import SHAPES
+from mcore_qwen3vl.training.logs import flops
+from tests.rehearsal.conftest import Command as RunCommand
+
+H100 = GPUS["h100-80gb"]
+DENSE = Architecture.from_hf(SHAPES / "8b.json")
+STEP = Step(seq_length=8192, rows=1, micro_batches=4, sample=512, image=256)
+SCRIPT = Path(__file__).parents[2] / "launch" / "sft_30b_a3b.sh"
+
+
+def test_one_gpu_computes_at_half_of_its_peak() -> None:
+    patches = 4096 * 4
+    work = flops.language(DENSE, 8192, 8192 * 512) + flops.vision(DENSE, patches, patches * 1024)
+    expected = 4 * work / (EFFICIENCY * 989e12)
+    assert step_seconds(DENSE, Layout(), H100, STEP, False) == pytest.approx(expected)
+    recomputed = step_seconds(DENSE, Layout(), H100, STEP, True)
+    assert recomputed == pytest.approx(expected * 4 / 3)
+
+
+def test_what_layouts_cost() -> None:
+    alone = step_seconds(DENSE, Layout(), H100, STEP, False)
+    # TP 2 halves the work and adds ten exchanges of half of the hidden states in each layer.
+    moved = 10 * 36 * 8192 * 4096 * 2 / 2 / 450e9
+    divided = step_seconds(DENSE, Layout(tp=2, sp=True), H100, STEP, False)
+    assert divided == pytest.approx(alone / 2 + 4 * moved)
+    # Beyond a node the same exchange goes over the network.
+    far = step_seconds(DENSE, Layout(tp=16, sp=True), H100, STEP, False)
+    assert far > 3 * step_seconds(DENSE, Layout(tp=8, sp=True), H100, STEP, False)
+    # A pipeline waits; more micro-batches hide it.
+    few = step_seconds(DENSE, Layout(pp=4), H100, STEP, False)
+    many = step_seconds(DENSE, Layout(pp=4), H100, replace(STEP, micro_batches=64), False)
+    assert few > alone / 4 * 1.5
+    assert many / 64 < few / 4
+
+
+def test_the_pipeline_s_bubble_is_that_of_the_schedule() -> None:
+    """(p - 1) / (m v) of the work for equal stages; the slowest stage sets the pace."""
+    even = model_pipeline([2.0] * 4, 12)
+    assert even.imbalance == 1
+    assert even.bubble == pytest.approx(1 - 12 / 15)
+    assert model_pipeline([2.0] * 4, 12, virtual=3).bubble == pytest.approx(1 - 12 / 13)
+    uneven = model_pipeline([3.0, 1.0], 10)
+    assert uneven.imbalance == 1.5
+    assert uneven.bubble == pytest.approx(1 - 20 / 31)
+
+
+def test_candidates_replace_the_layout_and_nothing_else() -> None:
+    command = read_command([str(SCRIPT), "--global-batch-size", "32"], 16)
+    a = Architecture.from_hf(SHAPES / "30b_a3b.json")
+    found = list(candidates(command, a, H100))
+    layouts = {str(c.command.layout) for c in found}
+    assert {"tp2xep8xdp8+sp", "tp4xpp4xep4+sp", "ep8xcp2xdp8"} <= layouts
+    assert all(c.command.layout.world_size == 16 for c in found)
+    assert all(c.command.layout.ep <= 8 and c.command.layout.tp <= 8 for c in found)
+    for candidate in found:
+        assert candidate.command.value("--global-batch-size") == "32"
+        assert candidate.command.value("--expert-tensor-parallel-size") == "1"
+        recomputes = candidate.command.value("--recompute-granularity") == "full"
+        assert recomputes == ("--recompute-granularity" in candidate.flags)
+
+
+def test_a_run_that_takes_no_layout() -> None:
+    assert list(candidates(Command(("--hf-model", str(SHAPES / "8b.json")), 3), DENSE, H100)) != []
+
+
+@pytest.mark.slow  # several rehearsals
+def test_three_layouts_that_fit(command: RunCommand, config: Path) -> None:
+    flags = ("--packing", "--seq-length", 512, "--global-batch-size", 4, "--bf16", "--lr", "1e-5")
+    code, found, _ = command("--fit", "--gpus", 2, "--hf-model", config, *flags)
+    assert code == 0
+    assert [one["fits"] for one in found].count(True) == 3
+    seconds = [one["seconds a step (modelled)"] for one in found]
+    assert seconds == sorted(seconds)
+    code, found, error = command(
+        "--fit", "--gpus", 2, "--memory-gib", 0.04, "--allowance-gib", 0, "--hf-model", config,
+        *flags,
+    )  # fmt: skip
+    assert (code, "fits" in error) == (1, True)
