@@ -1,4 +1,4 @@
-"""Turn an adapter's fused experts from one of PEFT's conventions to the other."""
+"""Turn an adapter from one of PEFT's conventions to the other."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from mcore_qwen3vl.converters.adapters.adapter import Adapter
 from mcore_qwen3vl.converters.adapters.peft_model import HFConfig
 from mcore_qwen3vl.converters.adapters.read import read_adapter
 from mcore_qwen3vl.converters.adapters.roles import Roles
+from mcore_qwen3vl.converters.adapters.router import with_router_as_parameter
 from mcore_qwen3vl.converters.adapters.write import write_adapter
 
 
@@ -20,7 +21,9 @@ def convert_adapter(
     from_roles: Roles | None = None,
     force: bool = False,
 ) -> Adapter:
-    """Write an adapter again, the factors of fused experts in `roles`; all else stays as it is.
+    """Write an adapter again, the factors of fused experts in `roles`.
+
+    A router named as in transformers 4.57 is named as in 5 (see `router`); all else stays as it is.
 
     Args:
         source, target: PEFT adapter directories.
@@ -36,7 +39,8 @@ def convert_adapter(
         BadInput: see `read_adapter` and `write_adapter`.
     """
     adapter = read_adapter(source, hf_config, roles=from_roles)
+    config = with_router_as_parameter(adapter.config)
     write_adapter(
-        target, adapter.config, adapter.factors, adapter.saved, hf_config, roles=roles, force=force
+        target, config, adapter.factors, adapter.saved, hf_config, roles=roles, force=force
     )
     return adapter

@@ -19,6 +19,7 @@ import torch
 
 from mcore_qwen3vl.config import Architecture, read_config_file
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
+from mcore_qwen3vl.converters.adapters.router import with_router_as_parameter
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.errors import BadInput
 
@@ -86,8 +87,14 @@ class Applied:
     spelled_out: tuple[str, ...] | None
 
 
-def apply(config: AdapterConfig, hf_config: HFConfig) -> Applied:
+def apply(config: AdapterConfig, hf_config: HFConfig, *, linear_router: bool = False) -> Applied:
     """Let PEFT put the adapter into the model, on the meta device.
+
+    Args:
+        config: the adapter's.
+        hf_config: the model's.
+        linear_router: a router named as transformers 4.57 does is meant (see `router`), as in
+            files that are there; PEFT refuses it.
 
     Raises:
         BadInput: PEFT is not installed; it refuses the config; the config adapts something that is
@@ -95,6 +102,8 @@ def apply(config: AdapterConfig, hf_config: HFConfig) -> Applied:
     """
     peft = _import_peft()
     parsed = config_content(hf_config)
+    if linear_router and Architecture.from_hf(parsed).is_moe:
+        config = with_router_as_parameter(config)
     model = meta_model(parsed)
     modules = tuple(name for name, _ in model.named_modules() if name)
     parameters = tuple(name for name, _ in model.named_parameters(remove_duplicate=False))
@@ -154,6 +163,7 @@ def _arguments(config: AdapterConfig, peft: Any) -> dict[str, Any]:
     content = config.to_dict()
     decided = {name: content[name] for name in content if name not in config.raw}
     decided |= {"base_model_name_or_path": None, "inference_mode": True, "init_lora_weights": True}
+    decided["lora_dropout"] = 0.0  # changes no factor; `AdapterConfig` knows where there is none
     known = peft.LoraConfig.__dataclass_fields__
     return {name: value for name, value in decided.items() if name in known}
 

@@ -27,6 +27,7 @@ from mcore_qwen3vl.converters.adapters.peft_model import (
     apply,
 )
 from mcore_qwen3vl.converters.adapters.roles import Roles, find_roles, swap
+from mcore_qwen3vl.converters.adapters.router import names_a_linear_router
 from mcore_qwen3vl.converters.adapters.targets import unused_names
 from mcore_qwen3vl.converters.hf.checkpoint import open_safetensors
 from mcore_qwen3vl.converters.hf.header import DTYPES
@@ -57,7 +58,7 @@ def read_adapter(path: str | Path, hf_config: HFConfig, *, roles: Roles | None =
     """
     path = Path(path)
     config = AdapterConfig.from_file(path)
-    applied = apply(config, hf_config)
+    applied = apply(config, hf_config, linear_router=True)
     file = path / WEIGHTS
     tensors = AdapterFile(path)
     keys = _keys(applied)
@@ -74,6 +75,12 @@ def read_adapter(path: str | Path, hf_config: HFConfig, *, roles: Roles | None =
     notes = [*unused_names(config, applied)]
     if found == "swapped":
         notes.append("The factors of fused experts are stored in the swapped roles.")
+    router = any(name.endswith(".mlp.gate.weight") for name in applied.slots)
+    if router and names_a_linear_router(config):
+        notes.append(
+            "The router is named as in transformers 4.57; with transformers 5 PEFT takes the "
+            "adapter after `mcore-qwen3vl lora convert`."
+        )
     return Adapter(config, factors, saved, found, tuple(notes))
 
 

@@ -63,7 +63,7 @@ def write_adapter(
             failed, in which case nothing is left.
     """
     config.require_supported()
-    applied = apply(config, hf_config)
+    applied = apply(config, hf_config, linear_router=True)
     tied = Architecture.from_hf(config_content(hf_config)).tie_word_embeddings
     tensors = dict(_stored(applied, factors, _with_tied(saved, applied, tied), roles))
     config = _spelled_out(config, applied)

@@ -27,11 +27,24 @@ def verify_roundtrip(
     work_dir: Annotated[
         Path | None, typer.Option(help="Room for twice the checkpoint; default: the system's.")
     ] = None,
+    lora: Annotated[
+        Path | None,
+        sources.adapter_option(
+            "A PEFT adapter instead: into a model cut over TP 2 and back, on the CPU, bitwise. Of "
+            "SRC only the config is read."
+        ),
+    ] = None,
     workers: Workers = None,
     report: ReportFolder = None,
     json: JsonFile = None,
 ) -> None:
     """Hugging Face to Megatron-Core and back, bitwise: every tensor and companion file."""
+    if lora is not None:
+        from mcore_qwen3vl.verify.checkpoints.adapter import adapter_roundtrip
+
+        console.quiet_libraries()
+        conclude(adapter_roundtrip(src, lora, work_dir), report, json)
+        return
     from mcore_qwen3vl.verify.checkpoints.roundtrip import roundtrip
 
     conclude(roundtrip(src, work_dir, console.byte_progress, workers=workers), report, json)

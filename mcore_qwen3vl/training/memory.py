@@ -11,6 +11,7 @@ Allocator fragmentation, NCCL buffers and the CUDA context come on top.
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,8 +19,16 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.head.log_probs import CHUNK_LOGITS
+from mcore_qwen3vl.training.lora.flags import adapter_config, asked
+from mcore_qwen3vl.training.lora.parameters import trained_parameters
 
 Recompute = Literal["none", "full"]
+
+Trained = Counter[parameters.Group]
+"""How many parameters of each group are trained, where not all are: a LoRA run's.
+
+Its activations are the model's: the factors need the inputs that the weights would have needed.
+"""
 
 WEIGHT = 2  # bytes: bf16
 GRADIENT = 4  # fp32 accumulation
@@ -61,7 +70,11 @@ class Memory:
 
 
 def estimate(
-    a: Architecture, layout: Layout, work: Workload, recompute: Recompute = "none"
+    a: Architecture,
+    layout: Layout,
+    work: Workload,
+    recompute: Recompute = "none",
+    trained: Trained | None = None,
 ) -> Memory:
     """Memory of the fullest rank under the distributed optimizer with bf16 weights.
 
@@ -70,22 +83,30 @@ def estimate(
         layout: all parallel sizes.
         work: the micro-batch.
         recompute: ``none``, or ``full``: every decoder layer and vision block keeps its input only.
+        trained: see `Trained`; None: everything.
     """
-    return max(by_stage(a, layout, work, recompute), key=lambda memory: memory.total)
+    stages = by_stage(a, layout, work, recompute, trained)
+    return max(stages, key=lambda memory: memory.total)
 
 
 def by_stage(
-    a: Architecture, layout: Layout, work: Workload, recompute: Recompute = "none"
+    a: Architecture,
+    layout: Layout,
+    work: Workload,
+    recompute: Recompute = "none",
+    trained: Trained | None = None,
 ) -> list[Memory]:
     """:func:`estimate` for a rank of each pipeline stage, in order."""
-    return [_stage(a, layout, work, recompute, stage) for stage in range(layout.pp)]
+    return [_stage(a, layout, work, recompute, stage, trained) for stage in range(layout.pp)]
 
 
 def of_arguments(args: argparse.Namespace, a: Architecture) -> Memory:
     """:func:`estimate` for validated Megatron arguments."""
     work = Workload(args.seq_length, args.micro_batch_size)
     recompute: Recompute = "full" if args.recompute_granularity == "full" else "none"
-    return estimate(a, layout_of(args), work, recompute)
+    lora = asked(args)
+    trained = trained_parameters(adapter_config(args, a), args.hf_model) if lora else None
+    return estimate(a, layout_of(args), work, recompute, trained)
 
 
 def layout_of(args: argparse.Namespace) -> Layout:
@@ -105,19 +126,29 @@ def layout_of(args: argparse.Namespace) -> Layout:
 
 
 def _stage(
-    a: Architecture, layout: Layout, work: Workload, recompute: Recompute, stage: int
+    a: Architecture,
+    layout: Layout,
+    work: Workload,
+    recompute: Recompute,
+    stage: int,
+    trained: Trained | None,
 ) -> Memory:
-    shared, experts = rank_parameters(a, layout, stage)
+    counts = parameters.count(a)
+    frozen, factors = (
+        (Counter[parameters.Group](), counts) if trained is None else (counts, trained)
+    )
+    held = rank_parameters(a, layout, stage, frozen)
+    shared, experts = rank_parameters(a, layout, stage, factors)
     # The distributed optimizer divides states over the ranks that hold the same weights.
     shared_copies = layout.dp * layout.cp
     expert_copies = layout.tp * layout.cp * layout.dp / (layout.ep * layout.etp)
     tokens = work.seq_length * work.micro_batch_size / layout.cp
     alive = min(tokens * a.vocab_size / layout.tp, CHUNK_LOGITS)
     return Memory(
-        weights=WEIGHT * (shared + experts),
+        weights=WEIGHT * (sum(held) + shared + experts),
         gradients=GRADIENT * (shared + experts),
         optimizer=OPTIMIZER * (shared / shared_copies + experts / expert_copies),
-        activations=_activations(a, layout, tokens, work, recompute, stage),
+        activations=_activations(a, layout, tokens, work, recompute, stage, factors),
         logits=LOGIT * alive if stage == layout.pp - 1 else 0.0,
     )
 
@@ -129,11 +160,20 @@ def stage_layers(a: Architecture, layout: Layout) -> list[range]:
     return [range(bounds[stage], bounds[stage + 1]) for stage in range(layout.pp)]
 
 
-def rank_parameters(a: Architecture, layout: Layout, stage: int) -> tuple[float, float]:
-    """Parameters that one rank of a pipeline stage holds: (outside the experts, in them)."""
+def rank_parameters(
+    a: Architecture, layout: Layout, stage: int, counts: Trained | None = None
+) -> tuple[float, float]:
+    """Parameters that one rank of a pipeline stage holds: (outside the experts, in them).
+
+    Args:
+        a: the model's shape.
+        layout: all parallel sizes.
+        stage: of the pipeline.
+        counts: of which parameters; default: the model's.
+    """
     layers = stage_layers(a, layout)[stage]
     shared = experts = 0.0
-    for group, count in parameters.count(a).items():
+    for group, count in (parameters.count(a) if counts is None else counts).items():
         if group.layer not in layers and not _outside_layers(group, a, layout, stage):
             continue
         if group.part == "experts":
@@ -162,6 +202,7 @@ def _activations(
     work: Workload,
     recompute: Recompute,
     stage: int,
+    trained: Trained,
 ) -> float:
     """Stored activations of one rank: decoder layers of all micro-batches in flight, and vision."""
     layers = stage_layers(a, layout)[stage]
@@ -172,7 +213,8 @@ def _activations(
         kept, recomputed = inputs * len(layers), max(stored, default=0.0)
     else:
         kept, recomputed = sum(stored), 0.0
-    vision = _vision_activations(a, layout, work, recompute) if stage == 0 else 0.0
+    encodes = stage == 0 and any(group.part == "vision" for group in trained)
+    vision = _vision_activations(a, layout, work, recompute) if encodes else 0.0
     return (kept + vision) * in_flight(layout, stage) + recomputed
 
 

@@ -14,7 +14,10 @@ from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
 
 @pytest.mark.parametrize(
     ("model", "lora", "layout"),
-    [("dense", "everything", "tp2+sp"), ("moe", "router", "tp2xep2+sp")],
+    [
+        ("dense", "everything", "tp2+sp"),
+        pytest.param("moe", "router", "tp2xep2+sp", marks=pytest.mark.slow),
+    ],
 )
 def test_an_adapter_answers_like_the_merged_checkpoint(
     model: str, lora: str, layout: str, request: pytest.FixtureRequest, tmp_path: Path

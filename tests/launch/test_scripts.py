@@ -15,7 +15,8 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.shapes import SHAPES
 
 LAUNCH = Path(__file__).parents[2] / "launch"
-SCRIPTS = sorted(LAUNCH.glob("sft_*.sh")) + sorted(LAUNCH.glob("pretrain_*.sh"))
+TASKS = ("sft", "pretrain", "lora")
+SCRIPTS = [script for task in TASKS for script in sorted(LAUNCH.glob(f"{task}_*.sh"))]
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +47,7 @@ def parsed(script: Path, tmp_path: Path, *arguments: str, **env: str) -> argpars
 
     words = final_command(
         script, "--hf-model", str(config_of(script)), "--data-path", "train.jsonl",
-        "--save", str(tmp_path), *arguments, **env,
+        "--save", str(tmp_path), "--load-hf", str(tmp_path), *arguments, **env,
     )  # fmt: skip
     nodes, gpus = (int(words[words.index(w) + 1]) for w in ("--nnodes", "--nproc-per-node"))
     entry = next(i for i, word in enumerate(words) if word.endswith("/train.py"))
@@ -61,7 +62,7 @@ def test_there_is_a_script_for_every_size_and_task() -> None:
     sizes = {config.stem for config in SHAPES.glob("*.json")}
     assert len(sizes) == 6
     assert {script.stem for script in SCRIPTS} == {
-        f"{task}_{size}" for task in ("sft", "pretrain") for size in sizes
+        f"{task}_{size}" for task in TASKS for size in sizes
     }
 
 

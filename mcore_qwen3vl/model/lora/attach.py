@@ -53,6 +53,8 @@ def attach(chunk: Qwen3VLModel, targets: Targets, *, dropout: float = 0.0) -> Ad
         targets: those of other chunks are left alone.
         dropout: probability, on the input of each A in training mode.
 
+    The factors are on the device of the weights; a chunk without memory gets factors without.
+
     Returns:
         The chunk's ``adapter``, which is now its child.
 

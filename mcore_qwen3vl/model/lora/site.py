@@ -76,13 +76,11 @@ class Site:
         if output.shape[-1] != self.blocks.rows:  # the linear gathered it
             part = F.linear(a, matrix) * scaling
             return output + gather_from_tensor_model_parallel_region(part, group=self._group)
-        flat = torch.addmm(
-            output.reshape(-1, self.blocks.rows),
-            a.reshape(-1, a.shape[-1]),
-            matrix.t(),
-            alpha=scaling,
-        )
-        return flat.view(output.shape)
+        if output._is_view():  # autograd refuses to change those that a function has made
+            flat = output.reshape(-1, self.blocks.rows)
+            flat = torch.addmm(flat, a.reshape(-1, a.shape[-1]), matrix.t(), alpha=scaling)
+            return flat.view(output.shape)
+        return _AddProduct.apply(output, a, matrix, scaling)
 
     def _factors(self, pair: Pair, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """A and B, those that every rank holds whole with their gradient summed if need be."""
@@ -108,3 +106,23 @@ class Site:
             return F.dropout(x, self._dropout)
         with get_cuda_rng_tracker().fork():
             return F.dropout(x, self._dropout)
+
+
+class _AddProduct(torch.autograd.Function):
+    """``output + scaling * a @ matrix.T`` in place: no copy of what is as wide as the model."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, a: Tensor, matrix: Tensor, scaling: float) -> Tensor:
+        ctx.save_for_backward(a, matrix)
+        ctx.scaling = scaling
+        ctx.mark_dirty(output)
+        output.view(-1, len(matrix)).addmm_(a.reshape(-1, a.shape[-1]), matrix.t(), alpha=scaling)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        a, matrix = ctx.saved_tensors
+        flat = gradient.reshape(-1, len(matrix))
+        of_a = (flat @ matrix).mul_(ctx.scaling).view(a.shape)
+        of_matrix = (flat.t() @ a.reshape(-1, a.shape[-1])).mul_(ctx.scaling)
+        return gradient, of_a, of_matrix, None

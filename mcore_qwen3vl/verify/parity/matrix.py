@@ -267,7 +267,8 @@ def markdown(results: Sequence[tuple[MatrixRow, Report]]) -> str:
         "|---|---|" + "---|" * (len(EVERY) + 1),
     ]
     for row, report in results:
-        layout = row.layout + (f", {row.note}" if row.note else "")
+        lora = f"LoRA {row.lora}" if row.lora else ""
+        layout = ", ".join(filter(None, [row.layout, lora, row.note]))
         cells = [_cell(report, batch) for batch in EVERY]
         lines.append(f"| {row.model} | {layout} | " + " | ".join([*cells, _step(report)]) + " |")
     return "\n".join(lines) + "\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +14,12 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.adapters.config import AdapterConfig
+from mcore_qwen3vl.converters.adapters.convert import convert_adapter
 from mcore_qwen3vl.converters.adapters.read import read_adapter
+from mcore_qwen3vl.converters.adapters.targets import resolve_targets
 from mcore_qwen3vl.converters.adapters.write import write_adapter
+from mcore_qwen3vl.errors import BadInput
 from tests.converters.adapters.conftest import Made
 from tests.converters.adapters.peft_made import KINDS, load, logits
 
@@ -72,3 +77,21 @@ def test_all_linear_is_spelled_out(made: Callable[[str], Made], tmp_path: Path) 
         LoraConfig.from_pretrained(tmp_path / "short").target_modules
         == LoraConfig.from_pretrained(source.folder).target_modules
     )
+
+
+def test_a_router_that_was_a_linear_layer(made: Callable[[str], Made], tmp_path: Path) -> None:
+    """transformers 4.57 stores the same tensors; converted, PEFT takes them with transformers 5."""
+    source, old = made("router"), tmp_path / "old"
+    shutil.copytree(source.folder, old)
+    config = json.loads((old / "adapter_config.json").read_text())
+    config |= {"target_modules": ["k_proj", "gate"], "target_parameters": None}
+    (old / "adapter_config.json").write_text(json.dumps(config | {"lora_dropout": 0.1}))
+    with pytest.raises(BadInput, match=r"name mlp\.gate\.weight in target_parameters"):
+        resolve_targets(AdapterConfig.from_file(old), source.base)
+    assert "named as in transformers 4.57" in " ".join(read_adapter(old, source.base).notes)
+    (old / "adapter_config.json").write_text(json.dumps(config))
+    convert_adapter(old, tmp_path / "new", source.base, roles="canonical")
+    assert (source.folder / WEIGHTS).read_bytes() == (tmp_path / "new" / WEIGHTS).read_bytes()
+    architecture = Architecture.from_hf(source.base)
+    loaded = load(source.base, tmp_path / "new")
+    assert torch.equal(logits(loaded, architecture), logits(source.model, architecture))

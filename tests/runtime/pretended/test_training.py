@@ -58,10 +58,23 @@ ROLES = {
         {"layers": 4, "vision_blocks": 4},
         waits=(DISPATCHER,),
     ),
+    "LoRA 8B, TP2": Role("lora_8b", ("--global-batch-size", "8"), 38.28e9, 30_081_024, {}),
+    "LoRA 30B-A3B, 4 layers, TP2 EP8": Role(
+        "lora_30b_a3b",
+        ("--global-batch-size", "16"),
+        5.80e9,
+        7_372_800,
+        {"layers": 4, "vision_blocks": 4},
+        waits=(DISPATCHER,),
+    ),
 }
+PARAMS = [
+    pytest.param(role, id=name, marks=pytest.mark.slow if "LoRA" in name else ())
+    for name, role in ROLES.items()
+]
 
 
-@pytest.fixture(scope="module", params=ROLES.values(), ids=ROLES)
+@pytest.fixture(scope="module", params=PARAMS)
 def rehearsed(request: pytest.FixtureRequest, rehearse: Rehearse) -> tuple[Role, Report]:
     """Two iterations; an error in them fails every test below."""
     role = request.param

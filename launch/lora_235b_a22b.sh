@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+#SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 --exclusive
+# Qwen3-VL-235B-A22B, LoRA of the language model at 8k packed: two nodes of 8xH100-80GB.
+#
+# Layout: the weights alone take 470 GB. PP 2 gives each node half of the layers, EP 8 divides its
+# experts, TP 4 is the most that the four key/value heads allow.
+# Memory: 38.0 GB a GPU (weights 30.8, gradients 0.7, optimizer 2.0, activations 1.4, logits 3.1)
+NODES=2
+MOE_MODEL=1
+source "${LAUNCH_DIR:-$(dirname "${BASH_SOURCE[0]}")}/common.sh"
+
+train "${LORA[@]}" "${MOE[@]}" "${FULL_RECOMPUTE[@]}" \
+    --tensor-model-parallel-size 4 --sequence-parallel --pipeline-model-parallel-size 2 \
+    --expert-model-parallel-size 8 --expert-tensor-parallel-size 1 \
+    --global-batch-size 64 \
+    "${OPTIONAL[@]}" "$@"

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+#SBATCH --nodes=1 --ntasks-per-node=1 --gpus-per-node=8 --exclusive
+# Qwen3-VL-30B-A3B, LoRA of the language model at 8k packed: one node of 8xH100-80GB.
+#
+# Layout: EP 8 divides the experts over the node, TP 2 with SP the rest. Each token visits eight experts,
+# so activations are large: recompute.
+# Memory: 19.1 GB a GPU (weights 10.1, gradients 0.4, optimizer 1.0, activations 1.4, logits 6.2)
+NODES=1
+MOE_MODEL=1
+source "${LAUNCH_DIR:-$(dirname "${BASH_SOURCE[0]}")}/common.sh"
+
+train "${LORA[@]}" "${MOE[@]}" "${FULL_RECOMPUTE[@]}" \
+    --tensor-model-parallel-size 2 --sequence-parallel \
+    --expert-model-parallel-size 8 --expert-tensor-parallel-size 1 \
+    --global-batch-size 64 \
+    "${OPTIONAL[@]}" "$@"

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+#SBATCH --nodes=1 --ntasks-per-node=1 --gpus-per-node=8 --exclusive
+# Qwen3-VL-32B, LoRA of the language model at 8k packed: one node of 8xH100-80GB.
+#
+# Layout: TP 4 with SP fits without recompute; two data-parallel ranks.
+# Memory: 57.5 GB a GPU (weights 17.8, gradients 0.5, optimizer 0.8, activations 35.2, logits 3.1)
+NODES=1
+source "${LAUNCH_DIR:-$(dirname "${BASH_SOURCE[0]}")}/common.sh"
+
+train "${LORA[@]}" \
+    --tensor-model-parallel-size 4 --sequence-parallel \
+    --global-batch-size 64 \
+    "${OPTIONAL[@]}" "$@"

@@ -1,0 +1,101 @@
+"""A PEFT adapter into a sharded model and back, compared bit for bit with where it began."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.adapters.adapter import Adapter
+from mcore_qwen3vl.converters.adapters.read import read_adapter
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.runtime import cpu
+from mcore_qwen3vl.runtime.launch import run_layout
+from mcore_qwen3vl.verify.checkpoints.bitwise import TENSORS
+from mcore_qwen3vl.verify.report.measurement import Finding, measure
+from mcore_qwen3vl.verify.report.result import Report
+
+CUT = Layout(tp=2, sp=True)
+"""Cuts every tensor that any layout cuts, on the axis where it is cut."""
+
+
+def adapter_roundtrip(
+    hf: str | Path,
+    lora: str | Path,
+    work_dir: Path | None = None,
+    layout: Layout | None = None,
+    timeout: float = 3600.0,
+) -> Report:
+    """Put an adapter into a model of random weights under a layout, write it, and compare.
+
+    The model is built on the CPU in the adapter's dtype, so its memory is needed; its weights are
+    not read. The head's base weight, which PEFT stores beside its factors, is left out.
+
+    Args:
+        hf: Hugging Face directory whose config describes the model.
+        lora: PEFT adapter directory.
+        work_dir: where the temporary copy goes; None: the system's temporary directory.
+        layout: parallel sizes; default `CUT`.
+        timeout: seconds for the ranks to finish.
+
+    Raises:
+        BadInput: the adapter or the config cannot be used.
+    """
+    cpu.install()
+    layout = layout or CUT
+    adapter = read_adapter(lora, hf)
+    architecture = Architecture.from_hf(hf)
+    layout.validate(architecture)
+    from mcore_qwen3vl.model.lora.adapt import whole_tensors
+
+    with tempfile.TemporaryDirectory(prefix="roundtrip-", dir=work_dir) as folder:
+        back = Path(folder) / "adapter"
+        run_layout(_through, layout.world_size, hf, layout, adapter, back, timeout=timeout)
+        returned = read_adapter(back, hf)
+        report = Report(f"{lora} into {layout} and back", {"layout": str(layout)})
+        there, here = ({**dict(_factors(one)), **whole_tensors(one)} for one in (adapter, returned))
+        for name, tensor in there.items():
+            if name not in here:
+                report.findings.append(Finding(TENSORS, name, flaw="did not come back"))
+                continue
+            one = measure(here[name], tensor, bitwise=True)
+            report.findings.append(Finding(TENSORS, name, one, expected_count=tensor.numel()))
+        kept = _meaning(adapter) == _meaning(returned)
+        report.findings.append(Finding("config", "fields", flaw="" if kept else "they differ"))
+    return report
+
+
+def _through(hf: Path, layout: Layout, adapter: Adapter, back: Path) -> None:
+    """On every rank: build, adapt, save."""
+    from mcore_qwen3vl.converters.live.adapter import save_adapter
+    from mcore_qwen3vl.model.build import build_chunks
+    from mcore_qwen3vl.model.lora.adapt import adapt
+    from mcore_qwen3vl.runtime.parallel import initialize
+
+    initialize(layout)
+    dtype = next(iter(adapter.factors.values())).a.dtype
+    with torch.device("cpu"):
+        chunks = build_chunks(
+            Architecture.from_hf(hf), layout, params_dtype=dtype, perform_initialization=False
+        )
+    adapt(chunks, adapter)
+    save_adapter(chunks, back, config=adapter.config, hf_config=hf)
+
+
+def _factors(adapter: Adapter) -> Iterator[tuple[str, Tensor]]:
+    for name, factors in adapter.factors.items():
+        yield f"{name}.lora_A", factors.a
+        yield f"{name}.lora_B", factors.b
+
+
+def _meaning(adapter: Adapter) -> dict[str, Any]:
+    """A config without the order of its names, which PEFT writes at random."""
+    return {
+        name: sorted(value) if isinstance(value, list) else value
+        for name, value in adapter.config.to_dict().items()
+    }
