@@ -89,6 +89,7 @@ class Run:
         self._validated_at: int | None = None
         self._new_validation = True
         self._interrupted = False
+        self._resumed: tuple[str, int] | None = None
         # As Megatron's own log, that of the last rank, which knows the loss.
         last = args.rank == args.world_size - 1
         self.progress = RunProgress(screen if last else None)
@@ -218,6 +219,7 @@ class Run:
         with explained(self.args.load):
             found = original(model, *args, **kwargs)
         if found[0]:
+            self._resumed = self.args.load, found[0]
             self.progress.say(f"resuming after step {found[0]} of {self.args.load}")
         return found
 
@@ -227,6 +229,8 @@ class Run:
         from mcore_qwen3vl.training.checkpoints.disk import explained_save
         from mcore_qwen3vl.training.checkpoints.resume import save_companions
 
+        if (self.args.save, iteration) == self._resumed:  # a run that had nothing left to do
+            return
         with self.metrics.paused(), explained_save(self.args.save, iteration):
             if dist.get_rank() == 0:
                 save_companions(self.args)

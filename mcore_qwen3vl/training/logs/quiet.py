@@ -31,6 +31,8 @@ OWN = "mcore_qwen3vl"
 _PYTHONS = re.compile(r"\S+:\d+: (?P<kind>\w+): (?P<text>.*)")
 """The first line of a warning by the module `warnings`: where, of which class, and what."""
 
+_FOR_DEVELOPERS = ("DeprecationWarning", "FutureWarning", "SyntaxWarning")
+
 _OF_NO_USE = (
     "RerunStateMachine",  # is in the mode that this package chooses
     "GPTModel IS DEPRECATED",  # advice for the author of a model
@@ -181,7 +183,7 @@ class _OfUse(logging.Filter):
         if record.name.startswith(OWN):
             return True
         found = _PYTHONS.match(text)
-        for_developers = found and found["kind"] in ("DeprecationWarning", "FutureWarning")
+        for_developers = found and found["kind"] in _FOR_DEVELOPERS
         if self._rank or for_developers or text in self._shown:
             return False
         self._shown.add(text)

@@ -100,8 +100,10 @@ def _data(args: argparse.Namespace) -> str:
         rows = f"one sample a row, padded to the longest of a batch, at most {args.seq_length}"
     else:
         rows = f"one sample a row, padded to {args.seq_length} tokens (--packing wastes less)"
-    batch = f"{args.global_batch_size} rows a step, {args.micro_batch_size} at a time on each of "
-    return f"{paths}; {rows}; {batch}{args.data_parallel_size} data-parallel ranks"
+    ranks, micro = args.data_parallel_size, args.micro_batch_size
+    count = args.global_batch_size // (ranks * micro)
+    batch = f"global batch {args.global_batch_size} = DP {ranks} x {count} micro-batches of {micro}"
+    return f"{paths}; {rows}; {batch}"
 
 
 def _schedule(args: argparse.Namespace) -> str:

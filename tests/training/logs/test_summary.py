@@ -42,7 +42,10 @@ def test_a_run_is_quiet_and_keeps_megatrons_log(dense: Path, data: Path, tmp_pat
     text = (tmp_path / "run" / "log.jsonl").read_text()
     assert {"iteration", "validation lm loss"} in [set(json.loads(x)) for x in text.splitlines()]
 
+    index = save / "iter_0000004" / ".metadata"
+    written = index.stat().st_mtime_ns
     assert train(job, tmp_path / "again") == []
+    assert index.stat().st_mtime_ns == written
     assert f"nothing left to do: {save} has all of its steps" in (
         (tmp_path / "again" / "output.txt").read_text().splitlines()
     )
@@ -72,4 +75,4 @@ def test_the_summary_says_what_was_chosen(dense: Path, tmp_path: Path) -> None:
     assert found["precision"] == "bf16, master weights and optimizer fp32"
     assert "a GPU (weights 4.3, gradients 8.5," in found["memory"]
     assert f"Megatron's own log to {tmp_path}/logs" in found["writes"]
-    assert "packed into sequences of 8192 tokens; 4 rows a step" in found["data"]
+    assert "packed into sequences of 8192 tokens; global batch 4 = DP 4 x 1" in found["data"]
