@@ -14,12 +14,13 @@ BACKWARD = "backward, temporary"
 
 _HOLDERS = (  # the first that the innermost file outside PyTorch contains
     ("megatron/core/optimizer/", f"{OPTIMIZER}, temporary"),
+    ("training/step/multi_tensor", f"{OPTIMIZER}, temporary"),
     ("megatron/core/distributed/", GRADIENTS),
     ("tensor_parallel/cross_entropy", LOGITS),
     ("fused_cross_entropy", LOGITS),
     ("training/step/losses", LOGITS),
     ("training/step/forward", LOGITS),
-    ("padded_vocabulary", LOGITS),
+    ("mcore_qwen3vl/model/head/", LOGITS),
     ("models/gpt/gpt_model", LOGITS),
     ("language_module", LOGITS),
     ("mcore_qwen3vl/model/vision/", "vision tower"),

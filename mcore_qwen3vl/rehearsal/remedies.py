@@ -49,6 +49,7 @@ def neighbours(command: Command) -> Iterator[Change]:
     """One step in each direction that the model and the number of GPUs allow."""
     layout, gpus = command.layout, command.gpus
     if not _recomputes(command):
+        yield "recompute of the vision tower", ("--recompute-vision",), gpus
         yield "full recompute", FULL_RECOMPUTE, gpus
     if command.value("--use-distributed-optimizer") is None and layout.dp > 1:
         yield "the distributed optimizer", ("--use-distributed-optimizer",), gpus

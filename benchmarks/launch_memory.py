@@ -1,0 +1,97 @@
+"""Rehearse the launch scripts, and write what they take into their headers and docs/rehearse.md.
+
+    python benchmarks/launch_memory.py            # all twelve: about half an hour on two idle cores
+    python benchmarks/launch_memory.py sft_8b     # its header and rows alone
+
+A slow test holds the headers to 2 %; after a change of memory that is meant, run this.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import wrap
+
+from mcore_qwen3vl import console
+from mcore_qwen3vl.rehearsal.command import Command, read_command
+from mcore_qwen3vl.rehearsal.gpus import GPUS
+from mcore_qwen3vl.rehearsal.material import architecture_of
+from mcore_qwen3vl.rehearsal.outcome import Rehearsal, RoleOutcome, memory_line
+from mcore_qwen3vl.rehearsal.run import Options, Rehearser
+from mcore_qwen3vl.training import memory
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "rehearse.md"
+SIZES = ("2b", "4b", "8b", "32b", "30b_a3b", "235b_a22b")
+SCRIPTS = [f"{task}_{size}" for size in SIZES for task in ("sft", "pretrain")]
+WIDTH = 102
+
+
+def main(names: list[str]) -> int:
+    """Rehearse `names`, or all."""
+    unknown = set(names) - set(SCRIPTS)
+    if unknown:
+        print(f"error: {', '.join(sorted(unknown))}: not in {', '.join(SCRIPTS)}", file=sys.stderr)
+        return 2
+    with console.progress("rehearsing") as say, Rehearser(Options(GPUS["h100-80gb"]), say) as bench:
+        for name in names or SCRIPTS:
+            script = ROOT / "launch" / f"{name}.sh"
+            command = read_command([str(script)], None)
+            found = bench.rehearse(command)
+            if not found.fits:
+                print(f"{name}: {found.verdict}", file=sys.stderr)
+                return 1
+            write_header(script, found)
+            write_rows(name, list(rows(name, command, found)))
+    return 0
+
+
+def write_header(script: Path, found: Rehearsal) -> None:
+    """The comment about memory."""
+    fullest = max(found.outcomes, key=lambda outcome: outcome.reserved)
+    which = "" if len(found.outcomes) == 1 else f" ({fullest.role.name})"
+    line = memory_line(found.outcomes)
+    text = f"Memory of a GPU{which}, rehearsed with the torch spec: {line}."
+    comment = "\n".join(wrap(text, WIDTH, initial_indent="# ", subsequent_indent="# ")) + "\n"
+    old = script.read_text()
+    script.write_text(re.sub(r"^# Memory.*\n(?:# .*\n)*", lambda _: comment, old, flags=re.M))
+
+
+def rows(name: str, command: Command, found: Rehearsal) -> Iterator[str]:
+    """A line of the table for each role."""
+    recompute = "full" if command.value("--recompute-granularity") == "full" else "none"
+    work = memory.Workload(command.number("--seq-length", 8192))
+    estimates = memory.by_stage(architecture_of(command), found.layout, work, recompute)
+    for outcome in found.outcomes:
+        yield _row(name, outcome, estimates[outcome.role.stage].total)
+
+
+def _row(name: str, outcome: RoleOutcome, estimate: float) -> str:
+    stage = outcome.iteration
+    assert stage is not None
+    cells = (
+        name,
+        outcome.role.name.partition(" (")[0],
+        f"{outcome.peak / 1e9:.1f}",
+        f"{outcome.reserved / 1e9:.1f}",
+        f"{outcome.spare / 1e9:.1f} ({outcome.spare / outcome.usable:.0%})",
+        f"{estimate / 1e9:.1f} ({estimate / outcome.peak - 1:+.0%})",
+        f"{stage.counters['launches']:,}",
+        f"{sum(wait.count for wait in stage.waits):,}",
+        f"{outcome.seconds:.0f}",
+    )
+    return f"| {' | '.join(cells)} |\n"
+
+
+def write_rows(name: str, lines: list[str]) -> None:
+    """In place of those that the page has of this script."""
+    page = PAGE.read_text()
+    old = re.compile(rf"(?:^\| {name} \|.*\n)+", re.MULTILINE)
+    assert old.search(page), f"{PAGE} has no row of {name}"
+    PAGE.write_text(old.sub(lambda _: "".join(lines), page))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
