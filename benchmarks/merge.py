@@ -115,7 +115,6 @@ def main() -> None:
             adapter_bytes = make_adapter(base, scratch / "adapter", args.rank)
             options = {"workers": args.workers}
             run = (base, scratch / "adapter", scratch, options)
-            one_round(*run, 0, False)  # compiles and imports
             rounds = [one_round(*run, number, False) for number in range(args.rounds)]
             memory = one_round(*run, 0, True)
         results[model] = {"bytes": nbytes, "adapter_bytes": adapter_bytes}

@@ -31,9 +31,8 @@ from mcore_qwen3vl.converters.adapters.router import names_a_linear_router
 from mcore_qwen3vl.converters.adapters.targets import unused_names
 from mcore_qwen3vl.converters.hf.checkpoint import open_safetensors
 from mcore_qwen3vl.converters.hf.header import DTYPES
-from mcore_qwen3vl.converters.mapping.row import CHUNK_BYTES
 from mcore_qwen3vl.converters.storage.boxes import Shape
-from mcore_qwen3vl.converters.storage.dtypes import MODEL_DTYPES
+from mcore_qwen3vl.converters.storage.dtypes import MODEL_DTYPES, all_finite
 from mcore_qwen3vl.converters.storage.mapped import FirstBytes, bring_in
 from mcore_qwen3vl.errors import BadInput
 
@@ -128,8 +127,7 @@ class AdapterFile:
             tensor = bring_in(self._open.get_tensor(key))
         except OSError as error:
             raise BadInput(f"{self._file} cannot be read: {error}.") from None
-        rows = max(CHUNK_BYTES // max(tensor.nbytes // max(len(tensor), 1), 1), 1)
-        if not all(part.isfinite().all() for part in tensor.split(rows)):
+        if not all_finite(tensor):
             raise BadInput(
                 f"{self._file}: tensor {key} holds a value that is not finite (NaN or infinite). "
                 "The training run that wrote it had diverged: use an earlier adapter."

@@ -49,7 +49,7 @@ KINDS = {
         },
     ),
     "swapped roles": Kind(
-        "moe", {"r": 3, "target_modules": ["q_proj"], "target_parameters": EXPERTS}, swapped=True
+        "moe", {"r": 5, "target_modules": ["q_proj"], "target_parameters": EXPERTS}, swapped=True
     ),
     "router": Kind("moe", {"target_modules": ["k_proj"], "target_parameters": ["mlp.gate.weight"]}),
     "vision": Kind(

@@ -1,0 +1,69 @@
+"""What ``inspect`` says of an adapter, with its model at hand and without."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_qwen3vl.cli import main
+from tests.converters.adapters.conftest import Made
+
+
+def inspect(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
+    """Exit code, and the JSON or the message."""
+    with pytest.raises(SystemExit) as ended:
+        main(["inspect", *map(str, arguments)])
+    captured = capsys.readouterr()
+    if ended.value.code:
+        return ended.value.code, " ".join(captured.err.split())
+    return 0, json.loads(captured.out) if "--json" in arguments else captured.out
+
+
+def test_an_adapter(
+    made: Callable[[str], Made], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = made("swapped roles")
+    code, found = inspect(capsys, source.folder, "--json")  # the base is where PEFT says
+    assert (code, found["kind"], found["base"]) == (0, "adapter", str(source.base))
+    assert (found["roles"], found["dtypes"], found["tensors"]) == ("swapped", ["float32"], 24)
+    parts = {part["name"]: part for part in found["parts"]}
+    down = parts["model.language_model.layers.*.mlp.experts.down_proj"]
+    assert (down["count"], down["r"], down["shapes"]) == (4, 5, [[60, 36], [48, 60]])
+    assert any("canonical roles only" in note for note in found["notes"])
+    code, text = inspect(capsys, source.folder)
+    assert "swapped" in text
+    assert "vLLM reads the factors" in text
+
+    moved = Path(shutil.copytree(source.folder, tmp_path / "moved"))
+    config = json.loads((moved / "adapter_config.json").read_text())
+    (moved / "adapter_config.json").write_text(
+        json.dumps(config | {"base_model_name_or_path": "someone/model"})
+    )
+    code, found = inspect(capsys, moved, "--json")
+    assert (code, found["base"], found["roles"], found["tensors"]) == (0, None, None, 24)
+    code, found = inspect(capsys, moved, "--hf-config", source.base, "--json")
+    assert (code, found["roles"]) == (0, "swapped")
+    with pytest.raises(SystemExit) as ended:
+        main(["lora", "convert", str(moved), str(tmp_path / "out")])
+    assert ended.value.code == 2
+    assert "('someone/model') is not here" in " ".join(capsys.readouterr().err.split())
+
+
+def test_without_peft(
+    made: Callable[[str], Made],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = made("swapped roles")
+    monkeypatch.setitem(sys.modules, "peft", None)
+    code, message = inspect(capsys, source.folder)
+    assert code == 2
+    assert (
+        "adapters need PEFT, which is not installed: pip install 'mcore-qwen3vl[lora]'" in message
+    )
