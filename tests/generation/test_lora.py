@@ -15,7 +15,7 @@ from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
 @pytest.mark.parametrize(
     ("model", "lora", "layout"),
     [
-        ("dense", "everything", "tp2+sp"),
+        pytest.param("dense", "everything", "tp2+sp"),
         pytest.param("moe", "router", "tp2xep2+sp", marks=pytest.mark.slow),
     ],
 )

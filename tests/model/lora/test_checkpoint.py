@@ -98,12 +98,12 @@ def round_trip(
 
 
 TRIPS = [
-    ("dense", "everything", "tp2+sp", "pp2xvpp2"),
     ("few-kv", "mixed ranks", "tp4", "tp2"),
     ("moe", "router", "tp2xetp2+sp", "ep2xdp2"),
     *(
         pytest.param(*trip, marks=pytest.mark.slow)
         for trip in (
+            ("dense", "everything", "tp2+sp", "pp2xvpp2"),
             ("dense", "everything", "single", "tp2xdp2"),
             ("few-kv", "mixed ranks", "single", "tp4"),
             ("tied", "whole tied", "tp2xpp2+sp", "single"),

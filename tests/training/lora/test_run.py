@@ -82,18 +82,11 @@ def loads_strictly(checkpoint: Path, adapter: Path) -> None:
     assert not set(trained).intersection(found.missing_keys)
 
 
-def test_flags_start_like_peft_and_alike_under_every_layout(
-    moe: Path, data: Path, tmp_path: Path
-) -> None:
+def test_flags_make_an_adapter_that_peft_loads(moe: Path, data: Path, tmp_path: Path) -> None:
     flags = ("--lora-rank", "4", "--lora-modules-to-save", "merger", "--load-hf", str(moe))
-    curves = []
-    for layout in ("single", "tp2+sp"):
-        job = Job(moe, data, Layout.parse(layout), steps=1, flags=flags)
-        export = tmp_path / layout
-        curves.append(curve_of(train(job, tmp_path / f"run {layout}", "--save-hf", str(export))))
-    difference = worst_difference(*curves)
-    assert max(difference.loss, difference.grad_norm) <= OTHER_LAYOUT
-    written = tmp_path / "single" / "iter_0000001"
+    job = Job(moe, data, Layout.parse("tp2+sp"), steps=1, flags=flags)
+    train(job, tmp_path / "run", "--save-hf", str(tmp_path / "export"))
+    written = tmp_path / "export" / "iter_0000001"
     config = json.loads((written / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (4, 8)
     assert set(config["target_modules"]) == {"q_proj", "k_proj", "v_proj", "o_proj"}

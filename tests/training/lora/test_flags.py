@@ -1,0 +1,116 @@
+"""What --lora flags come to, and which are refused."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.adapters.config import AdapterConfig
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.tiny import tiny_config
+from mcore_qwen3vl.training.lora.flags import (
+    adapter_config,
+    add_lora_arguments,
+    asked,
+    check_flags,
+)
+
+DENSE, MOE = (Architecture.from_hf(tiny_config(moe=moe)) for moe in (False, True))
+TIED = Architecture.from_hf(tiny_config(tie=True))
+
+
+def parse(*flags: str, **others: object) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_lora_arguments(parser.add_argument_group())
+    args = parser.parse_args(flags)
+    rest = {"freeze": [], "trainable": [], "ckpt_format": "torch_dist", "load_hf": "base"}
+    vars(args).update({**rest, "save": "run", "save_hf": None, **others})
+    return args
+
+
+def config(*flags: str, architecture: Architecture = DENSE) -> AdapterConfig:
+    return adapter_config(parse(*flags), architecture)
+
+
+def test_one_flag_is_enough() -> None:
+    assert not asked(parse())
+    made = config("--lora-target", "language")
+    assert (made.r, made.lora_alpha, made.use_rslora) == (16, 32, False)
+    assert config("--lora-rank", "8").target_modules == made.target_modules
+    assert made.target_parameters is None
+    moe = config("--lora-rank", "8", architecture=MOE)
+    assert moe.target_parameters == ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+
+
+def test_names_are_modules_parameters_or_a_pattern() -> None:
+    names = ("q_proj", "down_proj", "mlp.gate.weight", "mlp.experts.down_proj", "attn.qkv")
+    made = config("--lora-target", *names)
+    assert made.target_modules == ("q_proj", "down_proj", "attn.qkv")
+    assert made.target_parameters == ("mlp.gate.weight", "mlp.experts.down_proj")
+    assert config("--lora-target", "all-linear").target_modules == "all-linear"
+    pattern = r".*layers\.[0-3]\.self_attn\.[qv]_proj"
+    assert config("--lora-target", pattern).target_modules == pattern
+
+
+def test_tied_embeddings_stay_tied(tmp_path: Path) -> None:
+    flags = ("--lora-rank", "8", "--lora-modules-to-save", "embed_tokens")
+    assert config(*flags, architecture=TIED).ensure_weight_tying
+    assert not config(*flags, architecture=DENSE).ensure_weight_tying
+    apart = AdapterConfig(target_modules=("q_proj",), modules_to_save=("lm_head",))
+    (tmp_path / "adapter_config.json").write_text(apart.to_json())
+    with pytest.raises(BadInput, match="without ensure_weight_tying"):
+        config("--lora-init", str(tmp_path), architecture=TIED)
+    file = str(tmp_path / "adapter_config.json")
+    assert config("--lora-config", file, architecture=TIED).ensure_weight_tying
+
+
+def test_a_config_file_decides_everything(tmp_path: Path) -> None:
+    made = AdapterConfig(r=3, target_modules=("q_proj",), rank_pattern={"q_proj": 5})
+    file = tmp_path / "adapter_config.json"
+    file.write_text(made.to_json())
+    assert config("--lora-config", str(file)).rank_pattern == {"q_proj": 5}
+    with pytest.raises(BadInput, match=r"--lora-config decides everything: drop --lora-rank"):
+        config("--lora-config", str(file), "--lora-rank", "4")
+    file.write_text(json.dumps({**made.to_dict(), "init_lora_weights": "gaussian"}))
+    with pytest.raises(BadInput, match="give it with --lora-init"):
+        config("--lora-config", str(file))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--lora-rank", "0"), "ranks start at 1"),
+        (("--lora-rank", "4", "--lora-dropout", "1.5"), "a probability below 1"),
+        (("--lora-target", "language", "q_proj"), "language stands alone"),
+        (
+            ("--lora-target", "mlp.gate.weight", "--lora-dropout", "0.1"),
+            "no dropout for parameters",
+        ),
+        (("--lora-config", "/nowhere.json"), "does not exist"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(flags: tuple[str, ...], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        config(*flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "others", "message"),
+    [
+        (("--lora-alpha", "4"), {}, r"--lora-alpha is set, but nothing asks for LoRA"),
+        (("--lora-rslora",), {}, r"add --lora-rank 16"),
+        (("--lora-rank", "4"), {"freeze": ["vision"]}, "LoRA freezes them all"),
+        (("--lora-rank", "4"), {"ckpt_format": "torch"}, "cannot hold an adapter alone"),
+        (("--lora-rank", "4"), {"load_hf": None}, "add --load-hf DIR"),
+    ],
+)
+def test_flags_that_do_not_go_with_lora(
+    flags: tuple[str, ...], others: dict[str, object], message: str
+) -> None:
+    with pytest.raises(BadInput, match=message):
+        check_flags(parse(*flags, **others))
+    check_flags(parse("--lora-rank", "4", load_hf=None, save=None))  # nothing is kept
