@@ -1,7 +1,7 @@
 """The head's loss, forward and backward: a chunk of logits at a time, against all at once.
 
-Each path is charged with what it takes beyond its inputs and the gradients that all must make; on the
-CPU it runs in a process of its own. Times are ratios within this run.
+Each path is charged with what it takes beyond its inputs and the gradients that all must make; on
+the CPU it runs in a process of its own. Times are ratios within this run.
 
     python benchmarks/head.py --tokens 2048 --width 512            # on the CPU
     python -m mcore_qwen3vl.runtime.pretended benchmarks/head.py --device cuda   # bytes alone

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +18,7 @@ from mcore_qwen3vl.shapes import SHAPES
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training.arguments.parser import validate
 from mcore_qwen3vl.training.step.losses import cross_entropy, find_loss
-from tests.docs.markdown import README, ROOT, blocks, joined
+from tests.docs.markdown import README, ROOT, blocks, commands
 
 DOCS = ROOT / "docs"
 ENVIRONMENT = {
@@ -49,19 +48,16 @@ def test_readme_python_example(tmp_path):
 
 
 def test_readme_train_commands_pass_megatrons_validation(monkeypatch, tmp_path):
-    """At the size that the layout is for: 8 GPUs."""
+    """The least one on one GPU; the other at the size that its layout is for, 8."""
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr("megatron.training.arguments.get_device_arch_version", lambda: 9)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    lines = [line for block in blocks(README) for line in joined(block.text).splitlines()]
-    commands = [line for line in lines if line.startswith("mcore-qwen3vl train ")]
+    least, whole = (words[1:] for words in commands(README) if words[:2] == ["train", "--hf-model"])
     values = {"HF_DIR": str(SHAPES / "8b.json"), "run": str(tmp_path / "run")}
-    least, full = (
-        validate([values.get(word, word) for word in shlex.split(line, comments=True)[2:]], 8)
-        for line in commands
-    )
-    assert least.data_parallel_size == 8
-    assert (full.data_parallel_size, full.seq_length, full.spec) == (2, 8192, ["te"])
+    args = validate([values.get(word, word) for word in least], 1)
+    assert (args.lr, args.seq_length, args.pad_to_longest) == (1e-5, 8192, True)
+    args = validate([values.get(word, word) for word in whole], 8)
+    assert (args.data_parallel_size, args.seq_length, args.spec) == (2, 8192, ["te"])
 
 
 @pytest.mark.slow  # over a minute of starting commands

@@ -98,6 +98,20 @@ def test_training_goes_on_after_a_signal_and_exports(
     assert (hf / f"iter_{STEPS:07d}" / "model.safetensors").exists()
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_one_rank_in_the_commands_own_process(
+    number: signal.Signals, code: int, files: dict[str, str], tmp_path: Path
+) -> None:
+    log, output = tmp_path / "log.jsonl", tmp_path / "out.txt"
+    command = ["mcore-qwen3vl", "train", *words(files, "--cpu", "--save", tmp_path / "save")]
+    command += ["--log-json", str(log)]
+    process = start([*command, "--train-iters", "100000"], output)
+    assert interrupt_after_two_steps(process, log, number) == code
+    *_, saved, stopped = output.read_text().splitlines()
+    assert saved == f"step {len(entries(log))}: saved to {tmp_path}/save"
+    assert stopped.endswith(": the same command goes on from there")
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -52,7 +52,7 @@ class BadSampleGuard:
         self._overlong_in_a_row = 0
 
     def expect(self, data_set: int, worker: int) -> None:
-        """Say how many records the data set has, and how many of them a worker is dealt."""
+        """Say how many records the data set has, about, and how many of them a worker is dealt."""
         self._records = max(worker, min(data_set, self._floor))
 
     def take(self) -> tuple[int, int]:
@@ -108,9 +108,9 @@ class BadSampleGuard:
         log.warning("bad sample %s skipped: %s%s", name, kind, error)
         if len(self._bad) > self._max_fraction * self._records:
             raise BadInput(
-                f"{len(self._bad)} of {self._records} records are bad, more than the accepted "
-                f"share of {self._max_fraction:g} (--max-bad-fraction), and a data worker has not "
-                f"read all of them yet. The last one is {name}: {kind}{error} Run "
+                f"{len(self._bad)} of about {self._records} records are bad, more than the "
+                f"accepted share of {self._max_fraction:g} (--max-bad-fraction), and a data worker "
+                f"has not read all of them yet. The last one is {name}: {kind}{error} Run "
                 "`mcore-qwen3vl data check` on the data set to list them all, or raise the share."
             )
 
