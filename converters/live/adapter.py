@@ -12,15 +12,13 @@ from torch import Tensor
 
 from mcore_qwen3vl.converters.adapters.adapter import Factors
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
-from mcore_qwen3vl.converters.adapters.peft_model import apply
+from mcore_qwen3vl.converters.adapters.peft_model import EMBEDDING, HEAD, apply
 from mcore_qwen3vl.converters.adapters.targets import specs
 from mcore_qwen3vl.converters.adapters.write import write_adapter
 from mcore_qwen3vl.converters.live.export import BUCKET_BYTES, Gatherer, Models, together
 from mcore_qwen3vl.converters.live.factors import factor_parts
 from mcore_qwen3vl.converters.live.sharded import Part, hf_parts, unwrap
 from mcore_qwen3vl.converters.storage.boxes import Shape
-
-HEAD, EMBEDDING = "lm_head.weight", "model.language_model.embed_tokens.weight"
 
 
 def save_adapter(

@@ -8,11 +8,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from mcore_qwen3vl.converters.adapters.peft_model import EMBEDDING, HEAD
 from mcore_qwen3vl.converters.live.factors import load_factors
 from mcore_qwen3vl.converters.live.sharded import hf_parts
 from mcore_qwen3vl.model.freeze import Freezing
-from mcore_qwen3vl.model.lora.attach import HEAD, attach
-from mcore_qwen3vl.model.lora.trainable import EMBEDDING, freezing, whole
+from mcore_qwen3vl.model.lora.attach import attach
+from mcore_qwen3vl.model.lora.trainable import freezing, whole
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 
 

@@ -14,6 +14,7 @@ from typing import Protocol
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
+from mcore_qwen3vl.converters.adapters.peft_model import HEAD
 from mcore_qwen3vl.converters.live.sharded import Part, hf_parts
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.lora.adapter import Adapter
@@ -24,8 +25,6 @@ from mcore_qwen3vl.model.lora.pair import Pair, Place, Span
 from mcore_qwen3vl.model.lora.router import adapt_router, spare_weight_gradient
 from mcore_qwen3vl.model.lora.site import Site
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
-
-HEAD = "lm_head.weight"
 
 
 class Target(Protocol):

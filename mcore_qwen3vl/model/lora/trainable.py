@@ -5,13 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator
 
+from mcore_qwen3vl.converters.adapters.peft_model import EMBEDDING, HEAD
 from mcore_qwen3vl.converters.live.sharded import hf_parts
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.freeze import Freezing, global_name
-from mcore_qwen3vl.model.lora.attach import HEAD
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
-
-EMBEDDING = "model.language_model.embed_tokens.weight"
 
 
 def freezing() -> Freezing:
