@@ -7,6 +7,7 @@ import pytest
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.model.head.log_probs import CHUNK_LOGITS
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.shapes import SHAPES
@@ -65,13 +66,21 @@ def test_states_are_divided_over_the_ranks_that_hold_the_same_weights() -> None:
     assert more.optimizer == pytest.approx(12 * (shared / 32 + experts / 4))
 
 
+def test_a_chunk_of_logits_is_alive_whatever_the_layout() -> None:
+    a = Architecture.from_hf(SHAPES / "8b.json")
+    short = memory.Workload(8, visual_share=0.0)
+    assert memory.estimate(a, Layout(), short).logits == 8 * a.vocab_size * memory.LOGIT
+    for layout in (Layout(), Layout(tp=2, sp=True)):
+        held = memory.estimate(a, layout, memory.Workload(8192)).logits
+        assert held == CHUNK_LOGITS * memory.LOGIT
+
+
 def test_recompute_and_parallelism_shrink_activations_as_they_should() -> None:
     a = Architecture.from_hf(SHAPES / "8b.json")
     text = memory.Workload(8192, visual_share=0.0)
     plain = memory.estimate(a, Layout(), text)
     halved = memory.estimate(a, Layout(tp=2, sp=True), text)
     assert halved.activations == pytest.approx(plain.activations / 2)
-    assert halved.logits == plain.logits / 2
     assert memory.estimate(a, Layout(cp=2), text).activations == pytest.approx(
         plain.activations / 2
     )
