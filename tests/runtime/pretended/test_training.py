@@ -58,11 +58,11 @@ ROLES = {
         {"layers": 4, "vision_blocks": 4},
         waits=(DISPATCHER,),
     ),
-    "LoRA 8B, TP2": Role("lora_8b", ("--global-batch-size", "8"), 38.28e9, 30_081_024, {}),
+    "LoRA 8B, TP2": Role("lora_8b", ("--global-batch-size", "8"), 32.93e9, 30_081_024, {}),
     "LoRA 30B-A3B, 4 layers, TP2 EP8": Role(
         "lora_30b_a3b",
         ("--global-batch-size", "16"),
-        5.80e9,
+        3.14e9,
         7_372_800,
         {"layers": 4, "vision_blocks": 4},
         waits=(DISPATCHER,),
