@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 # Tests start up to four ranks each and need about 3 GB: more workers than cores gain nothing. A file
 # stays in one process, since its tests fork from what its fixtures built.
 WORKERS ?= 2
-PYTEST := python -m pytest --numprocesses $(WORKERS) --dist loadfile
+PYTEST := python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Some machines forbid Python to keep bytecode; without it each process takes twice as long to start.
 unexport PYTHONDONTWRITEBYTECODE
 

@@ -53,3 +53,28 @@ def workbench() -> Iterator[Workbench]:
     """A process on the pretended device that has imported everything, for all tests."""
     with Workbench(ON_WORKBENCH) as bench:
         yield bench
+
+
+LONGEST = (
+    "runtime/pretended/test_training.py",
+    "verify/parity/test_matrix.py",
+    "verify/parity/test_lora.py",
+    "training/checkpoints/test_resume.py",
+    "runtime/pretended/test_commands.py",
+    "data/loading/test_loader.py",
+    "generation/test_equal.py",
+    "verify/trace/test_fault_injection.py",
+    "verify/trace/test_trace.py",
+    "verify/curves/test_curves.py",
+    "training/lora/test_run.py",
+    "converters/offline/test_resume.py",
+    "verify/parity/test_router_losses.py",
+    "docs/test_examples.py",
+    "training/logs/test_summary.py",
+)
+"""Files that take half a minute and more: first, so that no worker is left with one at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {Path(__file__).parent / name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path, len(LONGEST)))

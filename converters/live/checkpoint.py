@@ -8,7 +8,7 @@ from typing import Any
 
 from mcore_qwen3vl.converters.mcore.checkpoint import NOT_THE_MODEL
 from mcore_qwen3vl.converters.mcore.formats import format_of
-from mcore_qwen3vl.converters.mcore.paths import iteration_folder
+from mcore_qwen3vl.converters.mcore.paths import iteration_folder, require_whole_model
 from mcore_qwen3vl.errors import BadInput
 
 
@@ -30,6 +30,7 @@ def load_checkpoint(models: Sequence[Any], path: str | Path) -> None:
     from torch.distributed.checkpoint.api import CheckpointException
 
     folder = iteration_folder(Path(path))
+    require_whole_model(folder)
     if (format := format_of(folder)).per_layout is not None:
         raise BadInput(
             f"{folder} is of {format.title}, which only its own layout loads. Export it "

@@ -15,6 +15,7 @@ from torch import Tensor
 from mcore_qwen3vl.converters.mapping.row import Row
 from mcore_qwen3vl.converters.mapping.table import EMBEDDING, mcore_shapes
 from mcore_qwen3vl.converters.mcore.index import CheckpointIndex, Chunk, ChunkedTensor
+from mcore_qwen3vl.converters.mcore.paths import require_whole_model
 from mcore_qwen3vl.converters.storage.boxes import Box, Extent, Shape, overlap
 from mcore_qwen3vl.converters.storage.mapped import bring_in
 from mcore_qwen3vl.errors import BadInput
@@ -58,6 +59,7 @@ class MegatronCheckpoint(ABC):
         """Rows of the embedding, padding included."""
         embedding = self.index.tensors.get(EMBEDDING)
         if embedding is None or len(embedding.shape) != 2:
+            require_whole_model(self.folder)
             raise BadInput(f"{self.folder} holds no {EMBEDDING}; it is not a whole GPT model.")
         return embedding.shape[0]
 

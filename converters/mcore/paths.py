@@ -9,6 +9,8 @@ from mcore_qwen3vl.errors import BadInput
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 HF_FOLDER = "hf"
+LORA_FOLDER = "lora"
+"""Beside the checkpoints of a LoRA run: the config of its adapter."""
 
 
 def tracked(path: Path) -> str | int | None:
@@ -55,6 +57,20 @@ def iteration_folder(path: Path) -> Path:
             "iteration's folder, or correct the tracker."
         )
     return folder
+
+
+def require_whole_model(path: Path) -> None:
+    """
+    Raises:
+        BadInput: `path`, or the run that it is an iteration of, trains an adapter alone.
+    """
+    for folder in (path, path.parent):
+        if (folder / LORA_FOLDER / "adapter_config.json").is_file():
+            raise BadInput(
+                f"{folder} is a LoRA run, whose checkpoints hold no base weights: the same command "
+                "with --save-hf DIR writes its adapter, for `generate BASE --lora ADAPTER` and "
+                "`lora merge BASE ADAPTER OUT`."
+            )
 
 
 def find_hf_folder(path: Path) -> Path | None:

@@ -17,7 +17,8 @@ app = typer.Typer(help="Scripts that start training on a cluster.", no_args_is_h
 
 def scripts() -> dict[str, Path]:
     """Every script by its name, those for users."""
-    found = sorted(_folder().glob("sft_*.sh")) + sorted(_folder().glob("pretrain_*.sh"))
+    kinds = ("sft", "pretrain", "lora")
+    found = (script for kind in kinds for script in sorted(_folder().glob(f"{kind}_*.sh")))
     return {script.stem: script for script in found}
 
 

@@ -91,8 +91,9 @@ def memory(
 
 def _show(layout: Layout, layers: list[int], stages: list[Memory]) -> None:
     parts = list(asdict(stages[0]))
+    ranks = f"{layout.world_size} GPU{'s' if layout.world_size > 1 else ''}"
     lines = console.table(
-        f"GB on one GPU of each pipeline stage, {LABEL}: {layout}, {layout.world_size} GPUs",
+        f"GB on one GPU of each pipeline stage, {LABEL}: {layout}, {ranks}",
         *(">stage", ">layers", *(f">{part}" for part in parts), ">total"),
     )
     for number, (count, stage) in enumerate(zip(layers, stages, strict=True)):

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.adapters.adapter import Adapter
+from mcore_qwen3vl.converters.adapters.adapter import Adapter, is_adapter
 from mcore_qwen3vl.converters.adapters.read import read_adapter
 from mcore_qwen3vl.converters.live.checkpoint import load_checkpoint
 from mcore_qwen3vl.converters.live.load import load_hf
 from mcore_qwen3vl.converters.mcore.formats import is_megatron
-from mcore_qwen3vl.converters.mcore.paths import hf_folder
+from mcore_qwen3vl.converters.mcore.paths import hf_folder, require_whole_model
 from mcore_qwen3vl.converters.storage.dtypes import DTYPES
 from mcore_qwen3vl.data.loading.loader import load_processor
 from mcore_qwen3vl.errors import BadInput
@@ -72,6 +72,12 @@ class Request:
         Raises:
             BadInput: the checkpoint has none.
         """
+        if is_adapter(self.checkpoint):
+            raise BadInput(
+                f"{self.checkpoint} is a LoRA adapter: `generate BASE --lora {self.checkpoint}`."
+            )
+        if is_megatron(self.checkpoint):
+            require_whole_model(self.checkpoint)
         if self.hf is None and is_megatron(self.checkpoint):
             return hf_folder(self.checkpoint, flag="--hf-model")
         folder = self.hf or self.checkpoint

@@ -221,7 +221,21 @@ class Run:
         if found[0]:
             self._resumed = self.args.load, found[0]
             self.progress.say(f"resuming after step {found[0]} of {self.args.load}")
+        if found[0] and found[0] == self.args.train_iters and self._lacks_export(found[0]):
+            self._export(model, args[0] if args else kwargs.get("optimizer"), found[0])
         return found
+
+    def _lacks_export(self, iteration: int) -> bool:
+        from mcore_qwen3vl.training.checkpoints.export import export_folder
+
+        return bool(self.args.save_hf) and not export_folder(self.args, iteration).exists()
+
+    def _export(self, model: Any, optimizer: Any, iteration: int) -> None:
+        from mcore_qwen3vl.training.checkpoints.export import export
+
+        with self.metrics.paused():
+            folder = export(self.args, model, optimizer, iteration, self.lora)
+        self.progress.say(f"step {iteration}: exported to {folder}")
 
     def _save_checkpoint(self, original: Any, iteration: int, *args: Any, **kwargs: Any) -> None:
         import torch.distributed as dist
@@ -269,11 +283,7 @@ class Run:
         interval = self.args.save_hf_interval
         due = iteration == self.args.train_iters or (interval and iteration % interval == 0)
         if self.args.save_hf and due:
-            from mcore_qwen3vl.training.checkpoints.export import export
-
-            with self.metrics.paused():
-                folder = export(self.args, model, optimizer, iteration, self.lora)
-            self.progress.say(f"step {iteration}: exported to {folder}")
+            self._export(model, optimizer, iteration)
         return leaving
 
     def _optimizer_config(self, original: Any, args: argparse.Namespace) -> Any:

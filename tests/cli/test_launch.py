@@ -21,8 +21,8 @@ def run(*arguments: str) -> int | str | None:
 def test_list_names_every_script(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("list") == 0
     printed = capsys.readouterr().out
-    scripts = [*LAUNCH.glob("sft_*.sh"), *LAUNCH.glob("pretrain_*.sh")]
-    assert len(scripts) == 12
+    scripts = [script for script in LAUNCH.glob("*.sh") if script.stem != "common"]
+    assert len(scripts) == 18
     for script in scripts:
         assert script.stem in printed
     assert "Qwen3-VL-8B, full fine-tuning at 8k packed: one node of 8xH100-80GB." in printed

@@ -14,6 +14,7 @@ from mcore_qwen3vl.tiny.records import write_image_qa
 from mcore_qwen3vl.verify.curves.job import Job, train
 
 
+@pytest.mark.slow  # `make train-demo` shows the same
 @pytest.mark.parametrize("layout", ["tp2+sp"])
 def test_the_exported_model_answers_what_was_learnt(
     layout: str, dense: Path, tmp_path: Path

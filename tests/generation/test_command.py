@@ -183,3 +183,18 @@ def test_bad_input_is_one_message(
     printed = capsys.readouterr()
     assert message in printed.err
     assert printed.out == ""
+
+
+def test_adapters_and_lora_runs_are_told_from_models(
+    folder: Path, tmp_path: Path, capsys: Any
+) -> None:
+    run_of_lora = tmp_path / "run"
+    shutil.copytree(folder / "mcore", run_of_lora)
+    for adapter in (tmp_path / "adapter", run_of_lora / "lora"):
+        adapter.mkdir()
+        (adapter / "adapter_config.json").write_text("{}")
+    assert run(str(tmp_path / "adapter"), "--prompt", "?") == 2
+    assert "is a LoRA adapter: `generate BASE --lora" in capsys.readouterr().err
+    for path in (run_of_lora, next(run_of_lora.glob("release"))):
+        assert run(str(path), "--prompt", "?") == 2
+        assert "is a LoRA run, whose checkpoints hold no base weights" in capsys.readouterr().err

@@ -35,10 +35,15 @@ def export(
     """
     if training.should_disable_forward_pre_hook(args):
         training.force_param_sync(model, optimizer=optimizer)
-    folder = Path(args.save_hf) / f"iter_{iteration:07d}"
+    folder = export_folder(args, iteration)
     if lora is None:
         save_hf(unwrap_model(model), folder, hf_config=args.hf_model, force=True)
     else:
         lora.export(unwrap_model(model), folder)
     print_rank_0(f"exported iteration {iteration} to {folder}")
     return folder
+
+
+def export_folder(args: argparse.Namespace, iteration: int) -> Path:
+    """Where the export of an iteration goes."""
+    return Path(args.save_hf) / f"iter_{iteration:07d}"

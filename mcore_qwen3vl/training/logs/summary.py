@@ -133,5 +133,6 @@ def _writes(args: argparse.Namespace) -> str:
         writes.append(f"TensorBoard to {args.tensorboard_dir}")
     if not (args.save or args.save_hf):
         writes.append("no checkpoint (--save DIR)")
-    log = f"{Path(args.save) / FOLDER}" if args.save else "nowhere"
-    return "; ".join([*writes, f"Megatron's own log to {log} (--verbose: here)"])
+    log = f"{Path(args.save) / FOLDER}" if args.save else ""
+    kept = f"to {log}" if log else "is not kept"
+    return "; ".join([*writes, f"Megatron's own log {kept} (--verbose: here)"])

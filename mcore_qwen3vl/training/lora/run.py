@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from mcore_qwen3vl.converters.adapters.read import read_adapter
 from mcore_qwen3vl.converters.adapters.targets import resolve_targets
 from mcore_qwen3vl.converters.live.adapter import save_adapter
 from mcore_qwen3vl.converters.live.factors import initialize_factors, load_factors
+from mcore_qwen3vl.converters.mcore.paths import LORA_FOLDER
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.lora.adapt import load_saved, whole_tensors
@@ -22,9 +24,6 @@ from mcore_qwen3vl.model.lora.attach import attach
 from mcore_qwen3vl.model.lora.trainable import freezing, trained_names, whole
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.training.lora.flags import adapter_config, asked
-
-FOLDER = "lora"
-"""In ``--save``: the adapter's config, which tells these checkpoints from those of whole models."""
 
 
 class LoraRun:
@@ -40,7 +39,7 @@ class LoraRun:
 
     def __init__(self, args: argparse.Namespace, architecture: Architecture) -> None:
         self._args = args
-        self.config: AdapterConfig = adapter_config(args, architecture)
+        self.config = _naming_its_base(adapter_config(args, architecture), args.load_hf)
         self._targets = resolve_targets(self.config, args.hf_model)
         self._saved = apply(self.config, args.hf_model).saved
         self._start = read_adapter(args.lora_init, args.hf_model) if args.lora_init else None
@@ -70,9 +69,14 @@ class LoraRun:
 
     def save_config(self) -> None:
         """Beside the checkpoints of ``--save``; one rank calls this."""
-        folder = Path(self._args.save) / FOLDER
+        folder = Path(self._args.save) / LORA_FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         (folder / FILE).write_text(self.config.to_json() + "\n", encoding="utf-8")
+
+
+def _naming_its_base(config: AdapterConfig, base: str | None) -> AdapterConfig:
+    named = config.raw.get("base_model_name_or_path") or base
+    return replace(config, raw={**config.raw, "base_model_name_or_path": named})
 
 
 def keep_trained(original: Any, args: Any, model: Any, *rest: Any, **kwargs: Any) -> dict[str, Any]:
@@ -98,7 +102,7 @@ def check_checkpoint(args: argparse.Namespace, lora: LoraRun | None) -> None:
     """
     if args.load is None or not checkpoint_exists(args.load):
         return
-    file = Path(args.load) / FOLDER / FILE
+    file = Path(args.load) / LORA_FOLDER / FILE
     if lora is None:
         if file.exists():
             raise BadInput(

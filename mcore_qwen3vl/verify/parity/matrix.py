@@ -191,7 +191,7 @@ MATRIX: tuple[MatrixRow, ...] = (
     ),
     MatrixRow("dense", "tp2xpp2+sp", ("mixed", "packed"), {"dtype": "bf16"}, "bf16"),
     MatrixRow("moe-all", "single", ("mixed", "packed"), {"dtype": "bf16"}, "bf16"),
-    MatrixRow("moe-all", "tp2xep2+sp", ("mixed", "packed"), {"dtype": "bf16"}, "bf16"),
+    MatrixRow("moe-all", "tp2xep2+sp", ("packed",), {"dtype": "bf16"}, "bf16"),
 )
 
 

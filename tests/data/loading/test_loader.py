@@ -128,7 +128,7 @@ def test_resume_continues_with_the_next_batch(
         assert same(next(resumed), batch)
 
 
-@pytest.mark.parametrize(("between", "workers"), [slow(0, 2), (1, 2), slow(3, 2), (1, 0)])
+@pytest.mark.parametrize(("between", "workers"), [slow(0, 2), slow(1, 2), slow(3, 2), (1, 0)])
 def test_resume_from_a_resumed_run(
     between: int, workers: int, make: MakeLoader, records: Path
 ) -> None:

@@ -55,7 +55,7 @@ def test_same_layout_continues_bit_for_bit(
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (("tp2+sp", ()), ("pp2", ())),
+        pytest.param(("tp2+sp", ()), ("pp2", ()), marks=pytest.mark.slow),
         (
             ("dp2", (*DISTRIBUTED, "--num-workers", "1")),
             ("tp2+sp", ("--use-distributed-optimizer", "--num-workers", "2")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 from mcore_qwen3vl.config import Architecture
@@ -44,7 +45,9 @@ def test_a_run_is_quiet_and_keeps_megatrons_log(dense: Path, data: Path, tmp_pat
 
     index = save / "iter_0000004" / ".metadata"
     written = index.stat().st_mtime_ns
+    shutil.rmtree(tmp_path / "hf")
     assert train(job, tmp_path / "again") == []
+    assert (tmp_path / "hf" / "iter_0000004" / "config.json").exists()
     assert index.stat().st_mtime_ns == written
     assert f"nothing left to do: {save} has all of its steps" in (
         (tmp_path / "again" / "output.txt").read_text().splitlines()
@@ -65,7 +68,7 @@ def test_the_summary_says_what_was_chosen(dense: Path, tmp_path: Path) -> None:
     assert found["precision"].startswith("fp32")
     assert "padded to the longest of a batch, at most 4096" in found["data"]
     assert found["memory"].startswith("not estimated")
-    assert found["writes"] == "no checkpoint (--save DIR); Megatron's own log to nowhere " + (
+    assert found["writes"] == "no checkpoint (--save DIR); Megatron's own log is not kept " + (
         "(--verbose: here)"
     )
     assert "--lr 1e-05" in found["defaults"]
