@@ -99,7 +99,8 @@ def test_checkpoints_of_another_kind_are_refused(dense: Path, tmp_path: Path) ->
         parser = argparse.ArgumentParser()
         add_lora_arguments(parser.add_argument_group())
         args = parser.parse_args(flags)
-        args.hf_model, args.save, args.load = str(dense), str(tmp_path), str(tmp_path)
+        args.hf_model = args.load_hf = str(dense)
+        args.save = args.load = str(tmp_path)
         return args, LoraRun.of(args, Architecture.from_hf(dense))
 
     check_checkpoint(*run())  # there is none yet
