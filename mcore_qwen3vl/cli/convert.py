@@ -1,10 +1,10 @@
 """``mcore-qwen3vl convert``: between Hugging Face and Megatron-Core, and within the first."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +13,10 @@ from mcore_qwen3vl.cli import show, sources
 from mcore_qwen3vl.cli.options import DryRun, Force, Json, Workers
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
+
+if TYPE_CHECKING:
+    from mcore_qwen3vl.converters.offline.engine import ConversionResult
+    from mcore_qwen3vl.converters.offline.plan import ConversionPlan
 
 app = typer.Typer(help="Convert checkpoints, without a GPU.", no_args_is_help=True)
 
@@ -58,14 +62,32 @@ class ExpertLayoutChoice(StrEnum):
     v5 = "v5"
 
 
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """Ctrl-C leaves what is done for the next run."""
+def carry_out(
+    plan: "Callable[[], ConversionPlan]",
+    write: "Callable[..., ConversionResult]",
+    *,
+    dry_run: bool,
+    json: bool,
+    doing: str = "converting",
+) -> None:
+    """Show the plan of a conversion, or convert and show what came of it.
+
+    Ctrl-C leaves what is done for the next run.
+
+    Args:
+        plan: makes the plan, for a dry run.
+        write: converts; is given ``progress``.
+    """
+    if dry_run:
+        show.plan(plan(), json)
+        return
     try:
-        yield
+        with console.byte_progress(doing, quiet=json) as report:
+            summary = write(progress=report)
     except KeyboardInterrupt:
         console.messages.print("interrupted: run the same command to continue")
         raise typer.Exit(130) from None
+    show.summary(summary, json)
 
 
 @app.command("hf-to-mcore")
@@ -133,14 +155,12 @@ def hf_to_mcore(
         "layout": layout,
         "spec": None if spec is None else spec.value,
     }
-    if dry_run:
-        show.plan(convert.plan_hf_to_mcore(src, **options), json)
-        return
-    with interruptible(), console.byte_progress("converting", quiet=json) as report:
-        summary = convert.hf_to_mcore(
-            src, dst, **options, force=force, workers=workers, progress=report
-        )
-    show.summary(summary, json)
+    carry_out(
+        partial(convert.plan_hf_to_mcore, src, **options),
+        partial(convert.hf_to_mcore, src, dst, **options, force=force, workers=workers),
+        dry_run=dry_run,
+        json=json,
+    )
 
 
 @app.command("mcore-to-hf")
@@ -171,14 +191,12 @@ def mcore_to_hf(
         "max_shard_size": max_shard_size,
         "expert_layout": expert_layout.value,
     }
-    if dry_run:
-        show.plan(convert.plan_mcore_to_hf(src, **options), json)
-        return
-    with interruptible(), console.byte_progress("converting", quiet=json) as report:
-        summary = convert.mcore_to_hf(
-            src, dst, **options, force=force, workers=workers, progress=report
-        )
-    show.summary(summary, json)
+    carry_out(
+        partial(convert.plan_mcore_to_hf, src, **options),
+        partial(convert.mcore_to_hf, src, dst, **options, force=force, workers=workers),
+        dry_run=dry_run,
+        json=json,
+    )
 
 
 @app.command("hf-to-hf")
@@ -204,11 +222,9 @@ def hf_to_hf(
         "max_shard_size": max_shard_size,
         "expert_layout": expert_layout.value,
     }
-    if dry_run:
-        show.plan(convert.plan_hf_to_hf(src, **options), json)
-        return
-    with interruptible(), console.byte_progress("converting", quiet=json) as report:
-        summary = convert.hf_to_hf(
-            src, dst, **options, force=force, workers=workers, progress=report
-        )
-    show.summary(summary, json)
+    carry_out(
+        partial(convert.plan_hf_to_hf, src, **options),
+        partial(convert.hf_to_hf, src, dst, **options, force=force, workers=workers),
+        dry_run=dry_run,
+        json=json,
+    )

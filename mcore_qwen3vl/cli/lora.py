@@ -1,14 +1,15 @@
 """``mcore-qwen3vl lora``: PEFT's adapters."""
 
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from mcore_qwen3vl import console
-from mcore_qwen3vl.cli import show, sources
-from mcore_qwen3vl.cli.convert import Dtype, ExpertLayoutChoice, interruptible
+from mcore_qwen3vl.cli import sources
+from mcore_qwen3vl.cli.convert import Dtype, ExpertLayoutChoice, carry_out
 from mcore_qwen3vl.cli.options import DryRun, Force, Json, Workers
 
 app = typer.Typer(help="LoRA adapters, as PEFT stores them.", no_args_is_help=True)
@@ -59,14 +60,13 @@ def merge(
         "expert_layout": None if expert_layout is None else expert_layout.value,
         "roles": None if from_roles is None else from_roles.value,
     }
-    if dry_run:
-        show.plan(merging.plan_merge(base, adapter, **options), json)
-        return
-    with interruptible(), console.byte_progress("merging", quiet=json) as report:
-        summary = merging.merge(
-            base, adapter, out, **options, force=force, workers=workers, progress=report
-        )
-    show.summary(summary, json)
+    carry_out(
+        partial(merging.plan_merge, base, adapter, **options),
+        partial(merging.merge, base, adapter, out, **options, force=force, workers=workers),
+        dry_run=dry_run,
+        json=json,
+        doing="merging",
+    )
 
 
 @app.command("convert")

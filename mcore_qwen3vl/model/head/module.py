@@ -11,6 +11,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
+from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.head.log_probs import Columns, token_log_probs
 from mcore_qwen3vl.model.head.padding import mask_columns
 
@@ -33,7 +34,15 @@ class Head(ColumnParallelLinear):
         The object stays the same, since ``GPTModel`` has tied and marked its weight. Work on the
         weight must happen inside the module's call: Megatron's DDP waits there for the gathering
         of parameters.
+
+        Raises:
+            BadInput: it is another layer: Megatron's FP8 head.
         """
+        if type(output_layer) is not ColumnParallelLinear:
+            raise BadInput(
+                f"The head is a {type(output_layer).__name__}, whose padded columns cannot be "
+                "masked: drop fp8_output_proj (--fp8-output-proj)."
+            )
         output_layer.__class__ = cls
         output_layer.vocab_size = vocab_size
         output_layer.chunk = chunk
