@@ -62,6 +62,13 @@ class Adapter:
     roles: Roles = "canonical"
     notes: tuple[str, ...] = ()
 
+    def tensors(self) -> dict[str, Tensor]:
+        """All factors, as ``PARAMETER.lora_A`` and ``PARAMETER.lora_B``."""
+        named: dict[str, Tensor] = {}
+        for name, factors in self.factors.items():
+            named |= {f"{name}.lora_A": factors.a, f"{name}.lora_B": factors.b}
+        return named
+
 
 def is_adapter(path: Path) -> bool:
     """Whether `path` is a PEFT adapter directory, by its files' names."""

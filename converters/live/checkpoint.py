@@ -12,7 +12,7 @@ from mcore_qwen3vl.converters.mcore.paths import iteration_folder, require_whole
 from mcore_qwen3vl.errors import BadInput
 
 
-def load_checkpoint(models: Sequence[Any], path: str | Path) -> None:
+def load_checkpoint(models: Sequence[Any], path: str | Path, *, whole: bool = True) -> None:
     """Fill the model chunks of this rank from a checkpoint; a collective of all ranks.
 
     Optimizer and random states that a training checkpoint holds beside the model are left alone.
@@ -20,6 +20,7 @@ def load_checkpoint(models: Sequence[Any], path: str | Path) -> None:
     Args:
         models: this rank's chunks (several under VPP), not wrapped in DDP.
         path: checkpoint directory, or the folder of one iteration.
+        whole: `models` of all ranks are the whole model; of one virtual stage alone they are not.
 
     Raises:
         BadInput: there is no checkpoint, or its keys or shapes are not exactly the model's.
@@ -41,14 +42,17 @@ def load_checkpoint(models: Sequence[Any], path: str | Path) -> None:
         # In mcore's words the model's keys are tested: `unexpected` are those that the checkpoint
         # lacks, `missing` those that it holds and the model does not ask for.
         loaded, extra, lacking = dist_checkpointing.load(
-            state, str(folder), strict=StrictHandling.RETURN_ALL
+            state,
+            str(folder),
+            strict=StrictHandling.RETURN_ALL,
+            validate_access_integrity=whole,
         )
     except CheckpointingException as error:
         raise _not_this_model(folder, str(error)) from error
     except CheckpointException as error:  # torch's, around what failed on each rank
         failures = [failure[0] for failure in error.failures.values()]
         raise _not_this_model(folder, str(failures[0])) from error
-    extra = {key for key in extra if not NOT_THE_MODEL.match(key)}
+    extra = {key for key in extra if whole and not NOT_THE_MODEL.match(key)}
     for keys, problem in ((lacking, "lacks"), (extra, "holds beside the model")):
         if keys:
             raise _not_this_model(folder, f"it {problem} {', '.join(sorted(keys)[:3])}")

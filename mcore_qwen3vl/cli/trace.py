@@ -34,6 +34,12 @@ def verify_trace(
     gradients: Annotated[
         bool, typer.Option("--gradients", help="Compare gradients of the loss as well.")
     ] = False,
+    lora: Annotated[
+        Path | None,
+        sources.adapter_option(
+            "A PEFT adapter that both models have besides: PEFT's is the truth."
+        ),
+    ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds for the ranks to finish.")] = 600.0,
     report: ReportFolder = None,
     json: JsonFile = None,
@@ -60,6 +66,13 @@ def verify_trace(
             hf, prompt, image or [], video or [], multiple=Case(layout=layout).multiple
         )
     result = trace(
-        hf, mcore, layout=layout, micro=micro, batch=batch, gradients=gradients, timeout=timeout
+        hf,
+        mcore,
+        layout=layout,
+        micro=micro,
+        batch=batch,
+        gradients=gradients,
+        lora=lora,
+        timeout=timeout,
     )
     conclude(result, report, json)

@@ -9,6 +9,7 @@ applied by itself: call it before megatron is imported, or start ranks with
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import logging
 import os
@@ -68,25 +69,34 @@ class NullStream:
         return True
 
 
-class CudaMeansCpu(torch.overrides.TorchFunctionMode):
-    """``device="cuda"``, ``.cuda()`` and the type name of a CUDA tensor, taken as the CPU's.
-
-    Schedules, gradient clipping and the optimizers spell them out.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+def _made_on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def on_cpu(*args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs:
-            kwargs = {**kwargs, "device": _on_cpu(kwargs["device"])}
-        if func is Tensor.cuda:
-            return args[0]
-        if func is Tensor.to:
-            args = tuple(_on_cpu(a) if isinstance(a, str | torch.device) else a for a in args)
-        if func is Tensor.type and len(args) == 1 and not kwargs:
-            return func(*args).replace("torch.", "torch.cuda.", 1)
-        return func(*args, **kwargs)
+            kwargs["device"] = _on_cpu(kwargs["device"])
+        return make(*args, **kwargs)
+
+    return on_cpu
+
+
+def _to_cpu(to: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(to)
+    def moved(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        args = tuple(_on_cpu(a) if isinstance(a, str | torch.device) else a for a in args)
+        if "device" in kwargs:
+            kwargs["device"] = _on_cpu(kwargs["device"])
+        return to(self, *args, **kwargs)
+
+    return moved
+
+
+def _cuda_type(name: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(name)
+    def type_of(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = name(self, *args, **kwargs)
+        return found.replace("torch.", "torch.cuda.", 1) if isinstance(found, str) else found
+
+    return type_of
 
 
 def _on_cpu(device: Any) -> Any:
@@ -141,6 +151,25 @@ def _initialize_without_cuda(initialize: Callable[..., Any]) -> Callable[..., An
 
     return initialize_on_cpu
 
+
+_MAKERS = (
+    "arange", "as_tensor", "asarray", "empty", "empty_like", "empty_strided", "eye", "full",
+    "full_like", "linspace", "logspace", "normal", "ones", "ones_like", "rand", "rand_like",
+    "randint", "randint_like", "randn", "randn_like", "randperm", "tensor", "tril_indices",
+    "triu_indices", "zeros", "zeros_like",
+)  # fmt: skip
+_NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
+_SPELT = "schedules, gradient clipping and the optimizers spell CUDA out: it means the CPU"
+
+# Each by itself: a torch function mode, which sees them all, would be asked about every other
+# operator too, and take a fifth of the time of a small model.
+DEVICE_REPLACEMENTS = (
+    *(Replacement("torch", name, _made_on_cpu, _SPELT) for name in _MAKERS),
+    *(Replacement("torch.Tensor", name, _made_on_cpu, _SPELT) for name in _NEW),
+    Replacement("torch.Tensor", "to", _to_cpu, _SPELT),
+    Replacement("torch.Tensor", "cuda", _constant(lambda self, *a, **k: self), _SPELT),
+    Replacement("torch.Tensor", "type", _cuda_type, "gradients are sorted by the names of types"),
+)
 
 _RNG = "the tensor-parallel RNG tracker saves and restores the device generator: use the CPU's"
 _STREAM = "side streams overlap copies and collectives: the CPU runs in order"
@@ -243,7 +272,9 @@ def install(*, training: bool = False) -> None:
 def _install_core() -> None:
     _check_environment()
     _apply(TORCH_REPLACEMENTS)
-    CudaMeansCpu().__enter__()
+    # ``with torch.device(...)`` looks up the functions that make tensors at its first use.
+    importlib.import_module("torch.utils._device")._device_constructors()
+    _apply(DEVICE_REPLACEMENTS)
     # mcore compiles small functions at import, which costs more than the tests that run them.
     torch._dynamo.config.disable = True
     _apply(MEGATRON_REPLACEMENTS)
@@ -284,7 +315,7 @@ def _apply(replacements: Sequence[Replacement]) -> None:
     for r in replacements:
         if (r.module, r.name) in originals:
             continue
-        module = importlib.import_module(r.module)
+        module = Tensor if r.module == "torch.Tensor" else importlib.import_module(r.module)
         if not hasattr(module, r.name):
             raise BadInput(
                 f"{r.module}.{r.name} does not exist in the installed version, so the CPU backend "

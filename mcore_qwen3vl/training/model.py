@@ -45,8 +45,8 @@ def model_provider(
         config_overrides: ``TransformerConfig`` fields that no flag sets.
 
     Returns:
-        A function that builds one pipeline chunk, reads ``--load-hf`` into it and freezes what the
-        flags say.
+        A function that builds one pipeline chunk, reads ``--load-hf`` (or the base of a LoRA run)
+        into it and freezes what the flags say.
     """
     fields_of_all = {**fields_from_flags(args), **config_overrides}
     if args.pad_to_longest:
@@ -73,13 +73,13 @@ def model_provider(
             head_chunk=args.head_chunk,
             **fields_of_all,
         )
-        if args.load_hf and (lora or not resuming(args)):  # a checkpoint of LoRA has no other
+        if lora:
+            lora.adapt(model, freezing)
+        elif args.load_hf and not resuming(args):
             from mcore_qwen3vl.converters.hf.hub import resolve
             from mcore_qwen3vl.converters.live.load import load_hf
 
             load_hf(model, resolve(args.load_hf))
-        if lora:
-            lora.adapt(model, freezing)
         freezing.apply(model)
         stages = args.virtual_pipeline_model_parallel_size or 1
         if vp_stage in (None, stages - 1):

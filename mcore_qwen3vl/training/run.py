@@ -248,8 +248,8 @@ class Run:
         with self.metrics.paused(), explained_save(self.args.save, iteration):
             if dist.get_rank() == 0:
                 save_companions(self.args)
-                if self.lora:
-                    self.lora.save_config()
+            if self.lora:
+                self.lora.save_config()
             self.data.save_state(self.args.save, iteration)
             original(iteration, *args, **kwargs)
         self.progress.say(f"step {iteration}: saved to {self.args.save}")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import sys
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +16,18 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.runtime.launch import run_layout
 
+DEVICE = cpu.DEVICE_REPLACEMENTS
 ALL = cpu.TORCH_REPLACEMENTS + cpu.MEGATRON_REPLACEMENTS + cpu.TRAINING_REPLACEMENTS
 
 
-@pytest.mark.parametrize("r", ALL, ids=lambda r: f"{r.module}.{r.name}")
+def owner(module: str) -> Any:
+    return torch.Tensor if module == "torch.Tensor" else importlib.import_module(module)
+
+
+@pytest.mark.parametrize("r", DEVICE + ALL, ids=lambda r: f"{r.module}.{r.name}")
 def test_canary_every_replaced_symbol_exists_and_is_replaced(r: cpu.Replacement) -> None:
     original = cpu.originals[r.module, r.name]
-    current = getattr(importlib.import_module(r.module), r.name)
+    current = getattr(owner(r.module), r.name)
     assert callable(original)
     assert current is not original
     assert r.reason
@@ -77,7 +84,28 @@ def test_cuda_means_the_cpu() -> None:
     assert torch.zeros(2, device="cuda").device.type == "cpu"
     assert torch.zeros(2).cuda().to("cuda:0").device.type == "cpu"
     assert torch.zeros(2).to(torch.device("cuda", 1), torch.float64).dtype == torch.float64
+    assert torch.zeros(2).new_ones(3, device="cuda").device.type == "cpu"
+    assert torch.nn.Linear(2, 3, device="cuda").to("cuda").weight.device.type == "cpu"
     assert torch.zeros(2).type() == "torch.cuda.FloatTensor"
+    assert torch.zeros(2).type(torch.float64).dtype == torch.float64
+
+
+def test_every_function_that_makes_tensors_is_known() -> None:
+    """As torch itself lists them, which it did before they were replaced."""
+    from torch.utils._device import _device_constructors
+
+    known = {r.name for r in cpu.DEVICE_REPLACEMENTS}
+    unknown = {maker.__name__ for maker in _device_constructors()} - known
+    rare = re.compile("sparse|quantized|nested|window|fft|range|permuted|scalar")
+    assert not [name for name in unknown if not rare.search(name)]
+    assert cpu.originals["torch", "empty"] in _device_constructors()
+
+
+def test_other_devices_are_left_alone() -> None:
+    assert torch.empty(2, device="meta").device.type == "meta"
+    with torch.device("meta"):
+        assert torch.empty(2).device.type == "meta"
+        assert torch.nn.Linear(2, 3).weight.device.type == "meta"
 
 
 def _gather_uneven() -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.peft_model import EMBEDDING, HEAD
 from mcore_qwen3vl.converters.live.factors import load_factors
 from mcore_qwen3vl.converters.live.sharded import hf_parts
@@ -59,6 +60,14 @@ def whole_tensors(adapter: Read) -> dict[str, Tensor]:
     return {name: value for name, value in adapter.saved.items() if name not in adapter.factors}
 
 
+def with_tied(architecture: Architecture, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`saved` with the embedding, where it is tied to a head that is saved."""
+    saved = dict(saved)
+    if architecture.tie_word_embeddings and HEAD in saved:
+        saved.setdefault(EMBEDDING, saved[HEAD])
+    return saved
+
+
 @torch.no_grad()
 def load_saved(chunks: Sequence[Qwen3VLModel], saved: Mapping[str, Tensor]) -> None:
     """Overwrite base weights.
@@ -68,9 +77,7 @@ def load_saved(chunks: Sequence[Qwen3VLModel], saved: Mapping[str, Tensor]) -> N
         saved: by Hugging Face parameter name, experts as transformers 5 lays them out. Of tied
             embeddings one name is enough.
     """
-    saved = dict(saved)
-    if chunks[0].architecture.tie_word_embeddings and HEAD in saved:
-        saved.setdefault(EMBEDDING, saved[HEAD])
+    saved = with_tied(chunks[0].architecture, saved)
     for part in hf_parts(chunks, expert_layout="v5"):
         if part.name in saved:
             part.local.copy_(saved[part.name][part.box])

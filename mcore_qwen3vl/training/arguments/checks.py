@@ -116,14 +116,17 @@ def check_surroundings(args: argparse.Namespace) -> None:
 
 def _check_kinds(args: argparse.Namespace) -> None:
     """Megatron would begin from random weights where ``--load`` holds none of its checkpoints."""
-    if not (args.load_hf or args.load):
+    if not (args.load_hf or args.load or args.pretrained_checkpoint):
         return
     from mcore_qwen3vl.converters.mcore.formats import require_huggingface, require_megatron
 
     if args.load_hf:
-        require_huggingface(Path(args.load_hf), instead="use --load")
-    if args.load:
-        require_megatron(Path(args.load), instead="use --load-hf")
+        require_huggingface(
+            Path(args.load_hf),
+            instead="use --load, or --pretrained-checkpoint for the base of LoRA",
+        )
+    for folder in filter(None, (args.load, args.pretrained_checkpoint)):
+        require_megatron(Path(folder), instead="use --load-hf")
 
 
 def check_writable(folder: Path) -> None:

@@ -19,8 +19,8 @@ from mcore_qwen3vl.training.arguments.parser import add_arguments, hf_model_of
 from mcore_qwen3vl.training.arguments.refusal import StrictParser, refuse_unknown
 
 _TEXTS = (
-    "--load", "--save", "--tensorboard-dir", "--wandb-project", "--wandb-exp-name",
-    "--wandb-save-dir",
+    "--load", "--pretrained-checkpoint", "--save", "--tensorboard-dir", "--wandb-project",
+    "--wandb-exp-name", "--wandb-save-dir",
 )  # fmt: skip
 _NUMBERS = ("--train-iters", "--train-samples")
 _LISTS = ("--data-path", "--train-data-path", "--valid-data-path")

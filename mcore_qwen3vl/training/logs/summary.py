@@ -72,8 +72,8 @@ def _weights(args: argparse.Namespace) -> str:
 
     if resuming(args):
         return f"the newest checkpoint in {args.load}"
-    if args.load_hf:
-        return f"from {args.load_hf}"
+    if base := args.load_hf or args.pretrained_checkpoint:
+        return f"from {base}"
     return "random: --load-hf DIR starts from a Hugging Face checkpoint, --load DIR from Megatron's"
 
 

@@ -92,10 +92,12 @@ def check_flags(args: argparse.Namespace) -> None:
         raise BadInput(
             f"--ckpt-format {args.ckpt_format} cannot hold an adapter alone: leave it out."
         )
-    if (args.save or args.save_hf) and not args.load_hf:
+    if args.load_hf and args.pretrained_checkpoint:
+        raise BadInput("--load-hf and --pretrained-checkpoint both give the base: drop one.")
+    if (args.save or args.save_hf) and not (args.load_hf or args.pretrained_checkpoint):
         raise BadInput(
             "LoRA saves adapters alone, so the weights beside them must be given again each time: "
-            "add --load-hf DIR."
+            "add --load-hf DIR, or --pretrained-checkpoint DIR for a Megatron-Core checkpoint."
         )
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from megatron.training.checkpointing import checkpoint_exists
 
 from mcore_qwen3vl.config import Architecture
@@ -23,6 +24,7 @@ from mcore_qwen3vl.model.lora.adapt import load_saved, whole_tensors
 from mcore_qwen3vl.model.lora.attach import attach
 from mcore_qwen3vl.model.lora.trainable import freezing, trained_names, whole
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+from mcore_qwen3vl.training.lora.base import Base, save_identity
 from mcore_qwen3vl.training.lora.flags import adapter_config, asked
 
 
@@ -39,7 +41,9 @@ class LoraRun:
 
     def __init__(self, args: argparse.Namespace, architecture: Architecture) -> None:
         self._args = args
-        self.config = _naming_its_base(adapter_config(args, architecture), args.load_hf)
+        self.base = Base(args)
+        args.pretrained_checkpoint = None  # Megatron would read it as a checkpoint of this run
+        self.config = _naming_its_base(adapter_config(args, architecture), self.base.path)
         self._targets = resolve_targets(self.config, args.hf_model)
         self._saved = apply(self.config, args.hf_model).saved
         self._start = read_adapter(args.lora_init, args.hf_model) if args.lora_init else None
@@ -54,7 +58,8 @@ class LoraRun:
         return freezing()
 
     def adapt(self, chunk: Qwen3VLModel, choice: Freezing) -> None:
-        """Put the adapter into a chunk that has the base weights; a resumed one is loaded later."""
+        """Read the base into a chunk and put the adapter in; a resumed one is loaded later."""
+        self.base.load(chunk)
         attach(chunk, self._targets, dropout=self.config.lora_dropout)
         if self._start is None:
             initialize_factors(chunk, self._args.seed)
@@ -68,10 +73,15 @@ class LoraRun:
         save_adapter(model, folder, config=self.config, hf_config=self._args.hf_model, force=True)
 
     def save_config(self) -> None:
-        """Beside the checkpoints of ``--save``; one rank calls this."""
+        """Write what :func:`check_checkpoint` reads, beside the checkpoints; a collective."""
+        identity = self.base.identity()
+        if dist.get_rank() != 0:
+            return
         folder = Path(self._args.save) / LORA_FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         (folder / FILE).write_text(self.config.to_json() + "\n", encoding="utf-8")
+        if identity is not None:
+            save_identity(folder, identity)
 
 
 def _naming_its_base(config: AdapterConfig, base: str | None) -> AdapterConfig:
@@ -95,7 +105,9 @@ def keep_trained(original: Any, args: Any, model: Any, *rest: Any, **kwargs: Any
 
 
 def check_checkpoint(args: argparse.Namespace, lora: LoraRun | None) -> None:
-    """Refuse the checkpoints of another kind of run, or of another adapter.
+    """Refuse the checkpoints of another kind of run, of another adapter or of another base.
+
+    A collective.
 
     Raises:
         BadInput: naming what to do instead.
@@ -112,8 +124,8 @@ def check_checkpoint(args: argparse.Namespace, lora: LoraRun | None) -> None:
         return
     if not file.exists():
         raise BadInput(
-            f"{args.load} holds checkpoints of a whole model, not of an adapter: export it "
-            "(mcore-qwen3vl convert mcore-to-hf) and give that as --load-hf, with another --save."
+            f"{args.load} holds checkpoints of a whole model, not of an adapter: give it as "
+            "--pretrained-checkpoint, with another --save."
         )
     there = AdapterConfig.from_file(file)
     if _shape(there) != _shape(lora.config):
@@ -121,6 +133,7 @@ def check_checkpoint(args: argparse.Namespace, lora: LoraRun | None) -> None:
             f"{args.load} was trained with another adapter config than the flags give: resume "
             f"with --lora-config {file}, or choose another --save."
         )
+    lora.base.check(file.parent)
 
 
 def _shape(config: AdapterConfig) -> tuple[Any, ...]:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import Adapter
@@ -58,7 +56,7 @@ def adapter_roundtrip(
         run_layout(_through, layout.world_size, hf, layout, adapter, back, timeout=timeout)
         returned = read_adapter(back, hf)
         report = Report(f"{lora} into {layout} and back", {"layout": str(layout)})
-        there, here = ({**dict(_factors(one)), **whole_tensors(one)} for one in (adapter, returned))
+        there, here = ({**one.tensors(), **whole_tensors(one)} for one in (adapter, returned))
         for name, tensor in there.items():
             if name not in here:
                 report.findings.append(Finding(TENSORS, name, flaw="did not come back"))
@@ -85,12 +83,6 @@ def _through(hf: Path, layout: Layout, adapter: Adapter, back: Path) -> None:
         )
     adapt(chunks, adapter)
     save_adapter(chunks, back, config=adapter.config, hf_config=hf)
-
-
-def _factors(adapter: Adapter) -> Iterator[tuple[str, Tensor]]:
-    for name, factors in adapter.factors.items():
-        yield f"{name}.lora_A", factors.a
-        yield f"{name}.lora_B", factors.b
 
 
 def _meaning(adapter: Adapter) -> dict[str, Any]:

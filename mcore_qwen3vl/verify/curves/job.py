@@ -34,13 +34,16 @@ class Job:
     seq_length: int = 128
     packing: bool = False
     lora: Path | None = None  # a PEFT adapter, which both sides go on with and train alone
+    converted: Path | None = None  # the base of LoRA as a Megatron-Core checkpoint
     flags: tuple[str, ...] = ()
 
     @property
     def argv(self) -> list[str]:
         """The command line of our side."""
         words = [
-            "--cpu", "--hf-model", str(self.checkpoint), "--load-hf", str(self.checkpoint),
+            "--cpu", "--hf-model", str(self.checkpoint),
+            *(("--pretrained-checkpoint", str(self.converted)) if self.converted else
+              ("--load-hf", str(self.checkpoint))),
             "--data-path", str(self.data), "--num-workers", "0",
             "--seq-length", str(self.seq_length), "--micro-batch-size", "1",
             "--global-batch-size", str(self.batch), "--train-iters", str(self.steps),

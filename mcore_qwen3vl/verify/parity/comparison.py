@@ -187,9 +187,8 @@ def _counts(
                 name = source.name if source.index is None else f"{source.name}[{source.index}]"
                 counts["gradients", name] = prod(source.piece_shape)
         if reference.adapter is not None:
-            for name, factors in reference.adapter.factors.items():
-                counts["gradients", f"{name}.lora_A"] = factors.a.numel()
-                counts["gradients", f"{name}.lora_B"] = factors.b.numel()
+            for name, factor in reference.adapter.tensors().items():
+                counts["gradients", name] = factor.numel()
     return counts
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ class PeftReference(Reference):
     Args:
         path: checkpoint directory of the base model.
         adapter: PEFT adapter directory.
-        dtype: of weights and computation; factors stay float32, as PEFT has them.
+        dtype: of weights and computation; factors stay float32, as PEFT has them, but for float64.
         device: where it runs; results come back to the CPU.
     """
 
@@ -37,8 +38,15 @@ class PeftReference(Reference):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # patterns of experts' ranks, which do what they say
             self.model = PeftModel.from_pretrained(self.model, adapter, is_trainable=True)
+        if dtype == torch.float64:
+            self.model.double()
         self.model.eval()
         self._trained = self._named()
+
+    @property
+    def network(self) -> Any:
+        """The model inside PEFT's, with its wrappers at the adapted modules' places."""
+        return self.model.base_model.model
 
     def trained(self) -> dict[str, torch.nn.Parameter]:
         """The factors as ``PARAMETER.lora_A`` and ``.lora_B``, and what is trained whole."""

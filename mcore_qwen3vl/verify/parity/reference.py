@@ -185,6 +185,11 @@ class Reference:
             for name, p in self.trained().items()
         }
 
+    @property
+    def network(self) -> Any:
+        """Hugging Face's model, whose modules have the names of the checkpoint."""
+        return self.model
+
     def trained(self) -> dict[str, torch.nn.Parameter]:
         """What has a gradient, by the names under which it is compared."""
         return dict(self.model.named_parameters())

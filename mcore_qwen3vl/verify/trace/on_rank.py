@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
+from mcore_qwen3vl.converters.adapters.adapter import Adapter
 from mcore_qwen3vl.converters.hf.checkpoint import HuggingFaceCheckpoint
+from mcore_qwen3vl.converters.live.factors import factor_parts
 from mcore_qwen3vl.converters.live.sharded import Values, gradient, hf_parts, weight
 from mcore_qwen3vl.converters.storage.dtypes import cast
+from mcore_qwen3vl.model.lora.adapt import whole_tensors, with_tied
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.model.sequence import local_positions
 from mcore_qwen3vl.model.vision.sharing import share_frames
@@ -43,6 +47,7 @@ class TraceRequest:
         points: the probe points, in the order of the data.
         recording: Hugging Face's values, in float64.
         choose: see `Choose`.
+        adapter: LoRA that the model has besides.
     """
 
     hf: Path
@@ -52,6 +57,7 @@ class TraceRequest:
     points: list[ProbePoint]
     recording: Recording
     choose: Choose
+    adapter: Adapter | None = None
 
 
 @dataclass
@@ -72,10 +78,12 @@ class RankTrace:
 def trace_on_rank(request: TraceRequest) -> RankTrace:
     """Run the model on this rank; every rank of the layout calls this."""
     initialize(request.case.layout)
-    engine = Engine(request.config, request.case, uneven=False, mcore=request.mcore)
+    engine = Engine(
+        request.config, request.case, uneven=False, mcore=request.mcore, adapter=request.adapter
+    )
     hooks = _ComparisonHooks(engine.chunks, request)
     ends = engine.measure(request.recording.expected)
-    measured = merge([hooks.measure(), ends, _weights(engine.chunks, request.hf)])
+    measured = merge([hooks.measure(), ends, _weights(engine.chunks, request)])
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, measured)
     first = request.choose(merge(ranks))
@@ -87,12 +95,17 @@ def trace_on_rank(request: TraceRequest) -> RankTrace:
     return found
 
 
-def _weights(chunks: list[Qwen3VLModel], hf: Path) -> Measurements:
-    """The weights as loaded, against what the Hugging Face checkpoint gives them."""
-    checkpoint = HuggingFaceCheckpoint(hf)
+def _weights(chunks: list[Qwen3VLModel], request: TraceRequest) -> Measurements:
+    """The weights as loaded, against what the Hugging Face checkpoint and the adapter give them."""
+    checkpoint = HuggingFaceCheckpoint(request.hf)
+    own: dict[str, Tensor] = {}
+    if request.adapter is not None:
+        own = with_tied(chunks[0].architecture, whole_tensors(request.adapter))
+        own |= request.adapter.tensors()
     measured: Measurements = {}
-    for part in hf_parts(chunks):
-        stored = checkpoint.read(part.name, part.box)
+    for part in chain(hf_parts(chunks), factor_parts(chunks)):
+        stored = own[part.name][part.box] if part.name in own else None
+        stored = checkpoint.read(part.name, part.box) if stored is None else stored
         one = measure(part.local.cpu(), cast(stored, part.local.dtype, part.name), bitwise=True)
         key = (WEIGHTS, part.label)
         measured[key] = measured.get(key, Measurement()) + (one if part.main else one.as_copy())
@@ -109,7 +122,7 @@ def _held(
     name = point.removesuffix(":input").partition("[")[0]
     beside = name.rpartition(".")[0] if ".layers." in name else name
     held: dict[str, list[tuple[Any, Tensor]]] = {}
-    for part in hf_parts(chunks, values):
+    for part in chain(hf_parts(chunks, values), factor_parts(chunks, values)):
         if part.main and (part.name == name or part.name.startswith((f"{beside}.", f"{name}."))):
             held.setdefault(part.name, []).append((part.box, part.local.detach().cpu().clone()))
     return held

@@ -61,7 +61,7 @@ def record(
     """
     micro = batch.micro_batches[0]
     hooks = _RecordingHooks(len(micro.spans), keep_calls)
-    with hooks.on(reference.model, list(points)):
+    with hooks.on(reference.network, list(points)):
         expected = reference.run(batch, gradients=gradients)
     # Modules of the tower are called once for the images and once for the videos of a sample.
     values: dict[str, Tensor] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -43,6 +44,7 @@ def trace(
     batch: str = "mixed",
     gradients: bool = False,
     case: Case | None = None,
+    lora: str | Path | None = None,
     timeout: float = 600.0,
 ) -> Trace:
     """Run the same input through Hugging Face's model and ours, and compare every probe point.
@@ -60,13 +62,15 @@ def trace(
             the first micro-batch of the parity batch called `batch`.
         gradients: compare gradients of activations and of parameters too.
         case: how the model runs, if more than `layout` is wanted.
+        lora: PEFT adapter directory that both models have besides, PEFT's and ours; with
+            `gradients` it alone is trained. A :class:`TraceReference` brings its own.
         timeout: seconds for the ranks to finish.
 
     Raises:
         BadInput: a checkpoint, the layout or the batch cannot be used, or the two checkpoints are
             of different shape.
     """
-    reference = hf if isinstance(hf, TraceReference) else TraceReference(hf)
+    reference = hf if isinstance(hf, TraceReference) else TraceReference(hf, lora)
     hf, architecture = reference.path, reference.architecture
     mcore = None if mcore is None else Path(mcore)
     if mcore is not None:
@@ -84,23 +88,23 @@ def trace(
 
     run = reference.run(whole, gradients)
     points, exact, tolerances = run.points, run.exact, run.tolerances
-    counts = _counts(exact, case, architecture)
     from mcore_qwen3vl.verify.trace.on_rank import TraceRequest, trace_on_rank
 
     choose = partial(_first, tolerances=tolerances, points=points)
     sent = replace(exact, calls={})
-    request = TraceRequest(hf, config, mcore, case, points, sent, choose)
+    request = TraceRequest(hf, config, mcore, case, points, sent, choose, reference.adapter)
     found = run_layout(
         trace_on_rank, case.layout.world_size, request, timeout=timeout, device=case.device
     )
     measured = merge(rank.measured for rank in found)
+    counts = _counts(exact, case, reference, _take_frozen(measured))
     result = _result(hf, mcore, case, micro, measured, tolerances, counts, points)
     first = _first(measured, tolerances=tolerances, points=points)
     if first is not None:
         from mcore_qwen3vl.verify.trace.causes import Divergence, find_cause
 
         result.first = next(f for f in result.findings if (f.part, f.name) == first)
-        divergence = Divergence.of(hf, config, case, run, first, found)
+        divergence = Divergence.of(reference, config, case, run, first, found)
         result.cause = find_cause(divergence)
     return result
 
@@ -138,8 +142,17 @@ def _check_same_shape(reference: Architecture, examined: Architecture) -> None:
             )
 
 
-def _counts(exact: Recording, case: Case, a: Architecture) -> dict[tuple[str, str], int]:
+def _take_frozen(measured: Measurements) -> dict[str, int]:
+    """Take out how many values of each tensor the ranks found frozen."""
+    keys = [key for key in measured if key[0] == "frozen"]
+    return {key[1]: measured.pop(key).count for key in keys}
+
+
+def _counts(
+    exact: Recording, case: Case, reference: TraceReference, frozen: Mapping[str, int]
+) -> dict[tuple[str, str], int]:
     """How many values each comparison must have covered."""
+    a = reference.architecture
     tokens = sum(len(span.sample.input_ids) for span in exact.micro.spans)
     counts: dict[tuple[str, str], int] = {}
     for part, values in ((ACTIVATIONS, exact.values), (ACTIVATION_GRADIENTS, exact.gradients)):
@@ -151,8 +164,12 @@ def _counts(exact: Recording, case: Case, a: Architecture) -> dict[tuple[str, st
             label = source.name if source.index is None else f"{source.name}[{source.index}]"
             size = prod(source.piece_shape)
             counts[WEIGHTS, label] = size
-            if case.gradients:
-                counts[GRADIENTS, label] = size
+            if case.gradients and size > frozen.get(label, 0):
+                counts[GRADIENTS, label] = size - frozen.get(label, 0)
+    for name, factor in reference.adapter.tensors().items() if reference.adapter else ():
+        counts[WEIGHTS, name] = factor.numel()
+        if case.gradients:
+            counts[GRADIENTS, name] = factor.numel()
     copies = len(exact.expected.batch.micro_batches)
     counts["logits", "all"] = copies * tokens * a.vocab_size
     counts["loss", "all"] = copies * tokens
@@ -219,7 +236,7 @@ def _result(
     result = Trace(f"{hf.name}: trace of {examined} at {case}", facts)
     result.margins = _margins(measured, tolerances)
     order = [key for key in _order(points) if key in measured or key in counts]
-    rest = [key for key in {**counts, **measured} if key not in set(order) and key[0] != "frozen"]
+    rest = [key for key in {**counts, **measured} if key not in set(order)]
     for part, name in dict.fromkeys([*order, *rest]):
         one = measured.get((part, name), Measurement())
         tolerance = tolerances.of(part, name)

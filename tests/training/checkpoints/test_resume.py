@@ -35,7 +35,8 @@ def job(checkpoint: Path, data: Path, layout: str, *flags: str) -> Job:
 @pytest.mark.parametrize(
     ("is_moe", "layout", "flags"),
     [
-        (False, "tp2+sp", ("--packing",)),
+        # From DP2 to TP2 below: what TP divides comes back there too.
+        pytest.param(False, "tp2+sp", ("--packing",), marks=pytest.mark.slow),
         # ep2xdp2 shards its dense parameters over DP 2 in the same way.
         pytest.param(False, "dp2", DISTRIBUTED, marks=pytest.mark.slow),
         (True, "ep2xdp2", DISTRIBUTED),

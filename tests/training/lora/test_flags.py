@@ -27,7 +27,13 @@ def parse(*flags: str, **others: object) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_lora_arguments(parser.add_argument_group())
     args = parser.parse_args(flags)
-    rest = {"freeze": [], "trainable": [], "ckpt_format": "torch_dist", "load_hf": "base"}
+    rest = {
+        "freeze": [],
+        "trainable": [],
+        "ckpt_format": "torch_dist",
+        "load_hf": "base",
+        "pretrained_checkpoint": None,
+    }
     vars(args).update({**rest, "save": "run", "save_hf": None, **others})
     return args
 
@@ -106,6 +112,7 @@ def test_what_makes_no_sense_is_refused(flags: tuple[str, ...], message: str) ->
         (("--lora-rank", "4"), {"freeze": ["vision"]}, "LoRA freezes them all"),
         (("--lora-rank", "4"), {"ckpt_format": "torch"}, "cannot hold an adapter alone"),
         (("--lora-rank", "4"), {"load_hf": None}, "add --load-hf DIR"),
+        (("--lora-rank", "4"), {"pretrained_checkpoint": "mcore"}, "both give the base"),
     ],
 )
 def test_flags_that_do_not_go_with_lora(

@@ -13,10 +13,12 @@ import torch
 from safetensors.torch import load_file
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.converters.mcore.paths import TRACKER
 from mcore_qwen3vl.converters.torch_dist import metadata
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training.lora.flags import add_lora_arguments
 from mcore_qwen3vl.training.lora.run import LoraRun, check_checkpoint
@@ -37,6 +39,7 @@ def lora_job(folder: Path, checkpoint: Path, data: Path, lora: str, layout: str)
     return Job(checkpoint, data, Layout.parse(layout), steps=4, lora=adapter)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_under_another_layout_and_its_export_is_pefts(
     dense: Path, data: Path, tmp_path: Path
 ) -> None:
@@ -100,6 +103,7 @@ def test_checkpoints_of_another_kind_are_refused(dense: Path, tmp_path: Path) ->
         add_lora_arguments(parser.add_argument_group())
         args = parser.parse_args(flags)
         args.hf_model = args.load_hf = str(dense)
+        args.pretrained_checkpoint = None
         args.save = args.load = str(tmp_path)
         return args, LoraRun.of(args, Architecture.from_hf(dense))
 
@@ -109,7 +113,7 @@ def test_checkpoints_of_another_kind_are_refused(dense: Path, tmp_path: Path) ->
         check_checkpoint(*run("--lora-rank", "4"))
     _, lora = run("--lora-rank", "4")
     assert lora is not None
-    lora.save_config()
+    run_layout(lora.save_config, 1)
     check_checkpoint(*run("--lora-rank", "4"))
     check_checkpoint(*run("--lora-config", str(tmp_path / "lora" / "adapter_config.json")))
     with pytest.raises(BadInput, match="holds the checkpoints of a LoRA run"):
@@ -117,6 +121,25 @@ def test_checkpoints_of_another_kind_are_refused(dense: Path, tmp_path: Path) ->
     for other in (("--lora-rank", "8"), ("--lora-rank", "4", "--lora-target", "q_proj")):
         with pytest.raises(BadInput, match="another adapter config"):
             check_checkpoint(*run(*other))
+
+
+@pytest.mark.slow
+def test_a_converted_base_is_the_same_base(
+    dense: Path, data: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    hf_to_mcore(dense, tmp_path / "mcore")
+    job = lora_job(tmp_path, dense, data, "whole", "pp2xvpp2")
+    converted = replace(job, converted=tmp_path / "mcore", flags=("--num-workers", "1"))
+    whole, save = whole_and_half(converted, tmp_path)
+    known = curve_of(train(job, tmp_path / "from-hf"))
+    assert worst_difference(curve_of(whole), known) == worst_difference(known, known)
+    rest = train(replace(job, layout=Layout(tp=2)), tmp_path / "rest", "--save", str(save), *KEEP)
+    difference = worst_difference(curve_of(rest), curve_of(whole[2:]))
+    assert max(difference.loss, difference.grad_norm) <= OTHER_LAYOUT
+
+    other = write_tiny_checkpoint(tmp_path_factory.mktemp("other"), seed=99)
+    with pytest.raises(BadInput, match="are others: give the same base"):
+        train(replace(job, checkpoint=other), tmp_path / "other", "--save", str(save), *KEEP)
 
 
 LAYOUTS = [

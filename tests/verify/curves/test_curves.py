@@ -20,7 +20,7 @@ ROWS = [
     (False, "pp2xvpp2"),
     (False, "cp2, packed"),
     pytest.param(False, "dp2", marks=pytest.mark.slow),  # ep2xdp2 has its optimizer and losses
-    (True, "tp2+sp"),
+    pytest.param(True, "tp2+sp", marks=pytest.mark.slow),  # parity has its gradients
     (True, "ep2xdp2"),
 ]
 

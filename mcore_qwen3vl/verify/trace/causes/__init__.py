@@ -13,6 +13,7 @@ from mcore_qwen3vl.verify.trace.causes.attention import find_attention_cause
 from mcore_qwen3vl.verify.trace.causes.divergence import Divergence
 from mcore_qwen3vl.verify.trace.causes.fusion import find_deepstack_cause, find_fusion_cause
 from mcore_qwen3vl.verify.trace.causes.gradients import find_gradient_cause
+from mcore_qwen3vl.verify.trace.causes.lora import find_lora_cause
 from mcore_qwen3vl.verify.trace.causes.norms import find_norm_cause
 from mcore_qwen3vl.verify.trace.causes.precision import find_precision_cause
 from mcore_qwen3vl.verify.trace.causes.rotary import find_rotary_cause
@@ -24,6 +25,7 @@ from mcore_qwen3vl.verify.trace.result import Cause
 EXPERIMENTS: tuple[Callable[[Divergence], Cause | None], ...] = (
     find_gradient_cause,
     find_weight_cause,
+    find_lora_cause,
     find_rotary_cause,
     find_norm_cause,
     find_attention_cause,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.adapters.adapter import Adapter
 from mcore_qwen3vl.converters.hf.checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.verify.parity.case import Case
 from mcore_qwen3vl.verify.report.measurement import measure
@@ -20,7 +21,7 @@ from mcore_qwen3vl.verify.trace.result import ACTIVATION_GRADIENTS, ACTIVATIONS
 
 if TYPE_CHECKING:
     from mcore_qwen3vl.verify.trace.on_rank import RankTrace
-    from mcore_qwen3vl.verify.trace.reference import ReferenceRun
+    from mcore_qwen3vl.verify.trace.reference import ReferenceRun, TraceReference
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,9 @@ class Divergence:
         point: the probe point; None for a parameter's gradient and for the loss.
         actual, expected: (rows, W) at the rows that were compared; empty without a probe point.
         tolerance: relative error that rounding explains.
-        weights: mcore's weights around it, by HF name and in HF's shape.
+        weights: mcore's weights around it, by HF name and in HF's shape; factors of LoRA too.
+        trained: parameters of `model` that have a gradient, by the same names.
+        adapter: LoRA that both models have.
     """
 
     hf: HuggingFaceCheckpoint
@@ -54,11 +57,13 @@ class Divergence:
     rows: Tensor
     tolerance: float
     weights: dict[str, Tensor]
+    trained: dict[str, nn.Parameter]
+    adapter: Adapter | None
 
     @classmethod
     def of(
         cls,
-        hf: Path,
+        truth: TraceReference,
         config: Path,
         case: Case,
         run: ReferenceRun,
@@ -68,7 +73,7 @@ class Divergence:
         """Put together what the ranks sent."""
         part, name = first
         recording, tolerances = run.exact, run.tolerances
-        checkpoint = HuggingFaceCheckpoint(hf)
+        checkpoint = HuggingFaceCheckpoint(truth.path)
         point = next((p for p in run.points if p.name == name), None)
         if point is None:
             actual = expected = torch.empty(0)
@@ -84,10 +89,10 @@ class Divergence:
             actual, expected = actual[rows], expected[rows]
         return cls(
             checkpoint,
-            Architecture.from_hf(hf),
+            truth.architecture,
             Architecture.from_hf(config),
             case,
-            run.reference.model,
+            run.reference.network,
             recording,
             part,
             name,
@@ -96,7 +101,9 @@ class Divergence:
             expected,
             rows,
             tolerances.of(part, name),
-            _whole_weights(checkpoint, found),
+            _whole_weights(checkpoint, truth.adapter, found),
+            run.reference.trained(),
+            truth.adapter,
         )
 
     @property
@@ -121,7 +128,11 @@ class Divergence:
         return self.recording.values[name].flatten(0, -2)[self.rows]
 
     def stored(self, name: str) -> Tensor:
-        """A weight of the Hugging Face checkpoint, float32."""
+        """A weight of the Hugging Face checkpoint or the adapter, float32."""
+        if self.adapter is not None:
+            own = {**self.adapter.saved, **self.adapter.tensors()}
+            if name in own:
+                return own[name].float()
         return self.hf.read(name).float()
 
     def evidence(self, what: str, candidate: Tensor) -> str:
@@ -132,11 +143,15 @@ class Divergence:
         )
 
 
-def _whole_weights(checkpoint: HuggingFaceCheckpoint, found: Sequence[Any]) -> dict[str, Tensor]:
+def _whole_weights(
+    checkpoint: HuggingFaceCheckpoint, adapter: Adapter | None, found: Sequence[Any]
+) -> dict[str, Tensor]:
+    factors = {} if adapter is None else adapter.tensors()
     weights: dict[str, Tensor] = {}
     for rank in found:
         for name, parts in rank.weights.items():
-            whole = weights.setdefault(name, torch.full(checkpoint.entries[name].shape, torch.nan))
+            shape = factors[name].shape if name in factors else checkpoint.entries[name].shape
+            whole = weights.setdefault(name, torch.full(shape, torch.nan))
             for box, values in parts:
                 whole[box] = values.float()
     return weights

@@ -24,7 +24,7 @@ def find_gradient_cause(divergence: Divergence) -> Cause | None:
         label = divergence.name.partition("[")[0]
         found = divergence.weights[label].double()
         right = divergence.recording.expected.gradients[label].double()
-        if divergence.architecture.expert_layout == "published" and ".mlp.experts." in label:
+        if divergence.architecture.expert_layout == "published" and right.ndim == 3:
             right = right.transpose(1, 2)
         found = torch.where(found.isnan(), 0, found)
     if not bool(found.any()):

@@ -50,11 +50,16 @@ def find_weight_cause(divergence: Divergence) -> Cause | None:
 def _in_module(divergence: Divergence, changed: dict[str, Tensor]) -> dict[str, Tensor]:
     """By the names that the module in memory uses, experts in the layout it has."""
     assert divergence.point is not None
+    module = divergence.model.get_submodule(divergence.point.module)
+    paths = {parameter: path for path, parameter in module.named_parameters()}
+    # PEFT's wrappers keep what they adapt one or more levels down.
+    bare = {path.replace("base_layer.", ""): path for path in paths.values()}
     inside: dict[str, Tensor] = {}
     for name, value in changed.items():
-        swap = ".mlp.experts." in name and divergence.architecture.expert_layout == "published"
-        own = name.removeprefix(f"{divergence.point.module}.")
-        inside[own] = value.transpose(1, 2) if swap else value
+        swap = value.ndim == 3 and divergence.architecture.expert_layout == "published"
+        own = bare.get(name.removeprefix(f"{divergence.point.module}."), "")
+        path = paths.get(divergence.trained[name], own) if name in divergence.trained else own
+        inside[path] = value.transpose(1, 2) if swap else value
     return inside
 
 
