@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_qwen3vl.converters.live.sharded import hf_parts
+from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 
@@ -90,15 +91,14 @@ class Base:
     @torch.no_grad()
     def _add(self, chunk: Qwen3VLModel) -> None:
         """Add the bits of what this rank answers for, as integers, which no order changes."""
+        weights = next(chunk.parameters())
+        if self._sum is None:
+            self._sum = torch.zeros((), dtype=torch.int64, device=weights.device)
+            self._dtype = dtype_name(weights.dtype)
         for part in hf_parts(chunk):
             if part.main:
                 bits = part.local.view(_INTEGERS[part.local.element_size()])
-                one = bits.sum(dtype=torch.int64)
-                self._sum = one if self._sum is None else self._sum + one
-                self._dtype = str(part.local.dtype).removeprefix("torch.")
-        if self._sum is None:
-            device = next(chunk.parameters()).device
-            self._sum = torch.zeros((), dtype=torch.int64, device=device)
+                self._sum += bits.sum(dtype=torch.int64)
 
 
 def save_identity(folder: Path, identity: Identity) -> None:

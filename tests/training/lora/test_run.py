@@ -129,7 +129,8 @@ def test_a_converted_base_is_the_same_base(
 ) -> None:
     hf_to_mcore(dense, tmp_path / "mcore")
     job = lora_job(tmp_path, dense, data, "whole", "pp2xvpp2")
-    converted = replace(job, converted=tmp_path / "mcore", flags=("--num-workers", "1"))
+    job = replace(job, flags=("--num-workers", "1"))
+    converted = replace(job, converted=tmp_path / "mcore")
     whole, save = whole_and_half(converted, tmp_path)
     known = curve_of(train(job, tmp_path / "from-hf"))
     assert worst_difference(curve_of(whole), known) == worst_difference(known, known)
