@@ -6,7 +6,6 @@ the checkpoint's dtype once.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from mcore_qwen3vl.converters.adapters.config import FILE
 from mcore_qwen3vl.converters.adapters.peft_model import EMBEDDING, HEAD
 from mcore_qwen3vl.converters.adapters.read import read_adapter
 from mcore_qwen3vl.converters.adapters.roles import Roles
+from mcore_qwen3vl.converters.adapters.update import of_expert, product, row_chunks
 from mcore_qwen3vl.converters.hf.checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.mapping.row import Row, SourceTensor
 from mcore_qwen3vl.converters.mapping.table import table
@@ -34,9 +34,6 @@ from mcore_qwen3vl.converters.storage.dtypes import cast, parse_dtype
 from mcore_qwen3vl.converters.storage.progress import Progress
 from mcore_qwen3vl.converters.storage.staging import check_target
 from mcore_qwen3vl.errors import BadInput
-
-CHUNK_VALUES = 2**20
-"""Values of a product made at a time: it stays in the processor's cache until it is written."""
 
 
 def merge(
@@ -191,7 +188,7 @@ class Merged:
             expert = self._expert(named.name, named.index, factors)
             yield cast(expert.T if self.swapped else expert, dtype, named.name)
         else:
-            for rows in _chunks(*named.shape[:2]):
+            for rows in row_chunks(*named.shape[:2]):
                 yield cast(self._rows(named.name, rows, factors), dtype, named.name)
 
     def _expert(self, name: str, index: int, factors: Factors | None) -> Tensor:
@@ -203,9 +200,7 @@ class Merged:
             weight = weight.T if self.swapped_source else weight
         if factors is None:
             return weight
-        rows = slice(index * factors.r, (index + 1) * factors.r)
-        experts = factors.a.shape[0] // factors.r
-        return product(factors.a[rows], factors.b[:, index::experts], factors.scaling).add_(weight)
+        return product(*of_expert(factors, index), factors.scaling).add_(weight)
 
     def _rows(self, name: str, rows: slice, factors: Factors | None) -> Tensor:
         """`rows` of a tensor that is no expert, float32."""
@@ -220,20 +215,3 @@ class Merged:
 
     def _stored_name(self, name: str) -> str:
         return EMBEDDING if self.tied_source and name == HEAD else name
-
-
-def product(a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """s·B·A in float32: (out, in) from (r, in) and (out, r)."""
-    return (b.float() @ a.float()).mul_(scaling)
-
-
-def _chunks(count: int, width: int = 1) -> Iterator[slice]:
-    """Rows 0 to `count` in pieces of about `CHUNK_VALUES`, none of which is a single row.
-
-    A product with one row is another routine of the linear algebra library, with another order of
-    sums; any other number of rows gives the bits of the whole product.
-    """
-    pieces = max(1, min(-(-count * width // CHUNK_VALUES), count // 2))
-    bounds = [count * piece // pieces for piece in range(pieces + 1)]
-    for first, last in itertools.pairwise(bounds):
-        yield slice(first, last)

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.adapters import merge as merging
-from mcore_qwen3vl.converters.adapters.merge import merge, product
+from mcore_qwen3vl.converters.adapters import update
+from mcore_qwen3vl.converters.adapters.merge import merge
 from mcore_qwen3vl.converters.adapters.read import read_adapter
+from mcore_qwen3vl.converters.adapters.update import product
 from tests.converters.adapters.conftest import Made
 from tests.converters.adapters.peft_made import EXPERTS, KINDS, Kind, base_model, logits, make
 from tests.converters.checkpoints import load
@@ -44,7 +45,7 @@ def test_equals_peft(
     kind: str, made: Callable[[str], Made], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every tensor, bitwise, in float32."""
-    monkeypatch.setattr(merging, "CHUNK_VALUES", 100)
+    monkeypatch.setattr(update, "CHUNK_VALUES", 100)
     source, target = made(kind), tmp_path / "merged"
     result = merge(source.base, source.folder, target, max_shard_size="300KB")
     assert result.files > 1

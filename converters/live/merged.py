@@ -1,0 +1,82 @@
+"""Hugging Face tensors of an adapted model with its adapter merged in, the model left as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+
+from mcore_qwen3vl.config import ExpertLayout
+from mcore_qwen3vl.converters.adapters.adapter import Factors
+from mcore_qwen3vl.converters.adapters.config import AdapterConfig
+from mcore_qwen3vl.converters.adapters.peft_model import HEAD
+from mcore_qwen3vl.converters.adapters.targets import TargetSpec, resolve_targets
+from mcore_qwen3vl.converters.adapters.update import add_update
+from mcore_qwen3vl.converters.live.export import BUCKET_BYTES, Gatherer, Models
+from mcore_qwen3vl.converters.live.factors import factor_parts
+from mcore_qwen3vl.converters.live.sharded import unwrap
+from mcore_qwen3vl.errors import BadInput
+
+
+def export_merged(
+    models: Models,
+    *,
+    config: AdapterConfig,
+    hf_config: str | Path,
+    expert_layout: ExpertLayout | None = "published",
+    bucket_bytes: int = BUCKET_BYTES,
+    group: dist.ProcessGroup | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """As :func:`mcore_qwen3vl.converters.live.export.export_hf`, each weight with its s·B·A added.
+
+    A collective. Sums are made in what was gathered, so no weight of the model is touched. On the
+    CPU the values are bitwise those of ``lora merge`` on what ``save_adapter`` writes.
+
+    Args:
+        models: the adapted model, or its virtual pipeline chunks.
+        config: that the model was adapted with.
+        hf_config: directory of the base model's config.
+        expert_layout: of the fused experts; ``published`` is what vLLM reads.
+        bucket_bytes, group: as there; the factors of a bucket come besides.
+
+    Yields:
+        (name, tensor) in the model's dtype, on the model's device.
+
+    Raises:
+        BadInput: the head of tied embeddings is adapted; a sum is too large for the dtype; or the
+            ranks do not hold all of it.
+    """
+    chunks = unwrap(models)
+    targets = resolve_targets(config, hf_config)
+    if chunks[0].architecture.tie_word_embeddings and HEAD in targets:
+        raise BadInput(
+            "The head is adapted and is one with the embedding, so no merged weight is both: "
+            "export the adapter, and let `mcore-qwen3vl lora merge` write them apart."
+        )
+    weights = Gatherer.of_model(models, expert_layout, group)
+    shapes = {
+        f"{name}.{factor}": shape
+        for name, spec in targets.items()
+        for factor, shape in (("lora_A", spec.a_shape), ("lora_B", spec.b_shape))
+    }
+    device = next(chunks[0].parameters()).device
+    factors = Gatherer(factor_parts(models), shapes, device, group)
+    layout = expert_layout or chunks[0].architecture.expert_layout
+    for bucket in weights.buckets(bucket_bytes):
+        tensors = weights.gather(bucket)
+        updates = _gathered(factors, {name: targets[name] for name in bucket if name in targets})
+        for name, update in updates.items():
+            add_update(tensors[name], update, name, swapped=layout == "published")
+        yield from tensors.items()
+
+
+def _gathered(gatherer: Gatherer, targets: dict[str, TargetSpec]) -> dict[str, Factors]:
+    """The factors of some weights, whole, on every rank."""
+    names = [f"{name}.{factor}" for name in targets for factor in ("lora_A", "lora_B")]
+    tensors = gatherer.gather(names) if names else {}
+    return {
+        name: Factors(tensors[f"{name}.lora_A"], tensors[f"{name}.lora_B"], spec.r, spec.scaling)
+        for name, spec in targets.items()
+    }

@@ -1,0 +1,88 @@
+"""A running model gives its merged weights, bitwise those of the offline merge, and stays as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.adapters.config import AdapterConfig
+from mcore_qwen3vl.converters.adapters.merge import merge
+from mcore_qwen3vl.converters.adapters.read import read_adapter
+from mcore_qwen3vl.converters.live.adapter import save_adapter
+from mcore_qwen3vl.converters.live.export import save_hf
+from mcore_qwen3vl.converters.live.load import load_hf
+from mcore_qwen3vl.converters.live.merged import export_merged
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.model.build import build_chunks
+from mcore_qwen3vl.model.lora.adapt import adapt
+from mcore_qwen3vl.runtime.launch import run_layout
+from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.tiny import write_tiny_checkpoint
+from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
+from tests.converters.checkpoints import load
+
+BUCKET = 20_000
+"""Bytes: several tensors a bucket, and tensors larger than one."""
+
+
+def merged_of(layout: Layout, dtype: torch.dtype, hf: Path, adapter: Path, out: Path) -> dict:
+    """What the first rank is given; the base and the adapter as they stand are written to `out`."""
+    initialize(layout)
+    chunks = build_chunks(Architecture.from_hf(hf), layout, params_dtype=dtype)
+    load_hf(chunks, hf)
+    save_hf(chunks, out / "base", hf_config=hf)
+    read = read_adapter(adapter, hf)
+    adapt(chunks, read)
+    save_adapter(chunks, out / "adapter", config=read.config, hf_config=hf)
+    before = [p.detach().clone() for chunk in chunks for p in chunk.parameters()]
+    merged = {
+        name: tensor.clone()
+        for name, tensor in export_merged(
+            chunks, config=read.config, hf_config=hf, bucket_bytes=BUCKET
+        )
+    }
+    after = [p for chunk in chunks for p in chunk.parameters()]
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+    return merged
+
+
+@pytest.mark.parametrize(
+    ("name", "moe", "layout", "dtype"),
+    [
+        ("router", True, "tp2xep2xetp2xdp2+sp", torch.bfloat16),
+        ("everything", False, "tp2xpp2", torch.float32),
+    ],
+)
+def test_equals_the_offline_merge(
+    name: str, moe: bool, layout: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    hf = write_tiny_checkpoint(tmp_path / "hf", moe=moe, seed=3)
+    adapter = write_random_adapter(tmp_path / "random", ADAPTERS[name], hf)
+    parsed = Layout.parse(layout)
+    found: dict[str, Tensor]
+    found, *others = run_layout(merged_of, parsed.world_size, parsed, dtype, hf, adapter, tmp_path)
+    merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
+    wanted, base = load(tmp_path / "merged"), load(tmp_path / "base")
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    assert any(not torch.equal(wanted[key], base[key]) for key in wanted)
+    for other in others:
+        assert all(torch.equal(other[key], found[key]) for key in wanted)
+
+
+def tied_head(hf: Path) -> None:
+    initialize(Layout())
+    config = AdapterConfig(r=2, lora_alpha=2, target_modules=("lm_head",))
+    chunks = build_chunks(Architecture.from_hf(hf), Layout())
+    next(export_merged(chunks, config=config, hf_config=hf))
+
+
+def test_the_head_of_tied_embeddings_is_refused(tmp_path: Path) -> None:
+    hf = write_tiny_checkpoint(tmp_path / "hf", tie=True)
+    with pytest.raises(BadInput, match="no merged weight is both"):
+        run_layout(tied_head, 1, hf)
