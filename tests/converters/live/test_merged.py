@@ -1,4 +1,4 @@
-"""A running model gives its merged weights, bitwise those of the offline merge, and stays as it is."""
+"""A running model gives its merged weights, bitwise the offline merge's, and stays as it is."""
 
 from __future__ import annotations
 
