@@ -16,7 +16,7 @@ d log p[t] / dl = onehot(t) - p, and dH / dl = -p (l - z + H).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,7 @@ def token_log_probs(
     targets: Tensor,
     columns: Columns,
     *,
+    more: Sequence[tuple[Tensor, Tensor]] = (),
     temperature: float = 1.0,
     entropy: bool = False,
     chunk: int | None = None,
@@ -56,6 +57,8 @@ def token_log_probs(
             to ``main_grad``, as ``gradient_accumulation_fusion`` does.
         targets: (B, s) integers in [0, V).
         columns: which columns this rank's rows are.
+        more: (s, B, r) and (V / tp, r) whose products are added to the logits, as of a low-rank
+            adapter.
         temperature: divides the logits.
         entropy: compute entropies too.
         chunk: tokens of a chunk; None: as many as make :data:`CHUNK_LOGITS`.
@@ -63,15 +66,18 @@ def token_log_probs(
 
     Returns:
         Log-probabilities (B, s) and entropies (B, s) or None: float32, the same on all ranks,
-        differentiable for `hidden` and `weight`.
+        differentiable for `hidden`, `weight` and all of `more`.
     """
-    length, batch, width = hidden.shape
+    length, batch, _ = hidden.shape
     options = _Options(columns, temperature, entropy, chunk, group)
-    found, entropies = _TokenLogProbs.apply(
-        hidden.reshape(-1, width), weight, targets.t().reshape(-1), options
-    )
+    terms = (side for x, w in ((hidden, weight), *more) for side in (x.flatten(0, 1), w))
+    found, entropies = _TokenLogProbs.apply(targets.t().reshape(-1), options, *terms)
     shape = (length, batch)
     return found.view(shape).t(), entropies.view(shape).t() if entropy else None
+
+
+Terms = Sequence[tuple[Tensor, Tensor]]
+"""Hidden states (T, H) and rows (V / tp, H) each, whose products are summed."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +94,12 @@ class _Options:
         size = self.chunk or max(CHUNK_LOGITS // self.columns.count, 1)
         return (slice(start, start + size) for start in range(0, tokens, size))
 
-    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+    def logits(self, terms: Terms, rows: slice) -> Tensor:
         """(n, own columns) float32, for work in place."""
-        logits = hidden @ weight[: self.columns.count].t()
+        (hidden, weight), *others = terms
+        logits = hidden[rows] @ weight[: self.columns.count].t()
+        for x, w in others:
+            logits.addmm_(x[rows], w[: self.columns.count].t())
         return logits.float() if self.temperature == 1 else logits.float().div_(self.temperature)
 
     def find(self, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,12 +110,13 @@ class _Options:
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """(T, H), (V / tp, H), (T,) to log-probabilities and entropies, (T,) each."""
+    """(T,), then (T, H), (V / tp, H) a term to log-probabilities and entropies, (T,) each."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, options: _Options
+        ctx: Any, targets: Tensor, options: _Options, *sides: Tensor
     ) -> tuple[Tensor, Tensor | None]:
+        terms, hidden = _in_pairs(sides), sides[0]
         local, ours = options.find(targets)
         # Of this rank's columns: the maximum; then, relative to it, the sum of exponentials and the
         # sum of logits weighted by them; and between these the target's logit. A rank of nothing
@@ -115,28 +125,30 @@ class _TokenLogProbs(torch.autograd.Function):
         maximum = hidden.new_full((len(hidden),), lowest, dtype=torch.float32)
         sums = hidden.new_zeros((3, len(hidden)), dtype=torch.float32)
         for rows in options.chunks(len(hidden)):
-            logits = options.logits(hidden[rows], weight)
+            logits = options.logits(terms, rows)
             _reduce(logits, local[rows], maximum[rows], sums[:, rows], options.entropy)
             del logits  # before the next chunk's
         sums[1].masked_fill_(~ours, 0.0)
         total, target, entropies = _combine(maximum, sums, options.group)
         ctx.options = options
-        ctx.save_for_backward(hidden, weight, local, ours, total, entropies)
+        ctx.save_for_backward(local, ours, total, entropies, *sides)
         return target - total, entropies if options.entropy else None
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: Any, of_log_probs: Tensor, of_entropies: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, None, None]:
-        hidden, weight, local, ours, total, entropies = ctx.saved_tensors
+    ) -> tuple[Tensor | None, ...]:
+        local, ours, total, entropies, *sides = ctx.saved_tensors
+        terms, wanted = _in_pairs(sides), _in_pairs(ctx.needs_input_grad[2:])
         options: _Options = ctx.options
         of_log_probs = of_log_probs / options.temperature
         of_target = of_log_probs.where(ours, 0.0)
-        of_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
-        of_weight = _WeightGradient(weight) if ctx.needs_input_grad[1] else None
-        for rows in options.chunks(len(hidden)):
-            shifted = options.logits(hidden[rows], weight).sub_(total[rows, None])
+        gradients = [
+            _TermGradient(x, w, *of_term) for (x, w), of_term in zip(terms, wanted, strict=True)
+        ]
+        for rows in options.chunks(len(local)):
+            shifted = options.logits(terms, rows).sub_(total[rows, None])
             factor = -of_log_probs[rows, None]
             if options.entropy and of_entropies is not None:
                 of_entropy = of_entropies[rows, None] / options.temperature
@@ -144,14 +156,16 @@ class _TokenLogProbs(torch.autograd.Function):
             gradient = shifted.exp_().mul_(factor)
             row = torch.arange(len(gradient), device=gradient.device)
             gradient[row, local[rows]] += of_target[rows]
-            narrow = gradient.to(hidden.dtype)
+            narrow = gradient.to(sides[0].dtype)
             del shifted, factor, gradient
-            if of_hidden is not None:
-                torch.mm(narrow, weight[: options.columns.count], out=of_hidden[rows])
-            if of_weight is not None:
-                of_weight.add(narrow, hidden[rows])
+            for of_term in gradients:
+                of_term.add(narrow, rows)
             del narrow
-        return of_hidden, of_weight.result() if of_weight else None, None, None
+        return None, None, *(side for of_term in gradients for side in of_term.result())
+
+
+def _in_pairs(flat: Sequence[Any]) -> list[tuple[Any, Any]]:
+    return list(zip(flat[::2], flat[1::2], strict=True))
 
 
 def _reduce(logits: Tensor, targets: Tensor, maximum: Tensor, sums: Tensor, entropy: bool) -> None:
@@ -182,6 +196,24 @@ def _combine(
     exponentials, target, moment = sums
     log_sum = exponentials.log()
     return overall + log_sum, target, log_sum - moment / exponentials
+
+
+class _TermGradient:
+    """The gradients of one product in the logits, as far as they are wanted."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, of_hidden: bool, of_weight: bool) -> None:
+        self._hidden, self._weight = hidden, weight
+        self._of_hidden = torch.zeros_like(hidden) if of_hidden else None
+        self._of_weight = _WeightGradient(weight) if of_weight else None
+
+    def add(self, of_logits: Tensor, rows: slice) -> None:
+        if self._of_hidden is not None:
+            torch.mm(of_logits, self._weight[: of_logits.shape[1]], out=self._of_hidden[rows])
+        if self._of_weight is not None:
+            self._of_weight.add(of_logits, self._hidden[rows])
+
+    def result(self) -> tuple[Tensor | None, Tensor | None]:
+        return self._of_hidden, self._of_weight.result() if self._of_weight else None
 
 
 class _WeightGradient:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
@@ -16,16 +16,28 @@ from mcore_qwen3vl.model.head.log_probs import Columns, token_log_probs
 from mcore_qwen3vl.model.head.padding import mask_columns
 
 
+class LowRank(Protocol):
+    """A product of two small matrices beside the head's own."""
+
+    def add(self, x: Tensor, output: Tensor) -> Tensor:
+        """`output` of the head for its input `x`, with the product added."""
+
+    def factored(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(s, B, r) of all the sequence and (V / tp, r), not multiplied."""
+
+
 class Head(ColumnParallelLinear):
     """This TP rank's rows of the head.
 
     Attributes:
         vocab_size: the model's own vocabulary over all ranks, without padding.
         chunk: tokens whose logits are alive at a time; None: as many as fit a fixed size.
+        adapter: what is added to the logits besides, if anything.
     """
 
     vocab_size: int
     chunk: int | None
+    adapter: LowRank | None
 
     @classmethod
     def adopt(cls, output_layer: Any, *, vocab_size: int, chunk: int | None) -> None:
@@ -46,6 +58,7 @@ class Head(ColumnParallelLinear):
         output_layer.__class__ = cls
         output_layer.vocab_size = vocab_size
         output_layer.chunk = chunk
+        output_layer.adapter = None
 
     def forward(
         self,
@@ -74,6 +87,8 @@ class Head(ColumnParallelLinear):
         """
         if targets is None:
             logits, bias = super().forward(input_, weight, runtime_gather_output)
+            if self.adapter is not None:
+                logits = self.adapter.add(input_, logits)
             gathered = logits.shape[-1] == self.output_size
             own = self.vocab_size if gathered else self._columns().count
             return mask_columns(logits, own), bias
@@ -88,6 +103,7 @@ class Head(ColumnParallelLinear):
             weight,
             targets,
             self._columns(),
+            more=[] if self.adapter is None else [self.adapter.factored(input_)],
             temperature=temperature,
             entropy=entropy,
             chunk=self.chunk,

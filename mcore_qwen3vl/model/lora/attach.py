@@ -233,6 +233,5 @@ def _adapt_head(chunk: Qwen3VLModel, target: Target, dropout: float) -> Pair:
     pair = Pair(HEAD, a, b, scaling=target.scaling, like=weight)
     kind.mark(pair, weight)
     blocks = Blocks(rows, ((own, target.r),), ((0, 0, 0, own),))
-    head.register_forward_hook(_site(head, [pair], kind, blocks, dropout).hook, prepend=True)
-    chunk.losses_in_chunks = False  # the pair's product is added to all logits
+    head.adapter = _site(head, [pair], kind, blocks, dropout)
     return pair

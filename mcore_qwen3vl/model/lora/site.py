@@ -65,14 +65,7 @@ class Site:
 
     def add(self, x: Tensor, output: Tensor) -> Tensor:
         """`output` of the linear, (..., rows), with the adapters' part for the input `x`."""
-        down, up = zip(*(self._factors(pair, output.dtype) for pair in self.pairs), strict=True)
-        a = self._down(x.to(output.dtype), down)
-        matrix = self.blocks.matrix(up)
-        scaling = self._scaling
-        if scaling is None:
-            assert self._scalings is not None
-            self._scalings = self._scalings.to(a.device, a.dtype)
-            a, scaling = a * self._scalings, 1.0
+        a, matrix, scaling = self._product(x, output.dtype)
         if output.shape[-1] != self.blocks.rows:  # the linear gathered it
             part = F.linear(a, matrix) * scaling
             return output + gather_from_tensor_model_parallel_region(part, group=self._group)
@@ -81,6 +74,21 @@ class Site:
             flat = torch.addmm(flat, a.reshape(-1, a.shape[-1]), matrix.t(), alpha=scaling)
             return flat.view(output.shape)
         return _AddProduct.apply(output, a, matrix, scaling)
+
+    def factored(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """For the input `x` (s_local, B, in): (s, B, sum of ranks) and (rows, sum of ranks)."""
+        a, matrix, scaling = self._product(x, x.dtype)
+        return a * scaling, matrix
+
+    def _product(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, float]:
+        """What A makes of `x`, B, and the factor of their product."""
+        down, up = zip(*(self._factors(pair, dtype) for pair in self.pairs), strict=True)
+        a = self._down(x.to(dtype), down)
+        if self._scaling is not None:
+            return a, self.blocks.matrix(up), self._scaling
+        assert self._scalings is not None
+        self._scalings = self._scalings.to(a.device, a.dtype)
+        return a * self._scalings, self.blocks.matrix(up), 1.0
 
     def _factors(self, pair: Pair, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """A and B, those that every rank holds whole with their gradient summed if need be."""
