@@ -35,7 +35,8 @@ class Settings:
         Raises:
             BadInput: it cannot run here, see :func:`.build.libraries`.
         """
-        words = [*map(str, libraries()), *inherited.get("LD_PRELOAD", "").split(":")]
+        driver, *others = libraries()
+        words = [*map(str, (driver, *others)), *inherited.get("LD_PRELOAD", "").split(":")]
         return {
             "LD_PRELOAD": ":".join(dict.fromkeys(filter(None, words))),
             "PRETENDED_GIB": str(self.memory_gib),
@@ -46,6 +47,8 @@ class Settings:
             "TORCHDYNAMO_DISABLE": inherited.get("TORCHDYNAMO_DISABLE", "1"),
             "TORCH_DISABLE_NATIVE_JIT": inherited.get("TORCH_DISABLE_NATIVE_JIT", "1"),
             "CUDA_VISIBLE_DEVICES": "0",
+            # Transformer Engine's permutations are Triton kernels, whose launcher links the driver.
+            "TRITON_LIBCUDA_PATH": str(driver.parent),
             # A context must not be made by asking whether there is a device: see Workbench.
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         }
