@@ -41,6 +41,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import (
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.model.inputs import PER_PATCH, VisualInputs, to_device
 from mcore_qwen3vl.model.vision.attention import FRAME_ATTENTION
+from mcore_qwen3vl.model.vision.lean import make_lean
 from mcore_qwen3vl.model.vision.sharing import Share, share_frames
 
 
@@ -52,7 +53,8 @@ class VisionTower(Qwen3VLVisionModel):
         config: Megatron's; read for `sequence_parallel`, `params_dtype` and where to initialise.
         group: the TP x CP process group; None for a single rank.
         work_sharing: divide the frames among the group. False: every rank encodes all of them.
-        recompute: keep only each block's input and recompute the block in the backward.
+        recompute: keep only each block's input and recompute the block in the backward. Otherwise
+            only what :mod:`.lean` says.
     """
 
     def __init__(
@@ -76,8 +78,10 @@ class VisionTower(Qwen3VLVisionModel):
         sum_over_tp, mean_over_tp = "sequence_parallel", "average_gradients_across_tp_domain"
         for parameter in self.parameters():
             setattr(parameter, sum_over_tp if config.sequence_parallel else mean_over_tp, True)
-        if recompute:
-            for block in self.blocks:
+        for block in self.blocks:
+            if not recompute:
+                make_lean(block)
+            else:
                 block.gradient_checkpointing = True
                 block._gradient_checkpointing_func = partial(
                     checkpoint, use_reentrant=False, preserve_rng_state=False
