@@ -250,6 +250,7 @@ def _vision_activations(
     patches = tokens * v.spatial_merge_size**2 / (layout.tp * layout.cp)
     if recompute == "full":
         return ACTIVATION * patches * v.depth * v.hidden_size
-    # Inputs of both norms and blocks, q, k, v, q and k rotated in fp32, the attention's output.
-    per_patch = v.depth * (4 + 3 + 4 + 1) * v.hidden_size + v.depth * 2 * v.intermediate_size
+    # Inputs of both norms, q, k, v, q and k rotated in fp32, the attention's output, and what goes
+    # into the activation function; what comes out of it and of the norms is made again.
+    per_patch = v.depth * ((2 + 3 + 4 + 1) * v.hidden_size + v.intermediate_size)
     return ACTIVATION * patches * per_patch

@@ -38,13 +38,14 @@ def rehearse(
         vision_blocks: int | None = None,
         model: Path | None = None,
         gpus_per_node: int = 8,
+        spec: str = "torch",
     ) -> Report:
         if model is None:
             model = tmp_path_factory.mktemp("models") / "model"
             shape = SHAPES / f"{script.split('_', 1)[1]}.json"
             write_stand_in(shape, model, layers=layers, vision_blocks=vision_blocks)
         words = final_command(
-            script, "--spec", "torch", "--hf-model", str(model), "--data-path", str(data),
+            script, "--spec", spec, "--hf-model", str(model), "--data-path", str(data),
             "--train-iters", "2", "--lr-warmup-fraction", "0", "--num-workers", "0", *flags,
             gpus_per_node=gpus_per_node,
         )  # fmt: skip

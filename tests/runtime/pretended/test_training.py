@@ -6,11 +6,13 @@ model with 4 of 48 layers, which would take minutes otherwise.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mcore_qwen3vl.runtime.pretended import Report, Workbench
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
@@ -18,6 +20,8 @@ from mcore_qwen3vl.training.pretended import FINALIZE, FORWARD_BACKWARD
 from tests.runtime.pretended.conftest import Rehearse
 
 TOLERANCE = 0.02  # of peak memory
+
+RECORDED_WITH = {"torch": "2.13", "te": "2.11"}
 
 # Waits of the host inside forward and backward that are known, by what their place begins with.
 # The alltoall dispatcher copies the number of tokens of each expert to the host; transfers between
@@ -36,12 +40,13 @@ class Role:
     parameters: int
     where: dict[str, Any]
     waits: tuple[str, ...] = ()
+    spec: str = "torch"
 
 
 PIPELINE = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
 ROLES = {
-    "2B": Role("sft_2b", ("--global-batch-size", "16"), 50.26e9, 2_127_532_032, {}),
-    "8B, TP4": Role("sft_8b", ("--global-batch-size", "4"), 48.58e9, 2_624_303_344, {}),
+    "2B": Role("sft_2b", ("--global-batch-size", "16"), 45.43e9, 2_127_532_032, {}),
+    "8B, TP4": Role("sft_8b", ("--global-batch-size", "4"), 47.08e9, 2_624_303_344, {}),
     "8B, TP2 PP2, last stage": Role(
         "sft_8b",
         ("--global-batch-size", "8", *PIPELINE),
@@ -68,17 +73,37 @@ ROLES = {
         waits=(DISPATCHER,),
     ),
 }
-PARAMS = [
-    pytest.param(role, id=name, marks=pytest.mark.slow if "LoRA" in name else ())
-    for name, role in ROLES.items()
-]
+# Recorded with torch 2.11.0 and Transformer Engine 2.20.2.
+TE_PEAKS = {
+    "2B": 44.05e9,
+    "8B, TP4": 46.28e9,
+    "8B, TP2 PP2, last stage": 36.06e9,
+    "30B-A3B, 4 layers, TP2 EP8": 9.5e9,
+    "LoRA 8B, TP2": 31.46e9,
+    "LoRA 30B-A3B, 4 layers, TP2 EP8": 3.41e9,
+}
+ROLES |= {
+    f"{name}, te": replace(ROLES[name], peak=peak, spec="te") for name, peak in TE_PEAKS.items()
+}
+WITHOUT_TE = pytest.mark.skipif(
+    find_spec("transformer_engine") is None,
+    reason="Transformer Engine is not installed: CONTRIBUTING.md says how its spec is tested",
+)
+
+
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    slow = [pytest.mark.slow] if "LoRA" in name or "te" in name else []
+    return [*slow, *([WITHOUT_TE] if ROLES[name].spec == "te" else [])]
+
+
+PARAMS = [pytest.param(role, id=name, marks=marks(name)) for name, role in ROLES.items()]
 
 
 @pytest.fixture(scope="module", params=PARAMS)
 def rehearsed(request: pytest.FixtureRequest, rehearse: Rehearse) -> tuple[Role, Report]:
     """Two iterations; an error in them fails every test below."""
     role = request.param
-    return role, rehearse(role.script, *role.flags, **role.where)
+    return role, rehearse(role.script, *role.flags, **role.where, spec=role.spec)
 
 
 def test_two_iterations_run_on_real_packs(rehearsed: tuple[Role, Report]) -> None:
@@ -125,6 +150,10 @@ def test_signals_are_waited_for_once(rehearsed: tuple[Role, Report]) -> None:
 def test_peak_memory_is_what_it_was(rehearsed: tuple[Role, Report]) -> None:
     """A change that is meant belongs into the table above."""
     role, report = rehearsed
+    if not torch.__version__.startswith(RECORDED_WITH[role.spec]):
+        pytest.skip(
+            f"recorded with torch {RECORDED_WITH[role.spec]}, whose kernels keep other tensors"
+        )
     assert report.stage("iteration 2").peak == pytest.approx(role.peak, rel=TOLERANCE)
 
 
