@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 
 import torch.distributed as dist
 from torch import Tensor
 
 from mcore_qwen3vl.config import ExpertLayout
 from mcore_qwen3vl.converters.adapters.adapter import Factors
-from mcore_qwen3vl.converters.adapters.config import AdapterConfig
 from mcore_qwen3vl.converters.adapters.peft_model import HEAD
-from mcore_qwen3vl.converters.adapters.targets import TargetSpec, resolve_targets
+from mcore_qwen3vl.converters.adapters.targets import TargetSpec
 from mcore_qwen3vl.converters.adapters.update import add_update
 from mcore_qwen3vl.converters.live.export import BUCKET_BYTES, Gatherer, Models
 from mcore_qwen3vl.converters.live.factors import factor_parts
@@ -22,10 +20,9 @@ from mcore_qwen3vl.errors import BadInput
 
 def export_merged(
     models: Models,
+    targets: Mapping[str, TargetSpec],
     *,
-    config: AdapterConfig,
-    hf_config: str | Path,
-    expert_layout: ExpertLayout | None = "published",
+    expert_layout: ExpertLayout | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     group: dist.ProcessGroup | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
@@ -36,9 +33,9 @@ def export_merged(
 
     Args:
         models: the adapted model, or its virtual pipeline chunks.
-        config: that the model was adapted with.
-        hf_config: directory of the base model's config.
-        expert_layout: of the fused experts; ``published`` is what vLLM reads.
+        targets: what is adapted in the whole model, as of
+            :func:`mcore_qwen3vl.converters.adapters.targets.resolve_targets`.
+        expert_layout: of the fused experts; vLLM reads ``published`` alone.
         bucket_bytes, group: as there; the factors of a bucket come besides.
 
     Yields:
@@ -49,7 +46,6 @@ def export_merged(
             ranks do not hold all of it.
     """
     chunks = unwrap(models)
-    targets = resolve_targets(config, hf_config)
     if chunks[0].architecture.tie_word_embeddings and HEAD in targets:
         raise BadInput(
             "The head is adapted and is one with the embedding, so no merged weight is both: "

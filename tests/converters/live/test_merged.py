@@ -12,6 +12,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
 from mcore_qwen3vl.converters.adapters.merge import merge
 from mcore_qwen3vl.converters.adapters.read import read_adapter
+from mcore_qwen3vl.converters.adapters.targets import resolve_targets
 from mcore_qwen3vl.converters.live.adapter import save_adapter
 from mcore_qwen3vl.converters.live.export import save_hf
 from mcore_qwen3vl.converters.live.load import load_hf
@@ -43,7 +44,10 @@ def merged_of(layout: Layout, dtype: torch.dtype, hf: Path, adapter: Path, out: 
     merged = {
         name: tensor.clone()
         for name, tensor in export_merged(
-            chunks, config=read.config, hf_config=hf, bucket_bytes=BUCKET
+            chunks,
+            resolve_targets(read.config, hf),
+            expert_layout="published",
+            bucket_bytes=BUCKET,
         )
     }
     after = [p for chunk in chunks for p in chunk.parameters()]
@@ -79,7 +83,7 @@ def tied_head(hf: Path) -> None:
     initialize(Layout())
     config = AdapterConfig(r=2, lora_alpha=2, target_modules=("lm_head",))
     chunks = build_chunks(Architecture.from_hf(hf), Layout())
-    next(export_merged(chunks, config=config, hf_config=hf))
+    next(export_merged(chunks, resolve_targets(config, hf)))
 
 
 def test_the_head_of_tied_embeddings_is_refused(tmp_path: Path) -> None:
