@@ -12,7 +12,7 @@ PYTEST := python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadsc
 # Some machines forbid Python to keep bytecode; without it each process takes twice as long to start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo train-demo test test-all lint docs parity bench-convert gpu-check clean
+.PHONY: help demo train-demo test test-all test-verl test-versions lint docs parity bench-convert gpu-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -28,6 +28,14 @@ test: $(ENVIRONMENT) ## the test suite, the parity matrix included (no GPU neede
 
 test-all: $(ENVIRONMENT) ## the slow tests too
 	$(RUN)$(PYTEST) $(ARGS)
+
+test-verl: .venv-verl/.synced ## the tests with VERL, in an environment of its own (.venv-verl)
+	.venv-verl/bin/python -m pytest tests/verl $(ARGS)
+
+# The oldest is a floor under transformers and torch; `make test` is the newest that was tested.
+test-versions: .venv-oldest/.synced .venv-newest/.synced ## the suite with the oldest and the newest transformers
+	.venv-oldest/bin/$(PYTEST) -m "not slow" $(ARGS)
+	.venv-newest/bin/$(PYTEST) -m "not slow" $(ARGS)
 
 lint: $(ENVIRONMENT) ## ruff (lint and format) and mypy
 	$(RUN)ruff check .
@@ -52,6 +60,12 @@ $(ENVIRONMENT): pyproject.toml .python-version $(filter .uv/%,$(UV))
 	$(UV) sync --quiet
 	@touch $@
 
+# Environments beside the locked one: what pyproject.toml and a list of pins resolve to together.
+.venv-%/.synced: tests/environments/%.txt pyproject.toml $(filter .uv/%,$(UV))
+	$(UV) venv --quiet --allow-existing --python 3.12 .venv-$*
+	$(UV) pip install --quiet --no-config --python .venv-$* --requirement $< --editable .
+	@touch $@
+
 .venv/.synced-docs: $(ENVIRONMENT)
 	$(UV) sync --quiet --group docs
 	@touch $@
@@ -61,4 +75,4 @@ $(ENVIRONMENT): pyproject.toml .python-version $(filter .uv/%,$(UV))
 	.uv/bin/python -m pip install --quiet uv
 
 clean: ## remove the environment and caches
-	rm -rf .venv .uv build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-* .uv build .pytest_cache .mypy_cache .ruff_cache

@@ -1,8 +1,8 @@
-"""PEFT adapters out of a running, sharded model of any layout."""
+"""PEFT adapters out of a running, sharded model of any layout, alone or merged."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 
@@ -10,15 +10,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mcore_qwen3vl.config import ExpertLayout
 from mcore_qwen3vl.converters.adapters.adapter import Factors
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
+from mcore_qwen3vl.converters.adapters.merge import product
 from mcore_qwen3vl.converters.adapters.peft_model import EMBEDDING, HEAD, apply
-from mcore_qwen3vl.converters.adapters.targets import specs
+from mcore_qwen3vl.converters.adapters.targets import TargetSpec, specs
 from mcore_qwen3vl.converters.adapters.write import write_adapter
 from mcore_qwen3vl.converters.live.export import BUCKET_BYTES, Gatherer, Models, together
 from mcore_qwen3vl.converters.live.factors import factor_parts
 from mcore_qwen3vl.converters.live.sharded import Part, hf_parts, unwrap
 from mcore_qwen3vl.converters.storage.boxes import Shape
+from mcore_qwen3vl.errors import BadInput
 
 
 def save_adapter(
@@ -95,3 +98,61 @@ def _parts(models: Models, shapes: dict[str, Shape]) -> Iterator[Part]:
         for part in chain(hf_parts(models, expert_layout="v5"), factor_parts(models)):
             if part.name in shapes:
                 yield part
+
+
+def export_merged(
+    models: Models,
+    targets: Mapping[str, TargetSpec],
+    *,
+    expert_layout: ExpertLayout | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    group: dist.ProcessGroup | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """As :func:`export_hf` of an adapted model, with its factors merged into what is handed on.
+
+    The sum is in float32 and rounded to the model's dtype once, as ``lora merge`` has it. It is
+    made in the gathered copies: the model's own weights stay as they are, to the bit.
+
+    Args:
+        models: the adapted model, or its virtual pipeline chunks.
+        targets: what is adapted, of the whole model.
+        expert_layout, bucket_bytes, group: as in :func:`export_hf`. Beside a bucket, its factors
+            and one product in float32 take memory.
+
+    Raises:
+        BadInput: as :func:`export_hf`; or the head is adapted and tied to the embedding.
+    """
+    chunks = unwrap(models)
+    architecture = chunks[0].architecture
+    if HEAD in targets and architecture.tie_word_embeddings:
+        raise BadInput(
+            "The adapter changes lm_head, which this model ties to its embedding: merged, the two "
+            "would be one weight. Leave lm_head out of the targets."
+        )
+    swapped = (expert_layout or architecture.expert_layout) == "published"
+    base = Gatherer.of_model(models, expert_layout, group)
+    shapes: dict[str, Shape] = {}
+    for name, spec in targets.items():
+        shapes |= {f"{name}.lora_A": spec.a_shape, f"{name}.lora_B": spec.b_shape}
+    device = next(chunks[0].parameters()).device
+    factors = Gatherer(factor_parts(models), shapes, device, group)
+    for bucket in base.buckets(bucket_bytes):
+        whole = base.gather(bucket)
+        adapted = [name for name in bucket if name in targets]
+        held = factors.gather([f"{n}.lora_{x}" for n in adapted for x in "AB"]) if adapted else {}
+        for name in adapted:
+            a, b = held[f"{name}.lora_A"], held[f"{name}.lora_B"]
+            _add_product(whole[name], a, b, targets[name], swapped=swapped)
+        yield from whole.items()
+
+
+@torch.no_grad()
+def _add_product(weight: Tensor, a: Tensor, b: Tensor, spec: TargetSpec, *, swapped: bool) -> None:
+    """Merge into `weight`: a linear's (out, in), or the experts' (E, out, in) or, swapped, back."""
+    if weight.ndim == 2:
+        weight.copy_(product(a, b, spec.scaling).add_(weight.float()))
+        return
+    for expert, matrix in enumerate(weight):
+        rows = slice(expert * spec.r, (expert + 1) * spec.r)
+        update = product(a[rows], b[:, expert :: spec.experts], spec.scaling)
+        matrix.copy_((update.t() if swapped else update).add(matrix.float()))
