@@ -157,9 +157,10 @@ class Qwen3VLEngine(MegatronEngineWithLMHead):
 
     def _build_optimizer(self) -> Any:
         optimizer = super()._build_optimizer()
-        kept = make_resumable(optimizer)
-        if kept and "optimizer" in self.checkpoint_config.save_contents:
-            _require_reshardable(self.engine_config)
+        if make_resumable(optimizer):
+            contents = getattr(self.checkpoint_config, "save_contents", None)
+            if contents is None or "optimizer" in contents:
+                _require_reshardable(self.engine_config)
         self.bridge.optimizer = optimizer
         return optimizer
 

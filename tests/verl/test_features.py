@@ -34,6 +34,8 @@ def replayed(path: Path, layout: Any, samples: Any, expected: Any, mode: str) ->
         report["shapes"] = [tuple(t.shape) for t in recorded]
         report["recorded"] = under(engine, samples, recorded)
     others = made_up_routes(samples, engine.architecture)
+    if mode == "R3":  # a rollout has no route for the token that it generated last
+        others = [routes[:-1] for routes in others]
     report["others"] = under(engine, samples, others)
     data = with_routes(batch(samples, expected, calculate_entropy=False), others)
     from verl.workers.config import ActorConfig
@@ -167,7 +169,7 @@ def critic(path: Path, layout: Any, samples: Any, expected: Any, folder: Path) -
     def step() -> Any:
         with engine.train_mode():
             out = engine.train_batch(batch(samples, expected), loss)
-        return float(out["metrics"]["grad_norm"]) if out.get("metrics") else None
+        return float(out["metrics"]["grad_norm"]) if engine.is_mp_src_rank_with_outputs() else None
 
     norm = step()
     engine.save_checkpoint(str(folder / "critic"), global_step=1)
@@ -293,7 +295,6 @@ def test_training_worker(name: str, case: Any, on_ranks: Any) -> None:
     given = case()
     found = on_ranks(ranks, in_worker, given.path, layout, given.samples, given.expected)
     ((engine, difference, metrics),) = [f for f in found if f]
-    print(metrics)
     assert engine == "Qwen3VLEngine"
     assert difference < TOLERANCE
-    assert metrics["grad_norm"] == pytest.approx(given.expected.grad_norm, rel=TOLERANCE)
+    assert metrics["grad_norm"] == pytest.approx([given.expected.grad_norm], rel=TOLERANCE)

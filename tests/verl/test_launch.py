@@ -71,16 +71,28 @@ def test_everything_written_is_explained(name: str) -> None:
         assert not is_leaf or before.lstrip().startswith("#"), f"{line.strip()} has no reason"
 
 
+def as_its_worker_does(config: Any) -> None:
+    """What ``ActorRolloutRefWorker.init_model`` changes before it reads the reference's part."""
+    ref = config.ref
+    ref.ppo_mini_batch_size = config.actor.ppo_mini_batch_size
+    ref.ppo_micro_batch_size = ref.pop("log_prob_micro_batch_size")
+    ref.ppo_micro_batch_size_per_gpu = ref.pop("log_prob_micro_batch_size_per_gpu")
+    ref.use_dynamic_bsz = ref.pop("log_prob_use_dynamic_bsz")
+    ref.ppo_max_token_len_per_gpu = ref.pop("log_prob_max_token_len_per_gpu")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_verl_accepts_it(name: str, case: Any) -> None:
     path = case("moe" if "a3b" in name else "dense").path
     config = composed(name, f"actor_rollout_ref.model.path={path}")
+    OmegaConf.set_struct(config, False)
+    validate_config(config, use_reference_policy=True, use_critic=False)
+    as_its_worker_does(config.actor_rollout_ref)
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     ref = omega_conf_to_dataclass(config.actor_rollout_ref.ref)
     model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
     omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
     omega_conf_to_dataclass(config.algorithm)
-    validate_config(config, use_reference_policy=True, use_critic=False)
     for role in (actor, ref):
         configs = Configs(model, role.engine, role.optim, role.checkpoint)
         assert [r.option for r in REFUSALS if r.asked(configs)] == []

@@ -49,6 +49,10 @@ def test_refused_by_name(option: str, case: Any, on_ranks: Any) -> None:
 
 
 def _build(path: Path, asked: dict[str, Any]) -> None:
+    from verl.workers.config import MtpConfig
+
+    if "mtp" in asked.get("model", {}):
+        asked = {"model": {"mtp": MtpConfig(enable=True)}}
     build(path, **asked)
 
 
