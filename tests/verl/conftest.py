@@ -41,7 +41,9 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Case]:
         key = (kind, media)
         if key not in made:
             path = tmp_path_factory.mktemp(kind)
-            write_tiny_checkpoint(path, moe=kind == "moe", tie=kind == "tied")
+            layout = "v5" if kind == "moe v5" else "published"
+            moe = kind.startswith("moe")
+            write_tiny_checkpoint(path, moe=moe, tie=kind == "tied", layout=layout)
             given = samples.make(path, media)
             made[key] = Case(path, given, reference.of(path, given))
         return made[key]
