@@ -8,7 +8,6 @@ afterwards: special tokens are cut out before the text around them is.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.records.bad_samples import BadSample, OverlongSample
 from mcore_qwen3vl.data.records.media import Media, image_size, probe_video
 from mcore_qwen3vl.data.records.template import Rendered
-from mcore_qwen3vl.errors import BadInput
 
 
 @dataclass(frozen=True)
@@ -69,15 +67,7 @@ class Planner:
         Args:
             processor: HF ``Qwen3VLProcessor``, its budgets already set.
             config: lengths and policies.
-
-        Raises:
-            BadInput: the processor is that of an older transformers, which counts otherwise.
         """
-        if not hasattr(processor.video_processor, "get_num_of_video_patches"):
-            raise BadInput(
-                f"Preparing data needs transformers 5.17 or newer; {version('transformers')} is "
-                "installed, which is enough for model, conversion and VERL. Upgrade it."
-            )
         self._processor = processor
         self._config = config
         self._tokens = {"image": processor.image_token, "video": processor.video_token}
