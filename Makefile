@@ -12,7 +12,7 @@ PYTEST := python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadsc
 # Some machines forbid Python to keep bytecode; without it each process takes twice as long to start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo train-demo test test-all lint docs parity bench-convert gpu-check clean
+.PHONY: help demo train-demo test test-all test-verl test-vllm test-versions lint docs parity bench-convert gpu-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -28,6 +28,21 @@ test: $(ENVIRONMENT) ## the test suite, the parity matrix included (no GPU neede
 
 test-all: $(ENVIRONMENT) ## the slow tests too
 	$(RUN)$(PYTEST) $(ARGS)
+
+test-verl: .venv-verl/.synced ## the tests with VERL, in an environment of its own (.venv-verl)
+	.venv-verl/bin/python -m pytest tests/verl $(ARGS)
+
+test-vllm: .venv-vllm/.synced ## exported weights through vLLM's own loader (.venv-vllm, 9 GB)
+	.venv-vllm/bin/python -m pytest tests/vllm $(ARGS)
+
+# What works with the oldest transformers; data and prompts need 5.17. The cache that test_hub makes
+# is laid out as huggingface_hub 2 does, which that transformers does not take.
+OLD := $(addprefix tests/,model converters tiny verify/parity) --ignore tests/converters/hf/test_hub.py
+NEW := $(addprefix tests/,model converters tiny verify/parity generation data training)
+
+test-versions: .venv-oldest/.synced .venv-newest/.synced ## with the oldest and the newest transformers
+	.venv-oldest/bin/$(PYTEST) -m "not slow" $(OLD) $(ARGS)
+	.venv-newest/bin/$(PYTEST) -m "not slow" $(NEW) $(ARGS)
 
 lint: $(ENVIRONMENT) ## ruff (lint and format) and mypy
 	$(RUN)ruff check .
@@ -52,6 +67,12 @@ $(ENVIRONMENT): pyproject.toml .python-version $(filter .uv/%,$(UV))
 	$(UV) sync --quiet
 	@touch $@
 
+# Environments beside the locked one: what pyproject.toml and a list of pins resolve to together.
+.venv-%/.synced: tests/environments/%.txt pyproject.toml $(filter .uv/%,$(UV))
+	$(UV) venv --quiet --allow-existing .venv-$*
+	$(UV) pip install --quiet --no-config --python .venv-$* --requirement $< --editable .
+	@touch $@
+
 .venv/.synced-docs: $(ENVIRONMENT)
 	$(UV) sync --quiet --group docs
 	@touch $@
@@ -61,4 +82,4 @@ $(ENVIRONMENT): pyproject.toml .python-version $(filter .uv/%,$(UV))
 	.uv/bin/python -m pip install --quiet uv
 
 clean: ## remove the environment and caches
-	rm -rf .venv .uv build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-* .uv build .pytest_cache .mypy_cache .ruff_cache

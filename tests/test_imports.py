@@ -37,6 +37,7 @@ ORDER = (
     "data",
     "generation",
     "training",
+    "verl",
     "rehearsal",
     "standalone",
     "verify.report",

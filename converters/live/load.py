@@ -12,9 +12,12 @@ from torch import nn
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.live.sharded import hf_parts, table_of, unwrap
+from mcore_qwen3vl.converters.mapping.table import VALUE_HEAD
 
 
-def load_hf(models: nn.Module | Sequence[nn.Module], path: str | Path) -> int:
+def load_hf(
+    models: nn.Module | Sequence[nn.Module], path: str | Path, *, spare_value_head: bool = False
+) -> int:
     """Fill every parameter from a Hugging Face checkpoint; a rank reads only what it holds.
 
     Values are cast to the parameters' dtype. An optimizer that keeps float32 copies must be told
@@ -23,6 +26,8 @@ def load_hf(models: nn.Module | Sequence[nn.Module], path: str | Path) -> int:
     Args:
         models: the model, or its virtual pipeline chunks, on any layout.
         path: checkpoint directory.
+        spare_value_head: where `path` is a language model's and the model has a value head, leave
+            that as it is.
 
     Returns:
         Bytes of tensor data that this rank read.
@@ -34,11 +39,14 @@ def load_hf(models: nn.Module | Sequence[nn.Module], path: str | Path) -> int:
     chunks = unwrap(models)
     checkpoint = HuggingFaceCheckpoint(path)
     layout = Architecture.from_hf(path).expert_layout
-    checkpoint.require(table_of(chunks, layout))
+    spared = spare_value_head and VALUE_HEAD not in checkpoint.entries
+    checkpoint.require(table_of(chunks, layout, value_head=False if spared else None))
     read = 0
     with torch.no_grad():
         _zero_padding(chunks)
         for part in hf_parts(chunks, expert_layout=layout):
+            if spared and part.name == VALUE_HEAD:
+                continue
             part.local.copy_(checkpoint.read(part.name, part.box, part.local.dtype))
             read += checkpoint.stored(part.name, part.box).nbytes
     return read

@@ -100,11 +100,25 @@ def hf_parts(
                 yield from _parts(rows.of(name, piece), piece, name)
 
 
-def table_of(chunks: Sequence[Any], expert_layout: ExpertLayout | None = None) -> list[Row]:
-    """The table of a running model, whose vocabulary may be padded."""
+def table_of(
+    chunks: Sequence[Any],
+    expert_layout: ExpertLayout | None = None,
+    *,
+    value_head: bool | None = None,
+) -> list[Row]:
+    """The table of a running model, whose vocabulary may be padded.
+
+    Args:
+        chunks: of this rank.
+        expert_layout: as in :func:`hf_parts`.
+        value_head: a critic's head instead of a language model's; default: what the model has.
+    """
     model = chunks[0]
     return table(
-        model.architecture, expert_layout=expert_layout, padded_vocab_size=model.vocab_size
+        model.architecture,
+        expert_layout=expert_layout,
+        padded_vocab_size=model.vocab_size,
+        value_head=model.value_head if value_head is None else value_head,
     )
 
 

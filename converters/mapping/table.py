@@ -25,6 +25,7 @@ def table(
     *,
     expert_layout: ExpertLayout | None = None,
     padded_vocab_size: int | None = None,
+    value_head: bool = False,
 ) -> list[Row]:
     """Every row of a model, in the order of the network.
 
@@ -32,6 +33,8 @@ def table(
         architecture: the model's shape.
         expert_layout: layout of the fused experts on the HF side; default: the one declared.
         padded_vocab_size: rows of the mcore embedding and output layer; default: not padded.
+        value_head: the output layer gives one value a token, as a critic's; in HF's names the
+            ``score`` of a token classifier.
 
     Raises:
         BadInput: a MoE model whose expert layout is neither given nor declared, or a padded
@@ -55,7 +58,7 @@ def table(
         for row in _layer(architecture, layer, layout)
     )
     vision = vision_rows(architecture.vision)
-    return [*vision, *_ends(architecture, padded), *decoder]
+    return [*vision, *_ends(architecture, padded, value_head), *decoder]
 
 
 def padded_vocab_size(vocab_size: int, *, make_vocab_size_divisible_by: int, tp: int) -> int:
@@ -103,12 +106,15 @@ def _shard(place: list[tuple[int, int]]) -> str:
 
 TEXT = "model.language_model."
 EMBEDDING = "embedding.word_embeddings.weight"
+VALUE_HEAD = "score.weight"
 
 
-def _ends(a: Architecture, padded: int) -> Iterator[Row]:
+def _ends(a: Architecture, padded: int, value_head: bool) -> Iterator[Row]:
     """What is not a layer: embedding, final norm and, unless tied, the output layer."""
     vocabulary = [(EMBEDDING, f"{TEXT}embed_tokens.weight")]
-    if not a.tie_word_embeddings:
+    if value_head:
+        yield same("output_layer.weight", VALUE_HEAD, (1, a.hidden_size))
+    elif not a.tie_word_embeddings:
         vocabulary.append(("output_layer.weight", "lm_head.weight"))
     for key, name in vocabulary:
         yield Row(

@@ -1,4 +1,4 @@
-"""``mcore-qwen3vl launch``: the training scripts, which are installed with the package."""
+"""``mcore-qwen3vl launch``: training scripts and configurations, installed with the package."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ app = typer.Typer(help="Scripts that start training on a cluster.", no_args_is_h
 
 
 def scripts() -> dict[str, Path]:
-    """Every script by its name, those for users."""
-    kinds = ("sft", "pretrain", "lora")
-    found = (script for kind in kinds for script in sorted(_folder().glob(f"{kind}_*.sh")))
+    """Every script by its name, those for users, and the configurations for VERL."""
+    kinds = ("sft_*.sh", "pretrain_*.sh", "lora_*.sh", "grpo_*.yaml")
+    found = (script for kind in kinds for script in sorted(_folder().glob(kind)))
     return {script.stem: script for script in found}
 
 
@@ -35,7 +35,7 @@ def list_scripts() -> None:
 @app.command("show")
 def show(name: Annotated[str, typer.Argument(help="As `launch list` has it.")]) -> None:
     """Print a script."""
-    script = scripts().get(name.removesuffix(".sh"))
+    script = scripts().get(name.removesuffix(".sh").removesuffix(".yaml"))
     if script is None:
         raise BadInput(f"There is no script {name}: it is one of {', '.join(scripts())}.")
     print(script.read_text(encoding="utf-8"), end="")
@@ -50,7 +50,7 @@ def copy(
         raise BadInput(f"{path} exists and is not an empty directory: name another one.")
     path.mkdir(parents=True, exist_ok=True)
     for file in sorted(_folder().iterdir()):
-        if file.suffix == ".sh" or file.name == "train.py":
+        if file.suffix in (".sh", ".yaml") or file.name == "train.py":
             shutil.copy(file, path)
     console.output.print(
         f"{len(scripts())} scripts in {console.plain(str(path))}; "

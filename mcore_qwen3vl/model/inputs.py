@@ -11,13 +11,11 @@ from typing import Self
 
 import torch
 from torch import Tensor
-from transformers.vision_utils import (
-    get_vision_interpolation_indices_and_weights,
-    get_vision_position_ids,
-)
+from transformers.vision_utils import get_vision_position_ids
 
 from mcore_qwen3vl.config import Architecture, VisionArchitecture
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.model.vision.interface import interpolation
 
 # Fields of VisualInputs with one row a patch.
 PER_PATCH = (
@@ -145,13 +143,7 @@ def visual_inputs(
     grid_thw = torch.cat(grids)
     if len(grid_thw) == 0:
         return None
-    indices, weights = get_vision_interpolation_indices_and_weights(
-        grid_thw,
-        num_grid_per_side=int(vision.num_position_embeddings**0.5),
-        mode="bilinear",
-        align_corners=True,
-        spatial_merge_size=vision.spatial_merge_size,
-    )
+    indices, weights = interpolation(grid_thw, vision)
     return VisualInputs(
         # A kind without content must not decide the dtype of the other.
         pixel_values=torch.cat([values for values in pixels if len(values)]),

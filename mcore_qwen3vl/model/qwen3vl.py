@@ -64,7 +64,12 @@ class Qwen3VLModel(GPTModel):
         head_chunk: losses are computed from the logits of this many tokens at a time; None: as
             many as fit a fixed size. 0: Megatron's own cross entropy, from all logits at once.
         kwargs: passed to :class:`GPTModel`.
+
+    Attributes:
+        value_head: the output layer gives one value a token.
     """
+
+    value_head = False
 
     def __init__(
         self,

@@ -74,6 +74,7 @@ def model_provider(
             **fields_of_all,
         )
         if lora:
+            lora.base.load(model)
             lora.adapt(model, freezing)
         elif args.load_hf and not resuming(args):
             from mcore_qwen3vl.converters.hf.hub import resolve

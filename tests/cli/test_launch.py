@@ -22,16 +22,22 @@ def test_list_names_every_script(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("list") == 0
     printed = capsys.readouterr().out
     scripts = [script for script in LAUNCH.glob("*.sh") if script.stem != "common"]
-    assert len(scripts) == 18
-    for script in scripts:
+    configurations = [*LAUNCH.glob("*.yaml")]
+    assert (len(scripts), len(configurations)) == (18, 2)
+    for script in [*scripts, *configurations]:
         assert script.stem in printed
     assert "Qwen3-VL-8B, full fine-tuning at 8k packed: one node of 8xH100-80GB." in printed
 
 
 def test_show(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("sft_8b", "sft_8b.sh"):
+    for name, file in {
+        "sft_8b": "sft_8b.sh",
+        "sft_8b.sh": "sft_8b.sh",
+        "grpo_8b": "grpo_8b.yaml",
+        "grpo_8b.yaml": "grpo_8b.yaml",
+    }.items():
         assert run("show", name) == 0
-        assert capsys.readouterr().out == (LAUNCH / "sft_8b.sh").read_text()
+        assert capsys.readouterr().out == (LAUNCH / file).read_text()
     assert run("show", "sft_9b") == 2
     assert "There is no script sft_9b: it is one of sft_" in capsys.readouterr().err
 
@@ -43,5 +49,6 @@ def test_a_copy_runs_where_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[s
     shown = subprocess.run(command, capture_output=True, text=True, check=True)
     assert f"{folder}/train.py" in shown.stdout
     assert (folder / "train.py").exists()
+    assert (folder / "grpo_8b.yaml").exists()
     assert run("copy", str(folder)) == 2
     assert "name another one" in capsys.readouterr().err

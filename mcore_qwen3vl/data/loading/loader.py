@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,10 +33,16 @@ def load_processor(checkpoint: str | Path) -> Any:
     """The HF processor (tokenizer, image and video processor, chat template) of a checkpoint.
 
     Raises:
-        BadInput: the directory lacks one of its files.
+        BadInput: the directory lacks one of its files; or transformers is older than 5.17, whose
+            processors write and count videos otherwise.
     """
-    from transformers import AutoProcessor
+    from transformers import AutoProcessor, Qwen3VLVideoProcessor
 
+    if not hasattr(Qwen3VLVideoProcessor, "get_num_of_video_patches"):
+        raise BadInput(
+            f"Data and prompts need transformers 5.17 or newer; {version('transformers')} is "
+            "installed, which is enough for model, conversion, checks and VERL. Upgrade it."
+        )
     require(Path(checkpoint))
     try:
         return AutoProcessor.from_pretrained(checkpoint, local_files_only=True)

@@ -24,7 +24,6 @@ def frame_attention(
     *,
     frame_patches: tuple[int, ...],
     cu_seq_lens_q: Tensor,
-    max_length_q: int,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Full attention within each frame, none between frames.
@@ -38,14 +37,15 @@ def frame_attention(
         attention_mask: unused, HF's convention.
         frame_patches: patches of each frame, F numbers that add up to P.
         cu_seq_lens_q: (F + 1,) int32, the same as boundaries.
-        max_length_q: the largest of `frame_patches`.
 
     Returns:
         (1, P, heads, head_dim), and None for the attention weights.
     """
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
         q, k, v = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))  # (P, heads, d)
-        attended = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
+        # Not HF's maximum, which before transformers 5.15 is a number on the device.
+        longest = max(frame_patches)
+        attended = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_q, longest, longest)
         assert isinstance(attended, Tensor)  # no auxiliary output was asked for
         return attended.unsqueeze(0), None
     frames = zip(*(t.split(frame_patches, dim=2) for t in (query, key, value)), strict=True)

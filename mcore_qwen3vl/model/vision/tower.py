@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,14 +32,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
-from transformers.models.qwen3_vl.modeling_qwen3_vl import (
-    Qwen3VLVisionModel,
-    Qwen3VLVisionRotaryEmbedding,
-)
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.model.inputs import PER_PATCH, VisualInputs, to_device
 from mcore_qwen3vl.model.vision.attention import FRAME_ATTENTION
+from mcore_qwen3vl.model.vision.interface import RotaryEmbedding, interpolation_arguments
 from mcore_qwen3vl.model.vision.lean import make_lean
 from mcore_qwen3vl.model.vision.sharing import Share, share_frames
 
@@ -69,7 +66,7 @@ class VisionTower(Qwen3VLVisionModel):
         super().__init__(Qwen3VLVisionConfig(**asdict(architecture.vision)))
         self.config._attn_implementation = FRAME_ATTENTION
         self.patch_embed = _PatchEmbed(self.get_submodule("patch_embed.proj"))
-        self.rotary_pos_emb = _RotaryEmbedding(self.config)
+        self.rotary_pos_emb = RotaryEmbedding(self.config)
         self.to(config.params_dtype)
         if not config.use_cpu_initialization and self.device.type != "meta":
             self.to(torch.cuda.current_device())
@@ -132,8 +129,9 @@ class VisionTower(Qwen3VLVisionModel):
             cu_seqlens=to_device(boundaries, self.device),
             max_seqlen=max(frame_patches),
             position_ids=patches["rotary_position_ids"],
-            interp_indices=patches["interpolation_indices"],
-            interp_weights=patches["interpolation_weights"],
+            **interpolation_arguments(
+                patches["interpolation_indices"], patches["interpolation_weights"]
+            ),
             frame_patches=frame_patches,
             return_dict=True,
         )
@@ -190,13 +188,3 @@ class _PatchProjection(nn.Module):
     def forward(self, pixel_values: Tensor) -> Tensor:
         weight = self.weight.flatten(1)
         return F.linear(pixel_values.to(weight.dtype), weight, self.bias)
-
-
-class _RotaryEmbedding(Qwen3VLVisionRotaryEmbedding):
-    """Frequencies stay float32 when Megatron casts the whole model to half precision."""
-
-    def _apply(self, fn: Any, recurse: bool = True) -> _RotaryEmbedding:
-        super()._apply(fn, recurse)
-        exact, _ = self.compute_axial_rope_parameters(self.config)
-        self.inv_freq = nn.Buffer(exact.to(self.original_inv_freq.device), persistent=False)
-        return self

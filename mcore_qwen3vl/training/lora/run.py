@@ -31,6 +31,10 @@ from mcore_qwen3vl.training.lora.flags import adapter_config, asked
 class LoraRun:
     """What the flags of a LoRA run come to.
 
+    Attributes:
+        config: of the adapter.
+        targets: what it adapts, of the whole model.
+
     Args:
         args: of :func:`mcore_qwen3vl.training.arguments.parser.parse`.
         architecture: the model's shape.
@@ -44,7 +48,7 @@ class LoraRun:
         self.base = Base(args)
         args.pretrained_checkpoint = None  # Megatron would read it as a checkpoint of this run
         self.config = _naming_its_base(adapter_config(args, architecture), self.base.path)
-        self._targets = resolve_targets(self.config, args.hf_model)
+        self.targets = resolve_targets(self.config, args.hf_model)
         self._saved = apply(self.config, args.hf_model).saved
         self._start = read_adapter(args.lora_init, args.hf_model) if args.lora_init else None
 
@@ -58,9 +62,8 @@ class LoraRun:
         return freezing()
 
     def adapt(self, chunk: Qwen3VLModel, choice: Freezing) -> None:
-        """Read the base into a chunk and put the adapter in; a resumed one is loaded later."""
-        self.base.load(chunk)
-        attach(chunk, self._targets, dropout=self.config.lora_dropout)
+        """Put the adapter into a chunk that has the base weights; a resumed one is loaded later."""
+        attach(chunk, self.targets, dropout=self.config.lora_dropout)
         if self._start is None:
             initialize_factors(chunk, self._args.seed)
         else:

@@ -30,19 +30,25 @@ def _part_key(part: str) -> ParamKey:
     return ParamKey(with_name_predicate=ParamWithNamePredicate(name=part, fn=belongs))
 
 
-def make_resumable(optimizer: Any) -> None:
+def make_resumable(optimizer: Any) -> bool:
     """Let torch's Adam under mcore's distributed optimizer save and load its state exactly.
 
     mcore supports this for Transformer Engine's and Apex's Adam. With torch's it reads the state
     before there is one, gives all parameters one and the same ``step`` tensor, which each of them
     then advances, and looks for ``step`` in formats that store it elsewhere.
+
+    Returns:
+        Whether it was torch's, and needed this.
     """
+    found = False
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = getattr(part, "optimizer", None)
         if isinstance(part, DistributedOptimizer) and isinstance(inner, torch.optim.Adam):
             _start_states(inner)
             inner.register_load_state_dict_post_hook(_separate_steps)
             _tolerate_missing_step(part)
+            found = True
+    return found
 
 
 def _start_states(adam: torch.optim.Adam) -> None:

@@ -472,3 +472,14 @@ def test_sources_are_read_as_megatron_reads_its_data_path() -> None:
     for words in ([], ["a", "b"], ["0.5", "a", "b"], ["0", "a", "1", "b"]):
         with pytest.raises(BadInput, match="neither one path"):
             parse_sources(words)
+
+
+def test_processors_of_an_older_transformers_are_refused(
+    processor_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They write other text for videos, and cannot say how many patches one will have."""
+    from transformers import Qwen3VLVideoProcessor
+
+    monkeypatch.delattr(Qwen3VLVideoProcessor, "get_num_of_video_patches")
+    with pytest.raises(BadInput, match="need transformers 5.17 or newer"):
+        load_processor(processor_dir)

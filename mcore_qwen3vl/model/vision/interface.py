@@ -1,0 +1,81 @@
+"""What Hugging Face's vision tower asks for, which changed twice since transformers 5.9.
+
+Each difference is told by the interface itself. The rest of the package sees one form.
+
+* Positions in the learned grid: until 5.14 (4, P) ``bilinear_indices`` and ``bilinear_weights``,
+  then (P, 4) ``interp_indices`` and ``interp_weights``.
+* The rotary embedding: until 5.16 made of a width, then of the config.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import vision_utils
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionRotaryEmbedding
+
+from mcore_qwen3vl.config import VisionArchitecture
+
+_interpolation = getattr(vision_utils, "get_vision_interpolation_indices_and_weights", None)
+_rotary_takes_config = "config" in inspect.signature(Qwen3VLVisionRotaryEmbedding).parameters
+
+
+def interpolation(grid_thw: Tensor, vision: VisionArchitecture) -> tuple[Tensor, Tensor]:
+    """Where each of P patches lies in the square grid of learned positions.
+
+    Args:
+        grid_thw: (images + videos, 3) int64, host.
+        vision: for the sizes of grid and merge.
+
+    Returns:
+        The four corners (P, 4) int64, and their bilinear weights (P, 4) float32.
+    """
+    side, merge = int(vision.num_position_embeddings**0.5), vision.spatial_merge_size
+    if _interpolation is None:
+        indices, weights = vision_utils.get_vision_bilinear_indices_and_weights(
+            grid_thw, num_grid_per_side=side, spatial_merge_size=merge
+        )
+        return indices.t().long(), weights.t()
+    return _interpolation(
+        grid_thw,
+        num_grid_per_side=side,
+        mode="bilinear",
+        align_corners=True,
+        spatial_merge_size=merge,
+    )
+
+
+def interpolation_arguments(indices: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    """What :func:`interpolation` returned, as the tower's forward takes it."""
+    if _interpolation is None:
+        return {"bilinear_indices": indices.t(), "bilinear_weights": weights.t()}
+    return {"interp_indices": indices, "interp_weights": weights}
+
+
+def _rotary_argument(config: Qwen3VLVisionConfig) -> Any:
+    return config if _rotary_takes_config else config.hidden_size // config.num_heads // 2
+
+
+class RotaryEmbedding(Qwen3VLVisionRotaryEmbedding):
+    """HF's, with frequencies that stay float32 when Megatron casts the model to half precision.
+
+    Args:
+        config: the tower's.
+    """
+
+    inv_freq: Tensor
+
+    def __init__(self, config: Qwen3VLVisionConfig) -> None:
+        super().__init__(_rotary_argument(config))
+        self._argument = _rotary_argument(config)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> RotaryEmbedding:
+        super()._apply(fn, recurse)
+        with torch.device("cpu"):  # the present ones may be rounded, or without memory
+            exact = Qwen3VLVisionRotaryEmbedding(self._argument).inv_freq
+        self.inv_freq = nn.Buffer(exact.to(self.inv_freq.device), persistent=False)
+        return self

@@ -1,0 +1,87 @@
+"""What VERL asks of a bridge between Megatron's weights and Hugging Face's: three methods."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mcore_qwen3vl.converters.adapters.adapter import is_adapter
+from mcore_qwen3vl.converters.adapters.read import read_adapter
+from mcore_qwen3vl.converters.live.export import export_hf, save_hf, together
+from mcore_qwen3vl.converters.live.factors import load_factors
+from mcore_qwen3vl.converters.live.load import load_hf
+from mcore_qwen3vl.converters.live.merged import export_merged
+from mcore_qwen3vl.converters.live.sharded import unwrap
+from mcore_qwen3vl.model.lora.adapt import load_saved, whole_tensors
+from mcore_qwen3vl.training.lora.run import LoraRun
+
+Chunks = Sequence[nn.Module]
+
+
+class Bridge:
+    """A policy's weights, or a critic's; of an adapted model what trains is saved, and merged
+    weights are handed on.
+
+    Args:
+        source: Hugging Face checkpoint that VERL's ``model.path`` names; its config, tokenizer and
+            processor go with what is saved.
+        lora: the adapter, if there is one.
+    """
+
+    def __init__(self, source: str | Path, lora: LoraRun | None = None) -> None:
+        self._source, self._lora = Path(source), lora
+        self.optimizer: Any = None
+
+    def load_weights(self, models: Chunks, path: str | Path, **_: Any) -> None:
+        """Fill the chunks of this rank, and the optimizer's float32 copies if there are any.
+
+        A critic that starts from a language model keeps its own head.
+
+        Args:
+            models: of this rank.
+            path: a Hugging Face checkpoint; a PEFT adapter, as :meth:`save_weights` writes one.
+        """
+        if is_adapter(Path(path)):
+            adapter = read_adapter(path, self._source)
+            load_factors(models, adapter.factors)
+            load_saved(unwrap(models), whole_tensors(adapter))
+        else:
+            load_hf(models, path, spare_value_head=True)
+        if self.optimizer is not None:  # VERL does not, and the next step would undo the loading
+            self.optimizer.reload_model_params()
+
+    def export_weights(self, models: Chunks) -> Iterator[tuple[str, Tensor]]:
+        """Names and tensors for a rollout; see :func:`export_hf`. Every rank must exhaust it.
+
+        Experts are always ``published``, which is how vLLM reads them.
+        """
+        if self._lora is None:
+            return export_hf(models, expert_layout="published")
+        return export_merged(models, self._lora.targets, expert_layout="published")
+
+    def save_weights(self, models: Chunks, path: str | Path) -> None:
+        """Write a Hugging Face checkpoint, or an adapter, into `path`, where VERL has put files.
+
+        They are replaced, config too: what VERL writes there is the config of the transformers
+        that is installed, which may declare experts of the other layout.
+        """
+        beside = Path(f"{path}.weights")
+        if self._lora is None:
+            save_hf(models, beside, hf_config=self._source, force=True)
+        else:
+            self._lora.export(models, beside)
+        together(lambda: move_files(beside, Path(path)), None)
+
+
+def move_files(source: Path, target: Path) -> None:
+    """Every file of `source` into `target`, by the first rank."""
+    if dist.get_rank() == 0:
+        target.mkdir(parents=True, exist_ok=True)
+        for file in source.iterdir():
+            file.replace(target / file.name)
+        shutil.rmtree(source)

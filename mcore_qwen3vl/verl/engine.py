@@ -1,0 +1,221 @@
+"""VERL's Megatron engine with this model inside.
+
+Three steps of building are ours: the config, the model and making the optimizer resumable. Loss,
+schedule, log-probabilities, checkpoints, offloading and router replay stay VERL's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from verl.utils import tensordict_utils
+from verl.utils.megatron_utils import get_model, mapping_string_to_attn_backend, unwrap_model
+from verl.utils.torch_dtypes import PrecisionType
+from verl.workers.engine import (
+    EngineRegistry,
+    MegatronEngineWithLMHead,
+    MegatronEngineWithValueHead,
+)
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.model.freeze import Freezing
+from mcore_qwen3vl.model.transformer_config import transformer_config
+from mcore_qwen3vl.training.step.optimizer import make_resumable
+from mcore_qwen3vl.verl.bridge import Bridge
+from mcore_qwen3vl.verl.lora import lora_run, switched_off
+from mcore_qwen3vl.verl.model import PolicyModel, ValueModel
+from mcore_qwen3vl.verl.options import OWN, Configs, ModelOptions, check, plain
+
+ARCHITECTURES = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
+
+
+def register() -> None:
+    """Put both engines before VERL's own, on NVIDIA's and AMD's devices."""
+    for model_type, engine in (
+        ("language_model", Qwen3VLEngine),
+        ("value_model", Qwen3VLValueEngine),
+    ):
+        EngineRegistry.register(model_type, "megatron", device="cuda", vendor=["nvidia", "amd"])(
+            engine
+        )
+
+
+class Qwen3VLEngine(MegatronEngineWithLMHead):
+    """A policy or a reference. Other models than Qwen3-VL get the engine that VERL has for them.
+
+    Args:
+        model_config, engine_config, optimizer_config, checkpoint_config: VERL's.
+
+    Raises:
+        BadInput: naming each option that is not supported.
+    """
+
+    theirs: type[Any] = MegatronEngineWithLMHead
+
+    def __new__(cls, model_config: Any, *args: Any, **kwargs: Any) -> Any:
+        if model_config.architectures[0] not in ARCHITECTURES:
+            return cls.theirs(model_config, *args, **kwargs)
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        model_config: Any,
+        engine_config: Any,
+        optimizer_config: Any = None,
+        checkpoint_config: Any = None,
+    ) -> None:
+        check(Configs(model_config, engine_config, optimizer_config, checkpoint_config))
+        self.options = ModelOptions.of(engine_config.override_mcore_model_config)
+        self.architecture = Architecture.from_hf(model_config.local_path)
+        self.layout = _layout(engine_config, self.architecture)
+        self.layout.validate(self.architecture, training=not engine_config.forward_only)
+        super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
+
+    def _build_tf_config(self) -> None:
+        config = self.engine_config
+        self.is_value_model = self.model_config.model_type == "value_model"
+        self.share_embeddings_and_output_weights = (
+            self.architecture.tie_word_embeddings and not self.is_value_model
+        )
+        self.param_dtype = self.dtype = PrecisionType.to_dtype(config.dtype)
+        self.vanilla_bridge, self.provider, self.peft_cls = True, None, None
+        self.lora = lora_run(
+            plain(self.model_config.lora or {}),
+            self.architecture,
+            self.model_config.local_path,
+            config.seed,
+        )
+        self.bridge = Bridge(self.model_config.local_path, self.lora)
+        self.tf_config = transformer_config(
+            self.architecture,
+            spec=self.options.spec,
+            **{
+                "params_dtype": self.param_dtype,
+                **self.layout.config_overrides(),
+                "variable_seq_lengths": True,  # each micro-batch has its own length
+                "moe_enable_routing_replay": self.enable_routing_replay,
+                **mapping_string_to_attn_backend(plain(config.override_transformer_config)),
+            },
+        )
+
+    def _build_megatron_module(self) -> Any:
+        # VERL seeds it only where it sees a device.
+        tensor_parallel.model_parallel_cuda_manual_seed(self.engine_config.seed)
+        freezing = self._freezing()
+        modules = get_model(
+            lambda **place: self._chunk(freezing, **place),
+            wrap_with_ddp=not self.engine_config.forward_only,
+            use_distributed_optimizer=self.engine_config.use_distributed_optimizer,
+            transformer_config=self.tf_config,
+            override_ddp_config=self._resolve_override_ddp_config(),
+        )
+        freezing.check()
+        return modules
+
+    def _freezing(self) -> Freezing:
+        if self.lora is None:
+            return Freezing(self.options.freeze, self.options.trainable)
+        if self.options.freeze or self.options.trainable:
+            raise BadInput(
+                f"megatron.{OWN} freezes parts of the model, and model.lora freezes all of it: "
+                "leave one of them out."
+            )
+        return self.lora.freezing()
+
+    def _chunk(
+        self,
+        freezing: Freezing,
+        pre_process: bool = True,
+        post_process: bool = True,
+        vp_stage: int | None = None,
+        **_: Any,
+    ) -> PolicyModel:
+        """One pipeline chunk with its weights; what does not train is frozen."""
+        options: dict[str, Any] = {
+            "spec": self.options.spec,
+            "recompute_vision": self.options.recompute_vision,
+            "head_chunk": self.options.head_chunk,
+            "pre_process": pre_process,
+            "post_process": post_process,
+            "vp_stage": vp_stage,
+        }
+        if self.is_value_model:
+            options["seed"] = self.engine_config.seed
+        kind = ValueModel if self.is_value_model else PolicyModel
+        model = kind(self.tf_config, self.architecture, **options)
+        self.bridge.load_weights([model], self.model_config.local_path)
+        if self.lora is not None:
+            self.lora.adapt(model, freezing)
+        freezing.apply(model)
+        return model
+
+    def _build_optimizer(self) -> Any:
+        optimizer = super()._build_optimizer()
+        if make_resumable(optimizer):
+            contents = getattr(self.checkpoint_config, "save_contents", None)
+            if contents is None or "optimizer" in contents:
+                _require_reshardable(self.engine_config)
+        self.bridge.optimizer = optimizer
+        return optimizer
+
+    def forward_step(self, batch_iter: Iterator[Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        """VERL's; the model is told whether entropies are wanted, as the fused call does not."""
+        batch = next(batch_iter)
+        unwrap_model(model).wants_entropy = tensordict_utils.get_non_tensor_data(
+            batch, key="calculate_entropy", default=False
+        )
+        return super().forward_step(iter([batch]), model, *args, **kwargs)
+
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        """The base model as its own reference (VERL's ``no_lora_adapter``)."""
+        return switched_off(self.module)
+
+    def get_per_tensor_param_shard(self, **kwargs: Any) -> NoReturn:
+        raise BadInput(
+            "rollout.checkpoint_engine.backend delta_sharded needs Megatron-Bridge's description "
+            "of every parameter: use naive, nccl or another backend that takes whole tensors."
+        )
+
+
+class Qwen3VLValueEngine(Qwen3VLEngine):
+    """A critic: as :class:`Qwen3VLEngine`, with a head of one value."""
+
+    theirs = MegatronEngineWithValueHead
+    forward_step = MegatronEngineWithValueHead.forward_step
+    prepare_model_outputs = MegatronEngineWithValueHead.prepare_model_outputs
+
+
+def _layout(config: Any, architecture: Architecture) -> Layout:
+    """VERL's sizes; DP is what remains of the ranks."""
+    tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    cp, etp = config.context_parallel_size, config.expert_tensor_parallel_size
+    if etp is None:  # as Megatron has it; a dense model has no experts to cut
+        etp = tp if architecture.is_moe else 1
+    return Layout(
+        tp=tp,
+        pp=pp,
+        vpp=config.virtual_pipeline_model_parallel_size or 1,
+        cp=cp,
+        ep=config.expert_model_parallel_size,
+        etp=etp,
+        dp=max(dist.get_world_size() // (tp * pp * cp), 1),
+        sp=config.sequence_parallel,
+        first=config.override_transformer_config.get("num_layers_in_first_pipeline_stage"),
+        last=config.override_transformer_config.get("num_layers_in_last_pipeline_stage"),
+    )
+
+
+def _require_reshardable(config: Any) -> None:
+    if config.use_distributed_optimizer and not config.dist_ckpt_optim_fully_reshardable:
+        raise BadInput(
+            "The optimizer is torch's Adam (neither Transformer Engine's nor Apex's is installed), "
+            "whose state Megatron saves only as fully reshardable: set "
+            "megatron.dist_ckpt_optim_fully_reshardable=True, or leave optimizer out of "
+            "checkpoint.save_contents."
+        )

@@ -1,0 +1,131 @@
+"""VERL's ``model.lora`` as an adapter of this package."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.adapters.presets import ATTENTION, EXPERTS, MLP, ROUTER
+from mcore_qwen3vl.converters.live.sharded import unwrap
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.training.lora.run import LoraRun
+
+LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+"""Megatron's names in VERL's default for ``target_modules``: all linears of the language model."""
+
+TAKEN = ("type", "rank", "alpha", "dropout", "target_modules", "merge", "adapter_path")
+
+DEFAULTS: dict[str, Any] = {
+    "exclude_modules": [],
+    "dropout_position": "pre",
+    "lora_A_init_method": "xavier",
+    "lora_B_init_method": "zero",
+    "a2a_experimental": False,
+    "dtype": None,
+    "freeze_vision_model": True,
+    "freeze_vision_projection": True,
+    "freeze_language_model": True,
+    "fully_sharded_loras": False,
+}
+"""Megatron-Bridge's other options in VERL's configuration, which must stay at these values."""
+
+
+def lora_run(
+    given: Mapping[str, Any], architecture: Architecture, source: str | Path, seed: int
+) -> LoraRun | None:
+    """What ``model.lora`` asks for; None without a rank and an ``adapter_path``.
+
+    Args:
+        given: ``model.lora``, without OmegaConf's containers.
+        architecture: the model's shape.
+        source: the base checkpoint.
+        seed: of the first factors, the same under every layout.
+
+    Raises:
+        BadInput: naming each option that is not supported, or as ``--lora-*`` of training.
+    """
+    start = given.get("adapter_path")
+    if not given.get("rank") and not start:
+        return None
+    _check(given)
+    names = [*given.get("target_modules", LINEARS)]
+    args = argparse.Namespace(
+        lora_rank=None if start else given["rank"],
+        lora_target=None if start else _targets(names, architecture),
+        lora_alpha=None if start else given.get("alpha", 32),
+        lora_dropout=None if start else given.get("dropout", 0.0),
+        lora_init=start,
+        lora_config=None,
+        lora_rslora=False,
+        lora_modules_to_save=None,
+        hf_model=str(source),
+        load_hf=str(source),
+        pretrained_checkpoint=None,
+        seed=seed,
+    )
+    return LoraRun(args, architecture)
+
+
+def _check(given: Mapping[str, Any]) -> None:
+    wrong = [
+        f"model.lora.{name}: it is Megatron-Bridge's, which is not used here; leave it at "
+        f"{DEFAULTS.get(name)!r}."
+        for name, value in given.items()
+        if name not in TAKEN and value != DEFAULTS.get(name)
+    ]
+    if given.get("type", "lora") != "lora":
+        wrong.append("model.lora.type: use lora.")
+    if not given.get("merge"):
+        wrong.append(
+            "model.lora.merge: adapters alone are not handed to the rollout; set it to True, which "
+            "hands on merged weights and leaves those that train as they are."
+        )
+    if wrong:
+        raise BadInput(
+            "VERL's configuration asks for what Qwen3-VL on Megatron does not support here. "
+            + " ".join(wrong)
+        )
+
+
+def _targets(names: Sequence[str], architecture: Architecture) -> list[str]:
+    """PEFT's names for Megatron's; names of PEFT and of the usual choices stay as they are."""
+    dense, moe = not all(architecture.moe_layers), any(architecture.moe_layers)
+    query, key, value, output = ATTENTION
+    gate, up, down = MLP
+    meant = {
+        "linear_qkv": [query, key, value],
+        "linear_proj": [output],
+        "linear_fc1": [*([gate, up] if dense else []), *([EXPERTS[0]] if moe else [])],
+        "linear_fc2": [*([down] if dense else []), *([EXPERTS[1]] if moe else [])],
+        "router": [ROUTER],
+    }
+    return [name for given in names for name in meant.get(given, [given])]
+
+
+@contextmanager
+@torch.no_grad()
+def switched_off(models: Sequence[nn.Module]) -> Iterator[None]:
+    """The base model, inside: every B is zero, and afterwards what it was.
+
+    Raises:
+        BadInput: there is no adapter.
+    """
+    chunks = unwrap(models)
+    if any(chunk.adapter is None for chunk in chunks):
+        raise BadInput("The reference is to be the base of an adapter: set model.lora.rank.")
+    factors = [pair.lora_B for chunk in chunks for _, pair in chunk.adapter.pairs()]
+    kept = [factor.detach().clone() for factor in factors]
+    for factor in factors:
+        factor.zero_()
+    try:
+        yield
+    finally:
+        for factor, value in zip(factors, kept, strict=True):
+            factor.copy_(value)

@@ -1,0 +1,201 @@
+"""The model as VERL calls it: padded rows in, without position ids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.data.encoding.positions import mrope_position_ids
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.model.head.module import Head
+from mcore_qwen3vl.model.inputs import visual_inputs
+from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+
+
+@dataclass
+class Likelihood:
+    """What VERL's fused forward reads.
+
+    Attributes:
+        log_probs: (1, T / cp) float32 of each position's label.
+        entropy: (1, T / cp) float32, or None where it was not asked for.
+    """
+
+    log_probs: Tensor
+    entropy: Tensor | None
+
+
+class PolicyModel(Qwen3VLModel):
+    """With the signature that VERL's ``gptmodel_forward_model_engine`` and its fused twin call.
+
+    Attributes:
+        wants_entropy: whether the next forward pass of the fused kind gives entropies; VERL's own
+            call does not say it.
+    """
+
+    wants_entropy = True
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        *,
+        pixel_values: Tensor | None = None,
+        image_grid_thw: Tensor | None = None,
+        pixel_values_videos: Tensor | None = None,
+        video_grid_thw: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_processor: Any = None,
+        output_processor_context: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """One micro-batch of B samples of at most S tokens, every rank the same.
+
+        Args:
+            input_ids: (B, S) padded on the right.
+            attention_mask: (B, S) bool, True for tokens.
+            position_ids: not read; three-axis ones are made of ids and grids.
+            packed_seq_params: where each sample, with its padding, lies among the T tokens of the
+                pack; None: no packing.
+            pixel_values, image_grid_thw: of all images, in the order of the samples.
+            pixel_values_videos, video_grid_thw: of all videos.
+            labels: (1, T / cp) next tokens, cut to this CP rank already; with `output_processor`.
+            output_processor: VERL's fused kernel, which asks for log-probabilities instead of
+                logits: the chunked head gives them, and the kernel is not called.
+            output_processor_context: with the `temperature`.
+
+        Returns:
+            Between stages hidden states; on the last, logits (1, T / cp, V / tp), or
+            (B, S / cp, V / tp) without packing, or a :class:`Likelihood`.
+
+        Raises:
+            BadInput: pixels, grids and placeholders do not fit together.
+        """
+        device = input_ids.device
+        ids, valid = input_ids.cpu(), attention_mask.cpu()
+        bounds = None
+        if packed_seq_params is not None:
+            bounds = packed_seq_params.cu_seqlens_q_padded.cpu()
+            ids, valid = pack(ids, valid, bounds)
+        images = None if image_grid_thw is None else image_grid_thw.cpu()
+        videos = None if video_grid_thw is None else video_grid_thw.cpu()
+        positions, _ = mrope_position_ids(self.architecture, ids, images, videos, valid, bounds)
+        visual = visual_inputs(
+            self.architecture, ids, pixel_values, images, pixel_values_videos, videos
+        )
+        if output_processor is not None:
+            kwargs |= {
+                "output_processor": self._likelihood(labels),
+                "output_processor_context": output_processor_context,
+            }
+        return super().forward(
+            ids.to(device),
+            positions.to(device),
+            valid.to(device),
+            visual=visual and visual.to(device),
+            packed_seq_params=packed_seq_params,
+            **kwargs,
+        )
+
+    def _likelihood(self, labels: Tensor | None) -> Any:
+        if not self.losses_in_chunks:
+            raise BadInput(
+                "use_fused_kernels computes log-probabilities a chunk of logits at a time, which "
+                "an adapter on lm_head does without: leave lm_head out of LoRA's targets, or set "
+                "use_fused_kernels=False."
+            )
+
+        def process(
+            *, hidden_states: Tensor, output_layer: Head, output_weight: Any, context: Any, **_: Any
+        ) -> Likelihood:
+            return Likelihood(
+                *output_layer(
+                    hidden_states,
+                    output_weight,
+                    targets=labels,
+                    temperature=context.temperature,
+                    entropy=self.wants_entropy,
+                )
+            )
+
+        return process
+
+
+class ValueModel(PolicyModel):
+    """A critic: one number a token instead of logits.
+
+    Args:
+        config, architecture, kwargs: as for :class:`Qwen3VLModel`. Embeddings are never tied.
+        seed: of the head's first weights, the same under every layout.
+    """
+
+    value_head = True
+    output_layer: Any
+
+    def __init__(
+        self, config: TransformerConfig, architecture: Architecture, *, seed: int, **kwargs: Any
+    ) -> None:
+        super().__init__(config, replace(architecture, tie_word_embeddings=False), **kwargs)
+        self.architecture = architecture
+        if self.post_process:
+            self.output_layer = ValueHead(
+                config, seed, group=self.pg_collection.tp, like=self.output_layer.weight
+            )
+
+
+class ValueHead(nn.Linear):
+    """A linear layer to one value; every TP rank holds it. Source: Megatron-Bridge's, as in VERL.
+
+    Args:
+        config: Megatron's.
+        seed: of the weights.
+        group: TP.
+        like: whose dtype and device the weight takes.
+    """
+
+    def __init__(self, config: TransformerConfig, seed: int, *, group: Any, like: Tensor) -> None:
+        super().__init__(config.hidden_size, 1, bias=False, dtype=like.dtype, device=like.device)
+        first = torch.randn(1, config.hidden_size, generator=torch.Generator().manual_seed(seed))
+        with torch.no_grad():
+            self.weight.copy_(first * config.init_method_std)
+        self._group, self._sequence_parallel = group, config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(  # type: ignore[override]
+        self, input_: Tensor, weight: None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        """(s_local, B, H) -> values (s, B, 1) float32, and no bias."""
+        values = super().forward(input_).float()
+        if self._sequence_parallel:
+            values = gather_from_sequence_parallel_region(
+                values, tensor_parallel_output_grad=False, group=self._group
+            )
+        return values, None
+
+
+def pack(ids: Tensor, valid: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
+    """Padded rows one after another.
+
+    Args:
+        ids: (B, S) on the host.
+        valid: (B, S) bool, True for tokens, which come first in their row.
+        bounds: (B + 1,) where the samples begin in the pack, and its length T.
+
+    Returns:
+        Ids (1, T), 0 at padding, and where tokens are, (1, T) bool.
+    """
+    packed = ids.new_zeros(1, int(bounds[-1]))
+    tokens = torch.zeros_like(packed, dtype=torch.bool)
+    for row, held, start in zip(ids, valid.sum(1).tolist(), bounds.tolist(), strict=False):
+        packed[0, start : start + held] = row[:held]
+        tokens[0, start : start + held] = True
+    return packed, tokens

@@ -1,0 +1,175 @@
+"""What of VERL's configuration this model takes, and what is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+from omegaconf import OmegaConf
+
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.model.transformer_config import Spec
+from mcore_qwen3vl.runtime import cpu
+
+OWN = "override_mcore_model_config"
+"""VERL's free dictionary for a model's own options."""
+
+ROUTERS = r"decoder\.layers\.\d+\.mlp\.router\."
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The options of this model, from ``megatron.override_mcore_model_config``.
+
+    Attributes:
+        spec: layer spec; default: ``te``, on the CPU ``torch``.
+        freeze, trainable: as ``--freeze`` and ``--trainable`` of training: ``vision``, ``aligner``,
+            ``language``, or patterns of parameter names.
+        recompute_vision, head_chunk: as for :class:`mcore_qwen3vl.model.qwen3vl.Qwen3VLModel`.
+    """
+
+    spec: Spec
+    freeze: tuple[str, ...] = ()
+    trainable: tuple[str, ...] = ()
+    recompute_vision: bool | None = None
+    head_chunk: int | None = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> ModelOptions:
+        """
+        Args:
+            given: also VERL's own ``moe_config.freeze_moe_router``.
+
+        Raises:
+            BadInput: a key or a spec that is not known.
+        """
+        options = plain(given)
+        moe = plain(options.pop("moe_config", None) or {})
+        frozen = _names(options.pop("freeze", ()))
+        if moe.pop("freeze_moe_router", False):
+            frozen = (*frozen, ROUTERS)
+        unknown = [
+            *(set(options) - set(cls.__dataclass_fields__)),
+            *(f"moe_config.{k}" for k in moe),
+        ]
+        if unknown:
+            raise BadInput(
+                f"megatron.{OWN} holds {', '.join(sorted(unknown))}, which this model does not "
+                f"know. Its options are {', '.join(cls.__dataclass_fields__)} and "
+                "moe_config.freeze_moe_router."
+            )
+        spec: Any = options.pop("spec", None) or ("torch" if cpu.installed() else "te")
+        if spec not in get_args(Spec):
+            raise BadInput(f"megatron.{OWN}.spec is {spec!r}; use torch or te.")
+        trainable = _names(options.pop("trainable", ()))
+        return cls(spec, freeze=frozen, trainable=trainable, **options)
+
+
+def plain(given: Any) -> dict[str, Any]:
+    """A copy of VERL's dictionary, without OmegaConf's containers."""
+    made = OmegaConf.to_container(given) if OmegaConf.is_config(given) else dict(given)
+    return {str(key): value for key, value in made.items()}
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value or ())
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An option that is not supported.
+
+    Attributes:
+        option: as VERL's configuration names it, below ``actor``, ``ref`` or ``critic``.
+        asked: whether a configuration asks for it.
+        remedy: what to do instead.
+    """
+
+    option: str
+    asked: Callable[[Configs], Any]
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Configs:
+    """What VERL gives an engine."""
+
+    model: Any
+    engine: Any
+    optimizer: Any = None
+    checkpoint: Any = field(default=None)
+
+
+def _get(config: Any, path: str) -> Any:
+    for name in path.split("."):
+        if config is None:
+            return None
+        config = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+    return config
+
+
+def _refuse(option: str, remedy: str, unless: tuple[Any, ...] = ()) -> Refusal:
+    """For the option `option`, whose first part is an attribute of :class:`Configs`."""
+
+    def asked(configs: Configs) -> bool:
+        value = _get(configs, option)
+        return bool(value) and value not in unless
+
+    names = {"engine": "megatron", "optimizer": "optim"}
+    first, _, rest = option.partition(".")
+    return Refusal(f"{names.get(first, first)}.{rest}", asked, remedy)
+
+
+_FSDP = "it is an option of other engines, which VERL's Megatron engine would ignore: drop it."
+_VALIDATED = "it was never run with this model: drop it."
+
+REFUSALS = (
+    _refuse("engine.qat.enable", "quantization-aware training needs Megatron-Bridge: drop it."),
+    _refuse("engine.use_megatron_fsdp", "use use_distributed_optimizer."),
+    _refuse("engine.dynamic_context_parallel", "VERL has it for text models only: drop it."),
+    _refuse(
+        "engine.use_dist_checkpointing",
+        "VERL cannot load model and optimizer back from it: checkpoints hold the weights as "
+        "Hugging Face has them, and load under any layout. Drop it.",
+    ),
+    _refuse("engine.vanilla_mbridge", "no mbridge is used here: drop it."),
+    Refusal(
+        "megatron.dtype",
+        lambda c: _get(c, "engine.dtype") not in ("bfloat16", "float32"),
+        "use bfloat16.",
+    ),
+    _refuse("model.mtp.enable", "Qwen3-VL has no layers for multi-token prediction: drop it."),
+    _refuse("model.lora_rank", "with Megatron the adapter's rank is model.lora.rank."),
+    _refuse("model.lora_adapter_path", "with Megatron it is model.lora.adapter_path."),
+    _refuse("model.use_liger", _FSDP),
+    _refuse("model.tiled_mlp.enabled", _FSDP),
+    _refuse("model.enable_activation_offload", _FSDP),
+    Refusal(
+        "model.override_config",
+        lambda c: set(_get(c, "model.override_config") or ()) - {"attn_implementation"},
+        "the model's shape is that of model.path alone: leave only attn_implementation.",
+    ),
+    Refusal(
+        "model.hf_config_path",
+        lambda c: _get(c, "model.hf_config_path") not in (None, _get(c, "model.path")),
+        "the config beside the weights is read: drop it.",
+    ),
+    _refuse("optimizer.optimizer", "use adam.", unless=("adam",)),
+    _refuse("checkpoint.async_save", _VALIDATED),
+    _refuse("checkpoint.mbridge_config", "no mbridge is used here: drop it."),
+)
+"""Asked of every configuration. LoRA's own are in :mod:`mcore_qwen3vl.verl.lora`."""
+
+
+def check(configs: Configs) -> None:
+    """
+    Raises:
+        BadInput: naming every option that is not supported, and what to do.
+    """
+    wrong = [refusal for refusal in REFUSALS if refusal.asked(configs)]
+    if wrong:
+        raise BadInput(
+            "VERL's configuration asks for what Qwen3-VL on Megatron does not support here. "
+            + " ".join(f"{refusal.option}: {refusal.remedy}" for refusal in wrong)
+        )

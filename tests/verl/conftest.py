@@ -1,0 +1,61 @@
+"""VERL on the CPU, and what Hugging Face expects of it.
+
+Every file here skips itself where VERL is not installed; ``make test-verl`` makes an environment
+that has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_qwen3vl.runtime.launch import run_layout
+from mcore_qwen3vl.tiny import write_tiny_checkpoint
+from tests.verl import reference, samples
+from tests.verl.platform import install
+
+if find_spec("verl"):
+    install()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint, samples for it, and what Hugging Face says of them."""
+
+    path: Path
+    samples: list[Any]
+    expected: Any
+
+
+@pytest.fixture(scope="session")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Case]:
+    """A case by kind of checkpoint and of samples, made once."""
+    made: dict[tuple[Any, ...], Case] = {}
+
+    def make(kind: str = "dense", media: str = "images") -> Case:
+        key = (kind, media)
+        if key not in made:
+            path = tmp_path_factory.mktemp(kind)
+            layout = "v5" if kind == "moe v5" else "published"
+            moe = kind.startswith("moe")
+            write_tiny_checkpoint(path, moe=moe, tie=kind == "tied", layout=layout)
+            given = samples.make(path, media)
+            made[key] = Case(path, given, reference.of(path, given))
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def on_ranks() -> Callable[..., list[Any]]:
+    """``on_ranks(world_size, function, *args)``: what each rank returns."""
+
+    def run(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        return run_layout(function, world_size, *args, timeout=240)
+
+    return run

@@ -1,0 +1,137 @@
+"""Engines as VERL's workers build them, in float32, and what is done with one."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.verl.samples import Sample, batch, mine
+
+LR = 1e-3
+
+
+def build(
+    path: Path,
+    engine: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
+    *,
+    kind: str = "language_model",
+    checkpoint: dict[str, Any] | None = None,
+    optimizer: dict[str, Any] | None = None,
+) -> Any:
+    """An initialised engine.
+
+    Args:
+        path: Hugging Face checkpoint.
+        engine: fields of ``McoreEngineConfig``.
+        model: of ``HFModelConfig``.
+        kind: VERL's model type.
+        checkpoint, optimizer: of their configs.
+    """
+    made = new(path, engine, model, kind=kind, checkpoint=checkpoint, optimizer=optimizer)
+    made.initialize()
+    return made
+
+
+def new(
+    path: Path,
+    engine: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
+    *,
+    kind: str = "language_model",
+    checkpoint: dict[str, Any] | None = None,
+    optimizer: dict[str, Any] | None = None,
+) -> Any:
+    """As :func:`build`, not initialised."""
+    from verl.workers.config import HFModelConfig, McoreCheckpointConfig
+    from verl.workers.engine import EngineRegistry
+
+    override = {"attn_implementation": "eager"}
+    model_config = HFModelConfig(
+        **{"path": str(path), "override_config": override, **(model or {})}
+    )
+    model_config.model_type = kind
+    given = {
+        "dist_ckpt_optim_fully_reshardable": True,
+        "use_fused_kernels": True,
+        "dtype": "float32",
+        **(engine or {}),
+    }
+    return EngineRegistry.new(
+        kind,
+        "megatron",
+        model_config=model_config,
+        engine_config=engine_config(**given),
+        optimizer_config=optimizer_config(**(optimizer or {})),
+        checkpoint_config=McoreCheckpointConfig(**(checkpoint or {})),
+    )
+
+
+def engine_config(*, dtype: str = "bfloat16", **given: Any) -> Any:
+    """VERL's, which knows half precision alone, with any dtype."""
+    from verl.workers.config import McoreEngineConfig
+
+    class AnyDtype(McoreEngineConfig):
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            object.__setattr__(self, "dtype", dtype)
+
+    return AnyDtype(**given)
+
+
+def optimizer_config(**given: Any) -> Any:
+    """VERL's, for a few steps of one rate."""
+    from verl.workers.config import McoreOptimizerConfig
+
+    schedule = {"lr_warmup_steps": 0, "total_training_steps": 10, "weight_decay": 0.0}
+    return McoreOptimizerConfig(**{"lr": LR, **schedule, **given})
+
+
+def infer(engine: Any, samples: list[Sample], **options: Any) -> tuple[dict[str, Any], slice]:
+    """The outputs of this rank, {} where it has none, and of which samples."""
+    data, own = mine(batch(samples, **options), engine)
+    with engine.eval_mode():
+        out = engine.infer_batch(data)
+    return (out["model_output"] if engine.is_mp_src_rank_with_outputs() else {}), own
+
+
+def error(found: Any, expected: list[Tensor], *, shifted: bool) -> float:
+    """The largest difference.
+
+    Args:
+        found: nested, one tensor a sample.
+        expected: by sample.
+        shifted: the last position says nothing.
+    """
+    pairs = zip(found.unbind(), expected, strict=True)
+    return max(float(((a[:-1] if shifted else a) - b).abs().max()) for a, b in pairs)
+
+
+def ppo_step(engine: Any, samples: list[Sample], expected: Any, **options: Any) -> dict[str, Any]:
+    """One step of VERL's own PPO loss; loss and metrics of this rank, if it has any."""
+    from verl.workers.config import ActorConfig
+    from verl.workers.utils.losses import ppo_loss
+
+    actor = ActorConfig(
+        strategy="megatron", rollout_n=1, ppo_micro_batch_size_per_gpu=2, use_dynamic_bsz=False
+    )
+    data, _ = mine(batch(samples, expected, **{"calculate_entropy": False, **options}), engine)
+    with engine.train_mode():
+        out = engine.train_batch(data, partial(ppo_loss, config=actor))
+        engine.lr_scheduler_step()
+    return out if engine.is_mp_src_rank_with_outputs() else {}
+
+
+def exported(engine: Any) -> dict[str, Tensor]:
+    """Copies of what a rollout is given."""
+    return {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    """Names of the tensors that are bitwise equal."""
+    assert list(one) == list(other)
+    return [name for name in one if torch.equal(one[name], other[name])]

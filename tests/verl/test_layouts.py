@@ -1,0 +1,206 @@
+"""VERL's engine under every layout against HF: log-probabilities, PPO step, checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("verl", reason="make test-verl makes an environment that has VERL")
+
+from tests.verl.engines import build, error, exported, infer, ppo_step, same
+
+TOLERANCE = 2e-5
+TP2, PP2, CP2 = ({f"{name}_model_parallel_size": 2} for name in ("tensor", "pipeline", "context"))
+CP2 = {"context_parallel_size": 2}
+VPP2 = PP2 | {"virtual_pipeline_model_parallel_size": 2}
+EP2 = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+
+LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "dense 1": ("dense", 1, {}),
+    "dense pp2": ("dense", 2, PP2),
+    "dense pp2xvpp2": ("dense", 2, VPP2),
+    "dense dp2": ("dense", 2, {}),
+    "dense tp2+sp": ("dense", 2, TP2),
+    "dense tp2": ("dense", 2, TP2 | {"sequence_parallel": False}),
+    "dense tp2xcp2+sp": ("dense", 4, TP2 | CP2),
+    "dense cp2": ("dense", 2, CP2),
+    "tied pp2": ("tied", 2, PP2),
+    "moe 1": ("moe", 1, {}),
+    "moe ep2xdp2": ("moe", 2, EP2),
+    "moe tp2xep2+sp": ("moe", 2, TP2 | EP2),
+    "moe pp2": ("moe", 2, PP2),
+}
+LOGITS = {"use_fused_kernels": False}
+"""VERL's own way from all logits; without it, the chunked head's."""
+
+
+def one_cell(
+    path: Path, layout: dict[str, Any], samples: Any, expected: Any, folder: Path
+) -> dict[str, Any]:
+    """Everything of one layout on one rank."""
+    engine = build(path, layout)
+    report: dict[str, Any] = {}
+    out, own = infer(engine, samples)
+    if out:
+        report["log_probs"] = error(out["log_probs"], expected.log_probs[own], shifted=True)
+        report["entropies"] = error(out["entropy"], expected.entropies[own], shifted=False)
+    before = exported(engine)
+    first = ppo_step(engine, samples, expected)
+    report["norm"] = float(first["metrics"]["grad_norm"]) if first else None
+    after = exported(engine)
+    report["unchanged"] = same(before, after)
+    report["shapes"] = {name: tuple(tensor.shape) for name, tensor in after.items()}
+    report["dtypes"] = {str(tensor.dtype) for tensor in after.values()}
+
+    engine.save_checkpoint(str(folder / "step"), global_step=1)
+    second = ppo_step(engine, samples, expected)
+    end = exported(engine)
+    engine.load_checkpoint(str(folder / "step"), del_local_after_load=False)
+    report["loaded"] = len(same(exported(engine), after)) == len(after)
+    again = ppo_step(engine, samples, expected)
+    report["repeated"] = len(same(exported(engine), end)) == len(end)
+    report["moved on"] = len(same(after, end))
+    if second:
+        report["losses"] = second["loss"], again["loss"]
+    return report
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout(name: str, case: Any, on_ranks: Any, tmp_path: Path) -> None:
+    kind, ranks, layout = LAYOUTS[name]
+    given = case(kind)
+    reports = on_ranks(ranks, one_cell, given.path, layout, given.samples, given.expected, tmp_path)
+    speaking = [report for report in reports if "log_probs" in report]
+    print(name, speaking[0]["log_probs"], speaking[0]["entropies"], speaking[0]["norm"])
+    assert len(speaking) == (ranks if name == "dense dp2" else 2 if "dp2" in name else 1)
+    for report in speaking:
+        assert report["log_probs"] < TOLERANCE
+        assert report["entropies"] < TOLERANCE
+        assert report["norm"] == pytest.approx(given.expected.grad_norm, rel=TOLERANCE)
+        assert report["losses"][0] == report["losses"][1]
+    for report in reports:
+        assert report["unchanged"] == []
+        assert report["moved on"] == 0
+        assert report["loaded"], "the checkpoint does not give back what was saved"
+        assert report["repeated"], "the step after loading is another one"
+        assert report["shapes"] == published_shapes(given.path)
+
+
+@pytest.mark.parametrize("layout", [{}, TP2], ids=["1", "tp2"])
+def test_bfloat16(layout: Any, case: Any, on_ranks: Any, tmp_path: Path) -> None:
+    """What real runs use: half precision, and an optimizer with float32 copies.
+
+    HF in bfloat16 is as far from HF in float32; wrong positions are 0.38 away.
+    """
+    given, engine = case(), {"dtype": "bfloat16", **layout}
+    ranks = 2 if layout else 1
+    reports = on_ranks(ranks, one_cell, given.path, engine, given.samples, given.expected, tmp_path)
+    (report,) = [report for report in reports if "log_probs" in report]
+    print("bf16", layout, report["log_probs"], report["norm"])
+    assert report["log_probs"] < 0.1
+    assert report["norm"] == pytest.approx(given.expected.grad_norm, rel=0.02)
+    assert report["dtypes"] == {"torch.bfloat16"}
+    assert all(r["loaded"] and r["repeated"] for r in reports)
+    assert report["moved on"] < len(report["shapes"]) / 3  # bfloat16 has few steps around one
+
+
+def weights_alone(path: Path, samples: Any, expected: Any, folder: Path) -> bool:
+    """Load the model without its optimizer, whose float32 copies must follow."""
+    contents = {"load_contents": ["model"]}
+    engine = build(path, {"dtype": "bfloat16"}, checkpoint=contents, optimizer={"lr": 0.1})
+    engine.save_checkpoint(str(folder / "start"), global_step=0)
+    start = exported(engine)
+    ppo_step(engine, samples, expected)
+    moved = len(same(exported(engine), start)) == 0
+    engine.load_checkpoint(str(folder / "start"), del_local_after_load=False)
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 0.0
+    ppo_step(engine, samples, expected)  # writes the copies into the model
+    return moved and len(same(exported(engine), start)) == len(start)
+
+
+def test_loading_weights_alone(case: Any, on_ranks: Any, tmp_path: Path) -> None:
+    given = case()
+    assert on_ranks(1, weights_alone, given.path, given.samples, given.expected, tmp_path) == [True]
+
+
+def test_experts_are_handed_on_as_published(case: Any, on_ranks: Any) -> None:
+    """Whatever the checkpoint has: vLLM reads no other layout."""
+
+    def shapes(path: Path) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(t.shape) for name, t in exported(build(path)).items()}
+
+    assert on_ranks(1, shapes, case("moe v5").path) == [published_shapes(case("moe").path)]
+
+
+def published_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """What a rollout expects: the names and shapes of the published checkpoint."""
+    from safetensors import safe_open
+
+    with safe_open(path / "model.safetensors", "pt") as file:
+        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+
+
+def log_probs_of(path: Path, layout: dict[str, Any], samples: Any, options: Any) -> Any:
+    engine = build(path, layout)
+    out, own = infer(engine, samples, **options)
+    return ([t.clone() for t in out["log_probs"].unbind()], own) if out else None
+
+
+@pytest.mark.parametrize(
+    ("engine", "options"),
+    [
+        (LOGITS, {}),
+        ({"use_remove_padding": False, **LOGITS}, {}),
+        ({"use_remove_padding": False, **LOGITS, **TP2}, {}),
+        ({}, {"use_dynamic_bsz": True, "max_token_len_per_gpu": 50}),
+        ({"pad_to_length": True, "pad_to_length_bucket": 64}, {}),
+        ({"forward_only": True}, {}),
+        (LOGITS | CP2, {}),
+    ],
+    ids=["logits", "padded", "padded tp2", "dynamic", "bucket", "forward only", "logits cp2"],
+)
+def test_ways_to_log_probs(engine: Any, options: Any, case: Any, on_ranks: Any) -> None:
+    given = case()
+    ranks = 2 if engine.keys() & {*TP2, *CP2} else 1
+    found = on_ranks(ranks, log_probs_of, given.path, engine, given.samples, options)
+    (log_probs, own), *others = [f for f in found if f is not None]
+    assert not others
+    for mine, theirs in zip(log_probs, given.expected.log_probs[own], strict=True):
+        assert float((mine[:-1] - theirs).abs().max()) < TOLERANCE
+
+
+@pytest.mark.parametrize("layout", [{}, TP2, PP2, CP2], ids=["1", "tp2", "pp2", "cp2"])
+@pytest.mark.parametrize("media", ["videos", "text"])
+def test_media(media: str, layout: Any, case: Any, on_ranks: Any) -> None:
+    if media == "text" and layout:
+        pytest.skip("one layout will do")
+    given = case("dense", media)
+    ranks = 2 if layout else 1
+    found = on_ranks(ranks, log_probs_of, given.path, layout, given.samples, {})
+    (log_probs, own), *_ = [f for f in found if f is not None]
+    for mine, theirs in zip(log_probs, given.expected.log_probs[own], strict=True):
+        assert float((mine[:-1] - theirs).abs().max()) < TOLERANCE
+
+
+def test_control_with_positions_of_text_fails(
+    case: Any, on_ranks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The comparison notices what users of other stacks hit: images counted like text."""
+    from mcore_qwen3vl.verl import model
+
+    def counted(a: Any, ids: Any, images: Any, videos: Any, valid: Any, bounds: Any) -> Any:
+        places = torch.arange(ids.shape[1])
+        places = places - torch.repeat_interleave(bounds[:-1], bounds.diff())
+        return places.expand(3, *ids.shape).contiguous(), None
+
+    monkeypatch.setattr(model, "mrope_position_ids", counted)
+    given = case()
+    ((log_probs, _),) = on_ranks(1, log_probs_of, given.path, {}, given.samples, {})
+    pairs = zip(log_probs, given.expected.log_probs, strict=True)
+    wrong = [float((mine[:-1] - theirs).abs().max()) for mine, theirs in pairs]
+    assert max(wrong[0], wrong[2]) > 0.1  # with an image
+    assert max(wrong[1], wrong[3]) < TOLERANCE  # without
