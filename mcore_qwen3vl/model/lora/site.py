@@ -65,6 +65,8 @@ class Site:
 
     def add(self, x: Tensor, output: Tensor) -> Tensor:
         """`output` of the linear, (..., rows), with the adapters' part for the input `x`."""
+        if not self.pairs[0].on:
+            return output
         down, up = zip(*(self._factors(pair, output.dtype) for pair in self.pairs), strict=True)
         a = self._down(x.to(output.dtype), down)
         matrix = self.blocks.matrix(up)
