@@ -83,9 +83,7 @@ def load_chunks(
     return chunks
 
 
-def on_all_ranks(
-    on_rank: Callable[[], Any], layout: Layout, *, on_cpu: bool, purpose: str
-) -> Any:
+def on_all_ranks(on_rank: Callable[[], Any], layout: Layout, *, on_cpu: bool, purpose: str) -> Any:
     """Call `on_rank` on torchrun's ranks if it started us, otherwise on ranks started here.
 
     Args:

@@ -80,8 +80,9 @@ class References:
         how = f"mcore-qwen3vl score REFERENCE {data} --out {scores}"
         if data.suffix != ".jsonl":
             raise BadInput(
-                f"Log-probabilities of the reference lie beside JSONL files, and {data} is none: name "
-                "JSONL files, or take the adapter switched off (--dpo-reference adapter)."
+                f"Log-probabilities of the reference lie beside JSONL files, and {data} is "
+                "none: name JSONL files, or take the adapter switched off (--dpo-reference "
+                "adapter)."
             )
         if not scores.exists():
             raise BadInput(
@@ -110,9 +111,9 @@ class References:
         """
         if [digest(chosen), digest(rejected)] != self.digests[index].tolist():
             raise BadInput(
-                f"Record {index} has other tokens than when {self.scores} was made: the processor, "
-                "the chat template or the budgets of images and videos differ. Score the data again "
-                "with those of training."
+                f"Record {index} has other tokens than when {self.scores} was made: the "
+                "processor, the chat template or the budgets of images and videos differ. Score "
+                "the data again with those of training."
             )
 
 
@@ -128,11 +129,13 @@ def _check_facts(scores: Path, data: Path, how: str) -> None:
         ) from error
     if temperature != 1:
         raise BadInput(
-            f"{scores} was made with temperature {temperature:g}: a reference needs 1. Make it again "
-            f"with `{how}`."
+            f"{scores} was made with temperature {temperature:g}: a reference needs 1. Make it "
+            f"again with `{how}`."
         )
     if made_of != file_digest(data):
-        raise BadInput(f"{scores} is of other data than {data} now holds: make it again with `{how}`.")
+        raise BadInput(
+            f"{scores} is of other data than {data} now holds: make it again with `{how}`."
+        )
 
 
 def _read(scores: Path) -> References:
@@ -144,7 +147,7 @@ def _read(scores: Path) -> References:
             entry = json.loads(line)
             if "error" in entry:
                 errors[index] = entry["error"]
-                entry = dict.fromkeys(SIDES, {"log_prob": np.nan, "digest": ""})
+                entry = {side: {"log_prob": np.nan, "digest": ""} for side in SIDES}
             sides = [_side(entry, side, index, scores) for side in SIDES]
             log_probs.append([side["log_prob"] for side in sides])
             digests.append([side["digest"] for side in sides])

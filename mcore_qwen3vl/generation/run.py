@@ -28,6 +28,7 @@ from mcore_qwen3vl.generation.sampling import Sampler, load_generation_config
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.loading import hf_folder_of, load_chunks, on_all_ranks
 
+
 @dataclass(frozen=True)
 class Request:
     """What to generate, from which checkpoint, and how it is divided.

@@ -27,11 +27,11 @@ def aggregate(
     - ``token-mean``: every token counts the same (Yu et al., "DAPO", 2025, section 3.3).
     - ``seq-mean-token-sum``: every sequence's sum.
     - ``seq-mean-token-mean``: every sequence the same (Shao et al., "DeepSeekMath", 2024, GRPO).
-    - ``seq-mean-token-sum-norm``: every sequence's sum over a length that is the same for all (Liu et
-      al., "Understanding R1-Zero-Like Training", 2025, Dr. GRPO).
+    - ``seq-mean-token-sum-norm``: every sequence's sum over a length that is the same for all
+      (Liu et al., "Understanding R1-Zero-Like Training", 2025, Dr. GRPO).
 
-    A global batch that is divided over micro-batches or ranks gives `tokens` or `sequences` of all of
-    it; the sum of what the parts return is then what the whole would.
+    A global batch that is divided over micro-batches or ranks gives `tokens` or `sequences` of all
+    of it; the sum of what the parts return is then what the whole would.
 
     Args:
         values: (B, T) float, one a token.
@@ -49,7 +49,9 @@ def aggregate(
         BadInput: `mode` is not known.
     """
     if mode not in get_args(Aggregation):
-        raise BadInput(f"loss_agg_mode is {mode!r}: it is one of {', '.join(get_args(Aggregation))}.")
+        raise BadInput(
+            f"loss_agg_mode is {mode!r}: it is one of {', '.join(get_args(Aggregation))}."
+        )
     mask = mask.bool()
     counts = mask.sum(-1)  # (B,)
     kept = values.where(mask, 0.0)  # not a product: outside there may be infinities

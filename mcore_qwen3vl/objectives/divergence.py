@@ -24,15 +24,15 @@ FARTHEST = 20.0
 def divergence(log_probs: Tensor, reference: Tensor, estimate: str = "k3") -> Tensor:
     """The estimate at each token.
 
-    As losses they differ from what they estimate: the gradient of k1 is 0 in expectation, that of k2
-    is the divergence's, that of k3 is the one of KL(p0 || p). ``k1+`` and ``k3+`` have the value
+    As losses they differ from what they estimate: the gradient of k1 is 0 in expectation, that of
+    k2 is the divergence's, that of k3 is the one of KL(p0 || p). ``k1+`` and ``k3+`` have the value
     of k1 and k3 and the gradient of k2 (verl's straight-through estimates).
 
     Args:
         log_probs: (B, T) of the policy.
         reference: (B, T) of the reference, without a gradient.
-        estimate: ``k1``, ``k2``, ``k3``; verl's ``kl``, ``mse``, ``low_var_kl``; with ``+`` after it,
-            see above.
+        estimate: ``k1``, ``k2``, ``k3``; verl's ``kl``, ``mse``, ``low_var_kl``; with ``+`` after
+            it, see above.
 
     Returns:
         (B, T), with a gradient for `log_probs`.
@@ -59,5 +59,3 @@ def divergence(log_probs: Tensor, reference: Tensor, estimate: str = "k3") -> Te
         return value
     slope = back.square() / 2
     return slope - slope.detach() + value.detach()
-
-

@@ -40,8 +40,8 @@ class Clipping:
     def __post_init__(self) -> None:
         if not (0 <= self.low < 1 and self.high >= 0):
             raise BadInput(
-                f"The ratio is clipped to [1 - {self.low:g}, 1 + {self.high:g}]: low must be from 0 to "
-                "below 1, and high not below 0."
+                f"The ratio is clipped to [1 - {self.low:g}, 1 + {self.high:g}]: low must be from "
+                "0 to below 1, and high not below 0."
             )
         if self.dual is not None and self.dual <= 1:
             raise BadInput(f"The dual clip is {self.dual:g}: it bounds ratios above 1.")
@@ -52,7 +52,9 @@ class PolicyLoss:
     """A loss, and what tells how training goes: scalars, the last three without a gradient."""
 
     loss: Tensor
-    clipped: Tensor  # share of the tokens whose ratio is clipped by low or high, and not learnt from
+    clipped: (
+        Tensor  # share of the tokens whose ratio is clipped by low or high, and not learnt from
+    )
     dual_clipped: Tensor  # share of the tokens bounded by the dual clip
     old_kl: Tensor  # mean over tokens of log old - log new
 
@@ -73,7 +75,9 @@ def ratios(log_probs: Tensor, old: Tensor, mask: Tensor, level: Level = "token")
         (B, T) with a gradient for `log_probs`; 1 outside the mask.
     """
     if level not in get_args(Level):
-        raise BadInput(f"The level of ratios is {level!r}: it is one of {', '.join(get_args(Level))}.")
+        raise BadInput(
+            f"The level of ratios is {level!r}: it is one of {', '.join(get_args(Level))}."
+        )
     change = (log_probs - old).where(mask.bool(), 0.0)
     if level == "token":
         return change.exp()
@@ -89,7 +93,7 @@ def policy_loss(
     mask: Tensor,
     *,
     level: Level = "token",
-    clipping: Clipping = Clipping(),  # noqa: B008
+    clipping: Clipping = Clipping(),
     mode: Aggregation = "token-mean",
     reference: Tensor | None = None,
     kl_coefficient: float = 0.0,
@@ -101,8 +105,8 @@ def policy_loss(
     """The clipped surrogate loss, and the divergence from a reference where one is given.
 
     max(-A r, -A clip(r, 1 - low, 1 + high)) at each token; with `reference`, plus `kl_coefficient`
-    times the estimate of the divergence (GRPO's loss, Shao et al., "DeepSeekMath", 2024, equation 3,
-    with ``seq-mean-token-mean`` and ``k3``).
+    times the estimate of the divergence (GRPO's loss, Shao et al., "DeepSeekMath", 2024, equation
+    3, with ``seq-mean-token-mean`` and ``k3``).
 
     Args:
         log_probs: (B, T) float32 of the policy, of the tokens that were sampled.

@@ -5,7 +5,8 @@ chosen)) - (log p(rejected) - log p0(rejected)), of the policy p and the referen
 
 - ``sigmoid``: -log sigmoid(beta s); smoothed, Mitchell's "A note on DPO with noisy preferences",
   2023: -(1 - e) log sigmoid(beta s) - e log sigmoid(-beta s).
-- ``hinge``: max(0, 1 - beta s). Zhao et al., "SLiC-HF", 2023, as normalised by Liu et al., "RSO", 2023.
+- ``hinge``: max(0, 1 - beta s). Zhao et al., "SLiC-HF", 2023, as Liu et al., "RSO",
+  2023, normalise it.
 - ``ipo``: (s - 1 / (2 beta))^2, over mean log-probabilities of a token. Azar et al., "A General
   Theoretical Paradigm to Understand Learning from Human Preferences", 2023; the mean is TRL's, from
   its authors.
@@ -16,52 +17,11 @@ chosen)) - (log p(rejected) - log p0(rejected)), of the policy p and the referen
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from mcore_qwen3vl.errors import BadInput
-
-Kind = Literal["sigmoid", "hinge", "ipo"]
-
-
-@dataclass(frozen=True)
-class Preference:
-    """Which loss over pairs.
-
-    Attributes:
-        kind: see the module.
-        beta: how much a deviation from the reference costs.
-        label_smoothing: share of the pairs taken to be labelled the wrong way round; ``sigmoid``.
-        rpo_alpha: weight of the chosen answer's own loss.
-
-    Raises:
-        BadInput: a value that the loss has no meaning for.
-    """
-
-    kind: Kind = "sigmoid"
-    beta: float = 0.1
-    label_smoothing: float = 0.0
-    rpo_alpha: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.kind not in get_args(Kind):
-            raise BadInput(f"dpo_loss is {self.kind!r}: it is one of {', '.join(get_args(Kind))}.")
-        if not self.beta > 0:
-            raise BadInput(f"dpo_beta is {self.beta:g}: it must be above 0.")
-        if not 0 <= self.label_smoothing < 0.5:
-            raise BadInput(
-                f"dpo_label_smoothing is {self.label_smoothing:g}: it is the share of wrong labels, "
-                "from 0 to below 0.5."
-            )
-        if self.label_smoothing and self.kind != "sigmoid":
-            raise BadInput(
-                f"dpo_label_smoothing belongs to the sigmoid loss, and dpo_loss is {self.kind}: drop "
-                "one of them."
-            )
-        if not self.rpo_alpha >= 0:
-            raise BadInput(f"rpo_alpha is {self.rpo_alpha:g}: it must not be below 0.")
+from mcore_qwen3vl.objectives.settings import Preference
 
 
 @dataclass(frozen=True)

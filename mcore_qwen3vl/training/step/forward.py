@@ -20,9 +20,7 @@ from mcore_qwen3vl.training.step.losses import Objective
 LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
 
 
-def forward(
-    batch: Batch, model: torch.nn.Module, **options: Any
-) -> tuple[Tensor, Tensor]:
+def forward(batch: Batch, model: torch.nn.Module, **options: Any) -> tuple[Tensor, Tensor]:
     """One micro-batch through one pipeline chunk, wrapped or not.
 
     Args:

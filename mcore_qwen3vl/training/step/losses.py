@@ -52,8 +52,8 @@ class Reduced(NamedTuple):
 
 
 Objective = Callable[[Batch, Tensor, Tensor], Reduced]
-"""``(batch, local, losses)``: the micro-batch, which of its positions are this rank's ((s,) int64 on
-the host), and the (B, s) float32 cross entropies there."""
+"""``(batch, local, losses)``: the micro-batch, which of its positions are this rank's ((s,) int64
+on the host), and the (B, s) float32 cross entropies there."""
 
 
 def of_tokens(loss: Loss) -> Objective:
