@@ -7,6 +7,7 @@ Nothing here knows a model, a layout or a trainer: the log-probabilities come fr
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, get_args
 
 import torch
@@ -141,11 +142,13 @@ def policy_loss(
         most = -advantages * clipping.dual
         bounded = (advantages < 0) & (losses > most)
         losses = torch.where(advantages < 0, torch.minimum(losses, most), losses)
-    options = {"tokens": tokens, "sequences": sequences, "horizon": horizon}
-    loss = aggregate(losses, mask, mode, **options)
+    total = partial(
+        aggregate, mask=mask, mode=mode, tokens=tokens, sequences=sequences, horizon=horizon
+    )
+    loss = total(losses)
     if reference is not None:
         kl = divergence(log_probs, reference.where(inside, 0.0), kl_estimate)
-        loss = loss + kl_coefficient * aggregate(kl, mask, mode, **options)
+        loss = loss + kl_coefficient * total(kl)
     with torch.no_grad():
         return PolicyLoss(
             loss,
