@@ -51,7 +51,10 @@ def check(job: Job, folder: Path, preference: Preference, limit: float = TOLERAN
     log = train(job, folder, timeout=300)
     theirs, margins = plain_curve(job, preference)
     difference = worst_difference(curve_of(log), theirs)
-    worst = max(abs(entry["rewards margin"] - m) / max(abs(m), 1) for entry, m in zip(log, margins))
+    worst = max(
+        abs(entry["rewards margin"] - m) / max(abs(m), 1)
+        for entry, m in zip(log, margins, strict=True)
+    )
     print(f"observed: {job.layout} {theirs[0].loss:.4f} to {theirs[-1].loss:.4f}, {difference}")
     assert max(difference.loss, difference.grad_norm, worst) <= limit
     for entry in log:
