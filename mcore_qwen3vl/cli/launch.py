@@ -17,7 +17,7 @@ app = typer.Typer(help="Scripts that start training on a cluster.", no_args_is_h
 
 def scripts() -> dict[str, Path]:
     """Every script by its name, those for users."""
-    kinds = ("sft", "pretrain", "lora")
+    kinds = ("sft", "pretrain", "lora", "dpo")
     found = (script for kind in kinds for script in sorted(_folder().glob(f"{kind}_*.sh")))
     return {script.stem: script for script in found}
 

@@ -158,6 +158,19 @@ def test_straight_through_estimates_have_the_gradient_of_k2() -> None:
         torch.testing.assert_close(moved.grad, log_probs - reference)
 
 
+def test_a_sequences_ratio_leaves_each_token_its_own_advantage() -> None:
+    """GSPO-token, equation 14: the gradient of token t is that of -A[t] s log p[t], unclipped."""
+    generator = torch.Generator().manual_seed(2)
+    new, old = (torch.randn(1, 5, generator=generator, dtype=torch.float64) for _ in range(2))
+    advantages = torch.tensor([[1.0, -2.0, 3.0, 0.5, -1.5]], dtype=torch.float64)
+    new.requires_grad_()
+    wide = Clipping(0.99, 99.0)
+    mask = torch.ones(1, 5)
+    policy_loss(new, old, advantages, mask, level="sequence", clipping=wide).loss.backward()
+    ratio = math.exp(sum((new - old)[0].tolist()) / 5)
+    torch.testing.assert_close(new.grad, -advantages * ratio / 5)
+
+
 def test_shares_of_clipped_tokens() -> None:
     """By hand: ratios e and 1/e, with advantages of both signs."""
     old = torch.tensor([[-1.0, -1.0, -1.0, -1.0]])

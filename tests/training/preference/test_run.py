@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.objectives.settings import Preference
 from mcore_qwen3vl.scoring.run import Request, score
@@ -33,7 +34,8 @@ def dpo_job(
     """Two layers of randomness: an adapter that is not zero, so that policy and base differ."""
     adapter = folder / "adapter"
     if not adapter.exists():
-        write_random_adapter(adapter, ADAPTERS["language"], checkpoint)
+        targets = "router" if Architecture.from_hf(checkpoint).is_moe else "language"
+        write_random_adapter(adapter, ADAPTERS[targets], checkpoint)
     packing = "--packing" in flags
     return Job(
         checkpoint,
