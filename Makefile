@@ -12,7 +12,7 @@ PYTEST := python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadsc
 # Some machines forbid Python to keep bytecode; without it each process takes twice as long to start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo train-demo test test-all test-verl test-vllm test-versions lint docs parity bench-convert gpu-check clean
+.PHONY: help demo train-demo test test-all test-trl test-verl test-vllm test-versions lint docs parity bench-convert gpu-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -28,6 +28,9 @@ test: $(ENVIRONMENT) ## the test suite, the parity matrix included (no GPU neede
 
 test-all: $(ENVIRONMENT) ## the slow tests too
 	$(RUN)$(PYTEST) $(ARGS)
+
+test-trl: $(ENVIRONMENT) ## the losses of preference pairs against TRL's, which is installed for it
+	$(UV) run --quiet --with 'trl>=1.16,<1.17' python -m pytest tests/objectives/test_trl.py $(ARGS)
 
 test-verl: .venv-verl/.synced ## the tests with VERL, in an environment of its own (.venv-verl)
 	.venv-verl/bin/python -m pytest tests/verl $(ARGS)

@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "rehearse.md"
 SIZES = ("2b", "4b", "8b", "32b", "30b_a3b", "235b_a22b")
 SCRIPTS = [f"{task}_{size}" for size in SIZES for task in ("sft", "pretrain", "lora")]
+SCRIPTS += ["dpo_8b"]
 WIDTH = 102
 
 

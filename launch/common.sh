@@ -33,6 +33,12 @@ SFT=(--train-iters 2000 --lr 1e-5 --min-lr 1e-6 --vision-lr-mult 0.2)
 # LoRA on the decoder's linear layers, which moves faster; --load-hf is needed at every start.
 LORA=(--train-iters 2000 --lr 1e-4 --min-lr 1e-5 --lora-rank 16 --lora-target language)
 
+# Preference pairs, with an adapter that can be switched off for the reference.
+DPO=(
+    --loss dpo --dpo-beta 0.1 --train-iters 500 --lr 5e-6 --min-lr 5e-7
+    --lora-rank 16 --lora-target language
+)
+
 # Continued pretraining on interleaved image-text.
 PRETRAIN=(--train-iters 50000 --lr 5e-5 --min-lr 5e-6 --vision-lr-mult 0.5)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from rich.progress import (
 from rich.table import Table
 
 STDOUT = Path("-")
+_SELDOM = 30.0  # seconds between lines that only say how far something is
 
 plain = escape
 """Text as it is: nothing in it is taken for markup."""
@@ -54,6 +56,36 @@ def byte_progress(title: str, *, quiet: bool = False) -> Iterator[ReportBytes]:
     with bar:
         task = bar.add_task(title, total=None, name="")
         yield lambda done, total, name: bar.update(task, completed=done, total=total, name=name)
+
+
+@contextmanager
+def count_progress(title: str, total: int, what: str) -> Iterator[Callable[[int], None]]:
+    """``advance(done)`` shows how many of `total` are done, on standard error.
+
+    In place on a terminal; elsewhere a line every half a minute.
+    """
+    if not messages.is_terminal:
+        said = time.monotonic()
+
+        def say(done: int) -> None:
+            nonlocal said
+            if time.monotonic() - said >= _SELDOM:
+                said = time.monotonic()
+                messages.print(f"{title}: {done:,} of {total:,} {what}", soft_wrap=True)
+
+        yield say
+        return
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:,.0f} of {task.total:,.0f} {task.fields[what]}"),
+        TimeRemainingColumn(),
+        console=messages,
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task(title, total=total, what=what)
+        yield lambda done: bar.update(task, completed=done)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from mcore_qwen3vl.cli.generate import generate
 from mcore_qwen3vl.cli.memory import memory
 from mcore_qwen3vl.cli.options import Json, Workers, require
 from mcore_qwen3vl.cli.rehearse import rehearse
+from mcore_qwen3vl.cli.score import score
 from mcore_qwen3vl.errors import BadInput, CheckFailed
 
 app = typer.Typer(
@@ -29,6 +30,7 @@ app.add_typer(verify.app, name="verify")
 app.add_typer(data.app, name="data")
 app.add_typer(launch.app, name="launch")
 app.command("generate")(generate)
+app.command("score")(score)
 app.command("memory")(memory)
 app.command(
     "rehearse", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}

@@ -16,13 +16,13 @@ from mcore_qwen3vl.cli.options import Json, layout_flags
 from mcore_qwen3vl.layout import Layout
 
 
-def _layout(**sizes: Any) -> Layout:
+def small_layout(**sizes: Any) -> Layout:
     """Replicas only as far as experts need ranks, and SP wherever there is TP, unless told."""
     tp, experts = sizes.get("tp", 1), sizes.get("ep", 1) * sizes.get("etp", 1)
     return Layout(**{"dp": -(-experts // tp), "sp": tp > 1, **sizes})
 
 
-@layout_flags(_layout, without=("vpp", "cp"))
+@layout_flags(small_layout, without=("vpp", "cp"))
 def generate(
     checkpoint: Annotated[
         Path, sources.argument("CHECKPOINT", "Megatron-Core or Hugging Face directory, or hub id.")

@@ -17,7 +17,7 @@ app = typer.Typer(help="Scripts that start training on a cluster.", no_args_is_h
 
 def scripts() -> dict[str, Path]:
     """Every script by its name, those for users, and the configurations for VERL."""
-    kinds = ("sft_*.sh", "pretrain_*.sh", "lora_*.sh", "grpo_*.yaml")
+    kinds = ("sft_*.sh", "pretrain_*.sh", "lora_*.sh", "dpo_*.sh", "grpo_*.yaml")
     found = (script for kind in kinds for script in sorted(_folder().glob(kind)))
     return {script.stem: script for script in found}
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mcore_qwen3vl.converters.offline.plan import ConversionPlan
     from mcore_qwen3vl.data.check import DataReport
     from mcore_qwen3vl.demos.convert import Demo
+    from mcore_qwen3vl.scoring.output import Tally
 
 PROBLEMS_SHOWN = 20
 MAPPING_WIDTH = 260
@@ -185,3 +186,28 @@ def data_report(report: DataReport) -> None:
         output.print(f"  {plain(flaw.sample)}: {plain(flaw.reason)}")
     if len(report.bad) > PROBLEMS_SHOWN:
         output.print(f"  and {len(report.bad) - PROBLEMS_SHOWN} more; --json lists them all")
+
+
+def scores(found: Tally, written: str) -> None:
+    """What a file of scores holds."""
+    rows = [
+        ("records", f"{found.records:,}, of which {found.scored:,} scored"),
+        ("left out", f"{found.bad:,} bad, {found.overlong:,} over-long"),
+        ("trained tokens", f"{found.tokens:,}"),
+        ("log-probability", f"{found.log_prob:,.4f}"),
+        ("perplexity", _number(found.perplexity)),
+        ("entropy of a token", _number(found.entropy)),
+        ("perplexity of chosen", _number(found.chosen_perplexity)),
+        ("perplexity of rejected", _number(found.rejected_perplexity)),
+        ("chosen is likelier", _number(found.chosen_preferred)),
+    ]
+    lines = table("", "what", ">")
+    for name, text in rows:
+        if text:
+            lines.add_row(name, text)
+    output.print(lines)
+    output.print(f"  in {plain(written)}", soft_wrap=True)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:,.4f}"

@@ -97,6 +97,10 @@ class DataConfig:
     document_end: str | None = None
     """Token text that ends a pretraining document; None is the tokenizer's pad token, which is
     <|endoftext|> in Qwen's tokenizers."""
+    pairs: bool = False
+    """The records are preference records; a pair takes two rows of a padded batch."""
+    references: bool = False
+    """With `pairs`: log-probabilities of the reference are read from beside the data."""
     media: MediaLimits = field(default_factory=MediaLimits)
 
     def __post_init__(self) -> None:
@@ -114,6 +118,11 @@ class DataConfig:
             )
         if self.packing and self.pad_to_longest:
             raise BadInput("pad_to_longest has no meaning with packing; leave one of them out.")
+        if self.pairs and self.overlong == "truncate":
+            raise BadInput(
+                "overlong is 'truncate' with preference pairs: an answer that is cut has no "
+                "log-probability. Leave over-long pairs out (drop)."
+            )
         if not 0 <= self.max_bad_fraction <= 1:
             raise BadInput(f"max_bad_fraction is {self.max_bad_fraction}; it is a share, 0 to 1.")
         if self.overlong not in ("drop", "truncate"):

@@ -5,23 +5,16 @@ Prompts are read and checked before a process starts or a weight is loaded.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.adapters.adapter import Adapter, is_adapter
+from mcore_qwen3vl.converters.adapters.adapter import Adapter
 from mcore_qwen3vl.converters.adapters.read import read_adapter
-from mcore_qwen3vl.converters.live.checkpoint import load_checkpoint
-from mcore_qwen3vl.converters.live.load import load_hf
-from mcore_qwen3vl.converters.mcore.formats import is_megatron
-from mcore_qwen3vl.converters.mcore.paths import hf_folder, require_whole_model
-from mcore_qwen3vl.converters.storage.dtypes import DTYPES
 from mcore_qwen3vl.data.loading.loader import load_processor
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.generation.generate import (
@@ -33,12 +26,7 @@ from mcore_qwen3vl.generation.generate import (
 from mcore_qwen3vl.generation.prompts import Prompts, encode_prompts
 from mcore_qwen3vl.generation.sampling import Sampler, load_generation_config
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.model.build import build_chunks
-from mcore_qwen3vl.model.lora.adapt import adapt
-from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.runtime.parallel import initialize
-
-_DAY = 86400.0  # seconds; an answer may take long, and the user can interrupt it
+from mcore_qwen3vl.loading import hf_folder_of, load_chunks, on_all_ranks
 
 
 @dataclass(frozen=True)
@@ -72,18 +60,7 @@ class Request:
         Raises:
             BadInput: the checkpoint has none.
         """
-        if is_adapter(self.checkpoint):
-            raise BadInput(
-                f"{self.checkpoint} is a LoRA adapter: `generate BASE --lora {self.checkpoint}`."
-            )
-        if is_megatron(self.checkpoint):
-            require_whole_model(self.checkpoint)
-        if self.hf is None and is_megatron(self.checkpoint):
-            return hf_folder(self.checkpoint, flag="--hf-model")
-        folder = self.hf or self.checkpoint
-        if not (folder / "config.json").is_file():
-            raise BadInput(f"{folder} has no config.json: name a checkpoint directory.")
-        return folder
+        return hf_folder_of(self.checkpoint, self.hf, "generate")
 
 
 def run(request: Request, *, on_cpu: bool = False) -> list[Generation]:
@@ -98,29 +75,10 @@ def run(request: Request, *, on_cpu: bool = False) -> list[Generation]:
             fit the model.
     """
     job = _Job.of(request)
-    if not (on_cpu or torch.cuda.device_count()):
-        raise BadInput("There is no GPU here: pass --cpu to generate on the CPU.")
-    if "RANK" in os.environ:
-        return _under_torchrun(job, on_cpu)
-    if not on_cpu and torch.cuda.device_count() < request.layout.world_size:
-        raise BadInput(
-            f"Layout {request.layout} needs {request.layout.world_size} GPUs and this machine has "
-            f"{torch.cuda.device_count()}: start it with torchrun on more machines, or divide less."
-        )
-    ranks = run_layout(
-        job.on_rank, request.layout.world_size, timeout=_DAY, device="cpu" if on_cpu else "cuda"
+    answers: list[Generation] = on_all_ranks(
+        job.on_rank, request.layout, on_cpu=on_cpu, purpose="generate"
     )
-    return ranks[0]
-
-
-def _under_torchrun(job: _Job, on_cpu: bool) -> list[Generation]:
-    if not on_cpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("gloo" if on_cpu else "nccl")
-    try:
-        return job.on_rank()
-    finally:
-        dist.destroy_process_group()
+    return answers
 
 
 @dataclass(frozen=True)
@@ -163,13 +121,14 @@ class _Job:
     def on_rank(self) -> list[Generation]:
         """Build and load this rank's part and answer; ``torch.distributed`` is initialised."""
         request, options = self.request, self.options
-        initialize(request.layout)
-        dtype = {} if request.dtype == "config" else {"params_dtype": DTYPES[request.dtype]}
-        models = build_chunks(self.architecture, request.layout, spec=request.spec, **dtype)
-        load = load_checkpoint if is_megatron(request.checkpoint) else load_hf
-        load(models, request.checkpoint)
-        if self.adapter is not None:
-            adapt(models, self.adapter)
+        models = load_chunks(
+            request.checkpoint,
+            self.architecture,
+            request.layout,
+            spec=request.spec,
+            dtype=request.dtype,
+            adapter=self.adapter,
+        )
         if dist.get_rank():
             options = {**options, "stream": None}
         return generate(models, self.processor, self.prompts, **options)

@@ -115,6 +115,7 @@ def _made_up(command: Command, model: Path, folder: Path) -> Command:
         images=images,
         image_side=side,
         token_pixels=vision.patch_size * vision.spatial_merge_size,
+        pairs=command.value("--loss") == "dpo",
     )
     return command.plus("--hf-model", folder / "model", "--data-path", file).noting(
         f"made-up data: samples of {tokens} tokens, with {images} image{'s' * (images > 1)} of "

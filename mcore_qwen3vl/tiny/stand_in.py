@@ -57,6 +57,7 @@ def write_half_images(
     images: int = 1,
     image_side: int = 16,
     token_pixels: int = 32,
+    pairs: bool = False,
 ) -> Path:
     """Write conversations of images and text, half of each by default.
 
@@ -67,6 +68,7 @@ def write_half_images(
         images: of a sample.
         image_side: tokens along the side of an image.
         token_pixels: pixels along the side of a token.
+        pairs: preference records, whose two sequences are such samples each.
 
     Returns:
         The ``.jsonl`` file for ``--data-path``.
@@ -80,11 +82,19 @@ def write_half_images(
     pixels = image_side * token_pixels
     for i in range(samples):
         Image.new("RGB", (pixels, pixels), (i % 256, 90, 160)).save(folder / f"{i}.png")
-        answer = "".join(letters.choice("abcdefghijklmnop ") for _ in range(answer_length))
+        answers = [
+            "".join(letters.choice("abcdefghijklmnop ") for _ in range(answer_length))
+            for _ in range(2 if pairs else 1)
+        ]
         question = [{"type": "image", "image": f"{i}.png"}] * images
         question.append({"type": "text", "text": "What is it?"})
-        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        lines.append(json.dumps({"messages": turns}))
+        asked = {"role": "user", "content": question}
+        record: dict[str, Any] = {"messages": [asked]}
+        if pairs:
+            record["chosen"], record["rejected"] = answers
+        else:
+            record["messages"].append({"role": "assistant", "content": answers[0]})
+        lines.append(json.dumps(record))
     file = folder / "train.jsonl"
     file.write_text("\n".join(lines) + "\n")
     return file

@@ -15,6 +15,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.training.lora.run import LoraRun
+from mcore_qwen3vl.training.preference.flags import is_preference
 
 
 @dataclass
@@ -49,8 +50,9 @@ def model_provider(
         into it and freezes what the flags say.
     """
     fields_of_all = {**fields_from_flags(args), **config_overrides}
-    if args.pad_to_longest:
-        # Stages would otherwise transfer --seq-length tokens, whatever the batch has.
+    if args.pad_to_longest or (is_preference(args) and not args.packing):
+        # Stages would otherwise transfer --seq-length tokens of --micro-batch-size rows, whatever
+        # the batch has.
         fields_of_all["variable_seq_lengths"] = True
     freezing = lora.freezing() if lora else Freezing(args.freeze, args.trainable)
 

@@ -77,14 +77,13 @@ class Run:
         from mcore_qwen3vl.training.feed.provider import DataProvider
         from mcore_qwen3vl.training.lora.run import LoraRun
         from mcore_qwen3vl.training.step.forward import ForwardStep
-        from mcore_qwen3vl.training.step.losses import find_loss
 
         self.args = args
         self.architecture = Architecture.from_hf(args.hf_model)
         self.lora = LoraRun.of(args, self.architecture)
         self.metrics = metrics.Metrics(self.architecture, peak_tflops=args.peak_tflops)
         self.data = DataProvider(args, self.architecture, self.metrics.count)
-        self.forward_step = ForwardStep(find_loss(args.loss))
+        self.forward_step = ForwardStep(_objective(args))
         self.last_report: dict[str, float] = {}
         self._validated_at: int | None = None
         self._new_validation = True
@@ -161,6 +160,8 @@ class Run:
         from mcore_qwen3vl.training.hooks import gather_items, reduce_stat, wrap
         from mcore_qwen3vl.training.lora.run import keep_trained
         from mcore_qwen3vl.training.model import model_provider
+        from mcore_qwen3vl.training.preference.flags import is_preference, reference_of
+        from mcore_qwen3vl.training.preference.reference import with_reference
         from mcore_qwen3vl.training.step import multi_tensor
 
         multi_tensor.install()
@@ -195,6 +196,12 @@ class Run:
                 # Makes torch's Adam fused and resumable.
                 "get_megatron_optimizer": self._optimizer,
             },
+        )
+        by_adapter = is_preference(self.args) and reference_of(self.args) == "adapter"
+        # Also for a run that follows another one in its process.
+        wrap(
+            training,
+            {"get_forward_backward_func": with_reference if by_adapter else _as_it_is},
         )
         pretrain(
             pretrain_cfg_container_from_args(self.args),
@@ -369,3 +376,18 @@ class Run:
         self.last_report = report
         metrics.write(report, iteration, get_tensorboard_writer(), get_wandb_writer())
         print_rank_last(metrics.line(report))
+
+
+def _objective(args: argparse.Namespace) -> Any:
+    """What the run minimises."""
+    from mcore_qwen3vl.training.preference.flags import is_preference, preference_of
+    from mcore_qwen3vl.training.preference.objective import of_pairs
+    from mcore_qwen3vl.training.step.losses import find_loss, of_tokens
+
+    if is_preference(args):
+        return of_pairs(preference_of(args))
+    return of_tokens(find_loss(args.loss))
+
+
+def _as_it_is(original: Any, *args: Any, **kwargs: Any) -> Any:
+    return original(*args, **kwargs)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.presets import ATTENTION, EXPERTS, MLP, ROUTER
 from mcore_qwen3vl.converters.live.sharded import unwrap
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.model.lora import adapter
 from mcore_qwen3vl.training.lora.run import LoraRun
 
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
@@ -109,10 +109,8 @@ def _targets(names: Sequence[str], architecture: Architecture) -> list[str]:
     return [name for given in names for name in meant.get(given, [given])]
 
 
-@contextmanager
-@torch.no_grad()
-def switched_off(models: Sequence[nn.Module]) -> Iterator[None]:
-    """The base model, inside: every B is zero, and afterwards what it was.
+def switched_off(models: Sequence[nn.Module]) -> AbstractContextManager[None]:
+    """The base model, inside.
 
     Raises:
         BadInput: there is no adapter.
@@ -120,12 +118,4 @@ def switched_off(models: Sequence[nn.Module]) -> Iterator[None]:
     chunks = unwrap(models)
     if any(chunk.adapter is None for chunk in chunks):
         raise BadInput("The reference is to be the base of an adapter: set model.lora.rank.")
-    factors = [pair.lora_B for chunk in chunks for _, pair in chunk.adapter.pairs()]
-    kept = [factor.detach().clone() for factor in factors]
-    for factor in factors:
-        factor.zero_()
-    try:
-        yield
-    finally:
-        for factor, value in zip(factors, kept, strict=True):
-            factor.copy_(value)
+    return adapter.switched_off([chunk.adapter for chunk in chunks])

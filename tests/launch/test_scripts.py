@@ -16,7 +16,9 @@ from mcore_qwen3vl.shapes import SHAPES
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 TASKS = ("sft", "pretrain", "lora")
+OTHERS = ("dpo_8b",)
 SCRIPTS = [script for task in TASKS for script in sorted(LAUNCH.glob(f"{task}_*.sh"))]
+SCRIPTS += [LAUNCH / f"{name}.sh" for name in OTHERS]
 
 
 @pytest.fixture(autouse=True)
@@ -61,8 +63,9 @@ def config_of(script: Path) -> Path:
 def test_there_is_a_script_for_every_size_and_task() -> None:
     sizes = {config.stem for config in SHAPES.glob("*.json")}
     assert len(sizes) == 6
-    assert {script.stem for script in SCRIPTS} == {
-        f"{task}_{size}" for task in TASKS for size in sizes
+    assert {script.stem for script in LAUNCH.glob("*_*.sh")} == {
+        *(f"{task}_{size}" for task in TASKS for size in sizes),
+        *OTHERS,
     }
 
 

@@ -20,7 +20,10 @@ from mcore_qwen3vl.model.inputs import PixelScale, VisualInputs, visual_inputs
 IGNORED = -100
 """Label of positions that are not trained, as in HF."""
 
-_ON_DEVICE = ("input_ids", "labels", "loss_weights", "position_ids", "padding_mask", "cu_seqlens")
+_ON_DEVICE = (
+    *("input_ids", "labels", "loss_weights", "position_ids", "padding_mask", "cu_seqlens"),
+    "references",
+)
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class Batch:
     visual: VisualInputs | None
     counts: Counts
     names: tuple[str, ...]  # of the samples: file and line
+    references: Tensor | None = None  # (pairs, 2) float32: see mcore_qwen3vl.data.encoding.pairs
     __restore_key__: tuple = ()  # energon's
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:

@@ -18,11 +18,13 @@ from mcore_qwen3vl.converters.hf.processor_files import require
 from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.data.encoding.encoder import Qwen3VLTaskEncoder
+from mcore_qwen3vl.data.encoding.pairs import PairTaskEncoder
 from mcore_qwen3vl.data.loading.index import ensure_index
 from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.data.loading.stand_in import origin
 from mcore_qwen3vl.data.loading.state import from_plain, to_plain
 from mcore_qwen3vl.data.loading.worker import start_worker
+from mcore_qwen3vl.data.scores import References
 from mcore_qwen3vl.errors import BadInput
 
 # Energon reads this many samples in a row from one place when it shuffles.
@@ -92,7 +94,7 @@ class Loader(Iterator[Batch]):
             BadInput: a data set is missing or empty, or leaves a worker of this rank without data.
         """
         self._place = {"rank": dp_rank, "world_size": dp_size, "num_workers": num_workers}
-        encoder = Qwen3VLTaskEncoder(architecture, processor, config)
+        encoder = _encoder(sources, architecture, processor, config)
         workers = WorkerConfig(
             rank=dp_rank,
             world_size=dp_size,
@@ -181,6 +183,18 @@ class Loader(Iterator[Batch]):
                 (worker.state.sample_index if worker.state else 0) + worker.offset - 1
                 for worker in restored.worker_states
             ]
+
+
+def _encoder(
+    sources: Sequence[Source], architecture: Architecture, processor: Any, config: DataConfig
+) -> Qwen3VLTaskEncoder:
+    """Of single sequences, or of pairs with the references that lie beside `sources`."""
+    if not config.pairs:
+        return Qwen3VLTaskEncoder(architecture, processor, config)
+    beside = None
+    if config.references:
+        beside = {source.path.absolute(): References.beside(source.path) for source in sources}
+    return PairTaskEncoder(architecture, processor, config, beside)
 
 
 def _indexed(path: Path) -> Path:

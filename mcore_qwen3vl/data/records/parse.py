@@ -56,6 +56,8 @@ def parse_record(record: Any, folder: MediaFolder) -> Conversation | Document:
     """
     if not isinstance(record, Mapping):
         raise BadSample(f"a record must be a JSON object, this is {type(record).__name__}.")
+    if {"chosen", "rejected"} & record.keys():
+        raise BadSample("it is a preference record: --loss dpo trains on these.")
     if "messages" in record:
         return _conversation(record, folder)
     if "texts" in record:

@@ -19,6 +19,10 @@ from mcore_qwen3vl.model.head.padding import mask_columns
 class LowRank(Protocol):
     """A product of two small matrices beside the head's own."""
 
+    @property
+    def on(self) -> bool:
+        """Whether it is added."""
+
     def add(self, x: Tensor, output: Tensor) -> Tensor:
         """`output` of the head for its input `x`, with the product added."""
 
@@ -103,7 +107,7 @@ class Head(ColumnParallelLinear):
             weight,
             targets,
             self._columns(),
-            more=[] if self.adapter is None else [self.adapter.factored(input_)],
+            more=[self.adapter.factored(input_)] if self.adapter and self.adapter.on else [],
             temperature=temperature,
             entropy=entropy,
             chunk=self.chunk,

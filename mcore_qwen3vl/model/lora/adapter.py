@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -76,6 +77,22 @@ class Adapter(nn.Module):
         return ShardedTensorFactory(
             key, tensor, build, partial(_join, place.axis), replica_id=replica
         )
+
+
+@contextmanager
+def switched_off(adapters: Sequence[Adapter]) -> Iterator[None]:
+    """Inside, the chunks of these adapters compute what they would without their factors.
+
+    What an adapter trains whole, in place of a base weight, stays as it is.
+    """
+    pairs = [pair for adapter in adapters for _, pair in adapter.pairs()]
+    for pair in pairs:
+        pair.on = False
+    try:
+        yield
+    finally:
+        for pair in pairs:
+            pair.on = True
 
 
 def _pieces(

@@ -63,8 +63,15 @@ class Site:
         output = self.add(x, output)
         return (output, *rest) if isinstance(outputs, tuple) else output
 
+    @property
+    def on(self) -> bool:
+        """Whether it acts, see :func:`mcore_qwen3vl.model.lora.adapter.switched_off`."""
+        return self.pairs[0].on
+
     def add(self, x: Tensor, output: Tensor) -> Tensor:
         """`output` of the linear, (..., rows), with the adapters' part for the input `x`."""
+        if not self.on:
+            return output
         a, matrix, scaling = self._product(x, output.dtype)
         if output.shape[-1] != self.blocks.rows:  # the linear gathered it
             part = F.linear(a, matrix) * scaling

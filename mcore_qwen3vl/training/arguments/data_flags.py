@@ -8,8 +8,11 @@ from typing import Any, get_args, get_type_hints
 
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits
 
-# Set by Megatron's own flags, or by what the layout needs.
-_FROM_MEGATRON = ("seq_length", "micro_batch_size", "length_multiple", "media")
+# Set by Megatron's own flags, by what the layout needs, or by the loss.
+_SET_ELSEWHERE = (
+    *("seq_length", "micro_batch_size", "length_multiple", "media"),
+    *("pairs", "references"),
+)
 
 _OF_CHECKPOINT = "default: the checkpoint's processor's"
 TEXTS = {
@@ -41,7 +44,7 @@ def add_data_arguments(group: argparse._ArgumentGroup) -> None:
     for owner in (DataConfig, MediaLimits):
         types = get_type_hints(owner)
         for field in fields(owner):
-            if field.name not in _FROM_MEGATRON:
+            if field.name not in _SET_ELSEWHERE:
                 _add(group, field.name, types[field.name], field.default)
 
 

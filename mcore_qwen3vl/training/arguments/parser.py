@@ -28,6 +28,11 @@ from mcore_qwen3vl.training.arguments.explicit import check_explicit, explicit_a
 from mcore_qwen3vl.training.arguments.layout import check_layout
 from mcore_qwen3vl.training.arguments.refusal import StrictParser, refuse_by
 from mcore_qwen3vl.training.lora.flags import add_lora_arguments, check_flags
+from mcore_qwen3vl.training.preference.flags import (
+    add_preference_arguments,
+    check_preference,
+    preference_defaults,
+)
 
 SPECS = ("te", "torch")
 
@@ -37,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     _add_model_arguments(parser.add_argument_group("qwen3-vl model"))
     _add_training_arguments(parser.add_argument_group("qwen3-vl training"))
     add_lora_arguments(parser.add_argument_group("qwen3-vl lora"))
+    add_preference_arguments(parser.add_argument_group("qwen3-vl preference"))
     add_data_arguments(parser.add_argument_group("qwen3-vl data"))
     return parser
 
@@ -81,7 +87,8 @@ def _add_training_arguments(group: argparse._ArgumentGroup) -> None:
         "--loss",
         default="cross_entropy",
         metavar="NAME",
-        help="a registered loss or module:function (see mcore_qwen3vl.training.step.losses)",
+        help="dpo on preference pairs, a registered loss or module:function (see "
+        "mcore_qwen3vl.training.step.losses)",
     )
     group.add_argument(
         "--recompute-vision",
@@ -208,6 +215,7 @@ class ArgumentSetup:
             **recommended_arguments(self.architecture),
             **_loop_defaults(),
             **run_defaults(self.architecture, explicit),
+            **preference_defaults(explicit),
             **(_torch_spec_defaults() if spec == "torch" else _te_spec_defaults()),
             **(_cpu_defaults() if self.cpu else {}),
             spec=[spec],
@@ -230,6 +238,7 @@ class ArgumentSetup:
             )
         check(args, self.architecture)
         check_flags(args)
+        check_preference(args)
 
 
 def _train_data_path(argv: Sequence[str]) -> list[str]:

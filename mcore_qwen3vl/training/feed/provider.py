@@ -8,7 +8,6 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 
 from mcore_qwen3vl.config import Architecture
@@ -20,7 +19,9 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.sequence import length_multiple
 from mcore_qwen3vl.training.feed import state as data_state
 from mcore_qwen3vl.training.feed.batches import SharedBatches
+from mcore_qwen3vl.training.feed.groups import host_group, reads, stages_group
 from mcore_qwen3vl.training.feed.stages import StageFeed
+from mcore_qwen3vl.training.preference.flags import is_preference, reference_of
 
 
 def data_config(args: argparse.Namespace) -> DataConfig:
@@ -40,6 +41,8 @@ def data_config(args: argparse.Namespace) -> DataConfig:
     chosen = {f.name: given[f.name] for f in fields(DataConfig) if f.name in given}
     # A packed sample is cut by CP alone; SP cuts the pack.
     chosen["length_multiple"] = length_multiple(cp) if args.packing else whole
+    chosen["pairs"] = is_preference(args)
+    chosen["references"] = chosen["pairs"] and reference_of(args) == "file"
     media = MediaLimits(**{f.name: given[f.name] for f in fields(MediaLimits)})
     return DataConfig(**chosen, media=media)
 
@@ -80,8 +83,8 @@ class DataProvider:
 
     def _build(self) -> tuple[SharedBatches, SharedBatches | None]:
         args = self._args
-        host_group = _host_group()
-        stages = _stages_group()
+        shared_host_group = host_group()
+        stages = stages_group()
         feeds = [StageFeed(stages, tag) if stages else None for tag in range(2)]
         self.train_loader = self._loader(self._sources(), "train")
         if self.train_loader and args.iteration and not args.finetune:
@@ -90,8 +93,8 @@ class DataProvider:
         valid = None
         if args.valid_data_path:
             loader = self._loader(parse_sources(args.valid_data_path), "val")
-            valid = self._share(loader, host_group, feeds[1])
-        return self._share(self.train_loader, host_group, feeds[0], self._on_batch), valid
+            valid = self._share(loader, shared_host_group, feeds[1])
+        return self._share(self.train_loader, shared_host_group, feeds[0], self._on_batch), valid
 
     def _share(
         self, loader: Loader | None, host_group: Any, feed: StageFeed | None, *on_batch: Any
@@ -125,7 +128,7 @@ class DataProvider:
 
     def _reads(self) -> bool:
         """Whether this is the first rank of a first stage."""
-        return _is_first_of_stage() and parallel_state.get_pipeline_model_parallel_rank() == 0
+        return reads()
 
     def save_state(self, directory: str, iteration: int) -> None:
         """Save where this data-parallel rank's training data stands."""
@@ -136,39 +139,3 @@ class DataProvider:
     def _sources(self) -> list[Source]:
         """Of the training data."""
         return parse_sources(self._args.train_data_path or self._args.data_path)
-
-
-def _is_first_of_stage() -> bool:
-    """Whether this rank is the first of its TP x CP group."""
-    return bool(parallel_state.get_tensor_and_context_parallel_rank() == 0)
-
-
-def _host_group() -> dist.ProcessGroup:
-    """This rank's TP x CP group, over gloo."""
-    group = parallel_state.get_tensor_and_context_parallel_group()
-    if dist.get_backend(group) == "gloo":
-        return group
-    mine = _over_gloo(dist.get_process_group_ranks(group))
-    assert mine is not None
-    return mine
-
-
-def _stages_group() -> dist.ProcessGroup | None:
-    """This rank's pipeline group over gloo if it is the first of its stage and there are several.
-
-    A group of its own even where that one is on gloo: its messages must not meet activations.
-    """
-    group = parallel_state.get_pipeline_model_parallel_group()
-    if group.size() == 1:
-        return None
-    return _over_gloo(dist.get_process_group_ranks(group) if _is_first_of_stage() else [])
-
-
-def _over_gloo(ranks: Sequence[int]) -> dist.ProcessGroup | None:
-    """A new group of these ranks; every rank of the run calls, those of none with no ranks."""
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, tuple(ranks))
-    mine, _ = dist.new_subgroups_by_enumeration(
-        [list(members) for members in sorted(set(everywhere)) if members], backend="gloo"
-    )
-    return mine

@@ -10,7 +10,8 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-LOSS = "lm loss"
+LOSSES = ("lm loss", "dpo loss")
+"""What a run may call what it minimises."""
 
 
 class RunProgress:
@@ -121,8 +122,11 @@ class RunProgress:
 
 def _parts(numbers: Mapping[str, float | None]) -> list[tuple[str, str]]:
     """Names and values for a narrow line."""
+    loss = next((numbers[name] for name in LOSSES if name in numbers), None)
     chosen = (
-        ("loss", numbers.get(LOSS), ".4f"),
+        ("loss", loss, ".4f"),
+        ("margin", numbers.get("rewards margin"), ".3g"),
+        ("accuracy", numbers.get("rewards accuracy"), ".2f"),
         ("grad norm", numbers.get("grad norm"), ".3g"),
         ("lr", numbers.get("learning rate"), ".3g"),
         ("skipped", numbers.get("skipped samples") or None, ".0f"),

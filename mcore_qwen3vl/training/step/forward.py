@@ -15,20 +15,46 @@ from torch import Tensor
 from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.model.attention import PackedSequence
 from mcore_qwen3vl.model.inputs import to_device
-from mcore_qwen3vl.training.step.losses import Loss
+from mcore_qwen3vl.training.step.losses import Objective
 
 LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
+
+
+def forward(batch: Batch, model: torch.nn.Module, **options: Any) -> tuple[Tensor, Tensor]:
+    """One micro-batch through one pipeline chunk, wrapped or not.
+
+    Args:
+        batch: its tensors on the device.
+        model: of the chunk.
+        options: passed to :class:`~mcore_qwen3vl.model.qwen3vl.Qwen3VLModel`.
+
+    Returns:
+        The chunk's output, of the last one (B, s) cross entropies unless `options` say otherwise;
+        and the (s,) int64 positions that they are of.
+    """
+    chunk = get_attr_wrapped_model(model, "local_tokens", return_model_obj=True)
+    packing = _packing(batch)
+    output = model(
+        batch.input_ids,
+        batch.position_ids,
+        ~batch.padding_mask,
+        labels=batch.labels.clamp(min=0) if chunk.post_process else None,
+        visual=batch.visual,
+        packed_seq_params=packing,
+        **options,
+    )
+    return output, chunk.local_tokens(batch.input_ids.shape[1], packing)
 
 
 class ForwardStep:
     """Megatron's ``forward_step_func`` for one run."""
 
-    def __init__(self, loss: Loss) -> None:
+    def __init__(self, objective: Objective) -> None:
         """
         Args:
-            loss: of :func:`mcore_qwen3vl.training.step.losses.find_loss`.
+            objective: what is minimised.
         """
-        self._loss = loss
+        self._objective = objective
         self._normaliser: Tensor | None = None
 
     def __call__(
@@ -40,34 +66,26 @@ class ForwardStep:
             The chunk's output, and the function that Megatron applies to it on the last stage.
         """
         batch = next(batches)
-        chunk = get_attr_wrapped_model(model, "local_tokens", return_model_obj=True)
-        packing = _packing(batch)
-        output = model(
-            batch.input_ids,
-            batch.position_ids,
-            ~batch.padding_mask,
-            labels=batch.labels.clamp(min=0) if chunk.post_process else None,
-            visual=batch.visual,
-            packed_seq_params=packing,
-        )
-        local = chunk.local_tokens(batch.input_ids.shape[1], packing)
-        return output, partial(self._reduce, local, batch.loss_weights)
+        output, local = forward(batch, model)
+        return output, partial(self._reduce, batch, local)
 
     def _reduce(
-        self, local: Tensor, weights: Tensor, losses: Tensor
+        self, batch: Batch, local: Tensor, losses: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """The loss's sum, for Megatron's schedule and for its log.
 
         The schedule would add normalisers up as int32; :meth:`normalise` divides instead.
         """
-        weights = weights.index_select(1, to_device(local, weights.device))
-        total, normaliser = self._loss(losses.float(), weights)
-        normaliser = normaliser.detach().double()
+        found = self._objective(batch, local, losses.float())
+        normaliser = found.normaliser.detach().double()
         if torch.is_grad_enabled():  # not of validation
             done = self._normaliser
             self._normaliser = normaliser if done is None else done + normaliser
-        report = torch.stack([total.detach(), normaliser.to(total.dtype)])
-        return total, torch.zeros_like(normaliser, dtype=torch.int), {"lm loss": report}
+        reports = {
+            name: torch.stack([value, normaliser.to(value.dtype)])
+            for name, value in found.sums.items()
+        }
+        return found.total, torch.zeros_like(normaliser, dtype=torch.int), reports
 
     def normalise(self, model: list[Any]) -> None:
         """Divide the summed gradients by the normaliser of the global batch; all ranks call this.

@@ -14,11 +14,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from importlib.metadata import entry_points
-from typing import cast
+from typing import NamedTuple, cast
 
 from torch import Tensor
 
+from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.model.inputs import to_device
 
 GROUP = "mcore_qwen3vl.losses"
 
@@ -33,6 +35,36 @@ Returns:
     The sum to minimise, a float32 scalar with a gradient, and what it is divided by once both are
     summed over the global batch: a scalar of any dtype, not negative, without a gradient.
 """
+
+
+class Reduced(NamedTuple):
+    """What a micro-batch comes to on this rank.
+
+    Attributes:
+        total: what is minimised, a scalar with a gradient.
+        normaliser: what `total` and `sums` are divided by, each summed over the global batch.
+        sums: numbers for the log, by name: scalars without a gradient.
+    """
+
+    total: Tensor
+    normaliser: Tensor
+    sums: dict[str, Tensor]
+
+
+Objective = Callable[[Batch, Tensor, Tensor], Reduced]
+"""``(batch, local, losses)``: the micro-batch, which of its positions are this rank's ((s,) int64
+on the host), and the (B, s) float32 cross entropies there."""
+
+
+def of_tokens(loss: Loss) -> Objective:
+    """The objective that sums a loss of single tokens."""
+
+    def objective(batch: Batch, local: Tensor, losses: Tensor) -> Reduced:
+        weights = batch.loss_weights.index_select(1, to_device(local, losses.device))
+        total, normaliser = loss(losses, weights)
+        return Reduced(total, normaliser, {"lm loss": total.detach()})
+
+    return objective
 
 
 def cross_entropy(losses: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

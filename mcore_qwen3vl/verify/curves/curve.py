@@ -17,7 +17,8 @@ class StepMetrics:
 
 def curve_of(log: list[dict[str, Any]]) -> list[StepMetrics]:
     """The curve of a run's log."""
-    return [StepMetrics(entry["lm loss"], entry["grad norm"]) for entry in log]
+    name = "dpo loss" if log and "dpo loss" in log[0] else "lm loss"
+    return [StepMetrics(entry[name], entry["grad norm"]) for entry in log]
 
 
 def numbers_of(log: list[dict[str, Any]]) -> list[float]:

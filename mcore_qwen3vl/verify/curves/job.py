@@ -14,7 +14,7 @@ from typing import Any
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.training.logs.progress import LOSS
+from mcore_qwen3vl.training.logs.progress import LOSSES
 
 LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY, CLIP = 1e-3, (0.9, 0.95), 1e-8, 0.1, 1.0
 
@@ -95,7 +95,9 @@ def train(job: Job, folder: Path, *flags: str, timeout: float = 600.0) -> list[d
     if not log.exists():  # nothing was left to do
         return []
     entries = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
-    return [entry for entry in entries if LOSS in entry]  # the others are of validations
+    return [
+        entry for entry in entries if set(LOSSES) & entry.keys()
+    ]  # the others are of validations
 
 
 def _import_for_ranks() -> None:

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+#SBATCH --nodes=1 --ntasks-per-node=1 --gpus-per-node=8 --exclusive
+# Qwen3-VL-8B, DPO with LoRA of the language model at 8k packed: one node of 8xH100-80GB.
+#
+# Layout: as for LoRA. The reference is the adapter switched off, one forward pass more: it keeps nothing
+# but the micro-batches of an iteration. Data are records with chosen and rejected; a global batch counts
+# packs of pairs.
+# Memory of a GPU, rehearsed with the torch spec: not yet.
+NODES=1
+source "${LAUNCH_DIR:-$(dirname "${BASH_SOURCE[0]}")}/common.sh"
+
+train "${DPO[@]}" \
+    --tensor-model-parallel-size 2 --sequence-parallel \
+    --global-batch-size 32 \
+    "${OPTIONAL[@]}" "$@"

@@ -1,0 +1,89 @@
+"""``mcore-qwen3vl score``: log-probabilities of the records of a data set."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from mcore_qwen3vl import console
+from mcore_qwen3vl.cli import show, sources
+from mcore_qwen3vl.cli.generate import small_layout
+from mcore_qwen3vl.cli.options import Json, layout_flags, media_flags, require
+from mcore_qwen3vl.data.config import MediaLimits
+from mcore_qwen3vl.layout import Layout
+
+
+@layout_flags(small_layout)
+@media_flags
+def score(
+    checkpoint: Annotated[
+        Path, sources.argument("CHECKPOINT", "Megatron-Core or Hugging Face directory, or hub id.")
+    ],
+    data: Annotated[Path, typer.Argument(metavar="DATA", help="JSONL, of preference records too.")],
+    layout: Layout,
+    out: Annotated[
+        Path | None, typer.Option(help="File to write; default: NAME.scores.jsonl beside DATA.")
+    ] = None,
+    entropy: Annotated[bool, typer.Option("--entropy", help="Of each trained token too.")] = False,
+    temperature: Annotated[float, typer.Option(help="Divides the logits.")] = 1.0,
+    packing: Annotated[
+        bool, typer.Option(help="Several records in a sequence; otherwise one by one.")
+    ] = True,
+    seq_length: Annotated[
+        int | None,
+        typer.Option(help="Longest record, and length of a pack; default: 8192, or the model's."),
+    ] = None,
+    packing_buffer: Annotated[
+        int, typer.Option(help="Records of a replica that are packed and written together.")
+    ] = 128,
+    max_bad_fraction: Annotated[
+        float, typer.Option(help="Stop when more than this share of the records is bad.")
+    ] = 0.05,
+    dtype: Annotated[
+        Literal["config", "bf16", "fp16", "fp32"],
+        typer.Option(help="Of weights and computation; config: what the checkpoint's says."),
+    ] = "config",
+    spec: Annotated[
+        Literal["torch", "te"], typer.Option(help="te needs Transformer Engine and a GPU.")
+    ] = "torch",
+    hf_model: Annotated[
+        Path | None, sources.option("Config and processor, if the checkpoint has none.")
+    ] = None,
+    lora: Annotated[
+        Path | None, sources.adapter_option("PEFT adapter directory or hub id to score with.")
+    ] = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Without a GPU, one process a rank.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace the output, finished or begun.")
+    ] = False,
+    json: Json = False,
+    *,
+    media: MediaLimits,
+) -> None:
+    """Write how likely the trained tokens of every record are, one line of JSON a record.
+
+    The same command goes on where it was stopped. The summary is the perplexity.
+    """
+    console.quiet_libraries()
+    if cpu:
+        from mcore_qwen3vl.runtime import cpu as backend
+
+        backend.install()  # before megatron is imported
+    from mcore_qwen3vl.data.scores import scores_of
+    from mcore_qwen3vl.scoring.run import Request
+    from mcore_qwen3vl.scoring.run import score as run
+
+    request = Request(
+        checkpoint, data, out, layout, spec, dtype, hf_model, lora, temperature, entropy, packing,
+        seq_length, media, packing_buffer, max_bad_fraction, force,
+    )  # fmt: skip
+    found = run(request, on_cpu=cpu)
+    if found is None:  # a later rank of torchrun's
+        return
+    written = str(out or scores_of(data))
+    if not console.emit_json({"out": written, **asdict(found)}, console.STDOUT if json else None):
+        show.scores(found, written)
+    require(bool(found.scored), f"No record of {data} could be scored.")

@@ -1,0 +1,162 @@
+"""Preference pairs on their way through energon: two sequences, always in one micro-batch.
+
+In a batch the sequences are chosen, rejected, chosen, rejected, and so on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.energon import Sample, edataclass, stateless
+from megatron.energon.source_info import get_source_info
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.data.config import DataConfig
+from mcore_qwen3vl.data.encoding.batch import Batch
+from mcore_qwen3vl.data.encoding.encoder import Qwen3VLTaskEncoder, plan_sample
+from mcore_qwen3vl.data.encoding.packing import best_fit
+from mcore_qwen3vl.data.encoding.planning import Plan, Planner
+from mcore_qwen3vl.data.encoding.samples import EncodedSample, RawSample
+from mcore_qwen3vl.data.loading.stand_in import origin
+from mcore_qwen3vl.data.records.bad_samples import BadSample, OverlongSample, sample_id
+from mcore_qwen3vl.data.records.preference import is_pair, parse_pair
+from mcore_qwen3vl.data.records.template import Renderer
+from mcore_qwen3vl.data.scores import References
+
+
+@edataclass
+class PlannedPair(Sample):
+    """Tokenised; media are measured but not decoded."""
+
+    chosen: Plan
+    rejected: Plan
+    reference: tuple[float, float] | None
+    name: str
+
+
+@edataclass
+class EncodedPair(Sample):
+    """Ready to be batched."""
+
+    chosen: EncodedSample
+    rejected: EncodedSample
+    reference: tuple[float, float] | None
+
+
+def plan_each(renderer: Renderer, planner: Planner, sample: RawSample) -> tuple[Plan, ...]:
+    """From a raw record to tokens: one sequence, or the two of a preference record.
+
+    Raises:
+        BadSample, OverlongSample: the record cannot be used; each sequence must fit by itself.
+    """
+    record = sample.record
+    if isinstance(record, bytes):
+        record = json.loads(record)
+    if not is_pair(record):
+        return (plan_sample(renderer, planner, sample),)
+    pair = parse_pair(record, sample.folder)
+    return tuple(planner.plan(renderer.render(side)) for side in (pair.chosen, pair.rejected))
+
+
+class PairTaskEncoder(Qwen3VLTaskEncoder):
+    """Energon's hooks for preference records.
+
+    Args:
+        architecture, processor, config: as of :class:`Qwen3VLTaskEncoder`.
+        references: by data set; None: none are wanted.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        processor: Any,
+        config: DataConfig,
+        references: Mapping[Path, References] | None,
+    ) -> None:
+        super().__init__(architecture, processor, config)
+        self._references = references
+
+    @stateless
+    def preencode_sample(self, sample: RawSample) -> Any:
+        """Tokenise and measure, and look the reference up."""
+        with self.guard.skipping(sample):
+            plans = plan_each(self.renderer, self.planner, sample)
+            if len(plans) == 1:
+                raise BadSample("it is no preference record: --loss dpo needs chosen and rejected.")
+            chosen, rejected = plans
+            self._check_length(chosen, rejected)
+            found = self._references_of(sample)
+            reference = found[0].of(found[1]) if found else None
+        if found:  # out there: it stops the run
+            found[0].check(found[1], chosen.input_ids, rejected.input_ids)
+        return PlannedPair.derive_from(
+            sample, chosen=chosen, rejected=rejected, reference=reference, name=sample_id(sample)
+        )
+
+    def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
+        """Which pairs of a full buffer share sequences."""
+        lengths = [self._padded(pair.chosen, pair.rejected) for pair in samples]
+        return [[samples[i] for i in pack] for pack in best_fit(lengths, self.config.seq_length)]
+
+    @stateless
+    def postencode_sample(self, sample: Any) -> Any:
+        """Decode the pixels: once where both sequences show the same."""
+        with self.guard.skipping(sample):
+            of_chosen = self._pixels.load(sample.chosen.media)
+            shared = _shown(sample.chosen) == _shown(sample.rejected)
+            of_rejected = of_chosen if shared else self._pixels.load(sample.rejected.media)
+        chosen, rejected = (
+            EncodedSample.derive_from(
+                sample,
+                input_ids=plan.token_tensor(),
+                loss_weights=plan.weight_tensor(),
+                pixels=pixels,
+                name=sample.name,
+            )
+            for plan, pixels in ((sample.chosen, of_chosen), (sample.rejected, of_rejected))
+        )
+        return EncodedPair.derive_from(
+            sample, chosen=chosen, rejected=rejected, reference=sample.reference
+        )
+
+    @stateless
+    def pack_selected_samples(self, samples: list[Any]) -> Batch:
+        """Packed batches."""
+        return self._of_pairs(self._batcher.pack, samples)
+
+    @stateless
+    def batch(self, samples: list[Any]) -> Batch:
+        """Padded batches: two rows a pair."""
+        return self._of_pairs(self._batcher.pad, samples)
+
+    def _of_pairs(self, assemble: Any, pairs: list[Any]) -> Batch:
+        sequences = [one for pair in pairs for one in (pair.chosen, pair.rejected)]
+        batch = self._batch(assemble, sequences)
+        if self._references is None:
+            return batch
+        return replace(batch, references=torch.tensor([pair.reference for pair in pairs]))
+
+    def _padded(self, chosen: Plan, rejected: Plan) -> int:
+        return sum(self.config.padded(len(plan.input_ids)) for plan in (chosen, rejected))
+
+    def _check_length(self, chosen: Plan, rejected: Plan) -> None:
+        """Each fits a row, which the planner has seen to; a pack has to hold both."""
+        length, limit = self._padded(chosen, rejected), self.config.seq_length
+        if self.config.packing and length > limit:
+            raise OverlongSample(f"{length} tokens in both, more than seq_length {limit}.")
+
+    def _references_of(self, sample: Any) -> tuple[References, int] | None:
+        """Where the reference of a sample is, and its number there."""
+        if self._references is None:
+            return None
+        source = get_source_info(sample)[0]
+        return self._references[origin(Path(str(source.dataset_path)))], int(source.index)
+
+
+def _shown(plan: Plan) -> list[Any]:
+    return [item.media for item in plan.media]

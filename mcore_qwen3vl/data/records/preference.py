@@ -1,0 +1,109 @@
+"""Preference records: one beginning, and of two ways to go on the one that was chosen.
+
+A record has ``chosen`` and ``rejected``, each in one of two forms:
+
+- after ``messages``, which both share: the text of the last turn, a message, or a list of messages;
+- without ``messages``: a whole conversation each. What both begin with is what they share.
+
+Images, videos and tools are those of the record, for both. Only the assistant turns of what follows
+the shared messages count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mcore_qwen3vl.data.records.bad_samples import BadSample
+from mcore_qwen3vl.data.records.media import MediaFolder
+from mcore_qwen3vl.data.records.parse import Conversation, Document, parse_record
+
+SIDES = ("chosen", "rejected")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two conversations that begin alike; their weights are 1 for the turns that count, else 0."""
+
+    chosen: Conversation
+    rejected: Conversation
+
+
+def is_pair(record: Any) -> bool:
+    """Whether a JSON record is a preference record."""
+    return isinstance(record, Mapping) and any(side in record for side in SIDES)
+
+
+def parse_pair(record: Mapping[str, Any], folder: MediaFolder) -> Pair:
+    """Read a preference record.
+
+    Args:
+        record: see the module.
+        folder: where the media are.
+
+    Raises:
+        BadSample: the record is malformed, and the message says how.
+    """
+    missing = [side for side in SIDES if side not in record]
+    if missing:
+        raise BadSample(f"a preference record needs chosen and rejected; {missing[0]} is missing.")
+    if record.get("weight") is not None:
+        raise BadSample("a preference record has no weight: every pair counts the same.")
+    shared = record.get("messages") or []
+    if not isinstance(shared, list):
+        raise BadSample("messages must be a list of messages.")
+    sides = [[*shared, *_turns(record[side], side, alone=not shared)] for side in SIDES]
+    if sides[0] == sides[1]:
+        raise BadSample("chosen and rejected are the same.")
+    common = _common(*sides)
+    chosen, rejected = (
+        _side(record, side, messages, common, folder)
+        for side, messages in zip(SIDES, sides, strict=True)
+    )
+    return Pair(chosen, rejected)
+
+
+def parse_any(record: Any, folder: MediaFolder) -> tuple[Conversation | Document, ...]:
+    """The one conversation or document of a record, or the two of a preference record.
+
+    Raises:
+        BadSample: the record is malformed, and the message says how.
+    """
+    if not is_pair(record):
+        return (parse_record(record, folder),)
+    pair = parse_pair(record, folder)
+    return pair.chosen, pair.rejected
+
+
+def _turns(value: Any, side: str, *, alone: bool) -> list[Any]:
+    """The messages that `value` stands for."""
+    if isinstance(value, list) and value:
+        return value
+    if alone or not isinstance(value, str | Mapping):
+        what = "a list of messages" if alone else "text, a message or a list of messages"
+        raise BadSample(f"{side} must be {what}.")
+    return [{"role": "assistant", "content": value} if isinstance(value, str) else value]
+
+
+def _common(chosen: list[Any], rejected: list[Any]) -> int:
+    """How many messages both begin with."""
+    pairs = zip(chosen, rejected, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
+
+
+def _side(
+    record: Mapping[str, Any], side: str, messages: list[Any], common: int, folder: MediaFolder
+) -> Conversation:
+    rest = {k: v for k, v in record.items() if k not in (*SIDES, "messages")}
+    try:
+        parsed = parse_record({**rest, "messages": messages}, folder)
+    except BadSample as error:
+        raise BadSample(f"{side}: {error}") from error
+    assert isinstance(parsed, Conversation)
+    own = parsed.weights[common:]
+    if set(own) - {0.0, 1.0}:
+        raise BadSample(f"{side}: in a preference record a message's weight is 0 or 1.")
+    if not any(own):
+        raise BadSample(f"{side} has no assistant turn of its own, so nothing would be compared.")
+    return replace(parsed, weights=[0.0] * common + own)

@@ -1,0 +1,169 @@
+"""Files of scores: what ``mcore-qwen3vl score`` writes, and training reads as its reference.
+
+``NAME.scores.jsonl`` beside ``NAME.jsonl`` has one line for each record, in order. Of a record:
+
+    {"index": 0, "log_prob": -7.1, "tokens": 3, "token_ids": [...], "token_log_probs": [...],
+     "digest": "..."}
+
+and with entropies ``entropy``, their mean, and ``token_entropies``. All of it is about the trained
+tokens, but for ``digest``, of all tokens of the sequence. Of a preference record: ``chosen`` and
+``rejected`` with one of these each. Of one that cannot be used: ``error``.
+
+``NAME.scores.json`` says what it was made of and with, and holds the summary.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from mcore_qwen3vl.data.records.bad_samples import BadSample
+from mcore_qwen3vl.data.records.preference import SIDES
+from mcore_qwen3vl.errors import BadInput
+
+_CHUNK = 1 << 22
+
+
+def scores_of(data: Path) -> Path:
+    """Where the scores of a JSONL file are unless another place is named."""
+    return data.with_name(f"{data.name.removesuffix('.jsonl')}.scores.jsonl")
+
+
+def facts_of(scores: Path) -> Path:
+    """The file that says what scores were made of."""
+    return scores.with_suffix(".json")
+
+
+def digest(input_ids: np.ndarray) -> str:
+    """Of the tokens of a sequence, (T,) int64: equal for equal tokens alone, as good as always."""
+    return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(input_ids, dtype="<i8").tobytes())
+
+
+def file_digest(path: Path) -> str:
+    """Of a file's bytes."""
+    found = xxhash.xxh3_64()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            found.update(chunk)
+    return found.hexdigest()
+
+
+@dataclass(frozen=True)
+class References:
+    """The reference's log-probabilities of the pairs of one JSONL file.
+
+    Args:
+        scores: the file they are from.
+        log_probs: (records, 2) float64: chosen, rejected; NaN where a record has none.
+        digests: (records, 2) of both sequences' tokens.
+        errors: why, by record, one has none.
+    """
+
+    scores: Path
+    log_probs: np.ndarray
+    digests: np.ndarray
+    errors: dict[int, str]
+
+    @classmethod
+    def beside(cls, data: Path) -> References:
+        """Those that lie beside a data set.
+
+        Raises:
+            BadInput: there are none, or they are of other data or of another kind.
+        """
+        scores = scores_of(data)
+        how = f"mcore-qwen3vl score REFERENCE {data} --out {scores}"
+        if data.suffix != ".jsonl":
+            raise BadInput(
+                f"Log-probabilities of the reference lie beside JSONL files, and {data} is "
+                "none: name JSONL files, or take the adapter switched off (--dpo-reference "
+                "adapter)."
+            )
+        if not scores.exists():
+            raise BadInput(
+                f"{scores} does not exist: the reference's log-probabilities of {data} are "
+                f"precomputed with `{how}`."
+            )
+        _check_facts(scores, data, how)
+        return _read(scores)
+
+    def of(self, index: int) -> tuple[float, float]:
+        """Log-probabilities of the chosen and the rejected answer of a record, counted from 0.
+
+        Raises:
+            BadSample: the reference could not be computed.
+        """
+        if index in self.errors:
+            raise BadSample(f"it has no reference in {self.scores}: {self.errors[index]}")
+        chosen, rejected = self.log_probs[index].tolist()
+        return chosen, rejected
+
+    def check(self, index: int, chosen: np.ndarray, rejected: np.ndarray) -> None:
+        """Whether the sequences, (T,) int64 each, are those that were scored.
+
+        Raises:
+            BadInput: they are not.
+        """
+        if [digest(chosen), digest(rejected)] != self.digests[index].tolist():
+            raise BadInput(
+                f"Record {index} has other tokens than when {self.scores} was made: the "
+                "processor, the chat template or the budgets of images and videos differ. Score "
+                "the data again with those of training."
+            )
+
+
+def _check_facts(scores: Path, data: Path, how: str) -> None:
+    file = facts_of(scores)
+    try:
+        facts = json.loads(file.read_text(encoding="utf-8"))
+        made_of, temperature = facts["settings"]["data"], facts["settings"]["temperature"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadInput(
+            f"{file}, which belongs to {scores}, cannot be read ({type(error).__name__}: {error}): "
+            f"make both again with `{how}`."
+        ) from error
+    if temperature != 1:
+        raise BadInput(
+            f"{scores} was made with temperature {temperature:g}: a reference needs 1. Make it "
+            f"again with `{how}`."
+        )
+    if made_of != file_digest(data):
+        raise BadInput(
+            f"{scores} is of other data than {data} now holds: make it again with `{how}`."
+        )
+
+
+def _read(scores: Path) -> References:
+    log_probs: list[list[float]] = []
+    digests: list[list[str]] = []
+    errors: dict[int, str] = {}
+    with scores.open(encoding="utf-8") as lines:
+        for index, line in enumerate(lines):
+            entry = json.loads(line)
+            if "error" in entry:
+                errors[index] = entry["error"]
+                entry = {side: {"log_prob": np.nan, "digest": ""} for side in SIDES}
+            sides = [_side(entry, side, index, scores) for side in SIDES]
+            log_probs.append([side["log_prob"] for side in sides])
+            digests.append([side["digest"] for side in sides])
+    return References(
+        scores,
+        np.array(log_probs, np.float64).reshape(-1, 2),
+        np.array(digests, "U16").reshape(-1, 2),
+        errors,
+    )
+
+
+def _side(entry: dict[str, Any], side: str, index: int, scores: Path) -> dict[str, Any]:
+    if side not in entry:
+        raise BadInput(
+            f"Line {index} of {scores} is no preference record: DPO needs data with chosen and "
+            "rejected."
+        )
+    found: dict[str, Any] = entry[side]
+    return found

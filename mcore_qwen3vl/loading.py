@@ -1,0 +1,121 @@
+"""A checkpoint of either kind on all ranks of a layout, for commands that only look at a model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.adapters.adapter import Adapter, is_adapter
+from mcore_qwen3vl.converters.live.checkpoint import load_checkpoint
+from mcore_qwen3vl.converters.live.load import load_hf
+from mcore_qwen3vl.converters.mcore.formats import is_megatron
+from mcore_qwen3vl.converters.mcore.paths import hf_folder, require_whole_model
+from mcore_qwen3vl.converters.storage.dtypes import DTYPES
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.model.build import build_chunks
+from mcore_qwen3vl.model.lora.adapt import adapt
+from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+from mcore_qwen3vl.runtime.launch import run_layout
+from mcore_qwen3vl.runtime.parallel import initialize
+
+_WEEK = 7 * 86400.0  # seconds; it may take long, and the user can interrupt it
+
+
+def hf_folder_of(checkpoint: Path, hf: Path | None, command: str) -> Path:
+    """Where config, tokenizer and processor of `checkpoint` are.
+
+    Args:
+        checkpoint: Megatron-Core or Hugging Face directory.
+        hf: directory named for them; None: the checkpoint's own.
+        command: whose argument it is.
+
+    Raises:
+        BadInput: the checkpoint has none, or is an adapter.
+    """
+    if is_adapter(checkpoint):
+        raise BadInput(f"{checkpoint} is a LoRA adapter: `{command} BASE --lora {checkpoint}`.")
+    if is_megatron(checkpoint):
+        require_whole_model(checkpoint)
+    if hf is None and is_megatron(checkpoint):
+        return hf_folder(checkpoint, flag="--hf-model")
+    folder = hf or checkpoint
+    if not (folder / "config.json").is_file():
+        raise BadInput(f"{folder} has no config.json: name a checkpoint directory.")
+    return folder
+
+
+def load_chunks(
+    checkpoint: Path,
+    architecture: Architecture,
+    layout: Layout,
+    *,
+    spec: Any = "torch",
+    dtype: str = "config",
+    adapter: Adapter | None = None,
+    **overrides: Any,
+) -> list[Qwen3VLModel]:
+    """Build and load this rank's part; a collective, once ``torch.distributed`` is initialised.
+
+    Args:
+        checkpoint: Megatron-Core or Hugging Face directory.
+        architecture: its shape.
+        layout: parallel sizes.
+        spec: layer spec.
+        dtype: a name of ``DTYPES``, or ``config``: what the checkpoint's config says.
+        adapter: to be put in.
+        overrides: further ``TransformerConfig`` fields.
+    """
+    initialize(layout)
+    if dtype != "config":
+        overrides["params_dtype"] = DTYPES[dtype]
+    chunks = build_chunks(architecture, layout, spec=spec, **overrides)
+    load = load_checkpoint if is_megatron(checkpoint) else load_hf
+    load(chunks, checkpoint)
+    if adapter is not None:
+        adapt(chunks, adapter)
+    return chunks
+
+
+def on_all_ranks(on_rank: Callable[[], Any], layout: Layout, *, on_cpu: bool, purpose: str) -> Any:
+    """Call `on_rank` on torchrun's ranks if it started us, otherwise on ranks started here.
+
+    Args:
+        on_rank: on GPUs picklable.
+        layout: says how many ranks.
+        on_cpu: without a GPU; the CPU backend must be installed.
+        purpose: a verb, for messages.
+
+    Returns:
+        What the first rank returned; under torchrun what this one did.
+
+    Raises:
+        BadInput: no GPU, or too few.
+    """
+    if not (on_cpu or torch.cuda.device_count()):
+        raise BadInput(f"There is no GPU here: pass --cpu to {purpose} on the CPU.")
+    if "RANK" in os.environ:
+        return _under_torchrun(on_rank, on_cpu)
+    if not on_cpu and torch.cuda.device_count() < layout.world_size:
+        raise BadInput(
+            f"Layout {layout} needs {layout.world_size} GPUs and this machine has "
+            f"{torch.cuda.device_count()}: start it with torchrun on more machines, or divide less."
+        )
+    device: Any = "cpu" if on_cpu else "cuda"
+    return run_layout(on_rank, layout.world_size, timeout=_WEEK, device=device)[0]
+
+
+def _under_torchrun(on_rank: Callable[[], Any], on_cpu: bool) -> Any:
+    if not on_cpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("gloo" if on_cpu else "nccl")
+    try:
+        return on_rank()
+    finally:
+        dist.destroy_process_group()

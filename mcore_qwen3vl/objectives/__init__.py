@@ -1,0 +1,1 @@
+"""Losses of preference and policy training, as pure functions of log-probabilities."""

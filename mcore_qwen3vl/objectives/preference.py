@@ -1,0 +1,72 @@
+"""Losses over pairs of a chosen and a rejected answer (DPO and its relatives).
+
+Source: Rafailov et al., "Direct Preference Optimization", 2023. With s = (log p(chosen) - log p0(
+chosen)) - (log p(rejected) - log p0(rejected)), of the policy p and the reference p0:
+
+- ``sigmoid``: -log sigmoid(beta s); smoothed, Mitchell's "A note on DPO with noisy preferences",
+  2023: -(1 - e) log sigmoid(beta s) - e log sigmoid(-beta s).
+- ``hinge``: max(0, 1 - beta s). Zhao et al., "SLiC-HF", 2023, as Liu et al., "RSO",
+  2023, normalise it.
+- ``ipo``: (s - 1 / (2 beta))^2, over mean log-probabilities of a token. Azar et al., "A General
+  Theoretical Paradigm to Understand Learning from Human Preferences", 2023; the mean is TRL's, from
+  its authors.
+- plus alpha times the chosen answer's negative log-likelihood of a token. Pang et al., "Iterative
+  Reasoning Preference Optimization", 2024.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from mcore_qwen3vl.objectives.settings import Preference
+
+
+@dataclass(frozen=True)
+class PairLosses:
+    """Of P pairs, each tensor (P,) float32; all but `losses` without a gradient."""
+
+    losses: Tensor
+    chosen_rewards: Tensor  # beta (log p - log p0)
+    rejected_rewards: Tensor
+
+    @property
+    def margins(self) -> Tensor:
+        return self.chosen_rewards - self.rejected_rewards
+
+    @property
+    def accuracies(self) -> Tensor:
+        """1 where the chosen answer's reward is the higher one."""
+        return (self.margins > 0).float()
+
+
+def pair_losses(
+    log_probs: Tensor, reference: Tensor, lengths: Tensor, preference: Preference
+) -> PairLosses:
+    """The loss of each pair.
+
+    Args:
+        log_probs: (P, 2) float32 of the policy, summed over the answer's tokens: chosen, rejected.
+        reference: (P, 2) of the reference, without a gradient.
+        lengths: (P, 2) tokens of the answers.
+        preference: which loss.
+    """
+    change = log_probs - reference
+    rewards = (preference.beta * change).detach()
+    if preference.kind == "ipo":
+        change = change / lengths
+    gap = change[:, 0] - change[:, 1]
+    if preference.kind == "sigmoid":
+        wrong = preference.label_smoothing
+        losses = -(1 - wrong) * F.logsigmoid(preference.beta * gap)
+        if wrong:
+            losses = losses - wrong * F.logsigmoid(-preference.beta * gap)
+    elif preference.kind == "hinge":
+        losses = F.relu(1 - preference.beta * gap)
+    else:
+        losses = (gap - 1 / (2 * preference.beta)).square()
+    if preference.rpo_alpha:
+        losses = losses - preference.rpo_alpha * log_probs[:, 0] / lengths[:, 0]
+    return PairLosses(losses, rewards[:, 0], rewards[:, 1])

@@ -1,0 +1,48 @@
+"""What a loss over preference pairs is told. Imports no torch: command lines are read with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from mcore_qwen3vl.errors import BadInput
+
+Kind = Literal["sigmoid", "hinge", "ipo"]
+
+
+@dataclass(frozen=True)
+class Preference:
+    """Which loss over pairs.
+
+    Attributes:
+        kind: see :mod:`mcore_qwen3vl.objectives.preference`.
+        beta: how much a deviation from the reference costs.
+        label_smoothing: share of the pairs taken to be labelled the wrong way round; ``sigmoid``.
+        rpo_alpha: weight of the chosen answer's own loss.
+
+    Raises:
+        BadInput: a value that the loss has no meaning for.
+    """
+
+    kind: Kind = "sigmoid"
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    rpo_alpha: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise BadInput(f"dpo_loss is {self.kind!r}: it is one of {', '.join(get_args(Kind))}.")
+        if not self.beta > 0:
+            raise BadInput(f"dpo_beta is {self.beta:g}: it must be above 0.")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise BadInput(
+                f"dpo_label_smoothing is {self.label_smoothing:g}: it is the share of wrong "
+                "labels, from 0 to below 0.5."
+            )
+        if self.label_smoothing and self.kind != "sigmoid":
+            raise BadInput(
+                f"dpo_label_smoothing belongs to the sigmoid loss, and dpo_loss is {self.kind}: "
+                "drop one of them."
+            )
+        if not self.rpo_alpha >= 0:
+            raise BadInput(f"rpo_alpha is {self.rpo_alpha:g}: it must not be below 0.")

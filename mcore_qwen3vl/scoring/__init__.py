@@ -1,0 +1,1 @@
+"""Log-probabilities of the records of a data set, under any layout."""

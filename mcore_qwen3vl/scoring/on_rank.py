@@ -1,0 +1,175 @@
+"""Scoring on one rank: micro-batches through Megatron's schedule, results to the first rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from mcore_qwen3vl.data.encoding.batch import Batch
+from mcore_qwen3vl.model.head.module import Head
+from mcore_qwen3vl.model.inputs import to_device
+from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+from mcore_qwen3vl.scoring.records import Records
+from mcore_qwen3vl.training.feed.batches import SharedBatches
+from mcore_qwen3vl.training.feed.groups import host_group, reads, stages_group
+from mcore_qwen3vl.training.feed.stages import StageFeed
+from mcore_qwen3vl.training.step.forward import forward
+
+
+@dataclass
+class Found:
+    """What a rank knows of a block: scores by name of a sequence, errors by record."""
+
+    scores: dict[str, dict[str, Any]]
+    errors: dict[int, str]
+    digests: dict[str, str]
+
+
+class Scorer:
+    """This rank's part of the model and of the data.
+
+    Args:
+        chunks: of this rank, loaded.
+        records: asked on ranks that read alone.
+        temperature: divides the logits.
+        entropy: find entropies too.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Qwen3VLModel],
+        records: Callable[[], Records],
+        *,
+        temperature: float,
+        entropy: bool,
+    ) -> None:
+        self._chunks = list(chunks)
+        for chunk in self._chunks:
+            chunk.eval()
+        self._processor = partial(_scores, temperature=temperature, entropy=entropy)
+        self._records = records() if reads() else None
+        self._host_group, stages = host_group(), stages_group()
+        self._feed = StageFeed(stages, 0) if stages else None
+        self._device = next(self._chunks[0].parameters()).device
+
+    @torch.no_grad()
+    def block(self, records: Sequence[int]) -> list[Found] | None:
+        """Score `records`, on all ranks; the first is given what each rank has found."""
+        rank, ranks = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+        mine = records[rank::ranks]
+        micros = [] if self._records is None else self._records.plan(mine)
+        count = self._agree(len(micros))
+        read = None if self._records is None else self._records.batches(micros, count)
+        outputs = self._forward(read, count)
+        found = Found(self._gathered(outputs), {}, {})
+        if self._records is not None:
+            found.errors, self._records.errors = self._records.errors, {}
+            found.digests, self._records.digests = self._records.digests, {}
+        everyone: list[Any] | None = [None] * dist.get_world_size() if not dist.get_rank() else None
+        dist.gather_object(found, everyone)
+        return everyone
+
+    def _agree(self, own: int) -> int:
+        """As many micro-batches on all replicas, and as VPP wants them."""
+        most = torch.tensor(own, device=self._device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        stages = mpu.get_pipeline_model_parallel_world_size() if len(self._chunks) > 1 else 1
+        return math.ceil(int(most) / stages) * stages
+
+    def _forward(
+        self, read: Iterator[Batch] | None, count: int
+    ) -> list[tuple[Batch, Tensor, Tensor]]:
+        """On the last stage: every micro-batch, the positions of its results, and these."""
+        if not count:
+            return []
+        shared = SharedBatches(
+            read,
+            device=self._device,
+            group=mpu.get_tensor_and_context_parallel_group(),
+            host_group=self._host_group,
+            feed=self._feed,
+            chunks=len(self._chunks),
+        )
+        seen: list[tuple[Batch, Tensor]] = []
+
+        def step(batches: Iterator[Batch], model: Qwen3VLModel) -> tuple[Tensor, None]:
+            batch = next(batches)
+            output, local = forward(batch, model, output_processor=self._processor)
+            if model.post_process:
+                seen.append((batch, local))
+            return output, None
+
+        outputs = get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[shared.chunk(i) for i in range(len(self._chunks))],
+            model=self._chunks,
+            num_microbatches=count,
+            seq_length=1,  # shapes are sent
+            micro_batch_size=1,
+            forward_only=True,
+        )
+        return [(*one, output) for one, output in zip(seen, outputs, strict=True)]
+
+    def _gathered(self, outputs: list[tuple[Batch, Tensor, Tensor]]) -> dict[str, dict[str, Any]]:
+        """Scores by name, on the first rank of every TP x CP group of a last stage."""
+        scores: dict[str, dict[str, Any]] = {}
+        for batch, local, output in outputs:
+            whole = output.new_zeros((len(output), *batch.input_ids.shape))
+            whole[..., to_device(local, whole.device)] = output
+            dist.all_reduce(whole, group=mpu.get_context_parallel_group())
+            if mpu.get_tensor_and_context_parallel_rank() == 0:
+                scores |= _of_batch(batch, whole.cpu())
+        return scores
+
+
+def _of_batch(batch: Batch, whole: Tensor) -> dict[str, dict[str, Any]]:
+    """Scores of each sequence of a batch, from (1 or 2, B, S) log-probabilities and entropies."""
+    weights, labels = batch.loss_weights.cpu(), batch.labels.cpu()
+    found = {}
+    for number, name in enumerate(batch.names):
+        if not name:
+            continue
+        row, place = number, slice(None)
+        if batch.cu_seqlens is not None:
+            start, end = batch.cu_seqlens[number : number + 2].tolist()
+            row, place = 0, slice(start, end)
+        trained = weights[row, place] > 0
+        values = whole[:, row, place][:, trained].double()
+        found[name] = {
+            "log_prob": float(values[0].sum()),
+            "tokens": int(trained.sum()),
+            "token_ids": labels[row, place][trained].tolist(),
+            "token_log_probs": values[0].tolist(),
+        }
+        if len(values) > 1:
+            found[name] |= {
+                "entropy": float(values[1].mean()),
+                "token_entropies": values[1].tolist(),
+            }
+    return found
+
+
+def _scores(
+    *,
+    hidden_states: Tensor,
+    output_layer: Head,
+    output_weight: Tensor | None,
+    labels: Tensor,
+    temperature: float,
+    entropy: bool,
+    **_: Any,
+) -> Tensor:
+    """(1, B, s) log-probabilities, or (2, B, s) with entropies: in place of losses."""
+    log_probs, entropies = output_layer(
+        hidden_states, output_weight, targets=labels, temperature=temperature, entropy=entropy
+    )
+    return torch.stack([log_probs] if entropies is None else [log_probs, entropies])

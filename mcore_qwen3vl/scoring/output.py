@@ -1,0 +1,168 @@
+"""The file of scores while it grows, and what it says once it is whole.
+
+Lines are appended in blocks, each of which a run computes as one: a run that was stopped goes on
+with the block that it was in, so that every line is what an unbroken run would have written.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_qwen3vl.data.records.preference import SIDES
+from mcore_qwen3vl.data.scores import facts_of
+from mcore_qwen3vl.errors import BadInput
+
+
+@dataclass
+class Tally:
+    """What a file of scores holds; perplexities and entropies are over trained tokens."""
+
+    records: int = 0
+    scored: int = 0
+    bad: int = 0
+    overlong: int = 0
+    tokens: int = 0
+    log_prob: float = 0.0
+    perplexity: float | None = None
+    entropy: float | None = None
+    pairs: int = 0
+    chosen_perplexity: float | None = None
+    rejected_perplexity: float | None = None
+    chosen_preferred: float | None = None
+    """Share of the pairs whose chosen answer has the higher log-probability."""
+
+
+class Output:
+    """``OUT`` in the making: ``OUT.partial`` and, beside it, what it is made of and with."""
+
+    def __init__(self, path: Path, settings: dict[str, Any], block: int) -> None:
+        """
+        Args:
+            path: what is to be written.
+            settings: all that decides its bytes.
+            block: records of a block.
+        """
+        self.path, self._settings, self._block = path, settings, block
+        self._partial = path.with_name(f"{path.name}.partial")
+        self._partial_facts = path.with_name(f"{path.name}.partial.json")
+
+    def check(self, *, force: bool) -> None:
+        """
+        Raises:
+            BadInput: it is there already, or begun by another command.
+        """
+        if self.path.exists() and not force:
+            raise BadInput(
+                f"{self.path} exists: pass --force to replace it, or name another --out."
+            )
+        if force or not self._partial.exists():
+            return
+        begun = json.loads(self._partial_facts.read_text(encoding="utf-8"))["settings"]
+        wanted = json.loads(json.dumps(self._settings))
+        if begun != wanted:
+            differing = sorted(k for k in {*begun, *wanted} if begun.get(k) != wanted.get(k))
+            raise BadInput(
+                f"{self._partial} was begun with other settings ({', '.join(differing)}): finish "
+                "it with the command that began it, or pass --force to begin anew."
+            )
+
+    def open(self, *, force: bool = False) -> int:
+        """Begin, or go on.
+
+        Args:
+            force: begin anew.
+
+        Returns:
+            How many blocks are there.
+        """
+        if force:
+            self._partial.unlink(missing_ok=True)
+        if not self._partial.exists():
+            self._partial_facts.write_text(json.dumps({"settings": self._settings}, indent=1))
+            self._partial.touch()
+        ends = [0]
+        with self._partial.open("rb") as lines:
+            for line in lines:
+                if line.endswith(b"\n"):
+                    ends.append(ends[-1] + len(line))
+        blocks = (len(ends) - 1) // self._block
+        os.truncate(self._partial, ends[blocks * self._block])
+        return blocks
+
+    def append(self, entries: Sequence[dict[str, Any]]) -> None:
+        """Add a block, which stays whatever happens next."""
+        with self._partial.open("a", encoding="utf-8") as file:
+            file.writelines(f"{json.dumps(entry)}\n" for entry in entries)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def tally(self) -> Tally:
+        """Of what has been written."""
+        return tally(self._partial)
+
+    def finish(self) -> Tally:
+        """Give the files their names."""
+        found = tally(self._partial)
+        facts = {"settings": self._settings, "summary": asdict(found)}
+        self._partial_facts.write_text(json.dumps(facts, indent=1) + "\n")
+        os.replace(self._partial_facts, facts_of(self.path))
+        os.replace(self._partial, self.path)
+        return found
+
+
+OVERLONG = "over-long: "
+"""How the error of a record that exceeds the sequence length begins."""
+
+
+def tally(scores: Path) -> Tally:
+    """Count and add up a file of scores."""
+    found = Tally()
+    totals = dict.fromkeys(("", *SIDES), (0, 0.0))
+    entropies = 0.0
+    preferred = 0
+    with scores.open(encoding="utf-8") as lines:
+        for line in lines:
+            entry = json.loads(line)
+            found.records += 1
+            if "error" in entry:
+                overlong = entry["error"].startswith(OVERLONG)
+                found.overlong += overlong
+                found.bad += not overlong
+                continue
+            found.scored += 1
+            is_pair = SIDES[0] in entry
+            parts = {side: entry[side] for side in SIDES} if is_pair else {"": entry}
+            for name, part in parts.items():
+                tokens, log_prob = totals[name]
+                totals[name] = tokens + part["tokens"], log_prob + part["log_prob"]
+                entropies += part["tokens"] * part.get("entropy", math.nan)
+            if is_pair:
+                found.pairs += 1
+                preferred += entry[SIDES[0]]["log_prob"] > entry[SIDES[1]]["log_prob"]
+    found.tokens = sum(tokens for tokens, _ in totals.values())
+    found.log_prob = math.fsum(log_prob for _, log_prob in totals.values())
+    found.perplexity = _perplexity(found.tokens, found.log_prob)
+    found.chosen_perplexity, found.rejected_perplexity = (
+        _perplexity(*totals[side]) for side in SIDES
+    )
+    if found.tokens and not math.isnan(entropies):
+        found.entropy = entropies / found.tokens
+    if found.pairs:
+        found.chosen_preferred = preferred / found.pairs
+    return found
+
+
+def _perplexity(tokens: int, log_prob: float) -> float | None:
+    """None where there is nothing, or it is beyond what a float holds."""
+    if not tokens:
+        return None
+    try:
+        return math.exp(-log_prob / tokens)
+    except OverflowError:
+        return None

@@ -1,0 +1,180 @@
+"""Records of a JSONL file as micro-batches: read, planned and packed block by block."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.data.config import DataConfig
+from mcore_qwen3vl.data.encoding.batch import Batch, Batcher
+from mcore_qwen3vl.data.encoding.packing import best_fit
+from mcore_qwen3vl.data.encoding.pairs import plan_each
+from mcore_qwen3vl.data.encoding.pixels import PixelLoader, Pixels
+from mcore_qwen3vl.data.encoding.planning import Plan, Planner
+from mcore_qwen3vl.data.encoding.samples import EncodedSample, RawSample
+from mcore_qwen3vl.data.records.bad_samples import BadSample, OverlongSample
+from mcore_qwen3vl.data.records.media import MediaFolder
+from mcore_qwen3vl.data.records.preference import SIDES
+from mcore_qwen3vl.data.records.template import Renderer
+from mcore_qwen3vl.data.scores import digest
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.scoring.output import OVERLONG
+
+
+def line_starts(data: Path) -> np.ndarray:
+    """(records + 1,) int64 offsets of the lines that are not blank, and of the end.
+
+    Raises:
+        BadInput: `data` is no JSONL file, or is empty.
+    """
+    if data.suffix != ".jsonl":
+        raise BadInput(f"{data} is no .jsonl file: score takes one JSON record a line.")
+    if not data.is_file():
+        raise BadInput(f"The data set {data} does not exist; check the path.")
+    starts, end = [], 0
+    with data.open("rb") as lines:
+        for line in lines:
+            if line.strip():
+                starts.append(end)
+            end += len(line)
+    if not starts:
+        raise BadInput(f"The data set {data} is empty.")
+    return np.array([*starts, end], np.int64)
+
+
+@dataclass(frozen=True)
+class Sequence_:
+    """One conversation or document of a record."""
+
+    record: int
+    side: str  # of a pair; empty otherwise
+    plan: Plan
+
+    @property
+    def name(self) -> str:
+        return f"{self.record} {self.side}"
+
+
+@dataclass(frozen=True)
+class Micro:
+    """What one micro-batch is to hold."""
+
+    sequences: tuple[Sequence_, ...]
+
+
+class Records:
+    """Reads and encodes records of one file.
+
+    Args:
+        data: JSONL file.
+        starts: of :func:`line_starts`.
+        architecture, processor: the model's.
+        config: `packing` or one sequence a row; its budgets are set on `processor`.
+        width_multiple: what the length of a batch must be a multiple of.
+    """
+
+    def __init__(
+        self,
+        data: Path,
+        starts: np.ndarray,
+        architecture: Architecture,
+        processor: Any,
+        config: DataConfig,
+        width_multiple: int,
+    ) -> None:
+        config.media.apply(processor)
+        self._data, self._starts = data, starts
+        self._architecture, self._config = architecture, config
+        self._multiple = width_multiple
+        self._renderer = Renderer(processor, config.document_end)
+        self._planner = Planner(processor, config)
+        self._pixels = PixelLoader(processor)
+        self._pad_id = processor.tokenizer.pad_token_id
+        self._folder = MediaFolder(data.parent, {})
+        self.errors: dict[int, str] = {}
+        """Why records cannot be scored, of all that were read."""
+        self.digests: dict[str, str] = {}
+        """Of the tokens of each sequence that was planned, by its name."""
+
+    def plan(self, records: Sequence[int]) -> list[Micro]:
+        """Which sequences of `records` share a micro-batch."""
+        planned = [one for record in records for one in self._plan(record)]
+        if not self._config.packing:
+            return [Micro((one,)) for one in planned]
+        lengths = [self._config.padded(len(one.plan.input_ids)) for one in planned]
+        packs = best_fit(lengths, self._config.seq_length)
+        return [Micro(tuple(planned[i] for i in pack)) for pack in packs]
+
+    def batches(self, micros: Sequence[Micro], count: int) -> Iterator[Batch]:
+        """The micro-batches with their pixels, and empty ones to make them `count`."""
+        for micro in [*micros, *[Micro(())] * (count - len(micros))]:
+            yield self._batch(micro)
+
+    def _plan(self, record: int) -> list[Sequence_]:
+        """Empty where it cannot be used."""
+        try:
+            raw = RawSample(
+                __key__=str(record), __restore_key__=(), record=self._json(record),
+                folder=self._folder,
+            )  # fmt: skip
+            plans = plan_each(self._renderer, self._planner, raw)
+        except OverlongSample as error:
+            self.errors[record] = f"{OVERLONG}{error}"
+            return []
+        except Exception as error:  # as the loader does: whatever a record raises is its flaw
+            self._note(record, error)
+            return []
+        names = SIDES if len(plans) > 1 else ("",)
+        found = [Sequence_(record, *one) for one in zip(names, plans, strict=True)]
+        self.digests |= {one.name: digest(one.plan.input_ids) for one in found}
+        return found
+
+    def _json(self, record: int) -> Any:
+        start, end = self._starts[record : record + 2].tolist()
+        with self._data.open("rb") as file:
+            file.seek(start)
+            return json.loads(file.read(end - start))
+
+    def _note(self, record: int, error: Exception) -> None:
+        kind = "" if isinstance(error, BadSample | BadInput) else f"{type(error).__name__}: "
+        self.errors[record] = f"{kind}{error}"
+
+    def _batch(self, micro: Micro) -> Batch:
+        samples = [found for one in micro.sequences if (found := self._encoded(one)) is not None]
+        samples = samples or [self._nothing()]
+        lengths = [self._config.padded(len(sample.input_ids)) for sample in samples]
+        width = -(-sum(lengths) // self._multiple) * self._multiple
+        batcher = Batcher(
+            self._architecture,
+            replace(self._config, seq_length=width),
+            self._pad_id,
+            self._pixels.scale,
+        )
+        return batcher.pack(samples) if self._config.packing else batcher.pad(samples)
+
+    def _encoded(self, one: Sequence_) -> EncodedSample | None:
+        try:
+            pixels = self._pixels.load(one.plan.media)
+        except Exception as error:
+            self._note(one.record, error)
+            return None
+        return _sample(one.name, one.plan.token_tensor(), one.plan.weight_tensor(), pixels)
+
+    def _nothing(self) -> EncodedSample:
+        """For a rank that has no record left while others have."""
+        ids = torch.full((2,), self._pad_id)
+        return _sample("", ids, torch.zeros(2), Pixels(None, None, None, None))
+
+
+def _sample(name: str, ids: torch.Tensor, weights: torch.Tensor, pixels: Pixels) -> EncodedSample:
+    return EncodedSample(
+        __key__=name, __restore_key__=(), input_ids=ids, loss_weights=weights, pixels=pixels,
+        name=name,
+    )  # fmt: skip

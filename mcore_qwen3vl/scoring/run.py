@@ -1,0 +1,268 @@
+"""Score a data set with a checkpoint of either kind under a layout, and go on where one stopped."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from mcore_qwen3vl import console
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.adapters.adapter import Adapter
+from mcore_qwen3vl.converters.adapters.read import read_adapter
+from mcore_qwen3vl.data.config import DataConfig, MediaLimits
+from mcore_qwen3vl.data.loading.loader import load_processor
+from mcore_qwen3vl.data.records.preference import SIDES
+from mcore_qwen3vl.data.scores import facts_of, file_digest, scores_of
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.loading import hf_folder_of, load_chunks, on_all_ranks
+from mcore_qwen3vl.model.sequence import length_multiple
+from mcore_qwen3vl.scoring.output import OVERLONG, Output, Tally
+from mcore_qwen3vl.scoring.records import Records, line_starts
+
+LONGEST = 8192
+"""Tokens of a record and of a pack, unless told; less where the model has fewer positions."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to score, with which checkpoint, and how it is divided.
+
+    Attributes:
+        checkpoint: Megatron-Core or Hugging Face directory.
+        data: JSONL file; see :mod:`mcore_qwen3vl.data.records.parse` and ``.preference``.
+        out: file to write; None: beside `data`, where training looks for its reference.
+        layout: parallel sizes.
+        spec: layer spec.
+        dtype: of weights and computation; ``config``: what the checkpoint's config says.
+        hf: directory with config, tokenizer and processor; None: the checkpoint's own.
+        lora: PEFT adapter directory to score with.
+        temperature: divides the logits.
+        entropy: of each trained token's distribution too.
+        packing: several sequences in one; False: one by one.
+        seq_length: longest record, and length of a pack; None: :data:`LONGEST`.
+        media: budgets of images and videos.
+        buffer: records of a replica that are packed and written together.
+        max_bad_fraction: stop when more than this share of the records is bad.
+        force: replace what is there.
+    """
+
+    checkpoint: Path
+    data: Path
+    out: Path | None = None
+    layout: Layout = field(default_factory=Layout)
+    spec: Any = "torch"
+    dtype: Literal["config", "bf16", "fp16", "fp32"] = "config"
+    hf: Path | None = None
+    lora: Path | None = None
+    temperature: float = 1.0
+    entropy: bool = False
+    packing: bool = True
+    seq_length: int | None = None
+    media: MediaLimits = field(default_factory=MediaLimits)
+    buffer: int = 128
+    max_bad_fraction: float = 0.05
+    force: bool = False
+
+
+def score(request: Request, *, on_cpu: bool = False) -> Tally | None:
+    """Write log-probabilities on all ranks of the layout.
+
+    Args:
+        request: what to score.
+        on_cpu: without a GPU; the CPU backend must be installed.
+
+    Returns:
+        What the file holds; under torchrun on the first rank alone.
+
+    Raises:
+        BadInput: the checkpoint, the data or the layout cannot be used; the output exists, or was
+            begun with other settings; too many records are bad; no GPU.
+    """
+    job = _Job.of(request)
+    first = int(os.environ.get("RANK", "0")) == 0
+    if first:
+        job.output.check(force=request.force)
+    on_all_ranks(job.on_rank, request.layout, on_cpu=on_cpu, purpose="score")
+    return job.output.finish() if first else None
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A request, checked; every rank is given the same."""
+
+    request: Request
+    architecture: Architecture
+    folder: Path
+    config: DataConfig
+    multiple: int
+    starts: np.ndarray
+    adapter: Adapter | None
+    output: Output
+    block: int
+
+    @classmethod
+    def of(cls, request: Request) -> _Job:
+        folder = hf_folder_of(request.checkpoint, request.hf, "score")
+        architecture, layout = Architecture.from_hf(folder), request.layout
+        layout.validate(architecture, training=False)
+        if not request.temperature > 0:
+            raise BadInput(f"The temperature is {request.temperature:g}: it must be above 0.")
+        if request.buffer < 1:
+            raise BadInput(f"--packing-buffer is {request.buffer}; it is at least 1.")
+        load_processor(folder)  # before a rank starts
+        starts = line_starts(request.data)
+        adapter = None if request.lora is None else read_adapter(request.lora, folder)
+        multiple = length_multiple(layout.cp, layout.tp, layout.sp)
+        config = _data_config(request, architecture, multiple)
+        block = request.buffer * layout.dp
+        out = request.out or scores_of(request.data)
+        if facts_of(out) in (out, request.data) or out == request.data:
+            raise BadInput(f"--out {out}: name a file that ends with .jsonl, and not the data.")
+        output = Output(out, _settings(request, config, block), block)
+        return cls(request, architecture, folder, config, multiple, starts, adapter, output, block)
+
+    def on_rank(self) -> None:
+        """Load this rank's part and score; ``torch.distributed`` is initialised."""
+        import torch.distributed as dist
+
+        from mcore_qwen3vl.scoring.on_rank import Scorer
+
+        request = self.request
+        chunks = load_chunks(
+            request.checkpoint,
+            self.architecture,
+            request.layout,
+            spec=request.spec,
+            dtype=request.dtype,
+            adapter=self.adapter,
+            # Stages would otherwise transfer one length, and the last pack is shorter.
+            **({"variable_seq_lengths": True} if request.layout.pp > 1 else {}),
+        )
+        scorer = Scorer(
+            chunks, self._records, temperature=request.temperature, entropy=request.entropy
+        )
+        first = dist.get_rank() == 0
+        message = [self.output.open(force=request.force) if first else 0]
+        dist.broadcast_object_list(message)
+        total = len(self.starts) - 1
+        with _progress(request.data.name, total, shown=first) as advance:
+            advance(min(message[0] * self.block, total))
+            bad = self.output.tally().bad if first else 0
+            for start in range(message[0] * self.block, total, self.block):
+                records = range(start, min(start + self.block, total))
+                found = scorer.block(records)
+                if found is not None:
+                    entries = _entries(records, found)
+                    self.output.append(entries)
+                    bad = self._report(entries, bad)
+                advance(records.stop)
+
+    def _records(self) -> Records:
+        processor = load_processor(self.folder)
+        data, starts = self.request.data, self.starts
+        return Records(data, starts, self.architecture, processor, self.config, self.multiple)
+
+    def _report(self, entries: Sequence[dict[str, Any]], bad: int) -> int:
+        """Name what could not be scored; how many are bad by now."""
+        for entry in entries:
+            if error := entry.get("error"):
+                name = f"{self.request.data}[{entry['index']}]"
+                say = console.plain(f"record {name} left out: {error}")
+                console.messages.print(f"warning: {say}", soft_wrap=True)
+                bad += not error.startswith(OVERLONG)
+        total = len(self.starts) - 1
+        if bad > self.request.max_bad_fraction * total:
+            raise BadInput(
+                f"{bad} of {total} records are bad, more than the accepted share of "
+                f"{self.request.max_bad_fraction:g}. Run `mcore-qwen3vl data check` on the data "
+                "set to list them all, or raise --max-bad-fraction."
+            )
+        return bad
+
+
+def _data_config(request: Request, architecture: Architecture, multiple: int) -> DataConfig:
+    longest = min(LONGEST, architecture.max_position_embeddings)
+    seq_length = request.seq_length or longest - longest % multiple
+    if seq_length % multiple:
+        raise BadInput(
+            f"--seq-length {seq_length} is not a multiple of {multiple}, which the layout "
+            f"{request.layout} divides it by. Round it."
+        )
+    if seq_length > architecture.max_position_embeddings:
+        raise BadInput(
+            f"--seq-length {seq_length} is more than the model's "
+            f"{architecture.max_position_embeddings} positions."
+        )
+    return DataConfig(
+        seq_length,
+        packing=request.packing,
+        # A packed sample is cut by CP alone; SP cuts the pack.
+        length_multiple=length_multiple(request.layout.cp) if request.packing else multiple,
+        media=request.media,
+    )
+
+
+def _settings(request: Request, config: DataConfig, block: int) -> dict[str, Any]:
+    """All that decides what is written."""
+    return {
+        "data": file_digest(request.data),
+        "checkpoint": _identity(request.checkpoint),
+        "lora": None if request.lora is None else _identity(request.lora),
+        "layout": str(request.layout),
+        "spec": request.spec,
+        "dtype": request.dtype,
+        "temperature": request.temperature,
+        "entropy": request.entropy,
+        "packing": config.packing,
+        "seq_length": config.seq_length,
+        "media": asdict(config.media),
+        "block": block,
+        "torch": version("torch"),
+    }
+
+
+def _identity(folder: Path) -> dict[str, Any]:
+    """A checkpoint, told from another by the sizes and times of its files."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    newest = max((path.stat().st_mtime_ns for path in files), default=0)
+    size = sum(path.stat().st_size for path in files)
+    return {"path": str(folder.absolute()), "bytes": size, "newest": newest}
+
+
+def _entries(records: Sequence[int], found: Sequence[Any]) -> list[dict[str, Any]]:
+    """The lines of a block, from what every rank has found."""
+    scores = {name: s for one in found for name, s in one.scores.items()}
+    errors = {record: error for one in found for record, error in one.errors.items()}
+    digests = {name: text for one in found for name, text in one.digests.items()}
+    return [{"index": record, **_entry(record, scores, errors, digests)} for record in records]
+
+
+def _entry(
+    record: int, scores: dict[str, Any], errors: dict[int, str], digests: dict[str, str]
+) -> dict[str, Any]:
+    if record in errors:
+        return {"error": errors[record]}
+    sides = {
+        side: {**scores[name], "digest": digests[name]}
+        for side in ("", *SIDES)
+        if (name := f"{record} {side}") in scores
+    }
+    return sides.get("") or sides
+
+
+@contextmanager
+def _progress(name: str, total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
+    """``advance(done)`` on the rank that shows it."""
+    if not shown:
+        yield lambda done: None
+        return
+    with console.count_progress(f"scoring {name}", total, "records") as advance:
+        yield advance

@@ -1,0 +1,1 @@
+"""Preference training in Megatron's loop: flags, the loss over pairs, the reference."""

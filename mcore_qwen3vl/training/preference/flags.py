@@ -1,0 +1,137 @@
+"""Flags of preference training: read, checked and refused before anything is built."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.objectives.settings import Kind, Preference
+from mcore_qwen3vl.training.lora.flags import asked as asks_for_lora
+
+LOSS = "dpo"
+"""What ``--loss`` calls it."""
+
+Reference = Literal["adapter", "file"]
+
+_DETAILS = ("dpo_beta", "dpo_label_smoothing", "dpo_loss", "rpo_alpha", "dpo_reference")
+_ROUTER_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
+
+
+def add_preference_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add the flags to `group`."""
+    default = Preference()
+    group.add_argument(
+        "--dpo-beta",
+        type=float,
+        metavar="X",
+        help=f"cost of deviating from the reference; default {default.beta}",
+    )
+    group.add_argument(
+        "--dpo-loss", choices=get_args(Kind), help=f"of a pair; default {default.kind}"
+    )
+    group.add_argument(
+        "--dpo-label-smoothing",
+        type=float,
+        metavar="X",
+        help="share of pairs that are labelled the wrong way round; default 0",
+    )
+    group.add_argument(
+        "--rpo-alpha",
+        type=float,
+        metavar="X",
+        help="weight of the chosen answer's own loss, a mean over its tokens; default 0",
+    )
+    group.add_argument(
+        "--dpo-reference",
+        choices=get_args(Reference),
+        help="adapter: the model with its LoRA switched off (the default with LoRA from scratch); "
+        "file: NAME.scores.jsonl beside each NAME.jsonl, which `mcore-qwen3vl score` writes",
+    )
+
+
+def is_preference(args: argparse.Namespace) -> bool:
+    """Whether the run trains on preference pairs."""
+    return bool(args.loss == LOSS)
+
+
+def preference_of(args: argparse.Namespace) -> Preference:
+    """
+    Raises:
+        BadInput: a value that the loss has no meaning for.
+    """
+    given = {
+        "kind": args.dpo_loss,
+        "beta": args.dpo_beta,
+        "label_smoothing": args.dpo_label_smoothing,
+        "rpo_alpha": args.rpo_alpha,
+    }
+    return Preference(**{name: value for name, value in given.items() if value is not None})
+
+
+def reference_of(args: argparse.Namespace) -> Reference:
+    """Where the reference's log-probabilities come from.
+
+    Without the flag an adapter that training begins with is part of the reference, which switching
+    it off would lose.
+    """
+    if args.dpo_reference is not None:
+        chosen: Reference = args.dpo_reference
+        return chosen
+    from_scratch = asks_for_lora(args) and not (args.lora_init or _whole(args))
+    return "adapter" if from_scratch else "file"
+
+
+def _whole(args: argparse.Namespace) -> bool:
+    """Whether the flags name weights that train whole beside the adapter."""
+    return bool(args.lora_modules_to_save)
+
+
+def preference_defaults(explicit: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron's values where the command line says nothing; see :func:`check_preference`."""
+    if explicit.get("loss") != LOSS:
+        return {}
+    return {name: 0.0 for name in _ROUTER_LOSSES if name == "moe_aux_loss_coeff"}
+
+
+def check_preference(args: argparse.Namespace) -> None:
+    """Combinations with other flags.
+
+    Raises:
+        BadInput: naming the flags and the remedy.
+    """
+    if not is_preference(args):
+        if details := [name for name in _DETAILS if getattr(args, name) is not None]:
+            flags = ", ".join("--" + name.replace("_", "-") for name in details)
+            raise BadInput(f"{flags} is set without --loss {LOSS}: add it, or drop the flag.")
+        return
+    preference_of(args)
+    if args.overlong == "truncate":
+        raise BadInput(
+            f"--overlong truncate with --loss {LOSS}: an answer that is cut has no "
+            "log-probability. Leave the flag out: pairs that are too long are then left out."
+        )
+    for name in _ROUTER_LOSSES:
+        if getattr(args, name, None):
+            raise BadInput(
+                f"--{name.replace('_', '-')} {getattr(args, name):g} with --loss {LOSS}: Megatron "
+                "adds the router's losses up over tokens, and this loss is a mean over pairs, so "
+                "they would weigh hundreds of times too much. Set it to 0."
+            )
+    if reference_of(args) == "adapter":
+        _check_adapter_reference(args)
+
+
+def _check_adapter_reference(args: argparse.Namespace) -> None:
+    if not asks_for_lora(args):
+        raise BadInput(
+            "--dpo-reference adapter needs an adapter to switch off: add --lora-rank 16, or "
+            "precompute the reference with `mcore-qwen3vl score` (--dpo-reference file)."
+        )
+    if _whole(args):
+        raise BadInput(
+            "--dpo-reference adapter with --lora-modules-to-save: what trains whole cannot be "
+            "switched off. Precompute the reference with `mcore-qwen3vl score` (--dpo-reference "
+            "file), or drop --lora-modules-to-save."
+        )

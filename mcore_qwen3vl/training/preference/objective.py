@@ -1,0 +1,83 @@
+"""The loss over the pairs of a micro-batch, on ranks that hold a part of each sequence."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
+from torch import Tensor
+
+from mcore_qwen3vl.data.encoding.batch import Batch
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.model.inputs import to_device
+from mcore_qwen3vl.objectives.preference import Preference, pair_losses
+from mcore_qwen3vl.training.step.losses import Objective, Reduced
+
+
+def of_pairs(preference: Preference) -> Objective:
+    """The objective of preference training: a mean over the pairs of the global batch.
+
+    Args:
+        preference: which loss.
+    """
+
+    def objective(batch: Batch, local: Tensor, losses: Tensor) -> Reduced:
+        if batch.references is None:
+            raise BadInput("The batch has no log-probabilities of the reference.")
+        log_probs, lengths = answer_log_probs(batch, local, losses)
+        pairs = pair_losses(log_probs, batch.references, lengths, preference)
+        found = log_probs.detach()
+        # Every CP rank has the whole numbers, and its own tokens' gradients: counted once together.
+        share = 1 / parallel_state.get_context_parallel_world_size()
+        numbers = {
+            "dpo loss": pairs.losses.detach(),
+            "rewards chosen": pairs.chosen_rewards,
+            "rewards rejected": pairs.rejected_rewards,
+            "rewards margin": pairs.margins,
+            "rewards accuracy": pairs.accuracies,
+            "log-prob chosen": found[:, 0],
+            "log-prob rejected": found[:, 1],
+        }
+        return Reduced(
+            pairs.losses.sum(),
+            torch.full([], len(found) * share, dtype=torch.float64, device=losses.device),
+            {name: values.sum() * share for name, values in numbers.items()},
+        )
+
+    return objective
+
+
+def answer_log_probs(batch: Batch, local: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
+    """Of every pair, summed over the trained tokens and over CP.
+
+    Args:
+        batch: sequences in the order chosen, rejected, chosen, rejected and so on.
+        local: (s,) int64 on the host: the positions of this rank.
+        losses: (B, s) float32 cross entropies there.
+
+    Returns:
+        (P, 2) float32 log-probabilities, with a gradient for `losses`; (P, 2) float32 numbers of
+        tokens.
+    """
+    count = batch.counts.samples
+    own = to_device(local, losses.device)
+    trained = batch.loss_weights.index_select(1, own) > 0
+    sequence = to_device(sequences_of(batch), losses.device).index_select(1, own)  # (B, s)
+    numbers = torch.arange(count, device=losses.device)[:, None, None]
+    member = (sequence == numbers) & trained  # (2P, B, s)
+    # Sums in a fixed order, unlike a scattered addition; and padding's loss may be infinite.
+    of_tokens = torch.where(member, -losses, 0.0).sum((1, 2))
+    group = parallel_state.get_context_parallel_group()
+    summed = reduce_from_tensor_model_parallel_region(of_tokens, group=group)  # gradient: as it is
+    lengths = member.sum((1, 2), dtype=torch.float32)
+    torch.distributed.all_reduce(lengths, group=group)
+    return summed.view(-1, 2), lengths.view(-1, 2)
+
+
+def sequences_of(batch: Batch) -> Tensor:
+    """(B, S) int64 on the host: which sequence of the batch each position belongs to."""
+    rows, length = batch.input_ids.shape
+    if batch.cu_seqlens is None:
+        return torch.arange(rows)[:, None].expand(rows, length).contiguous()
+    lengths = batch.cu_seqlens.diff().long()
+    return torch.repeat_interleave(torch.arange(len(lengths)), lengths)[None]

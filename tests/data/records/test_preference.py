@@ -1,0 +1,87 @@
+"""Preference records: both forms, what counts, and what is said of the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_qwen3vl.data.records.bad_samples import BadSample
+from mcore_qwen3vl.data.records.media import MediaFolder
+from mcore_qwen3vl.data.records.parse import parse_record
+from mcore_qwen3vl.data.records.preference import Pair, parse_any, parse_pair
+
+FOLDER = MediaFolder(Path("/data"), {})
+ASKED = {"role": "user", "content": "<image>Which?"}
+FIRST = {"role": "assistant", "content": "This."}
+AGAIN = {"role": "user", "content": "Sure?"}
+
+
+def said(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+def parse(**record: Any) -> Pair:
+    return parse_pair({"images": ["i.png"], **record}, FOLDER)
+
+
+def test_all_forms_of_a_record_are_one() -> None:
+    shared = [ASKED, FIRST, AGAIN]
+    forms = [
+        parse(messages=shared, chosen="Yes.", rejected="No."),
+        parse(messages=shared, chosen=said("Yes."), rejected=[said("No.")]),
+        parse(chosen=[*shared, said("Yes.")], rejected=[*shared, said("No.")]),
+    ]
+    for pair in forms:
+        assert pair == forms[0]
+        for side in (pair.chosen, pair.rejected):
+            assert side.weights == [0, 0, 0, 1]  # the earlier answer is shared
+            assert [media.name for media in side.media] == ["i.png"]
+    assert forms[0].chosen.messages[-1]["content"] == "Yes."
+    assert forms[0].rejected.messages[-1]["content"] == "No."
+
+
+def test_several_turns_of_their_own_count_unless_their_weight_is_0() -> None:
+    end = [said("One.", weight=0), AGAIN, said("Two.")]
+    pair = parse(messages=[ASKED], chosen=end, rejected="No.")
+    assert pair.chosen.weights == [0, 0, 0, 1]
+    assert pair.rejected.weights == [0, 1]
+
+
+def test_a_record_of_another_kind_is_one_conversation() -> None:
+    assert len(parse_any({"messages": [AGAIN, FIRST]}, FOLDER)) == 1
+    assert len(parse_any({"messages": [AGAIN], "chosen": "a", "rejected": "b"}, FOLDER)) == 2
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"chosen": [ASKED, FIRST]}, "rejected is missing"),
+        ({"messages": [ASKED], "chosen": "a", "rejected": "a"}, "are the same"),
+        ({"chosen": "a", "rejected": "b"}, "chosen must be a list of messages"),
+        ({"messages": [ASKED], "chosen": 3, "rejected": "b"}, "chosen must be text, a message"),
+        ({"messages": [ASKED], "chosen": "a", "rejected": ""}, "rejected: message 1, .* is empty"),
+        ({"messages": [ASKED], "chosen": "a", "rejected": "b", "weight": 2}, "has no weight"),
+        (
+            {"messages": [ASKED], "chosen": said("a", weight=0.5), "rejected": "b"},
+            "chosen: .* weight is 0 or 1",
+        ),
+        (
+            {"messages": [ASKED, FIRST], "chosen": [AGAIN], "rejected": [AGAIN, said("b")]},
+            "chosen has no assistant turn of its own",
+        ),
+        (
+            {"messages": [AGAIN], "chosen": "a", "rejected": "b"},
+            "chosen: 1 images are given",
+        ),
+    ],
+)
+def test_flaws_are_named(record: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadSample, match=message):
+        parse(**record)
+
+
+def test_training_on_single_answers_refuses_pairs() -> None:
+    with pytest.raises(BadSample, match="--loss dpo"):
+        parse_record({"messages": [AGAIN, FIRST], "chosen": "a", "rejected": "b"}, FOLDER)

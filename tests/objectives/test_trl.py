@@ -1,0 +1,109 @@
+"""The losses of pairs, with their gradients, against TRL's trainer: `make test-trl`.
+
+TRL is no dependency, not even of tests: it brings a training stack of its own. Without it this is
+skipped, and ``test_preference.py`` has the same formulae written out.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_qwen3vl.objectives.preference import pair_losses
+from mcore_qwen3vl.objectives.settings import Preference
+
+trl = pytest.importorskip("trl")
+
+PAIRS, LENGTH, TOLERANCE = 5, 17, 2e-5
+
+CASES = [
+    (Preference(beta=0.23), ["sigmoid"], [1.0]),
+    (Preference("hinge", beta=0.4), ["hinge"], [1.0]),
+    (Preference("ipo", beta=0.3), ["ipo"], [1.0]),
+    (Preference(beta=0.1, rpo_alpha=0.7), ["sigmoid", "sft"], [1.0, 0.7]),
+    (Preference("ipo", beta=0.5, rpo_alpha=1.3), ["ipo", "sft"], [1.0, 1.3]),
+]
+
+
+def trainer(beta: float, losses: list[str], weights: list[float]) -> Any:
+    """What TRL's loss reads of its trainer."""
+    accelerator = SimpleNamespace(
+        gather=lambda value: value,
+        device=torch.device("cpu"),
+        gather_for_metrics=lambda value: value,
+    )
+    return SimpleNamespace(
+        model=SimpleNamespace(training=True),
+        accelerator=accelerator,
+        aux_loss_enabled=False,
+        ld_alpha=None,
+        precompute_ref_logps=True,
+        f_divergence_type="reverse_kl",
+        beta=beta,
+        loss_types=losses,
+        loss_weights=weights,
+        use_weighting=False,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+
+
+def of_trl(log_probs: Tensor, mask: Tensor, reference: Tensor, preference: Any) -> Tensor:
+    """TRL's loss of one pair: its loss of the chosen answer is a mean over a batch's tokens.
+
+    Args:
+        log_probs: (2, S - 1) of each token: chosen, rejected.
+        mask: (2, S) of the answers.
+        reference: (2,).
+    """
+    settings, losses, weights = preference
+    outputs = SimpleNamespace(
+        log_probs=log_probs * mask[:, 1:],
+        entropy=torch.zeros_like(log_probs),
+        mean_logits=torch.zeros_like(log_probs),
+        is_top1=torch.zeros_like(log_probs, dtype=torch.bool),
+    )
+    inputs = {
+        "input_ids": torch.zeros(2, LENGTH, dtype=torch.int64),
+        "attention_mask": torch.ones(2, LENGTH, dtype=torch.int64),
+        "completion_mask": mask.long(),
+        "ref_chosen_logps": reference[:1],
+        "ref_rejected_logps": reference[1:],
+    }
+    return trl.DPOTrainer._compute_loss(
+        trainer(settings.beta, losses, weights), lambda **_: outputs, inputs, False
+    )
+
+
+@pytest.mark.parametrize("preference", CASES, ids=lambda case: str(case[0]))
+def test_losses_and_gradients_are_trls(preference: Any) -> None:
+    generator = torch.Generator().manual_seed(1)
+    tokens = -3 * torch.rand(PAIRS, 2, LENGTH - 1, generator=generator)
+    reference = tokens.sum(-1) / 2 + torch.randn(PAIRS, 2, generator=generator)
+    starts = torch.randint(2, 9, (PAIRS, 2, 1), generator=generator)
+    ends = torch.randint(10, LENGTH, (PAIRS, 2, 1), generator=generator)
+    place = torch.arange(LENGTH)
+    mask = (place >= starts) & (place < ends)  # (P, 2, S)
+
+    theirs = tokens.clone().requires_grad_()
+    right = torch.stack(
+        [of_trl(theirs[i], mask[i], reference[i], preference) for i in range(PAIRS)]
+    )
+    right.sum().backward()
+
+    ours = tokens.clone().requires_grad_()
+    trained = mask[..., 1:]
+    found = pair_losses(
+        torch.where(trained, ours, 0.0).sum(-1), reference, trained.sum(-1), preference[0]
+    )
+    found.losses.sum().backward()
+    torch.testing.assert_close(found.losses, right, rtol=TOLERANCE, atol=TOLERANCE)
+    assert theirs.grad is not None
+    assert theirs.grad.abs().max() > 0
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=TOLERANCE, atol=TOLERANCE)

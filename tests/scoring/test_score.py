@@ -1,0 +1,291 @@
+"""Scores are Hugging Face's, whatever the layout and the packing; a killed run's file is whole."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from mcore_qwen3vl.cli import main
+from mcore_qwen3vl.converters.convert import hf_to_mcore
+from mcore_qwen3vl.data.scores import References, facts_of
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.scoring.run import Request, score
+from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
+from tests.generation.cases import clip, frames, picture
+
+TOLERANCE = 2e-5
+"""Of the largest log-probability, in float32."""
+
+TURNS: dict[str, list[tuple[str, list[dict[str, str]], str]]] = {
+    "text": [("What is two plus three?", [], "It is five, as ever.")],
+    "image": [("What is this?", [{"type": "image", "image": "0.png"}], "Noise of many colours.")],
+    "multi-image": [
+        (
+            "Compare them.",
+            [{"type": "image", "image": f"{i}.png"} for i in (1, 2)],
+            "One is taller.",
+        )
+    ],
+    "video": [("What moves?", [{"type": "video", "video": "clip.mp4"}], "Stripes, to the left.")],
+    "turns": [
+        ("And this?", [{"type": "image", "image": "2.png"}], "A picture."),
+        ("Sure?", [], "Yes, quite sure of it."),
+    ],
+}
+
+
+def messages_of(kind: str) -> list[dict[str, Any]]:
+    messages = []
+    for question, media, answer in TURNS[kind]:
+        content = [*media, {"type": "text", "text": question}]
+        messages += [{"role": "user", "content": content}]
+        messages += [{"role": "assistant", "content": [{"type": "text", "text": answer}]}]
+    return messages
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("score")
+    for number, size in enumerate([(40, 64), (72, 24), (24, 40)]):
+        picture(number, *size).save(path / f"{number}.png")
+    (path / "clip.mp4").write_bytes(clip().read_bytes())
+    records = [{"messages": messages_of(kind)} for kind in TURNS]
+    (path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@cache
+def hugging_face(checkpoint: Path, folder: Path, temperature: float = 1.0) -> list[Any]:
+    """(log-probabilities, entropies, token ids) of each record's trained tokens, one at a time."""
+    processor = transformers.AutoProcessor.from_pretrained(checkpoint)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(
+        checkpoint, dtype=torch.float32
+    ).eval()
+    found = []
+    for kind in TURNS:
+        messages = messages_of(kind)
+        parts = [part for message in messages for part in message["content"]]
+        images = [picture(int(p["image"][0]), *SIZES[int(p["image"][0])]) for p in parts
+                  if p["type"] == "image"]  # fmt: skip
+        videos = [frames(str(folder / p["video"])) for p in parts if p["type"] == "video"]
+
+        def inputs(
+            turns: list[dict[str, Any]], prompt: bool, images: Any = images, videos: Any = videos
+        ) -> dict[str, Any]:
+            return processor(
+                text=[processor.apply_chat_template(turns, add_generation_prompt=prompt)],
+                images=images or None,
+                videos=[shown for shown, _ in videos] or None,
+                video_metadata=[metadata for _, metadata in videos] or None,
+                do_sample_frames=True,
+                return_tensors="pt",
+            )
+
+        whole = inputs(messages, False)
+        tokens = whole["input_ids"][0]
+        trained = torch.zeros(len(tokens), dtype=torch.bool)
+        for turn in range(1, len(messages), 2):
+            before = inputs(messages[:turn], True)["input_ids"].shape[1]
+            after = inputs(messages[: turn + 1], False)["input_ids"].shape[1]
+            end = processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
+            last = before + int((tokens[before:after] == end).nonzero()[-1])
+            trained[before : last + 1] = True
+        with torch.no_grad():
+            logits = model(**whole).logits[0, :-1].double() / temperature
+        logs = logits.log_softmax(-1)
+        own = logs.gather(1, tokens[1:, None])[:, 0]
+        entropy = -(logs.exp() * logs).sum(-1)
+        keep = trained[1:]
+        found.append((own[keep], entropy[keep], tokens[1:][keep].tolist()))
+    return found
+
+
+SIZES = [(40, 64), (72, 24), (24, 40)]
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def check(found: list[dict[str, Any]], right: list[Any]) -> float:
+    """The worst difference, of what may be no worse than the tolerance."""
+    worst = 0.0
+    assert [entry["index"] for entry in found] == list(range(len(right)))
+    for entry, (log_probs, entropy, ids) in zip(found, right, strict=True):
+        assert entry["token_ids"] == ids
+        assert entry["tokens"] == len(ids)
+        ours = torch.tensor(entry["token_log_probs"], dtype=torch.float64)
+        assert entry["log_prob"] == pytest.approx(float(ours.sum()), rel=1e-12)
+        worst = max(worst, float((ours - log_probs).abs().max() / log_probs.abs().max()))
+        if "token_entropies" in entry:
+            ours = torch.tensor(entry["token_entropies"], dtype=torch.float64)
+            worst = max(worst, float((ours - entropy).abs().max() / entropy.abs().max()))
+    assert worst <= TOLERANCE
+    return worst
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "packing"),
+    [
+        ("dense", "single", False),
+        ("dense", "tp2xpp2+sp", True),
+        ("dense", "cp2xdp2", True),
+        pytest.param("dense", "single", True, marks=pytest.mark.slow),
+        pytest.param("dense", "tp2+sp", False, marks=pytest.mark.slow),
+        pytest.param("dense", "pp2xvpp2", True, marks=pytest.mark.slow),
+        pytest.param("dense", "cp2", False, marks=pytest.mark.slow),
+        pytest.param("dense", "dp2", False, marks=pytest.mark.slow),
+        pytest.param("moe", "ep2xdp2", True, marks=pytest.mark.slow),
+        pytest.param("moe", "tp2xep2+sp", False, marks=pytest.mark.slow),
+        pytest.param("moe", "pp2xvpp2xdp2", False, marks=pytest.mark.slow),
+    ],
+)
+def test_scores_are_hugging_faces(
+    model: str,
+    layout: str,
+    packing: bool,
+    folder: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    checkpoint, out = request.getfixturevalue(model), tmp_path / "out.jsonl"
+    temperature = 1.3 if packing else 1.0
+    asked = Request(
+        checkpoint, folder / "data.jsonl", out, Layout.parse(layout), dtype="fp32", entropy=True,
+        temperature=temperature, packing=packing, seq_length=512, buffer=2,
+    )  # fmt: skip
+    tally = score(asked, on_cpu=True)
+    right = hugging_face(checkpoint, folder, temperature)
+    worst = check(lines(out), right)
+    print(f"observed: {model} {layout} packing {packing}: {worst:.1e}")
+    every = torch.cat([log_probs for log_probs, _, _ in right])
+    assert tally is not None
+    assert tally.tokens == len(every)
+    assert tally.perplexity == pytest.approx(math.exp(-float(every.mean())), rel=1e-5)
+    entropies = torch.cat([entropy for _, entropy, _ in right])
+    assert tally.entropy == pytest.approx(float(entropies.mean()), rel=1e-5)
+
+
+def test_a_converted_checkpoint_with_an_adapter_scores_like_pefts_model(
+    dense: Path, folder: Path, tmp_path: Path
+) -> None:
+    from mcore_qwen3vl.converters.adapters.merge import merge
+
+    adapter = write_random_adapter(tmp_path / "adapter", ADAPTERS["language"], dense)
+    merge(dense, adapter, tmp_path / "merged")
+    hf_to_mcore(dense, tmp_path / "mcore")
+    asked = Request(
+        tmp_path / "mcore", folder / "data.jsonl", tmp_path / "out.jsonl", dtype="fp32",
+        lora=adapter, seq_length=512,
+    )  # fmt: skip
+    score(asked, on_cpu=True)
+    check(lines(tmp_path / "out.jsonl"), hugging_face(tmp_path / "merged", folder))
+
+
+def many(folder: Path, count: int) -> Path:
+    """Records of all kinds, again and again, some of them bad or too long."""
+    records: list[Any] = [{"messages": messages_of(k)} for _ in range(count // 5) for k in TURNS]
+    records[4] = {"messages": [{"role": "user", "content": "no answer"}]}
+    records[9]["messages"][1]["content"] = [{"type": "text", "text": "long " * 900}]
+    file = folder / "many.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file
+
+
+def command(checkpoint: Path, data: Path, out: Path) -> list[str]:
+    words = ["score", checkpoint, data, "--out", out, "--cpu", "--dp", 2, "--packing-buffer", 4]
+    return [str(word) for word in [*words, "--seq-length", 512, "--json"]]
+
+
+def run(arguments: list[str]) -> int:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    return int(stopped.value.code or 0)
+
+
+def test_a_killed_run_goes_on_to_the_same_bytes(dense: Path, folder: Path, tmp_path: Path) -> None:
+    data = many(folder, 60)
+    whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
+    partial = broken.with_name("broken.jsonl.partial")
+    child = os.fork()  # what it imports is imported
+    if not child:
+        os.setsid()  # its ranks die with it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        main(command(dense, data, broken))
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not (partial.exists() and partial.stat().st_size):
+        time.sleep(0.002)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    written = partial.read_bytes()
+    assert 0 < written.count(b"\n") < 60
+    partial.write_bytes(written + b'{"index": 8, "log_pr')  # the line that it was in
+    assert not broken.exists()
+    assert run(command(dense, data, whole)) == 0
+    assert run(command(dense, data, broken)) == 0
+    assert broken.read_bytes() == whole.read_bytes()
+    entries = lines(whole)
+    assert len(entries) == 60
+    assert "no assistant turn" in entries[4]["error"]
+    assert entries[9]["error"].startswith("over-long: ")
+    summary = json.loads(facts_of(whole).read_text())["summary"]
+    assert (summary["scored"], summary["bad"], summary["overlong"]) == (58, 1, 1)
+
+
+def test_what_is_refused(dense: Path, folder: Path, tmp_path: Path, capfd: Any) -> None:
+    data, out = folder / "data.jsonl", tmp_path / "out.jsonl"
+
+    def said(*words: Any, code: int = 2) -> str:
+        assert run([str(word) for word in ("score", dense, *words, "--cpu")]) == code
+        return " ".join(capfd.readouterr().err.split())
+
+    out.write_text("")
+    assert "exists: pass --force" in said(data, "--out", out)
+    assert "no .jsonl file" in said(folder / "0.png")
+    assert "must be above 0" in said(data, "--temperature", 0, "--out", tmp_path / "x.jsonl")
+    assert "not a multiple of 4" in said(data, "--cp", 2, "--seq-length", 510, "--out", out,
+                                         "--force")  # fmt: skip
+    begun = Request(dense, data, tmp_path / "begun.jsonl", seq_length=512)
+    from mcore_qwen3vl.scoring.run import _Job
+
+    _Job.of(begun).output.open()
+    message = said(data, "--out", tmp_path / "begun.jsonl", "--seq-length", 256)
+    assert "begun with other settings (seq_length)" in message
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"messages": []}\n' * 3 + data.read_text().splitlines()[0] + "\n")
+    message = said(bad)
+    assert "bad.jsonl[0] left out: messages must be a list" in message
+    assert "3 of 4 records are bad" in message
+    assert not (tmp_path / "bad.scores.jsonl").exists()
+
+
+def test_references_are_checked(dense: Path, tmp_path: Path) -> None:
+    data = tmp_path / "pairs.jsonl"
+    shared = [{"role": "user", "content": "Which?"}]
+    data.write_text(json.dumps({"messages": shared, "chosen": "This.", "rejected": "That!"}) + "\n")
+    with pytest.raises(BadInput, match="does not exist: the reference's log-probabilities"):
+        References.beside(data)
+    score(Request(dense, data, temperature=0.7), on_cpu=True)
+    with pytest.raises(BadInput, match="a reference needs 1"):
+        References.beside(data)
+    score(Request(dense, data, force=True), on_cpu=True)
+    entry = lines(tmp_path / "pairs.scores.jsonl")[0]
+    found = References.beside(data)
+    assert found.of(0) == (entry["chosen"]["log_prob"], entry["rejected"]["log_prob"])
+    tokens = torch.arange(5).numpy()
+    with pytest.raises(BadInput, match="Record 0 has other tokens"):
+        found.check(0, tokens, tokens)
+    data.write_text(data.read_text() + "\n")
+    with pytest.raises(BadInput, match="is of other data"):
+        References.beside(data)

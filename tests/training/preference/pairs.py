@@ -1,0 +1,119 @@
+"""Preference data, and DPO as a plain loop over Hugging Face's model, one sequence at a time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_qwen3vl.objectives.settings import Preference
+from mcore_qwen3vl.tiny.records import write_image_qa
+from mcore_qwen3vl.verify.curves.curve import StepMetrics
+from mcore_qwen3vl.verify.curves.hf_loop import encode, sample_order
+from mcore_qwen3vl.verify.curves.job import (
+    BETAS,
+    CLIP,
+    EPSILON,
+    LEARNING_RATE,
+    WEIGHT_DECAY,
+    Job,
+)
+
+
+def write_pairs(folder: Path, samples: int) -> Path:
+    """Image questions, each with its answer and another record's, in both forms of a record."""
+    file = write_image_qa(folder, samples)
+    records = [json.loads(line)["messages"] for line in file.read_text().splitlines()]
+    lines = []
+    for i, (*shared, answer) in enumerate(records):
+        other = records[(i + 5) % samples][-1]["content"] + " or not"[: i % 8]
+        chosen, rejected = [answer], [{"role": "assistant", "content": other}]
+        if i % 3 == 0:
+            record: dict[str, Any] = {"chosen": shared + chosen, "rejected": shared + rejected}
+        elif i % 3 == 1:
+            record = {"messages": shared, "chosen": answer["content"], "rejected": other}
+        else:
+            record = {"messages": shared, "chosen": chosen, "rejected": rejected[0]}
+        lines.append(json.dumps(record))
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+def sides_of(record: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """Both conversations of what :func:`write_pairs` writes."""
+    found = []
+    for value in (record["chosen"], record["rejected"]):
+        turns = value if isinstance(value, list) else [value]
+        turns = [{"role": "assistant", "content": t} if isinstance(t, str) else t for t in turns]
+        found.append([*record.get("messages", []), *turns])
+    return found
+
+
+def log_prob(model: Any, sample: tuple[dict[str, Tensor], Tensor]) -> tuple[Tensor, int]:
+    """Of the answer, and its length, from all logits."""
+    inputs, labels = sample
+    logits = model(**inputs).logits[0, :-1]
+    trained = labels[1:] != -100
+    chosen = logits.log_softmax(-1).gather(1, labels[1:].clamp(min=0)[:, None])[:, 0]
+    return chosen[trained].sum(), int(trained.sum())
+
+
+def formula(
+    policy: list[Tensor], reference: list[Tensor], lengths: list[int], p: Preference
+) -> Tensor:
+    """As TRL's trainer has it for one pair."""
+    if p.kind == "ipo":
+        gap = (policy[0] - reference[0]) / lengths[0] - (policy[1] - reference[1]) / lengths[1]
+        loss = (gap - 1 / (2 * p.beta)) ** 2
+    else:
+        gap = (policy[0] - policy[1]) - (reference[0] - reference[1])
+        right, wrong = torch.sigmoid(p.beta * gap).log(), torch.sigmoid(-p.beta * gap).log()
+        loss = -(1 - p.label_smoothing) * right - p.label_smoothing * wrong
+        if p.kind == "hinge":
+            loss = torch.relu(1 - p.beta * gap)
+    return loss - p.rpo_alpha * policy[0] / lengths[0]
+
+
+def plain_curve(job: Job, preference: Preference) -> tuple[list[StepMetrics], list[float]]:
+    """Loss and gradient norm, and the mean margin, of each step; the base is the reference."""
+    from peft import PeftModel
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(job.checkpoint)
+    base = AutoModelForImageTextToText.from_pretrained(job.checkpoint, dtype=torch.float32)
+    records = [json.loads(line) for line in job.data.read_text().splitlines()]
+    samples = [
+        [encode(processor, side, job.data.parent) for side in sides_of(record)]
+        for record in records
+    ]
+    with torch.no_grad():
+        reference = [[log_prob(base, side)[0] for side in pair] for pair in samples]
+    model = base
+    if job.lora is not None:
+        model = PeftModel.from_pretrained(base, job.lora, is_trainable=True)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=EPSILON)
+    curve, margins = [], []
+    for lines in sample_order(job):
+        order = lines[::2]  # each names its pair twice
+        optimizer.zero_grad()
+        total = margin = 0.0
+        for line in order:
+            policy, lengths = zip(*(log_prob(model, side) for side in samples[line]), strict=True)
+            loss = formula(list(policy), reference[line], list(lengths), preference) / len(order)
+            loss.backward()
+            total += loss.item()
+            rewards = [float(p - r) for p, r in zip(policy, reference[line], strict=True)]
+            margin += preference.beta * (rewards[0] - rewards[1]) / len(order)
+        norm = torch.nn.utils.clip_grad_norm_(trained, CLIP)
+        optimizer.step()
+        curve.append(StepMetrics(total, float(norm)))
+        margins.append(margin)
+    return curve, margins

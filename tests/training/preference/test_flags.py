@@ -1,0 +1,69 @@
+"""Which flags of preference training go together, and where the reference comes from."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.objectives.settings import Preference
+from mcore_qwen3vl.training.arguments.parser import validate
+from mcore_qwen3vl.training.preference.flags import preference_of, reference_of
+
+
+def parsed(checkpoint: Path, *flags: str) -> argparse.Namespace:
+    common = ("--cpu", "--hf-model", str(checkpoint), "--data-path", "x.jsonl")
+    return validate([*common, "--train-iters", "1", *flags], 1)
+
+
+def test_values_and_defaults(dense: Path) -> None:
+    args = parsed(
+        dense, "--loss", "dpo", "--dpo-beta", "0.4", "--rpo-alpha", "2", "--lora-rank", "4"
+    )
+    assert preference_of(args) == Preference(beta=0.4, rpo_alpha=2.0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "reference"),
+    [
+        ((), "file"),
+        (("--lora-rank", "4"), "adapter"),
+        (("--lora-rank", "4", "--dpo-reference", "file"), "file"),
+        # The adapter that training goes on from is part of the reference.
+        (("--lora-init", "ADAPTER"), "file"),
+        (("--lora-init", "ADAPTER", "--dpo-reference", "adapter"), "adapter"),
+        (("--lora-rank", "4", "--lora-modules-to-save", "merger"), "file"),
+    ],
+)
+def test_where_the_reference_comes_from(
+    flags: tuple[str, ...], reference: str, dense: Path
+) -> None:
+    assert reference_of(parsed(dense, "--loss", "dpo", *flags)) == reference
+
+
+def test_the_routers_losses_are_off(moe: Path) -> None:
+    assert parsed(moe).moe_aux_loss_coeff > 0
+    assert parsed(moe, "--loss", "dpo").moe_aux_loss_coeff == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--dpo-beta", "0.2"), "--dpo-beta is set without --loss dpo"),
+        (("--loss", "dpo", "--dpo-beta", "0"), "dpo_beta is 0"),
+        (("--loss", "dpo", "--overlong", "truncate"), "--overlong truncate with --loss dpo"),
+        (("--loss", "dpo", "--dpo-reference", "adapter"), "needs an adapter to switch off"),
+        (
+            (*("--loss", "dpo", "--lora-rank", "4", "--dpo-reference", "adapter"),
+             *("--lora-modules-to-save", "merger")),
+            "what trains whole cannot be switched off",
+        ),
+        (("--loss", "dpo", "--moe-aux-loss-coeff", "0.01"), "--moe-aux-loss-coeff 0.01 with"),
+        (("--loss", "dpo", "--moe-z-loss-coeff", "0.01"), "--moe-z-loss-coeff 0.01 with"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(flags: tuple[str, ...], message: str, moe: Path) -> None:
+    with pytest.raises(BadInput, match=message):
+        parsed(moe, *flags)

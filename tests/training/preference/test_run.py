@@ -1,0 +1,136 @@
+"""DPO through Megatron's loop against a plain loop: every source of the reference, every layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.objectives.settings import Preference
+from mcore_qwen3vl.scoring.run import Request, score
+from mcore_qwen3vl.verify.curves.curve import curve_of, worst_difference
+from mcore_qwen3vl.verify.curves.job import DISTRIBUTED, Job, train
+from mcore_qwen3vl.verify.curves.tables import OTHER_LAYOUT, TOLERANCE, whole_and_half
+from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
+from tests.training.preference.pairs import plain_curve, write_pairs
+
+BETA = 0.3
+DPO = ("--loss", "dpo", "--dpo-beta", str(BETA))
+BY_ADAPTER = ("--dpo-reference", "adapter")
+SIXTEEN = 16
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_pairs(tmp_path_factory.mktemp("pairs"), SIXTEEN)
+
+
+def dpo_job(
+    folder: Path, checkpoint: Path, pairs: Path, layout: str, *flags: str, steps: int = 3
+) -> Job:
+    """Two layers of randomness: an adapter that is not zero, so that policy and base differ."""
+    adapter = folder / "adapter"
+    if not adapter.exists():
+        targets = "router" if Architecture.from_hf(checkpoint).is_moe else "language"
+        write_random_adapter(adapter, ADAPTERS[targets], checkpoint)
+    packing = "--packing" in flags
+    return Job(
+        checkpoint,
+        pairs,
+        Layout.parse(layout),
+        steps=steps,
+        seq_length=256,
+        lora=adapter,
+        packing=packing,
+        flags=(*DPO, *(flag for flag in flags if flag != "--packing")),
+    )
+
+
+def check(job: Job, folder: Path, preference: Preference, limit: float = TOLERANCE) -> None:
+    log = train(job, folder, timeout=300)
+    theirs, margins = plain_curve(job, preference)
+    difference = worst_difference(curve_of(log), theirs)
+    worst = max(
+        abs(entry["rewards margin"] - m) / max(abs(m), 1)
+        for entry, m in zip(log, margins, strict=True)
+    )
+    print(f"observed: {job.layout} {theirs[0].loss:.4f} to {theirs[-1].loss:.4f}, {difference}")
+    assert max(difference.loss, difference.grad_norm, worst) <= limit
+    for entry in log:
+        margin = entry["rewards chosen"] - entry["rewards rejected"]
+        assert entry["rewards margin"] == pytest.approx(margin, abs=1e-5)
+        assert 0 <= entry["rewards accuracy"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("layout", "flags"),
+    [
+        ("cp2", ("--packing", *BY_ADAPTER)),
+        ("pp2xvpp2", BY_ADAPTER),
+    ],
+)
+def test_loss_gradient_and_margins_are_those_of_a_plain_loop(
+    layout: str, flags: tuple[str, ...], dense: Path, pairs: Path, tmp_path: Path
+) -> None:
+    job = dpo_job(tmp_path, dense, pairs, layout, *flags)
+    check(job, tmp_path / "run", Preference(beta=BETA))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "layout", "flags"),
+    [
+        ("dense", "single", BY_ADAPTER),
+        ("dense", "tp2+sp", ("--packing", *BY_ADAPTER)),
+        ("dense", "pp2", ("--packing", *BY_ADAPTER)),
+        ("dense", "cp2", BY_ADAPTER),
+        ("dense", "dp2", (*DISTRIBUTED, *BY_ADAPTER)),
+        ("moe", "ep2xdp2", (*DISTRIBUTED, "--packing", *BY_ADAPTER)),
+        ("moe", "tp2xetp2+sp", BY_ADAPTER),
+    ],
+)
+def test_thirty_steps_are_those_of_a_plain_loop(
+    kind: str,
+    layout: str,
+    flags: tuple[str, ...],
+    pairs: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    checkpoint = request.getfixturevalue(kind)
+    job = dpo_job(tmp_path, checkpoint, pairs, layout, *flags, steps=30)
+    check(job, tmp_path / "run", Preference(beta=BETA))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "preference"),
+    [
+        (("--dpo-label-smoothing", "0.1"), Preference(beta=BETA, label_smoothing=0.1)),
+        (("--dpo-loss", "hinge"), Preference("hinge", beta=BETA)),
+        (("--dpo-loss", "ipo", "--rpo-alpha", "0.5"), Preference("ipo", BETA, rpo_alpha=0.5)),
+    ],
+)
+def test_every_loss(
+    flags: tuple[str, ...], preference: Preference, dense: Path, pairs: Path, tmp_path: Path
+) -> None:
+    job = dpo_job(tmp_path, dense, pairs, "single", "--packing", *BY_ADAPTER, *flags)
+    check(job, tmp_path / "run", preference)
+
+
+def test_the_reference_by_file_is_the_one_by_adapter_and_a_run_resumes(
+    dense: Path, pairs: Path, tmp_path: Path
+) -> None:
+    """Stopped at half and resumed: bit for bit."""
+    score(Request(dense, pairs, layout=Layout(tp=2, sp=True), force=True), on_cpu=True)
+    job = dpo_job(tmp_path, dense, pairs, "single", "--packing", *BY_ADAPTER, steps=4)
+    by_adapter, save = whole_and_half(job, tmp_path)
+    rest = train(job, tmp_path / "rest", "--save", str(save), "--save-interval", "1000")
+    assert worst_difference(curve_of(rest), curve_of(by_adapter[2:])).loss == 0
+    of_file = replace(job, flags=(*DPO, "--dpo-reference", "file"))
+    by_file = train(of_file, tmp_path / "file")
+    difference = worst_difference(curve_of(by_file), curve_of(by_adapter))
+    assert max(difference.loss, difference.grad_norm) <= OTHER_LAYOUT
