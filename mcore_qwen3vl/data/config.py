@@ -86,7 +86,12 @@ class DataConfig:
     overlong: Literal["drop", "truncate"] = "drop"
     """Longer than `seq_length`: leave the sample out, or cut its tail, never inside an image."""
     packing_buffer: int = 128
-    """Samples among which the packer chooses."""
+    """Samples among which the packer chooses; with `balance`, for each data-parallel rank."""
+    balance: bool = False
+    """With packing: packs of equal work for all data-parallel ranks at a time, from the sizes of
+    all samples, which are measured once. Without, each rank packs its own part by length."""
+    micro_batches: int = 1
+    """Of a step and a rank: with `balance`, those of a step are of every amount of work."""
     shuffle: bool = True
     shuffle_buffer: int = 100
     max_bad_fraction: float = 0.05
@@ -112,6 +117,8 @@ class DataConfig:
                 f"micro_batch_size is {self.micro_batch_size} with packing: a packed batch is one "
                 "sequence. Set it to 1 and raise seq_length instead."
             )
+        if self.balance and not self.packing:
+            raise BadInput("balance levels the work of packs; turn packing on, too.")
         if self.packing and self.pad_to_longest:
             raise BadInput("pad_to_longest has no meaning with packing; leave one of them out.")
         if not 0 <= self.max_bad_fraction <= 1:

@@ -37,12 +37,12 @@ def test_report(
     assert report.patches == [sum(m.patches for m in plan.media) for plan in plans]
     assert (report.samples, report.images, report.videos) == (11, 4, 0)
     assert [flaw.sample.rsplit("/", 1)[-1] for flaw in report.bad] == [
-        "data.jsonl[8]",
-        "data.jsonl[9]",
+        "data.jsonl:9",
+        "data.jsonl:10",
     ]
     assert "cut.png cannot be decoded" in report.bad[0].reason
     assert report.bad[1].reason.startswith("JSONDecodeError: ")
-    assert [flaw.sample.rsplit("/", 1)[-1] for flaw in report.overlong] == ["data.jsonl[10]"]
+    assert [flaw.sample.rsplit("/", 1)[-1] for flaw in report.overlong] == ["data.jsonl:11"]
     assert report.packing_efficiency == sum(report.tokens) / (200 * report.packed_sequences)
     assert dict(report.summary())["bad"] == "2"
     for counts, edges in report.histograms().values():

@@ -17,7 +17,7 @@ from torch.utils.data import get_worker_info
 from transformers.image_utils import ChannelDimension
 
 from mcore_qwen3vl.data.encoding.planning import PlannedMedia
-from mcore_qwen3vl.data.records.bad_samples import BadSample
+from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.media import load_frames, load_image
 from mcore_qwen3vl.model.inputs import PixelScale
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.video_utils import VideoMetadata
 
 from mcore_qwen3vl.data.config import DataConfig
-from mcore_qwen3vl.data.records.bad_samples import BadSample, OverlongSample
+from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample
 from mcore_qwen3vl.data.records.media import Media, image_size, probe_video
 from mcore_qwen3vl.data.records.template import Rendered
 

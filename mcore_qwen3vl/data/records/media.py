@@ -21,7 +21,7 @@ from av.video.reformatter import VideoReformatter
 from PIL import ExifTags, Image, ImageOps
 from transformers.video_utils import VideoMetadata
 
-from mcore_qwen3vl.data.records.bad_samples import BadSample
+from mcore_qwen3vl.data.records.flaws import BadSample
 
 Kind = Literal["image", "video"]
 

@@ -40,6 +40,8 @@ def data_config(args: argparse.Namespace) -> DataConfig:
     chosen = {f.name: given[f.name] for f in fields(DataConfig) if f.name in given}
     # A packed sample is cut by CP alone; SP cuts the pack.
     chosen["length_multiple"] = length_multiple(cp) if args.packing else whole
+    per_step = args.micro_batch_size * args.data_parallel_size
+    chosen["micro_batches"] = max(1, args.global_batch_size // per_step)
     media = MediaLimits(**{f.name: given[f.name] for f in fields(MediaLimits)})
     return DataConfig(**chosen, media=media)
 
@@ -89,7 +91,7 @@ class DataProvider:
             data_state.load(self.train_loader, args.load, args.iteration, *dp, self._sources())
         valid = None
         if args.valid_data_path:
-            loader = self._loader(parse_sources(args.valid_data_path), "val")
+            loader = self._loader(parse_sources(args.valid_data_path, args.preprocess), "val")
             valid = self._share(loader, host_group, feeds[1])
         return self._share(self.train_loader, host_group, feeds[0], self._on_batch), valid
 
@@ -135,7 +137,9 @@ class DataProvider:
 
     def _sources(self) -> list[Source]:
         """Of the training data."""
-        return parse_sources(self._args.train_data_path or self._args.data_path)
+        return parse_sources(
+            self._args.train_data_path or self._args.data_path, self._args.preprocess
+        )
 
 
 def _is_first_of_stage() -> bool:

@@ -111,7 +111,7 @@ def test_every_form_of_an_image_loads(reference: Any, tmp_path: Path) -> None:
     ("record", "said"),
     [
         ([], "must be a JSON object"),
-        ({}, "none of messages, texts"),
+        ({}, "none of messages, conversations, texts"),
         ({"messages": []}, "at least one message"),
         ({"messages": ["hi"]}, "message 0 must be an object"),
         (chat(("user", "q")), "nothing would be trained"),
