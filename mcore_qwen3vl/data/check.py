@@ -45,7 +45,7 @@ class DataReport:
 
     path: Path
     seq_length: int
-    formats: Counter[str] = field(default_factory=Counter)
+    formats: dict[str, int] = field(default_factory=dict)
     """Records of each format, of those that are well formed."""
     tokens: list[int] = field(default_factory=list)
     trained_tokens: list[int] = field(default_factory=list)
@@ -69,7 +69,7 @@ class DataReport:
     def summary(self) -> list[tuple[str, str]]:
         """Rows of a table: what, and how much."""
         rows = [
-            ("format", ", ".join(f"{n} ({c:,})" for n, c in self.formats.most_common()) or "none"),
+            ("format", ", ".join(f"{n} ({c:,})" for n, c in self.formats.items()) or "none"),
             ("samples", f"{self.samples:,}"),
             ("usable", f"{len(self.tokens):,}"),
             ("bad", f"{len(self.bad):,}"),
@@ -145,7 +145,7 @@ def check_data(
         try:
             raw = raw_sample(preparation, crude)
             parsed = preparation.parse(raw)
-            report.formats[parsed.format] += 1
+            report.formats[parsed.format] = report.formats.get(parsed.format, 0) + 1
             plan = preparation.plan(raw, parsed)
             if decode:
                 preparation.pixels(plan, raw.source)

@@ -23,7 +23,7 @@ from typing import Any, get_type_hints
 import yaml
 
 from mcore_qwen3vl.data.config import MediaLimits
-from mcore_qwen3vl.data.loading.sources import Source
+from mcore_qwen3vl.data.loading.source import Source
 from mcore_qwen3vl.data.records.reading import Reading
 from mcore_qwen3vl.errors import BadInput
 

@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
-from mcore_qwen3vl.data.config import MediaLimits
-from mcore_qwen3vl.data.records.reading import Reading
+from mcore_qwen3vl.data.loading.mixture import is_mixture, read_mixture
+from mcore_qwen3vl.data.loading.source import Source
 from mcore_qwen3vl.errors import BadInput
 
-
-@dataclass(frozen=True)
-class Source:
-    """A data set, its weight in a blend, and what is said of its records."""
-
-    path: Path
-    weight: float = 1.0
-    epochs: float | None = None
-    """How often it comes in an epoch of the whole; for all data sets of a blend, or for none."""
-    reading: Reading = field(default_factory=Reading)
-    media_root: Path | None = None
-    """Where relative paths of media start; None: beside the data."""
-    limits: MediaLimits = field(default_factory=MediaLimits)
-    """On top of the run's."""
-    max_samples: int | None = None
-    """Its first ones; None: all."""
+__all__ = ["Source", "parse_sources"]
 
 
 def parse_sources(words: Sequence[str], preprocess: str | None = None) -> list[Source]:
@@ -74,8 +59,6 @@ def parse_sources(words: Sequence[str], preprocess: str | None = None) -> list[S
 
 
 def _expanded(path: Path, weight: float) -> list[Source]:
-    from mcore_qwen3vl.data.loading.mixture import is_mixture, read_mixture
-
     if not is_mixture(path):
         return [Source(path, weight)]
     sources = read_mixture(path)

@@ -48,7 +48,8 @@ def as_array(folder: Path, media: Path) -> Path:
 
 
 def as_lines_called_json(folder: Path, media: Path) -> Path:
-    return as_jsonl(folder, media).rename(folder / "lines.json")
+    (folder / "lines.json").write_text("\n\n".join(map(json.dumps, RECORDS)) + "\n")
+    return folder / "lines.json"
 
 
 def as_parquet_of_bytes(folder: Path, media: Path) -> Path:
@@ -241,7 +242,7 @@ def test_an_array_is_indexed_whatever_its_strings_hold(
         ("true", "neither a JSON array nor one JSON object a line"),
         ('[{"a": 1} {"a": 2}]', "record 2, from line 1: ',' is expected"),
         ('[\n{"a": 1},\n{"a": }\n]', "record 2, from line 3: Expecting value"),
-        ('[{"a": 1},', "record 2, from line 1: the file ends within the array"),
+        ('[{"a": 1},', "record 2, from line 1: Expecting value"),
         ('[{"a": 1}', "record 1, from line 1: the file ends within the array"),
     ],
 )
@@ -271,7 +272,7 @@ def test_broken_files_and_missing_splits_are_refused(
         loader(tmp_path / "none.parquet")
     monkeypatch.setattr("mcore_qwen3vl.runtime.extras.find_spec", lambda name: None)
     with pytest.raises(BadInput, match=r"needs the package pyarrow: pip install .*\[data\]"):
-        loader(tmp_path / "saved_dict")
+        loader(tmp_path / "dict")
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -285,7 +286,7 @@ def test_bad_rows_are_counted_and_named(name: str, written: Callable[[str], Path
     place = {"parquet_of_bytes": "data.parquet[21]", "saved": "data-00001-of-00003.arrow[6]"}
     wanted = place.get(name) or {"saved_dict": ".arrow[21]", "shards": ".parquet[21]"}[name]
     assert report.bad[0].sample.endswith(wanted)
-    assert report.formats == Counter(messages=COUNT)
+    assert report.formats == {"messages": COUNT - 1}
 
 
 def test_kinds_of_files_blend(
@@ -307,7 +308,7 @@ def write_mixture(tmp_path: Path) -> Callable[..., Path]:
 
 
 def test_a_mixture_says_everything_of_its_data_sets(
-    written: Callable[[str], Path], write_jsonl: Any, loader: Callable[..., Loader],
+    written: Callable[[str], Path], loader: Callable[..., Loader],
     write_mixture: Callable[..., Path], tmp_path: Path,
 ) -> None:  # fmt: skip
     elsewhere = tmp_path / "elsewhere"
