@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -197,9 +197,12 @@ def _balance(
     ranks: int,
     micro_batches: int,
 ) -> dict[str, Balance]:
-    """As the loaders would divide the data, in its order; again and again if it is small."""
+    """As the loaders would divide the data, shuffled; again and again if it is small."""
     least = _BUFFERS * ranks * config.packing_buffer
-    sizes = list(islice(cycle(report.sizes), max(least, len(report.sizes))))
+    random = np.random.default_rng(0)
+    epochs = -(-least // len(report.sizes))
+    order = [index for _ in range(epochs) for index in random.permutation(len(report.sizes))]
+    sizes = [report.sizes[index] for index in order]
     load = Workload(architecture, sizes, config.seq_length)
     layout = config.seq_length, ranks, config.packing_buffer
     by_length = list(each_rank(load.lengths, *layout))

@@ -79,7 +79,7 @@ def test_every_data_record_is_one(tmp_path):
     ]
     parsed = [parse_record(record, MediaFolder(tmp_path, {})) for record in records]
     kinds = [type(one) for one in parsed]
-    assert (kinds.count(Conversation), kinds.count(Document)) == (3, 4)
+    assert (kinds.count(Conversation), kinds.count(Document)) == (4, 4)
 
 
 def _objects(text: str) -> list[str]:
