@@ -99,6 +99,9 @@ class DataConfig:
     bad_fraction_floor: int = 100
     """Where a data worker is dealt fewer records than this, the share is taken of this number, or
     of the whole data set if that is smaller."""
+    max_sample_seconds: float = 60.0
+    """A sample whose images and videos take longer to decode is bad, so that no rank waits longer
+    for one; 0: however long."""
     document_end: str | None = None
     """Token text that ends a pretraining document; None is the tokenizer's pad token, which is
     <|endoftext|> in Qwen's tokenizers."""

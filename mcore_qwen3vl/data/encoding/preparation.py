@@ -44,7 +44,7 @@ class Preparation:
         self._renderer = Renderer(processor, config.document_end)
         processors = [_limited(processor, source.limits) for source in self._sources]
         self._planners = [Planner(one, config) for one in processors]
-        self._pixels = [PixelLoader(one) for one in processors]
+        self._pixels = [PixelLoader(one, config.max_sample_seconds) for one in processors]
         self.scale = self._pixels[0].scale
         for source in self._sources:
             if source.reading.preprocess is not None:

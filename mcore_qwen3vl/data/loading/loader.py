@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +21,9 @@ from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.data.loading.state import from_plain, to_plain
 from mcore_qwen3vl.data.loading.worker import start_worker
 from mcore_qwen3vl.errors import BadInput
+
+_PREFETCHED = 2  # batches that a data worker keeps ready
+_BACK = 2  # batches that a state may lie behind what was read
 
 
 def load_processor(checkpoint: str | Path) -> Any:
@@ -39,6 +43,14 @@ def load_processor(checkpoint: str | Path) -> Any:
             f"{checkpoint} holds no usable processor: {' '.join(str(error).split())} Copy the "
             "tokenizer, the processor configs and chat_template.jinja from the model's repository."
         ) from error
+
+
+@dataclass(frozen=True)
+class Position:
+    """Of a loader with data workers: batches that each has given, and whose turn it is."""
+
+    counters: tuple[int, ...]
+    next_worker: int
 
 
 class Loader(Iterator[Batch]):
@@ -132,6 +144,8 @@ class Loader(Iterator[Batch]):
             dataset,
             checkpoint_every_sec=checkpoint_every_seconds,
             watchdog_timeout_seconds=None,
+            prefetch_factor=_PREFETCHED,
+            n_checkpoints=_PREFETCHED * max(num_workers, 1) + 1 + _BACK,
         )
         if num_workers > 0:
             self._loader.worker_init_fn = partial(start_worker, self._loader.worker_init_fn)
@@ -158,9 +172,28 @@ class Loader(Iterator[Batch]):
         if workers := getattr(getattr(self, "_loader", None), "_epoch_iterator", None):
             workers.close()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where this rank's stream stands, as plain data; the next batch is the first after it."""
-        state = to_plain(self._loader.save_state_rank())
+    def position(self) -> Position | None:
+        """Where this rank's stream stands, at no cost: for :meth:`state_dict`, so long as no more
+        than two batches are read meanwhile. None without data workers."""
+        if self._place["num_workers"] == 0:
+            return None
+        return Position(tuple(self._loader._worker_sample_counters), self._loader._next_worker_id)
+
+    def state_dict(self, position: Position | None = None) -> dict[str, Any]:
+        """Where this rank's stream stands, as plain data; the next batch is the first after it.
+
+        Args:
+            position: where it stood a batch or two ago, to go on from there instead.
+        """
+        energon = self._loader
+        now = list(energon._worker_sample_counters), energon._next_worker_id
+        if position is not None:
+            energon._worker_sample_counters = list(position.counters)
+            energon._next_worker_id = position.next_worker
+        try:
+            state = to_plain(energon.save_state_rank())
+        finally:
+            energon._worker_sample_counters, energon._next_worker_id = now
         return {**self._place, "balance": self._balanced, "loader": state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

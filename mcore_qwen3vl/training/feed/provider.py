@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from typing import Any
 
@@ -66,6 +67,7 @@ class DataProvider:
         self._args = args
         self._architecture = architecture
         self._on_batch = on_batch
+        self._ahead = ThreadPoolExecutor(1, "read ahead") if args.num_workers > 0 else None
         self._streams: tuple[SharedBatches, SharedBatches | None] | None = None
         self.train_loader: Loader | None = None
         """On ranks that read."""
@@ -106,6 +108,7 @@ class DataProvider:
             feed=feed,
             chunks=self._args.virtual_pipeline_model_parallel_size or 1,
             on_batch=on_batch,
+            ahead=self._ahead,
         )
 
     def _loader(self, sources: Sequence[Source], split: Any) -> Loader | None:
@@ -132,8 +135,16 @@ class DataProvider:
     def save_state(self, directory: str, iteration: int) -> None:
         """Save where this data-parallel rank's training data stands."""
         if self.train_loader:
+            position = self._streams[0].position() if self._streams else None
             dp_rank = parallel_state.get_data_parallel_rank()
-            data_state.save(self.train_loader, directory, iteration, dp_rank, self._sources())
+            data_state.save(
+                self.train_loader, directory, iteration, dp_rank, self._sources(), position
+            )
+
+    def close(self) -> None:
+        """Wait for the batch that is read ahead: on all ranks, before their groups go."""
+        if self._ahead is not None:
+            self._ahead.shutdown(wait=True)
 
     def _sources(self) -> list[Source]:
         """Of the training data."""
@@ -148,10 +159,8 @@ def _is_first_of_stage() -> bool:
 
 
 def _host_group() -> dist.ProcessGroup:
-    """This rank's TP x CP group, over gloo."""
+    """This rank's TP x CP group, over gloo: one of its own, which a thread may use."""
     group = parallel_state.get_tensor_and_context_parallel_group()
-    if dist.get_backend(group) == "gloo":
-        return group
     mine = _over_gloo(dist.get_process_group_ranks(group))
     assert mine is not None
     return mine

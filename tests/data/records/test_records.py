@@ -18,11 +18,10 @@ from mcore_qwen3vl.data.records.media import (
     Media,
     MediaFolder,
     image_size,
-    load_frames,
     load_image,
-    probe_video,
 )
 from mcore_qwen3vl.data.records.parse import Conversation, Document, parse_parts, parse_record
+from mcore_qwen3vl.data.records.video import load_frames, probe_video
 from tests.data.conftest import chat, write_png, write_video
 
 PIXEL = base64.b64encode(b"x" * 60).decode()
