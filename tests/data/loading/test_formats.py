@@ -21,7 +21,7 @@ from datasets.utils.logging import disable_progress_bar
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data import DataConfig, Loader, Source, load_processor, parse_sources
 from mcore_qwen3vl.data.check import check_data
-from mcore_qwen3vl.data.loading import json_file
+from mcore_qwen3vl.data.loading import json_file, tables
 from mcore_qwen3vl.data.loading.tables import TableReader
 from mcore_qwen3vl.errors import BadInput
 from tests.data.conftest import question
@@ -188,8 +188,12 @@ def test_resumed_with_workers(
         assert same(next(resumed), next(uninterrupted))
 
 
-def test_a_table_is_read_by_parts_in_any_order(written: Callable[[str], Path]) -> None:
+def test_a_table_is_read_by_parts_in_any_order(
+    written: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Forwards a batch is decoded once; going back decodes its row group again."""
+    monkeypatch.setattr(tables, "_BATCH", 4)
+    monkeypatch.setattr(tables, "_KEPT", 2)
     reader = TableReader(written("parquet_of_bytes"))
     assert [(group.number, group.rows, group.first) for group in reader.groups] == [
         (0, 17, 0),
@@ -201,6 +205,18 @@ def test_a_table_is_read_by_parts_in_any_order(written: Callable[[str], Path]) -
         sample = reader[index]
         assert sample["json"]["messages"] == RECORDS[index]["messages"]
         assert sample["__sources__"][0].index == index
+
+
+@pytest.mark.parametrize("cuts", [[4, 4, 2], [1, 2, 3, 4], [7, 3], [10], [3, 1, 4, 2]])
+def test_batches_are_of_one_size_however_pyarrow_cuts_them(
+    cuts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "_BATCH", 4)
+    whole = pa.RecordBatch.from_pydict({"a": list(range(10))})
+    starts = [sum(cuts[:i]) for i in range(len(cuts))]
+    batches = [whole.slice(start, rows) for start, rows in zip(starts, cuts, strict=True)]
+    found = [b.column("a").to_pylist() for b in tables._rebatched(iter(batches))]
+    assert found == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
 def test_nested_nulls_of_a_table_are_keys_that_a_record_lacks(tmp_path: Path) -> None:
