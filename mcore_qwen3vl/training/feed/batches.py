@@ -121,7 +121,7 @@ class SharedBatches:
         if isinstance(read, Batch) and read.visual is not None and self._loader is not None:
             visual, read = read.visual, replace(read, visual=without_pixels(read.visual))
             if self._device.type == "cuda":
-                visual = visual.pin_memory()
+                visual = visual.pin_memory()  # nothing is done where torch's loader has
         if self._feed is not None and self._feed.is_source:
             self._feed.send(read)
         message = [(read, self._loader is not None)]
@@ -130,6 +130,7 @@ class SharedBatches:
         light: Any
         light, pixels_follow = message[0]
         if isinstance(light, Batch) and self._device.type == "cuda":
+            # What another rank sent is not pinned yet.
             pinned = replace(light, visual=None).pin_memory()
             light = replace(pinned, visual=light.visual, cu_seqlens=light.cu_seqlens)
         return _Prepared(light, pixels_follow, visual)

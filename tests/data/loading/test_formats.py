@@ -152,7 +152,14 @@ BALANCED = DataConfig(
 )
 
 
-@pytest.mark.parametrize("name", WRITERS)
+QUICK = ("array", "saved", "tars")
+"""Kinds of files that stand for the others where time counts."""
+RESUMED = [
+    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in WRITERS
+]
+
+
+@pytest.mark.parametrize("name", RESUMED)
 @pytest.mark.parametrize("config", [SHUFFLED, BALANCED], ids=["plain", "balanced"])
 def test_stopped_and_resumed_the_batches_are_the_same_bitwise(
     name: str, config: DataConfig, written: Callable[[str], Path], loader: Callable[..., Loader],
