@@ -97,6 +97,13 @@ def run_ours(loader: Loader, samples: int) -> tuple[float, float, Counts]:
 
 def measure(model: Path, path: Path, samples: int, rounds: int, seq_length: int) -> dict[str, Any]:
     """Both in turns; medians over the rounds after one of warm-up."""
+    return measure_against(model, path, path, samples, rounds, seq_length)
+
+
+def measure_against(
+    model: Path, jsonl: Path, path: Path, samples: int, rounds: int, seq_length: int
+) -> dict[str, Any]:
+    """As :func:`measure`, with the processor on `jsonl` and ours on `path`: the same samples."""
     architecture = Architecture.from_hf(model)
     config = DataConfig(seq_length=seq_length, packing=True, media=LIMITS)
     loader = Loader([Source(path)], architecture, load_processor(model), config, num_workers=0)
@@ -105,7 +112,7 @@ def measure(model: Path, path: Path, samples: int, rounds: int, seq_length: int)
     costs: dict[str, list[float]] = {"processor": [], "ours": [], "ours_normalised": []}
     total = Counts()
     for index in range(rounds + 1):
-        seconds, tokens = run_processor(processor, path)
+        seconds, tokens = run_processor(processor, jsonl)
         our_seconds, normalising, counts = run_ours(loader, samples)
         if index > 0:
             costs["processor"].append(seconds / samples)
@@ -138,6 +145,15 @@ def _rates(costs: list[float], tokens: float) -> dict[str, float]:
     }
 
 
+def tiny_model(folder: Path) -> Path:
+    """A config and a processor with the real models' patch size."""
+    folder.mkdir()
+    tiny = tiny_config(vision=REAL_PATCHES)
+    write_processor(folder, tiny["vision_config"])
+    (folder / "config.json").write_text(json.dumps(tiny), encoding="utf-8")
+    return folder
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--hf-model", type=Path, help="checkpoint with config and processor")
@@ -151,13 +167,7 @@ def main() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        model = args.hf_model
-        if model is None:
-            model = folder / "model"
-            model.mkdir()
-            tiny = tiny_config(vision=REAL_PATCHES)
-            write_processor(model, tiny["vision_config"])
-            (model / "config.json").write_text(json.dumps(tiny), encoding="utf-8")
+        model = args.hf_model or tiny_model(folder / "model")
         results = {
             kind: measure(
                 model,

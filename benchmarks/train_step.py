@@ -102,7 +102,7 @@ def measure(side: str, config: dict[str, Any], options: argparse.Namespace) -> d
 
         cpu.install()
     from mcore_qwen3vl.config import Architecture
-    from mcore_qwen3vl.training.logs import flops
+    from mcore_qwen3vl.model import flops
     from mcore_qwen3vl.training.logs.metrics import device_peak_tflops
 
     architecture = Architecture.from_hf(config)

@@ -141,30 +141,27 @@ def prepare_batch(
     """
     from mcore_qwen3vl.data.config import DataConfig
     from mcore_qwen3vl.data.encoding.batch import Batcher
-    from mcore_qwen3vl.data.encoding.encoder import plan_sample
-    from mcore_qwen3vl.data.encoding.pixels import PixelLoader
-    from mcore_qwen3vl.data.encoding.planning import Planner
+    from mcore_qwen3vl.data.encoding.preparation import Preparation
     from mcore_qwen3vl.data.encoding.samples import EncodedSample, RawSample
-    from mcore_qwen3vl.data.records.bad_samples import BadSample, OverlongSample
+    from mcore_qwen3vl.data.loading.sources import Source
+    from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample
     from mcore_qwen3vl.data.records.media import MediaFolder
-    from mcore_qwen3vl.data.records.template import Renderer
     from mcore_qwen3vl.model.sequence import length_multiple
 
     groups = model.pg_collection
     multiple = length_multiple(groups.cp.size(), groups.tp.size(), model.config.sequence_parallel)
     longest = model.architecture.max_position_embeddings
     config = DataConfig(longest - longest % multiple, length_multiple=multiple, pad_to_longest=True)
-    renderer, planner = Renderer(processor), Planner(processor, config)
-    pixels = PixelLoader(processor)
+    preparation = Preparation(processor, config, [Source(Path.cwd())])
     samples = []
     for index, messages in enumerate(conversations):
         name = f"conversation {index}"
         common = {"__key__": name, "__restore_key__": ()}
         record = {"messages": [_with_encoded_images(message) for message in messages]}
         try:
-            raw = RawSample(**common, record=record, folder=MediaFolder(Path.cwd(), {}))
-            plan = plan_sample(renderer, planner, raw)
-            loaded = pixels.load(plan.media)
+            raw = RawSample(**common, record=record, folder=MediaFolder(Path.cwd(), {}), source=0)
+            plan = preparation.plan(raw)
+            loaded = preparation.pixels(plan, raw.source)
         except (BadSample, OverlongSample) as error:
             raise BadInput(f"{name.capitalize()} cannot be used: {error}") from error
         samples.append(
@@ -179,7 +176,7 @@ def prepare_batch(
     if not samples:
         raise BadInput("There is no conversation to make a batch of: pass at least one.")
     pad_id = processor.tokenizer.pad_token_id
-    batch = Batcher(model.architecture, config, pad_id, pixels.scale).pad(samples)
+    batch = Batcher(model.architecture, config, pad_id, preparation.scale).pad(samples)
     return batch.to(next(model.parameters()).device)
 
 

@@ -9,7 +9,26 @@ import typer
 from mcore_qwen3vl import console
 from mcore_qwen3vl.cli import show, sources
 from mcore_qwen3vl.cli.options import JsonFile, media_flags, require
+from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import MediaLimits
+from mcore_qwen3vl.training.arguments import data_flags
+
+PATH = (
+    "JSONL, JSON or Parquet file, folder of WebDataset tars or Parquet shards, Hugging Face "
+    "dataset on disk, mixture file or energon metadataset."
+)
+
+_BUFFER = data_flags.TEXTS["packing_buffer"]
+DataPath = Annotated[Path, typer.Argument(help=PATH)]
+HfModel = Annotated[
+    Path, sources.option("Checkpoint of either kind, or hub id, whose processor is used.")
+]
+SeqLength = Annotated[int, typer.Option(help="Longest sample, and length of a pack.")]
+Split = Annotated[str, typer.Option(help="Part of a data set that has several.")]
+Preprocess = Annotated[
+    str | None,
+    typer.Option(metavar="MODULE:FUNCTION", help=f"{data_flags.PREPROCESS.capitalize()}."),
+]
 
 app = typer.Typer(help="Look at training data.", no_args_is_help=True)
 
@@ -22,23 +41,26 @@ def group() -> None:
 @app.command("check")
 @media_flags
 def check(
-    path: Annotated[Path, typer.Argument(help="JSONL, WebDataset folder or energon metadataset.")],
-    hf_model: Annotated[
-        Path,
-        sources.option("Checkpoint of either kind, or hub id, whose processor is used."),
-    ],
-    seq_length: Annotated[int, typer.Option(help="Longest sample, and length of a pack.")] = 8192,
-    split: Annotated[str, typer.Option(help="Part of a WebDataset or metadataset.")] = "train",
+    path: DataPath,
+    hf_model: HfModel,
+    seq_length: SeqLength = 8192,
+    dp: Annotated[
+        int, typer.Option(min=1, help="Data-parallel ranks whose balance of work is shown.")
+    ] = 1,
+    global_batch_size: Annotated[int, typer.Option(min=1, help="Packs of a step, for --dp.")] = 512,
+    packing_buffer: Annotated[int, typer.Option(help=f"{_BUFFER.capitalize()}.")] = 128,
+    split: Split = "train",
     decode: Annotated[bool, typer.Option(help="Decode every image and video.")] = True,
     limit: Annotated[int | None, typer.Option(help="Stop after so many samples.")] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Write histograms to this PNG (extra: plots).")
     ] = None,
+    preprocess: Preprocess = None,
     json: JsonFile = None,
     *,
     media: MediaLimits,
 ) -> None:
-    """Read every sample as training would: flaws, lengths, packing efficiency."""
+    """Read every sample as training would: formats, flaws, lengths, packing, balance of work."""
     console.quiet_libraries()
     from mcore_qwen3vl.converters.mcore.paths import config_folder
     from mcore_qwen3vl.data import DataConfig, load_processor
@@ -47,9 +69,20 @@ def check(
 
     if plot is not None:  # before the data is read
         require_extra("matplotlib", "--plot")
-    config = DataConfig(seq_length=seq_length, packing=True, media=media)
-    processor = load_processor(config_folder(hf_model))
-    report = check_data(path, processor, config, split=split, decode=decode, limit=limit)
+    config = DataConfig(seq_length, packing=True, packing_buffer=packing_buffer, media=media)
+    folder = config_folder(hf_model)
+    report = check_data(
+        path,
+        load_processor(folder),
+        config,
+        split=split,
+        decode=decode,
+        limit=limit,
+        preprocess=preprocess,
+        architecture=Architecture.from_hf(folder) if dp > 1 else None,
+        ranks=dp,
+        micro_batches=max(1, global_batch_size // dp),
+    )
     if plot is not None:
         plot_report(report, plot)
     if not console.emit_json({"samples": report.samples, **asdict(report)}, json):
@@ -61,4 +94,34 @@ def check(
         bool(report.tokens),
         f"No sample of {path} is usable: all {len(report.overlong)} are longer than {seq_length} "
         "tokens; raise --seq-length.",
+    )
+
+
+@app.command("show")
+@media_flags
+def show_sample(
+    path: DataPath,
+    number: Annotated[int, typer.Argument(min=1, help="Of the record, from 1.")],
+    hf_model: HfModel,
+    out: Annotated[Path, typer.Option(help="HTML page to write.")] = Path("sample.html"),
+    seq_length: SeqLength = 8192,
+    split: Split = "train",
+    preprocess: Preprocess = None,
+    *,
+    media: MediaLimits,
+) -> None:
+    """Write one sample as the model will see it: tokens, what is trained, images after resizing."""
+    console.quiet_libraries()
+    from mcore_qwen3vl.converters.mcore.paths import config_folder
+    from mcore_qwen3vl.data import DataConfig, load_processor
+    from mcore_qwen3vl.data.show import read_sample, write_page
+
+    processor = load_processor(config_folder(hf_model))
+    config = DataConfig(seq_length, media=media)
+    seen = read_sample(path, number, processor, config, split=split, preprocess=preprocess)
+    write_page(seen, out)
+    console.output.print(
+        f"{seen.name}: {seen.format}, {seen.tokens:,} tokens, {seen.trained:,} of them trained, "
+        f"{len(seen.media)} images and videos: {out}",
+        soft_wrap=True,
     )

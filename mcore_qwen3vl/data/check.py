@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-import io
-import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import redirect_stdout
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from megatron.energon import WorkerConfig
-from megatron.energon.dataset_config import get_dataset_from_config
-from megatron.energon.metadataset import traverse_metadataset
 
+from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig
-from mcore_qwen3vl.data.encoding.encoder import cook, plan_sample
+from mcore_qwen3vl.data.encoding.balanced import size_of
+from mcore_qwen3vl.data.encoding.encoder import raw_sample
 from mcore_qwen3vl.data.encoding.packing import best_fit
-from mcore_qwen3vl.data.encoding.pixels import PixelLoader
-from mcore_qwen3vl.data.encoding.planning import Plan, Planner
-from mcore_qwen3vl.data.loading.index import ensure_index
-from mcore_qwen3vl.data.records.bad_samples import OverlongSample, sample_id
-from mcore_qwen3vl.data.records.template import Renderer
+from mcore_qwen3vl.data.encoding.planning import Plan
+from mcore_qwen3vl.data.encoding.preparation import Preparation
+from mcore_qwen3vl.data.encoding.rows import Balance, Workload, all_ranks, each_rank
+from mcore_qwen3vl.data.loading.datasets import crude_samples, load_sources
+from mcore_qwen3vl.data.loading.measured import Size
+from mcore_qwen3vl.data.loading.sources import Source, parse_sources
+from mcore_qwen3vl.data.records.bad_samples import sample_id
+from mcore_qwen3vl.data.records.flaws import OverlongSample
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.extras import require_extra
+
+_BUFFERS = 4  # so many, at least, of each rank's packing buffers show how level the work is
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,8 @@ class DataReport:
 
     path: Path
     seq_length: int
+    formats: dict[str, int] = field(default_factory=dict)
+    """Records of each format, of those that are well formed."""
     tokens: list[int] = field(default_factory=list)
     trained_tokens: list[int] = field(default_factory=list)
     patches: list[int] = field(default_factory=list)
@@ -52,6 +57,9 @@ class DataReport:
     packing_efficiency: float | None = None
     """Share of packed sequences that is not padding; None when no sample is usable."""
     packed_sequences: int = 0
+    sizes: list[Size] = field(default_factory=list)
+    balance: dict[str, Balance] = field(default_factory=dict)
+    """Of the layout that was asked about: ``by length``, and ``by work`` as with ``--balance``."""
 
     @property
     def samples(self) -> int:
@@ -61,6 +69,7 @@ class DataReport:
     def summary(self) -> list[tuple[str, str]]:
         """Rows of a table: what, and how much."""
         rows = [
+            ("format", ", ".join(f"{n} ({c:,})" for n, c in self.formats.items()) or "none"),
             ("samples", f"{self.samples:,}"),
             ("usable", f"{len(self.tokens):,}"),
             ("bad", f"{len(self.bad):,}"),
@@ -79,6 +88,10 @@ class DataReport:
         if self.packing_efficiency is not None:
             efficiency = f"{self.packing_efficiency:.1%} in {self.packed_sequences:,} sequences"
             rows.append(("packing efficiency", efficiency))
+        for way, one in self.balance.items():
+            rows.append(
+                (f"work, most over mean of the ranks, packed {way}", f"{one.micro_batch_step:.3f}")
+            )
         return rows
 
     def histograms(self, bins: int = 20) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -103,31 +116,39 @@ def check_data(
     split: str = "train",
     decode: bool = True,
     limit: int | None = None,
+    preprocess: str | None = None,
+    architecture: Architecture | None = None,
+    ranks: int = 1,
+    micro_batches: int = 1,
 ) -> DataReport:
     """Read a data set once, in order.
 
     Args:
-        path: as for the loader: JSONL, WebDataset folder or metadataset.
+        path: as for the loader: a file, a directory, a metadataset or a mixture file.
         processor: of ``load_processor``; its budgets are changed as `config` says.
         config: lengths, policies and budgets.
         split: part of a WebDataset or metadataset.
         decode: also decode every image and video; without, only headers are read.
         limit: stop after so many samples.
+        preprocess: hook of data sets that name none.
+        architecture: of the model whose work is to be divided.
+        ranks: data-parallel ranks to divide it over; 1: nothing is divided.
+        micro_batches: of a step and a rank.
 
     Raises:
         BadInput: the data set is missing or empty.
     """
-    config.media.apply(processor)
-    renderer, planner = Renderer(processor, config.document_end), Planner(processor, config)
-    pixels = PixelLoader(processor)
+    sources = parse_sources([str(path)], preprocess)
+    preparation = Preparation(processor, config, sources)
     report = DataReport(path, config.seq_length)
-    for index, crude in enumerate(_samples(path, split)):
-        if limit is not None and index >= limit:
-            break
+    for crude in islice(_crude_samples(sources, split), limit):
         try:
-            plan = plan_sample(renderer, planner, cook(_parsed(crude)))
+            raw = raw_sample(preparation, crude)
+            parsed = preparation.parse(raw)
+            report.formats[parsed.format] = report.formats.get(parsed.format, 0) + 1
+            plan = preparation.plan(raw, parsed)
             if decode:
-                pixels.load(plan.media)
+                preparation.pixels(plan, raw.source)
         except OverlongSample as error:
             report.overlong.append(Flaw(sample_id(crude), str(error)))
         except Exception as error:  # as the loader does: whatever a sample raises is its flaw
@@ -136,38 +157,16 @@ def check_data(
         else:
             _record(report, plan)
     _pack(report, config)
+    if architecture is not None and ranks > 1 and report.sizes:
+        report.balance = _balance(report, config, architecture, ranks, micro_batches)
     return report
 
 
-def _samples(path: Path, split: str) -> Iterator[dict[str, Any]]:
-    """Crude samples in order, JSON not parsed yet."""
-    leaves: Iterable[Any] = [ensure_index(path)]
-    if path.suffix in (".yaml", ".yml"):
-        leaves = [leaf.path for leaf in traverse_metadataset(path.absolute(), split_part=split)]
+def _crude_samples(sources: Sequence[Source], split: str) -> Iterator[Any]:
+    """All samples once, in order."""
     workers = WorkerConfig(rank=0, world_size=1, num_workers=0)
-    for leaf in leaves:
-        place = ensure_index(Path(str(leaf)).absolute())
-        factory: Any = get_dataset_from_config(
-            place,
-            split_part=split,
-            training=False,
-            worker_config=workers,
-            **({} if place.suffix == ".jsonl" else {"decoder": None}),
-        )
-        # Not through the factory's own loading, which parses JSON and stops at a broken line.
-        factory._load_sample = factory.load_sample = lambda sample: sample
-        with redirect_stdout(io.StringIO()):  # energon says how it divides the data
-            dataset = factory.build()
-        workers.worker_activate(0)
-        try:
-            yield from dataset
-        finally:
-            workers.worker_deactivate()
-
-
-def _parsed(crude: dict[str, Any]) -> Any:
-    """With its JSON parsed."""
-    return {**crude, "json": json.loads(crude["json"])} if "json" in crude else crude
+    datasets, _ = load_sources(sources, split=split, training=False, shuffle=False, workers=workers)
+    yield from crude_samples(datasets, workers)
 
 
 def _record(report: DataReport, plan: Plan) -> None:
@@ -176,6 +175,7 @@ def _record(report: DataReport, plan: Plan) -> None:
     report.videos += kinds["video"]
     report.tokens.append(len(plan.input_ids))
     report.trained_tokens.append(int((plan.loss_weights[1:] > 0).sum()))
+    report.sizes.append(size_of(plan))
     report.patches.append(sum(item.patches for item in plan.media))
 
 
@@ -190,6 +190,29 @@ def _pack(report: DataReport, config: DataConfig) -> None:
         report.packing_efficiency = sum(report.tokens) / capacity
 
 
+def _balance(
+    report: DataReport,
+    config: DataConfig,
+    architecture: Architecture,
+    ranks: int,
+    micro_batches: int,
+) -> dict[str, Balance]:
+    """As the loaders would divide the data, shuffled; again and again if it is small."""
+    least = _BUFFERS * ranks * config.packing_buffer
+    random = np.random.default_rng(0)
+    epochs = -(-least // len(report.sizes))
+    order = [index for _ in range(epochs) for index in random.permutation(len(report.sizes))]
+    sizes = [report.sizes[index] for index in order]
+    load = Workload(architecture, sizes, config.seq_length)
+    layout = config.seq_length, ranks, config.packing_buffer
+    by_length = list(each_rank(load.lengths, *layout))
+    by_work = list(all_ranks(load.measures(), *layout, micro_batches))
+    return {
+        "by length": load.balance(by_length, micro_batches),
+        "by work": load.balance(by_work, micro_batches),
+    }
+
+
 def plot_report(report: DataReport, png: Path) -> None:
     """Draw the histograms.
 
@@ -202,13 +225,25 @@ def plot_report(report: DataReport, png: Path) -> None:
     histograms = report.histograms()
     if not histograms:
         raise BadInput(f"{report.path} holds no usable sample, so there is nothing to draw.")
-    figure = Figure(figsize=(4 * len(histograms), 3), layout="constrained")
-    for axes, (name, (counts, edges)) in zip(
-        np.atleast_1d(figure.subplots(1, len(histograms))), histograms.items(), strict=True
-    ):
+    columns = len(histograms) + bool(report.balance)
+    figure = Figure(figsize=(4 * columns, 3), layout="constrained")
+    places = np.atleast_1d(figure.subplots(1, columns))
+    if report.balance:
+        _draw_balance(places[-1], report.balance)
+    for axes, (name, (counts, edges)) in zip(places, histograms.items(), strict=False):
         axes.stairs(counts, edges, fill=True)
         axes.set(xlabel=f"{name} a sample", ylabel="samples")
         for axis in (axes.xaxis, axes.yaxis):
             axis.get_major_locator().set_params(integer=True)
     figure.suptitle(f"{report.path.name}: {len(report.tokens):,} usable samples")
     figure.savefig(png, dpi=150)
+
+
+def _draw_balance(axes: Any, balance: dict[str, Balance]) -> None:
+    """Packs by their work: the time of a row is that of its rightmost pack."""
+    edges = np.histogram_bin_edges(np.concatenate([one.packs for one in balance.values()]), 40)
+    for way, one in balance.items():
+        counts, _ = np.histogram(one.packs, edges)
+        axes.stairs(counts / len(one.packs), edges, label=f"{way}: {one.micro_batch_step:.3f}")
+    axes.set(xlabel="work of a pack / mean", ylabel="share of packs")
+    axes.legend(fontsize="small")

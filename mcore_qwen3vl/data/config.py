@@ -86,7 +86,12 @@ class DataConfig:
     overlong: Literal["drop", "truncate"] = "drop"
     """Longer than `seq_length`: leave the sample out, or cut its tail, never inside an image."""
     packing_buffer: int = 128
-    """Samples among which the packer chooses."""
+    """Samples among which the packer chooses; with `balance`, for each data-parallel rank."""
+    balance: bool = False
+    """With packing: packs of equal work for all data-parallel ranks at a time, from the sizes of
+    all samples, which are measured once. Without, each rank packs its own part by length."""
+    micro_batches: int = 1
+    """Of a step and a rank: with `balance`, those of a step are of every amount of work."""
     shuffle: bool = True
     shuffle_buffer: int = 100
     max_bad_fraction: float = 0.05
@@ -94,6 +99,9 @@ class DataConfig:
     bad_fraction_floor: int = 100
     """Where a data worker is dealt fewer records than this, the share is taken of this number, or
     of the whole data set if that is smaller."""
+    max_sample_seconds: float = 60.0
+    """A sample whose images and videos take longer to decode is bad, so that no rank waits longer
+    for one; 0: however long."""
     document_end: str | None = None
     """Token text that ends a pretraining document; None is the tokenizer's pad token, which is
     <|endoftext|> in Qwen's tokenizers."""
@@ -116,6 +124,8 @@ class DataConfig:
                 f"micro_batch_size is {self.micro_batch_size} with packing: a packed batch is one "
                 "sequence. Set it to 1 and raise seq_length instead."
             )
+        if self.balance and not self.packing:
+            raise BadInput("balance levels the work of packs; turn packing on, too.")
         if self.packing and self.pad_to_longest:
             raise BadInput("pad_to_longest has no meaning with packing; leave one of them out.")
         if self.pairs and self.overlong == "truncate":

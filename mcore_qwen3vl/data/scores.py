@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from mcore_qwen3vl.data.records.bad_samples import BadSample
+from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.preference import SIDES
 from mcore_qwen3vl.errors import BadInput
 

@@ -1,6 +1,6 @@
 """Seconds of a training step under a layout: a roofline, modelled from the model's shape alone.
 
-* Compute: the step's FLOPs (:mod:`mcore_qwen3vl.training.logs.flops`, a third more under full
+* Compute: the step's FLOPs (:mod:`mcore_qwen3vl.model.flops`, a third more under full
   recompute) at half of the GPU's dense bf16 peak; the vision tower on the first pipeline stage.
 * TP with SP: two all-gathers and two reduce-scatters of the hidden states a layer and direction,
   and two more all-gathers backwards. CP: keys and values gathered, and their gradients scattered.
@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.model import flops
 from mcore_qwen3vl.rehearsal.gpus import Gpu
 from mcore_qwen3vl.training import memory
-from mcore_qwen3vl.training.logs import flops
 
 EFFICIENCY = 0.5
 NETWORK = 50e9  # bytes a second and GPU

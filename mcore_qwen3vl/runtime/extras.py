@@ -6,13 +6,13 @@ from importlib.util import find_spec
 
 from mcore_qwen3vl.errors import BadInput
 
-_EXTRAS = {"matplotlib": "plots", "tensorboard": "logging"}
+_EXTRAS = {"matplotlib": "plots", "pyarrow": "data", "tensorboard": "logging"}
 
 
 def require_extra(package: str, what: str) -> None:
     """
     Args:
-        package: matplotlib or tensorboard.
+        package: matplotlib, pyarrow or tensorboard.
         what: needs it; the sentence begins with this.
 
     Raises:

@@ -16,13 +16,14 @@ from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.encoding.batch import Batch, Batcher
 from mcore_qwen3vl.data.encoding.packing import best_fit
 from mcore_qwen3vl.data.encoding.pairs import plan_each
-from mcore_qwen3vl.data.encoding.pixels import PixelLoader, Pixels
-from mcore_qwen3vl.data.encoding.planning import Plan, Planner
+from mcore_qwen3vl.data.encoding.pixels import Pixels
+from mcore_qwen3vl.data.encoding.planning import Plan
+from mcore_qwen3vl.data.encoding.preparation import Preparation
 from mcore_qwen3vl.data.encoding.samples import EncodedSample, RawSample
-from mcore_qwen3vl.data.records.bad_samples import BadSample, OverlongSample
+from mcore_qwen3vl.data.loading.sources import Source
+from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.preference import SIDES
-from mcore_qwen3vl.data.records.template import Renderer
 from mcore_qwen3vl.data.scores import digest
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.scoring.output import OVERLONG
@@ -89,13 +90,10 @@ class Records:
         config: DataConfig,
         width_multiple: int,
     ) -> None:
-        config.media.apply(processor)
         self._data, self._starts = data, starts
         self._architecture, self._config = architecture, config
         self._multiple = width_multiple
-        self._renderer = Renderer(processor, config.document_end)
-        self._planner = Planner(processor, config)
-        self._pixels = PixelLoader(processor)
+        self._preparation = Preparation(processor, config, [Source(data)])
         self._pad_id = processor.tokenizer.pad_token_id
         self._folder = MediaFolder(data.parent, {})
         self.errors: dict[int, str] = {}
@@ -122,9 +120,9 @@ class Records:
         try:
             raw = RawSample(
                 __key__=str(record), __restore_key__=(), record=self._json(record),
-                folder=self._folder,
+                folder=self._folder, source=0,
             )  # fmt: skip
-            plans = plan_each(self._renderer, self._planner, raw)
+            plans = plan_each(self._preparation, raw)
         except OverlongSample as error:
             self.errors[record] = f"{OVERLONG}{error}"
             return []
@@ -155,13 +153,13 @@ class Records:
             self._architecture,
             replace(self._config, seq_length=width),
             self._pad_id,
-            self._pixels.scale,
+            self._preparation.scale,
         )
         return batcher.pack(samples) if self._config.packing else batcher.pad(samples)
 
     def _encoded(self, one: Sequence_) -> EncodedSample | None:
         try:
-            pixels = self._pixels.load(one.plan.media)
+            pixels = self._preparation.pixels(one.plan, 0)
         except Exception as error:
             self._note(one.record, error)
             return None

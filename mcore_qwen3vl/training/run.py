@@ -113,6 +113,7 @@ class Run:
         with self.progress as progress:
             try:
                 self._pretrain()
+                self.data.close()
             except SystemExit as leaving:  # Megatron's way out when a signal or a limit stops it
                 if leaving.code:
                     raise

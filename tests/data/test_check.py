@@ -37,12 +37,12 @@ def test_report(
     assert report.patches == [sum(m.patches for m in plan.media) for plan in plans]
     assert (report.samples, report.images, report.videos) == (11, 4, 0)
     assert [flaw.sample.rsplit("/", 1)[-1] for flaw in report.bad] == [
-        "data.jsonl[8]",
-        "data.jsonl[9]",
+        "data.jsonl:9",
+        "data.jsonl:10",
     ]
     assert "cut.png cannot be decoded" in report.bad[0].reason
     assert report.bad[1].reason.startswith("JSONDecodeError: ")
-    assert [flaw.sample.rsplit("/", 1)[-1] for flaw in report.overlong] == ["data.jsonl[10]"]
+    assert [flaw.sample.rsplit("/", 1)[-1] for flaw in report.overlong] == ["data.jsonl:11"]
     assert report.packing_efficiency == sum(report.tokens) / (200 * report.packed_sequences)
     assert dict(report.summary())["bad"] == "2"
     for counts, edges in report.histograms().values():
@@ -97,3 +97,23 @@ def test_the_command_takes_the_budgets_of_training(
 def test_nothing_to_draw(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="no usable sample"):
         plot_report(DataReport(tmp_path, 8), tmp_path / "a.png")
+
+
+def test_the_balance_of_the_ranks_work(
+    processor_dir: Path, write_jsonl: WriteJsonl, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_jsonl([question(i, image=i % 5 == 0, words=3 + i**2 % 90) for i in range(40)])
+    command = ["data", "check", str(path), "--hf-model", str(processor_dir), "--seq-length", "256"]
+    command += ["--dp", "4", "--global-batch-size", "16", "--packing-buffer", "32"]
+    with pytest.raises(SystemExit) as left:
+        main([*command, "--json", "-", "--plot", str(tmp_path / "plot.png")])
+    assert left.value.code == 0
+    found = json.loads(capsys.readouterr().out)
+    by_length, by_work = (found["balance"][way] for way in ("by length", "by work"))
+    assert 1 <= by_work["micro_batch_step"] < by_length["micro_batch_step"]
+    assert sum(by_work["packs"]) == pytest.approx(len(by_work["packs"]))
+    with Image.open(tmp_path / "plot.png") as image:
+        assert image.width >= 4 * 4 * 150
+    with pytest.raises(SystemExit):
+        main(command)
+    assert "most over mean of the ranks, packed by work" in capsys.readouterr().out

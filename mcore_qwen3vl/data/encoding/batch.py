@@ -15,7 +15,7 @@ from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.encoding.pixels import join_grids, join_patches
 from mcore_qwen3vl.data.encoding.positions import mrope_position_ids
 from mcore_qwen3vl.data.encoding.samples import EncodedSample
-from mcore_qwen3vl.model.inputs import PixelScale, VisualInputs, visual_inputs
+from mcore_qwen3vl.model.inputs import PER_PATCH, PixelScale, VisualInputs, visual_inputs
 
 IGNORED = -100
 """Label of positions that are not trained, as in HF."""
@@ -72,6 +72,12 @@ class Batch:
             lambda tensor: tensor.to(device, non_blocking=non_blocking),
             self.visual and self.visual.to(device, non_blocking),
         )
+
+    def device_tensors(self) -> list[Tensor]:
+        """Those that lie on a device."""
+        visual = [getattr(self.visual, name) for name in PER_PATCH] if self.visual else []
+        own = [getattr(self, name) for name in _ON_DEVICE]
+        return [tensor for tensor in own + visual if tensor is not None and tensor.is_cuda]
 
     def pin_memory(self) -> Self:
         """Page-locked copy, so that ``to(device, non_blocking=True)`` overlaps with compute."""

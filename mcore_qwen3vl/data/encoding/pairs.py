@@ -5,10 +5,8 @@ In a batch the sequences are chosen, rejected, chosen, rejected, and so on.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,14 +16,16 @@ from megatron.energon.source_info import get_source_info
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.encoding.batch import Batch
-from mcore_qwen3vl.data.encoding.encoder import Qwen3VLTaskEncoder, plan_sample
+from mcore_qwen3vl.data.encoding.encoder import Qwen3VLTaskEncoder
 from mcore_qwen3vl.data.encoding.packing import best_fit
-from mcore_qwen3vl.data.encoding.planning import Plan, Planner
+from mcore_qwen3vl.data.encoding.planning import Plan
+from mcore_qwen3vl.data.encoding.preparation import Preparation
 from mcore_qwen3vl.data.encoding.samples import EncodedSample, RawSample
-from mcore_qwen3vl.data.loading.stand_in import origin
-from mcore_qwen3vl.data.records.bad_samples import BadSample, OverlongSample, sample_id
+from mcore_qwen3vl.data.loading.sources import Source
+from mcore_qwen3vl.data.records.bad_samples import sample_id
+from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample
+from mcore_qwen3vl.data.records.parse import preprocessed
 from mcore_qwen3vl.data.records.preference import is_pair, parse_pair
-from mcore_qwen3vl.data.records.template import Renderer
 from mcore_qwen3vl.data.scores import References
 
 
@@ -36,6 +36,7 @@ class PlannedPair(Sample):
     chosen: Plan
     rejected: Plan
     reference: tuple[float, float] | None
+    source: int
     name: str
 
 
@@ -48,27 +49,25 @@ class EncodedPair(Sample):
     reference: tuple[float, float] | None
 
 
-def plan_each(renderer: Renderer, planner: Planner, sample: RawSample) -> tuple[Plan, ...]:
+def plan_each(preparation: Preparation, sample: RawSample) -> tuple[Plan, ...]:
     """From a raw record to tokens: one sequence, or the two of a preference record.
 
     Raises:
         BadSample, OverlongSample: the record cannot be used; each sequence must fit by itself.
     """
-    record = sample.record
-    if isinstance(record, bytes):
-        record = json.loads(record)
-    if not is_pair(record):
-        return (plan_sample(renderer, planner, sample),)
-    pair = parse_pair(record, sample.folder)
-    return tuple(planner.plan(renderer.render(side)) for side in (pair.chosen, pair.rejected))
+    record, reading = preparation.record(sample), preparation.reading(sample)
+    if not is_pair(record) and not is_pair(preprocessed(record, reading)):
+        return (preparation.plan(sample),)
+    pair = parse_pair(record, sample.folder, reading)
+    return tuple(preparation.plan(sample, side) for side in (pair.chosen, pair.rejected))
 
 
 class PairTaskEncoder(Qwen3VLTaskEncoder):
     """Energon's hooks for preference records.
 
     Args:
-        architecture, processor, config: as of :class:`Qwen3VLTaskEncoder`.
-        references: by data set; None: none are wanted.
+        architecture, processor, config, sources: as of :class:`Qwen3VLTaskEncoder`.
+        references: of each data set; None: none are wanted.
     """
 
     def __init__(
@@ -76,16 +75,17 @@ class PairTaskEncoder(Qwen3VLTaskEncoder):
         architecture: Architecture,
         processor: Any,
         config: DataConfig,
-        references: Mapping[Path, References] | None,
+        sources: Sequence[Source],
+        references: Sequence[References] | None,
     ) -> None:
-        super().__init__(architecture, processor, config)
+        super().__init__(architecture, processor, config, sources)
         self._references = references
 
     @stateless
     def preencode_sample(self, sample: RawSample) -> Any:
         """Tokenise and measure, and look the reference up."""
         with self.guard.skipping(sample):
-            plans = plan_each(self.renderer, self.planner, sample)
+            plans = plan_each(self.preparation, sample)
             if len(plans) == 1:
                 raise BadSample("it is no preference record: --loss dpo needs chosen and rejected.")
             chosen, rejected = plans
@@ -95,7 +95,12 @@ class PairTaskEncoder(Qwen3VLTaskEncoder):
         if found:  # out there: it stops the run
             found[0].check(found[1], chosen.input_ids, rejected.input_ids)
         return PlannedPair.derive_from(
-            sample, chosen=chosen, rejected=rejected, reference=reference, name=sample_id(sample)
+            sample,
+            chosen=chosen,
+            rejected=rejected,
+            reference=reference,
+            source=sample.source,
+            name=sample_id(sample),
         )
 
     def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
@@ -107,9 +112,11 @@ class PairTaskEncoder(Qwen3VLTaskEncoder):
     def postencode_sample(self, sample: Any) -> Any:
         """Decode the pixels: once where both sequences show the same."""
         with self.guard.skipping(sample):
-            of_chosen = self._pixels.load(sample.chosen.media)
+            of_chosen = self.preparation.pixels(sample.chosen, sample.source)
             shared = _shown(sample.chosen) == _shown(sample.rejected)
-            of_rejected = of_chosen if shared else self._pixels.load(sample.rejected.media)
+            of_rejected = (
+                of_chosen if shared else self.preparation.pixels(sample.rejected, sample.source)
+            )
         chosen, rejected = (
             EncodedSample.derive_from(
                 sample,
@@ -154,8 +161,7 @@ class PairTaskEncoder(Qwen3VLTaskEncoder):
         """Where the reference of a sample is, and its number there."""
         if self._references is None:
             return None
-        source = get_source_info(sample)[0]
-        return self._references[origin(Path(str(source.dataset_path)))], int(source.index)
+        return self._references[sample.source], int(get_source_info(sample)[0].index)
 
 
 def _shown(plan: Plan) -> list[Any]:

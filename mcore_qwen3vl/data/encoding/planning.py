@@ -16,9 +16,10 @@ from torch import Tensor
 from transformers.video_utils import VideoMetadata
 
 from mcore_qwen3vl.data.config import DataConfig
-from mcore_qwen3vl.data.records.bad_samples import BadSample, OverlongSample
-from mcore_qwen3vl.data.records.media import Media, image_size, probe_video
+from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample
+from mcore_qwen3vl.data.records.media import Media, image_size
 from mcore_qwen3vl.data.records.template import Rendered
+from mcore_qwen3vl.data.records.video import probe_video
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from megatron.energon import Sample, edataclass
 
 from mcore_qwen3vl.data.encoding.pixels import Pixels
 from mcore_qwen3vl.data.encoding.planning import Plan
+from mcore_qwen3vl.data.loading.measured import Size, Unusable
 from mcore_qwen3vl.data.records.media import MediaFolder
 
 
@@ -18,6 +19,7 @@ class RawSample(Sample):
 
     record: Any
     folder: MediaFolder
+    source: int  # number of its data set
 
 
 @edataclass
@@ -25,7 +27,17 @@ class PlannedSample(Sample):
     """Tokenised; its media are measured but not decoded. Waits in the packing buffer."""
 
     plan: Plan
+    source: int
     name: str
+
+
+@edataclass
+class MeasuredSample(Sample):
+    """Not read yet: its number, and what its work is computed from."""
+
+    data_set: int
+    index: int
+    size: Size | Unusable
 
 
 @edataclass

@@ -14,7 +14,9 @@ from megatron.energon.epathlib import EPath
 from megatron.energon.flavors import BaseWebdatasetFactory
 from megatron.energon.flavors.jsonl.ijsonl import IJsonlIndexReader, IJsonlIndexWriter
 
+from mcore_qwen3vl.data.loading import json_file
 from mcore_qwen3vl.data.loading.stand_in import make_stand_in, stand_ins
+from mcore_qwen3vl.data.loading.tables import is_table
 from mcore_qwen3vl.errors import BadInput
 
 _PATIENCE = 3600.0  # seconds that other ranks wait for the one that indexes
@@ -22,11 +24,12 @@ _CRUDE = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
 
 
 def ensure_index(path: Path) -> Path:
-    """Make the index of a JSONL file, or of a folder of WebDataset tars, unless it is up to date.
+    """Make the index of a JSON or JSONL file, or of a folder of tars, unless it is up to date.
 
     Args:
-        path: a ``.jsonl`` file, a folder of ``.tar`` files, or an energon metadataset ``.yaml``,
-            whose own data sets must be JSONL or indexed already.
+        path: a ``.jsonl`` or ``.json`` file, a folder of ``.tar`` files, a table, which needs none,
+            or an energon metadataset ``.yaml``, whose own data sets must be JSONL or indexed
+            already.
 
     Returns:
         What energon is to read: `path`, or its stand-in.
@@ -36,12 +39,13 @@ def ensure_index(path: Path) -> Path:
     """
     if not path.exists():
         raise BadInput(f"The data set {path} does not exist; check the path.")
-    if path.suffix == ".jsonl" or path.is_dir():
+    if path.suffix in (".jsonl", ".json") or (path.is_dir() and not is_table(path)):
         return _ensure(path)
-    if path.suffix not in (".yaml", ".yml"):
+    if path.suffix not in (".yaml", ".yml") and not is_table(path):
         raise BadInput(
-            f"{path} is no data set: a .jsonl file, a folder of WebDataset .tar files or an "
-            "energon metadataset .yaml is needed."
+            f"{path} is no data set: a .jsonl, .json or .parquet file, a folder of WebDataset "
+            ".tar files or Parquet shards, a Hugging Face dataset on disk, or a .yaml of one of "
+            "these is needed."
         )
     return path
 
@@ -67,7 +71,9 @@ def _ensure(path: Path) -> Path:
 
 
 def _is_indexed(path: Path) -> bool:
-    return _tars_are_indexed(path) if path.is_dir() else _jsonl_is_indexed(path)
+    if path.is_dir():
+        return _tars_are_indexed(path)
+    return json_file.is_indexed(path) if path.suffix == ".json" else _jsonl_is_indexed(path)
 
 
 def _index_once(path: Path) -> None:
@@ -80,12 +86,21 @@ def _index_once(path: Path) -> None:
     try:
         with FileLock(lock, timeout=_PATIENCE):
             if not _is_indexed(path):  # another rank may have done it meanwhile
-                (_index_tars if path.is_dir() else _index_jsonl)(path)
+                _index(path)
     except Timeout:
         raise BadInput(
             f"Waited {_PATIENCE:.0f} s for another process to index {path}. If none is running, "
             f"remove {lock}."
         ) from None
+
+
+def _index(path: Path) -> None:
+    if path.is_dir():
+        _index_tars(path)
+    elif path.suffix == ".json":
+        json_file.write_index(path)
+    else:
+        _index_jsonl(path)
 
 
 def _jsonl_is_indexed(path: Path) -> bool:
@@ -118,7 +133,10 @@ def _tars_are_indexed(path: Path) -> bool:
 def _index_tars(path: Path) -> None:
     tars = sorted(str(tar.relative_to(path)) for tar in path.rglob("*.tar"))
     if not tars:
-        raise BadInput(f"{path} holds neither .tar files nor an energon index (.nv-meta).")
+        raise BadInput(
+            f"{path} holds neither .tar nor .parquet files, nor a Hugging Face dataset "
+            "(state.json, dataset_dict.json), nor an energon index (.nv-meta)."
+        )
     with redirect_stdout(sys.stderr):  # a command's own output may be JSON
         BaseWebdatasetFactory.prepare_dataset(
             path, tars, split_parts_ratio=[("train", 1.0)], workers=min(8, len(tars))

@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-from megatron.energon import WorkerConfig, get_savable_loader, get_train_dataset
-from megatron.energon.metadataset import traverse_metadataset
+from megatron.energon import WorkerConfig, get_savable_loader
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.processor_files import require
 from mcore_qwen3vl.data.config import DataConfig
+from mcore_qwen3vl.data.encoding.balanced import BalancedTaskEncoder
 from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.data.encoding.encoder import Qwen3VLTaskEncoder
 from mcore_qwen3vl.data.encoding.pairs import PairTaskEncoder
-from mcore_qwen3vl.data.loading.index import ensure_index
+from mcore_qwen3vl.data.loading.datasets import load_sources
 from mcore_qwen3vl.data.loading.sources import Source
-from mcore_qwen3vl.data.loading.stand_in import origin
 from mcore_qwen3vl.data.loading.state import from_plain, to_plain
 from mcore_qwen3vl.data.loading.worker import start_worker
 from mcore_qwen3vl.data.scores import References
 from mcore_qwen3vl.errors import BadInput
 
-# Energon reads this many samples in a row from one place when it shuffles.
-_RUN_LENGTH = 100
+_PREFETCHED = 2  # batches that a data worker keeps ready
+_BACK = 2  # batches that a state may lie behind what was read
 
 
 def load_processor(checkpoint: str | Path) -> Any:
@@ -56,6 +54,14 @@ def load_processor(checkpoint: str | Path) -> Any:
         ) from error
 
 
+@dataclass(frozen=True)
+class Position:
+    """Of a loader with data workers: batches that each has given, and whose turn it is."""
+
+    counters: tuple[int, ...]
+    next_worker: int
+
+
 class Loader(Iterator[Batch]):
     """Endless batches of this data-parallel rank, whose state can be saved and restored.
 
@@ -79,7 +85,8 @@ class Loader(Iterator[Batch]):
     ) -> None:
         """
         Args:
-            sources: data sets and their weights. JSONL files have no splits.
+            sources: data sets, their weights, and what is said of their records. JSON, JSONL and
+                Parquet files have no splits.
             architecture: the model's shape.
             processor: of :func:`load_processor`; its budgets are changed as `config` says.
             config: lengths, layout and policies.
@@ -94,32 +101,46 @@ class Loader(Iterator[Batch]):
             BadInput: a data set is missing or empty, or leaves a worker of this rank without data.
         """
         self._place = {"rank": dp_rank, "world_size": dp_size, "num_workers": num_workers}
-        encoder = _encoder(sources, architecture, processor, config)
+        self._balanced = config.balance
+        encoder = _encoder(
+            sources,
+            architecture,
+            processor,
+            config,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            num_workers=num_workers,
+        )
         workers = WorkerConfig(
-            rank=dp_rank,
-            world_size=dp_size,
+            # Balanced, all ranks go through one order of samples, and each takes its part.
+            rank=0 if config.balance else dp_rank,
+            world_size=1 if config.balance else dp_size,
             num_workers=num_workers,
             seed_offset=seed,
             global_error_handler=encoder.guard.on_error,
         )
-        sources = [replace(source, path=_indexed(source.path)) for source in sources]
-        dataset = get_train_dataset(
-            _energon_path(sources, split),
-            split_part=_split_of(sources[0].path, split) if len(sources) == 1 else split,
+        datasets, blend_mode = load_sources(
+            sources, split=split, training=True, shuffle=config.shuffle, workers=workers
+        )
+        if config.balance:
+            datasets = encoder.measured(datasets, max(1, num_workers))
+        buffer = config.packing_buffer * (dp_size if config.balance else 1)
+        dataset = encoder.build_train_datasets(
+            datasets=datasets,
+            blend_mode=blend_mode,
             worker_config=workers,
-            task_encoder=encoder,
             batch_size=None if config.packing else config.micro_batch_size,
             batch_drop_last=True,
-            packing_buffer_size=config.packing_buffer if config.packing else None,
+            packing_buffer_size=buffer if config.packing else None,
             shuffle_buffer_size=config.shuffle_buffer if config.shuffle else None,
-            shuffle_over_epochs_multiplier=1 if config.shuffle else None,
-            max_samples_per_sequence=_RUN_LENGTH if config.shuffle else None,
-            **({} if config.shuffle else {"parallel_shard_iters": 1}),
         )
         dealt = [dataset.len_worker(worker) for worker in range(max(num_workers, 1))]
-        encoder.guard.expect(dp_size * sum(dealt), max(dealt))
+        if config.balance:  # each rank counts its share of what all meet
+            encoder.guard.expect(sum(dealt), max(dealt) // dp_size)
+        else:
+            encoder.guard.expect(dp_size * sum(dealt), max(dealt))
         if not all(dealt):
-            named = ", ".join(str(origin(source.path)) for source in sources)
+            named = ", ".join(str(source.path) for source in sources)
             raise BadInput(
                 f"The data of {named} is fewer samples than the {dp_size} data-parallel "
                 f"ranks with {max(num_workers, 1)} data workers each. Lower --num-workers or the "
@@ -129,6 +150,8 @@ class Loader(Iterator[Batch]):
             dataset,
             checkpoint_every_sec=checkpoint_every_seconds,
             watchdog_timeout_seconds=None,
+            prefetch_factor=_PREFETCHED,
+            n_checkpoints=_PREFETCHED * max(num_workers, 1) + 1 + _BACK,
         )
         if num_workers > 0:
             self._loader.worker_init_fn = partial(start_worker, self._loader.worker_init_fn)
@@ -155,9 +178,29 @@ class Loader(Iterator[Batch]):
         if workers := getattr(getattr(self, "_loader", None), "_epoch_iterator", None):
             workers.close()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where this rank's stream stands, as plain data; the next batch is the first after it."""
-        return {**self._place, "loader": to_plain(self._loader.save_state_rank())}
+    def position(self) -> Position | None:
+        """Where this rank's stream stands, at no cost: for :meth:`state_dict`, so long as no more
+        than two batches are read meanwhile. None without data workers."""
+        if self._place["num_workers"] == 0:
+            return None
+        return Position(tuple(self._loader._worker_sample_counters), self._loader._next_worker_id)
+
+    def state_dict(self, position: Position | None = None) -> dict[str, Any]:
+        """Where this rank's stream stands, as plain data; the next batch is the first after it.
+
+        Args:
+            position: where it stood a batch or two ago, to go on from there instead.
+        """
+        energon = self._loader
+        now = list(energon._worker_sample_counters), energon._next_worker_id
+        if position is not None:
+            energon._worker_sample_counters = list(position.counters)
+            energon._next_worker_id = position.next_worker
+        try:
+            state = to_plain(energon.save_state_rank())
+        finally:
+            energon._worker_sample_counters, energon._next_worker_id = now
+        return {**self._place, "balance": self._balanced, "loader": state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where :meth:`state_dict` was taken; before the first batch is asked for.
@@ -165,6 +208,11 @@ class Loader(Iterator[Batch]):
         Raises:
             BadInput: the state is another rank's, or of another number of ranks or workers.
         """
+        if state.get("balance", False) != self._balanced:
+            raise BadInput(
+                "The data state was saved with --balance and this run is without it, or the other "
+                "way round: the order of samples differs. Give the same flag."
+            )
         saved = {name: state[name] for name in self._place}
         if saved != self._place:
             raise BadInput(
@@ -186,63 +234,21 @@ class Loader(Iterator[Batch]):
 
 
 def _encoder(
-    sources: Sequence[Source], architecture: Architecture, processor: Any, config: DataConfig
-) -> Qwen3VLTaskEncoder:
-    """Of single sequences, or of pairs with the references that lie beside `sources`."""
+    sources: Sequence[Source],
+    architecture: Architecture,
+    processor: Any,
+    config: DataConfig,
+    **place: int,
+) -> Any:
+    """Of single sequences, balanced or not, or of pairs with what lies beside `sources`."""
+    if config.pairs and config.balance:
+        raise BadInput("--balance does not weigh preference pairs: leave it out with --loss dpo.")
+    if config.balance:
+        return BalancedTaskEncoder(architecture, processor, config, sources, **place)
     if not config.pairs:
-        return Qwen3VLTaskEncoder(architecture, processor, config)
-    beside = None
-    if config.references:
-        beside = {source.path.absolute(): References.beside(source.path) for source in sources}
-    return PairTaskEncoder(architecture, processor, config, beside)
-
-
-def _indexed(path: Path) -> Path:
-    """What energon is to read for a data set; energon opens all splits of a metadataset.
-
-    Raises:
-        BadInput: see :func:`ensure_index`; or a metadataset names data that cannot be indexed where
-            it is.
-    """
-    if path.suffix in (".yaml", ".yml"):
-        for split in yaml.safe_load(path.read_text(encoding="utf-8")).get("splits", {}):
-            for leaf in traverse_metadataset(path.absolute(), split_part=split):
-                place = Path(str(leaf.path))
-                if (found := ensure_index(place)) != place:
-                    raise BadInput(
-                        f"The folder of {place} cannot be written, so its index is in {found}, and "
-                        f"{path} does not name that. Put {found} into {path.name}, or name the "
-                        "data sets with their weights in --data-path."
-                    )
-    return ensure_index(path)
-
-
-def _split_of(path: Path, split: str) -> str:
-    """`split`, or `train` for a folder of tars that has no such part, as one indexed here."""
-    parts = path / ".nv-meta" / "split.yaml"
-    if not parts.exists():
-        return split
-    shards = yaml.safe_load(parts.read_text(encoding="utf-8"))["split_parts"]
-    return split if shards.get(split) else "train"
-
-
-def _energon_path(sources: Sequence[Source], split: str) -> Any:
-    """One path, or a blend of several in energon's own terms."""
-    if len(sources) == 1:
-        return sources[0].path.absolute()
-    blend = [
-        {
-            "path": str(source.path.absolute()),
-            "weight": source.weight,
-            "split_part": _split_of(source.path, split),
-        }
-        for source in sources
-    ]
-    return {
-        "__module__": "megatron.energon",
-        "__class__": "MetadatasetV2",
-        "splits": {split: {"blend": blend}},
-    }
+        return Qwen3VLTaskEncoder(architecture, processor, config, sources)
+    beside = [References.beside(source.path) for source in sources] if config.references else None
+    return PairTaskEncoder(architecture, processor, config, sources, beside)
 
 
 def _without_traceback(error: BadInput) -> str:

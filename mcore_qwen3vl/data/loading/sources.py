@@ -1,38 +1,66 @@
-"""Which data sets a command line names, and in which proportion."""
+"""Which data sets a command line names, and in which proportion. Imports nothing heavy."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
+from mcore_qwen3vl.data.loading.mixture import is_mixture, read_mixture
+from mcore_qwen3vl.data.loading.source import Source
 from mcore_qwen3vl.errors import BadInput
 
-
-@dataclass(frozen=True)
-class Source:
-    """A data set and its weight in a blend."""
-
-    path: Path
-    weight: float = 1.0
+__all__ = ["Source", "parse_sources"]
 
 
-def parse_sources(words: Sequence[str]) -> list[Source]:
+def parse_sources(words: Sequence[str], preprocess: str | None = None) -> list[Source]:
     """Read ``PATH`` or ``WEIGHT PATH WEIGHT PATH ...``, as in Megatron's ``--data-path``.
 
+    A mixture file among the paths is replaced by its data sets.
+
+    Args:
+        words: of the command line.
+        preprocess: hook of the data sets that name none.
+
     Raises:
-        BadInput: numbers and paths do not alternate.
+        BadInput: numbers and paths do not alternate, or a mixture file is malformed.
     """
     if len(words) == 1:
-        return [Source(Path(words[0]))]
-    weights, paths = words[0::2], words[1::2]
-    try:
-        numbers = [float(weight) for weight in weights]
-    except ValueError:
-        numbers = []
-    if not words or len(numbers) != len(paths) or min(numbers) <= 0:
+        sources = _expanded(Path(words[0]), 1.0)
+    else:
+        weights, paths = words[0::2], words[1::2]
+        try:
+            numbers = [float(weight) for weight in weights]
+        except ValueError:
+            numbers = []
+        if not words or len(numbers) != len(paths) or min(numbers) <= 0:
+            raise BadInput(
+                f"The data path {' '.join(words)!r} is neither one path nor positive weights and "
+                "paths in turn, like '0.3 a.jsonl 0.7 b.jsonl'."
+            )
+        sources = [
+            source
+            for path, number in zip(paths, numbers, strict=True)
+            for source in _expanded(Path(path), number)
+        ]
+    if len({source.epochs is None for source in sources}) > 1:
         raise BadInput(
-            f"The data path {' '.join(words)!r} is neither one path nor positive weights and paths "
-            "in turn, like '0.3 a.jsonl 0.7 b.jsonl'."
+            "Some data sets have epochs and some have weights: give all of them the same of the "
+            "two. An epoch is of everything together, and weights have none."
         )
-    return [Source(Path(path), number) for path, number in zip(paths, numbers, strict=True)]
+    if preprocess is None:
+        return sources
+    return [
+        replace(source, reading=replace(source.reading, preprocess=preprocess))
+        if source.reading.preprocess is None
+        else source
+        for source in sources
+    ]
+
+
+def _expanded(path: Path, weight: float) -> list[Source]:
+    if not is_mixture(path):
+        return [Source(path, weight)]
+    sources = read_mixture(path)
+    total = sum(source.weight for source in sources)
+    return [replace(source, weight=weight * source.weight / total) for source in sources]

@@ -103,6 +103,12 @@ def redistribute(states: list[dict[str, Any]], world_size: int) -> list[dict[str
         )
     if world_size == len(states):
         return states
+    if states[0].get("balance"):
+        raise BadInput(
+            f"The data state was saved with --balance by {len(states)} data-parallel ranks, which "
+            f"divided one order of samples among them, and cannot be dealt out to {world_size}. "
+            "Resume with the same data-parallel size, or start the data from the beginning."
+        )
     workers = states[0]["num_workers"]
     total = workers * len(states)
     if workers == 0 or total % world_size:

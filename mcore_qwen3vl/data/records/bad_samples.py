@@ -13,20 +13,13 @@ from megatron.energon.errors import SYSTEM_EXCEPTIONS
 from megatron.energon.source_info import SourceInfo, get_source_info
 
 from mcore_qwen3vl.data.loading.stand_in import origin
+from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample
 from mcore_qwen3vl.errors import BadInput
 
 log = logging.getLogger(__name__)
 
 OVERLONG_IN_A_ROW = 1000
 """So many over-long samples without one that fits are no policy any more: nothing would train."""
-
-
-class BadSample(Exception):
-    """This sample cannot be used, and the message says why. The loader skips it."""
-
-
-class OverlongSample(Exception):
-    """The sample exceeds the sequence length and is left out, as the policy says."""
 
 
 class BadSampleGuard:
@@ -62,8 +55,12 @@ class BadSampleGuard:
         return taken
 
     @contextmanager
-    def skipping(self, sample: Any) -> Iterator[None]:
+    def skipping(self, sample: Any, *, counted: bool = True) -> Iterator[None]:
         """Turn whatever goes wrong inside into a skipped sample.
+
+        Args:
+            sample: for messages.
+            counted: not, where another rank meets the same sample and counts it.
 
         Raises:
             SkipSample: for energon, which then takes the next sample.
@@ -75,9 +72,10 @@ class BadSampleGuard:
         except (SkipSample, *SYSTEM_EXCEPTIONS):
             raise
         except OverlongSample as error:
-            self._dropped += 1
+            self._dropped += counted
             self._overlong_in_a_row += 1
-            log.info("sample %s left out: %s", sample_id(sample), error)
+            if counted:
+                log.info("sample %s left out: %s", sample_id(sample), error)
             if self._overlong_in_a_row == OVERLONG_IN_A_ROW:
                 raise BadInput(
                     f"The last {OVERLONG_IN_A_ROW} samples were all left out as over-long. The "
@@ -86,7 +84,8 @@ class BadSampleGuard:
                 ) from error
             raise SkipSample from error
         except Exception as error:
-            self._skip(sample_id(sample), error)
+            if counted:
+                self._skip(sample_id(sample), error)
             raise SkipSample from error
 
     def on_error(self, error: Exception, sample: Any, _: list[SourceInfo] | None) -> None:
@@ -116,7 +115,8 @@ class BadSampleGuard:
 
 
 def sample_id(sample: Any) -> str:
-    """Where a sample came from: its file and, for JSONL, its line counted from 0."""
+    """Where a sample came from, counted from 1: the line of a JSONL file (blank ones left out), or
+    the record of another file in brackets."""
     # energon hands its error handler the raw tuple of a joined sample, or a list of samples
     inner = getattr(sample, "data", sample)
     inner = inner[0] if isinstance(inner, list | tuple) and inner else inner
@@ -125,6 +125,8 @@ def sample_id(sample: Any) -> str:
         return str(inner["__key__"] if isinstance(inner, dict) else inner)[:200]
     source = sources[0]
     dataset = origin(Path(str(source.dataset_path)))
+    number = int(source.index) + 1
     if dataset.suffix == ".jsonl":
-        return f"{dataset}[{source.index}]"
-    return f"{dataset}/{source.shard_name}[{source.index}]"
+        return f"{dataset}:{number}"
+    file = dataset if source.shard_name == dataset.name else dataset / source.shard_name
+    return f"{file}[{number}]"

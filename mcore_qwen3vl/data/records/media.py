@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,13 +16,9 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-import av
-import numpy as np
-from av.video.reformatter import VideoReformatter
 from PIL import ExifTags, Image, ImageOps
-from transformers.video_utils import VideoMetadata
 
-from mcore_qwen3vl.data.records.bad_samples import BadSample
+from mcore_qwen3vl.data.records.flaws import BadSample
 
 Kind = Literal["image", "video"]
 
@@ -152,64 +149,25 @@ def load_image(media: Media) -> Image.Image:
         return image if image.mode == "RGB" else image.convert("RGB")
 
 
-@contextmanager
-def _video(media: Media) -> Iterator[Any]:
-    try:
-        with media.open() as stream, av.open(stream) as container:
-            if not container.streams.video:
-                raise BadSample(f"video {media.name} has no video stream.")
-            yield container
-    except (av.error.FFmpegError, OSError) as error:
-        raise BadSample(f"video {media.name} cannot be decoded: {error}.") from error
+class Clock:
+    """How long one sample may take."""
 
+    def __init__(self, seconds: float) -> None:
+        """
+        Args:
+            seconds: 0: however long.
+        """
+        self._seconds = seconds
+        self._since = time.monotonic()
 
-def probe_video(media: Media) -> VideoMetadata:
-    """Frame count, frame rate and size, from the container.
-
-    Raises:
-        BadSample: missing file, or no video.
-    """
-    with _video(media) as container:
-        stream = container.streams.video[0]
-        if not stream.average_rate:
-            raise BadSample(f"video {media.name} states no frame rate.")
-        # Some containers (WebM) do not state the count; their packets do.
-        count = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
-        fps = float(stream.average_rate)
-        return VideoMetadata(
-            total_num_frames=count,
-            fps=fps,
-            duration=count / fps,
-            video_backend="pyav",
-            height=stream.height,
-            width=stream.width,
-        )
-
-
-def load_frames(media: Media, indices: np.ndarray) -> np.ndarray:
-    """Decode the frames at `indices` (ascending, repeats allowed).
-
-    Returns:
-        (F, height, width, 3) uint8 RGB.
-
-    Raises:
-        BadSample: missing file, no video, or fewer frames than its header says.
-    """
-    wanted = set(indices.tolist())
-    frames: dict[int, np.ndarray] = {}
-    # One thread, and a converter of our own: PyAV's shared one keeps threads that do not survive
-    # the fork of a data worker, which then waits for them forever.
-    to_rgb = VideoReformatter()
-    with _video(media) as container:
-        container.streams.video[0].codec_context.thread_count = 1
-        for index, frame in enumerate(container.decode(video=0)):
-            if index in wanted:
-                frames[index] = to_rgb.reformat(frame, format="rgb24", threads=1).to_ndarray()
-            if len(frames) == len(wanted):
-                break
-    if len(frames) < len(wanted):
-        raise BadSample(
-            f"video {media.name} holds {len(frames)} of the {len(wanted)} frames to sample; it is "
-            "cut short."
-        )
-    return np.stack([frames[index] for index in indices.tolist()])
+    def check(self, media: Media) -> None:
+        """
+        Raises:
+            BadSample: time is up.
+        """
+        passed = time.monotonic() - self._since
+        if 0 < self._seconds < passed:
+            raise BadSample(
+                f"{media.kind} {media.name}: decoding the sample takes more than "
+                f"{self._seconds:g} s (--max-sample-seconds); left off after {passed:.1f} s."
+            )

@@ -1,85 +1,157 @@
-"""One record of a data set, checked: a conversation to fine-tune on, or a document."""
+"""One record of a data set, recognised by its keys and checked."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from mcore_qwen3vl.data.records.bad_samples import BadSample
-from mcore_qwen3vl.data.records.media import Kind, Media, MediaFolder
+from mcore_qwen3vl.data.records.documents import CAPTION_KEYS, read_caption, read_interleaved
+from mcore_qwen3vl.data.records.flaws import BadSample
+from mcore_qwen3vl.data.records.hooks import find_hook
+from mcore_qwen3vl.data.records.media import Kind, MediaFolder
+from mcore_qwen3vl.data.records.messages import read_conversations, read_messages
+from mcore_qwen3vl.data.records.parsed import Conversation, Document
+from mcore_qwen3vl.data.records.reading import Reading
 
-_TAG = re.compile("<(image|video)>")
-_REFERENCE_KEYS = {
-    "image": ("image", "path", "url", "image_url", "bytes", "base64"),
-    "video": ("video", "path", "url", "video_url", "bytes", "base64"),
-}
-_CAPTION_KEYS = ("caption", "text", "txt")
 _IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
 _VIDEO_SUFFIXES = ("mp4", "mkv", "webm", "mov", "avi")
 
-
-@dataclass(frozen=True)
-class Conversation:
-    """Chat messages in the form HF chat templates read, with their media in order."""
-
-    messages: list[dict[str, Any]]
-    media: list[Media]
-    weights: list[float]  # one a message; 0 for all but assistant turns
-    tools: list[Any] | None = None
+Parsed = Conversation | Document
 
 
 @dataclass(frozen=True)
-class Document:
-    """Interleaved text and media, all of whose text is trained."""
+class Format:
+    """A shape of records."""
 
-    parts: list[str | Media]
-    weight: float = 1.0
-
-    @property
-    def media(self) -> list[Media]:
-        return [part for part in self.parts if isinstance(part, Media)]
+    name: str
+    keys: tuple[str, ...]  # a record that has one of them is of this format
+    read: Callable[[Mapping[str, Any], MediaFolder], Parsed]
 
 
-def parse_record(record: Any, folder: MediaFolder) -> Conversation | Document:
-    """Read a JSON record.
+FORMATS = (
+    Format("messages", ("messages",), read_messages),
+    Format("conversations", ("conversations",), read_conversations),
+    Format("interleaved", ("texts",), read_interleaved),
+    Format("caption", CAPTION_KEYS, read_caption),
+)
+"""In this order: the first whose keys a record has is its format."""
+
+
+def format_of(record: Any, name: str | None = None) -> Format:
+    """The format of a JSON record.
 
     Args:
-        record: with ``messages`` (a conversation); or ``texts`` and ``images`` of one length,
-            where one of the two is null at each place (an interleaved document); or ``text`` (or
-            ``caption``), with or without ``image``/``images``, which precede the text.
-        folder: where the media are.
+        record: as read.
+        name: of the format that it must be; None: it is told by its keys.
 
     Raises:
-        BadSample: the record is malformed, and the message says how.
+        BadSample: it is of no format, or not of that one.
     """
     if not isinstance(record, Mapping):
         raise BadSample(f"a record must be a JSON object, this is {type(record).__name__}.")
     if {"chosen", "rejected"} & record.keys():
         raise BadSample("it is a preference record: --loss dpo trains on these.")
-    if "messages" in record:
-        return _conversation(record, folder)
-    if "texts" in record:
-        return _interleaved(record, folder)
-    return _caption(record, folder)
+    offered = [one for one in FORMATS if name in (None, one.name)]
+    for one in offered:
+        if any(record.get(key) is not None for key in one.keys):
+            return one
+    wanted = ", ".join(key for one in offered for key in one.keys)
+    raise BadSample(
+        f"the record has the keys {', '.join(map(str, record))[:80]}; none of {wanted}."
+    )
 
 
-def parse_parts(parts: Mapping[str, Any], folder: MediaFolder, record: Any) -> Any:
+def parse_record(
+    record: Any, folder: MediaFolder, reading: Reading | None = None
+) -> Conversation | Document:
+    """Read a JSON record of any of :data:`FORMATS`.
+
+    Args:
+        record: as read.
+        folder: where the media are.
+        reading: what its data set says of its records.
+
+    Raises:
+        BadSample: the record is malformed, and the message says how.
+    """
+    reading = reading or Reading()
+    record = preprocessed(record, reading)
+    form = format_of(record, reading.format)
+    parsed = replace(form.read(record, folder), format=form.name)
+    return _chosen(parsed, reading) if isinstance(parsed, Conversation) else parsed
+
+
+def preprocessed(record: Any, reading: Reading) -> Any:
+    """What the hook of the data set makes of a record.
+
+    Raises:
+        BadSample: nothing. A hook may raise anything.
+    """
+    if reading.preprocess is None:
+        return record
+    made = find_hook(reading.preprocess)(record)
+    if made is None:
+        raise BadSample(f"{reading.preprocess} returned None for it.")
+    return made
+
+
+def _chosen(parsed: Conversation, reading: Reading) -> Conversation:
+    """With the system prompt, and with the turns that are to be trained."""
+    messages, weights = parsed.messages, _chosen_weights(parsed, reading.train_on)
+    if not any(weights):
+        raise BadSample(f"no assistant turn is one that train_on {reading.train_on!r} chooses.")
+    if reading.system is not None and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": reading.system}, *messages]
+        weights = [0.0, *weights]
+    return replace(parsed, messages=messages, weights=weights)
+
+
+def _chosen_weights(parsed: Conversation, train_on: str) -> list[float]:
+    if train_on == "all":
+        return parsed.weights
+    if train_on == "last":
+        last = max(i for i, m in enumerate(parsed.messages) if m["role"] == "assistant")
+        return [weight if i == last else 0.0 for i, weight in enumerate(parsed.weights)]
+    return [
+        weight if re.search(train_on, _text(message)) else 0.0
+        for message, weight in zip(parsed.messages, parsed.weights, strict=True)
+    ]
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    content = message["content"]
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", "") for part in content)
+
+
+def parse_parts(
+    parts: Mapping[str, Any], folder: MediaFolder, record: Any, reading: Reading | None = None
+) -> Any:
     """Read a WebDataset sample: its ``json`` record, or an image or video with a ``txt`` caption.
 
     Raises:
         BadSample: the sample holds neither.
     """
-    record = dict(record) if isinstance(record, Mapping) else {}
-    if not {"messages", "texts"} & record.keys():
-        for name in sorted(parts):
-            kind = media_kind(name)
-            if kind and f"{kind}s" not in record and kind not in record:
-                record[kind] = name
-        if "txt" in parts:
-            record.setdefault("text", parts["txt"].decode("utf-8"))
-    return parse_record(record, folder)
+    return parse_record(join_parts(parts, record), folder, reading)
+
+
+def join_parts(parts: Mapping[str, Any], record: Any) -> Any:
+    """The record of a WebDataset sample: captions and documents name their media by their parts."""
+    if record is not None and not isinstance(record, Mapping):
+        return record
+    record = dict(record or {})
+    if {"messages", "conversations", "texts"} & record.keys():
+        return record
+    for name in sorted(parts):
+        kind = media_kind(name)
+        if kind and f"{kind}s" not in record and kind not in record:
+            record[kind] = name
+    if "txt" in parts:
+        record.setdefault("text", parts["txt"].decode("utf-8"))
+    return record
 
 
 def media_kind(name: str) -> Kind | None:
@@ -88,147 +160,3 @@ def media_kind(name: str) -> Kind | None:
     if suffix in _IMAGE_SUFFIXES:
         return "image"
     return "video" if suffix in _VIDEO_SUFFIXES else None
-
-
-class _Shelf:
-    """The record's ``images`` and ``videos`` lists, handed out in order."""
-
-    def __init__(self, record: Mapping[str, Any], folder: MediaFolder) -> None:
-        self._folder = folder
-        self._left = {kind: list(_as_list(record, kind)) for kind in ("image", "video")}
-        self._given = {kind: len(left) for kind, left in self._left.items()}
-        self.media: list[Media] = []
-
-    def take(self, kind: Kind, reference: Any = None) -> None:
-        """The next media of the sample: `reference`, or the next of the record's list."""
-        if reference is None:
-            if not self._left[kind]:
-                raise BadSample(
-                    f"there are more {kind} placeholders than the {self._given[kind]} given in "
-                    f"{kind}s."
-                )
-            reference = self._left[kind].pop(0)
-        self.media.append(self._folder.resolve(kind, reference))
-
-    def check_empty(self) -> None:
-        for kind, left in self._left.items():
-            if left:
-                raise BadSample(
-                    f"{self._given[kind]} {kind}s are given, but only "
-                    f"{self._given[kind] - len(left)} {kind} placeholders use them."
-                )
-
-
-def _as_list(record: Mapping[str, Any], kind: str) -> list[Any]:
-    many = record.get(f"{kind}s")
-    if many is None:
-        return []
-    return many if isinstance(many, list) else [many]
-
-
-def _conversation(record: Mapping[str, Any], folder: MediaFolder) -> Conversation:
-    messages = record["messages"]
-    if not isinstance(messages, list) or not messages:
-        raise BadSample("messages must be a list of at least one message.")
-    shelf = _Shelf(record, folder)
-    sample_weight = _weight(record)
-    rendered, weights = [], []
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise BadSample(f"message {index} must be an object with a role and content.")
-        content = _content(message.get("content"), index, shelf)
-        trained = message["role"] == "assistant"
-        if trained and _is_empty(content) and not message.get("tool_calls"):
-            raise BadSample(f"message {index}, an assistant turn, is empty.")
-        extra = {k: v for k, v in message.items() if k not in ("content", "weight")}
-        rendered.append({**extra, "content": content})
-        weights.append(_weight(message) * sample_weight if trained else 0.0)
-    shelf.check_empty()
-    if not any(weights):
-        raise BadSample("no assistant turn has a weight above 0, so nothing would be trained.")
-    return Conversation(rendered, shelf.media, weights, record.get("tools"))
-
-
-def _content(content: Any, index: int, shelf: _Shelf) -> str | list[dict[str, Any]]:
-    """Content for the template; strings stay strings unless they hold media tags."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        parts = list(_split_tags(content, shelf))
-        return content if all(part["type"] == "text" for part in parts) else parts
-    if not isinstance(content, list):
-        raise BadSample(f"message {index}: content is {type(content).__name__}, not text or parts.")
-    return [_part(part, index, shelf) for part in content]
-
-
-def _split_tags(text: str, shelf: _Shelf) -> Iterator[dict[str, Any]]:
-    end = 0
-    for tag in _TAG.finditer(text):
-        if tag.start() > end:
-            yield {"type": "text", "text": text[end : tag.start()]}
-        kind: Kind = "image" if tag.group(1) == "image" else "video"
-        shelf.take(kind)
-        yield {"type": kind}
-        end = tag.end()
-    if end < len(text):
-        yield {"type": "text", "text": text[end:]}
-
-
-def _part(part: Any, index: int, shelf: _Shelf) -> dict[str, Any]:
-    if isinstance(part, str):
-        return {"type": "text", "text": part}
-    declared = part.get("type") if isinstance(part, Mapping) else None
-    if declared == "text" and isinstance(part.get("text"), str):
-        return {"type": "text", "text": part["text"]}
-    kind = str(declared).removesuffix("_url")
-    if kind not in _REFERENCE_KEYS:
-        raise BadSample(f"message {index}: a part must be text, image or video, not {declared!r}.")
-    reference = next((part[k] for k in _REFERENCE_KEYS[kind] if part.get(k) is not None), None)
-    shelf.take("image" if kind == "image" else "video", reference)
-    return {"type": kind}
-
-
-def _is_empty(content: str | list[dict[str, Any]]) -> bool:
-    if isinstance(content, str):
-        return not content.strip()
-    return all(part["type"] == "text" and not part["text"].strip() for part in content)
-
-
-def _interleaved(record: Mapping[str, Any], folder: MediaFolder) -> Document:
-    texts, images = record["texts"], record.get("images")
-    if images is None:
-        images = [None] * len(texts)
-    if len(texts) != len(images):
-        raise BadSample(f"texts has {len(texts)} entries and images {len(images)}; pad with null.")
-    parts: list[str | Media] = []
-    for index, (text, image) in enumerate(zip(texts, images, strict=True)):
-        if (text is None) == (image is None):
-            raise BadSample(f"entry {index}: exactly one of texts and images must be null.")
-        parts.append(text if image is None else folder.resolve("image", image))
-    return _document(parts, record)
-
-
-def _caption(record: Mapping[str, Any], folder: MediaFolder) -> Document:
-    text = next((record[key] for key in _CAPTION_KEYS if record.get(key) is not None), None)
-    if not isinstance(text, str):
-        raise BadSample("the record has none of messages, texts, text and caption.")
-    parts: list[str | Media] = []
-    for kind in ("image", "video"):
-        for reference in [record[kind]] if record.get(kind) else _as_list(record, kind):
-            parts.append(folder.resolve("image" if kind == "image" else "video", reference))
-    return _document([*parts, text], record)
-
-
-def _document(parts: list[str | Media], record: Mapping[str, Any]) -> Document:
-    if not any(isinstance(part, str) and part.strip() for part in parts):
-        raise BadSample("the document holds no text.")
-    return Document(parts, _weight(record))
-
-
-def _weight(holder: Mapping[str, Any]) -> float:
-    weight = holder.get("weight")
-    if weight is None:
-        return 1.0
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < 1e6:
-        raise BadSample(f"weight is {weight!r}; a number of at least 0 is needed.")
-    return float(weight)

@@ -15,9 +15,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mcore_qwen3vl.data.records.bad_samples import BadSample
+from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.media import MediaFolder
-from mcore_qwen3vl.data.records.parse import Conversation, Document, parse_record
+from mcore_qwen3vl.data.records.parse import parse_record, preprocessed
+from mcore_qwen3vl.data.records.parsed import Conversation, Document
+from mcore_qwen3vl.data.records.reading import Reading
 
 SIDES = ("chosen", "rejected")
 
@@ -35,16 +37,19 @@ def is_pair(record: Any) -> bool:
     return isinstance(record, Mapping) and any(side in record for side in SIDES)
 
 
-def parse_pair(record: Mapping[str, Any], folder: MediaFolder) -> Pair:
+def parse_pair(record: Any, folder: MediaFolder, reading: Reading | None = None) -> Pair:
     """Read a preference record.
 
     Args:
         record: see the module.
         folder: where the media are.
+        reading: what its data set says of its records; which turns are compared follows from them.
 
     Raises:
         BadSample: the record is malformed, and the message says how.
     """
+    reading = reading or Reading()
+    record = preprocessed(record, reading)
     missing = [side for side in SIDES if side not in record]
     if missing:
         raise BadSample(f"a preference record needs chosen and rejected; {missing[0]} is missing.")
@@ -57,8 +62,9 @@ def parse_pair(record: Mapping[str, Any], folder: MediaFolder) -> Pair:
     if sides[0] == sides[1]:
         raise BadSample("chosen and rejected are the same.")
     common = _common(*sides)
+    common += len(_instructed(sides[0], reading)) - len(sides[0])
     chosen, rejected = (
-        _side(record, side, messages, common, folder)
+        _side(record, side, _instructed(messages, reading), common, folder)
         for side, messages in zip(SIDES, sides, strict=True)
     )
     return Pair(chosen, rejected)
@@ -74,6 +80,14 @@ def parse_any(record: Any, folder: MediaFolder) -> tuple[Conversation | Document
         return (parse_record(record, folder),)
     pair = parse_pair(record, folder)
     return pair.chosen, pair.rejected
+
+
+def _instructed(messages: list[Any], reading: Reading) -> list[Any]:
+    """With the data set's system prompt, where there is none."""
+    first = messages[0] if messages else None
+    if reading.system is None or (isinstance(first, Mapping) and first.get("role") == "system"):
+        return messages
+    return [{"role": "system", "content": reading.system}, *messages]
 
 
 def _turns(value: Any, side: str, *, alone: bool) -> list[Any]:

@@ -14,9 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_qwen3vl.data.records.bad_samples import BadSample
+from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.media import Media
-from mcore_qwen3vl.data.records.parse import Conversation, Document
+from mcore_qwen3vl.data.records.parsed import Conversation, Document
 from mcore_qwen3vl.errors import BadInput
 
 

@@ -25,6 +25,8 @@ def check(args: argparse.Namespace, architecture: Architecture) -> None:
             f"--micro-batch-size is {args.micro_batch_size} with --packing: a packed micro-batch "
             "is one sequence. Use --micro-batch-size 1 and raise --seq-length."
         )
+    if args.balance and not args.packing:
+        raise BadInput("--balance levels the work of packs: add --packing, or leave it out.")
     if args.eval_iters and not args.valid_data_path:
         raise BadInput("--eval-iters is set without --valid-data-path: say what to evaluate on.")
     if args.full_validation:

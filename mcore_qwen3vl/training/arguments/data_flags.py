@@ -10,7 +10,7 @@ from mcore_qwen3vl.data.config import DataConfig, MediaLimits
 
 # Set by Megatron's own flags, by what the layout needs, or by the loss.
 _SET_ELSEWHERE = (
-    *("seq_length", "micro_batch_size", "length_multiple", "media"),
+    *("seq_length", "micro_batch_size", "length_multiple", "micro_batches", "media"),
     *("pairs", "references"),
 )
 
@@ -19,12 +19,17 @@ TEXTS = {
     "packing": "several samples to a sequence (THD); default: one sample a row, padded",
     "pad_to_longest": "without --packing: pad to the batch's longest row; default: to --seq-length",
     "overlong": "samples longer than --seq-length: leave out, or cut their tail",
-    "packing_buffer": "samples among which the packer chooses",
+    "packing_buffer": "samples among which the packer chooses; with --balance, for each "
+    "data-parallel rank",
+    "balance": "with --packing: packs of equal work for all data-parallel ranks at a time; "
+    "measures every sample once, before training; default: each rank packs its own part by length",
     "shuffle": "read the samples in their order; default: shuffled",
     "shuffle_buffer": "samples among which the next is drawn",
     "max_bad_fraction": "stop when more than this share of the data set is bad",
     "bad_fraction_floor": "of fewer records a data worker, take the share of this number, or of "
     "the whole data set if that is smaller",
+    "max_sample_seconds": "a sample that takes longer to decode is bad, so that no rank waits "
+    "longer for it; 0: however long",
     "document_end": "token text that ends a pretraining document; default: the tokenizer's pad "
     "token",
     "image_min_pixels": f"of an image, after resizing; {_OF_CHECKPOINT}",
@@ -37,10 +42,15 @@ TEXTS = {
     "video_fps": f"frames a second to sample; {_OF_CHECKPOINT}",
     "video_max_frames": f"frames of a clip to sample; {_OF_CHECKPOINT}",
 }
+PREPROCESS = (
+    "from a record of any shape to one of ours, for data sets that name no function of their own; "
+    "or the name of an entry point; default: records are of a known format"
+)
 
 
 def add_data_arguments(group: argparse._ArgumentGroup) -> None:
     """Add the flags to `group`."""
+    group.add_argument("--preprocess", metavar="MODULE:FUNCTION", help=PREPROCESS)
     for owner in (DataConfig, MediaLimits):
         types = get_type_hints(owner)
         for field in fields(owner):

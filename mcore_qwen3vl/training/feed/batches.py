@@ -1,10 +1,17 @@
-"""One stream of batches for all ranks that work on the same micro-batch."""
+"""One stream of batches for all ranks that work on the same micro-batch.
+
+While the device works on one, a thread of the host reads the next, sends what is small of it to
+the other ranks, and puts the pixels where the device can fetch them by itself. The copies to the
+device, and the broadcast of pixels, run on a stream of their own beside the computation.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from concurrent.futures import Executor, Future
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,9 +19,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_qwen3vl.data.encoding.batch import Batch
+from mcore_qwen3vl.data.loading.loader import Loader
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.model.inputs import PER_PATCH, VisualInputs, to_device
+from mcore_qwen3vl.model.inputs import PER_PATCH, VisualInputs
 from mcore_qwen3vl.training.feed.stages import StageFeed
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A batch on the host of one rank, or what stops the run."""
+
+    light: Batch | BadInput
+    pixels_follow: bool  # over the device
+    visual: VisualInputs | None  # on the rank that read them
 
 
 class SharedBatches:
@@ -35,17 +52,20 @@ class SharedBatches:
         feed: StageFeed | None = None,
         chunks: int = 1,
         on_batch: Sequence[Callable[[Batch], None]] = (),
+        ahead: Executor | None = None,
     ) -> None:
         """
         Args:
             loader: on the first rank of the first stage's group; None on the others.
             device: where the model is.
             group: the TP x CP group.
-            host_group: the same ranks over gloo.
+            host_group: the same ranks over gloo; with `ahead`, of nothing else.
             feed: between the first ranks of all pipeline stages; None on other ranks, or when there
                 is one stage.
             chunks: virtual pipeline stages of this rank, each of which gets every batch.
             on_batch: are shown each batch once, on the host and without pixels.
+            ahead: one thread, which reads the next batch while this one is worked on; several
+                streams may share it. None: batches are read when they are asked for.
         """
         self._loader = loader
         self._device = device
@@ -53,6 +73,10 @@ class SharedBatches:
         self._host_group = host_group
         self._feed = feed
         self._on_batch = on_batch
+        self._ahead = ahead
+        self._upcoming: Future[_Prepared] | None = None
+        self._position: Any = None
+        self._copies: Any = None  # the stream, once there is a device
         self._waiting: list[deque[Batch]] = [deque() for _ in range(chunks)]
 
     def chunk(self, index: int) -> Iterator[Batch]:
@@ -64,26 +88,78 @@ class SharedBatches:
                     queue.append(batch)
             yield self._waiting[index].popleft()
 
+    def position(self) -> Any:
+        """Where the loader stood before it read ahead, for its ``state_dict``; None where it did
+        not."""
+        if self._upcoming is None:
+            return None
+        self._upcoming.exception()  # it reads no more
+        return self._position
+
     def _next(self) -> Batch:
+        if self._ahead is None:
+            prepared = self._prepare()
+        else:
+            upcoming = self._upcoming or self._ahead.submit(self._prepare)
+            prepared = upcoming.result()
+            self._upcoming = None
+        light = _checked(prepared.light)
+        if self._ahead is not None:
+            self._position = self._loader.position() if isinstance(self._loader, Loader) else None
+            self._upcoming = self._ahead.submit(self._prepare)
+        for show in self._on_batch:
+            show(light)
+        with self._beside_computation():
+            batch = self._on_device(prepared, light)
+        return self._handed_over(batch)
+
+    def _prepare(self) -> _Prepared:
+        """All that the host does for a batch; on every rank in the same order."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # each thread has its own
         read, visual = self._read(), None
         if isinstance(read, Batch) and read.visual is not None and self._loader is not None:
             visual, read = read.visual, replace(read, visual=without_pixels(read.visual))
+            if self._device.type == "cuda":
+                visual = visual.pin_memory()  # nothing is done where torch's loader has
         if self._feed is not None and self._feed.is_source:
             self._feed.send(read)
         message = [(read, self._loader is not None)]
         if self._group.size() > 1:
             dist.broadcast_object_list(message, group=self._host_group, group_src=0)
-        light, pixels_follow = _checked(message[0][0]), message[0][1]
-        for show in self._on_batch:
-            show(light)
+        light: Any
+        light, pixels_follow = message[0]
+        if isinstance(light, Batch) and self._device.type == "cuda":
+            # What another rank sent is not pinned yet.
+            pinned = replace(light, visual=None).pin_memory()
+            light = replace(pinned, visual=light.visual, cu_seqlens=light.cu_seqlens)
+        return _Prepared(light, pixels_follow, visual)
+
+    def _on_device(self, prepared: _Prepared, light: Batch) -> Batch:
         batch = replace(self._to_device(replace(light, visual=None)), visual=light.visual)
-        if light.visual is None or not pixels_follow:
+        if light.visual is None or not prepared.pixels_follow:
             return batch
         patches: dict[str, Any] = {
-            name: self._patches(getattr(visual, name, None), getattr(light.visual, name))
+            name: self._patches(getattr(prepared.visual, name, None), getattr(light.visual, name))
             for name in PER_PATCH
         }
         return replace(batch, visual=replace(light.visual, **patches))
+
+    def _beside_computation(self) -> Any:
+        if self._device.type != "cuda":
+            return nullcontext()
+        if self._copies is None:
+            self._copies = torch.cuda.Stream(self._device)
+        return torch.cuda.stream(self._copies)
+
+    def _handed_over(self, batch: Batch) -> Batch:
+        """To the stream that computes, which begins when the copies are done."""
+        if self._copies is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_stream(self._copies)
+            for tensor in batch.device_tensors():
+                tensor.record_stream(current)
+        return batch
 
     def _read(self) -> Batch | BadInput | None:
         """The next batch, or what stops the run: the other ranks must hear of it too."""
@@ -97,8 +173,6 @@ class SharedBatches:
 
     def _to_device(self, batch: Batch) -> Batch:
         """All but cu_seqlens, whose values the host needs."""
-        if self._device.type == "cuda":
-            batch = batch.pin_memory()
         return replace(batch.to(self._device, non_blocking=True), cu_seqlens=batch.cu_seqlens)
 
     def _patches(self, full: Tensor | None, shape: Tensor) -> Tensor:
@@ -106,7 +180,7 @@ class SharedBatches:
         if full is None:
             full = torch.empty_like(shape, device=self._device)
         else:
-            full = to_device(full, self._device).contiguous()
+            full = full.to(self._device, non_blocking=True).contiguous()
         if self._group.size() > 1:
             dist.broadcast(full, group=self._group, group_src=0)
         return full

@@ -20,10 +20,8 @@ def _is_first_of_stage() -> bool:
 
 
 def host_group() -> dist.ProcessGroup:
-    """This rank's TP x CP group, over gloo."""
+    """This rank's TP x CP group, over gloo: one of its own, which a thread may use."""
     group = parallel_state.get_tensor_and_context_parallel_group()
-    if dist.get_backend(group) == "gloo":
-        return group
     mine = _over_gloo(dist.get_process_group_ranks(group))
     assert mine is not None
     return mine

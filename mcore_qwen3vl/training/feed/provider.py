@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from typing import Any
 
@@ -43,6 +44,8 @@ def data_config(args: argparse.Namespace) -> DataConfig:
     chosen["length_multiple"] = length_multiple(cp) if args.packing else whole
     chosen["pairs"] = is_preference(args)
     chosen["references"] = chosen["pairs"] and reference_of(args) == "file"
+    per_step = args.micro_batch_size * args.data_parallel_size
+    chosen["micro_batches"] = max(1, args.global_batch_size // per_step)
     media = MediaLimits(**{f.name: given[f.name] for f in fields(MediaLimits)})
     return DataConfig(**chosen, media=media)
 
@@ -67,6 +70,7 @@ class DataProvider:
         self._args = args
         self._architecture = architecture
         self._on_batch = on_batch
+        self._ahead = ThreadPoolExecutor(1, "read ahead") if args.num_workers > 0 else None
         self._streams: tuple[SharedBatches, SharedBatches | None] | None = None
         self.train_loader: Loader | None = None
         """On ranks that read."""
@@ -92,7 +96,7 @@ class DataProvider:
             data_state.load(self.train_loader, args.load, args.iteration, *dp, self._sources())
         valid = None
         if args.valid_data_path:
-            loader = self._loader(parse_sources(args.valid_data_path), "val")
+            loader = self._loader(parse_sources(args.valid_data_path, args.preprocess), "val")
             valid = self._share(loader, shared_host_group, feeds[1])
         return self._share(self.train_loader, shared_host_group, feeds[0], self._on_batch), valid
 
@@ -107,6 +111,7 @@ class DataProvider:
             feed=feed,
             chunks=self._args.virtual_pipeline_model_parallel_size or 1,
             on_batch=on_batch,
+            ahead=self._ahead,
         )
 
     def _loader(self, sources: Sequence[Source], split: Any) -> Loader | None:
@@ -133,9 +138,19 @@ class DataProvider:
     def save_state(self, directory: str, iteration: int) -> None:
         """Save where this data-parallel rank's training data stands."""
         if self.train_loader:
+            position = self._streams[0].position() if self._streams else None
             dp_rank = parallel_state.get_data_parallel_rank()
-            data_state.save(self.train_loader, directory, iteration, dp_rank, self._sources())
+            data_state.save(
+                self.train_loader, directory, iteration, dp_rank, self._sources(), position
+            )
+
+    def close(self) -> None:
+        """Wait for the batch that is read ahead: on all ranks, before their groups go."""
+        if self._ahead is not None:
+            self._ahead.shutdown(wait=True)
 
     def _sources(self) -> list[Source]:
         """Of the training data."""
-        return parse_sources(self._args.train_data_path or self._args.data_path)
+        return parse_sources(
+            self._args.train_data_path or self._args.data_path, self._args.preprocess
+        )

@@ -31,6 +31,7 @@ def save(
     iteration: int,
     dp_rank: int,
     sources: Sequence[Source] = (),
+    position: Any = None,
 ) -> None:
     """Write one data-parallel rank's state; appears whole or not at all.
 
@@ -40,12 +41,13 @@ def save(
         iteration: of the checkpoint.
         dp_rank: of this rank.
         sources: the data that it reads.
+        position: of :meth:`Loader.position`, to go on from there; None: from where it stands.
     """
     folder = folder_of(checkpoints, iteration)
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"rank_{dp_rank:05d}.pt"
     partial = file.with_suffix(f".{os.getpid()}.tmp")
-    torch.save({**loader.state_dict(), SOURCES: _described(sources)}, partial)
+    torch.save({**loader.state_dict(position), SOURCES: _described(sources)}, partial)
     os.replace(partial, file)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.encoding.batch import Batch, Counts
-from mcore_qwen3vl.training.logs import flops
+from mcore_qwen3vl.model import flops
 
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0, "B200": 2250.0}
 """Dense bf16 peaks by what the device's name contains (NVIDIA's data sheets)."""

@@ -47,7 +47,7 @@ def sample_order(job: Job) -> list[list[int]]:
     per_rank = job.batch // job.layout.dp
     return [
         [
-            int(name.rsplit("[", 1)[1].rstrip("]"))
+            int(name.rsplit(":", 1)[1]) - 1  # lines count from 1
             for loader in loaders
             for _ in range(per_rank)
             for name in next(loader).names

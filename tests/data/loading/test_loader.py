@@ -51,8 +51,8 @@ def make(architecture: Architecture, processor_dir: Path) -> MakeLoader:
 
 
 def lines(batch: Batch) -> list[int]:
-    """The lines of a batch's samples in their JSONL."""
-    return [int(name.rsplit("[", 1)[1][:-1]) for name in batch.names]
+    """The lines of a batch's samples in their JSONL, from 0; names count from 1."""
+    return [int(name.rsplit(":", 1)[1]) - 1 for name in batch.names]
 
 
 def same(left: Batch, right: Batch) -> bool:
@@ -200,7 +200,7 @@ def test_blending_follows_the_weights(make: MakeLoader, write_jsonl: WriteJsonl)
     few = write_jsonl([question(i, image=False) for i in range(5)], "few.jsonl")
     many = write_jsonl([question(i, image=False) for i in range(50)], "many.jsonl")
     loader = make(sources=[Source(few, 3.0), Source(many, 1.0)])
-    names = Counter(Path(next(loader).names[0].rsplit("[", 1)[0]).name for _ in range(200))
+    names = Counter(Path(next(loader).names[0].rsplit(":", 1)[0]).name for _ in range(200))
     assert 126 < names["few.jsonl"] < 174  # 150 expected, deviation 6.1
 
 
@@ -212,7 +212,7 @@ def test_metadataset_yaml(make: MakeLoader, write_jsonl: WriteJsonl, tmp_path: P
         "      - {path: a.jsonl, weight: 1}\n      - {path: b.jsonl, weight: 1}\n"
     )
     loader = make(tmp_path / "blend.yaml")
-    names = {Path(next(loader).names[0].rsplit("[", 1)[0]).name for _ in range(30)}
+    names = {Path(next(loader).names[0].rsplit(":", 1)[0]).name for _ in range(30)}
     assert names == {"a.jsonl", "b.jsonl"}
 
 
@@ -286,7 +286,7 @@ def test_bad_samples_are_skipped_counted_and_named(
     assert skipped == len(BAD)  # each once, in whatever epoch
     if workers == 0:  # a worker process logs for itself
         for line in BAD:
-            named = [m for m in caplog.messages if f"data.jsonl[{line}] skipped: " in m]
+            named = [m for m in caplog.messages if f"data.jsonl:{line + 1} skipped: " in m]
             assert len(named) == 1, line
         assert "media/gone.png: No such file" in caplog.text
 
@@ -299,7 +299,7 @@ def test_too_many_bad_samples_stop_the_run(workers: int, make: MakeLoader, flawe
         list(islice(loader, 20))
     message = str(stop.value)
     assert message.startswith("5 of about 16 records are bad, more than the accepted share of 0.25")
-    assert "data.jsonl[11]" in message
+    assert "data.jsonl:12" in message
     assert "Traceback" not in message
 
 

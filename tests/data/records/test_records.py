@@ -18,11 +18,10 @@ from mcore_qwen3vl.data.records.media import (
     Media,
     MediaFolder,
     image_size,
-    load_frames,
     load_image,
-    probe_video,
 )
 from mcore_qwen3vl.data.records.parse import Conversation, Document, parse_parts, parse_record
+from mcore_qwen3vl.data.records.video import load_frames, probe_video
 from tests.data.conftest import chat, write_png, write_video
 
 PIXEL = base64.b64encode(b"x" * 60).decode()
@@ -111,7 +110,7 @@ def test_every_form_of_an_image_loads(reference: Any, tmp_path: Path) -> None:
     ("record", "said"),
     [
         ([], "must be a JSON object"),
-        ({}, "none of messages, texts"),
+        ({}, "none of messages, conversations, texts"),
         ({"messages": []}, "at least one message"),
         ({"messages": ["hi"]}, "message 0 must be an object"),
         (chat(("user", "q")), "nothing would be trained"),

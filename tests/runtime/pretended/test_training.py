@@ -171,10 +171,23 @@ def test_a_rank_that_is_sent_its_batches_is_refused(workbench: Workbench, tmp_pa
     from mcore_qwen3vl.errors import BadInput
 
     with pytest.raises(BadInput, match="choose the first rank of the group"):
-        _tiny_rank_1(workbench, tmp_path)
+        _tiny_rank(workbench, tmp_path, 1)
 
 
-def _tiny_rank_1(workbench: Workbench, tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_wait_for_nothing_read_ahead_or_not(
+    workers: int, workbench: Workbench, tmp_path: Path
+) -> None:
+    """Torch's loader has pinned what this rank reads; copies run on a stream of their own."""
+    flags = ("--num-workers", str(workers), "--train-iters", "3")
+    report = _tiny_rank(workbench, tmp_path, 0, *flags)
+    assert report.facts["batch"]["patches"] is not None
+    waits = [w for i in (2, 3) for w in report.stage(f"iteration {i}").waits]
+    assert [w for w in waits if w.phase == FORWARD_BACKWARD or "feed/batches" in w.place] == []
+    assert report.stage("iteration 3").counters["unknown_calls"] == 0
+
+
+def _tiny_rank(workbench: Workbench, tmp_path: Path, rank: int, *more: str) -> Report:
     from mcore_qwen3vl.tiny.stand_in import write_half_images
 
     tiny = write_tiny_checkpoint(tmp_path / "tiny")
@@ -182,6 +195,8 @@ def _tiny_rank_1(workbench: Workbench, tmp_path: Path) -> None:
     flags = [
         "--spec", "torch", "--hf-model", str(tiny), "--data-path", str(data), "--lr", "1e-5",
         "--train-iters", "1", "--seq-length", "128", "--micro-batch-size", "1",
-        "--tensor-model-parallel-size", "2", "--bf16", "--num-workers", "0",
+        "--tensor-model-parallel-size", "2", "--bf16", "--num-workers", "0", *more,
     ]  # fmt: skip
-    workbench.call("mcore_qwen3vl.training.pretended:main", flags, rank=1, world_size=2)
+    program = "mcore_qwen3vl.training.pretended:main"
+    _, report = workbench.call(program, flags, rank=rank, world_size=2)
+    return report

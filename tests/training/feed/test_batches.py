@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.data import DataConfig, Loader, Source, load_processor
 from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.launch import run_layout
@@ -27,12 +31,13 @@ def stream(path: Path) -> Iterator[Batch]:
     raise BadInput("too many bad samples")
 
 
-def shared(path: Path, chunks: int) -> tuple[list[float | None], int, str]:
+def shared(path: Path, chunks: int, ahead: bool) -> tuple[list[float | None], int, str]:
     loader = stream(path) if dist.get_rank() == 0 else None
     shown: list[Batch] = []
     batches = SharedBatches(
-        loader, device=torch.device("cpu"), group=dist.group.WORLD, host_group=dist.group.WORLD,
+        loader, device=torch.device("cpu"), group=dist.group.WORLD, host_group=dist.new_group(),
         chunks=chunks, on_batch=[shown.append],
+        ahead=ThreadPoolExecutor(1) if ahead else None,
     )  # fmt: skip
     streams = [batches.chunk(index) for index in range(chunks)]
     pixels = []
@@ -47,11 +52,11 @@ def shared(path: Path, chunks: int) -> tuple[list[float | None], int, str]:
     raise AssertionError("the error did not arrive")
 
 
-@pytest.mark.parametrize(("ranks", "chunks"), [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize(("ranks", "chunks", "ahead"), [(1, 1, True), (2, 1, False), (2, 2, True)])
 def test_every_rank_and_chunk_sees_the_readers_batches(
-    ranks: int, chunks: int, dense: Path
+    ranks: int, chunks: int, ahead: bool, dense: Path
 ) -> None:
-    results = run_layout(shared, ranks, dense, chunks)
+    results = run_layout(shared, ranks, dense, chunks, ahead)
     assert all(result == results[0] for result in results)
     pixels, shown, error = results[0]
     assert pixels[0] is not None
@@ -99,3 +104,65 @@ def test_later_stages_get_all_but_pixels_and_the_first_never_waits(dense: Path) 
     assert [rest for _, *rest in first[0]] == [rest for _, *rest in later[0]]
     assert first[0][0][1] == 1 + 2 + 3 + 4
     assert first[1:] == later[1:] == (["Batch", "Batch"], "too many bad samples")
+
+
+def alone(loader: Iterator[Batch], ahead: ThreadPoolExecutor | None) -> SharedBatches:
+    """Of a rank without others."""
+    group = type("Alone", (), {"size": lambda self: 1})()
+    return SharedBatches(
+        loader,
+        device=torch.device("cpu"),
+        group=group,  # type: ignore[arg-type]
+        host_group=group,  # type: ignore[arg-type]
+        ahead=ahead,
+    )
+
+
+def test_the_next_batch_is_read_while_this_one_is_worked_on(dense: Path) -> None:
+    read = threading.Semaphore(0)
+
+    def slowly() -> Iterator[Batch]:
+        for one in stream(dense):
+            read.release()
+            yield one
+
+    with ThreadPoolExecutor(1) as ahead:
+        batches = alone(slowly(), ahead).chunk(0)
+        next(batches)
+        read.acquire()
+        assert read.acquire(timeout=30)  # of the second, which nobody has asked for
+        assert not read.acquire(timeout=0.2)  # and of no third
+
+
+@pytest.mark.parametrize("balance", [False, True])
+def test_what_was_read_ahead_comes_again_after_a_resume(
+    balance: bool, dense: Path, tmp_path: Path
+) -> None:
+    records = [
+        {"messages": [{"role": "user", "content": f"q {i}"}, {"role": "assistant", "content": "a"}]}
+        for i in range(40)
+    ]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, records)))
+    config = DataConfig(64, packing=True, packing_buffer=4, balance=balance)
+
+    def make() -> Loader:
+        return Loader(
+            [Source(tmp_path / "data.jsonl")],
+            Architecture.from_hf(dense),
+            load_processor(dense),
+            config,
+            num_workers=2,
+            checkpoint_every_seconds=0.0,
+        )
+
+    loader = make()
+    with ThreadPoolExecutor(1) as ahead:
+        shared = alone(loader, ahead)
+        batches = shared.chunk(0)
+        for _ in range(5):
+            next(batches)
+        state = loader.state_dict(shared.position())
+        expected = [next(batches) for _ in range(4)]
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert [next(resumed).names for _ in range(4)] == [batch.names for batch in expected]

@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.model import flops
 from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.training.logs import flops, metrics
+from mcore_qwen3vl.training.logs import metrics
 from mcore_qwen3vl.verify.curves.job import Job, train
 from tests.training.toy import batch
 

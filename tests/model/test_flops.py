@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.training.logs import flops
+from mcore_qwen3vl.model import flops
 
 
 @pytest.mark.parametrize("is_moe", [False, True])

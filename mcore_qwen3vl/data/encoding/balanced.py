@@ -1,0 +1,223 @@
+"""The pipeline of :mod:`encoder` with balanced work: every rank divides, and reads its own part."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from megatron.energon import CrudeSample, basic_sample_keys, stateless
+from megatron.energon.metadataset.loader_interface import LoadedDataset
+from megatron.energon.wrappers import PackingDataset
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.data.config import DataConfig
+from mcore_qwen3vl.data.encoding.balancing import Measure, divide
+from mcore_qwen3vl.data.encoding.encoder import Qwen3VLTaskEncoder, raw_sample
+from mcore_qwen3vl.data.encoding.planning import Plan
+from mcore_qwen3vl.data.encoding.samples import EncodedSample, MeasuredSample
+from mcore_qwen3vl.data.loading.datasets import SOURCE
+from mcore_qwen3vl.data.loading.measured import BAD, OVERLONG, MeasuredFactory, Size, Unusable
+from mcore_qwen3vl.data.loading.measured import measure as measure_data
+from mcore_qwen3vl.data.loading.sources import Source
+from mcore_qwen3vl.data.records.bad_samples import sample_id
+from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample
+from mcore_qwen3vl.model import flops
+
+Divide = Callable[[list[Any], int], tuple[list[list[Any]], list[Any]]]
+
+
+class BalancedTaskEncoder(Qwen3VLTaskEncoder):
+    """Packs of a buffer that all ranks share, of which each takes its column.
+
+    Samples come as numbers and sizes; they are read after the packer. What finds no room goes back
+    into energon's reading buffer, whose content is part of the saved state.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        processor: Any,
+        config: DataConfig,
+        sources: Sequence[Source],
+        *,
+        dp_rank: int,
+        dp_size: int,
+        num_workers: int,
+    ) -> None:
+        """
+        Args:
+            architecture, processor, config, sources: as for the base class.
+            dp_rank, dp_size: place among the data-parallel ranks.
+            num_workers: data workers of a rank, which contribute to a step in turns.
+        """
+        super().__init__(architecture, processor, config, sources)
+        self._architecture = architecture
+        self._rank, self._ranks = dp_rank, dp_size
+        self._rows_per_step = max(1, config.micro_batches // max(1, num_workers))
+        self._data_sets: list[MeasuredFactory] = []
+        self._settings = _settings(processor, config)
+        self._sources = sources
+
+    def measured(self, datasets: Sequence[LoadedDataset], processes: int) -> list[LoadedDataset]:
+        """The data sets with stubs in place of samples; reads all of them once if need be."""
+        for number, one in enumerate(datasets):
+            factory = MeasuredFactory(one.dataset, number)
+            source = self._sources[factory.subflavors[SOURCE]]
+            said = [self._settings, repr(source.reading), repr(source.limits)]
+            measure_data(factory, self._size, json.dumps(said), processes)
+            self._data_sets.append(factory)
+            one.dataset = factory
+        return list(datasets)
+
+    def _size(self, sample: CrudeSample) -> Size | Unusable:
+        try:
+            return size_of(self.preparation.plan(raw_sample(self.preparation, sample)))
+        except Exception as error:  # as everywhere: whatever a sample raises is its flaw
+            overlong = isinstance(error, OverlongSample)
+            told = isinstance(error, OverlongSample | BadSample)
+            (source,) = sample["__sources__"]
+            return Unusable(
+                OVERLONG if overlong else BAD,
+                str(error) if told else f"{type(error).__name__}: {error}",
+                source.shard_name,
+                int(source.index),
+            )
+
+    @stateless
+    def cook(self, sample: CrudeSample) -> Any:
+        """The stub of a sample, with its size."""
+        size = self._data_sets[sample["data_set"]].sizes[sample["index"]]
+        return MeasuredSample(
+            **basic_sample_keys(sample),
+            data_set=sample["data_set"],
+            index=sample["index"],
+            size=size,
+        )
+
+    @stateless
+    def preencode_sample(self, sample: Any) -> Any:
+        """Leave out what cannot be used; of the ranks, which all meet it, one counts it."""
+        if isinstance(sample.size, Unusable):
+            owner = sample.index % self._ranks
+            with self.guard.skipping(sample, counted=owner == self._rank):
+                error = OverlongSample if sample.size.kind == OVERLONG else BadSample
+                raise error(sample.size.reason)
+        return sample
+
+    def build_batch(self, dataset: Any, **options: Any) -> Any:
+        """Energon's packing, with the way back for what finds no room."""
+        return CarryingPacking(super().build_batch(dataset, **options), self.divide)
+
+    def divide(self, samples: list[Any], carried: int) -> tuple[list[list[Any]], list[Any]]:
+        """This rank's packs of a full buffer, and what all ranks keep for the next.
+
+        Args:
+            samples: of the buffer.
+            carried: so many of the first were kept from the one before.
+        """
+        division = divide(
+            [self._measure(sample.size) for sample in samples],
+            self.config.seq_length,
+            self._ranks,
+            carried=carried,
+            rows_per_step=self._rows_per_step,
+        )
+        own = [[samples[index] for index in row[self._rank]] for row in division.rows]
+        return own, [samples[index] for index in division.left]
+
+    def _measure(self, size: Size) -> Measure:
+        return Measure(self.config.padded(size.tokens), extra_work(self._architecture, size))
+
+    @stateless
+    def postencode_sample(self, sample: Any) -> EncodedSample:
+        """Read, tokenise, decode."""
+        with self.guard.skipping(sample):
+            crude = self._data_sets[sample.data_set].read(sample.index)
+            raw = raw_sample(self.preparation, crude)
+            plan = self.preparation.plan(raw)
+            pixels = self.preparation.pixels(plan, raw.source)
+        return EncodedSample.derive_from(
+            sample,
+            input_ids=plan.token_tensor(),
+            loss_weights=plan.weight_tensor(),
+            pixels=pixels,
+            name=sample_id(crude),
+        )
+
+
+class CarryingPacking(PackingDataset):
+    """Energon's packing, whose packer may leave samples for the next buffer.
+
+    They go back into the reading buffer, whose content energon saves and restores.
+    """
+
+    _savable_fields = (*PackingDataset._savable_fields, "_carried")
+    _carried: int
+
+    def __init__(self, packing: PackingDataset, divide: Divide) -> None:
+        """
+        Args:
+            packing: as energon builds it, not read from yet.
+            divide: from a buffer, and how many of it were carried, to packs and the rest.
+        """
+        super().__init__(
+            packing.dataset,
+            packing.buffer_size,
+            self._take,
+            packing.final_packer,
+            final_packer_stateless=packing.final_packer_stateless,
+            sample_encoder=packing.sample_encoder,
+            sample_encoder_stateless=packing.sample_encoder_stateless,
+            pre_packer_failure_tolerance=packing.pre_packer_failure_tolerance,
+            final_packer_failure_tolerance=packing.final_packer_failure_tolerance,
+            sample_encoder_failure_tolerance=packing.sample_encoder_failure_tolerance,
+            worker_config=packing.worker_config,
+        )
+        self._divide = divide
+
+    def reset_state_own(self) -> None:
+        super().reset_state_own()
+        self._carried = 0
+
+    def _take(self, samples: list[Any]) -> list[list[Any]]:
+        packs, left = self._divide(samples, self._carried)
+        self._carried = len(left)
+        self._reading_buffer.extend(left)
+        return packs
+
+
+def size_of(plan: Plan) -> Size:
+    """What a sample's work is computed from."""
+    return Size(
+        len(plan.input_ids),
+        sum(item.patches for item in plan.media),
+        sum(item.patches**2 / item.frames for item in plan.media),
+    )
+
+
+def extra_work(architecture: Architecture, size: Size) -> float:
+    """FLOPs of a sample beyond those of its tokens' linear layers.
+
+    A pack is as long as `seq_length` whatever is in it, so those cost the same in all.
+    """
+    attention = flops.language(architecture, 0, float(size.tokens) ** 2)
+    return attention + flops.vision(architecture, size.patches, size.squared_frames)
+
+
+def _settings(processor: Any, config: DataConfig) -> str:
+    """All that decides a sample's size, beside its data set."""
+    tokenizer = processor.tokenizer.backend_tokenizer.to_str()
+    said = {
+        "tokenizer": hashlib.sha256(tokenizer.encode()).hexdigest(),
+        "template": processor.chat_template,
+        "images": processor.image_processor.to_json_string(),
+        "videos": processor.video_processor.to_json_string(),
+        "media": asdict(config.media),
+        "seq_length": config.seq_length,
+        "overlong": config.overlong,
+        "document_end": config.document_end,
+    }
+    return json.dumps(said, sort_keys=True, default=str)

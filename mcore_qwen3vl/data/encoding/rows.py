@@ -1,0 +1,109 @@
+"""Rows of packs for all data-parallel ranks as loaders make them, from sizes alone: for figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.data.encoding.balanced import extra_work
+from mcore_qwen3vl.data.encoding.balancing import Measure, divide
+from mcore_qwen3vl.data.encoding.packing import best_fit
+from mcore_qwen3vl.data.loading.measured import Size
+from mcore_qwen3vl.model import flops
+
+Row = list[list[int]]
+"""What the ranks do at the same time: for each, the samples of its pack."""
+
+
+def each_rank(lengths: Sequence[int], capacity: int, ranks: int, buffer: int) -> Iterator[Row]:
+    """As without ``--balance``: each rank packs its own part, buffer by buffer."""
+    share = len(lengths) // ranks
+    columns = []
+    for rank in range(ranks):
+        packs: list[list[int]] = []
+        for start in range(rank * share, (rank + 1) * share, buffer):
+            end = min(start + buffer, (rank + 1) * share)
+            fit = best_fit(lengths[start:end], capacity)
+            packs += [[start + item for item in pack] for pack in fit]
+        columns.append(packs)
+    for row in zip(*columns, strict=False):
+        yield list(row)
+
+
+def all_ranks(
+    measures: Sequence[Measure], capacity: int, ranks: int, buffer: int, rows_per_step: int
+) -> Iterator[Row]:
+    """As with ``--balance``, with `buffer` samples for each rank; the last, partial one is left."""
+    waiting: list[int] = []
+    place = carried = 0
+    while place + ranks * buffer - len(waiting) <= len(measures):
+        fresh = ranks * buffer - len(waiting)
+        waiting += range(place, place + fresh)
+        place += fresh
+        division = divide(
+            [measures[item] for item in waiting],
+            capacity,
+            ranks,
+            carried=carried,
+            rows_per_step=rows_per_step,
+        )
+        for row in division.rows:
+            yield [[waiting[item] for item in pack] for pack in row]
+        waiting = [waiting[item] for item in division.left]
+        carried = len(waiting)
+
+
+@dataclass(frozen=True)
+class Balance:
+    """How level the work of the rows is."""
+
+    micro_batch_step: float
+    """The most work of a row's packs over their mean, summed over the rows: the time that the ranks
+    take together over what it could be."""
+    worst_micro_batch_step: float
+    optimizer_step: float
+    """Likewise of the ranks' totals over a step: where nothing ties ranks but their gradients."""
+    filled: float
+    """Share of the packs that is not padding."""
+    packs: list[float]
+    """Work of each pack over the mean of all."""
+
+
+class Workload:
+    """Samples with the work that they are for a model."""
+
+    def __init__(self, architecture: Architecture, sizes: Sequence[Size], capacity: int) -> None:
+        """
+        Args:
+            architecture: of the model.
+            sizes: of the samples.
+            capacity: tokens of a pack.
+        """
+        self.lengths = [size.tokens for size in sizes]
+        self.extra = [extra_work(architecture, size) for size in sizes]
+        self.capacity = capacity
+        self.linear = flops.language(architecture, capacity, 0)
+        """Of a pack, its padding included."""
+
+    def measures(self) -> list[Measure]:
+        return [Measure(*one) for one in zip(self.lengths, self.extra, strict=True)]
+
+    def balance(self, rows: Sequence[Row], rows_per_step: int) -> Balance:
+        """Of whole steps, or of all rows where they are fewer than a step's."""
+        per_step = min(rows_per_step, len(rows))
+        rows = rows[: len(rows) // per_step * per_step]
+        work = np.array(
+            [[self.linear + sum(self.extra[item] for item in pack) for pack in row] for row in rows]
+        ).reshape(-1, per_step, len(rows[0]))  # (steps, rows, ranks)
+        tokens = [sum(self.lengths[item] for item in pack) for row in rows for pack in row]
+        totals = work.sum(1)
+        return Balance(
+            micro_batch_step=float(work.max(2).sum() / work.mean(2).sum()),
+            worst_micro_batch_step=float((work.max(2) / work.mean(2)).max()),
+            optimizer_step=float(totals.max(1).sum() / totals.mean(1).sum()),
+            filled=float(np.mean(tokens)) / self.capacity,
+            packs=(work / work.mean()).ravel().tolist(),
+        )

@@ -1,0 +1,160 @@
+"""Energon's data set of records that one of our readers gives by their number.
+
+Energon shards, shuffles, blends and resumes it like its own JSONL and WebDataset.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron.energon import WorkerConfig
+from megatron.energon.epathlib import EPath
+from megatron.energon.flavors import BaseCoreDatasetFactory, CrudeSample, SavableDataset
+from megatron.energon.flavors.webdataset.sample_loader import WebdatasetSampleLoaderDataset
+from megatron.energon.flavors.webdataset.sharder import Sharder
+from megatron.energon.flavors.webdataset.structs import DatasetSubset, ShardInfo
+from megatron.energon.source_info import SourceInfo
+from megatron.energon.wrappers.map_dataset import MapDataset
+
+
+class Reader(Protocol):
+    """Random access to the crude samples of a data set."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
+
+
+def crude_sample(
+    dataset: Path, shard: str, index: int, within: int, record: bytes | Mapping[str, Any]
+) -> dict[str, Any]:
+    """A sample as energon's readers give it.
+
+    Args:
+        dataset: the data set's path.
+        shard: the file of it.
+        index: of the sample in the data set: what energon finds it again by.
+        within: its number in the file, for messages.
+        record: JSON text, or parsed.
+    """
+    source = SourceInfo(
+        dataset_path=EPath(dataset), index=within, shard_name=shard, file_names=(f"{within}.json",)
+    )
+    return {
+        "__key__": str(index),
+        "__shard__": shard,
+        "__restore_key__": ("Webdataset", index),
+        "__sources__": (source,),
+        "json": record,
+    }
+
+
+class CrudeFactory(BaseCoreDatasetFactory[CrudeSample], Sharder):
+    """Energon's factory over a :class:`Reader`."""
+
+    __sample_type__ = CrudeSample
+
+    def __init__(
+        self,
+        path: Path,
+        reader: Reader,
+        counts: Sequence[int],
+        *,
+        training: bool,
+        worker_config: WorkerConfig,
+        subflavors: Mapping[str, Any] | None = None,
+        shuffle_over_epochs: int | None = 1,
+        parallel_shard_iters: int = 16,
+        max_samples_per_sequence: int | None = None,
+        subset: DatasetSubset | None = None,
+    ) -> None:
+        """
+        Args:
+            path: for messages.
+            reader: of the samples.
+            counts: samples of each run that is best read in one go, such as a row group.
+            training: shuffle, and start again at the end.
+            worker_config: ranks and workers.
+            subflavors: what its samples carry.
+            shuffle_over_epochs: energon's.
+            parallel_shard_iters: runs that a worker reads from in turns.
+            max_samples_per_sequence: a longer run is cut into such pieces, which are shuffled.
+            subset: a part of the data set.
+        """
+        self.path = path
+        self.paths = [EPath(path)]
+        self.name = path.name
+        self.reader = reader
+        self.subflavors = dict(subflavors or {})
+        self._counts = counts
+        self._training = training
+        self._worker_config = worker_config
+        self._shuffle_over_epochs = shuffle_over_epochs
+        self._parallel = parallel_shard_iters
+        self._run_length = max_samples_per_sequence
+        self._subset = subset
+
+    def __len__(self) -> int:
+        if self._subset is None:
+            return len(self.reader)
+        start, end = self._subset.compute_subset(len(self.reader))
+        return end - start
+
+    def build(self, worker_rotation_offset: int = 0) -> SavableDataset[CrudeSample]:
+        """The data set of this rank."""
+        shards = [
+            ShardInfo(name=f"{self.name}-{index}", path=EPath(self.path), count=count)
+            for index, count in enumerate(self._counts)
+        ]
+        offsets = self.shard_workers(
+            shards,
+            worker_config=self._worker_config,
+            max_samples_per_sequence=self._run_length,
+            rotation_offset=worker_rotation_offset,
+            subset=self._subset,
+        )
+        readers: Any = [self.reader]
+        samples = WebdatasetSampleLoaderDataset(
+            join_readers=readers,
+            workers_sample_slice_offsets=offsets,
+            worker_config=self._worker_config,
+            shuffle_over_epochs=self._shuffle_over_epochs if self._training else None,
+            parallel_slice_iters=self._parallel if self._training else 1,
+        )
+        return MapDataset(
+            samples,
+            self.load_raw,
+            stateless_map_fn=True,
+            map_fn_config=self.config,
+            worker_config=self._worker_config,
+        )
+
+    def load_raw(self, raw: Any) -> CrudeSample:
+        """The sample of a reader, its JSON parsed."""
+        return self.load_sample(raw.data[0])
+
+    def load_sample(self, sample: dict[str, Any]) -> CrudeSample:
+        """With its JSON parsed, and what the data set says of it."""
+        record = sample["json"]
+        if isinstance(record, bytes):
+            record = json.loads(record)
+        return CrudeSample({**sample, "json": record, "__subflavors__": self.subflavors})
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "type": type(self).__qualname__,
+            "training": self._training,
+            "_path": str(self.path),
+            "count": len(self.reader),
+            "shuffle_over_epochs": self._shuffle_over_epochs,
+            "parallel_shard_iters": self._parallel,
+            "max_samples_per_sequence": self._run_length,
+            "subset": self._subset.config() if self._subset else None,
+            "subflavors": self.subflavors,
+        }
+
+    def as_file_store(self) -> Any:
+        raise NotImplementedError("no data set of ours asks for files of another")

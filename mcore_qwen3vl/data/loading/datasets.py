@@ -1,0 +1,201 @@
+"""From sources to energon's data sets."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import yaml
+from megatron.energon import WorkerConfig
+from megatron.energon.flavors.webdataset.structs import DatasetSubset
+from megatron.energon.metadataset import load_dataset, traverse_metadataset
+from megatron.energon.metadataset.loader_interface import DatasetBlendMode, LoadedDataset
+
+from mcore_qwen3vl.data.loading import json_file
+from mcore_qwen3vl.data.loading.crude import CrudeFactory
+from mcore_qwen3vl.data.loading.index import ensure_index
+from mcore_qwen3vl.data.loading.sources import Source
+from mcore_qwen3vl.data.loading.stand_in import origin
+from mcore_qwen3vl.data.loading.tables import TableReader, is_table
+from mcore_qwen3vl.errors import BadInput
+
+SOURCE = "source"
+"""Key of a sample's subflavors: the number of its source."""
+
+_RUN_LENGTH = 100  # samples read in a row from one place when it shuffles
+_OPEN_GROUPS = 4  # row groups of a table that a worker reads from in turns
+
+
+def load_sources(
+    sources: Sequence[Source], *, split: str, training: bool, shuffle: bool, workers: WorkerConfig
+) -> tuple[list[LoadedDataset], DatasetBlendMode]:
+    """Energon's data sets of all sources, and how they are blended.
+
+    Args:
+        sources: with weights, or with epochs.
+        split: part of those that have parts.
+        training: without end, and shuffled unless `shuffle` says otherwise.
+        shuffle: in another order than that of the files.
+        workers: ranks and workers.
+
+    Raises:
+        BadInput: a data set is missing, empty or malformed.
+    """
+    loaded = [
+        _load(number, source, split, training, shuffle, workers)
+        for number, source in enumerate(sources)
+    ]
+    if len(loaded) == 1 and sources[0].epochs is None:
+        return loaded[0]
+    epochs = sources[0].epochs is not None
+    mode = DatasetBlendMode.SAMPLE_REPETITIONS if epochs else DatasetBlendMode.DATASET_WEIGHT
+    total = sum(source.weight for source in sources)
+    datasets = []
+    for source, (leaves, inner) in zip(sources, loaded, strict=True):
+        if inner not in (DatasetBlendMode.NONE, mode):
+            raise BadInput(
+                f"{source.path} blends by {inner.value}, and the whole by {mode.value}: energon "
+                "mixes no two of these. Give it and the others weights, or all of them epochs."
+            )
+        for leaf in leaves:
+            if epochs:
+                leaf.repetitions = (leaf.repetitions or 1) * (source.epochs or 1)
+            else:
+                share = 1.0 if leaf.weight is None else leaf.weight
+                leaf.weight = share * source.weight / total
+            datasets.append(leaf)
+    return datasets, mode
+
+
+def _load(
+    number: int, source: Source, split: str, training: bool, shuffle: bool, workers: WorkerConfig
+) -> tuple[list[LoadedDataset], DatasetBlendMode]:
+    options: dict[str, Any] = {
+        "training": training,
+        "worker_config": workers,
+        "subflavors": {SOURCE: number},
+        "subset": None,
+    }
+    if shuffle:
+        options["max_samples_per_sequence"] = _RUN_LENGTH
+    elif training:
+        options["parallel_shard_iters"] = 1
+    path = source.path.absolute()
+    place = ensure_index(path)
+    own = _own_reader(path, place, split)
+    if own is not None:
+        reader, counts = own
+        if isinstance(reader, TableReader):
+            options |= {"max_samples_per_sequence": None}  # a row group is read in one go
+            options.setdefault("parallel_shard_iters", _OPEN_GROUPS)
+        options["subset"] = _subset(source, len(reader))
+        over = 1 if training and shuffle else None
+        factory = CrudeFactory(path, reader, counts, shuffle_over_epochs=over, **options)
+        return [LoadedDataset(dataset=factory)], DatasetBlendMode.NONE
+    if place.suffix in (".yaml", ".yml"):
+        _check_leaves(path)
+    elif source.max_samples is not None:
+        options["subset"] = DatasetSubset(absolute_range=(0, source.max_samples))
+    part = _split_of(place, split)
+    found = load_dataset(place).get_datasets(
+        split_part=part,
+        shuffle_over_epochs_multiplier=1 if shuffle else None,
+        # WebDataset parts stay bytes; JSONL has no decoder
+        **({} if place.suffix == ".jsonl" else {"decoder": None}),
+        **options,
+    )
+    for leaf in found.datasets:
+        _limit(leaf.dataset, source)
+    return found.datasets, found.blend_mode
+
+
+def _own_reader(path: Path, place: Path, split: str) -> tuple[Any, list[int]] | None:
+    """The reader of what energon cannot read, and how many samples its parts have."""
+    if path.suffix == ".json":
+        records = json_file.JsonReader(path, json_file.index_of(place))
+        return records, [len(records)]
+    if is_table(path):
+        table = TableReader(path, split)
+        return table, [group.rows for group in table.groups]
+    return None
+
+
+def _subset(source: Source, count: int) -> DatasetSubset | None:
+    if source.max_samples is None or source.max_samples >= count:
+        return None
+    return DatasetSubset(absolute_range=(0, source.max_samples))
+
+
+def _limit(factory: Any, source: Source) -> None:
+    """Energon refuses a subset that is longer than the data set."""
+    subset = factory.subset
+    if subset is not None and subset.absolute_range and source.max_samples is not None:
+        factory.subset = None
+        factory.subset = _subset(source, len(factory))
+
+
+def _check_leaves(path: Path) -> None:
+    """Energon opens all splits of a metadataset, where its data sets are.
+
+    Raises:
+        BadInput: one of them cannot be indexed there.
+    """
+    for split in yaml.safe_load(path.read_text(encoding="utf-8")).get("splits", {}):
+        for leaf in traverse_metadataset(path, split_part=split):
+            place = Path(str(leaf.path))
+            if is_table(place) or place.suffix == ".json":
+                raise BadInput(
+                    f"{path} is an energon metadataset, which can name JSONL files and WebDatasets "
+                    f"only, not {place}. Name the data sets in a mixture file (datasets:) instead."
+                )
+            if (found := ensure_index(place)) != place:
+                raise BadInput(
+                    f"The folder of {place} cannot be written, so its index is in {found}, and "
+                    f"{path} does not name that. Put {found} into {path.name}, or name the "
+                    "data sets with their weights in --data-path."
+                )
+
+
+def _split_of(path: Path, split: str) -> str:
+    """`split`, or `train` for a folder of tars that has no such part, as one indexed here."""
+    parts = path / ".nv-meta" / "split.yaml"
+    if not parts.exists():
+        return split
+    shards = yaml.safe_load(parts.read_text(encoding="utf-8"))["split_parts"]
+    return split if shards.get(split) else "train"
+
+
+def crude_samples(datasets: Sequence[LoadedDataset], workers: WorkerConfig) -> Iterator[Any]:
+    """All samples once, in order, their JSON not parsed where that may fail.
+
+    Args:
+        datasets: of :func:`load_sources`, not for training.
+        workers: one rank, no workers.
+    """
+    for one in datasets:
+        factory: Any = one.dataset
+        if isinstance(factory, CrudeFactory):
+            for index in range(len(factory)):  # subsets begin at the first
+                yield {**factory.reader[index], "__subflavors__": factory.subflavors}
+            continue
+        subflavors = factory.subflavors
+        # Not through the factory's own loading, which parses JSON and stops at a broken line.
+        factory._load_sample = factory.load_sample = lambda sample, s=subflavors: {
+            **sample,
+            "__subflavors__": s,
+        }
+        with redirect_stdout(io.StringIO()):  # energon says how it divides the data
+            dataset = factory.build()
+        workers.worker_activate(0)
+        try:
+            yield from dataset
+        finally:
+            workers.worker_deactivate()
+
+
+def dataset_path(sample: Any) -> Path:
+    """The data set of a crude sample: where it really is."""
+    return origin(Path(str(sample["__sources__"][0].dataset_path)))

@@ -1,0 +1,152 @@
+"""A ``.json`` file: an array of records, as LLaVA publishes them, or one record a line.
+
+Where each record lies is written beside the file once, so that any of them is read alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from mcore_qwen3vl.data.loading.crude import crude_sample
+from mcore_qwen3vl.errors import BadInput
+
+_WINDOW = 1 << 24  # bytes parsed at a time
+_BLANK = " \t\r\n"
+
+
+def index_of(path: Path) -> Path:
+    """The file beside `path` that says where its records are: rows of (start, end), then the size
+    of `path` twice."""
+    return path.with_name(path.name + ".idx")
+
+
+def is_indexed(path: Path) -> bool:
+    """Whether the index is there, and of the file as it is."""
+    index = index_of(path)
+    if not index.exists() or index.stat().st_mtime_ns < path.stat().st_mtime_ns:
+        return False
+    return int(np.fromfile(index, np.uint64)[-1]) == path.stat().st_size
+
+
+def write_index(path: Path) -> None:
+    """
+    Raises:
+        BadInput: the file is empty, or neither an array nor one object a line.
+        OSError: the folder cannot be written.
+    """
+    with path.open("rb") as file:
+        first = _first_byte(file)
+        file.seek(0)
+        if first not in (b"[", b"{"):
+            raise BadInput(
+                f"The data set {path} is empty."
+                if not first
+                else f"{path} is neither a JSON array nor one JSON object a line."
+            )
+        rows = list(_lines(file) if first == b"{" else _elements(file, path))
+    if not rows:
+        raise BadInput(f"The data set {path} is empty.")
+    size = path.stat().st_size
+    partial = index_of(path).with_suffix(f".{os.getpid()}.tmp")
+    np.array([*rows, (size, size)], np.uint64).tofile(partial)
+    os.replace(partial, index_of(path))
+
+
+class JsonReader:
+    """Records of a ``.json`` file by their number, as energon's readers give them."""
+
+    def __init__(self, path: Path, index: Path) -> None:
+        """
+        Args:
+            path: the file, for messages and for what is read.
+            index: of :func:`index_of`.
+        """
+        self._path = path
+        self._rows = np.memmap(index, np.uint64, "r").reshape(-1, 2)[:-1]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Any:
+        """The crude sample of one record, its JSON not parsed yet."""
+        start, end = (int(bound) for bound in self._rows[index])
+        text = os.pread(self._file.fileno(), end - start, start)  # no position shared with a parent
+        return crude_sample(self._path, self._path.name, index, index, text)
+
+    @cached_property
+    def _file(self) -> BinaryIO:
+        return self._path.open("rb")
+
+
+def _first_byte(file: BinaryIO) -> bytes:
+    while block := file.read(4096):
+        if found := block.lstrip():
+            return found[:1]
+    return b""
+
+
+def _lines(file: BinaryIO) -> Iterator[tuple[int, int]]:
+    start = 0
+    for line in file:
+        if line.strip():
+            yield start, start + len(line)
+        start += len(line)
+
+
+def _elements(file: BinaryIO, path: Path) -> Iterator[tuple[int, int]]:
+    """Bounds of the elements of an array, read as Latin-1: each byte is a character."""
+    decoder = json.JSONDecoder()
+    text, base, place, count = "", 0, 0, 0
+    before = "["
+    while True:
+        place = _skip(text, place)
+        room = len(text) - place
+        try:
+            if not room:
+                raise ValueError("the file ends within the array")
+            if text[place] != before:
+                if before == "," and text[place] == "]":
+                    return
+                raise ValueError(f"{before!r} is expected")
+            start = _skip(text, place + 1)
+            if before == "[" and text[start : start + 1] == "]":
+                return
+            _, end = decoder.raw_decode(text, start)
+            if _skip(text, end) == len(text):
+                raise ValueError("the file ends within the array")
+        except ValueError as error:
+            more = file.read(max(_WINDOW, room)).decode("latin-1")
+            if not more:
+                line = _line_of(path, base + _skip(text, min(place + 1, len(text))))
+                reason = getattr(error, "msg", error)
+                raise BadInput(
+                    f"{path} is no JSON array: record {count + 1}, from line {line}: {reason}. "
+                    "Write it again, or one record a line (.jsonl), where a broken one is skipped."
+                ) from error
+            text, base, place = text[place:] + more, base + place, 0
+            continue
+        yield base + start, base + end
+        place, before, count = end, ",", count + 1
+
+
+def _skip(text: str, place: int) -> int:
+    while place < len(text) and text[place] in _BLANK:
+        place += 1
+    return place
+
+
+def _line_of(path: Path, offset: int) -> int:
+    """The line of a byte, from 1."""
+    line, left = 1, offset
+    with path.open("rb") as file:
+        while left > 0 and (block := file.read(min(left, 1 << 20))):
+            line += block.count(b"\n")
+            left -= len(block)
+    return line

@@ -1,0 +1,244 @@
+"""Data sets whose samples are known by their sizes, and read only where they are trained on.
+
+To balance work, every rank must know the sizes of all samples of a global batch, and read its own
+alone. So each sample is measured once, before training: its tokens and patches are kept in a small
+file beside the data. With it all ranks go through the same order of samples, by number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock
+from megatron.energon.epathlib import EPath
+from megatron.energon.flavors import BaseCoreDatasetFactory, CrudeSample
+from megatron.energon.flavors.webdataset.sample_loader import RawSampleData
+from megatron.energon.source_info import SourceInfo
+from megatron.energon.wrappers.map_dataset import MapDataset
+
+from mcore_qwen3vl.data.loading.stand_in import origin, stand_ins
+
+log = logging.getLogger(__name__)
+
+_CHUNK = 64  # samples that a process measures at a time
+_PATIENCE = 6 * 3600.0  # seconds that other ranks wait for the one that measures
+
+BAD, OVERLONG, ABSENT = "bad", "over-long", "absent"
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a sample's work is computed from."""
+
+    tokens: int
+    patches: int
+    squared_frames: float  # sum of the squared patch counts of all frames
+
+
+@dataclass(frozen=True)
+class Unusable:
+    """A sample without a size."""
+
+    kind: str  # BAD, OVERLONG, or ABSENT: excluded by the data set itself
+    reason: str
+    shard: str
+    number: int  # in its shard
+
+
+Measuring = Callable[[Any], Size | Unusable]
+
+
+class MeasuredFactory(BaseCoreDatasetFactory[CrudeSample]):
+    """Wraps energon's factory of one data set: samples are stubs that say which one they are.
+
+    Attributes:
+        sizes: of all samples, by their number.
+    """
+
+    __sample_type__ = CrudeSample
+
+    def __init__(self, inner: Any, number: int) -> None:
+        """
+        Args:
+            inner: the factory of JSONL, WebDataset or one of ours.
+            number: of this data set among all.
+        """
+        self._inner = inner
+        self._number = number
+        self.paths = getattr(inner, "paths", [inner.path])
+        self.subflavors = inner.subflavors
+        self.path = Path(str(inner.path))
+        self.sizes: list[Size | Unusable] = []
+        built = inner.build()
+        self._load, self._readers = built.map_fn, built.dataset.join_readers
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def count(self) -> int:
+        """Samples in its files, whichever part of them is used."""
+        return len(self._readers[0])
+
+    def read(self, index: int) -> Any:
+        """One of energon's crude samples, or None if the data set excludes it."""
+        data = tuple(reader[index] for reader in self._readers)
+        if data[0] is None:
+            return None
+        return self._load(RawSampleData(__restore_key__=("Webdataset", index), data=data))
+
+    def build(self, worker_rotation_offset: int = 0) -> Any:
+        """Energon's data set, over stubs."""
+        built = self._inner.build(worker_rotation_offset)
+        built.dataset.join_readers = [_Stubs(self)]
+        return MapDataset(
+            built.dataset,
+            lambda raw: CrudeSample(raw.data[0]),
+            stateless_map_fn=True,
+            map_fn_config=self._inner.config,
+            worker_config=built.worker_config,
+        )
+
+    def stub(self, index: int) -> dict[str, Any] | None:
+        """What stands for a sample on its way to the packer."""
+        size = self.sizes[index]
+        shard, number = self.path.name, index
+        if isinstance(size, Unusable):
+            if size.kind == ABSENT:
+                return None
+            shard, number = size.shard, size.number
+        source = SourceInfo(
+            dataset_path=EPath(self.path), index=number, shard_name=shard, file_names=()
+        )
+        return {
+            "__key__": str(index),
+            "__shard__": shard,
+            "__restore_key__": ("Webdataset", index),
+            "__sources__": (source,),
+            "__subflavors__": self.subflavors,
+            "data_set": self._number,
+            "index": index,
+        }
+
+    def as_file_store(self) -> Any:
+        return self._inner.as_file_store()
+
+
+class _Stubs:
+    """A reader, as energon wants one."""
+
+    def __init__(self, factory: MeasuredFactory) -> None:
+        self._factory = factory
+
+    def __len__(self) -> int:
+        return len(self._factory.sizes)
+
+    def __getitem__(self, index: int) -> dict[str, Any] | None:
+        return self._factory.stub(index)
+
+
+def measure(factory: MeasuredFactory, measuring: Measuring, settings: str, processes: int) -> None:
+    """Fill in the sizes: from the file of an earlier run, or by reading every sample once.
+
+    Args:
+        factory: of one data set.
+        measuring: from a crude sample to its size.
+        settings: all that the sizes depend on beside the data.
+        processes: that read.
+    """
+    key = hashlib.sha256((settings + _fingerprint(factory.path)).encode()).hexdigest()[:16]
+    for folder in (origin(factory.path).parent, stand_ins()):
+        file = folder / f"{origin(factory.path).name}.{key}.sizes"
+        if file.exists():
+            factory.sizes = _load(file)
+            return
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with FileLock(file.with_name(file.name + ".lock"), timeout=_PATIENCE):
+                if not file.exists():  # another rank may have done it meanwhile
+                    _save(file, _measured(factory, measuring, processes))
+        except OSError as error:
+            log.info("%s: %s", folder, error)
+            continue
+        factory.sizes = _load(file)
+        return
+    factory.sizes = _measured(factory, measuring, processes)
+
+
+def _measured(
+    factory: MeasuredFactory, measuring: Measuring, processes: int
+) -> list[Size | Unusable]:
+    """In processes of their own, always: readers opened here would share positions with workers."""
+    count = factory.count()
+    log.warning("measuring the %d samples of %s, once, to balance work", count, factory.path)
+    starts = range(0, count, _CHUNK)
+    context = multiprocessing.get_context("fork")
+    with context.Pool(max(1, min(processes, len(starts))), _begin, (factory, measuring)) as pool:
+        chunks = pool.imap(_measure_chunk, starts)
+        return [size for chunk in chunks for size in chunk]
+
+
+_task: tuple[MeasuredFactory, Measuring]
+
+
+def _begin(factory: MeasuredFactory, measuring: Measuring) -> None:
+    global _task
+    _task = factory, measuring
+
+
+def _measure_chunk(start: int) -> list[Size | Unusable]:
+    factory, measuring = _task
+    stop = min(start + _CHUNK, factory.count())
+    return [_measure_one(factory, measuring, index) for index in range(start, stop)]
+
+
+def _measure_one(factory: MeasuredFactory, measuring: Measuring, index: int) -> Size | Unusable:
+    try:
+        sample = factory.read(index)
+    except Exception as error:  # a broken line: whatever is raised is the sample's flaw
+        return Unusable(BAD, f"{type(error).__name__}: {error}", factory.path.name, index)
+    if sample is None:
+        return Unusable(ABSENT, "", "", 0)
+    return measuring(sample)
+
+
+def _save(file: Path, sizes: Sequence[Size | Unusable]) -> None:
+    table = np.zeros((len(sizes), 3))
+    unusable = {}
+    for index, size in enumerate(sizes):
+        if isinstance(size, Size):
+            table[index] = size.tokens, size.patches, size.squared_frames
+        else:
+            unusable[index] = asdict(size)
+    partial = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+    with partial.open("wb") as stream:
+        said = np.frombuffer(json.dumps(unusable).encode(), np.uint8)
+        np.savez(stream, table=table, unusable=said)
+    os.replace(partial, file)
+
+
+def _load(file: Path) -> list[Size | Unusable]:
+    with np.load(file, allow_pickle=False) as arrays:
+        table, said = arrays["table"], json.loads(arrays["unusable"].tobytes())
+    unusable = {int(index): Unusable(**fields) for index, fields in said.items()}
+    return [
+        unusable.get(index) or Size(int(row[0]), int(row[1]), float(row[2]))
+        for index, row in enumerate(table)
+    ]
+
+
+def _fingerprint(path: Path) -> str:
+    """Of the files of a data set: names, sizes and times."""
+    path = origin(path)
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    data = [f for f in files if f.is_file() and ".nv-meta" not in f.parts]
+    stats = [(str(f.relative_to(path.parent)), f.stat()) for f in data if ".sizes" not in f.name]
+    return json.dumps([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])

@@ -1,0 +1,211 @@
+"""Parquet files and Hugging Face datasets on disk, read by row group.
+
+A directory is what ``Dataset.save_to_disk`` or ``DatasetDict.save_to_disk`` wrote, or holds Parquet
+shards, as on the hub: ``train-00000-of-00004.parquet``. pyarrow reads both; no download, no cache.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from mcore_qwen3vl.data.loading.crude import crude_sample
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.runtime.extras import require_extra
+
+_BATCH = 32  # rows decoded at a time
+_KEPT = 16  # batches kept: a worker reads from a few row groups in turns, and resuming goes back
+_SPLITS = {
+    "train": ("train", "training"),
+    "val": ("val", "validation", "valid", "dev"),
+    "test": ("test", "testing"),
+}
+_DICT, _STATE = "dataset_dict.json", "state.json"
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """A run of rows that is read in one go."""
+
+    file: Path
+    number: int | None  # in a Parquet file; None: all of an Arrow file
+    rows: int
+    first: int  # of its rows, in the file
+
+
+def is_table(path: Path) -> bool:
+    """Whether `path` is a Parquet file or a Hugging Face dataset on disk."""
+    if path.is_dir():
+        marked = any((path / name).exists() for name in (_DICT, _STATE))
+        return marked or next(path.rglob("*.parquet"), None) is not None
+    return path.suffix == ".parquet"
+
+
+class TableReader:
+    """Rows by their number, as records: columns are keys, nested nulls are left out."""
+
+    def __init__(self, path: Path, split: str = "train") -> None:
+        """
+        Args:
+            path: a Parquet file, or a directory.
+            split: ``train``, ``val`` or ``test`` of a directory that has several.
+
+        Raises:
+            BadInput: pyarrow is missing, or a file is no table, or there is no row.
+        """
+        require_extra("pyarrow", str(path))
+        self.path = path
+        self.groups = [group for file in _files(path, split) for group in _row_groups(file)]
+        self._bounds = [0, *accumulate(group.rows for group in self.groups)]
+        if self._bounds[-1] == 0:
+            raise BadInput(f"The data set {path} is empty.")
+        self._batches: OrderedDict[tuple[int, int], Any] = OrderedDict()
+        self._open: dict[int, tuple[int, Iterator[Any]]] = {}  # group: (next batch, the rest)
+
+    def __len__(self) -> int:
+        return self._bounds[-1]
+
+    def __getitem__(self, index: int) -> Any:
+        """The crude sample of one row."""
+        place = bisect_right(self._bounds, index) - 1
+        group, row = self.groups[place], index - self._bounds[place]
+        batch = self._batch(place, row // _BATCH)
+        (record,) = batch.slice(row % _BATCH, 1).to_pylist()
+        shard = str(group.file.relative_to(self.path)) if self.path.is_dir() else group.file.name
+        return crude_sample(self.path, shard, index, group.first + row, _without_nulls(record))
+
+    def _batch(self, place: int, number: int) -> Any:
+        """Rows of one group, `_BATCH` at a time; those between the last ones and these too."""
+        found = self._batches.get((place, number))
+        if found is not None:
+            self._batches.move_to_end((place, number))
+            return found
+        upcoming, rest = self._open.pop(place, (0, iter(())))
+        if upcoming == 0 or number < upcoming:
+            upcoming, rest = 0, self._decode(self.groups[place])
+        for batch in rest:
+            self._batches[place, upcoming] = batch
+            upcoming += 1
+            if len(self._batches) > _KEPT:
+                self._batches.popitem(last=False)
+            if upcoming > number:
+                break
+        self._open[place] = upcoming, rest
+        if len(self._open) > _KEPT:
+            self._open.pop(next(iter(self._open)))
+        return self._batches[place, number]
+
+    def _decode(self, group: RowGroup) -> Iterator[Any]:
+        if group.number is None:
+            table = _arrow_table(group.file)
+            return (table.slice(start, _BATCH) for start in range(0, group.rows, _BATCH))
+        file = self._parquet_file(group.file)
+        batches: Iterator[Any] = _rebatched(
+            file.iter_batches(_BATCH, row_groups=[group.number], use_threads=False)
+        )
+        return batches
+
+    def _parquet_file(self, path: Path) -> Any:
+        if path not in self._parquet_files:
+            import pyarrow.parquet as pq
+
+            self._parquet_files[path] = pq.ParquetFile(path)
+        return self._parquet_files[path]
+
+    @cached_property
+    def _parquet_files(self) -> dict[Path, Any]:
+        return {}
+
+
+def _rebatched(batches: Iterator[Any]) -> Iterator[Any]:
+    """`_BATCH` rows each but for the last: pyarrow cuts at the ends of column chunks too."""
+    import pyarrow as pa
+
+    waiting: list[Any] = []
+    rows = 0
+    for batch in batches:
+        waiting.append(batch)
+        rows += batch.num_rows
+        while rows >= _BATCH:
+            table = pa.Table.from_batches(waiting)
+            yield table.slice(0, _BATCH)
+            rows -= _BATCH
+            waiting = table.slice(_BATCH).to_batches() if rows else []
+    if rows:
+        yield pa.Table.from_batches(waiting)
+
+
+def _files(path: Path, split: str) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    if (path / _DICT).exists():
+        names = json.loads((path / _DICT).read_text(encoding="utf-8"))["splits"]
+        chosen = [name for name in names if name in _SPLITS[split]]
+        if not chosen and split == "train":
+            chosen = names if len(names) == 1 else []
+        if not chosen:
+            raise BadInput(f"{path} has the splits {', '.join(names)}, and none for {split}.")
+        return _files(path / chosen[0], split)
+    if (path / _STATE).exists():
+        state = json.loads((path / _STATE).read_text(encoding="utf-8"))
+        return [path / one["filename"] for one in state["_data_files"]]
+    files = sorted(path.rglob("*.parquet"))
+    named = {file: _split_named(file.relative_to(path)) for file in files}
+    if not any(named.values()):
+        return files
+    chosen_files = [file for file in files if named[file] == split]
+    if not chosen_files:
+        raise BadInput(f"{path} has Parquet files of other splits, and none for {split}.")
+    return chosen_files
+
+
+def _split_named(file: Path) -> str | None:
+    """By a file's path, as on the hub: ``train-00000-of-00004``, ``validation/0.parquet``."""
+    words = re.split(r"[^a-z]+", str(file).lower())
+    return next((s for s, names in _SPLITS.items() if any(n in words for n in names)), None)
+
+
+def _row_groups(file: Path) -> Iterator[RowGroup]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        if file.suffix != ".parquet":
+            yield RowGroup(file, None, _arrow_table(file).num_rows, 0)
+            return
+        metadata = pq.read_metadata(file)
+    except (OSError, pa.ArrowException) as error:
+        raise BadInput(f"{file} cannot be read as a table: {error}. Write it again.") from error
+    first = 0
+    for number in range(metadata.num_row_groups):
+        rows = metadata.row_group(number).num_rows
+        yield RowGroup(file, number, rows, first)
+        first += rows
+
+
+def _arrow_table(file: Path) -> Any:
+    """Mapped, not read."""
+    import pyarrow as pa
+
+    source = pa.memory_map(str(file))
+    try:
+        return pa.ipc.open_stream(source).read_all()
+    except pa.ArrowInvalid:
+        return pa.ipc.open_file(source).read_all()
+
+
+def _without_nulls(value: Any) -> Any:
+    """A column has one type: what a record lacks of it is null there."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    if isinstance(value, list):
+        return [_without_nulls(one) for one in value]
+    return value

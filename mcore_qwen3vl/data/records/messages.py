@@ -1,0 +1,209 @@
+"""Conversations: ``messages`` of OpenAI and ms-swift, ``conversations`` of LLaVA and ShareGPT."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mcore_qwen3vl.data.records.flaws import BadSample
+from mcore_qwen3vl.data.records.media import MediaFolder
+from mcore_qwen3vl.data.records.parsed import Conversation, weight_of
+from mcore_qwen3vl.data.records.shelf import Shelf
+
+_REFERENCE_KEYS = {
+    "image": ("image", "path", "url", "image_url", "bytes", "base64"),
+    "video": ("video", "path", "url", "video_url", "bytes", "base64"),
+}
+_CALL = "a call of a tool"  # internal: an assistant turn whose text is the call as JSON
+_ROLES = {
+    "messages": {
+        "system": "system", "developer": "system", "user": "user", "assistant": "assistant",
+        "tool": "tool", "function": "tool",
+        # ms-swift's
+        "tool_call": _CALL, "tool_response": "tool",
+    },
+    "conversations": {
+        "system": "system", "human": "user", "user": "user", "gpt": "assistant",
+        "assistant": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant",
+        "function_call": _CALL, "observation": "tool", "tool": "tool", "function_response": "tool",
+    },
+}  # fmt: skip
+_GROUNDING = ("<ref-object>", "<bbox>")
+_OWN = ("content", "weight", "loss")  # keys of a message that are not the template's
+
+
+def read_messages(record: Mapping[str, Any], folder: MediaFolder) -> Conversation:
+    """``messages`` with ``role`` and ``content``: text, with tags or without, or a list of parts.
+
+    Raises:
+        BadSample: the record is malformed, and the message says how.
+    """
+    turns = []
+    for index, message in enumerate(_turns(record, "messages")):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise BadSample(f"message {index} must be an object with a role and content.")
+        turns.append(_legacy_call(message))
+    return _conversation(record, "messages", turns, folder)
+
+
+def read_conversations(record: Mapping[str, Any], folder: MediaFolder) -> Conversation:
+    """``conversations`` with ``from`` and ``value``; a ``system`` text may stand beside them.
+
+    Raises:
+        BadSample: the record is malformed, and the message says how.
+    """
+    turns = []
+    for index, turn in enumerate(_turns(record, "conversations")):
+        if not isinstance(turn, Mapping) or not isinstance(turn.get("from"), str):
+            raise BadSample(f"turn {index} must be an object with from and value.")
+        if not isinstance(turn.get("value"), str):
+            raise BadSample(
+                f"turn {index}: value is {type(turn.get('value')).__name__}; text is needed."
+            )
+        kept = {key: value for key, value in turn.items() if key not in ("from", "value")}
+        turns.append({**kept, "role": turn["from"], "content": turn["value"]})
+    return _conversation(record, "conversations", turns, folder)
+
+
+def _turns(record: Mapping[str, Any], key: str) -> list[Any]:
+    turns = _unpacked(record[key], key)
+    if not isinstance(turns, list) or not turns:
+        raise BadSample(f"{key} must be a list of at least one message.")
+    return turns
+
+
+def _unpacked(value: Any, key: str) -> Any:
+    """Tables keep what is nested as JSON text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise BadSample(f"{key} is text, but not JSON: {error}.") from error
+
+
+def _conversation(
+    record: Mapping[str, Any], key: str, turns: Sequence[Mapping[str, Any]], folder: MediaFolder
+) -> Conversation:
+    shelf = Shelf(record, folder)
+    sample_weight = weight_of(record)
+    rendered: list[dict[str, Any]] = []
+    weights: list[float] = []
+    system = record.get("system")
+    if system is not None and system != "":
+        if not isinstance(system, str):
+            raise BadSample(f"system is {type(system).__name__}; text is needed.")
+        if turns[0]["role"] == "system":
+            raise BadSample("a system text stands beside a system turn; keep one of them.")
+        rendered.append({"role": "system", "content": system})
+        weights.append(0.0)
+    previous = None
+    for index, turn in enumerate(turns):
+        role = _ROLES[key].get(turn["role"])
+        if role is None:
+            raise BadSample(
+                f"message {index}: the role {turn['role']!r:.40} is none of "
+                f"{', '.join(_ROLES[key])}."
+            )
+        message = _message(turn, role, index, shelf)
+        # Zero of one of them masks a turn, whatever the other says.
+        weight = weight_of(turn) * weight_of(turn, "loss") * sample_weight
+        if role == previous == _CALL:  # calls in a row are one turn of the model's
+            if weight != weights[-1]:
+                raise BadSample(f"message {index}: calls in a row must have one weight.")
+            rendered[-1]["tool_calls"] += message["tool_calls"]
+        else:
+            rendered.append(message)
+            weights.append(weight if message["role"] == "assistant" else 0.0)
+        previous = role
+    shelf.check_empty()
+    if not any(weights):
+        raise BadSample("no assistant turn has a weight above 0, so nothing would be trained.")
+    return Conversation(rendered, shelf.media, weights, _tools(record))
+
+
+def _message(turn: Mapping[str, Any], role: str, index: int, shelf: Shelf) -> dict[str, Any]:
+    """One message as the chat template takes it."""
+    kept = {name: value for name, value in turn.items() if name not in _OWN}
+    if role == _CALL:
+        return {**kept, "role": "assistant", "content": "", "tool_calls": _calls(turn, index)}
+    content = _content(turn.get("content"), index, shelf)
+    if role == "assistant" and _is_empty(content) and not turn.get("tool_calls"):
+        raise BadSample(f"message {index}, an assistant turn, is empty.")
+    return {**kept, "role": role, "content": content}
+
+
+def _legacy_call(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """OpenAI's older ``function_call``, as ``tool_calls``."""
+    call = message.get("function_call")
+    if call is None:
+        return message
+    kept = {name: value for name, value in message.items() if name != "function_call"}
+    return {**kept, "tool_calls": [{"type": "function", "function": call}]}
+
+
+def _calls(turn: Mapping[str, Any], index: int) -> list[dict[str, Any]]:
+    """Of a turn whose text is ``{"name": ..., "arguments": ...}``, or a list of these."""
+    said = _unpacked(turn.get("content"), f"message {index}, a call of a tool,")
+    calls = said if isinstance(said, list) else [said]
+    for call in calls:
+        if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
+            raise BadSample(f"message {index}, a call of a tool, has no name.")
+    if not calls:
+        raise BadSample(f"message {index}, a call of a tool, is empty.")
+    return [
+        {
+            "type": "function",
+            "function": {"name": call["name"], "arguments": call.get("arguments", {})},
+        }
+        for call in calls
+    ]
+
+
+def _tools(record: Mapping[str, Any]) -> list[Any] | None:
+    given = record.get("tools")
+    if given is None and record.get("functions") is not None:  # OpenAI's older form
+        return [{"type": "function", "function": one} for one in record["functions"]]
+    if given is None or given == "":
+        return None
+    tools = _unpacked(given, "tools")
+    if not isinstance(tools, list):
+        raise BadSample(f"tools is {type(tools).__name__}; a list is needed.")
+    return [_unpacked(tool, "a tool") for tool in tools] or None
+
+
+def _content(content: Any, index: int, shelf: Shelf) -> str | list[dict[str, Any]]:
+    """Content for the template; strings stay strings unless they hold media tags."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        if found := next((tag for tag in _GROUNDING if tag in content), None):
+            raise BadSample(
+                f"message {index}: {found} is not filled in from objects; write it out."
+            )
+        parts = list(shelf.split_tags(content))
+        return content if all(part["type"] == "text" for part in parts) else parts
+    if not isinstance(content, list):
+        raise BadSample(f"message {index}: content is {type(content).__name__}, not text or parts.")
+    return [_part(part, index, shelf) for part in content]
+
+
+def _part(part: Any, index: int, shelf: Shelf) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    declared = part.get("type") if isinstance(part, Mapping) else None
+    if declared == "text" and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    kind = str(declared).removesuffix("_url")
+    if kind not in _REFERENCE_KEYS:
+        raise BadSample(f"message {index}: a part must be text, image or video, not {declared!r}.")
+    reference = next((part[k] for k in _REFERENCE_KEYS[kind] if part.get(k) is not None), None)
+    shelf.take("image" if kind == "image" else "video", reference)
+    return {"type": kind}
+
+
+def _is_empty(content: str | list[dict[str, Any]]) -> bool:
+    if isinstance(content, str):
+        return not content.strip()
+    return all(part["type"] == "text" and not part["text"].strip() for part in content)

@@ -1,0 +1,50 @@
+"""What any record becomes: a conversation to fine-tune on, or a document."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mcore_qwen3vl.data.records.flaws import BadSample
+from mcore_qwen3vl.data.records.media import Media
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Chat messages in the form HF chat templates read, with their media in order."""
+
+    messages: list[dict[str, Any]]
+    media: list[Media]
+    weights: list[float]  # one a message; 0 for all but assistant turns
+    tools: list[Any] | None = None
+    format: str = field(default="", compare=False)  # that the record was in
+
+
+@dataclass(frozen=True)
+class Document:
+    """Interleaved text and media, all of whose text is trained."""
+
+    parts: list[str | Media]
+    weight: float = 1.0
+    format: str = field(default="", compare=False)  # that the record was in
+
+    @property
+    def media(self) -> list[Media]:
+        return [part for part in self.parts if isinstance(part, Media)]
+
+
+def weight_of(holder: Mapping[str, Any], key: str = "weight") -> float:
+    """How much a record or a message counts: its ``weight``, or ms-swift's ``loss``; 1 if not said.
+
+    Raises:
+        BadSample: it is no number of at least 0.
+    """
+    weight = holder.get(key)
+    if weight is None:
+        return 1.0
+    if key == "loss" and isinstance(weight, bool):
+        return float(weight)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < 1e6:
+        raise BadSample(f"{key} is {weight!r}; a number of at least 0 is needed.")
+    return float(weight)

@@ -1,0 +1,169 @@
+"""Frames of a video: how many there are, and those sampled, without decoding all the others."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import av
+import numpy as np
+from av.video.reformatter import VideoReformatter
+from transformers.video_utils import VideoMetadata
+
+from mcore_qwen3vl.data.records.flaws import BadSample
+from mcore_qwen3vl.data.records.media import Clock, Media
+
+_SPARSE = 3
+"""Seeking pays where there is one frame to sample in so many, or fewer."""
+
+
+@contextmanager
+def _video(media: Media) -> Iterator[Any]:
+    try:
+        with media.open() as stream, av.open(stream) as container:
+            if not container.streams.video:
+                raise BadSample(f"video {media.name} has no video stream.")
+            yield container
+    except (av.error.FFmpegError, OSError) as error:
+        raise BadSample(f"video {media.name} cannot be decoded: {error}.") from error
+
+
+def probe_video(media: Media) -> VideoMetadata:
+    """Frame count, frame rate and size, from the container.
+
+    Raises:
+        BadSample: missing file, or no video.
+    """
+    with _video(media) as container:
+        stream = container.streams.video[0]
+        if not stream.average_rate:
+            raise BadSample(f"video {media.name} states no frame rate.")
+        # Some containers (WebM) do not state the count; their packets do.
+        count = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
+        fps = float(stream.average_rate)
+        return VideoMetadata(
+            total_num_frames=count,
+            fps=fps,
+            duration=count / fps,
+            video_backend="pyav",
+            height=stream.height,
+            width=stream.width,
+        )
+
+
+def load_frames(media: Media, indices: np.ndarray, clock: Clock | None = None) -> np.ndarray:
+    """Decode the frames at `indices` (ascending, repeats allowed).
+
+    Where they lie far apart, the decoder starts anew at the key frame before each.
+
+    Args:
+        media: a video.
+        indices: of the frames, in the order of presentation.
+        clock: that limits the time.
+
+    Returns:
+        (F, height, width, 3) uint8 RGB.
+
+    Raises:
+        BadSample: missing file, no video, fewer frames than its header says, or time is up.
+    """
+    clock = clock or Clock(0)
+    wanted = sorted(set(indices.tolist()))
+    frames = None
+    if wanted and wanted[-1] + 1 > _SPARSE * len(wanted):
+        frames = _sought(media, wanted, clock)
+    if frames is None:
+        frames = _in_order(media, wanted, clock)
+    if len(frames) < len(wanted):
+        raise BadSample(
+            f"video {media.name} holds {len(frames)} of the {len(wanted)} frames to sample; it is "
+            "cut short."
+        )
+    return np.stack([frames[index] for index in indices.tolist()])
+
+
+def _in_order(media: Media, wanted: list[int], clock: Clock) -> dict[int, np.ndarray]:
+    """By decoding everything up to the last of them."""
+    frames: dict[int, np.ndarray] = {}
+    left = set(wanted)
+    to_rgb = _ToRgb()
+    with _video(media) as container:
+        container.streams.video[0].codec_context.thread_count = 1
+        for index, frame in enumerate(container.decode(video=0)):
+            if index in left:
+                frames[index] = to_rgb(frame)
+            clock.check(media)
+            if len(frames) == len(left):
+                break
+    return frames
+
+
+def _sought(media: Media, wanted: list[int], clock: Clock) -> dict[int, np.ndarray] | None:
+    """By seeking; None where the packets do not tell which frame is which."""
+    with _video(media) as container:
+        stream = container.streams.video[0]
+        stream.codec_context.thread_count = 1
+        times, keys = [], []
+        for packet in container.demux(stream):
+            if packet.size and not packet.is_discard:
+                if packet.pts is None or packet.is_corrupt:
+                    return None
+                times.append(packet.pts)
+                if packet.is_keyframe:
+                    keys.append(packet.pts)
+            clock.check(media)
+        times.sort()
+        keys.sort()
+        if len(set(times)) < len(times) or not keys or wanted[-1] >= len(times):
+            return None
+        return _decode_at(media, container, {i: times[i] for i in wanted}, keys, clock)
+
+
+def _decode_at(
+    media: Media, container: Any, wanted: dict[int, int], keys: list[int], clock: Clock
+) -> dict[int, np.ndarray] | None:
+    """
+    Args:
+        media: for messages.
+        container: open.
+        wanted: times of the frames, by their index, ascending.
+        keys: times of the key frames, ascending.
+        clock: that limits the time.
+    """
+    stream = container.streams.video[0]
+    to_rgb = _ToRgb()
+    frames: dict[int, np.ndarray] = {}
+    decoded: Iterator[Any] = iter(())
+    last = None  # time of the frame decoded last
+    for index, time in wanted.items():
+        place = bisect_right(keys, time) - 1
+        if place < 0:
+            return None
+        if last is None or last < keys[place]:
+            container.seek(keys[place], stream=stream, backward=True)
+            decoded = container.decode(stream)
+        for frame in decoded:
+            clock.check(media)
+            last = frame.pts
+            if last is None or last > time:
+                return None
+            if last == time:
+                frames[index] = to_rgb(frame)
+                break
+    return frames
+
+
+class _ToRgb:
+    """One thread, and a converter of our own: PyAV's shared one keeps threads that do not survive
+    the fork of a data worker, which then waits for them forever."""
+
+    def __init__(self) -> None:
+        self._reformatter = VideoReformatter()
+
+    def __call__(self, frame: Any) -> np.ndarray:
+        pixels: np.ndarray = self._reformatter.reformat(
+            frame, format="rgb24", threads=1
+        ).to_ndarray()
+        return pixels

@@ -1,0 +1,216 @@
+"""One sample as the model will see it, as an HTML page that needs no other file."""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass
+from io import BytesIO
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from megatron.energon import WorkerConfig
+from PIL import Image
+from torch import Tensor
+
+from mcore_qwen3vl.data.config import DataConfig
+from mcore_qwen3vl.data.encoding.encoder import raw_sample
+from mcore_qwen3vl.data.encoding.pixels import Pixels
+from mcore_qwen3vl.data.encoding.planning import Plan
+from mcore_qwen3vl.data.encoding.preparation import Preparation
+from mcore_qwen3vl.data.loading.datasets import crude_samples, load_sources
+from mcore_qwen3vl.data.loading.sources import parse_sources
+from mcore_qwen3vl.data.records.bad_samples import sample_id
+from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample
+from mcore_qwen3vl.errors import BadInput, CheckFailed
+
+PICTURES = 16
+"""Frames of a video that are shown."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Tokens in a row that are alike."""
+
+    text: str
+    kind: str  # text, or image or video: placeholders of one
+    count: int
+    weight: float
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One image or video."""
+
+    name: str
+    kind: str
+    grid: tuple[int, int, int]  # frames or pairs of them, rows, columns: in patches
+    height: int
+    width: int
+    features: int  # placeholders
+    pictures: list[str]  # data URIs
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A sample."""
+
+    name: str
+    format: str
+    tokens: int
+    trained: int
+    runs: list[Run]
+    media: list[Shown]
+
+
+def read_sample(
+    path: Path,
+    number: int,
+    processor: Any,
+    config: DataConfig,
+    *,
+    split: str = "train",
+    preprocess: str | None = None,
+) -> Seen:
+    """Read, tokenise and decode one sample.
+
+    Args:
+        path: of the data, as for the loader.
+        number: of the record, from 1.
+        processor: of ``load_processor``; its budgets are changed as `config` says.
+        config: lengths, policies and budgets.
+        split: part of a data set that has several.
+        preprocess: hook of data sets that name none.
+
+    Raises:
+        BadInput: there is no such record.
+        CheckFailed: the record cannot be used, and the message says why.
+    """
+    sources = parse_sources([str(path)], preprocess)
+    preparation = Preparation(processor, config, sources)
+    workers = WorkerConfig(rank=0, world_size=1, num_workers=0)
+    datasets, _ = load_sources(sources, split=split, training=False, shuffle=False, workers=workers)
+    crude = next(islice(crude_samples(datasets, workers), number - 1, None), None)
+    if crude is None:
+        total = sum(len(one.dataset) for one in datasets)
+        raise BadInput(f"{path} has {total:,} records, and no record {number:,}.")
+    try:
+        raw = raw_sample(preparation, crude)
+        parsed = preparation.parse(raw)
+        plan = preparation.plan(raw, parsed)
+        pixels = preparation.pixels(plan, raw.source)
+    except Exception as error:  # whatever a sample raises is its flaw
+        told = isinstance(error, BadSample | OverlongSample)
+        reason = str(error) if told else f"{type(error).__name__}: {error}"
+        raise CheckFailed(f"{sample_id(crude)} cannot be used: {reason}") from error
+    return Seen(
+        name=sample_id(crude),
+        format=parsed.format,
+        tokens=len(plan.input_ids),
+        trained=int((plan.loss_weights[1:] > 0).sum()),
+        runs=_runs(plan, processor),
+        media=_media(plan, pixels, processor),
+    )
+
+
+def write_page(seen: Seen, file: Path) -> None:
+    """
+    Raises:
+        BadInput: `file` cannot be written.
+    """
+    environment = Environment(
+        loader=PackageLoader("mcore_qwen3vl.data", "."),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+    try:
+        file.write_text(environment.get_template("sample.html.jinja").render(seen=seen), "utf-8")
+    except OSError as error:
+        raise BadInput(
+            f"{file} cannot be written: {error.strerror}. Choose another --out."
+        ) from None
+
+
+def _runs(plan: Plan, processor: Any) -> list[Run]:
+    """Cut where the weight changes, and around placeholders."""
+    placeholders = {processor.image_token_id: "image", processor.video_token_id: "video"}
+    ids = plan.input_ids
+    kinds = np.array([placeholders.get(int(token), "text") for token in ids])
+    edges = np.flatnonzero((kinds[1:] != kinds[:-1]) | (np.diff(plan.loss_weights) != 0)) + 1
+    runs = []
+    for start, end in zip([0, *edges.tolist()], [*edges.tolist(), len(ids)], strict=True):
+        text = processor.tokenizer.decode(ids[start:end].tolist()) if kinds[start] == "text" else ""
+        weight = float(plan.loss_weights[start])
+        runs.append(Run(text, str(kinds[start]), end - start, weight))
+    return runs
+
+
+def _media(plan: Plan, pixels: Pixels, processor: Any) -> list[Shown]:
+    images, videos = processor.image_processor, processor.video_processor
+    shown = []
+    queues = {
+        "image": _Patches(pixels.pixel_values, pixels.image_grid_thw, images),
+        "video": _Patches(pixels.pixel_values_videos, pixels.video_grid_thw, videos),
+    }
+    for item in plan.media:
+        grid, frames = queues[item.media.kind].take()
+        shown.append(
+            Shown(
+                name=item.media.name,
+                kind=item.media.kind,
+                grid=grid,
+                height=grid[1] * images.patch_size,
+                width=grid[2] * images.patch_size,
+                features=item.patches // images.merge_size**2,
+                pictures=[_data_uri(frame) for frame in frames[:PICTURES]],
+            )
+        )
+    return shown
+
+
+class _Patches:
+    """Patches of all images or all videos of a sample, put together again one after the other."""
+
+    def __init__(self, values: Tensor | None, grids: Tensor | None, processor: Any) -> None:
+        self._values, self._grids, self._processor = values, grids, processor
+        self._next = self._row = 0
+
+    def take(self) -> tuple[tuple[int, int, int], np.ndarray]:
+        """(frames, rows, columns) of the next one, and its frames (F, height, width, 3) uint8: one
+        of each pair, as resized."""
+        assert self._values is not None
+        assert self._grids is not None
+        frames, rows, columns = self._grids[self._next].tolist()
+        count = frames * rows * columns
+        patches = self._values[self._row : self._row + count]
+        self._next, self._row = self._next + 1, self._row + count
+        p = self._processor
+        merge, patch = p.merge_size, p.patch_size
+        # As HF's image processors cut: merged patches together, then channel, frame, row, column.
+        cut = patches.reshape(
+            frames, rows // merge, columns // merge, merge, merge, 3, p.temporal_patch_size,
+            patch, patch,
+        )[:, :, :, :, :, :, 0]  # fmt: skip
+        pixels = cut.permute(0, 1, 3, 6, 2, 4, 7, 5).reshape(
+            frames, rows * patch, columns * patch, 3
+        )
+        if pixels.is_floating_point():
+            mean, std = np.array(p.image_mean), np.array(p.image_std)
+            return (frames, rows, columns), _bytes(pixels.numpy() * std + mean)
+        return (frames, rows, columns), pixels.numpy()
+
+
+def _bytes(pixels: np.ndarray) -> np.ndarray:
+    """From 0 to 1 to 0 to 255."""
+    scaled: np.ndarray = (pixels * 255).round().clip(0, 255).astype(np.uint8)
+    return scaled
+
+
+def _data_uri(picture: np.ndarray) -> str:
+    buffer = BytesIO()
+    Image.fromarray(np.ascontiguousarray(picture)).save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()

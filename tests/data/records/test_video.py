@@ -1,0 +1,111 @@
+"""Seeking gives the frames that decoding everything gives, for every kind of stream."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+from unittest import mock
+
+import av
+import numpy as np
+import pytest
+
+from mcore_qwen3vl.data.records import video
+from mcore_qwen3vl.data.records.flaws import BadSample
+from mcore_qwen3vl.data.records.media import Clock, Media
+from mcore_qwen3vl.data.records.video import load_frames
+
+
+def write(
+    path: Path, codec: str, *, frames: int = 120, uneven: bool = False, **options: str
+) -> Media:
+    """Every frame differs; `uneven` ones are shown for unequal times."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(codec, rate=25, options=options)
+        stream.height, stream.width, stream.pix_fmt = 48, 64, "yuv420p"
+        stream.codec_context.time_base = Fraction(1, 1000)
+        time = 0
+        for index in range(frames):
+            picture = np.zeros((48, 64, 3), np.uint8)
+            picture[:, : index % 64] = 2 * index % 256
+            picture[index % 48] = 255 - index % 256
+            frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
+            frame.pts, frame.time_base = time, Fraction(1, 1000)
+            time += 40 + (index * 37 % 90 if uneven else 0)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return Media("video", path, path.name)
+
+
+CASES = {
+    "b frames": ("a.mp4", "libx264", {"g": "24", "bf": "3"}),
+    "open groups": ("a.mkv", "libx264", {"g": "24", "bf": "3", "x264-params": "open-gop=1"}),
+    "one key frame": ("a.mp4", "libx264", {"g": "1000"}),
+    "only key frames": ("a.mp4", "libx264", {"g": "1"}),
+    "mpeg4": ("a.mp4", "mpeg4", {"g": "12", "bf": "2"}),
+    "vp9": ("a.webm", "libvpx-vp9", {"g": "30", "cpu-used": "8", "deadline": "realtime"}),
+}
+INDICES = ([0, 30, 60, 90, 119], [3, 3, 57, 58, 119], [119], [23, 24, 25, 48, 49])
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_seeking_gives_the_frames_of_decoding_everything(
+    case: str, uneven: bool, tmp_path: Path
+) -> None:
+    name, codec, options = CASES[case]
+    media = write(tmp_path / name, codec, uneven=uneven, **options)
+    every = load_frames(media, np.arange(120))
+    assert len(np.unique(every.reshape(120, -1), axis=0)) == 120
+    for indices in INDICES:
+        wanted = sorted(set(indices))
+        sought = video._sought(media, wanted, Clock(0))
+        assert sought is not None
+        assert all(np.array_equal(sought[index], every[index]) for index in wanted), indices
+        assert np.array_equal(load_frames(media, np.array(indices)), every[indices])
+
+
+def test_few_frames_of_a_long_video_are_not_reached_by_decoding_all(tmp_path: Path) -> None:
+    media = write(tmp_path / "a.mp4", "libx264", frames=600, g="25")
+    decoded = []
+    to_rgb = video._decode_at
+
+    def counting(media, container, wanted, keys, clock):  # type: ignore[no-untyped-def]
+        clock = mock.Mock(check=lambda media: decoded.append(media))
+        return to_rgb(media, container, wanted, keys, clock)
+
+    with mock.patch.object(video, "_decode_at", counting):
+        load_frames(media, np.array([10, 300, 599]))
+    assert len(decoded) <= 3 * 26
+
+
+def test_a_video_without_times_is_decoded_in_order(tmp_path: Path) -> None:
+    """Raw H.264 has no times to seek to."""
+    media = write(tmp_path / "a.mp4", "libx264", g="24")
+    with av.open(str(tmp_path / "a.mp4")) as source, av.open(str(tmp_path / "a.h264"), "w") as raw:
+        stream = raw.add_stream_from_template(source.streams.video[0])
+        for packet in source.demux(video=0):
+            if packet.size:
+                packet.stream = stream
+                raw.mux(packet)
+    bare = Media("video", tmp_path / "a.h264", "a.h264")
+    expected = load_frames(media, np.arange(120))[[5, 60, 110]]
+    assert np.array_equal(load_frames(bare, np.array([5, 60, 110])), expected)
+
+
+def test_a_video_cut_short_says_so_by_either_way(tmp_path: Path) -> None:
+    media = write(tmp_path / "a.mkv", "libx264", g="24")
+    assert isinstance(media.content, Path)
+    whole = media.content.read_bytes()
+    (tmp_path / "cut.mkv").write_bytes(whole[: len(whole) // 2])
+    cut = Media("video", tmp_path / "cut.mkv", "cut.mkv")
+    for indices in ([5, 118], range(119)):
+        with pytest.raises(BadSample, match=r"cut\.mkv (holds|cannot be decoded)"):
+            load_frames(cut, np.array(indices))
+
+
+def test_decoding_stops_when_time_is_up(tmp_path: Path) -> None:
+    media = write(tmp_path / "a.mp4", "libx264", g="24")
+    for indices in ([5, 118], range(119)):
+        with pytest.raises(BadSample, match="takes more than 1e-09 s"):
+            load_frames(media, np.array(indices), Clock(1e-9))

@@ -1,0 +1,86 @@
+"""The page of one sample holds what the model is given."""
+
+from __future__ import annotations
+
+import base64
+import re
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mcore_qwen3vl.cli import main
+from mcore_qwen3vl.data import DataConfig
+from mcore_qwen3vl.data.show import read_sample
+from mcore_qwen3vl.errors import BadInput, CheckFailed
+from tests.data.conftest import WriteJsonl, chat
+
+TALK = {
+    **chat(
+        ("user", "<image>and <video>: <b>?"),
+        ("assistant", "one & two"),
+        ("user", "again"),
+        ("assistant", "three"),
+    ),
+    "images": ["media/3.png"],
+    "videos": ["media/clip.mp4"],
+}
+
+
+def picture(uri: str) -> np.ndarray:
+    return np.asarray(Image.open(BytesIO(base64.b64decode(uri.partition("base64,")[2]))))
+
+
+def test_a_sample_as_the_model_sees_it(
+    processor: Any, write_jsonl: WriteJsonl, media: Path
+) -> None:
+    talk = {**TALK, "messages": [dict(message) for message in TALK["messages"]]}
+    talk["messages"][3]["weight"] = 0.25
+    path = write_jsonl([chat(("user", "other"), ("assistant", "a")), talk])
+    seen = read_sample(path, 2, processor, DataConfig(4096))
+    assert (seen.name, seen.format) == (f"{path}:2", "messages")
+    trained = [(run.text, run.weight) for run in seen.runs if run.weight > 0]
+    assert trained == [("one & two<|im_end|>", 1.0), ("three<|im_end|>", 0.25)]
+    assert sum(run.count for run in seen.runs) == seen.tokens
+    image, video = seen.media
+    placeholders = [run.count for run in seen.runs if run.kind == "image"]
+    assert placeholders == [image.features] == [image.grid[1] * image.grid[2] // 4]
+    assert sum(run.count for run in seen.runs if run.kind == "video") == video.features
+    assert len(video.pictures) == video.grid[0] > 1
+    (shown,) = (picture(uri) for uri in image.pictures)
+    assert shown.shape == (image.height, image.width, 3)
+    # HF's own resizing of it, before it is cut into patches.
+    original = Image.open(media / "3.png")
+    resized = original.resize((image.width, image.height), Image.Resampling.BICUBIC)
+    assert np.abs(shown.astype(int) - np.asarray(resized).astype(int)).mean() < 3
+    frame = picture(video.pictures[0])
+    assert frame.shape == (video.height, video.width, 3)
+    assert frame[:, : video.width // 3].mean() > frame[:, 2 * video.width // 3 :].mean() + 100
+
+
+def test_the_command_writes_a_page_that_needs_nothing_else(
+    processor_dir: Path, write_jsonl: WriteJsonl, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_jsonl([TALK])
+    page = tmp_path / "page.html"
+    with pytest.raises(SystemExit) as left:
+        main(["data", "show", str(path), "1", "--hf-model", str(processor_dir), "--out", str(page)])
+    assert left.value.code == 0
+    assert "messages, " in capsys.readouterr().out
+    html = page.read_text()
+    assert '<span class="trained" title="weight 1.0">one &amp; two' in html
+    assert "&lt;b&gt;?" in html
+    assert not re.search(r'(src|href)="(?!data:)', html)
+
+
+def test_a_record_that_is_not_there_or_not_usable(processor: Any, write_jsonl: WriteJsonl) -> None:
+    path = write_jsonl([chat(("user", "q"), ("assistant", "")), "{broken"])
+    with pytest.raises(BadInput, match="has 2 records, and no record 3"):
+        read_sample(path, 3, processor, DataConfig(4096))
+    with pytest.raises(CheckFailed, match=r"data.jsonl:1 cannot be used: message 1, an assistant"):
+        read_sample(path, 1, processor, DataConfig(4096))
+    with pytest.raises(CheckFailed, match=r"data.jsonl:2 cannot be used: JSONDecodeError"):
+        read_sample(path, 2, processor, DataConfig(4096))
