@@ -24,21 +24,23 @@ from mcore_qwen3vl.tiny.checkpoint import tiny_config
 RANK = 16
 
 
+CHUNK = 16 * 2**20
+"""Values of a rank that one plain all-gather moves."""
+
+
 def plain(chunks: list[Any], _config: Any) -> Iterator[int]:
-    """Every rank's parameters to every rank, one all-gather a parameter."""
+    """Every rank's parameters to every rank, in pieces; ranks that hold fewer pad the last ones."""
     import torch
     import torch.distributed as dist
 
-    sizes = [p.numel() for chunk in chunks for p in chunk.parameters()]
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, sizes)
-    mine = [p.data.flatten() for chunk in chunks for p in chunk.parameters()]
-    for number in range(max(map(len, everywhere))):
-        lengths = [rank[number] if number < len(rank) else 0 for rank in everywhere]
-        own = mine[number] if number < len(mine) else mine[0][:0]
-        padded = torch.nn.functional.pad(own, (0, max(lengths) - len(own)))
-        gathered = [torch.empty_like(padded) for _ in lengths]
-        dist.all_gather(gathered, padded)
+    mine = torch.cat([p.data.flatten() for chunk in chunks for p in chunk.parameters()])
+    counts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(counts, len(mine))
+    for first in range(0, max(counts), CHUNK):
+        size = min(CHUNK, max(counts) - first)
+        piece = torch.nn.functional.pad(mine[first : first + size], (0, size))[:size]
+        gathered = [torch.empty_like(piece) for _ in counts]
+        dist.all_gather(gathered, piece)
         yield sum(t.nbytes for t in gathered)
 
 

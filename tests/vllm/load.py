@@ -11,22 +11,21 @@ from __future__ import annotations
 import os
 import sys
 
-os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
-
-import vllm.platforms
-from vllm.platforms.cpu import CpuPlatform
-
-vllm.platforms._current_platform = CpuPlatform()  # a wheel for CUDA, and no device
-
-from safetensors import safe_open
-from safetensors.torch import save_file
-from vllm.config import set_current_vllm_config
-from vllm.distributed import init_distributed_environment, initialize_model_parallel
-from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.model_loader.utils import initialize_model
-
 
 def main(checkpoint: str, tensors: str, result: str) -> None:
+    os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
+    import vllm.platforms
+    from vllm.platforms.cpu import CpuPlatform
+
+    vllm.platforms._current_platform = CpuPlatform()  # a wheel for CUDA, and no device
+
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import initialize_model
+
     arguments = EngineArgs(checkpoint, dtype="float32", enforce_eager=True, max_model_len=512)
     config = arguments.create_engine_config()
     with set_current_vllm_config(config):

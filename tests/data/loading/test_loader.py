@@ -481,5 +481,5 @@ def test_processors_of_an_older_transformers_are_refused(
     from transformers import Qwen3VLVideoProcessor
 
     monkeypatch.delattr(Qwen3VLVideoProcessor, "get_num_of_video_patches")
-    with pytest.raises(BadInput, match="need transformers 5.17 or newer"):
+    with pytest.raises(BadInput, match=r"need transformers 5\.17 or newer"):
         load_processor(processor_dir)
