@@ -22,7 +22,7 @@ def test_list_names_every_script(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("list") == 0
     printed = capsys.readouterr().out
     scripts = [script for script in LAUNCH.glob("*.sh") if script.stem != "common"]
-    assert len(scripts) == 18
+    assert len(scripts) == 19
     for script in scripts:
         assert script.stem in printed
     assert "Qwen3-VL-8B, full fine-tuning at 8k packed: one node of 8xH100-80GB." in printed
