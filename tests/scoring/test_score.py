@@ -230,7 +230,8 @@ def test_a_killed_run_goes_on_to_the_same_bytes(dense: Path, folder: Path, tmp_p
     os.waitpid(child, 0)
     written = partial.read_bytes()
     assert 0 < written.count(b"\n") < 60
-    partial.write_bytes(written + b'{"index": 8, "log_pr')  # the line that it was in
+    # A part of the block that it was in, as far as the disk had it.
+    partial.write_bytes(written + b'{"index": 0}\n{"index": 8, "log_pr')
     assert not broken.exists()
     assert run(command(dense, data, whole)) == 0
     assert run(command(dense, data, broken)) == 0

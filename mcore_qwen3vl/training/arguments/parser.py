@@ -212,10 +212,9 @@ class ArgumentSetup:
         spec = _spec(explicit.get("spec"), self.cpu)
         parser.set_defaults(
             **fixed,
-            **recommended_arguments(self.architecture),
+            **{**recommended_arguments(self.architecture), **preference_defaults(explicit)},
             **_loop_defaults(),
             **run_defaults(self.architecture, explicit),
-            **preference_defaults(explicit),
             **(_torch_spec_defaults() if spec == "torch" else _te_spec_defaults()),
             **(_cpu_defaults() if self.cpu else {}),
             spec=[spec],

@@ -92,7 +92,7 @@ def preference_defaults(explicit: Mapping[str, Any]) -> dict[str, Any]:
     """Megatron's values where the command line says nothing; see :func:`check_preference`."""
     if explicit.get("loss") != LOSS:
         return {}
-    return {name: 0.0 for name in _ROUTER_LOSSES if name == "moe_aux_loss_coeff"}
+    return {"moe_aux_loss_coeff": 0.0}
 
 
 def check_preference(args: argparse.Namespace) -> None:
