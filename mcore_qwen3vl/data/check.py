@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,18 @@ from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.encoding.balanced import size_of
 from mcore_qwen3vl.data.encoding.encoder import raw_sample
 from mcore_qwen3vl.data.encoding.packing import best_fit
+from mcore_qwen3vl.data.encoding.pairs import check_length, pair_of
 from mcore_qwen3vl.data.encoding.planning import Plan
 from mcore_qwen3vl.data.encoding.preparation import Preparation
 from mcore_qwen3vl.data.encoding.rows import Balance, Workload, all_ranks, each_rank
+from mcore_qwen3vl.data.encoding.samples import RawSample
 from mcore_qwen3vl.data.loading.datasets import crude_samples, load_sources
 from mcore_qwen3vl.data.loading.measured import Size
 from mcore_qwen3vl.data.loading.sources import Source, parse_sources
 from mcore_qwen3vl.data.records.bad_samples import sample_id
 from mcore_qwen3vl.data.records.flaws import OverlongSample
+from mcore_qwen3vl.data.records.parsed import Conversation, Document
+from mcore_qwen3vl.data.records.preference import PREFERENCE
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.extras import require_extra
 
@@ -144,18 +148,21 @@ def check_data(
     for crude in islice(_crude_samples(sources, split), limit):
         try:
             raw = raw_sample(preparation, crude)
-            parsed = preparation.parse(raw)
-            report.formats[parsed.format] = report.formats.get(parsed.format, 0) + 1
-            plan = preparation.plan(raw, parsed)
+            form, parts = _parsed(preparation, raw)
+            report.formats[form] = report.formats.get(form, 0) + 1
+            plans = [preparation.plan(raw, part) for part in parts]
+            if len(plans) > 1:
+                check_length(config, plans)
             if decode:
-                preparation.pixels(plan, raw.source)
+                for plan in plans:
+                    preparation.pixels(plan, raw.source)
         except OverlongSample as error:
             report.overlong.append(Flaw(sample_id(crude), str(error)))
         except Exception as error:  # as the loader does: whatever a sample raises is its flaw
             kind = "" if type(error).__module__.startswith(__package__) else type(error).__name__
             report.bad.append(Flaw(sample_id(crude), f"{kind}: {error}" if kind else str(error)))
         else:
-            _record(report, plan)
+            _record(report, plans)
     _pack(report, config)
     if architecture is not None and ranks > 1 and report.sizes:
         report.balance = _balance(report, config, architecture, ranks, micro_batches)
@@ -169,14 +176,28 @@ def _crude_samples(sources: Sequence[Source], split: str) -> Iterator[Any]:
     yield from crude_samples(datasets, workers)
 
 
-def _record(report: DataReport, plan: Plan) -> None:
-    kinds = Counter(item.media.kind for item in plan.media)
+def _parsed(
+    preparation: Preparation, raw: RawSample
+) -> tuple[str, Sequence[Conversation | Document]]:
+    """The format of a record, and its one sequence or, of a preference record, two."""
+    pair = pair_of(preparation, raw)
+    if pair is not None:
+        return PREFERENCE, (pair.chosen, pair.rejected)
+    parsed = preparation.parse(raw)
+    return parsed.format, (parsed,)
+
+
+def _record(report: DataReport, plans: Sequence[Plan]) -> None:
+    """One sample, of both sequences of a pair together."""
+    kinds = Counter(item.media.kind for plan in plans for item in plan.media)
     report.images += kinds["image"]
     report.videos += kinds["video"]
-    report.tokens.append(len(plan.input_ids))
-    report.trained_tokens.append(int((plan.loss_weights[1:] > 0).sum()))
-    report.sizes.append(size_of(plan))
-    report.patches.append(sum(item.patches for item in plan.media))
+    sizes = [size_of(plan) for plan in plans]
+    tokens, patches, squared_frames = (sum(part) for part in zip(*map(astuple, sizes), strict=True))
+    report.sizes.append(Size(tokens, patches, squared_frames))
+    report.tokens.append(sum(len(plan.input_ids) for plan in plans))
+    report.trained_tokens.append(sum(int((plan.loss_weights[1:] > 0).sum()) for plan in plans))
+    report.patches.append(sum(item.patches for plan in plans for item in plan.media))
 
 
 def _pack(report: DataReport, config: DataConfig) -> None:

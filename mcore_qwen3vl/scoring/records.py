@@ -51,7 +51,7 @@ def line_starts(data: Path) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Sequence_:
+class Planned:
     """One conversation or document of a record."""
 
     record: int
@@ -67,7 +67,7 @@ class Sequence_:
 class Micro:
     """What one micro-batch is to hold."""
 
-    sequences: tuple[Sequence_, ...]
+    sequences: tuple[Planned, ...]
 
 
 class Records:
@@ -115,7 +115,7 @@ class Records:
         for micro in [*micros, *[Micro(())] * (count - len(micros))]:
             yield self._batch(micro)
 
-    def _plan(self, record: int) -> list[Sequence_]:
+    def _plan(self, record: int) -> list[Planned]:
         """Empty where it cannot be used."""
         try:
             raw = RawSample(
@@ -130,7 +130,7 @@ class Records:
             self._note(record, error)
             return []
         names = SIDES if len(plans) > 1 else ("",)
-        found = [Sequence_(record, *one) for one in zip(names, plans, strict=True)]
+        found = [Planned(record, *one) for one in zip(names, plans, strict=True)]
         self.digests |= {one.name: digest(one.plan.input_ids) for one in found}
         return found
 
@@ -157,7 +157,7 @@ class Records:
         )
         return batcher.pack(samples) if self._config.packing else batcher.pad(samples)
 
-    def _encoded(self, one: Sequence_) -> EncodedSample | None:
+    def _encoded(self, one: Planned) -> EncodedSample | None:
         try:
             pixels = self._preparation.pixels(one.plan, 0)
         except Exception as error:

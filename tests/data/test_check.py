@@ -59,6 +59,24 @@ def test_report(
         assert image.width > 1000
 
 
+def test_preference_records_are_one_sample_of_both_answers(
+    processor: Any, write_jsonl: WriteJsonl
+) -> None:
+    shared = question(1, image=True, words=4)
+    asked, answer = shared["messages"]
+    pair = {**shared, "messages": [asked], "chosen": answer["content"], "rejected": "No idea."}
+    single = {**shared, "messages": [asked, {"role": "assistant", "content": "No idea."}]}
+    path = write_jsonl([pair, shared, single, {**pair, "rejected": 3}])
+    report = check_data(path, processor, DataConfig(seq_length=400, packing=True))
+    assert report.formats == {"preference": 1, "messages": 2}
+    first, *others = report.tokens
+    assert first == sum(others)
+    assert (report.images, report.patches[0]) == (4, sum(report.patches[1:]))
+    assert "rejected must be text" in report.bad[0].reason
+    tight = check_data(path, processor, DataConfig(seq_length=first - 1, packing=True), limit=1)
+    assert "tokens in both" in tight.overlong[0].reason
+
+
 @pytest.mark.parametrize(("length", "code"), [(8, 1), (1024, 0)])
 def test_the_command_takes_a_converted_checkpoint_and_wants_a_usable_sample(
     length: int,

@@ -25,7 +25,7 @@ from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.data.records.bad_samples import sample_id
 from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample
 from mcore_qwen3vl.data.records.parse import preprocessed
-from mcore_qwen3vl.data.records.preference import is_pair, parse_pair
+from mcore_qwen3vl.data.records.preference import Pair, is_pair, parse_pair
 from mcore_qwen3vl.data.scores import References
 
 
@@ -55,11 +55,33 @@ def plan_each(preparation: Preparation, sample: RawSample) -> tuple[Plan, ...]:
     Raises:
         BadSample, OverlongSample: the record cannot be used; each sequence must fit by itself.
     """
-    record, reading = preparation.record(sample), preparation.reading(sample)
-    if not is_pair(record) and not is_pair(preprocessed(record, reading)):
+    pair = pair_of(preparation, sample)
+    if pair is None:
         return (preparation.plan(sample),)
-    pair = parse_pair(record, sample.folder, reading)
     return tuple(preparation.plan(sample, side) for side in (pair.chosen, pair.rejected))
+
+
+def pair_of(preparation: Preparation, sample: RawSample) -> Pair | None:
+    """The two conversations of a preference record; None for a record of another kind.
+
+    Raises:
+        BadSample: the record is malformed.
+    """
+    record, reading = preparation.record(sample), preparation.reading(sample)
+    if not is_pair(preprocessed(record, reading)):
+        return None
+    return parse_pair(record, sample.folder, reading)
+
+
+def check_length(config: DataConfig, plans: Sequence[Plan]) -> None:
+    """Each sequence fits a row, which the planner has seen to; a pack has to hold both.
+
+    Raises:
+        OverlongSample: it cannot.
+    """
+    length = sum(config.padded(len(plan.input_ids)) for plan in plans)
+    if config.packing and length > config.seq_length:
+        raise OverlongSample(f"{length} tokens in both, more than seq_length {config.seq_length}.")
 
 
 class PairTaskEncoder(Qwen3VLTaskEncoder):
@@ -89,7 +111,7 @@ class PairTaskEncoder(Qwen3VLTaskEncoder):
             if len(plans) == 1:
                 raise BadSample("it is no preference record: --loss dpo needs chosen and rejected.")
             chosen, rejected = plans
-            self._check_length(chosen, rejected)
+            check_length(self.config, plans)
             found = self._references_of(sample)
             reference = found[0].of(found[1]) if found else None
         if found:  # out there: it stops the run
@@ -150,12 +172,6 @@ class PairTaskEncoder(Qwen3VLTaskEncoder):
 
     def _padded(self, chosen: Plan, rejected: Plan) -> int:
         return sum(self.config.padded(len(plan.input_ids)) for plan in (chosen, rejected))
-
-    def _check_length(self, chosen: Plan, rejected: Plan) -> None:
-        """Each fits a row, which the planner has seen to; a pack has to hold both."""
-        length, limit = self._padded(chosen, rejected), self.config.seq_length
-        if self.config.packing and length > limit:
-            raise OverlongSample(f"{length} tokens in both, more than seq_length {limit}.")
 
     def _references_of(self, sample: Any) -> tuple[References, int] | None:
         """Where the reference of a sample is, and its number there."""

@@ -18,10 +18,12 @@ from typing import Any
 from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.parse import parse_record, preprocessed
-from mcore_qwen3vl.data.records.parsed import Conversation, Document
+from mcore_qwen3vl.data.records.parsed import Conversation
 from mcore_qwen3vl.data.records.reading import Reading
 
 SIDES = ("chosen", "rejected")
+PREFERENCE = "preference"
+"""What the format is called."""
 
 
 @dataclass(frozen=True)
@@ -68,18 +70,6 @@ def parse_pair(record: Any, folder: MediaFolder, reading: Reading | None = None)
         for side, messages in zip(SIDES, sides, strict=True)
     )
     return Pair(chosen, rejected)
-
-
-def parse_any(record: Any, folder: MediaFolder) -> tuple[Conversation | Document, ...]:
-    """The one conversation or document of a record, or the two of a preference record.
-
-    Raises:
-        BadSample: the record is malformed, and the message says how.
-    """
-    if not is_pair(record):
-        return (parse_record(record, folder),)
-    pair = parse_pair(record, folder)
-    return pair.chosen, pair.rejected
 
 
 def _instructed(messages: list[Any], reading: Reading) -> list[Any]:

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from mcore_qwen3vl.data.records.bad_samples import BadSample
+from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.parse import parse_record
-from mcore_qwen3vl.data.records.preference import Pair, parse_any, parse_pair
+from mcore_qwen3vl.data.records.preference import Pair, parse_pair
+from mcore_qwen3vl.data.records.reading import Reading
 
 FOLDER = MediaFolder(Path("/data"), {})
 ASKED = {"role": "user", "content": "<image>Which?"}
@@ -49,9 +50,26 @@ def test_several_turns_of_their_own_count_unless_their_weight_is_0() -> None:
     assert pair.rejected.weights == [0, 1]
 
 
-def test_a_record_of_another_kind_is_one_conversation() -> None:
-    assert len(parse_any({"messages": [AGAIN, FIRST]}, FOLDER)) == 1
-    assert len(parse_any({"messages": [AGAIN], "chosen": "a", "rejected": "b"}, FOLDER)) == 2
+def test_what_a_data_set_says_of_its_records() -> None:
+    """Its hook makes the record, and its system prompt begins both sides."""
+    record = {"asked": "Which?", "good": "This.", "bad": "That."}
+    reading = Reading(preprocess=f"{__name__}:as_pair", system="Be brief.")
+    pair = parse_pair(record, FOLDER, reading)
+    for side, text in ((pair.chosen, "This."), (pair.rejected, "That.")):
+        assert [m["role"] for m in side.messages] == ["system", "user", "assistant"]
+        assert side.messages[0]["content"] == "Be brief."
+        assert str(side.messages[2]["content"]).find(text) >= 0
+        assert side.weights == [0.0, 0.0, 1.0]
+
+
+def as_pair(record: dict[str, str]) -> dict[str, Any]:
+    turns = [{"role": "user", "content": record["asked"]}]
+    return {"messages": turns, "chosen": record["good"], "rejected": record["bad"]}
+
+
+def test_it_is_refused_as_a_single_conversation() -> None:
+    with pytest.raises(BadSample, match="--loss dpo trains on these"):
+        parse_record({"messages": [AGAIN], "chosen": "a", "rejected": "b"}, FOLDER)
 
 
 @pytest.mark.parametrize(
