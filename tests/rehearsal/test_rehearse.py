@@ -26,6 +26,7 @@ def layout() -> Layout:
     return Layout(pp=2, ep=2, dp=2)
 
 
+@pytest.mark.slow
 def test_two_stages_of_a_model_that_is_only_a_config(
     command: Command, config: Path, layout: Layout, tmp_path: Path
 ) -> None:

@@ -174,7 +174,7 @@ def test_a_rank_that_is_sent_its_batches_is_refused(workbench: Workbench, tmp_pa
         _tiny_rank(workbench, tmp_path, 1)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_batches_wait_for_nothing_read_ahead_or_not(
     workers: int, workbench: Workbench, tmp_path: Path
 ) -> None:

@@ -60,6 +60,7 @@ def test_every_flag_of_ours_has_a_text(capsys: pytest.CaptureFixture[str]) -> No
     assert "default: one sample a row, padded" in printed
 
 
+@pytest.mark.slow
 def test_the_script_says_it_without_a_traceback() -> None:
     command = [sys.executable, str(ROOT / "launch" / "train.py"), "--help", "seq-length"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

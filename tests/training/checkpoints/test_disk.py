@@ -23,6 +23,7 @@ def rank_without_room(*args: Any) -> None:
     jobs.run_rank(*args)
 
 
+@pytest.mark.slow
 def test_the_checkpoint_before_is_kept_and_the_message_says_how_to_go_on(
     dense: Path, data: Path, tmp_path: Path
 ) -> None:

@@ -134,6 +134,7 @@ def test_a_training_checkpoint_with_optimizer_state_exports_as_the_live_model(ti
     assert_same_tensors(live, tmp_path / "back")
 
 
+@pytest.mark.slow
 def test_training_from_a_converted_checkpoint_is_training_from_the_hf_one(tiny, data, tmp_path):
     layout, other = Layout.parse("tp2xpp2"), tmp_path / "other"
     write_tiny_checkpoint(other, seed=8)

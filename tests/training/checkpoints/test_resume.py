@@ -197,6 +197,7 @@ def test_a_checkpoint_that_does_not_fit_the_flags_is_explained(
         train(run, tmp_path / "again", "--save", str(save), "--save-interval", str(HALF), *flags)
 
 
+@pytest.mark.slow
 def test_other_data_are_not_taken_for_those_of_the_checkpoint(
     dense: Path, data: Path, tmp_path: Path
 ) -> None:

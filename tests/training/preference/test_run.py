@@ -69,7 +69,7 @@ def check(job: Job, folder: Path, preference: Preference, limit: float = TOLERAN
     ("layout", "flags"),
     [
         ("cp2", ("--packing", *BY_ADAPTER)),
-        ("pp2xvpp2", BY_ADAPTER),
+        pytest.param("pp2xvpp2", BY_ADAPTER, marks=pytest.mark.slow),
     ],
 )
 def test_loss_gradient_and_margins_are_those_of_a_plain_loop(
@@ -109,8 +109,15 @@ def test_thirty_steps_are_those_of_a_plain_loop(
 @pytest.mark.parametrize(
     ("flags", "preference"),
     [
-        (("--dpo-label-smoothing", "0.1"), Preference(beta=BETA, label_smoothing=0.1)),
-        (("--dpo-loss", "hinge"), Preference("hinge", beta=BETA)),
+        # The formulae have tests of their own: these are for the flags.
+        pytest.param(
+            ("--dpo-label-smoothing", "0.1"),
+            Preference(beta=BETA, label_smoothing=0.1),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("--dpo-loss", "hinge"), Preference("hinge", beta=BETA), marks=pytest.mark.slow
+        ),
         (("--dpo-loss", "ipo", "--rpo-alpha", "0.5"), Preference("ipo", BETA, rpo_alpha=0.5)),
     ],
 )

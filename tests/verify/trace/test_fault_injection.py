@@ -20,8 +20,8 @@ def test_named(injector: FaultInjector, fault: Fault) -> None:
     ("name", "layout"),
     [
         ("QKV not grouped", "tp2xpp2+sp"),
-        ("rms_norm_eps 1e-5", "cp2"),
-        ("a vision block holds another's weights", "tp2xcp2"),
+        pytest.param("rms_norm_eps 1e-5", "cp2", marks=pytest.mark.slow),
+        pytest.param("a vision block holds another's weights", "tp2xcp2", marks=pytest.mark.slow),
         ("two experts exchanged", "tp2xep2+sp"),
         ("head is the embedding", "pp2xvpp2"),
     ],
