@@ -3,7 +3,7 @@
 # Qwen3-VL-235B-A22B, continued pretraining at 8k packed: 32 nodes of 8xH100-80GB.
 #
 # Layout: as for fine-tuning, with eight data-parallel ranks and 64 micro-batches a pipeline.
-# Memory of a GPU (first stage), rehearsed with the torch spec: 47.5 GB reserved of 79.0, 43.2 held
+# Memory of a GPU (first stage), rehearsed with the torch spec: 47.6 GB reserved of 79.0, 43.2 held
 # (weights 8.5, gradients 17.0, optimizer 11.4, logits and loss 0.0, the rest 6.3).
 NODES=32
 MOE_MODEL=1

@@ -5,7 +5,7 @@
 # Layout: TP 4 is the most that its four key/value heads allow. EP 8 spans two TP groups, one node. PP 8
 # cuts the 94 layers into 11 + 6 x 12 + 11: the ends carry tower, embedding and head. Each pipeline
 # works on 16 micro-batches.
-# Memory of a GPU (first stage), rehearsed with the torch spec: 58.2 GB reserved of 79.0, 54.6 held
+# Memory of a GPU (first stage), rehearsed with the torch spec: 58.1 GB reserved of 79.0, 54.6 held
 # (weights 8.5, gradients 17.0, optimizer 22.7, logits and loss 0.0, the rest 6.3).
 NODES=16
 MOE_MODEL=1
