@@ -100,8 +100,7 @@ class SharedBatches:
         if self._ahead is None:
             prepared = self._prepare()
         else:
-            upcoming = self._upcoming or self._ahead.submit(self._prepare)
-            prepared = upcoming.result()
+            prepared = self._upcoming.result() if self._upcoming else self._first(self._ahead)
             self._upcoming = None
         light = _checked(prepared.light)
         if self._ahead is not None:
@@ -112,6 +111,15 @@ class SharedBatches:
         with self._beside_computation():
             batch = self._on_device(prepared, light)
         return self._handed_over(batch)
+
+    def _first(self, ahead: Executor) -> _Prepared:
+        """On the caller's thread, because it starts the loader's processes.
+
+        A process that another thread forks takes down what this one's has, and hangs where that is
+        a converter of PyAV's, whose own threads are not in it.
+        """
+        ahead.submit(int).result()  # other streams' messages go first, as on the other ranks
+        return self._prepare()
 
     def _prepare(self) -> _Prepared:
         """All that the host does for a batch; on every rank in the same order."""

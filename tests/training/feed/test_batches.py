@@ -166,3 +166,20 @@ def test_what_was_read_ahead_comes_again_after_a_resume(
     resumed = make()
     resumed.load_state_dict(state)
     assert [next(resumed).names for _ in range(4)] == [batch.names for batch in expected]
+
+
+def test_processes_are_started_by_the_main_thread(dense: Path) -> None:
+    """Forked off another one, they hang where the main thread has used PyAV's converter."""
+    threads = []
+
+    def noted() -> Iterator[Batch]:
+        for one in stream(dense):
+            threads.append(threading.current_thread())
+            yield one
+
+    with ThreadPoolExecutor(1) as ahead:
+        next(alone(noted(), ahead).chunk(0))
+        ahead.submit(int).result()
+    first, second = threads
+    assert first is threading.main_thread()
+    assert second is not first
