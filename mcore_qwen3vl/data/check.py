@@ -17,18 +17,15 @@ from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.encoding.balanced import size_of
 from mcore_qwen3vl.data.encoding.encoder import raw_sample
 from mcore_qwen3vl.data.encoding.packing import best_fit
-from mcore_qwen3vl.data.encoding.pairs import check_length, pair_of
+from mcore_qwen3vl.data.encoding.pairs import check_length
 from mcore_qwen3vl.data.encoding.planning import Plan
 from mcore_qwen3vl.data.encoding.preparation import Preparation
 from mcore_qwen3vl.data.encoding.rows import Balance, Workload, all_ranks, each_rank
-from mcore_qwen3vl.data.encoding.samples import RawSample
 from mcore_qwen3vl.data.loading.datasets import crude_samples, load_sources
 from mcore_qwen3vl.data.loading.measured import Size
 from mcore_qwen3vl.data.loading.sources import Source, parse_sources
 from mcore_qwen3vl.data.records.bad_samples import sample_id
 from mcore_qwen3vl.data.records.flaws import OverlongSample
-from mcore_qwen3vl.data.records.parsed import Conversation, Document
-from mcore_qwen3vl.data.records.preference import PREFERENCE
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.extras import require_extra
 
@@ -148,7 +145,8 @@ def check_data(
     for crude in islice(_crude_samples(sources, split), limit):
         try:
             raw = raw_sample(preparation, crude)
-            form, parts = _parsed(preparation, raw)
+            parts = preparation.parse_each(raw)
+            form = parts[0].format
             report.formats[form] = report.formats.get(form, 0) + 1
             plans = [preparation.plan(raw, part) for part in parts]
             if len(plans) > 1:
@@ -174,17 +172,6 @@ def _crude_samples(sources: Sequence[Source], split: str) -> Iterator[Any]:
     workers = WorkerConfig(rank=0, world_size=1, num_workers=0)
     datasets, _ = load_sources(sources, split=split, training=False, shuffle=False, workers=workers)
     yield from crude_samples(datasets, workers)
-
-
-def _parsed(
-    preparation: Preparation, raw: RawSample
-) -> tuple[str, Sequence[Conversation | Document]]:
-    """The format of a record, and its one sequence or, of a preference record, two."""
-    pair = pair_of(preparation, raw)
-    if pair is not None:
-        return PREFERENCE, (pair.chosen, pair.rejected)
-    parsed = preparation.parse(raw)
-    return parsed.format, (parsed,)
 
 
 def _record(report: DataReport, plans: Sequence[Plan]) -> None:

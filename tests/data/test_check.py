@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,24 @@ def test_preference_records_are_one_sample_of_both_answers(
     assert "rejected must be text" in report.bad[0].reason
     tight = check_data(path, processor, DataConfig(seq_length=first - 1, packing=True), limit=1)
     assert "tokens in both" in tight.overlong[0].reason
+
+
+def test_a_hook_is_asked_once_for_a_preference_record(
+    processor: Any, write_jsonl: WriteJsonl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its errors are counted, and it may be slow or draw at random."""
+    asked: list[str] = []
+
+    def hook(record: dict[str, str]) -> dict[str, Any]:
+        asked.append(record["q"])
+        turns = [{"role": "user", "content": record["q"]}]
+        return {"messages": turns, "chosen": "Yes.", "rejected": "No."}
+
+    monkeypatch.setattr(sys.modules[__name__], "as_pair", hook, raising=False)
+    path = write_jsonl([{"q": "One?"}, {"q": "Two?"}])
+    config = DataConfig(seq_length=400, packing=True)
+    report = check_data(path, processor, config, preprocess=f"{__name__}:as_pair")
+    assert (report.formats, asked) == ({"preference": 2}, ["One?", "Two?"])
 
 
 @pytest.mark.parametrize(("length", "code"), [(8, 1), (1024, 0)])

@@ -24,8 +24,6 @@ from mcore_qwen3vl.data.encoding.samples import EncodedSample, RawSample
 from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.data.records.bad_samples import sample_id
 from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample
-from mcore_qwen3vl.data.records.parse import preprocessed
-from mcore_qwen3vl.data.records.preference import Pair, is_pair, parse_pair
 from mcore_qwen3vl.data.scores import References
 
 
@@ -55,22 +53,12 @@ def plan_each(preparation: Preparation, sample: RawSample) -> tuple[Plan, ...]:
     Raises:
         BadSample, OverlongSample: the record cannot be used; each sequence must fit by itself.
     """
-    pair = pair_of(preparation, sample)
-    if pair is None:
-        return (preparation.plan(sample),)
-    return tuple(preparation.plan(sample, side) for side in (pair.chosen, pair.rejected))
+    return tuple(preparation.plan(sample, part) for part in preparation.parse_each(sample))
 
 
-def pair_of(preparation: Preparation, sample: RawSample) -> Pair | None:
-    """The two conversations of a preference record; None for a record of another kind.
-
-    Raises:
-        BadSample: the record is malformed.
-    """
-    record, reading = preparation.record(sample), preparation.reading(sample)
-    if not is_pair(preprocessed(record, reading)):
-        return None
-    return parse_pair(record, sample.folder, reading)
+def padded(config: DataConfig, plans: Sequence[Plan]) -> int:
+    """Tokens that sequences take of a pack."""
+    return sum(config.padded(len(plan.input_ids)) for plan in plans)
 
 
 def check_length(config: DataConfig, plans: Sequence[Plan]) -> None:
@@ -79,7 +67,7 @@ def check_length(config: DataConfig, plans: Sequence[Plan]) -> None:
     Raises:
         OverlongSample: it cannot.
     """
-    length = sum(config.padded(len(plan.input_ids)) for plan in plans)
+    length = padded(config, plans)
     if config.packing and length > config.seq_length:
         raise OverlongSample(f"{length} tokens in both, more than seq_length {config.seq_length}.")
 
@@ -127,7 +115,7 @@ class PairTaskEncoder(Qwen3VLTaskEncoder):
 
     def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
         """Which pairs of a full buffer share sequences."""
-        lengths = [self._padded(pair.chosen, pair.rejected) for pair in samples]
+        lengths = [padded(self.config, (pair.chosen, pair.rejected)) for pair in samples]
         return [[samples[i] for i in pack] for pack in best_fit(lengths, self.config.seq_length)]
 
     @stateless
@@ -169,9 +157,6 @@ class PairTaskEncoder(Qwen3VLTaskEncoder):
         if self._references is None:
             return batch
         return replace(batch, references=torch.tensor([pair.reference for pair in pairs]))
-
-    def _padded(self, chosen: Plan, rejected: Plan) -> int:
-        return sum(self.config.padded(len(plan.input_ids)) for plan in (chosen, rejected))
 
     def _references_of(self, sample: Any) -> tuple[References, int] | None:
         """Where the reference of a sample is, and its number there."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits
@@ -15,8 +16,9 @@ from mcore_qwen3vl.data.loading.datasets import SOURCE, dataset_path
 from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.data.records.hooks import find_hook
 from mcore_qwen3vl.data.records.media import MediaFolder
-from mcore_qwen3vl.data.records.parse import join_parts, parse_record
+from mcore_qwen3vl.data.records.parse import join_parts, parse_record, preprocessed
 from mcore_qwen3vl.data.records.parsed import Conversation, Document
+from mcore_qwen3vl.data.records.preference import is_pair, parse_pair
 from mcore_qwen3vl.data.records.reading import Reading
 from mcore_qwen3vl.data.records.template import Rendered, Renderer
 
@@ -66,11 +68,24 @@ class Preparation:
         Raises:
             BadSample: the record is malformed. A hook may raise anything.
         """
-        record = self.record(sample)
-        return parse_record(record, sample.folder, self.reading(sample))
+        return parse_record(self._record(sample), sample.folder, self._reading(sample))
 
-    def record(self, sample: RawSample) -> Any:
-        """The record in JSON's types, as it is read."""
+    def parse_each(self, sample: RawSample) -> tuple[Conversation | Document, ...]:
+        """What :meth:`parse` gives, or the chosen and the rejected of a preference record.
+
+        Raises:
+            BadSample: the record is malformed. A hook may raise anything.
+        """
+        reading = self._reading(sample)
+        record = preprocessed(self._record(sample), reading)
+        made = replace(reading, preprocess=None)
+        if not is_pair(record):
+            return (parse_record(record, sample.folder, made),)
+        pair = parse_pair(record, sample.folder, made)
+        return pair.chosen, pair.rejected
+
+    def _record(self, sample: RawSample) -> Any:
+        """In JSON's types, as it is read."""
         record = sample.record
         if isinstance(record, bytes):  # of a WebDataset, or what `data check` reads
             record = json.loads(record)
@@ -78,8 +93,7 @@ class Preparation:
             record = join_parts(sample.folder.parts, record)
         return record
 
-    def reading(self, sample: RawSample) -> Reading:
-        """What its data set says of its records."""
+    def _reading(self, sample: RawSample) -> Reading:
         return self._sources[sample.source].reading
 
     def render(self, parsed: Conversation | Document) -> Rendered:
@@ -93,7 +107,7 @@ class Preparation:
         """
         Args:
             sample: as read.
-            parsed: it, if :meth:`parse` was called already.
+            parsed: it, or one of :meth:`parse_each`, if that was called already.
 
         Raises:
             BadSample, OverlongSample: the sample cannot be used.

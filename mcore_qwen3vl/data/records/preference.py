@@ -110,4 +110,4 @@ def _side(
         raise BadSample(f"{side}: in a preference record a message's weight is 0 or 1.")
     if not any(own):
         raise BadSample(f"{side} has no assistant turn of its own, so nothing would be compared.")
-    return replace(parsed, weights=[0.0] * common + own)
+    return replace(parsed, weights=[0.0] * common + own, format=PREFERENCE)
