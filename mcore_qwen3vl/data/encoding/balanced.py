@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from megatron.energon import CrudeSample, basic_sample_keys, stateless
 from megatron.energon.metadataset.loader_interface import LoadedDataset
-from megatron.energon.wrappers import PackingDataset
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig
-from mcore_qwen3vl.data.encoding.balancing import Measure, divide
+from mcore_qwen3vl.data.encoding.balancing import Division, Measure, divide
 from mcore_qwen3vl.data.encoding.encoder import Qwen3VLTaskEncoder, raw_sample
 from mcore_qwen3vl.data.encoding.planning import Plan
 from mcore_qwen3vl.data.encoding.samples import EncodedSample, MeasuredSample
+from mcore_qwen3vl.data.encoding.shared_packing import SharedPacking
 from mcore_qwen3vl.data.loading.datasets import SOURCE
 from mcore_qwen3vl.data.loading.measured import BAD, OVERLONG, MeasuredFactory, Size, Unusable
 from mcore_qwen3vl.data.loading.measured import measure as measure_data
@@ -26,14 +26,11 @@ from mcore_qwen3vl.data.records.bad_samples import sample_id
 from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample
 from mcore_qwen3vl.model import flops
 
-Divide = Callable[[list[Any], int], tuple[list[list[Any]], list[Any]]]
-
 
 class BalancedTaskEncoder(Qwen3VLTaskEncoder):
-    """Packs of a buffer that all ranks share, of which each takes its column.
+    """Packs of a buffer that all ranks share, of which each reads its own.
 
-    Samples come as numbers and sizes; they are read after the packer. What finds no room goes back
-    into energon's reading buffer, whose content is part of the saved state.
+    Samples come as numbers and sizes; they are read after the packer.
     """
 
     def __init__(
@@ -108,25 +105,18 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
         return sample
 
     def build_batch(self, dataset: Any, **options: Any) -> Any:
-        """Energon's packing, with the way back for what finds no room."""
-        return CarryingPacking(super().build_batch(dataset, **options), self.divide)
-
-    def divide(self, samples: list[Any], carried: int) -> tuple[list[list[Any]], list[Any]]:
-        """This rank's packs of a full buffer, and what all ranks keep for the next.
-
-        Args:
-            samples: of the buffer.
-            carried: so many of the first were kept from the one before.
-        """
-        division = divide(
-            [self._measure(sample.size) for sample in samples],
-            self.config.seq_length,
-            self._ranks,
-            carried=carried,
+        """Energon's packing, shared by all ranks."""
+        return SharedPacking(
+            super().build_batch(dataset, **options),
+            self._divide,
+            rank=self._rank,
+            ranks=self._ranks,
             rows_per_step=self._rows_per_step,
         )
-        own = [[samples[index] for index in row[self._rank]] for row in division.rows]
-        return own, [samples[index] for index in division.left]
+
+    def _divide(self, samples: Sequence[Any], **options: int) -> Division:
+        measures = [self._measure(sample.size) for sample in samples]
+        return divide(measures, self.config.seq_length, **options)
 
     def _measure(self, size: Size) -> Measure:
         return Measure(self.config.padded(size.tokens), extra_work(self._architecture, size))
@@ -146,47 +136,6 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
             pixels=pixels,
             name=sample_id(crude),
         )
-
-
-class CarryingPacking(PackingDataset):
-    """Energon's packing, whose packer may leave samples for the next buffer.
-
-    They go back into the reading buffer, whose content energon saves and restores.
-    """
-
-    _savable_fields = (*PackingDataset._savable_fields, "_carried")
-    _carried: int
-
-    def __init__(self, packing: PackingDataset, divide: Divide) -> None:
-        """
-        Args:
-            packing: as energon builds it, not read from yet.
-            divide: from a buffer, and how many of it were carried, to packs and the rest.
-        """
-        super().__init__(
-            packing.dataset,
-            packing.buffer_size,
-            self._take,
-            packing.final_packer,
-            final_packer_stateless=packing.final_packer_stateless,
-            sample_encoder=packing.sample_encoder,
-            sample_encoder_stateless=packing.sample_encoder_stateless,
-            pre_packer_failure_tolerance=packing.pre_packer_failure_tolerance,
-            final_packer_failure_tolerance=packing.final_packer_failure_tolerance,
-            sample_encoder_failure_tolerance=packing.sample_encoder_failure_tolerance,
-            worker_config=packing.worker_config,
-        )
-        self._divide = divide
-
-    def reset_state_own(self) -> None:
-        super().reset_state_own()
-        self._carried = 0
-
-    def _take(self, samples: list[Any]) -> list[list[Any]]:
-        packs, left = self._divide(samples, self._carried)
-        self._carried = len(left)
-        self._reading_buffer.extend(left)
-        return packs
 
 
 def size_of(plan: Plan) -> Size:

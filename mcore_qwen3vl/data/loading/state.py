@@ -7,7 +7,8 @@ it, alone or inside a checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from megatron.energon.savable_loader import (
 )
 from megatron.energon.state import FlexState
 
+from mcore_qwen3vl.data.encoding.shared_packing import go_on_with, is_state
 from mcore_qwen3vl.errors import BadInput
 
 _CLASSES: dict[str, type] = {
@@ -81,9 +83,10 @@ def from_plain(plain: Any) -> Any:
 def redistribute(states: list[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
     """Give the data workers of all ranks to another number of ranks.
 
-    A data worker's stream cannot be cut, so the number of workers in all must stay: each new
-    rank runs ``workers in all / world_size`` of them. No sample is lost or repeated; how the
-    workers' batches interleave into global batches changes.
+    With balanced work all ranks share one stream, and the new ones take its packs in turns from
+    where the old ones stood. Otherwise a data worker's stream cannot be cut, so the number of
+    workers in all must stay: each new rank runs ``workers in all / world_size`` of them. No sample
+    is lost or repeated; how the workers' batches interleave into global batches changes.
 
     Args:
         states: what every data-parallel rank saved, in rank order.
@@ -104,11 +107,7 @@ def redistribute(states: list[dict[str, Any]], world_size: int) -> list[dict[str
     if world_size == len(states):
         return states
     if states[0].get("balance"):
-        raise BadInput(
-            f"The data state was saved with --balance by {len(states)} data-parallel ranks, which "
-            f"divided one order of samples among them, and cannot be dealt out to {world_size}. "
-            "Resume with the same data-parallel size, or start the data from the beginning."
-        )
+        return _go_on(states[0], world_size)
     workers = states[0]["num_workers"]
     total = workers * len(states)
     if workers == 0 or total % world_size:
@@ -133,6 +132,27 @@ def redistribute(states: list[dict[str, Any]], world_size: int) -> list[dict[str
         }
         for rank in range(world_size)
     ]
+
+
+def _go_on(state: dict[str, Any], world_size: int) -> list[dict[str, Any]]:
+    """The shared stream, from after the last pack that the old ranks took."""
+    state = copy.deepcopy(state)
+    workers = state["loader"]["worker_states"] if state["loader"] else []
+    for worker in workers:
+        for packing in _find(worker, is_state):
+            go_on_with(packing, worker.get("offset", 0), state["world_size"])
+        if "offset" in worker:  # which a state without data workers lacks
+            worker["offset"] = 0
+    return [{**state, "rank": rank, "world_size": world_size} for rank in range(world_size)]
+
+
+def _find(plain: Any, wanted: Callable[[Any], bool]) -> Iterator[Any]:
+    """Parts of plain data."""
+    if wanted(plain):
+        yield plain
+    inner = plain.values() if isinstance(plain, dict) else plain if isinstance(plain, list) else ()
+    for value in inner:
+        yield from _find(value, wanted)
 
 
 def _worker_states(state: dict[str, Any]) -> list[Any]:

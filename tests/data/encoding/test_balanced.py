@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections import Counter
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.data import DataConfig, Loader, Source, load_processor, redistribute
+from mcore_qwen3vl.data import DataConfig, Loader, Source, redistribute
 from mcore_qwen3vl.errors import BadInput
 from tests.data.conftest import WriteJsonl, chat, question
 
@@ -30,12 +31,12 @@ RANKS = 3
 
 
 @pytest.fixture
-def make(architecture: Architecture, processor_dir: Path) -> Callable[..., Loader]:
+def make(architecture: Architecture, processor: Any) -> Callable[..., Loader]:
     def one(path: Path, rank: int, config: DataConfig = CONFIG, **options: Any) -> Loader:
         return Loader(
             [Source(path)],
             architecture,
-            load_processor(processor_dir),
+            copy.deepcopy(processor),
             config,
             dp_rank=rank,
             dp_size=options.pop("ranks", RANKS),
@@ -131,12 +132,52 @@ def test_a_file_that_vanished_after_measuring_is_a_bad_sample(
     assert seen == set(range(1, 13)) - {4}
 
 
-def test_states_of_another_layout_or_kind_are_refused(
-    make: Callable[..., Loader], data: Path
+@pytest.mark.parametrize(
+    ("ranks", "new", "workers"),
+    [
+        (3, 2, 0),
+        (1, 4, 0),
+        # Each starts a dozen data workers or more: half a minute.
+        pytest.param(2, 3, 2, marks=pytest.mark.slow),
+        pytest.param(4, 1, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_another_number_of_ranks_goes_on_with_the_same_packs(
+    ranks: int, new: int, workers: int, make: Callable[..., Loader], data: Path
 ) -> None:
+    """In the same order, through several buffers, and again after another change."""
+    options: dict[str, Any] = {"num_workers": workers, "checkpoint_every_seconds": 0.05}
+
+    def several(count: int) -> list[Loader]:
+        return [make(data, rank, ranks=count, **options) for rank in range(count)]
+
+    def resumed(loaders: list[Loader], count: int) -> list[Loader]:
+        states = redistribute([loader.state_dict() for loader in loaders], count)
+        others = several(count)
+        for loader, state in zip(others, states, strict=True):
+            loader.load_state_dict(state)
+        return others
+
+    def take(count: int, loaders: list[Loader]) -> None:
+        """Rows of packs, which data workers give in turns."""
+        for row in range(count):
+            streams[row % len(streams)] += [numbers(next(loader)) for loader in loaders]
+
+    streams = expected = [[] for _ in range(max(workers, 1))]
+    take(14 * new, several(ranks))
+    streams = [[] for _ in expected]
+    first = several(ranks)
+    take(2 * new, first)
+    second = resumed(first, new)
+    take(4, second)
+    take(4, resumed(resumed(second, ranks), ranks))
+    for ours, theirs in zip(streams, expected, strict=True):
+        assert len(ours) > 10
+        assert ours == theirs[: len(ours)]
+
+
+def test_states_of_another_kind_are_refused(make: Callable[..., Loader], data: Path) -> None:
     states = [make(data, rank).state_dict() for rank in range(RANKS)]
-    with pytest.raises(BadInput, match="cannot be dealt out to 1"):
-        redistribute(states, 1)
     plain = replace(CONFIG, balance=False)
     with pytest.raises(BadInput, match="saved with --balance and this run is without it"):
         make(data, 0, plain).load_state_dict(states[0])
