@@ -77,7 +77,8 @@ def prepare(command: Command, folder: Path) -> Command:
             "waits, bytes and FLOPs are theirs"
         )
     return prepared.plus(
-        *("--train-iters", ITERATIONS, "--num-workers", 0, "--global-batch-size", batch)
+        *("--train-iters", ITERATIONS, "--num-workers", 0, "--global-batch-size", batch),
+        "--no-balance",  # nothing is to be read twice
     )
 
 

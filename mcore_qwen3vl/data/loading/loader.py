@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -91,7 +92,8 @@ class Loader(Iterator[Batch]):
             processor: of :func:`load_processor`; its budgets are changed as `config` says.
             config: lengths, layout and policies.
             dp_rank, dp_size: place among the data-parallel ranks; each reads its own shard.
-            num_workers: processes that prepare batches; 0 prepares them in this one.
+            num_workers: processes that prepare batches; 0 prepares them in this one. Sizes, for
+                balanced work, are measured on all cores.
             split: part of WebDatasets and metadatasets; folders that lack it are used whole.
             seed: of the shuffling.
             checkpoint_every_seconds: how often a worker notes its state. Resuming redoes and
@@ -123,7 +125,7 @@ class Loader(Iterator[Batch]):
             sources, split=split, training=True, shuffle=config.shuffle, workers=workers
         )
         if config.balance:
-            datasets = encoder.measured(datasets, max(1, num_workers))
+            datasets = encoder.measured(datasets, len(os.sched_getaffinity(0)))
         buffer = config.packing_buffer * (dp_size if config.balance else 1)
         dataset = encoder.build_train_datasets(
             datasets=datasets,
@@ -210,8 +212,10 @@ class Loader(Iterator[Batch]):
         """
         if state.get("balance", False) != self._balanced:
             raise BadInput(
-                "The data state was saved with --balance and this run is without it, or the other "
-                "way round: the order of samples differs. Give the same flag."
+                "The data state was saved "
+                f"{'without' if self._balanced else 'with'} --balance, and this run is "
+                f"{'with' if self._balanced else 'without'} it: the order of samples differs. Add "
+                f"--{'no-' if self._balanced else ''}balance."
             )
         saved = {name: state[name] for name in self._place}
         if saved != self._place:

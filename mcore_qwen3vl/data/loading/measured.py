@@ -25,12 +25,14 @@ from megatron.energon.flavors.webdataset.sample_loader import RawSampleData
 from megatron.energon.source_info import SourceInfo
 from megatron.energon.wrappers.map_dataset import MapDataset
 
+from mcore_qwen3vl import console
 from mcore_qwen3vl.data.loading.stand_in import origin, stand_ins
 
 log = logging.getLogger(__name__)
 
 _CHUNK = 64  # samples that a process measures at a time
-_PATIENCE = 6 * 3600.0  # seconds that other ranks wait for the one that measures
+PATIENCE = 6 * 3600.0
+"""Seconds that other ranks wait for the one that measures."""
 
 BAD, OVERLONG, ABSENT = "bad", "over-long", "absent"
 
@@ -52,6 +54,44 @@ class Unusable:
     reason: str
     shard: str
     number: int  # in its shard
+
+
+class Sizes(Sequence[Size | Unusable]):
+    """Of all samples of a data set, by their number; of millions, too."""
+
+    def __init__(self, sizes: Sequence[Size | Unusable]) -> None:
+        self._table = np.zeros((len(sizes), 3))
+        self._unusable = {}
+        for index, size in enumerate(sizes):
+            if isinstance(size, Size):
+                self._table[index] = size.tokens, size.patches, size.squared_frames
+            else:
+                self._unusable[index] = size
+
+    @classmethod
+    def load(cls, file: Path) -> Sizes:
+        """As :meth:`save` wrote them."""
+        sizes = cls([])
+        with np.load(file, allow_pickle=False) as arrays:
+            sizes._table, said = arrays["table"], json.loads(arrays["unusable"].tobytes())
+        sizes._unusable = {int(index): Unusable(**fields) for index, fields in said.items()}
+        return sizes
+
+    def save(self, file: Path) -> None:
+        """Whole, or not at all."""
+        partial = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+        said = json.dumps({index: asdict(size) for index, size in self._unusable.items()})
+        with partial.open("wb") as stream:
+            unusable = np.frombuffer(said.encode(), np.uint8)
+            np.savez(stream, table=self._table, unusable=unusable)
+        os.replace(partial, file)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, index: int) -> Size | Unusable:  # type: ignore[override]  # no slices
+        tokens, patches, squared_frames = self._table[index]
+        return self._unusable.get(index) or Size(int(tokens), int(patches), float(squared_frames))
 
 
 Measuring = Callable[[Any], Size | Unusable]
@@ -77,7 +117,7 @@ class MeasuredFactory(BaseCoreDatasetFactory[CrudeSample]):
         self.paths = getattr(inner, "paths", [inner.path])
         self.subflavors = inner.subflavors
         self.path = Path(str(inner.path))
-        self.sizes: list[Size | Unusable] = []
+        self.sizes: Sequence[Size | Unusable] = ()
         built = inner.build()
         self._load, self._readers = built.map_fn, built.dataset.join_readers
 
@@ -158,19 +198,19 @@ def measure(factory: MeasuredFactory, measuring: Measuring, settings: str, proce
     for folder in (origin(factory.path).parent, stand_ins()):
         file = folder / f"{origin(factory.path).name}.{key}.sizes"
         if file.exists():
-            factory.sizes = _load(file)
+            factory.sizes = Sizes.load(file)
             return
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with FileLock(file.with_name(file.name + ".lock"), timeout=_PATIENCE):
+            with FileLock(file.with_name(file.name + ".lock"), timeout=PATIENCE):
                 if not file.exists():  # another rank may have done it meanwhile
-                    _save(file, _measured(factory, measuring, processes))
+                    Sizes(_measured(factory, measuring, processes)).save(file)
         except OSError as error:
             log.info("%s: %s", folder, error)
             continue
-        factory.sizes = _load(file)
+        factory.sizes = Sizes.load(file)
         return
-    factory.sizes = _measured(factory, measuring, processes)
+    factory.sizes = Sizes(_measured(factory, measuring, processes))
 
 
 def _measured(
@@ -178,12 +218,18 @@ def _measured(
 ) -> list[Size | Unusable]:
     """In processes of their own, always: readers opened here would share positions with workers."""
     count = factory.count()
-    log.warning("measuring the %d samples of %s, once, to balance work", count, factory.path)
+    title = f"measuring {origin(factory.path)}, once, to balance work"
     starts = range(0, count, _CHUNK)
     context = multiprocessing.get_context("fork")
-    with context.Pool(max(1, min(processes, len(starts))), _begin, (factory, measuring)) as pool:
-        chunks = pool.imap(_measure_chunk, starts)
-        return [size for chunk in chunks for size in chunk]
+    sizes: list[Size | Unusable] = []
+    with (
+        context.Pool(max(1, min(processes, len(starts))), _begin, (factory, measuring)) as pool,
+        console.count_progress(title, count, "samples") as show,
+    ):
+        for chunk in pool.imap(_measure_chunk, starts):
+            sizes += chunk
+            show(len(sizes))
+    return sizes
 
 
 _task: tuple[MeasuredFactory, Measuring]
@@ -208,31 +254,6 @@ def _measure_one(factory: MeasuredFactory, measuring: Measuring, index: int) -> 
     if sample is None:
         return Unusable(ABSENT, "", "", 0)
     return measuring(sample)
-
-
-def _save(file: Path, sizes: Sequence[Size | Unusable]) -> None:
-    table = np.zeros((len(sizes), 3))
-    unusable = {}
-    for index, size in enumerate(sizes):
-        if isinstance(size, Size):
-            table[index] = size.tokens, size.patches, size.squared_frames
-        else:
-            unusable[index] = asdict(size)
-    partial = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-    with partial.open("wb") as stream:
-        said = np.frombuffer(json.dumps(unusable).encode(), np.uint8)
-        np.savez(stream, table=table, unusable=said)
-    os.replace(partial, file)
-
-
-def _load(file: Path) -> list[Size | Unusable]:
-    with np.load(file, allow_pickle=False) as arrays:
-        table, said = arrays["table"], json.loads(arrays["unusable"].tobytes())
-    unusable = {int(index): Unusable(**fields) for index, fields in said.items()}
-    return [
-        unusable.get(index) or Size(int(row[0]), int(row[1]), float(row[2]))
-        for index, row in enumerate(table)
-    ]
 
 
 def _fingerprint(path: Path) -> str:

@@ -14,6 +14,7 @@ _SET_ELSEWHERE = (
     *("pairs", "references"),
 )
 
+_DECIDED_LATER = ("balance",)  # unless given: by the other flags
 _OF_CHECKPOINT = "default: the checkpoint's processor's"
 TEXTS = {
     "packing": "several samples to a sequence (THD); default: one sample a row, padded",
@@ -22,7 +23,8 @@ TEXTS = {
     "packing_buffer": "samples among which the packer chooses; with --balance, for each "
     "data-parallel rank",
     "balance": "with --packing: packs of equal work for all data-parallel ranks at a time; "
-    "measures every sample once, before training; default: each rank packs its own part by length",
+    "measures every sample once, before training; default: with --packing, but for --loss dpo, "
+    "where each rank packs its own part by length",
     "shuffle": "read the samples in their order; default: shuffled",
     "shuffle_buffer": "samples among which the next is drawn",
     "max_bad_fraction": "stop when more than this share of the data set is bad",
@@ -60,7 +62,10 @@ def add_data_arguments(group: argparse._ArgumentGroup) -> None:
 
 def _add(group: argparse._ArgumentGroup, name: str, kind: Any, default: Any) -> None:
     flag, text = name.replace("_", "-"), TEXTS[name]
-    if kind is bool and default:
+    if name in _DECIDED_LATER:
+        both = argparse.BooleanOptionalAction
+        group.add_argument(f"--{flag}", action=both, default=None, help=text)
+    elif kind is bool and default:
         group.add_argument(f"--no-{flag}", dest=name, action="store_false", default=True, help=text)
     elif kind is bool:
         group.add_argument(f"--{flag}", action="store_true", help=text)

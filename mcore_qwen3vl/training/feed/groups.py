@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
+
+from mcore_qwen3vl.data.loading.measured import PATIENCE
 
 
 def reads() -> bool:
@@ -36,6 +39,11 @@ def stages_group() -> dist.ProcessGroup | None:
     if group.size() == 1:
         return None
     return _over_gloo(dist.get_process_group_ranks(group) if _is_first_of_stage() else [])
+
+
+def wait_for_measuring() -> None:
+    """Wait for the ranks that read, which may first measure all data: longer than others wait."""
+    dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE)))
 
 
 def _over_gloo(ranks: Sequence[int]) -> dist.ProcessGroup | None:

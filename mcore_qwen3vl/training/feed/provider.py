@@ -20,7 +20,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.sequence import length_multiple
 from mcore_qwen3vl.training.feed import state as data_state
 from mcore_qwen3vl.training.feed.batches import SharedBatches
-from mcore_qwen3vl.training.feed.groups import host_group, reads, stages_group
+from mcore_qwen3vl.training.feed.groups import host_group, reads, stages_group, wait_for_measuring
 from mcore_qwen3vl.training.feed.stages import StageFeed
 from mcore_qwen3vl.training.preference.flags import is_preference, reference_of
 
@@ -43,6 +43,8 @@ def data_config(args: argparse.Namespace) -> DataConfig:
     # A packed sample is cut by CP alone; SP cuts the pack.
     chosen["length_multiple"] = length_multiple(cp) if args.packing else whole
     chosen["pairs"] = is_preference(args)
+    if args.balance is None:
+        chosen["balance"] = args.packing and not chosen["pairs"]
     chosen["references"] = chosen["pairs"] and reference_of(args) == "file"
     per_step = args.micro_batch_size * args.data_parallel_size
     chosen["micro_batches"] = max(1, args.global_batch_size // per_step)
@@ -98,6 +100,8 @@ class DataProvider:
         if args.valid_data_path:
             loader = self._loader(parse_sources(args.valid_data_path, args.preprocess), "val")
             valid = self._share(loader, shared_host_group, feeds[1])
+        if data_config(args).balance:
+            wait_for_measuring()
         return self._share(self.train_loader, shared_host_group, feeds[0], self._on_batch), valid
 
     def _share(

@@ -13,6 +13,7 @@ from mcore_qwen3vl.training.arguments.checks import check_surroundings
 from mcore_qwen3vl.training.arguments.defaults import statement
 from mcore_qwen3vl.training.arguments.early import check_early
 from mcore_qwen3vl.training.arguments.parser import validate
+from mcore_qwen3vl.training.feed.provider import data_config
 
 BASE = (
     "--cpu",
@@ -95,6 +96,21 @@ def test_moe_under_tp_needs_sp(moe: Path) -> None:
 def test_the_router_loss_comes_from_the_config_unless_given(moe: Path) -> None:
     assert parsed(moe).moe_aux_loss_coeff == 0.001
     assert parsed(moe, "--moe-aux-loss-coeff", "0").moe_aux_loss_coeff == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "balanced"),
+    [
+        (("--packing",), True),
+        ((), False),
+        (("--packing", "--no-balance"), False),
+        (("--packing", "--loss", "dpo", "--lora-rank", "2", "--lora-target", "language"), False),
+    ],
+)
+def test_packs_are_balanced_unless_told_otherwise(
+    flags: tuple[str, ...], balanced: bool, dense: Path
+) -> None:
+    assert data_config(parsed(dense, *flags)).balance == balanced
 
 
 def test_the_command_that_saves_resumes(dense: Path, tmp_path: Path) -> None:
