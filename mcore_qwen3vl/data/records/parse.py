@@ -143,7 +143,7 @@ def join_parts(parts: Mapping[str, Any], record: Any) -> Any:
     if record is not None and not isinstance(record, Mapping):
         return record
     record = dict(record or {})
-    if {"messages", "conversations", "texts"} & record.keys():
+    if {"messages", "conversations", "texts", "chosen"} & record.keys():
         return record
     for name in sorted(parts):
         kind = media_kind(name)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,21 @@ def write_pairs(folder: Path, samples: int) -> Path:
         lines.append(json.dumps(record))
     file.write_text("\n".join(lines) + "\n")
     return file
+
+
+def as_tar(pairs: Path, folder: Path) -> Path:
+    """What :func:`write_pairs` wrote as a WebDataset, each image in its sample."""
+    folder.mkdir()
+    with tarfile.open(folder / "0.tar", "w") as tar:
+        for index, line in enumerate(pairs.read_text().splitlines()):
+            parts = {"json": re.sub(r"\d+\.png", "png", line).encode()}
+            if found := re.search(r"\d+\.png", line):
+                parts["png"] = (pairs.parent / found.group()).read_bytes()
+            for suffix, content in parts.items():
+                info = tarfile.TarInfo(f"{index:03}.{suffix}")
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+    return folder
 
 
 def sides_of(record: dict[str, Any]) -> list[list[dict[str, Any]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from mcore_qwen3vl.verify.curves.curve import curve_of, worst_difference
 from mcore_qwen3vl.verify.curves.job import DISTRIBUTED, Job, train
 from mcore_qwen3vl.verify.curves.tables import OTHER_LAYOUT, TOLERANCE, whole_and_half
 from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
-from tests.training.preference.pairs import plain_curve, write_pairs
+from tests.training.preference.pairs import as_tar, plain_curve, write_pairs
 
 BETA = 0.3
 DPO = ("--loss", "dpo", "--dpo-beta", str(BETA))
@@ -141,3 +142,22 @@ def test_the_reference_by_file_is_the_one_by_adapter_and_a_run_resumes(
     by_file = train(of_file, tmp_path / "file")
     difference = worst_difference(curve_of(by_file), curve_of(by_adapter))
     assert max(difference.loss, difference.grad_norm) <= OTHER_LAYOUT
+
+
+def test_a_webdataset_of_pairs_trains_and_validates_as_the_file(
+    dense: Path, pairs: Path, tmp_path: Path
+) -> None:
+    job = dpo_job(tmp_path, dense, pairs, "single", "--packing", *BY_ADAPTER, "--no-shuffle")
+
+    def figures(data: Path) -> list[dict[str, float]]:
+        evaluation = ("--valid-data-path", str(data), "--eval-iters", "2", "--eval-interval", "2")
+        run = tmp_path / f"run-{data.name}"
+        train(replace(job, data=data, flags=(*job.flags, *evaluation)), run)
+        entries = map(json.loads, (run / "log.jsonl").read_text().splitlines())
+        return [{n: v for n, v in entry.items() if "/s" not in n} for entry in entries]
+
+    found = figures(as_tar(pairs, tmp_path / "tar"))
+    assert found == figures(pairs)
+    validation = [entry for entry in found if "validation dpo loss" in entry]
+    assert len(validation) == 2
+    assert validation[0]["validation rewards margin"] != found[0]["rewards margin"] != 0
