@@ -34,6 +34,11 @@ RESUMES = (
         ("dp2", *DISTRIBUTED, "--num-workers", "1"),
         ("tp2+sp", "--use-distributed-optimizer", "--num-workers", "2"),
     ),
+    (
+        False,
+        ("dp2", *DISTRIBUTED, "--packing"),
+        ("single", "--use-distributed-optimizer", "--packing"),
+    ),
 )
 """MoE or dense, and layout and flags before and after a stop."""
 

@@ -61,8 +61,12 @@ def test_same_layout_continues_bit_for_bit(
             ("dp2", (*DISTRIBUTED, "--num-workers", "1")),
             ("tp2+sp", ("--use-distributed-optimizer", "--num-workers", "2")),
         ),
+        (  # packs of equal work, which two ranks divided, go on to one, in the same order
+            ("dp2", (*DISTRIBUTED, "--packing")),
+            ("single", ("--use-distributed-optimizer", "--packing")),
+        ),
     ],
-    ids=["TP2 to PP2", "DP2 to TP2"],
+    ids=["TP2 to PP2", "DP2 to TP2", "DP2 to one"],
 )
 def test_another_layout_continues_closely(
     before: tuple[str, tuple[str, ...]], after: tuple[str, tuple[str, ...]], dense: Path,
