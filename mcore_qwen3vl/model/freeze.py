@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch.distributed as dist
 
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.model.flops import Trained
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 
 PARTS = {
@@ -43,7 +46,8 @@ class Freezing:
         self._frozen = {pattern: _compile(pattern) for pattern in frozen}
         self._trainable = {pattern: _compile(pattern) for pattern in trainable}
         self._used: set[str] = set()
-        self._trains = False
+        self._trained: Counter[str] = Counter()  # values, by part
+        self._values: Counter[str] = Counter()
 
     def train(self, patterns: Iterable[str]) -> None:
         """Train these too, before the next :meth:`apply`.
@@ -68,29 +72,36 @@ class Freezing:
             trains = not stop and bool(keep or not self._trainable) and parameter.numel() > 0
             parameter.requires_grad_(trains)
             self._used |= stop | keep
-            self._trains |= trains
+            self._values[part_of(name)] += parameter.numel()
+            self._trained[part_of(name)] += parameter.numel() * trains
             if not trains:
                 frozen.append(name)
         return frozen
 
-    def check(self) -> None:
+    def check(self) -> Trained:
         """Refuse a pattern that selects nothing anywhere, and to train nothing; all ranks call it.
+
+        Returns:
+            How much trains, over all ranks.
 
         Raises:
             BadInput: naming the patterns.
         """
-        everywhere: list[tuple[set[str], bool]] = [(set(), False)] * dist.get_world_size()
-        dist.all_gather_object(everywhere, (self._used, self._trains))
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, (self._used, self._trained, self._values))
         patterns = {*self._frozen, *self._trainable}
-        unused = sorted(patterns.difference(*(used for used, _ in everywhere)))
+        unused = sorted(patterns.difference(*(used for used, _, _ in everywhere)))
         if unused:
             raise BadInput(
                 f"--freeze/--trainable {' '.join(unused)} selects no parameter. Use "
                 f"{', '.join(PARTS)}, or a regular expression for the start of names such as "
                 "decoder.layers.0.mlp, visual.blocks, embedding or output_layer."
             )
-        if not any(trains for _, trains in everywhere):
+        trained: Counter[str] = sum((counts for _, counts, _ in everywhere), Counter())
+        if not trained.total():
             raise BadInput("--freeze/--trainable leave no parameter to train: freeze less.")
+        values: Counter[str] = sum((counts for _, _, counts in everywhere), Counter())
+        return Trained(**{part: trained[part] / values[part] for part in PARTS})
 
 
 def part_of(name: str) -> str:

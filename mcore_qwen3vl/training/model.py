@@ -12,6 +12,7 @@ from megatron.training.argument_utils import core_transformer_config_from_args
 from megatron.training.checkpointing import checkpoint_exists
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.model.flops import Trained
 from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.training.lora.run import LoraRun
@@ -35,6 +36,7 @@ def model_provider(
     args: argparse.Namespace,
     architecture: Architecture,
     lora: LoraRun | None = None,
+    on_trained: Callable[[Trained], None] = lambda trained: None,
     **config_overrides: Any,
 ) -> Callable[..., Qwen3VLModel]:
     """The provider for ``megatron.training.pretrain``.
@@ -43,6 +45,7 @@ def model_provider(
         args: of :func:`mcore_qwen3vl.training.arguments.parser.parse`.
         architecture: the model's shape.
         lora: what is trained instead of the model's own weights.
+        on_trained: is told how much trains, once the last chunk of a rank is built.
         config_overrides: ``TransformerConfig`` fields that no flag sets.
 
     Returns:
@@ -86,7 +89,7 @@ def model_provider(
         freezing.apply(model)
         stages = args.virtual_pipeline_model_parallel_size or 1
         if vp_stage in (None, stages - 1):
-            freezing.check()
+            on_trained(freezing.check())
         return model
 
     return provide

@@ -16,6 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
+from mcore_qwen3vl.model.flops import Trained
 from mcore_qwen3vl.training.arguments.checks import check_device
 from mcore_qwen3vl.training.arguments.defaults import statement
 from mcore_qwen3vl.training.arguments.early import check_early
@@ -213,10 +214,14 @@ class Run:
                 self.args,
                 self.architecture,
                 self.lora,
+                self._note_trained,
                 # No method: Megatron copies the config deeply, and a method's object with it.
                 finalize_model_grads_func=lambda *args, **kw: self._finalize_gradients(*args, **kw),
             ),
         )
+
+    def _note_trained(self, trained: Trained) -> None:
+        self.metrics.trained = self.data.trained = trained
 
     def _load_checkpoint(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         from mcore_qwen3vl.training.checkpoints.resume import choose_checkpoint, explained

@@ -46,3 +46,30 @@ def test_flops_are_those_that_torch_counts(is_moe: bool, dense: Path, moe: Path)
     # rotary tables are matrix products too, small ones.
     language = of("Global") - of(vision)
     assert language * 3 == pytest.approx(flops.language(a, tokens, 2 * tokens**2), rel=0.01)
+
+
+@pytest.mark.parametrize("trains", ["visual.blocks", "language_model", "merger"])
+def test_what_is_frozen_costs_no_gradients(trains: str, dense: Path) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    a = Architecture.from_hf(dense)
+    model = AutoModelForImageTextToText.from_pretrained(
+        dense, dtype=torch.float32, attn_implementation="eager"
+    )
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trains in name)
+    ids = torch.full([1, 40], 7)
+    ids[0, 5:17] = a.image_token_id
+    with FlopCounterMode(display=False) as counter:
+        logits = model(
+            input_ids=ids,
+            pixel_values=torch.randn(48, a.vision.patch_dim),
+            image_grid_thw=torch.tensor([[1, 6, 8]]),
+            mm_token_type_ids=(ids == a.image_token_id).int(),
+        ).logits
+        logits.sum().backward()
+    words = ("blocks", "merger", "language")
+    trained = flops.Trained(*(float(word in trains) for word in words))
+    counted = flops.language(a, 40, 2 * 40**2, trained) + flops.vision(a, 48, 48**2, trained)
+    assert counter.get_total_flops() == pytest.approx(counted, rel=0.06)
+    assert counted < 0.94 * (flops.language(a, 40, 2 * 40**2) + flops.vision(a, 48, 48**2))

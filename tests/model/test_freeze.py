@@ -46,7 +46,12 @@ def frozen_and_trained(
     freezing = Freezing(frozen, trainable)
     stopped = freezing.apply(model)
     trained = [global_name(model, n) for n, p in model.named_parameters() if p.requires_grad]
-    freezing.check()
+    shares = freezing.check()
+    values = {n: p.numel() for n, p in model.named_parameters() if part_of(n) == "vision"}
+    if model.pre_process:
+        kept = sum(count for name, count in values.items() if name in trained)
+        assert shares.vision == kept / sum(values.values())
+    assert 0 <= shares.language <= 1
     return stopped, trained
 
 

@@ -25,6 +25,7 @@ from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.data.records.bad_samples import sample_id
 from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample
 from mcore_qwen3vl.model import flops
+from mcore_qwen3vl.model.flops import ALL, Trained
 
 
 class BalancedTaskEncoder(Qwen3VLTaskEncoder):
@@ -43,15 +44,17 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
         dp_rank: int,
         dp_size: int,
         num_workers: int,
+        trained: Trained,
     ) -> None:
         """
         Args:
             architecture, processor, config, sources: as for the base class.
             dp_rank, dp_size: place among the data-parallel ranks.
             num_workers: data workers of a rank, which contribute to a step in turns.
+            trained: how much of the model trains.
         """
         super().__init__(architecture, processor, config, sources)
-        self._architecture = architecture
+        self._architecture, self._trained = architecture, trained
         self._rank, self._ranks = dp_rank, dp_size
         self._rows_per_step = max(1, config.micro_batches // max(1, num_workers))
         self._data_sets: list[MeasuredFactory] = []
@@ -119,7 +122,9 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
         return divide(measures, self.config.seq_length, **options)
 
     def _measure(self, size: Size) -> Measure:
-        return Measure(self.config.padded(size.tokens), extra_work(self._architecture, size))
+        return Measure(
+            self.config.padded(size.tokens), extra_work(self._architecture, size, self._trained)
+        )
 
     @stateless
     def postencode_sample(self, sample: Any) -> EncodedSample:
@@ -147,13 +152,13 @@ def size_of(plan: Plan) -> Size:
     )
 
 
-def extra_work(architecture: Architecture, size: Size) -> float:
+def extra_work(architecture: Architecture, size: Size, trained: Trained = ALL) -> float:
     """FLOPs of a sample beyond those of its tokens' linear layers.
 
     A pack is as long as `seq_length` whatever is in it, so those cost the same in all.
     """
-    attention = flops.language(architecture, 0, float(size.tokens) ** 2)
-    return attention + flops.vision(architecture, size.patches, size.squared_frames)
+    attention = flops.language(architecture, 0, float(size.tokens) ** 2, trained)
+    return attention + flops.vision(architecture, size.patches, size.squared_frames, trained)
 
 
 def _settings(processor: Any, config: DataConfig) -> str:

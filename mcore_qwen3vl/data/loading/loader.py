@@ -25,6 +25,7 @@ from mcore_qwen3vl.data.loading.state import from_plain, to_plain
 from mcore_qwen3vl.data.loading.worker import start_worker
 from mcore_qwen3vl.data.scores import References
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.model.flops import ALL, Trained
 
 _PREFETCHED = 2  # batches that a data worker keeps ready
 _BACK = 2  # batches that a state may lie behind what was read
@@ -83,6 +84,7 @@ class Loader(Iterator[Batch]):
         split: Literal["train", "val", "test"] = "train",
         seed: int = 0,
         checkpoint_every_seconds: float = 60.0,
+        trained: Trained = ALL,
     ) -> None:
         """
         Args:
@@ -98,6 +100,7 @@ class Loader(Iterator[Batch]):
             seed: of the shuffling.
             checkpoint_every_seconds: how often a worker notes its state. Resuming redoes and
                 discards what it prepared since.
+            trained: how much of the model trains, for balanced work.
 
         Raises:
             BadInput: a data set is missing or empty, or leaves a worker of this rank without data.
@@ -112,6 +115,7 @@ class Loader(Iterator[Batch]):
             dp_rank=dp_rank,
             dp_size=dp_size,
             num_workers=num_workers,
+            trained=trained,
         )
         workers = WorkerConfig(
             # Balanced, all ranks go through one order of samples, and each takes its part.
@@ -242,13 +246,13 @@ def _encoder(
     architecture: Architecture,
     processor: Any,
     config: DataConfig,
-    **place: int,
+    **balancing: Any,
 ) -> Any:
     """Of single sequences, balanced or not, or of pairs with what lies beside `sources`."""
     if config.pairs and config.balance:
         raise BadInput("--balance does not weigh preference pairs: leave it out with --loss dpo.")
     if config.balance:
-        return BalancedTaskEncoder(architecture, processor, config, sources, **place)
+        return BalancedTaskEncoder(architecture, processor, config, sources, **balancing)
     if not config.pairs:
         return Qwen3VLTaskEncoder(architecture, processor, config, sources)
     beside = [References.beside(source.path) for source in sources] if config.references else None

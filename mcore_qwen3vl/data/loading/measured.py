@@ -12,7 +12,10 @@ import json
 import logging
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +30,11 @@ from megatron.energon.wrappers.map_dataset import MapDataset
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.data.loading.stand_in import origin, stand_ins
+from mcore_qwen3vl.errors import BadInput
 
 log = logging.getLogger(__name__)
 
-_CHUNK = 64  # samples that a process measures at a time
+_CHUNK, _CHUNKS = 64, 10_000  # samples that a process measures at a time, at least; most chunks
 PATIENCE = 6 * 3600.0
 """Seconds that other ranks wait for the one that measures."""
 
@@ -217,32 +221,42 @@ def _measured(
     factory: MeasuredFactory, measuring: Measuring, processes: int
 ) -> list[Size | Unusable]:
     """In processes of their own, always: readers opened here would share positions with workers."""
-    count = factory.count()
-    title = f"measuring {origin(factory.path)}, once, to balance work"
-    starts = range(0, count, _CHUNK)
-    context = multiprocessing.get_context("fork")
+    count, path = factory.count(), origin(factory.path)
+    starts = range(0, count, max(_CHUNK, count // _CHUNKS))
+    pool = ProcessPoolExecutor(
+        max(1, min(processes, len(starts))),
+        multiprocessing.get_context("fork"),
+        _begin,
+        (factory, measuring, starts.step),
+    )
+    title = f"measuring {path}, once, to balance work"
     sizes: list[Size | Unusable] = []
-    with (
-        context.Pool(max(1, min(processes, len(starts))), _begin, (factory, measuring)) as pool,
-        console.count_progress(title, count, "samples") as show,
-    ):
-        for chunk in pool.imap(_measure_chunk, starts):
-            sizes += chunk
-            show(len(sizes))
+    try:
+        with pool, console.count_progress(title, count, "samples") as show:
+            for chunk in pool.map(_measure_chunk, starts):
+                sizes += chunk
+                show(len(sizes))
+    except BrokenProcessPool:
+        raise BadInput(
+            f"A process that measured {path} was killed, by a signal or for want of memory. Start "
+            "again, or leave measuring out with --no-balance."
+        ) from None
     return sizes
 
 
-_task: tuple[MeasuredFactory, Measuring]
+_task: tuple[MeasuredFactory, Measuring, int]
 
 
-def _begin(factory: MeasuredFactory, measuring: Measuring) -> None:
+def _begin(*task: Any) -> None:
     global _task
-    _task = factory, measuring
+    _task = task
+    for number in (signal.SIGTERM, signal.SIGINT):  # a rank's own handlers finish a step first
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _measure_chunk(start: int) -> list[Size | Unusable]:
-    factory, measuring = _task
-    stop = min(start + _CHUNK, factory.count())
+    factory, measuring, step = _task
+    stop = min(start + step, factory.count())
     return [_measure_one(factory, measuring, index) for index in range(start, stop)]
 
 

@@ -17,6 +17,7 @@ from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.data.loading.loader import Loader, load_processor
 from mcore_qwen3vl.data.loading.sources import Source, parse_sources
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.model.flops import ALL
 from mcore_qwen3vl.model.sequence import length_multiple
 from mcore_qwen3vl.training.feed import state as data_state
 from mcore_qwen3vl.training.feed.batches import SharedBatches
@@ -76,6 +77,8 @@ class DataProvider:
         self._streams: tuple[SharedBatches, SharedBatches | None] | None = None
         self.train_loader: Loader | None = None
         """On ranks that read."""
+        self.trained = ALL
+        """How much trains, for the work of a pack."""
 
     def __call__(
         self, sample_counts: Sequence[int], vp_stage: int | None = None
@@ -133,6 +136,7 @@ class DataProvider:
             num_workers=args.num_workers,
             split=split,
             seed=args.seed,
+            trained=self.trained,
         )
 
     def _reads(self) -> bool:

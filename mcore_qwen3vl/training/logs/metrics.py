@@ -72,6 +72,7 @@ class Metrics:
             clock: seconds.
         """
         self._architecture = architecture
+        self.trained = flops.ALL
         self._peak = peak_tflops or device_peak_tflops()
         self._clock = clock
         self._work = Work()
@@ -112,7 +113,8 @@ class Metrics:
     ) -> dict[str, float]:
         tokens, capacity, trained, media, patches, skipped, dropped, lengths, frames = total
         a = self._architecture
-        operations = flops.language(a, tokens, lengths) + flops.vision(a, patches, frames)
+        operations = flops.language(a, tokens, lengths, self.trained)
+        operations += flops.vision(a, patches, frames, self.trained)
         tflops = operations / seconds / dist.get_world_size() / 1e12
         report = {
             "tokens/s": tokens / seconds,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import os
+import signal
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +17,7 @@ import pytest
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data import DataConfig, Loader, Source, redistribute
+from mcore_qwen3vl.data.loading import measured
 from mcore_qwen3vl.errors import BadInput
 from tests.data.conftest import WriteJsonl, chat, question
 
@@ -100,6 +103,26 @@ def test_sizes_are_measured_once_and_again_when_something_changes(
     data.write_text(data.read_text() + json.dumps(question(1)) + "\n")
     make(data, 0)
     assert len(files()) == 3
+
+
+def test_a_signal_ends_measuring_whatever_the_rank_does_with_it(
+    make: Callable[..., Loader], data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank's own handler finishes a step first, and is inherited."""
+
+    def killed(*args: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, lambda *args: None)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(measured, "_measure_one", killed)
+            with pytest.raises(BadInput, match=r"measured .*data.jsonl was killed.*--no-balance"):
+                make(data, 0)
+        assert not list(data.parent.glob("*.sizes"))
+        make(data, 0)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize("stop", [0, 1, 5])
