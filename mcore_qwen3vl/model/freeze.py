@@ -101,7 +101,7 @@ class Freezing:
         if not trained.total():
             raise BadInput("--freeze/--trainable leave no parameter to train: freeze less.")
         values: Counter[str] = sum((counts for _, _, counts in everywhere), Counter())
-        return Trained(**{part: trained[part] / values[part] for part in PARTS})
+        return Trained(**{part: trained[part] / max(values[part], 1) for part in PARTS})
 
 
 def part_of(name: str) -> str:

@@ -50,7 +50,10 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda model, optimizer: None)
 
     from mcore_qwen3vl.training import run
     from mcore_qwen3vl.training.feed import provider
-    from mcore_qwen3vl.training.pretended_stages import shapes_from_neighbours
+    from mcore_qwen3vl.training.pretended_stages import (
+        patterns_of_other_stages,
+        shapes_from_neighbours,
+    )
 
     watch = _Watch(rank, on_setup)
     with (
@@ -62,6 +65,7 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda model, optimizer: None)
         ),
         mock.patch.object(training, "train_step", watch.step(training.train_step)),
         shapes_from_neighbours(),
+        patterns_of_other_stages(),
     ):
         run.main(argv)
 

@@ -1,8 +1,9 @@
-"""Tensors from other pipeline stages, where their shapes are sent too and nobody sends them.
+"""What one pipeline stage knows from the others, where there are none.
 
-Under variable-length transfers (``--pad-to-longest``, or DeepStack features that later stages need)
-a stage learns the shape of what comes from its neighbour. On the pretended device that shape is
-zeros, and the tensor empty: it is given here the shape that the neighbour's would have.
+Tensors under variable-length transfers (``--pad-to-longest``, or DeepStack features that later
+stages need): a stage learns the shape of what comes from its neighbour. On the pretended device
+that shape is zeros, and the tensor empty: it is given here the shape that the neighbour's would
+have.
 """
 
 from __future__ import annotations
@@ -15,8 +16,23 @@ from unittest import mock
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from mcore_qwen3vl.model.flops import Trained
+from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.fusion import FusionPlan
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+
+
+@contextmanager
+def patterns_of_other_stages() -> Iterator[None]:
+    """Inside, ``--freeze`` may name what this stage has nothing of: another one may, unseen."""
+    check = Freezing.check
+
+    def of_one_stage(self: Freezing) -> Trained:
+        self._used |= {*self._frozen, *self._trainable}
+        return check(self)
+
+    with mock.patch.object(Freezing, "check", of_one_stage):
+        yield
 
 
 @contextmanager

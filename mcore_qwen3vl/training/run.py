@@ -63,6 +63,9 @@ def _choose_device(cpu: bool) -> None:
         check_device(cpu=False)
         # Megatron before Blackwell orders its overlapped transfers by this.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        # Transformer Engine counts the tensors of a call over all parameters against this, and its
+        # 20 MiB are too few for the adapters of all experts.
+        os.environ.setdefault("NVTE_TENSOR_HANDLE_POOL_SIZE_MB", "200")
 
 
 class Run:

@@ -174,6 +174,15 @@ def test_a_rank_that_is_sent_its_batches_is_refused(workbench: Workbench, tmp_pa
         _tiny_rank(workbench, tmp_path, 1)
 
 
+def test_a_later_stage_takes_patterns_that_select_nothing_of_it(
+    workbench: Workbench, tmp_path: Path
+) -> None:
+    """The tower is on the first stage, which is not there to say so."""
+    layout = ("--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "2")
+    report = _tiny_rank(workbench, tmp_path, 1, *layout, "--freeze", "vision", "aligner")
+    assert report.facts["without gradient"] == []
+
+
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_batches_wait_for_nothing_read_ahead_or_not(
     workers: int, workbench: Workbench, tmp_path: Path

@@ -157,7 +157,8 @@ def test_a_webdataset_of_pairs_trains_and_validates_as_the_file(
         return [{n: v for n, v in entry.items() if "/s" not in n} for entry in entries]
 
     found = figures(as_tar(pairs, tmp_path / "tar"))
-    assert found == figures(pairs)
+    # Rounding depends on where in memory a tensor lies.
+    assert found == [pytest.approx(entry, rel=OTHER_LAYOUT) for entry in figures(pairs)]
     validation = [entry for entry in found if "validation dpo loss" in entry]
     assert len(validation) == 2
     assert validation[0]["validation rewards margin"] != found[0]["rewards margin"] != 0
