@@ -155,16 +155,7 @@ def tiny_model(folder: Path) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--hf-model", type=Path, help="checkpoint with config and processor")
-    parser.add_argument("--samples", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seq-length", type=int, default=8192)
-    parser.add_argument("--output", type=Path, help="write the JSON here, too")
-    args = parser.parse_args()
-
-    torch.set_num_threads(1)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    args = arguments(__doc__)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         model = args.hf_model or tiny_model(folder / "model")
@@ -178,6 +169,24 @@ def main() -> None:
             )
             for kind in ("image", "text")
         }
+    report(results, args)
+
+
+def arguments(text: str | None) -> argparse.Namespace:
+    """Of this benchmark and of `formats.py`; one thread from here on."""
+    parser = argparse.ArgumentParser(description=text.splitlines()[0] if text else None)
+    parser.add_argument("--hf-model", type=Path, help="checkpoint with config and processor")
+    parser.add_argument("--samples", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seq-length", type=int, default=8192)
+    parser.add_argument("--output", type=Path, help="write the JSON here, too")
+    torch.set_num_threads(1)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    return parser.parse_args()
+
+
+def report(results: dict[str, Any], args: argparse.Namespace) -> None:
+    """Print them as JSON, and write them where the flags say."""
     text = json.dumps({"threads": 1, "seq_length": args.seq_length, **results}, indent=2)
     print(text)
     if args.output:

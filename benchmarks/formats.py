@@ -11,10 +11,8 @@ measures these are. ``ours`` is what one data worker does, to packed batches who
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
-import os
 import tarfile
 import tempfile
 from pathlib import Path
@@ -22,8 +20,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
-from data import measure_against, tiny_model, write_samples
+from data import arguments, measure_against, report, tiny_model, write_samples
 from datasets import Dataset, Features, List, Value
 from datasets import Image as ImageFeature
 
@@ -72,16 +69,7 @@ def write_all(folder: Path, samples: int) -> dict[str, Path]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--hf-model", type=Path, help="checkpoint with config and processor")
-    parser.add_argument("--samples", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seq-length", type=int, default=8192)
-    parser.add_argument("--output", type=Path, help="write the JSON here, too")
-    args = parser.parse_args()
-
-    torch.set_num_threads(1)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    args = arguments(__doc__)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         model = args.hf_model or tiny_model(folder / "model")
@@ -92,10 +80,7 @@ def main() -> None:
             )
             for name, path in kinds.items()
         }
-    text = json.dumps({"threads": 1, "seq_length": args.seq_length, **results}, indent=2)
-    print(text)
-    if args.output:
-        args.output.write_text(text + "\n", encoding="utf-8")
+    report(results, args)
 
 
 if __name__ == "__main__":

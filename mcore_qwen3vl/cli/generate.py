@@ -6,13 +6,13 @@ import os
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.cli import sources
-from mcore_qwen3vl.cli.options import Json, layout_flags
+from mcore_qwen3vl.cli.options import ConfigSource, Cpu, Dtype, Json, Spec, layout_flags
 from mcore_qwen3vl.layout import Layout
 
 
@@ -44,20 +44,13 @@ def generate(
     top_p: Annotated[float | None, typer.Option(help="Draw from this much probability.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Draw from the likeliest tokens.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of the draws; default: a random one.")] = None,
-    dtype: Annotated[
-        Literal["config", "bf16", "fp16", "fp32"],
-        typer.Option(help="Of weights and computation; config: what the checkpoint's says."),
-    ] = "config",
-    spec: Annotated[
-        Literal["torch", "te"], typer.Option(help="te needs Transformer Engine and a GPU.")
-    ] = "torch",
-    hf_model: Annotated[
-        Path | None, sources.option("Config and processor, if the checkpoint has none.")
-    ] = None,
+    dtype: Dtype = "config",
+    spec: Spec = "torch",
+    hf_model: ConfigSource = None,
     lora: Annotated[
         Path | None, sources.adapter_option("PEFT adapter directory or hub id to answer with.")
     ] = None,
-    cpu: Annotated[bool, typer.Option("--cpu", help="Without a GPU, one process a rank.")] = False,
+    cpu: Cpu = False,
     json: Json = False,
 ) -> None:
     """Answer prompts about images and videos, word by word.

@@ -7,11 +7,12 @@ import inspect
 from collections.abc import Callable, Collection
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from mcore_qwen3vl import console
+from mcore_qwen3vl.cli import sources
 from mcore_qwen3vl.data.config import MediaLimits
 from mcore_qwen3vl.errors import CheckFailed
 from mcore_qwen3vl.layout import Layout
@@ -29,6 +30,17 @@ JsonFile = Annotated[
 ReportFolder = Annotated[
     Path | None, typer.Option("--report", help="Write report.json and report.html to this folder.")
 ]
+Dtype = Annotated[
+    Literal["config", "bf16", "fp16", "fp32"],
+    typer.Option(help="Of weights and computation; config: what the checkpoint's says."),
+]
+Spec = Annotated[
+    Literal["torch", "te"], typer.Option(help="te needs Transformer Engine and a GPU.")
+]
+ConfigSource = Annotated[
+    Path | None, sources.option("Config and processor, if the checkpoint has none.")
+]
+Cpu = Annotated[bool, typer.Option("--cpu", help="Without a GPU, one process a rank.")]
 Workers = Annotated[
     int | None, typer.Option(help="Parallel workers; the default suits the machine.")
 ]

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.cli import show, sources
 from mcore_qwen3vl.cli.generate import small_layout
-from mcore_qwen3vl.cli.options import Json, layout_flags, media_flags, require
+from mcore_qwen3vl.cli.options import (
+    ConfigSource,
+    Cpu,
+    Dtype,
+    Json,
+    Spec,
+    layout_flags,
+    media_flags,
+    require,
+)
 from mcore_qwen3vl.data.config import MediaLimits
 from mcore_qwen3vl.layout import Layout
 
@@ -42,20 +51,13 @@ def score(
     max_bad_fraction: Annotated[
         float, typer.Option(help="Stop when more than this share of the records is bad.")
     ] = 0.05,
-    dtype: Annotated[
-        Literal["config", "bf16", "fp16", "fp32"],
-        typer.Option(help="Of weights and computation; config: what the checkpoint's says."),
-    ] = "config",
-    spec: Annotated[
-        Literal["torch", "te"], typer.Option(help="te needs Transformer Engine and a GPU.")
-    ] = "torch",
-    hf_model: Annotated[
-        Path | None, sources.option("Config and processor, if the checkpoint has none.")
-    ] = None,
+    dtype: Dtype = "config",
+    spec: Spec = "torch",
+    hf_model: ConfigSource = None,
     lora: Annotated[
         Path | None, sources.adapter_option("PEFT adapter directory or hub id to score with.")
     ] = None,
-    cpu: Annotated[bool, typer.Option("--cpu", help="Without a GPU, one process a rank.")] = False,
+    cpu: Cpu = False,
     force: Annotated[
         bool, typer.Option("--force", help="Replace the output, finished or begun.")
     ] = False,
