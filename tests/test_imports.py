@@ -36,7 +36,7 @@ ORDER = (
     "runtime",
     "model",
     "data",
-    "loading",
+    "inference",
     "generation",
     "training",
     "verl",

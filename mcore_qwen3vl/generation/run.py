@@ -25,8 +25,8 @@ from mcore_qwen3vl.generation.generate import (
 )
 from mcore_qwen3vl.generation.prompts import Prompts, encode_prompts
 from mcore_qwen3vl.generation.sampling import Sampler, load_generation_config
+from mcore_qwen3vl.inference import hf_folder_of, load_chunks, on_all_ranks
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.loading import hf_folder_of, load_chunks, on_all_ranks
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from mcore_qwen3vl.data.loading.loader import load_processor
 from mcore_qwen3vl.data.records.preference import SIDES
 from mcore_qwen3vl.data.scores import facts_of, file_digest, scores_of
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.inference import hf_folder_of, load_chunks, on_all_ranks
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.loading import hf_folder_of, load_chunks, on_all_ranks
 from mcore_qwen3vl.model.sequence import length_multiple
 from mcore_qwen3vl.scoring.output import OVERLONG, Output, Tally
 from mcore_qwen3vl.scoring.records import Records, line_starts

@@ -178,7 +178,7 @@ def test_bad_input_is_one_message(
     folder: Path, capsys: Any, monkeypatch: Any, arguments: list[str], message: str
 ) -> None:
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("mcore_qwen3vl.loading.run_layout", pytest.fail)
+    monkeypatch.setattr("mcore_qwen3vl.inference.run_layout", pytest.fail)
     assert run(*arguments) == 2
     printed = capsys.readouterr()
     assert message in printed.err
