@@ -65,7 +65,7 @@ def rows(name: str, command: Command, found: Rehearsal) -> Iterator[str]:
     if "--lora-rank" in command.flags:  # whose memory the estimate knows from parsed flags alone
         yield from (_row(name, outcome, None) for outcome in found.outcomes)
         return
-    recompute = "full" if command.value("--recompute-granularity") == "full" else "none"
+    recompute = "full" if command.value("--recompute-granularity") == "full" else "cheap"
     work = memory.Workload(command.number("--seq-length", 8192))
     estimates = memory.by_stage(architecture_of(command), found.layout, work, recompute)
     for outcome in found.outcomes:
@@ -83,7 +83,7 @@ def _row(name: str, outcome: RoleOutcome, estimate: float | None) -> str:
         f"{outcome.spare / 1e9:.1f} ({outcome.spare / outcome.usable:.0%})",
         f"{estimate / 1e9:.1f} ({estimate / outcome.peak - 1:+.0%})" if estimate else "",
         f"{stage.counters['launches']:,}",
-        f"{sum(wait.count for wait in stage.waits):,}",
+        f"{outcome.waits:,}",
         f"{outcome.seconds:.0f}",
     )
     return f"| {' | '.join(cells)} |\n"

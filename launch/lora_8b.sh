@@ -4,8 +4,8 @@
 #
 # Layout: most of the memory is activations. TP 2 with SP halves them and leaves half of the GPU free,
 # for longer packs; TP 1 just fits.
-# Memory of a GPU, rehearsed with the torch spec: 33.5 GB reserved of 83.0, 32.9 held (weights 9.4,
-# gradients 0.1, optimizer 0.1, logits and loss 0.9, the rest 22.4).
+# Memory of a GPU, rehearsed with the torch spec: 24.0 GB reserved of 83.0, 23.6 held (weights 9.4,
+# gradients 0.1, optimizer 0.1, logits and loss 0.9, the rest 13.0).
 NODES=1
 source "${LAUNCH_DIR:-$(dirname "${BASH_SOURCE[0]}")}/common.sh"
 

@@ -58,9 +58,12 @@ def memory(
         float, typer.Option(min=0, max=1, help="Share of the tokens that are of images and videos.")
     ] = 0.5,
     recompute: Annotated[
-        Literal["none", "full"],
-        typer.Option(help="full: layers and vision blocks keep their inputs only."),
-    ] = "none",
+        Literal["none", "cheap", "full"],
+        typer.Option(
+            help="none: --keep-activations; cheap: as train does without flags; full: layers and "
+            "vision blocks keep their inputs only."
+        ),
+    ] = "cheap",
     json: Json = False,
 ) -> None:
     """Memory of a rank of each pipeline stage in training: modelled, not measured.

@@ -8,15 +8,18 @@ like that of the hidden states, whatever the number of layers in a region.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from mcore_qwen3vl.model.fusion import DeepStack
+from mcore_qwen3vl.model.remake import remaking, remember_outputs_of
 
 
 class DeepStackLayer(TransformerLayer):
@@ -26,11 +29,25 @@ class DeepStackLayer(TransformerLayer):
 
     Args:
         deepstack_layers: K, how many layers, counted from the first, have features.
+        remakes: outputs of norms, SwiGLU and rotary embedding are made again in the backward pass,
+            see :mod:`.remake`; under full recompute, which keeps one layer's at a time, they are
+            not.
     """
 
-    def __init__(self, *args: Any, deepstack_layers: int = 0, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, deepstack_layers: int = 0, remakes: bool = True, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.deepstack_layers = deepstack_layers
+        self.remakes = remakes and self.config.recompute_granularity != "full"
+        if self.remakes:
+            attention = self.self_attention
+            for norm in (
+                *(self.input_layernorm, self.pre_mlp_layernorm),
+                *(attention.q_layernorm, attention.k_layernorm),
+            ):
+                if not isinstance(norm, IdentityOp):
+                    remember_outputs_of(norm)
 
     def forward(
         self,
@@ -48,7 +65,8 @@ class DeepStackLayer(TransformerLayer):
         Returns:
             (s_local, B, H) hidden states, and `context` for the layers that follow.
         """
-        hidden, _ = super().forward(*args, **kwargs)
+        with remaking() if self.remakes else nullcontext():
+            hidden, _ = super().forward(*args, **kwargs)
         if context is not None and context_mask is not None:
             index = self.layer_number - 1 - (self.deepstack_layers - len(context))
             hidden = DeepStack(context.unbind(), context_mask).add_to(index, hidden)

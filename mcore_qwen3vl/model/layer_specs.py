@@ -6,6 +6,7 @@ and, for ``torch``, norms and core attention that know SP, CP and packing.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -13,6 +14,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -24,7 +26,9 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.attention import TorchAttention
 from mcore_qwen3vl.model.decoder import DeepStackLayer
+from mcore_qwen3vl.model.mlp import GatedMLP
 from mcore_qwen3vl.model.norm import RMSNorm, StandaloneRMSNorm
+from mcore_qwen3vl.model.remake import remember_fused_norms
 from mcore_qwen3vl.model.rope import RotarySelfAttention
 from mcore_qwen3vl.model.transformer_config import Spec
 
@@ -34,6 +38,7 @@ def block_spec(
     spec: Spec,
     *,
     deepstack_layers: int,
+    keep_activations: bool = False,
     vp_stage: int | None = None,
     pp_rank: int | None = None,
 ) -> TransformerBlockSubmodules:
@@ -43,6 +48,7 @@ def block_spec(
         config: from :func:`mcore_qwen3vl.model.transformer_config.transformer_config`.
         spec: ``torch`` or ``te``.
         deepstack_layers: how many layers, counted from the first, add visual features.
+        keep_activations: do without :mod:`.remake`.
         vp_stage: this chunk's virtual stage.
         pp_rank: this chunk's pipeline rank.
 
@@ -52,14 +58,16 @@ def block_spec(
     make = _te_layer if spec == "te" else _torch_layer
     if spec == "te":
         _require_transformer_engine()
+        remember_fused_norms()
         from megatron.core.extensions.transformer_engine import TENorm as Norm
     else:
         Norm = StandaloneRMSNorm
     kinds = {moe: make(config, moe) for moe in {_is_moe(config, i) for i in _all(config)}}
     for layer in kinds.values():
         layer.module = DeepStackLayer
-        layer.params = {"deepstack_layers": deepstack_layers}
+        layer.params = {"deepstack_layers": deepstack_layers, "remakes": not keep_activations}
         layer.submodules.self_attention.module = RotarySelfAttention
+        _own_mlp(layer.submodules)
     held = _layers_of_chunk(config, vp_stage, pp_rank)
     return TransformerBlockSubmodules(
         layer_specs=[kinds[_is_moe(config, i)] for i in held], layer_norm=Norm
@@ -91,6 +99,12 @@ def _te_layer(config: TransformerConfig, moe: bool) -> ModuleSpec:
         moe_grouped_gemm=config.moe_grouped_gemm,
         qk_layernorm=True,
     )
+
+
+def _own_mlp(layer: Any) -> None:
+    """Put our dense MLP in the place of mcore's."""
+    if getattr(layer.mlp, "func", None) == MLP.as_mlp_submodule:
+        layer.mlp = partial(GatedMLP.as_mlp_submodule, **layer.mlp.keywords)
 
 
 def _require_transformer_engine() -> None:

@@ -61,6 +61,8 @@ class Qwen3VLModel(GPTModel):
         pg_collection: process groups; default: those of Megatron's parallel state.
         recompute_vision: keep only the inputs of the tower's blocks, and compute them again in the
             backward pass; None: under full recompute of the decoder.
+        keep_activations: keep outputs of the decoder's norms, SwiGLU and rotary embedding for the
+            backward pass, instead of making them again there.
         head_chunk: losses are computed from the logits of this many tokens at a time; None: as
             many as fit a fixed size. 0: Megatron's own cross entropy, from all logits at once.
         kwargs: passed to :class:`GPTModel`.
@@ -83,6 +85,7 @@ class Qwen3VLModel(GPTModel):
         vp_stage: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         recompute_vision: bool | None = None,
+        keep_activations: bool = False,
         head_chunk: int | None = None,
         **kwargs: Any,
     ) -> None:
@@ -94,6 +97,7 @@ class Qwen3VLModel(GPTModel):
                 config,
                 spec,
                 deepstack_layers=deepstack_layers,
+                keep_activations=keep_activations,
                 vp_stage=vp_stage,
                 pp_rank=groups.pp.rank(),
             ),
@@ -129,6 +133,7 @@ class Qwen3VLModel(GPTModel):
                 architecture,
                 config,
                 group=groups.tp_cp,
+                fused_rotary=spec == "te",
                 recompute=(
                     config.recompute_granularity == "full"
                     if recompute_vision is None
@@ -156,6 +161,7 @@ class Qwen3VLModel(GPTModel):
         pg_collection: ProcessGroupCollection | None = None,
         vocab_size: int | None = None,
         recompute_vision: bool | None = None,
+        keep_activations: bool = False,
         head_chunk: int | None = None,
         **transformer_config_overrides: Any,
     ) -> Qwen3VLModel:
@@ -181,6 +187,7 @@ class Qwen3VLModel(GPTModel):
             spec=spec,
             vocab_size=vocab_size,
             recompute_vision=recompute_vision,
+            keep_activations=keep_activations,
             head_chunk=head_chunk,
             pre_process=pre_process,
             post_process=post_process,

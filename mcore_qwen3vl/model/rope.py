@@ -12,9 +12,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor, nn
+
+from mcore_qwen3vl.model.remake import recipe_of, remember
+from mcore_qwen3vl.model.rotation import turn, turn_fused
 
 
 class InterleavedMRoPE(nn.Module):
@@ -49,6 +51,25 @@ class InterleavedMRoPE(nn.Module):
         return torch.cat((angles, angles), dim=-1).unsqueeze(2)
 
 
+def apply_rotary(x: Tensor, angles: Tensor, *, fused: bool) -> Tensor:
+    """Turn queries or keys of one rank's tokens.
+
+    Args:
+        x: (s, B, heads, D).
+        angles: (s, B, 1, D), of :class:`InterleavedMRoPE`. Their sines are taken once for all
+            layers that are given this tensor, in the dtype of `x` as HF takes them.
+        fused: by Transformer Engine's kernel.
+    """
+    if fused:
+        return turn_fused(x, angles)
+    tables = getattr(angles, "tables", None)
+    if tables is None:
+        half = angles[..., : angles.shape[-1] // 2]
+        tables = half.cos().to(x.dtype), half.sin().to(x.dtype)
+        angles.tables = tables  # type: ignore[attr-defined]
+    return turn(x, *tables)
+
+
 class RotarySelfAttention(SelfAttention):
     """mcore's attention that turns queries and keys as soon as they are projected."""
 
@@ -62,9 +83,13 @@ class RotarySelfAttention(SelfAttention):
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
         query, key, *rest = super().get_query_key_value_tensors(*args, **kwargs)
         if self._angles is not None:
-            query, key = (
-                # Without cu_seqlens: the angles are those of the tokens at hand, packed or not.
-                apply_rotary_pos_emb(x, self._angles, self.config, cp_group=self.pg_collection.cp)
-                for x in (query, key)
-            )
+            fused = self.config.transformer_impl == "transformer_engine"
+            query, key = (_turned(x, self._angles, fused) for x in (query, key))
         return query, key, *rest
+
+
+def _turned(x: Tensor, angles: Tensor, fused: bool) -> Tensor:
+    turned, made = apply_rotary(x, angles, fused=fused), recipe_of(x)  # by the norm before
+    if made is None:
+        return turned
+    return remember(turned, lambda: apply_rotary(made(), angles, fused=fused))

@@ -28,11 +28,13 @@ _HOLDERS = (  # the first that the innermost file outside PyTorch contains
     ("transformer/moe/", "experts and router"),
     ("transformer/mlp.py", "MLP"),
     ("fusions/fused_bias_swiglu", "MLP"),
+    ("mcore_qwen3vl/model/mlp", "MLP"),
     ("mcore_qwen3vl/model/norm", "norms"),
     ("transformer/torch_norm", "norms"),
     ("mcore_qwen3vl/model/attention", "attention"),
     ("transformer/attention", "attention"),
     ("mcore_qwen3vl/model/rope", "attention"),
+    ("mcore_qwen3vl/model/rotation", "attention"),
     ("models/common/embeddings/rotary", "attention"),
     ("models/common/embeddings/language", "embedding"),
     ("mcore_qwen3vl/model/fusion", "embedding"),
@@ -54,6 +56,7 @@ _TRANSPARENT = (
     "tensor_parallel/layers",
     "tensor_parallel/mappings",
     "tensor_parallel/random",
+    "mcore_qwen3vl/model/remake",
 )
 
 

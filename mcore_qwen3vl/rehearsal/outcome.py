@@ -12,6 +12,7 @@ from mcore_qwen3vl.rehearsal.gpus import GIB, Gpu
 from mcore_qwen3vl.rehearsal.pipeline import Pipeline
 from mcore_qwen3vl.rehearsal.roles import Role
 from mcore_qwen3vl.runtime.pretended.report import Report, Stage
+from mcore_qwen3vl.training.phases import LOG
 
 SPARE = 0.05
 """Of the GPU's memory that a run should leave; the rest is not promised by a rehearsal."""
@@ -100,6 +101,12 @@ class RoleOutcome:
         names = ("without gradient", "not on the device")
         facts = self.report.facts
         return {name: facts[name] for name in names if self.ok and facts.get(name)}
+
+    @property
+    def waits(self) -> int:
+        """Of the host in one iteration, without what is logged every so often."""
+        stage = self.iteration
+        return sum(w.count for w in stage.waits if w.phase != LOG) if stage is not None else 0
 
     def to_dict(self) -> dict[str, Any]:
         """For ``--json``; sizes in bytes."""

@@ -151,7 +151,7 @@ def _candidate(
     seq_length = command.number("--seq-length", SEQ_LENGTH)
     step = Step(seq_length, rows, command.micro_batches, sample, side**2)
     work = memory.Workload(seq_length, rows)
-    estimate = memory.estimate(a, layout, work, "full" if recompute else "none").total
+    estimate = memory.estimate(a, layout, work, "full" if recompute else "cheap").total
     extra = (allowance_gib(layout) - allowance_gib(command.without(*_REPLACED).layout)) * 2**30
     return Candidate(
         command, flags, step_seconds(a, layout, gpu, step, recompute), estimate + extra

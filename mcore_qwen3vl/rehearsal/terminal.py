@@ -119,7 +119,7 @@ def _work(found: Rehearsal) -> None:
         if stage is not None:
             numbers = [
                 f"{stage.counters['launches']:,}",
-                f"{sum(wait.count for wait in stage.waits):,}",
+                f"{outcome.waits:,}",
                 f"{stage.flops.get('gemm', 0) / 1e12:,.1f}",
                 f"{stage.flops.get('attention', 0) / 1e12:,.1f}",
             ]

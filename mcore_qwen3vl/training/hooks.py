@@ -16,6 +16,7 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.training.late import Late
 
 Wrapper = Callable[..., Any]
 """``(original, *args, **kwargs) -> result``, in place of ``original(*args, **kwargs)``."""
@@ -40,28 +41,66 @@ def wrap(module: Any, wrappers: dict[str, Wrapper]) -> None:
         setattr(module, name, wrapped)
 
 
-def gather_items(
-    original: Any, item: Any, dtype: torch.dtype, group: Any = None, *_: Any, **__: Any
-) -> list[Any]:
-    """In place of ``dist_signal_handler.all_gather_item``: every rank's `item`, with one wait.
+class Signals:
+    """Which ranks have received a signal, as all of them knew it a step ago."""
 
-    Megatron's waits for the device once a rank of the world, each iteration.
-    """
-    own = torch.full((1,), item, dtype=dtype, device=torch.cuda.current_device())
-    everyone = own.new_empty(dist.get_world_size(group))
-    dist.all_gather_into_tensor(everyone, own, group=group)
-    return list(everyone.tolist())
+    def __init__(self) -> None:
+        self._gathered: Late | None = None
+
+    def gather(
+        self, original: Any, item: Any, dtype: torch.dtype, group: Any = None, *_: Any, **__: Any
+    ) -> list[Any]:
+        """In place of ``dist_signal_handler.all_gather_item``, without a wait.
+
+        Megatron's waits for the device once a rank of the world, each iteration.
+
+        Returns:
+            Every rank's item of the last call; nothing but zeros the first time.
+        """
+        own = torch.full((1,), item, dtype=dtype, device=torch.cuda.current_device())
+        everyone = own.new_empty(dist.get_world_size(group))
+        dist.all_gather_into_tensor(everyone, own, group=group)
+        before, self._gathered = self._gathered, Late(everyone)
+        return [0] * len(everyone) if before is None else before.read()
 
 
-def reduce_stat(original: Any, stat: float | Tensor | None, group: Any = None) -> float | None:
-    """In place of ``reduce_max_stat_across_model_parallel_group``, with one wait for three."""
-    group = mpu.get_model_parallel_group() if group is None else group
-    missing = -1.0  # as Megatron marks a rank that has none
-    device = torch.cuda.current_device()
+class Stats:
+    """The largest of the model-parallel ranks' numbers, some of which may have none."""
+
+    def __init__(self) -> None:
+        self._everyone_has: bool | None = None
+
+    def reduce(
+        self, original: Any, stat: float | Tensor | None, group: Any = None
+    ) -> float | Tensor | None:
+        """In place of ``reduce_max_stat_across_model_parallel_group``.
+
+        Megatron's waits for the device three times. This one does not, where every rank has a
+        number, which is asked once: the gradient norm is of all ranks, the learning rate the same.
+
+        Returns:
+            None if no rank has one.
+        """
+        group = mpu.get_model_parallel_group() if group is None else group
+        missing = -1.0  # as Megatron marks a rank that has none
+        if self._everyone_has is None:
+            self._everyone_has = not _largest(float(stat is None), group).item()
+        if self._everyone_has:
+            return stat.detach().reshape(()) if isinstance(stat, Tensor) else stat
+        found = float(_largest(missing if stat is None else stat, group).item())
+        return None if found == missing else found
+
+
+def _largest(stat: float | Tensor, group: Any) -> Tensor:
     if isinstance(stat, Tensor):
         own = stat.detach().float().reshape(1).clone()
     else:
-        own = torch.full((1,), missing if stat is None else stat, device=device)
+        own = torch.full((1,), stat, device=torch.cuda.current_device())
     dist.all_reduce(own, op=dist.ReduceOp.MAX, group=group)
-    found = float(own.item())
-    return None if found == missing else found
+    return own
+
+
+def success_of_all(original: Any, success: bool, group: Any = None, *, fp16: bool) -> bool:
+    """In place of ``logical_and_across_model_parallel_group``: only fp16's scaler skips a step."""
+    everyone: bool = original(success, group=group) if fp16 else success
+    return everyone

@@ -22,7 +22,7 @@ from mcore_qwen3vl.model.head.log_probs import CHUNK_LOGITS
 from mcore_qwen3vl.training.lora.flags import adapter_config, asked
 from mcore_qwen3vl.training.lora.parameters import trained_parameters
 
-Recompute = Literal["none", "full"]
+Recompute = Literal["none", "cheap", "full"]
 
 Trained = Counter[parameters.Group]
 """How many parameters of each group are trained, where not all are: a LoRA run's.
@@ -73,7 +73,7 @@ def estimate(
     a: Architecture,
     layout: Layout,
     work: Workload,
-    recompute: Recompute = "none",
+    recompute: Recompute = "cheap",
     trained: Trained | None = None,
 ) -> Memory:
     """Memory of the fullest rank under the distributed optimizer with bf16 weights.
@@ -82,7 +82,9 @@ def estimate(
         a: the model's shape.
         layout: all parallel sizes.
         work: the micro-batch.
-        recompute: ``none``, or ``full``: every decoder layer and vision block keeps its input only.
+        recompute: ``none`` is --keep-activations; ``cheap``: outputs of norms, SwiGLU and rotary
+            embedding are made again; ``full``: every decoder layer and vision block keeps its input
+            only.
         trained: see `Trained`; None: everything.
     """
     stages = by_stage(a, layout, work, recompute, trained)
@@ -93,7 +95,7 @@ def by_stage(
     a: Architecture,
     layout: Layout,
     work: Workload,
-    recompute: Recompute = "none",
+    recompute: Recompute = "cheap",
     trained: Trained | None = None,
 ) -> list[Memory]:
     """:func:`estimate` for a rank of each pipeline stage, in order."""
@@ -103,7 +105,9 @@ def by_stage(
 def of_arguments(args: argparse.Namespace, a: Architecture) -> Memory:
     """:func:`estimate` for validated Megatron arguments."""
     work = Workload(args.seq_length, args.micro_batch_size)
-    recompute: Recompute = "full" if args.recompute_granularity == "full" else "none"
+    recompute: Recompute = "none" if args.keep_activations else "cheap"
+    if args.recompute_granularity == "full":
+        recompute = "full"
     lora = asked(args)
     trained = trained_parameters(adapter_config(args, a), args.hf_model) if lora else None
     return estimate(a, layout_of(args), work, recompute, trained)
@@ -206,7 +210,8 @@ def _activations(
 ) -> float:
     """Stored activations of one rank: decoder layers of all micro-batches in flight, and vision."""
     layers = stage_layers(a, layout)[stage]
-    stored = [_layer_activations(a, layout, tokens, a.moe_layers[layer]) for layer in layers]
+    cheap = recompute == "cheap"
+    stored = [_layer_activations(a, layout, tokens, a.moe_layers[n], cheap) for n in layers]
     sequence_parts = layout.tp if layout.sp else 1
     if recompute == "full":
         inputs = ACTIVATION * a.hidden_size * tokens / sequence_parts
@@ -225,15 +230,19 @@ def in_flight(layout: Layout, stage: int) -> float:
     return (layout.pp * layout.vpp + layout.pp - 1 - 2 * stage) / layout.vpp
 
 
-def _layer_activations(a: Architecture, layout: Layout, tokens: float, moe: bool) -> float:
+def _layer_activations(
+    a: Architecture, layout: Layout, tokens: float, moe: bool, cheap: bool
+) -> float:
     h, local = a.hidden_size, tokens / (layout.tp if layout.sp else 1)
     query, key = a.num_attention_heads * a.head_dim, a.num_key_value_heads * a.head_dim
-    # Inputs of both norms and of the two blocks; q, k, v; q and k normalised and rotated;
-    # the attention's output.
-    values = 4 * h * local + (query + 2 * key + 2 * (query + key) + query) * tokens / layout.tp
+    # Inputs of both norms; q, k, v; the attention's output.
+    values = 2 * h * local + (2 * query + 2 * key) * tokens / layout.tp
+    inner = 2  # gate and up
+    if not cheap:  # what is made again: inputs of the two blocks, q and k rotated, and the product
+        values += 2 * h * local + (query + key) * tokens / layout.tp
+        inner += 1
     if not moe:
-        # Gate and up, their product.
-        return ACTIVATION * (values + 3 * a.intermediate_size * tokens / layout.tp)
+        return ACTIVATION * (values + inner * a.intermediate_size * tokens / layout.tp)
     # Rows that arrive at this rank's experts on average; each is the input of the experts and
     # their output before the weighted sum.
     rows = a.num_experts_per_tok * tokens / layout.tp * layout.etp
@@ -250,7 +259,7 @@ def _vision_activations(
     patches = tokens * v.spatial_merge_size**2 / (layout.tp * layout.cp)
     if recompute == "full":
         return ACTIVATION * patches * v.depth * v.hidden_size
-    # Inputs of both norms, q, k, v, q and k rotated in fp32, the attention's output, and what goes
-    # into the activation function; what comes out of it and of the norms is made again.
-    per_patch = v.depth * ((2 + 3 + 4 + 1) * v.hidden_size + v.intermediate_size)
+    # Inputs of both norms, q and k rotated, v, the attention's output, and what goes into the
+    # activation function; what comes out of it and of the norms is made again.
+    per_patch = v.depth * ((2 + 3 + 1) * v.hidden_size + v.intermediate_size)
     return ACTIVATION * patches * per_patch

@@ -75,6 +75,7 @@ def model_provider(
             pg_collection=pg_collection,
             vocab_size=args.padded_vocab_size,
             recompute_vision=args.recompute_vision,
+            keep_activations=args.keep_activations,
             head_chunk=args.head_chunk,
             **fields_of_all,
         )

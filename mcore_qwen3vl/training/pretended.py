@@ -20,10 +20,7 @@ from mcore_qwen3vl.data.loading.loader import Loader
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.pretended import rank as this_rank
 from mcore_qwen3vl.runtime.pretended.rank import Rank
-
-FORWARD_BACKWARD, FINALIZE = "forward and backward", "finalize gradients"
-"""Phases of an iteration to which waits of the host are booked; the rest is ``other``."""
-
+from mcore_qwen3vl.training.phases import FINALIZE, FORWARD_BACKWARD, LOG
 
 OnSetup = Callable[[list[nn.Module], Any], None]
 
@@ -64,6 +61,8 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda model, optimizer: None)
             watch.setup(training.setup_model_and_optimizer),
         ),
         mock.patch.object(training, "train_step", watch.step(training.train_step)),
+        mock.patch.object(run.Run, "_log", watch.in_phase(LOG, run.Run._log)),
+        mock.patch.object(run.Run, "_report", watch.in_phase(LOG, run.Run._report)),
         shapes_from_neighbours(),
         patterns_of_other_stages(),
     ):
@@ -105,7 +104,7 @@ class _Watch:
         ) -> Any:
             nonlocal done
             self._reached.clear()
-            finalize = self._in_phase(FINALIZE, config.finalize_model_grads_func)
+            finalize = self.in_phase(FINALIZE, config.finalize_model_grads_func)
             with mock.patch.object(config, "finalize_model_grads_func", finalize):
                 result = original(
                     forward_step,
@@ -114,7 +113,7 @@ class _Watch:
                     optimizer,
                     scheduler,
                     config,
-                    self._in_phase(FORWARD_BACKWARD, forward_backward),
+                    self.in_phase(FORWARD_BACKWARD, forward_backward),
                     *args,
                     **kwargs,
                 )
@@ -132,7 +131,7 @@ class _Watch:
         shapes = {"tokens": tuple(batch.input_ids.shape), "packed": packs, "patches": pixels}
         self._facts.setdefault("batch", shapes)
 
-    def _in_phase(self, name: str, function: Any) -> Any:
+    def in_phase(self, name: str, function: Any) -> Any:
         def booked(*args: Any, **kwargs: Any) -> Any:
             with self._rank.device.phase(name):
                 return function(*args, **kwargs)

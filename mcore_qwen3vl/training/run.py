@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import inspect
 import logging
-import math
 import os
 import signal
 import sys
 import threading
 import warnings
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -79,6 +79,7 @@ class Run:
         """
         from mcore_qwen3vl.config import Architecture
         from mcore_qwen3vl.training.feed.provider import DataProvider
+        from mcore_qwen3vl.training.late import NormCheck
         from mcore_qwen3vl.training.lora.run import LoraRun
         from mcore_qwen3vl.training.step.forward import ForwardStep
 
@@ -89,6 +90,7 @@ class Run:
         self.data = DataProvider(args, self.architecture, self.metrics.count)
         self.forward_step = ForwardStep(_objective(args))
         self.last_report: dict[str, float] = {}
+        self.norms = NormCheck()
         self._validated_at: int | None = None
         self._new_validation = True
         self._interrupted = False
@@ -141,7 +143,7 @@ class Run:
         def handler(*_: Any) -> None:
             if os.getpid() == rank:
                 self._interrupted = True
-                self.progress.say("stopping after this step")
+                self.progress.say("stopping after the next step")
                 signal.raise_signal(signal.SIGTERM)
 
         if threading.current_thread() is threading.main_thread():
@@ -162,7 +164,7 @@ class Run:
         from megatron.training import checkpointing, dist_signal_handler, pretrain, training
         from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-        from mcore_qwen3vl.training.hooks import gather_items, reduce_stat, wrap
+        from mcore_qwen3vl.training.hooks import Signals, Stats, success_of_all, wrap
         from mcore_qwen3vl.training.lora.run import keep_trained
         from mcore_qwen3vl.training.model import model_provider
         from mcore_qwen3vl.training.preference.flags import is_preference, reference_of
@@ -174,8 +176,8 @@ class Run:
         # Would compile a helper for GPT data sets, which are not used, by a Makefile that
         # megatron-core's wheel lacks; the first rank would exit for it.
         wrap(datasets, {"compile_helpers": lambda original: None})
-        # Waits once for the device, not once a rank of the world.
-        wrap(dist_signal_handler, {"all_gather_item": gather_items})
+        # Does not wait for the device, where Megatron's does once a rank of the world.
+        wrap(dist_signal_handler, {"all_gather_item": Signals().gather})
         # Holds only what trains.
         keep = {"generate_state_dict": keep_trained} if self.lora else {}
         wrap(checkpointing, keep)
@@ -196,9 +198,12 @@ class Run:
                 "training_log": self._log,
                 # Adds the learning rates by part.
                 "get_megatron_optimizer_config": self._optimizer_config,
-                # Waits once for the device.
-                "reduce_max_stat_across_model_parallel_group": reduce_stat,
-                # Makes torch's Adam fused and resumable.
+                # Do not wait for the device.
+                "reduce_max_stat_across_model_parallel_group": Stats().reduce,
+                "logical_and_across_model_parallel_group": partial(
+                    success_of_all, fp16=self.args.fp16
+                ),
+                # Makes torch's Adam fused and resumable, and asks the device for no loss scale.
                 "get_megatron_optimizer": self._optimizer,
             },
         )
@@ -249,6 +254,7 @@ class Run:
     def _export(self, model: Any, optimizer: Any, iteration: int) -> None:
         from mcore_qwen3vl.training.checkpoints.export import export
 
+        self.norms.settle()
         with self.metrics.paused():
             folder = export(self.args, model, optimizer, iteration, self.lora)
         self.progress.say(f"step {iteration}: exported to {folder}")
@@ -261,6 +267,7 @@ class Run:
 
         if (self.args.save, iteration) == self._resumed:  # a run that had nothing left to do
             return
+        self.norms.settle()
         with self.metrics.paused(), explained_save(self.args.save, iteration):
             if dist.get_rank() == 0:
                 save_companions(self.args)
@@ -310,11 +317,12 @@ class Run:
 
     def _optimizer(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         from mcore_qwen3vl.training.step.multi_tensor import use_fused_adam
-        from mcore_qwen3vl.training.step.optimizer import make_resumable
+        from mcore_qwen3vl.training.step.optimizer import make_resumable, scale_on_host
 
         optimizer = original(*args, **kwargs)
         use_fused_adam(optimizer)
         make_resumable(optimizer)
+        scale_on_host(optimizer)
         return optimizer
 
     def _finalize_gradients(
@@ -346,31 +354,28 @@ class Run:
 
         signature = inspect.signature(original)
         given = signature.bind(losses, totals, rate, iteration, *rest, **kw).arguments
-        self._check_norm(given["grad_norm"], iteration)
+        due = iteration % self.args.log_interval == 0
+        self._check_norm(given["grad_norm"], iteration, now=due)
         if losses and is_last_rank():  # as Megatron's own log
             self.progress.step(iteration, self.args.train_iters)
-            due = iteration % self.args.log_interval == 0
             if due or given.get("is_first_iteration"):
-                numbers = {name: float(loss) for name, loss in losses.items()}
-                numbers |= {"grad norm": given["grad_norm"], "learning rate": rate}
+                numbers: dict[str, Any] = {n: float(loss) for n, loss in losses.items()}
+                norm = given["grad_norm"]
+                numbers |= {"grad norm": None if norm is None else float(norm)}
+                numbers |= {"learning rate": rate}
                 numbers |= self.last_report if due else {}
                 self.progress.show(iteration, numbers)
                 if due and self.args.log_json:
                     metrics.append_json(self.args.log_json, {"iteration": iteration, **numbers})
         return original(losses, totals, rate, iteration, *rest, **kw)
 
-    def _check_norm(self, norm: float | None, iteration: int) -> None:
-        """Before a checkpoint can be saved, and without another wait for the device.
-
-        Megatron's own check waits twice for each bucket of gradients, inside the backward pass.
-        In fp16 the loss scaler skips such steps.
-        """
-        if norm is not None and not math.isfinite(norm) and not self.args.fp16:
-            raise FloatingPointError(
-                f"The gradient norm of iteration {iteration} is {norm}. No checkpoint holds its "
-                "step. Go on from the last one, with a lower --lr or other data; without "
-                "--no-check-for-nan-in-loss-and-grad Megatron says in which rank it appeared."
-            )
+    def _check_norm(self, norm: Any, iteration: int, *, now: bool) -> None:
+        """A step late, unless `now`. In fp16 the loss scaler skips such steps."""
+        if self.args.fp16:
+            return
+        self.norms.add(norm, iteration)
+        if now:
+            self.norms.settle()
 
     def _report(self, model: list[Any], iteration: int) -> None:
         from megatron.core import parallel_state

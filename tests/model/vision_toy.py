@@ -7,7 +7,12 @@ PyTorch on Hugging Face's tower, and shares no code with it.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +36,15 @@ ARCHITECTURE = Architecture.from_hf(tiny_config())
 LAYERS, HIDDEN, FFN, SEQ = 4, ARCHITECTURE.hidden_size, 56, 64
 # Double precision leaves room between rounding (2e-8 here) and any wrong wiring.
 DTYPE = torch.float64
+
+
+@contextmanager
+def exact_rotary(tower: type[nn.Module] = Qwen3VLVisionModel) -> Iterator[None]:
+    """HF's towers round queries and keys to float32, where HF's text model has the same without."""
+    modeling = sys.modules[tower.__module__]
+    exact = partial(modeling.apply_rotary_pos_emb, unsqueeze_dim=-2)
+    with mock.patch.object(modeling, "apply_rotary_pos_emb_vision", exact):
+        yield
 
 
 @dataclass
@@ -186,7 +200,8 @@ class Reference(nn.Module):
         encoded = []
         for token, pixels, grid in kinds:
             if pixels is not None:
-                out = self.visual(pixels, grid)
+                with exact_rotary():
+                    out = self.visual(pixels, grid)
                 layers = [out.pooler_output, *out.deepstack_features]
                 encoded.append((batch.input_ids == token, layers))
         return encoded

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.training.hooks import gather_items
-from mcore_qwen3vl.training.run import Run
+from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.training.hooks import Signals, Stats, success_of_all
 from mcore_qwen3vl.verify.curves.curve import curve_of, worst_difference
 from mcore_qwen3vl.verify.curves.job import Job, train
 
@@ -20,37 +20,52 @@ from mcore_qwen3vl.verify.curves.job import Job, train
 def _signals() -> tuple[list[int], list[int]]:
     from megatron.training import dist_signal_handler
 
-    here = int(dist.get_rank() == 1)
-    return gather_items(None, here, dtype=torch.int32), dist_signal_handler.all_gather_item(
+    here, signals = int(dist.get_rank() == 1), Signals()
+    assert signals.gather(None, here, dtype=torch.int32) == [0, 0, 0]
+    return signals.gather(None, 0, dtype=torch.int32), dist_signal_handler.all_gather_item(
         here, dtype=torch.int32
     )
 
 
-def test_a_signal_of_one_rank_reaches_all_as_megatrons_own_gather_tells_them() -> None:
+def test_a_signal_of_one_rank_reaches_all_a_step_later_as_megatrons_own_gather_tells_it() -> None:
     for ours, megatrons in run_layout(_signals, 3):
         assert ours == megatrons == [0, 1, 0]
 
 
-@pytest.mark.parametrize("norm", [float("nan"), float("inf")])
-def test_a_norm_that_is_no_number_stops_the_run(norm: float) -> None:
-    run = Run.__new__(Run)
-    run.args = Namespace(fp16=False)
-    with pytest.raises(FloatingPointError, match=r"norm of iteration 7 is (nan|inf)\. No check"):
-        run._check_norm(norm, 7)
-    for fine in (None, 0.0, 1e9):
-        run._check_norm(fine, 7)
-    run.args.fp16 = True  # the loss scaler skips the step
-    run._check_norm(norm, 7)
+def _stats(norms: list[float | None], rates: list[float | None]) -> list[Any]:
+    initialize(Layout.parse("pp3"))
+    rank, stats = dist.get_rank(), Stats()
+    norm = norms[rank]
+    own = None if norm is None else torch.tensor([norm])
+    return [
+        value if value is None else float(value)
+        for value in (stats.reduce(None, own), stats.reduce(None, rates[rank]))
+    ]
 
 
-def test_a_poisoned_step_is_not_saved(dense: Path, data: Path, tmp_path: Path) -> None:
+def test_every_rank_knows_norm_and_rate_if_any_has_them() -> None:
+    assert run_layout(_stats, 3, [2.0, 2.0, 2.0], [0.5, 0.5, 0.5]) == [[2.0, 0.5]] * 3
+    assert run_layout(_stats, 3, [None, 2.0, None], [None, 0.5, None]) == [[2.0, 0.5]] * 3
+    assert run_layout(_stats, 3, [None] * 3, [None] * 3) == [[None, None]] * 3
+
+
+def test_only_a_loss_scaler_asks_the_other_ranks_whether_a_step_was_taken() -> None:
+    assert success_of_all(None, True, fp16=False)
+    assert not success_of_all(lambda success, group: False, True, fp16=True)
+
+
+@pytest.mark.parametrize("log_interval", ["1", "50"])
+def test_a_poisoned_step_is_not_saved(
+    dense: Path, data: Path, tmp_path: Path, log_interval: str
+) -> None:
     """As the launch scripts run, without Megatron's check of every bucket."""
     from mcore_qwen3vl.runtime.launch import RanksFailed
 
     job = Job(dense, data, steps=2, flags=("--lr", "1e30", "--no-check-for-nan-in-loss-and-grad"))
     save = tmp_path / "save"
+    intervals = ("--save-interval", "100", "--log-interval", log_interval)
     with pytest.raises(RanksFailed, match="The gradient norm of iteration 2 is nan"):
-        train(job, tmp_path / "run", "--save", str(save), "--save-interval", "100")
+        train(job, tmp_path / "run", "--save", str(save), *intervals)
     assert not (save / "latest_checkpointed_iteration.txt").exists()
 
 

@@ -86,7 +86,9 @@ def test_recompute_and_parallelism_shrink_activations_as_they_should() -> None:
     )
     full = memory.estimate(a, Layout(), text, "full")
     inputs = 2 * a.hidden_size * 8192 * a.num_hidden_layers
-    one_layer = plain.activations / a.num_hidden_layers
+    whole = memory.estimate(a, Layout(), text, "none")
+    assert whole.activations > 1.4 * plain.activations
+    one_layer = whole.activations / a.num_hidden_layers
     assert full.activations == pytest.approx(inputs + one_layer)
 
 

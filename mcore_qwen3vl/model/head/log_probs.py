@@ -3,7 +3,7 @@
 The logits of 8k tokens of a vocabulary of 152k are 2.5 GB in bf16 and 5 GB in float32, of which
 cross entropy keeps and makes several. Here the forward pass reduces each chunk's logits to four
 numbers a token, and the backward pass computes them again: one more GEMM of the head for never
-holding more than a chunk.
+holding more than a chunk. Where there is one chunk only, and no entropy is asked for, it is kept.
 
 Ranks of a TP group hold different columns. Each reduces its own; two all-reduces over the numbers
 of all tokens then combine them, so there is none inside the loop. Gradients are this rank's
@@ -94,6 +94,10 @@ class _Options:
         size = self.chunk or max(CHUNK_LOGITS // self.columns.count, 1)
         return (slice(start, start + size) for start in range(0, tokens, size))
 
+    def alone(self, tokens: int) -> bool:
+        """Whether the one chunk that there is is kept, as its exponentials, for the backward."""
+        return not self.entropy and len(list(self.chunks(tokens))) == 1
+
     def logits(self, terms: Terms, rows: slice) -> Tensor:
         """(n, own columns) float32, for work in place."""
         (hidden, weight), *others = terms
@@ -116,6 +120,7 @@ class _TokenLogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, targets: Tensor, options: _Options, *sides: Tensor
     ) -> tuple[Tensor, Tensor | None]:
+        ctx.exponentials = None
         terms, hidden = _in_pairs(sides), sides[0]
         local, ours = options.find(targets)
         # Of this rank's columns: the maximum; then, relative to it, the sum of exponentials and the
@@ -127,11 +132,13 @@ class _TokenLogProbs(torch.autograd.Function):
         for rows in options.chunks(len(hidden)):
             logits = options.logits(terms, rows)
             _reduce(logits, local[rows], maximum[rows], sums[:, rows], options.entropy)
+            if options.alone(len(hidden)) and any(ctx.needs_input_grad):
+                ctx.exponentials = logits
             del logits  # before the next chunk's
         sums[1].masked_fill_(~ours, 0.0)
         total, target, entropies = _combine(maximum, sums, options.group)
         ctx.options = options
-        ctx.save_for_backward(local, ours, total, entropies, *sides)
+        ctx.save_for_backward(local, ours, total, entropies, maximum, *sides)
         return target - total, entropies if options.entropy else None
 
     @staticmethod
@@ -139,7 +146,7 @@ class _TokenLogProbs(torch.autograd.Function):
     def backward(
         ctx: Any, of_log_probs: Tensor, of_entropies: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        local, ours, total, entropies, *sides = ctx.saved_tensors
+        local, ours, total, entropies, maximum, *sides = ctx.saved_tensors
         terms, wanted = _in_pairs(sides), _in_pairs(ctx.needs_input_grad[2:])
         options: _Options = ctx.options
         of_log_probs = of_log_probs / options.temperature
@@ -147,17 +154,23 @@ class _TokenLogProbs(torch.autograd.Function):
         gradients = [
             _TermGradient(x, w, *of_term) for (x, w), of_term in zip(terms, wanted, strict=True)
         ]
+        kept, ctx.exponentials = ctx.exponentials, None
         for rows in options.chunks(len(local)):
-            shifted = options.logits(terms, rows).sub_(total[rows, None])
             factor = -of_log_probs[rows, None]
-            if options.entropy and of_entropies is not None:
-                of_entropy = of_entropies[rows, None] / options.temperature
-                factor = factor - (shifted + entropies[rows, None]).mul_(of_entropy)
-            gradient = shifted.exp_().mul_(factor)
+            if kept is not None:
+                gradient = kept.mul_((maximum - total).exp_()[:, None] * factor)
+                kept = None
+            else:
+                shifted = options.logits(terms, rows).sub_(total[rows, None])
+                if options.entropy and of_entropies is not None:
+                    of_entropy = of_entropies[rows, None] / options.temperature
+                    factor = factor - (shifted + entropies[rows, None]).mul_(of_entropy)
+                gradient = shifted.exp_().mul_(factor)
+                del shifted
             row = torch.arange(len(gradient), device=gradient.device)
             gradient[row, local[rows]] += of_target[rows]
             narrow = gradient.to(sides[0].dtype)
-            del shifted, factor, gradient
+            del factor, gradient
             for of_term in gradients:
                 of_term.add(narrow, rows)
             del narrow

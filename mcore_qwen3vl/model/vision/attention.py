@@ -1,4 +1,4 @@
-"""Attention inside each frame, registered with Hugging Face's attention interface."""
+"""The tower's attention: inside each frame, rotary embedding in few kernels."""
 
 from __future__ import annotations
 
@@ -6,51 +6,83 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionAttention
 
-# HF's vision attention hands the whole batch with its cu_seqlens, instead of splitting it by
-# numbers read from the device, to implementations that have "flash" in their name.
-FRAME_ATTENTION = "frame_flash_or_sdpa"
+from mcore_qwen3vl.model.rotation import turn, turn_fused
 
 
-def frame_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: None,
-    *,
-    frame_patches: tuple[int, ...],
-    cu_seq_lens_q: Tensor,
-    **_: Any,
-) -> tuple[Tensor, None]:
+class FrameAttention(Qwen3VLVisionAttention):
+    """HF's, with the rotary embedding of queries and keys at once; keeps no input of it.
+
+    Attributes:
+        fused: turn by Transformer Engine's kernel.
+    """
+
+    fused = False
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        position_embeddings: tuple[Tensor, Tensor],
+        cu_seqlens: Tensor,
+        frame_patches: tuple[int, ...],
+        **_: Any,
+    ) -> Tensor:
+        """
+        Args:
+            hidden_states: (P, hidden).
+            position_embeddings: cosines and sines, (P, head_dim) float32.
+            cu_seqlens: (F + 1,) int32 boundaries of the frames.
+            frame_patches: patches of each frame, F numbers that add up to P.
+
+        Returns:
+            (P, hidden).
+        """
+        qkv = self.qkv(hidden_states).view(len(hidden_states), 3, self.num_heads, -1)
+        pair, value = qkv.split((2, 1), dim=1)
+        turned = (_turned_fused if self.fused else _turned)(pair, *position_embeddings)
+        query, key = turned.unbind(1)
+        # A copy: a part of `qkv` would keep all of it for the backward.
+        value = value.squeeze(1).contiguous()
+        return self.proj(attend(query, key, value, cu_seqlens, frame_patches).flatten(1))
+
+
+def _turned(pair: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """(P, 2, heads, head_dim), in float32 inside, as HF does."""
+    half = cos.shape[-1] // 2
+    return turn(pair, *(table[:, None, None, :half] for table in (cos, sin)))
+
+
+def _turned_fused(pair: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    if not hasattr(cos, "angles"):  # once for all blocks
+        cos.angles = torch.atan2(sin, cos)[:, None, None]  # type: ignore[attr-defined]
+    return turn_fused(pair, cos.angles)  # type: ignore[attr-defined]
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, frame_patches: tuple[int, ...]
+) -> Tensor:
     """Full attention within each frame, none between frames.
 
     The variable-length kernel where it exists (CUDA, half precision); otherwise SDPA frame by
     frame, split by lengths that are known on the host.
 
     Args:
-        module: unused, HF's convention.
-        query, key, value: (1, heads, P, head_dim); scaled by 1 / sqrt(head_dim).
-        attention_mask: unused, HF's convention.
-        frame_patches: patches of each frame, F numbers that add up to P.
-        cu_seq_lens_q: (F + 1,) int32, the same as boundaries.
+        query, key, value: (P, heads, head_dim); scaled by 1 / sqrt(head_dim).
+        cu_seqlens: (F + 1,) int32, the frames' boundaries.
+        frame_patches: the same as lengths.
 
     Returns:
-        (1, P, heads, head_dim), and None for the attention weights.
+        (P, heads, head_dim).
     """
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
-        q, k, v = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))  # (P, heads, d)
-        # Not HF's maximum, which before transformers 5.15 is a number on the device.
         longest = max(frame_patches)
-        attended = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_q, longest, longest)
+        attended = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest)
         assert isinstance(attended, Tensor)  # no auxiliary output was asked for
-        return attended.unsqueeze(0), None
-    frames = zip(*(t.split(frame_patches, dim=2) for t in (query, key, value)), strict=True)
-    parts = [F.scaled_dot_product_attention(*frame) for frame in frames]  # (1, heads, p, d)
-    return torch.cat(parts, dim=2).transpose(1, 2), None
-
-
-AttentionInterface.register(FRAME_ATTENTION, frame_attention)
+        return attended
+    tensors = (t.transpose(0, 1).split(frame_patches, dim=1) for t in (query, key, value))
+    parts = [F.scaled_dot_product_attention(*frame) for frame in zip(*tensors, strict=True)]
+    return torch.cat(parts, dim=1).transpose(0, 1)

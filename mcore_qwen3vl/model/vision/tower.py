@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +37,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.model.inputs import PER_PATCH, VisualInputs, to_device
-from mcore_qwen3vl.model.vision.attention import FRAME_ATTENTION
+from mcore_qwen3vl.model.vision.attention import FrameAttention
 from mcore_qwen3vl.model.vision.interface import RotaryEmbedding, interpolation_arguments
 from mcore_qwen3vl.model.vision.lean import make_lean
 from mcore_qwen3vl.model.vision.sharing import Share, share_frames
@@ -52,6 +53,7 @@ class VisionTower(Qwen3VLVisionModel):
         work_sharing: divide the frames among the group. False: every rank encodes all of them.
         recompute: keep only each block's input and recompute the block in the backward. Otherwise
             only what :mod:`.lean` says.
+        fused_rotary: turn queries and keys by Transformer Engine's kernel.
     """
 
     def __init__(
@@ -62,9 +64,9 @@ class VisionTower(Qwen3VLVisionModel):
         group: torch.distributed.ProcessGroup | None = None,
         work_sharing: bool = True,
         recompute: bool = False,
+        fused_rotary: bool = False,
     ) -> None:
         super().__init__(Qwen3VLVisionConfig(**asdict(architecture.vision)))
-        self.config._attn_implementation = FRAME_ATTENTION
         self.patch_embed = _PatchEmbed(self.get_submodule("patch_embed.proj"))
         self.rotary_pos_emb = RotaryEmbedding(self.config)
         self.to(config.params_dtype)
@@ -76,6 +78,8 @@ class VisionTower(Qwen3VLVisionModel):
         for parameter in self.parameters():
             setattr(parameter, sum_over_tp if config.sequence_parallel else mean_over_tp, True)
         for block in self.blocks:
+            attention: Any = block.attn
+            attention.__class__, attention.fused = FrameAttention, fused_rotary
             if not recompute:
                 make_lean(block)
             else:

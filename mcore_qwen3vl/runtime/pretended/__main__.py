@@ -37,6 +37,9 @@ def make_parser() -> argparse.ArgumentParser:
         help="an upper bound of the memory that several streams hold",
     )
     parser.add_argument("--peak", action="store_true", help="say what held the memory at its peak")
+    parser.add_argument(
+        "--launches", action="store_true", help="say which lines start which kernels; slow"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole record here")
     parser.add_argument("-m", dest="module", action="store_true", help="PROGRAM is a module")
     parser.add_argument("program")
@@ -54,6 +57,8 @@ def main(argv: Sequence[str]) -> int:
     with one_rank(own.rank, own.world_size) as rank:
         if own.peak:
             peak.record()
+        if own.launches:
+            rank.device.watch_launches()
         code = _run(own.program, own.arguments, own.module)
         rank.end_stage("end")
         if own.peak:
@@ -97,6 +102,9 @@ def table(report: Report) -> str:
             f"{t.size / 1e6:10.2f} MB in {t.calls:5} calls of {t.operation} by {t.group}"
             for t in stage.traffic
         ]
+        if stage.launches:
+            lines += ["", f"launches in {stage.name}:"]
+        lines += [f"{n.count:6} {n.phase}: {n.kernel} at {n.place}" for n in stage.launches]
     lines += ["", *(_fact(name, value) for name, value in report.facts.items())]
     return "\n".join(lines)
 

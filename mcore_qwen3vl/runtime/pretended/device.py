@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import FrameType
 
-from mcore_qwen3vl.runtime.pretended.report import Wait
+from mcore_qwen3vl.runtime.pretended.report import Launch, Wait
 
 # In the order of the stub's enumerations (stub.h).
 COUNTERS = (
@@ -21,7 +23,9 @@ WAITS = (
     *("device synchronize", "stream synchronize", "event synchronize", "blocking copy"),
     *("copy to pageable", "copy from pageable", "cudaFree"),
 )
-_PLACES = 3  # Python frames kept of a wait
+_PLACES = 3  # Python frames kept of a wait or a launch
+_WORDS = 5  # kept of a kernel's name
+_LENGTH = re.compile(r"\d+")  # of the identifier that follows it
 NOT_THE_CALLER = ("/torch/", "/mcore_qwen3vl/runtime/pretended/", "<")
 
 
@@ -31,9 +35,9 @@ class Device:
     def __init__(self) -> None:
         self._library = ctypes.CDLL(None)
         self._library.pretended_counters.restype = ctypes.POINTER(ctypes.c_ulonglong)
-        self._library.pretended_kernel.restype = ctypes.c_ulonglong
         self._counts = self._library.pretended_counters()
         self._waits: Counter[tuple[str, str, str]] = Counter()
+        self._launches: Counter[tuple[str, str, str]] = Counter()
         self._phase = "other"
         # Kept, because the library calls it as long as it lives.
         self._callback = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_ulonglong)(self._waited)
@@ -55,13 +59,17 @@ class Device:
         """Each wait of the host so far, by phase, kind and place."""
         return [Wait(*key, count) for key, count in self._waits.items()]
 
-    def kernels(self) -> list[tuple[str, int]]:
-        """Mangled name and launches of each kernel (cuBLAS apart), most frequent first."""
-        index, name = ctypes.c_ulonglong(0), ctypes.c_char_p()
-        found: list[tuple[str, int]] = []
-        while n := self._library.pretended_kernel(ctypes.byref(index), ctypes.byref(name)):
-            found.append(((name.value or b"?").decode(), n))
-        return sorted(found, key=lambda kernel: -kernel[1])
+    def watch_launches(self, on: bool = True) -> None:
+        """Count kernels by name and place from now on, which takes a few times as long."""
+        # Kept, because the library calls it as long as it lives.
+        kind = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
+        self._on_launch = kind(self._launched) if on else kind()
+        self._library.pretended_on_launch(self._on_launch)
+
+    def new_launches(self) -> list[Launch]:
+        """What was launched since the last call of this, most frequent first."""
+        found, self._launches = self._launches, Counter()
+        return [Launch(*key, count) for key, count in found.most_common()]
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -75,6 +83,10 @@ class Device:
     def _waited(self, kind: int, size: int) -> None:
         self._waits[self._phase, WAITS[kind], _place(sys._getframe(1))] += 1
 
+    def _launched(self, name: bytes | None) -> None:
+        kernel = _readable((name or b"").decode()) or "product"
+        self._launches[self._phase, kernel, _place(sys._getframe(1))] += 1
+
 
 def _place(frame: FrameType | None) -> str:
     """The innermost frames outside PyTorch, innermost first."""
@@ -85,6 +97,21 @@ def _place(frame: FrameType | None) -> str:
             places.append(f"{short_path(file)}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back
     return " < ".join(places) or "autograd"
+
+
+@cache
+def _readable(mangled: str) -> str:
+    """The words of a mangled C++ name that tell kernels apart."""
+    words: list[str] = []
+    at = 0
+    while found := _LENGTH.search(mangled, at):
+        start = found.end()
+        at = start + int(found[0])
+        word = mangled[start:at]
+        told = word in {*words, "at", "native"}
+        if len(word) == int(found[0]) and word.isidentifier() and not told:
+            words.append(word)
+    return " ".join(words[:_WORDS])
 
 
 def short_path(file: str) -> str:

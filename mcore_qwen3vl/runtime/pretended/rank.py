@@ -51,6 +51,7 @@ class Rank:
             waits=self._new_waits(),
             traffic=self._new_traffic(),
             flops=dict(self.flops.counts),
+            launches=self.device.new_launches(),
         )
         self.flops.counts.clear()
         self._before = counters

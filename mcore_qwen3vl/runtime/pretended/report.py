@@ -18,6 +18,18 @@ class Wait:
 
 
 @dataclass(frozen=True)
+class Launch:
+    """Kernels of one name, started at one place."""
+
+    phase: str
+    kernel: str
+    """Words of its mangled name; ``product`` for those of NVIDIA's libraries."""
+    place: str
+    """As of a wait; ``autograd`` for the engine's own."""
+    count: int
+
+
+@dataclass(frozen=True)
 class Traffic:
     """What one process group was handed by this rank for one operation."""
 
@@ -47,6 +59,8 @@ class Stage:
     traffic: list[Traffic]
     flops: dict[str, int]
     """By the names of :data:`.flops.KINDS`."""
+    launches: list[Launch] = field(default_factory=list)
+    """Empty unless :meth:`.device.Device.watch_launches` was called."""
 
 
 @dataclass

@@ -98,6 +98,12 @@ def _add_training_arguments(group: argparse._ArgumentGroup) -> None:
         "(default: with --recompute-granularity full)",
     )
     group.add_argument(
+        "--keep-activations",
+        action="store_true",
+        help="keep the outputs of the decoder's norms, SwiGLU and rotary embedding for the "
+        "backward pass, which otherwise makes them again: more memory, a little less to compute",
+    )
+    group.add_argument(
         "--head-chunk",
         type=int,
         metavar="TOKENS",

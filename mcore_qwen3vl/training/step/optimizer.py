@@ -51,6 +51,13 @@ def make_resumable(optimizer: Any) -> bool:
     return found
 
 
+def scale_on_host(optimizer: Any) -> None:
+    """Keep the loss scale of 1, which Megatron reads off the device each step to log it, here."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if getattr(part, "grad_scaler", None) is None and hasattr(part, "_scale_one"):
+            part._scale_one = part._scale_one.cpu().reshape(())  # which multiplies any device
+
+
 def _start_states(adam: torch.optim.Adam) -> None:
     """What Adam makes by itself in its first step."""
     for group in adam.param_groups:

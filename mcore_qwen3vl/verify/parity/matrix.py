@@ -156,6 +156,9 @@ MATRIX: tuple[MatrixRow, ...] = (
     ),
     _recompute("selective", "dense", "cp2", "mixed", recompute_granularity="selective"),
     _recompute("vision", "dense", "tp2+sp", "mixed", recompute_vision=True),
+    MatrixRow(
+        "dense", "tp2xcp2+sp", ("packed",), {"config": {"keep_activations": True}}, "all kept"
+    ),
     _recompute(
         "selective moe",
         "moe",

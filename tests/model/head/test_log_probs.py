@@ -7,9 +7,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
 
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.model.head import log_probs
 from mcore_qwen3vl.model.head.log_probs import Columns, token_log_probs
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
@@ -102,22 +104,53 @@ def test_equals_torch(tp: int, chunk: int | None, temperature: float) -> None:
     check(weight, right["weight"])
 
 
-def test_without_entropy_the_log_probs_and_their_gradients_are_the_same() -> None:
-    given = inputs()
-    right = {}
-    for entropy in (True, False):
-        hidden, weight = given.hidden.clone(), given.weight[:VOCABULARY].clone()
-        found, _ = token_log_probs(
-            hidden.requires_grad_(),
-            weight.requires_grad_(),
-            given.targets,
-            Columns(0, VOCABULARY),
-            entropy=entropy,
-            chunk=5,
-        )
-        grads = torch.autograd.grad(found, [hidden, weight], given.of_log_probs)
-        right[entropy] = (found.detach(), *grads)
-    torch.testing.assert_close(right[True], right[False])
+def _without_or_with_entropy(
+    chunk: int | None, temperature: float, entropy: bool
+) -> list[tuple[Tensor, ...]]:
+    """Own columns' part: log-probabilities, and twice the gradients from the same graph."""
+    initialize(Layout(tp=2))
+    given, rank = inputs(), torch.distributed.get_rank()
+    columns = Columns(0, 9) if rank == 0 else Columns(9, VOCABULARY - 9)
+    rows = slice(columns.first, columns.first + columns.count)
+    hidden, weight = given.hidden.clone(), given.weight[rows].clone()
+    found, _ = token_log_probs(
+        hidden.requires_grad_(),
+        weight.requires_grad_(),
+        given.targets,
+        columns,
+        temperature=temperature,
+        entropy=entropy,
+        chunk=chunk,
+        group=parallel_state.get_tensor_model_parallel_group(),
+    )
+    return [
+        (found.detach(), *torch.autograd.grad(found, [hidden, weight], of, retain_graph=True))
+        for of in (given.of_log_probs, given.of_log_probs)
+    ]
+
+
+@pytest.mark.parametrize("chunk", [5, None], ids=["chunks", "kept"])
+def test_without_entropy_the_log_probs_and_their_gradients_are_the_same(
+    chunk: int | None,
+) -> None:
+    for right, found in zip(
+        run_layout(_without_or_with_entropy, 2, 5, 0.7, True),
+        run_layout(_without_or_with_entropy, 2, chunk, 0.7, False),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, right)
+
+
+def test_one_chunk_of_logits_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, times = inputs(), []
+    logits = log_probs._Options.logits
+    monkeypatch.setattr(
+        log_probs._Options, "logits", lambda *args: (times.append(1), logits(*args))[1]
+    )
+    hidden, weight = given.hidden.requires_grad_(), given.weight[:VOCABULARY].requires_grad_()
+    found, _ = token_log_probs(hidden, weight, given.targets, Columns(0, VOCABULARY))
+    found.sum().backward()
+    assert len(times) == 1
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])

@@ -99,6 +99,25 @@ def waits() -> None:
     event.synchronize()
 
 
+def launches() -> int:
+    """Three kernels from one line, among others; how many in all, products apart."""
+    from mcore_qwen3vl.runtime.pretended import rank as this_rank
+
+    rank = this_rank.current
+    assert rank is not None
+    x = torch.ones(4, 4, device="cuda")
+    rank.end_stage("before")
+    rank.device.watch_launches()
+    with rank.device.phase("here"):
+        for _ in range(3):
+            x.tan()
+        x.exp()
+    stage = rank.end_stage("watched")
+    rank.device.watch_launches(False)
+    x.exp()
+    return stage.counters["launches"]
+
+
 def collectives() -> dict[str, Any]:
     dist.init_process_group("nccl")
     group = dist.new_group([0, 1, 2], backend="gloo", group_desc="three")

@@ -101,6 +101,18 @@ def test_every_wait_of_the_host_is_recorded_with_its_line(workbench: Workbench) 
     ]
 
 
+def test_every_launch_is_recorded_with_its_line_if_asked_for(workbench: Workbench) -> None:
+    count, report = workbench.call(f"{HERE}:launches")
+    found = report.stage("watched").launches
+    assert sum(launch.count for launch in found) == count
+    (tangents,) = (launch for launch in found if "tan_kernel" in launch.kernel)
+    assert tangents.count == 3
+    assert tangents.phase == "here"
+    assert tangents.place.startswith("runtime/pretended/programs.py:")
+    assert tangents.place.split(" < ")[0].endswith(" launches")
+    assert report.stage("end").launches == []
+
+
 def test_other_ranks_do_what_this_one_does(workbench: Workbench) -> None:
     found, report = workbench.call(f"{HERE}:collectives", rank=1, world_size=4)
     assert found == {

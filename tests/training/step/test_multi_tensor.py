@@ -60,3 +60,23 @@ def test_kernels_of_transformer_engine_and_apex_stay(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(clip_grads, "l2_norm_impl", theirs)
     multi_tensor.install()
     assert clip_grads.l2_norm_impl is theirs
+
+
+def test_adam_on_the_cpu_is_fused_and_the_same() -> None:
+    class Part:
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+
+    results = []
+    for fused in (False, True):
+        parameters = [torch.nn.Parameter(tensor) for tensor in tensors()]
+        adam = torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.2)
+        if fused:
+            multi_tensor.use_fused_adam(Part(adam))
+            assert [group["fused"] for group in adam.param_groups] == [True]
+        for step in range(3):
+            for parameter in parameters:
+                parameter.grad = parameter.detach().sin() + step
+            adam.step()
+        results.append([parameter.detach() for parameter in parameters])
+    torch.testing.assert_close(results[1], results[0])

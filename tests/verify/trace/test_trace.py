@@ -120,7 +120,7 @@ def test_chunked_mrope(injector: FaultInjector, monkeypatch: pytest.MonkeyPatch)
 def test_queries_and_keys_not_turned(
     injector: FaultInjector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rope, "apply_rotary_pos_emb", lambda x, *args, **kwargs: x)
+    monkeypatch.setattr(rope, "apply_rotary", lambda x, *args, **kwargs: x)
     result = traced(injector)
     assert result.first.name == f"{TEXT}.layers.0.self_attn.o_proj:input"
     assert result.cause.kind == "rotary not applied"
@@ -145,9 +145,9 @@ def test_gradient_too_large_by_tp(injector: FaultInjector, monkeypatch: pytest.M
 def test_unknown_causes_are_called_so(
     injector: FaultInjector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    apply = rope.apply_rotary_pos_emb
+    apply = rope.apply_rotary
     monkeypatch.setattr(
-        rope, "apply_rotary_pos_emb", lambda x, *a, **k: apply(x, *a, **k) * (1 + 0.01 * x.sin())
+        rope, "apply_rotary", lambda x, *a, **k: apply(x, *a, **k) * (1 + 0.01 * x.sin())
     )
     result = traced(injector)
     assert result.cause.kind == "unknown"

@@ -1,0 +1,65 @@
+"""The dense MLP of both layer specs: SwiGLU in one operation that keeps its input only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from mcore_qwen3vl.model.remake import remember
+
+
+class GatedMLP(MLP):
+    """mcore's, whose SwiGLU is a chain of operations outside of its fused kernels.
+
+    Source: HF ``Qwen3VLTextMLP``.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self._swiglu = _swiglu(config)
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+        """(s, B, H) -> (s_local, B, H), and no bias."""
+        halves, _bias = self.linear_fc1(hidden_states)  # (s, B, 2 * inner / tp): gate, then up
+        inputs = halves.detach()
+        inner = remember(self._swiglu(halves), lambda: self._swiglu(inputs))
+        output, _bias = self.linear_fc2(inner)
+        return output, None
+
+
+def _swiglu(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
+    """The fastest that there is."""
+    if config.transformer_impl == "transformer_engine":
+        from transformer_engine.pytorch.ops import SwiGLU
+
+        return SwiGLU().__call__  # not a child, whose extra state would be in checkpoints
+    if config.bias_activation_fusion:
+        return lambda halves: bias_swiglu_impl(halves, None)
+    return _SwiGLU.apply
+
+
+class _SwiGLU(torch.autograd.Function):
+    """``silu(gate) * up`` without keeping ``silu(gate)``."""
+
+    @staticmethod
+    def forward(ctx: Any, halves: Tensor) -> Tensor:
+        ctx.save_for_backward(halves)
+        gate, up = halves.chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (halves,) = ctx.saved_tensors
+        gate, up = halves.chunk(2, -1)
+        result = torch.empty_like(halves)
+        of_gate, of_up = result.chunk(2, -1)
+        torch.mul(gradient, F.silu(gate), out=of_up)
+        torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=of_gate)
+        return result

@@ -1,0 +1,66 @@
+"""Rotary embedding in few kernels: Transformer Engine's one, or torch's three or four."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn queries or keys; keeps nothing but the tables for the backward.
+
+    Source: HF ``apply_rotary_pos_emb`` of Qwen3-VL: the halves of D are the coordinates.
+
+    Args:
+        x: (S, B, heads, D).
+        cos, sin: (S, B or 1, 1, D / 2), in the dtype to compute in.
+
+    Returns:
+        Shape and dtype of `x`.
+    """
+    turned: Tensor = _Turn.apply(x, cos, sin)
+    return turned
+
+
+def turn_fused(x: Tensor, angles: Tensor) -> Tensor:
+    """The same by Transformer Engine's kernel, which computes in float32.
+
+    Args:
+        x: (S, B, heads, D).
+        angles: (S, B or 1, 1, D) float32, the second half of D like the first.
+
+    Returns:
+        Shape and dtype of `x`.
+    """
+    from megatron.core.extensions.transformer_engine import fused_apply_rotary_pos_emb
+
+    if angles.shape[1] == 1:
+        return fused_apply_rotary_pos_emb(x, angles)
+    # The kernel takes one row of angles for all of the batch: every token as a position.
+    tokens, of_tokens = x.flatten(0, 1).unsqueeze(1), angles.flatten(0, 1).unsqueeze(1)
+    return fused_apply_rotary_pos_emb(tokens, of_tokens).view(x.shape)
+
+
+class _Turn(torch.autograd.Function):
+    """The gradient is turned back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(x, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turned(gradient, cos, sin, -1), None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    halves = x.unflatten(-1, (2, -1))  # (S, B, heads, 2, D / 2)
+    first, second = halves.unbind(-2)
+    turned = halves * cos.unsqueeze(-2)
+    turned.select(-2, 0).addcmul_(second, sin, value=-sign)
+    turned.select(-2, 1).addcmul_(first, sin, value=sign)
+    return turned.flatten(-2).to(x.dtype)

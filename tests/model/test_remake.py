@@ -1,0 +1,105 @@
+"""Decoder layers that make cheap tensors again: the same bits out of less memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.model import remake
+from mcore_qwen3vl.model.mlp import GatedMLP
+from mcore_qwen3vl.model.norm import RMSNorm
+from mcore_qwen3vl.model.remake import remaking, remember, remember_outputs_of
+from mcore_qwen3vl.runtime.launch import run_layout
+from tests.model.engine import Case, References, build, train_step, wrap
+from tests.model.reference import Expected
+from tests.model.samples import packed, sample
+
+IMAGE = [("image", 1, 4, 6)]
+
+
+def _step(case: Case) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Every gradient of this rank, and how many outputs of each kind the forward left behind."""
+    (chunk,) = build(case)
+    made: list[tuple[str, StorageWeakRef]] = []
+    kept: dict[str, int] = {}
+
+    def note(name: str, output: Tensor) -> None:
+        made.append((name, StorageWeakRef(output.untyped_storage())))
+
+    def count(*_: Any) -> None:
+        for name, storage in made:
+            kept[name] = kept.get(name, 0) + (not storage.expired())
+        made.clear()
+
+    for module in chunk.decoder.layers.modules():
+        if isinstance(module, RMSNorm):
+            name = "norm of heads" if len(module.weight) == chunk.architecture.head_dim else "norm"
+            module.register_forward_hook(lambda m, i, output, name=name: note(name, output))
+        if isinstance(module, GatedMLP):
+            module.linear_fc2.register_forward_pre_hook(lambda m, i: note("SwiGLU", i[0]))
+    for layer in chunk.decoder.layers:
+        layer.self_attention.core_attention.register_forward_pre_hook(
+            lambda m, inputs: [note("rotary", x) for x in inputs[:2]] and None
+        )
+    chunk.output_layer.register_forward_pre_hook(count)
+    train_step(case, wrap(case, [chunk]))
+    return {name: p.main_grad.clone() for name, p in chunk.named_parameters()}, kept
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["single", "tp2+sp"])
+def test_the_same_bits_out_of_less_memory(
+    reference: References, layout: str, dtype: torch.dtype
+) -> None:
+    hf = reference()
+    a = hf.architecture
+    batch = packed(a, [sample(a, 24, IMAGE), sample(a, 16)], 4)
+    expected = Expected([], 40.0, 0.0, {})
+    lean = Case(Layout.parse(layout), hf, [[batch]], expected, overrides={"params_dtype": dtype})
+    whole = replace(lean, overrides={**lean.overrides, "keep_activations": True})
+    for (gradients, less), (same, kept) in zip(
+        run_layout(_step, lean.layout.world_size, lean, timeout=60),
+        run_layout(_step, lean.layout.world_size, whole, timeout=60),
+        strict=True,
+    ):
+        assert all(torch.equal(gradients[name], same[name]) for name in gradients)
+        assert gradients.keys() == same.keys()
+        assert all(kept[name] for name in ("norm", "SwiGLU", "rotary"))
+        assert less == dict.fromkeys(kept, 0)
+
+
+def test_what_is_kept_by_several_is_made_for_each() -> None:
+    norm, x = nn.LayerNorm(6), torch.randn(4, 6, requires_grad=True)
+    remember_outputs_of(norm)
+    with remaking():
+        y = norm(x)
+        z = (y * y).sum() + y[:, 1:3].exp().sum() + (y.t() @ y).sum()
+    (gradient,) = torch.autograd.grad(z, x)
+    plain = nn.functional.layer_norm(x, (6,))
+    expected = (plain * plain).sum() + plain[:, 1:3].exp().sum() + (plain.t() @ plain).sum()
+    assert torch.equal(gradient, torch.autograd.grad(expected, x)[0])
+
+
+def test_a_tensor_at_the_address_of_one_that_is_gone_is_its_own() -> None:
+    """The allocator gives the same memory out again within a layer."""
+    x = torch.randn(64, 64, requires_grad=True)
+    with remaking():
+        for _ in range(8):
+            remember(x.detach() * 3, lambda: torch.zeros(64, 64))
+            y = x * 2
+            z = (y * y).sum()  # keeps y, which is not remembered
+            (gradient,) = torch.autograd.grad(z, x)
+            assert torch.equal(gradient, 8 * x.detach())
+
+
+def test_nothing_is_remembered_outside_or_without_gradients() -> None:
+    y = torch.ones(3)
+    assert remake.recipe_of(remember(y, lambda: y)) is None
+    with torch.no_grad(), remaking():
+        assert remake.recipe_of(remember(y, lambda: y)) is None
