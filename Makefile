@@ -12,7 +12,7 @@ PYTEST := python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadsc
 # Some machines forbid Python to keep bytecode; without it each process takes twice as long to start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo train-demo test test-all test-trl test-verl test-vllm test-versions lint docs parity bench-convert gpu-check clean
+.PHONY: help demo train-demo test test-all test-trl test-te test-verl test-vllm test-versions lint docs parity bench-convert gpu-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -37,6 +37,10 @@ test-verl: .venv-verl/.synced ## the tests with VERL, in an environment of its o
 
 test-vllm: .venv-vllm/.synced ## exported weights through vLLM's own loader (.venv-vllm, 9 GB)
 	.venv-vllm/bin/python -m pytest tests/vllm $(ARGS)
+
+# Its compiled extension needs CUDA; the Python around it runs with the tests' own kernels.
+test-te: .venv-te/.synced ## the te spec's numbers, with reference kernels on the CPU (.venv-te)
+	.venv-te/bin/$(PYTEST) -p tests.model.te.extension tests/model/te $(ARGS)
 
 # What works with the oldest transformers; data and prompts need 5.17. The cache that test_hub makes
 # is laid out as huggingface_hub 2 does, which that transformers does not take.

@@ -41,8 +41,9 @@ class PackedSequence(PackedSeqParams):
         """Complete `params` for both layer specs.
 
         Args:
-            params: with ``cu_seqlens_q``, or ``cu_seqlens_q_padded`` where samples end in padding.
-                On the host they cost nothing; on the device, one synchronisation.
+            params: with ``cu_seqlens_q``, or ``cu_seqlens_q_padded`` where samples end in padding,
+                which then counts as theirs. On the host they cost nothing; on the device, one
+                synchronisation.
             device: where the attention kernels read them.
         """
         if isinstance(params, cls):
@@ -54,11 +55,20 @@ class PackedSequence(PackedSeqParams):
         defaults = {
             "qkv_format": "thd",
             "cu_seqlens_kv": params.cu_seqlens_q,
-            "cu_seqlens_kv_padded": padded,
             "max_seqlen_q": longest,
             "max_seqlen_kv": longest,
         }
         given |= {name: value for name, value in defaults.items() if given[name] is None}
+        if padded is not None:
+            # Padding that ends a sample is part of it: causal attention alone keeps the sample from
+            # looking there. Told of it, Transformer Engine's ring attention reads log-sum-exps that
+            # its kernels do not write, and some of its releases mistake tokens for padding (issues
+            # 1930 and 3331 of its repository).
+            given |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), padded)
+            given |= dict.fromkeys(
+                ("cu_seqlens_q_padded", "cu_seqlens_kv_padded", "pad_between_seqs")
+            )
+            given |= dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), longest)
         for name, value in given.items():
             if isinstance(value, Tensor):
                 given[name] = to_device(value, device)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 
-from mcore_qwen3vl.model.attention import _mask, causal_segments
+from mcore_qwen3vl.model.attention import PackedSequence, _mask, causal_segments
 
 CPU = torch.device("cpu")
 
@@ -40,3 +41,22 @@ def test_cumulative_lengths_for_the_varlen_kernel() -> None:
     assert queries.tolist() == [0, 1, 2, 4, 6]
     assert keys.tolist() == [0, 1, 5, 7, 15]
     assert queries.dtype == keys.dtype == torch.int32
+
+
+def test_padding_that_ends_a_sample_is_attended_to_as_a_part_of_it() -> None:
+    """Told of it, Transformer Engine's ring attention reads what its kernels leave unwritten."""
+    bounds = torch.tensor([0, 8, 24], dtype=torch.int32)
+    params = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=torch.tensor([0, 5, 18], dtype=torch.int32),
+        cu_seqlens_kv=torch.tensor([0, 5, 18], dtype=torch.int32),
+        cu_seqlens_q_padded=bounds,
+        cu_seqlens_kv_padded=bounds,
+        max_seqlen_q=13,
+        max_seqlen_kv=13,
+    )
+    packed = PackedSequence.of(params, CPU)
+    assert packed.bounds == (0, 8, 24)
+    assert packed.cu_seqlens_q.tolist() == packed.cu_seqlens_kv.tolist() == [0, 8, 24]
+    assert packed.cu_seqlens_q_padded is packed.cu_seqlens_kv_padded is None
+    assert packed.max_seqlen_q == packed.max_seqlen_kv == 16

@@ -1,7 +1,7 @@
 """Adapters on Transformer Engine's grouped linears, which hold all experts of a rank.
 
-Not run: there is no Transformer Engine without CUDA. The arithmetic is that of :class:`Site`, which
-is; what is assumed of mcore's ``TEGroupedLinear`` is its call, ``(tokens, tokens per expert)``.
+The arithmetic is that of :class:`Site`; what is assumed of mcore's ``TEGroupedLinear`` is its call,
+``(tokens, tokens per expert)``.
 """
 
 from __future__ import annotations

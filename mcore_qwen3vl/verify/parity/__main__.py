@@ -30,7 +30,7 @@ def main() -> int:
     rows = [row for row in (*MATRIX, *LORA_MATRIX) if arguments.only in str(row)]
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mcore-qwen3vl-parity-") as folder:
-        results = parity_matrix(Path(folder), rows, progress=_show)
+        results = parity_matrix(Path(folder), rows, progress=show)
     table = markdown(results)
     if arguments.output:
         arguments.output.write_text(table, encoding="utf-8")
@@ -44,7 +44,7 @@ def main() -> int:
     return 1 if failed or not results else 0
 
 
-def _show(row: MatrixRow, report: Report) -> None:
+def show(row: MatrixRow, report: Report) -> None:
     worst: dict[str, float] = {}
     for summary in report.parts().values():
         worst[summary.part] = max(worst.get(summary.part, 0.0), summary.worst.error)

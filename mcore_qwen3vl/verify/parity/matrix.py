@@ -29,6 +29,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "moe-mixed": {"moe": True, "layout": "v5", "text": {"mlp_only_layers": [0, 2]}},
     # Every expert for every token: without a choice that rounding could change, bf16 can be judged.
     "moe-all": {"moe": True, "text": {"num_experts_per_tok": 12}},
+    # An epsilon that float32 shows: the published 1e-6 could be doubled without being seen.
+    "epsilon": {"text": {"rms_norm_eps": 0.02}},
     # Fewer KV heads than tensor-parallel ranks.
     "few-kv": {"text": {"num_key_value_heads": 2}},
 }
@@ -108,6 +110,7 @@ MATRIX: tuple[MatrixRow, ...] = (
     MatrixRow("tied", "single", ("mixed", "packed")),
     MatrixRow("tied", "tp2xpp2+sp", ("mixed", "packed")),
     MatrixRow("tied", "pp2xvpp2xdp2", ("imageless",), OVERLAPPED, "distr. opt., overlap"),
+    MatrixRow("epsilon", "single", ("mixed",)),
     MatrixRow("moe", "single"),
     MatrixRow("moe", "tp2+sp", ("image", "padded", "packed")),
     MatrixRow("moe", "pp2xvpp2", ("images", "packed", "ragged")),

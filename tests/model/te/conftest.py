@@ -1,0 +1,9 @@
+import pytest
+
+from mcore_qwen3vl.verify.parity.matrix import Matrix
+
+
+@pytest.fixture(scope="session")
+def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    """Tiny checkpoints and references, each made once a session."""
+    return Matrix(tmp_path_factory.mktemp("parity"))

@@ -1,0 +1,45 @@
+"""The layout matrix for the ``te`` spec: each of its rows, as training sets it up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from mcore_qwen3vl.verify.parity.lora_matrix import LORA_MATRIX
+from mcore_qwen3vl.verify.parity.matrix import MATRIX, MatrixRow
+
+TRAINED = {"bias_activation_fusion": True, "bias_dropout_fusion": True}
+"""Fusions of Megatron's that are on in training, and off in a model that is built directly."""
+TRAINED_EXPERTS = {"moe_permute_fusion": True}
+"""What the launch scripts add for experts; the spec itself groups their GEMMs."""
+
+
+def with_te(row: MatrixRow) -> MatrixRow:
+    """`row` with the ``te`` spec, which takes no padding on the left."""
+    config = TRAINED | (TRAINED_EXPERTS if row.model.startswith("moe") else {})
+    config |= row.options.get("config", {})
+    return replace(
+        row,
+        batches=tuple(batch for batch in row.batches if batch != "padded-left"),
+        options={**row.options, "spec": "te", "config": config},
+    )
+
+
+def _own(model: str, layout: str, *batches: str, note: str, **config: Any) -> MatrixRow:
+    return with_te(MatrixRow(model, layout, batches, {"config": config}, note))
+
+
+ROWS = (
+    *map(with_te, MATRIX),
+    _own("moe", "ep2xdp2", "mixed", note="unfused permutation", moe_permute_fusion=False),
+    *(
+        _own("dense", layout, "mixed", "packed", note=f"CP by {way}", cp_comm_type=way)
+        for layout in ("cp2", "cp4")
+        for way in ("a2a", "all_gather")
+    ),
+    *(
+        _own(*place, "mixed", "packed", note="fused gradients", gradient_accumulation_fusion=True)
+        for place in (("dense", "tp2xpp2+sp"), ("tied", "single"), ("moe", "tp2xep2+sp"))
+    ),
+)
+LORA_ROWS = tuple(map(with_te, LORA_MATRIX))

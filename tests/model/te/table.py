@@ -1,0 +1,79 @@
+"""``python -m tests.model.te.table``: run the ``te`` spec's matrix and write the worst errors."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+from mcore_qwen3vl.console import quiet_libraries
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.runtime import cpu
+from mcore_qwen3vl.verify.parity.__main__ import show
+from mcore_qwen3vl.verify.parity.matrix import MatrixRow, parity_matrix
+from mcore_qwen3vl.verify.report.result import Report
+from tests.model.te import extension
+
+PARTS = ("logits", "loss", "gradients", "parameters")
+SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")
+
+
+def main() -> int:
+    """Exit code 0 when everything is equal, 1 when something is not."""
+    parser = argparse.ArgumentParser(prog="python -m tests.model.te.table", description=__doc__)
+    parser.add_argument("--output", type=Path, help="write the table as Markdown")
+    parser.add_argument("--only", default="", help="rows whose description contains this")
+    arguments = parser.parse_args()
+    extension.install()
+    cpu.install()
+    quiet_libraries()
+    torch.set_num_threads(1)
+    from tests.model.te import device
+    from tests.model.te.rows import LORA_ROWS, ROWS
+
+    device.install()
+    rows = [row for row in (*ROWS, *LORA_ROWS) if arguments.only in str(row)]
+    with tempfile.TemporaryDirectory(prefix="mcore-qwen3vl-te-") as folder:
+        results = parity_matrix(Path(folder), rows, progress=show)
+    if arguments.output:
+        arguments.output.write_text("\n".join(summary(results)) + "\n", encoding="utf-8")
+    failed = [row for row, report in results if not report.ok]
+    print(f"{len(results) - len(failed)} of {len(results)} rows equal Hugging Face")
+    return 1 if failed or not results else 0
+
+
+def summary(results: Sequence[tuple[MatrixRow, Report]]) -> Iterable[str]:
+    """Markdown: a line for rows of one kind, with their worst errors in units of 1e-6."""
+    kinds: dict[str, list[tuple[MatrixRow, Report]]] = {}
+    for row, report in results:
+        kinds.setdefault(_kind(row), []).append((row, report))
+    yield "| | rows | logits | loss | gradients | after a step |"
+    yield "|---|---|---|---|---|---|"
+    for kind, members in kinds.items():
+        errors = [
+            max((f.error for _, r in members for f in r.findings if f.part == part), default=None)
+            for part in PARTS
+        ]
+        cells = ["" if error is None else f"{error * 1e6:.3g}" for error in errors]
+        yield f"| {kind} | {len(members)} | {' | '.join(cells)} |"
+
+
+def _kind(row: MatrixRow) -> str:
+    family = "MoE" if row.model.startswith("moe") else "dense"
+    layout = Layout.parse(row.layout)
+    named = {"bf16": "bf16", "recompute": "recompute", "frozen": "frozen parts"}
+    special = next((kind for word, kind in named.items() if word in row.note), "")
+    if row.lora:
+        return f"{family}, LoRA"
+    if special:
+        return f"{family}, {special}"
+    sizes = [name.upper() for name in SIZES if getattr(layout, name) > 1]
+    return f"{family}, {' + '.join(sizes) or 'one rank'}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

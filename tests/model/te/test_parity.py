@@ -1,0 +1,62 @@
+"""The ``te`` spec under every layout and batch: logits, loss, gradients, a step equal HF's."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.model.te.installed import require
+
+require()
+
+import torch  # noqa: E402
+from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
+
+from mcore_qwen3vl.verify.parity import on_rank  # noqa: E402
+from mcore_qwen3vl.verify.parity.batches import MicroBatch  # noqa: E402
+from mcore_qwen3vl.verify.parity.matrix import Matrix, MatrixRow  # noqa: E402
+from tests.model.te.rows import LORA_ROWS, ROWS, with_te  # noqa: E402
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_equals_hugging_face(matrix: Matrix, row: MatrixRow) -> None:
+    report = matrix.run(row)
+    report.require()
+    parts = {part for _, part in report.parts()}
+    assert parts >= {"logits", "loss", "gradients"}
+    assert ("parameters" in parts) == ("freeze" not in row.options and "dtype" not in row.options)
+
+
+@pytest.mark.parametrize("layout", ["single", "cp2", "tp2xcp2+sp"])
+def test_samples_that_end_in_padding(
+    matrix: Matrix, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    """Lengths and padded bounds apart: the padding at the batch's tail is the last sample's.
+
+    Handed to ring attention so, gradients were NaN where memory that no kernel writes is.
+    """
+
+    def packing(micro: MicroBatch) -> PackedSeqParams:
+        assert micro.cu_seqlens is not None
+        *starts, end = micro.cu_seqlens.tolist()
+        lengths = torch.tensor([0, *(len(span.sample.input_ids) for span in micro.spans)])
+        return PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=lengths.cumsum(0).int(),
+            cu_seqlens_q_padded=torch.tensor([*starts[:-1], end], dtype=torch.int32),
+        )
+
+    monkeypatch.setattr(on_rank, "_packing", packing)
+    matrix.run(with_te(MatrixRow("dense", layout, ("packed",)))).require()
+
+
+def test_padding_on_the_left_is_refused(matrix: Matrix) -> None:
+    row = MatrixRow("dense", "single", ("padded-left",), {"spec": "te"})
+    with pytest.raises(Exception, match="The te spec takes padding on the right only"):
+        matrix.run(row)
+
+
+def test_every_row_of_the_matrix_is_run() -> None:
+    assert all(row.options["spec"] == "te" and row.batches for row in (*ROWS, *LORA_ROWS))
+    assert len({str(row) for row in ROWS}) == len(ROWS)
