@@ -47,9 +47,17 @@ def install() -> None:
     import transformer_engine_torch as tex
     from transformer_engine.pytorch.triton import permutation as triton_permutation
 
-    from tests.model.te.kernels import attention, gemm, norms, optimizer, permutation, ring
+    from tests.model.te.kernels import (
+        attention,
+        gemm,
+        norms,
+        optimizer,
+        permutation,
+        pointwise,
+        ring,
+    )
 
-    for kernels in (attention, gemm, norms, optimizer, ring):
+    for kernels in (attention, gemm, norms, optimizer, pointwise, ring):
         _replace_kernels(tex, kernels)
     _replace_everywhere(tex.multi_tensor_scale_tensor, optimizer.multi_tensor_scale)
     _replace_kernels(triton_permutation, permutation)

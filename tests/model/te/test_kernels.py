@@ -22,7 +22,7 @@ require()
 import transformer_engine_torch as tex  # noqa: E402
 from transformer_engine.pytorch.constants import TE_DType  # noqa: E402
 
-from tests.model.te.kernels import attention, gemm, norms, optimizer  # noqa: E402
+from tests.model.te.kernels import attention, gemm, norms, optimizer, pointwise  # noqa: E402
 
 pytestmark = pytest.mark.slow
 FLOAT = TE_DType[torch.float32]
@@ -179,6 +179,28 @@ def test_packed_attention_with_padding_between_samples(mask: Any) -> None:
     assert not out[~seen_q].any()
     assert not grads[0][~seen_q].any()
     assert not grads[1][~seen_k].any()
+
+
+def test_swiglu_and_rotary_and_their_backward() -> None:
+    halves = torch.randn(3, 5, 14).requires_grad_()
+    gate, up = halves.chunk(2, -1)
+    expected = F.silu(gate) * up
+    grad = torch.randn_like(expected)
+    assert_close(pointwise.swiglu(halves.detach(), None), expected)
+    (of_halves,) = torch.autograd.grad(expected, halves, grad)
+    assert_close(pointwise.dswiglu(grad, halves.detach(), None), of_halves)
+
+    x, angles = torch.randn(5, 2, 3, 8).requires_grad_(), torch.randn(5, 1, 1, 8)
+    pairs = torch.view_as_complex(torch.stack(x.chunk(2, -1), -1).contiguous())
+    half = angles[..., :4]
+    angles = torch.cat((half, half), -1)
+    turned = torch.view_as_real(pairs * torch.polar(torch.ones_like(half), half))
+    turned = torch.cat(turned.unbind(-1), -1)
+    plain = (None, tex.NVTE_QKV_Format.NVTE_SBHD, False, None, 1, 0)
+    assert_close(pointwise.fused_rope_forward(x.detach(), angles, *plain), turned)
+    grad = torch.randn_like(turned)
+    (of_x,) = torch.autograd.grad(turned, x, grad)
+    assert_close(pointwise.fused_rope_backward(grad, angles, *plain), of_x)
 
 
 def test_adam_and_the_norm_are_torchs() -> None:

@@ -1,0 +1,52 @@
+"""SwiGLU and the rotary embedding, forward and backward, as ``transformer_engine_torch`` has them.
+
+Computed in float32, whatever the input.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def swiglu(halves: Tensor, quantizer: Any) -> Tensor:
+    """``silu`` of the first half, times the second."""
+    assert quantizer is None
+    gate, up = halves.float().chunk(2, -1)
+    return (gate * gate.sigmoid() * up).to(halves.dtype)
+
+
+def dswiglu(grad: Tensor, halves: Tensor, quantizer: Any) -> Tensor:
+    """Gradients of both halves."""
+    assert quantizer is None
+    gate, up = halves.float().chunk(2, -1)
+    sigmoid, grad = gate.sigmoid(), grad.float()
+    of_gate = grad * up * sigmoid * (1 + gate * (1 - sigmoid))
+    return torch.cat((of_gate, grad * gate * sigmoid), -1).to(halves.dtype)
+
+
+def fused_rope_forward(t: Tensor, freqs: Tensor, *arguments: Any) -> Tensor:
+    """(s, B, heads, D) turned by (s, 1, 1, D) angles."""
+    _only_plain(arguments)
+    turned = t.float() * freqs.cos() + _rotate_half(t.float()) * freqs.sin()
+    return turned.to(t.dtype)
+
+
+def fused_rope_backward(grad: Tensor, freqs: Tensor, *arguments: Any) -> Tensor:
+    """The transpose, which reads the sine of the other half."""
+    _only_plain(arguments)
+    sines = grad.float() * freqs.sin()
+    return (grad.float() * freqs.cos() - _rotate_half(sines)).to(grad.dtype)
+
+
+def _rotate_half(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat((-second, first), -1)
+
+
+def _only_plain(arguments: tuple[Any, ...]) -> None:
+    start, layout, interleaved, cu_seqlens, cp_size, _cp_rank = arguments
+    assert (start, cu_seqlens, interleaved, cp_size) == (None, None, False, 1)
+    assert layout.name.lower().endswith("sbhd")
