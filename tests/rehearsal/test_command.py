@@ -66,9 +66,9 @@ def test_roles_are_the_stages_that_differ() -> None:
     script = read_command([str(LAUNCH / "sft_235b_a22b.sh")], None)
     roles = roles_of(script, BIG)
     assert [(r.name, r.rank, r.stages) for r in roles] == [
-        ("first stage", 0, 1),
-        ("middle stages (as 1)", 16, 6),
-        ("last stage", 112, 1),
+        ("first stage, 2 virtual", 0, 1),
+        ("middle stages (as 1), 2 virtual", 16, 6),
+        ("last stage, 2 virtual", 112, 1),
     ]
     assert [r.stage for r in roles_of(script, BIG, ("first", "last"))] == [0, 7]
     with pytest.raises(BadInput, match="end is none of all, first"):
