@@ -26,13 +26,18 @@ Recipe = Callable[[], Tensor]
 
 
 class _Scope:
-    """Outputs with their recipes. They are held, so that no other tensor takes their address."""
+    """Outputs with their recipes, by address.
+
+    Their memory is held, so that no other tensor takes it: not by the tensor, which Transformer
+    Engine empties where it needs no gradient of the weight.
+    """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Tensor, Recipe]] = {}
+        self._known: dict[int, tuple[torch.UntypedStorage, Recipe]] = {}
 
     def add(self, output: Tensor, recipe: Recipe) -> None:
-        self._known[output.untyped_storage().data_ptr()] = output, recipe
+        storage = output.untyped_storage()
+        self._known[storage.data_ptr()] = storage, recipe
 
     def recipe(self, output: Tensor) -> Recipe | None:
         known = self._known.get(output.untyped_storage().data_ptr())
