@@ -55,7 +55,8 @@ class Job:
         if Architecture.from_hf(self.checkpoint).is_moe:
             # As HF trains unless output_router_logits is set.
             words += ["--moe-aux-loss-coeff", "0"]
-        words += ["--lora-init", str(self.lora)] if self.lora else []
+        # The work of a pack depends on what trains, which the plain loop's loader is not told.
+        words += ["--lora-init", str(self.lora), "--no-balance"] if self.lora else []
         packing = ["--packing"] if self.packing else []
         return [*words, *packing, *layout_flags(self.layout), *self.flags]
 
