@@ -29,14 +29,17 @@ class AdamW:
 
     Decay spares biases and one-dimensional weights, as Megatron's default does. The large `eps`
     keeps the step a smooth function of the gradient: with a usual one, a gradient that is zero up
-    to rounding would move its parameter by the full learning rate in a random direction.
+    to rounding would move its parameter by the full learning rate in a random direction. With this
+    one, a step makes the relative error of no gradient more than twice as large in the parameter
+    (the derivative of ``lr * g / (|g| + eps)`` is at most ``lr / eps``); with 1e-4 it made those
+    of LoRA's factors up to 17 times as large.
     """
 
     lr: float = 1e-2
     weight_decay: float = 0.1
     adam_beta1: float = 0.9
     adam_beta2: float = 0.95
-    adam_eps: float = 1e-4
+    adam_eps: float = 1e-3
     clip_grad: float = 0.5
 
 
