@@ -2,12 +2,14 @@
 
     python benchmarks/launch_memory.py            # all: about half an hour on two idle cores
     python benchmarks/launch_memory.py sft_8b     # its header and rows alone
+    python benchmarks/launch_memory.py --spec te  # rows alone; needs Transformer Engine
 
 A slow test holds the headers to 2 %; after a change of memory that is meant, run this.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from collections.abc import Iterator
@@ -30,22 +32,24 @@ SCRIPTS += ["dpo_8b"]
 WIDTH = 102
 
 
-def main(names: list[str]) -> int:
-    """Rehearse `names`, or all."""
-    unknown = set(names) - set(SCRIPTS)
-    if unknown:
-        print(f"error: {', '.join(sorted(unknown))}: not in {', '.join(SCRIPTS)}", file=sys.stderr)
-        return 2
+def main() -> int:
+    """Rehearse the named scripts, or all."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("names", nargs="*", choices=[*SCRIPTS, []], metavar="SCRIPT")
+    parser.add_argument("--spec", choices=("torch", "te"), default="torch")
+    options = parser.parse_args()
     with console.progress("rehearsing") as say, Rehearser(Options(GPUS["h100-80gb"]), say) as bench:
-        for name in names or SCRIPTS:
+        for name in options.names or SCRIPTS:
             script = ROOT / "launch" / f"{name}.sh"
-            command = read_command([str(script)], None)
+            command = read_command([str(script), "--spec", options.spec], None)
             found = bench.rehearse(command)
             if not found.fits:
                 print(f"{name}: {found.verdict}", file=sys.stderr)
                 return 1
-            write_header(script, found)
-            write_rows(name, list(rows(name, command, found)))
+            if options.spec == "torch":
+                write_header(script, found)
+            label = name if options.spec == "torch" else f"{name}, {options.spec}"
+            write_rows(label, list(rows(label, command, found)))
     return 0
 
 
@@ -98,4 +102,4 @@ def write_rows(name: str, lines: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

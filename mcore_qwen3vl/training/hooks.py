@@ -84,18 +84,19 @@ class Stats:
         group = mpu.get_model_parallel_group() if group is None else group
         missing = -1.0  # as Megatron marks a rank that has none
         if self._everyone_has is None:
-            self._everyone_has = not _largest(float(stat is None), group).item()
+            self._everyone_has = not _largest(stat is None, group).item()
         if self._everyone_has:
             return stat.detach().reshape(()) if isinstance(stat, Tensor) else stat
         found = float(_largest(missing if stat is None else stat, group).item())
         return None if found == missing else found
 
 
-def _largest(stat: float | Tensor, group: Any) -> Tensor:
+def _largest(stat: float | bool | Tensor, group: Any) -> Tensor:
     if isinstance(stat, Tensor):
         own = stat.detach().float().reshape(1).clone()
     else:
-        own = torch.full((1,), stat, device=torch.cuda.current_device())
+        dtype = torch.int32 if isinstance(stat, bool) else torch.float32
+        own = torch.full((1,), stat, dtype=dtype, device=torch.cuda.current_device())
     dist.all_reduce(own, op=dist.ReduceOp.MAX, group=group)
     return own
 

@@ -36,6 +36,8 @@ class CountFlops(TorchDispatchMode):
         formula = flop_registry.get(packet)
         if func.namespace == "torch_attn":
             self.counts["attention"] += _varlen(packet.__name__, args)
+        elif packet.__name__.startswith("_scaled_dot_product"):
+            self.counts["attention"] += _dense(packet.__name__, args)
         elif formula is not None:
             self.counts[_kind(packet.__name__)] += formula(*args, **(kwargs or {}), out_val=result)
         return result
@@ -45,6 +47,16 @@ def _kind(name: str) -> str:
     if name in _GEMMS:
         return "gemm"
     return "convolution" if "conv" in name else "attention"
+
+
+def _dense(name: str, args: Any) -> int:
+    """Of ``scaled_dot_product_attention``: PyTorch's own, which refuses grouped heads before 2.12."""
+    backward = "backward" in name
+    (b, heads, queries, width), (*_, keys, _), (*_, of_values) = (
+        tensor.shape for tensor in args[int(backward) :][:3]
+    )
+    flops = 2 * b * heads * queries * keys * (width + of_values)
+    return int(flops * (_BACKWARD_OVER_FORWARD if backward else 1))
 
 
 def _varlen(name: str, args: Any) -> int:

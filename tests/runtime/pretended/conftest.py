@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,11 @@ from mcore_qwen3vl.shapes import SHAPES
 from mcore_qwen3vl.tiny.stand_in import write_half_images, write_stand_in
 
 ROOT = Path(__file__).parents[3]
+
+WITHOUT_TE = pytest.mark.skipif(
+    find_spec("transformer_engine") is None,
+    reason="Transformer Engine is not installed: CONTRIBUTING.md says how its spec is tested",
+)
 
 
 @pytest.fixture(scope="session")

@@ -242,6 +242,9 @@ def flops() -> None:
     bounds = torch.tensor([0, 10, 30], dtype=torch.int32, device="cuda")
     varlen_attn(t, t, t, bounds, bounds, 20, 20, window_size=(-1, 0)).sum().backward()
     varlen_attn(t, t, t, bounds, bounds, 20, 20)
+    query = torch.randn(2, 6, 5, 16, **BF16, requires_grad=True)
+    pair = torch.randn(2, 3, 9, 16, **BF16, requires_grad=True)
+    F.scaled_dot_product_attention(query, pair, pair, enable_gqa=True).sum().backward()
 
 
 def received_shape() -> list[int]:

@@ -79,7 +79,8 @@ def test_flops_are_those_of_the_products(workbench: Workbench) -> None:
     counted = report.stage("end").flops
     assert counted["gemm"] == 3 * 2 * 7 * 30 * 50 + 2 * 3 * 11 * 13 * 17
     square = 4 * 4 * 16 * (10**2 + 20**2)
-    assert counted["attention"] == square / 2 * (1 + 2.5) + square
+    grouped = 4 * 2 * 6 * 5 * 9 * 16
+    assert counted["attention"] == square / 2 * (1 + 2.5) + square + grouped * (1 + 2.5)
 
 
 def test_what_nobody_sends_is_zeros(workbench: Workbench) -> None:

@@ -7,7 +7,6 @@ model with 4 of 48 layers, which would take minutes otherwise.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from mcore_qwen3vl.runtime.pretended import Report, Workbench
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training.phases import FINALIZE, FORWARD_BACKWARD, LOG
-from tests.runtime.pretended.conftest import Rehearse
+from tests.runtime.pretended.conftest import WITHOUT_TE, Rehearse
 
 TOLERANCE = 0.02  # of peak memory
 
@@ -85,10 +84,6 @@ TE_PEAKS = {
 ROLES |= {
     f"{name}, te": replace(ROLES[name], peak=peak, spec="te") for name, peak in TE_PEAKS.items()
 }
-WITHOUT_TE = pytest.mark.skipif(
-    find_spec("transformer_engine") is None,
-    reason="Transformer Engine is not installed: CONTRIBUTING.md says how its spec is tested",
-)
 
 
 def marks(name: str) -> list[pytest.MarkDecorator]:
