@@ -50,7 +50,7 @@ def _kind(name: str) -> str:
 
 
 def _dense(name: str, args: Any) -> int:
-    """Of ``scaled_dot_product_attention``: PyTorch's own, which refuses grouped heads before 2.12."""
+    """Of ``scaled_dot_product_attention``: PyTorch's own refuses grouped heads before 2.12."""
     backward = "backward" in name
     (b, heads, queries, width), (*_, keys, _), (*_, of_values) = (
         tensor.shape for tensor in args[int(backward) :][:3]
