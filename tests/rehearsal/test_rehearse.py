@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.layout import Layout
@@ -72,16 +73,22 @@ def _check_page(text: str, role: dict[str, Any]) -> None:
 
 
 def test_what_does_not_fit_says_what_would(command: Command, config: Path) -> None:
-    """On a GPU with room for what full recompute keeps: 182 MB, where 203 MB of tensors are due."""
+    """On a GPU with room for what full recompute keeps, and not for what is kept without.
+
+    168 MB of 201 MB; with torch 2.11, whose grouped experts keep more, 203 MB of 256 MB.
+    """
+    gib = 0.21 if torch.__version__.startswith("2.11") else 0.17
     flags = ("--seq-length", 4096, "--packing", "--bf16", "--use-distributed-optimizer")
-    options = ("--gpus", 1, "--allowance-gib", 0, "--memory-gib", 0.17)
-    code, found, error = command(*options, "--hf-model", config, *flags, "--lr", "1e-5")
+    options = ("--gpus", 1, "--allowance-gib", 0, "--memory-gib", gib)
+    made = ("--hf-model", config, "--spec", "torch", "--lr", "1e-5")
+    code, found, error = command(*options, *made, *flags)
     assert code == 1
     assert "does not fit: every rank runs out of memory" in error
     (role,) = found["roles"]
     assert role["error"]["out of memory"]
     assert re.search(
-        r"Tried to allocate [\d.]+ MiB.*capacity of 174.08 MiB", role["error"]["message"]
+        rf"Tried to allocate [\d.]+ MiB.*capacity of {gib * 1024:.2f} MiB",
+        role["error"]["message"],
     )
     assert role["error"]["place"].count(" < ") == 2
     assert sum(role["held at the peak"].values()) == role["peak"] < role["usable"]

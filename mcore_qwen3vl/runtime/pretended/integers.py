@@ -32,6 +32,7 @@ _UNTOUCHED = {  # allocate only, or work without a kernel
     aten.is_pinned.default,
     aten._pin_memory.default,
     aten.set_.source_Storage_storage_offset,
+    aten.bincount.default,
     aten.nonzero.default,
     aten.repeat_interleave.Tensor,
     aten.prod.dim_int,
@@ -150,6 +151,17 @@ def _repeat_interleave(repeats: Tensor, *, output_size: int | None = None) -> Te
     return result
 
 
+def _bincount(self: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """As CUDA's, whose result has a size that the host must wait for."""
+    torch.cuda.current_stream().synchronize()
+    found = torch.bincount(host_view(self), minlength=minlength)
+    if weights is not None:
+        return torch.empty(found.shape, dtype=torch.float64, device=self.device)
+    result = torch.empty_like(found, device=self.device)
+    host_view(result).copy_(found)
+    return result
+
+
 def _prod(
     self: Tensor, dim: int, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -169,6 +181,7 @@ def answer_sizes() -> None:
     global _library
     if _library is None:
         _library = torch.library.Library("aten", "IMPL")
+        _library.impl("bincount", _bincount, "CUDA")
         _library.impl("nonzero", _nonzero, "CUDA")
         _library.impl("prod.dim_int", _prod, "CUDA")
         _library.impl("repeat_interleave.Tensor", _repeat_interleave, "CUDA")
