@@ -37,6 +37,11 @@ def transformer_config(
     """
     _check_spec(spec, overrides)
     _check_graphs(overrides)
+    if not overrides.get("qk_layernorm", True):
+        raise BadInput(
+            "qk_layernorm is False: the norms of queries and keys that every Qwen3-VL has would "
+            "have no place in the model, and be dropped from checkpoints in silence."
+        )
     dtype = overrides.get("params_dtype", getattr(torch, architecture.dtype))
     fields: dict[str, Any] = {
         **_model(architecture, spec),
