@@ -163,7 +163,8 @@ def memory(options: argparse.Namespace, gpus: int) -> Iterator[Part]:
     train = [*COMMAND, "train", "--processes", str(gpus)]
     if preloaded():
         train = [*python(), "-m", "mcore_qwen3vl.training.pretended"]
-    real = Part("memory, real", [*train, *flags], 300, real_peak)
+    # --verbose: the peak is in Megatron's own log.
+    real = Part("memory, real", [*train, *flags, "--verbose"], 300, real_peak)
     yield real
     rehearse = ["rehearse", "--gpus", str(gpus), "--gpu", options.gpu, "--no-suggest", "--json"]
 
@@ -249,7 +250,7 @@ def benchmark(printed: str) -> dict[str, Any]:
 def real_peak(printed: str) -> dict[str, Any]:
     """Of Megatron's report after the second iteration; the fullest rank."""
     found = re.findall(r"after 2 iterations\).*?max allocated: ([\d.]+)", printed)
-    return {"peak GB": max(map(float, found)) * 2**20 / 1e9} if found else {}
+    return {"peak GB": max(map(float, found)) * 2**20 / 1e9}
 
 
 def stand_in(folder: str, shape: str) -> None:

@@ -3,12 +3,14 @@
 Lengths, indices, masks, splits and ``nonzero`` are then what they would be on a GPU, and so are the
 shapes that follow from them. What is derived from floats: comparisons are false, and top-k takes
 the columns in turn, so that routing is balanced; with skewed routing every other row chooses among
-the first quarter of the columns only, which makes an expert there see 2.5 times its share.
+the first quarter of the columns only, which makes an expert there see 2.5 times its share. A float
+that the host reads is at least 0, so that no square root fails of what happened to be in memory.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 from typing import Any
 
 import torch
@@ -53,6 +55,9 @@ class TrueIntegers(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if func is aten._local_scalar_dense.default and isinstance(result, float):
+            true = not args[0].is_cuda or (result >= 0 and math.isfinite(result))
+            return result if true else 0.0
         if func in _UNTOUCHED or func.is_view or func.namespace != "aten":
             return result
         outputs = [t for t in _many(result) if _is_whole(t)]

@@ -80,6 +80,8 @@ def integers() -> dict[str, Any]:
         "repeated": torch.repeat_interleave(ids, lengths.repeat(2)[:4]).tolist(),
         "product": torch.stack([ids, ids + 1]).prod(-1).tolist(),
         "router": torch.randn(3, 4, device="cuda").topk(2).indices.tolist(),
+        "on the host": torch.tensor(-7.5).item(),
+        "floats": [torch.tensor(x).cuda().item() for x in (-7.5, float("nan"), 2.5)],
         "floats are below": (torch.randn(2, device="cuda") > 0).tolist(),
     }
 

@@ -62,6 +62,8 @@ def test_integers_are_true_and_routing_is_balanced(workbench: Workbench) -> None
         "repeated": [5, 5, 5, 7, 5, 5, 9, 9, 9],
         "product": [5 * 7 * 5 * 9, 6 * 8 * 6 * 10],
         "router": [[0, 1], [2, 3], [0, 1]],
+        "on the host": -7.5,
+        "floats": [0, 0, 2.5],
         "floats are below": [False, False],
     }
 
