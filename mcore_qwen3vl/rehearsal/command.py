@@ -91,6 +91,7 @@ class Command:
             sp=self.value("--sequence-parallel") is not None and tp > 1,
             first=first,
             last=last,
+            split=self.value("--pipeline-model-parallel-layout"),
         )
 
     @property

@@ -20,6 +20,7 @@ from mcore_qwen3vl.rehearsal.pipeline import Pipeline, model_pipeline
 from mcore_qwen3vl.rehearsal.roles import Role, roles_of
 from mcore_qwen3vl.runtime.pretended.preload import Routing, Settings
 from mcore_qwen3vl.runtime.pretended.workbench import As, Failed, Workbench
+from mcore_qwen3vl.schedule import Durations
 from mcore_qwen3vl.training.arguments.layout import check_layout_flags
 
 IMPORTS = (
@@ -129,7 +130,8 @@ class Rehearser:
             rehearsal.outcomes.append(self._role(prepared, role, place))
             if stop_at_failure and not rehearsal.fits:
                 break
-        rehearsal.pipeline = _pipeline(rehearsal)
+        group = command.number("--microbatch-group-size-per-virtual-pipeline-stage", 0)
+        rehearsal.pipeline = _pipeline(rehearsal, group)
         return rehearsal
 
     def _prepare(self, command: Command) -> Command:
@@ -180,15 +182,14 @@ def checked(command: Command) -> Architecture:
     return a
 
 
-def _pipeline(rehearsal: Rehearsal) -> Pipeline | None:
+def _pipeline(rehearsal: Rehearsal, group: int) -> Pipeline | None:
     """Where every role was rehearsed."""
-    layout = rehearsal.layout
     stages = [o for outcome in rehearsal.outcomes for o in [outcome] * outcome.role.stages]
-    flops = [sum(o.iteration.flops.values()) for o in stages if o.iteration is not None]
-    if layout.pp == 1 or len(flops) != layout.pp:
+    work = [o.report.facts["work"] for o in stages if o.iteration is not None]
+    if rehearsal.layout.pp == 1 or len(work) != rehearsal.layout.pp:
         return None
-    each = [value / rehearsal.rehearsed_micro_batches for value in flops]
-    return model_pipeline(each, rehearsal.micro_batches, layout.vpp)
+    flops = [[Durations(*chunk) for chunk in chunks] for chunks in work]
+    return model_pipeline(flops, rehearsal.micro_batches, group)
 
 
 @contextmanager

@@ -86,8 +86,13 @@ def test_one_stage_two_stages_virtual_stages_and_another_order_of_ranks() -> Non
     ]
     mapped = roles_of(Command((*flags, "2", "--use-tp-pp-dp-mapping"), 8), SMALL)
     assert [r.rank for r in mapped] == [0, 2]
-    uneven = Command((*flags, "4", "--pipeline-model-parallel-layout", "E|t*12|t*12|t*12L"), 8)
+    split = (*flags, "4", "--pipeline-model-parallel-layout")
+    alike = roles_of(Command((*split, "E|t*12|t*12|t*12L"), 8), SMALL)
+    assert [(r.stage, r.stages) for r in alike] == [(0, 1), (1, 2), (3, 1)]
+    # As many layers on a rank, and not in the same virtual stages.
+    uneven = Command((*split, "E|tt|ttt|t|t*12|t*9|t*8|tL"), 8)
     assert [r.stage for r in roles_of(uneven, SMALL)] == [0, 1, 2, 3]
+    assert {r.name.partition(", ")[2] for r in roles_of(uneven, SMALL)} == {"2 virtual"}
 
 
 def test_as_many_micro_batches_as_fill_the_pipeline() -> None:

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from mcore_qwen3vl.runtime.pretended.integers import host_view
 
 KINDS = ("gemm", "attention", "convolution")
-_BACKWARD_OVER_FORWARD = 2.5  # five products instead of two: the scores are computed again
+BACKWARD_OVER_FORWARD = 2.5  # five products instead of two: the scores are computed again
 _GEMMS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
 
 
@@ -63,4 +63,4 @@ def _varlen(name: str, args: Any) -> int:
     if window[1] == 0:
         pairs -= float((queries * queries).sum()) / 2
     flops = 4 * query.shape[1] * query.shape[2] * pairs
-    return int(flops * (_BACKWARD_OVER_FORWARD if backward else 1))
+    return int(flops * (BACKWARD_OVER_FORWARD if backward else 1))
