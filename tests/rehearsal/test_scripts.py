@@ -29,6 +29,12 @@ def figures(text: str) -> list[float]:
     return [float(number) for number in re.findall(r"\d+\.\d", stated[1])]
 
 
+def waiting(text: str) -> list[float]:
+    """Per cent of an iteration that a rank waits, if the header says so."""
+    stated = " ".join(text.split("\n# "))
+    return [float(share) for share in re.findall(r"A rank waits ([\d.]+)% of an iteration", stated)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_it_runs_and_fits_as_its_header_says(command: Command, script: Path) -> None:
@@ -42,6 +48,8 @@ def test_it_runs_and_fits_as_its_header_says(command: Command, script: Path) -> 
     assert figures(script.read_text()) == pytest.approx(
         figures(found["memory"]), rel=TOLERANCE, abs=0.11
     )
+    modelled = [] if found["pipeline"] is None else [100 * found["pipeline"]["bubble"]]
+    assert waiting(script.read_text()) == pytest.approx(modelled, abs=0.1)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
@@ -50,3 +58,8 @@ def test_its_header_states_room_to_spare(script: Path) -> None:
     assert reserved <= (1 - SPARE) * usable
     assert sum(parts) == pytest.approx(held, abs=0.3)
     assert held <= reserved
+
+
+def test_full_fine_tuning_of_the_largest_model_waits_little() -> None:
+    stated = {s.stem: waiting(s.read_text()) for s in SCRIPTS if "235b" in s.stem}
+    assert max(stated["sft_235b_a22b"] + stated["pretrain_235b_a22b"]) <= 12
