@@ -79,7 +79,7 @@ def _row(name: str, outcome: RoleOutcome, estimate: float | None) -> str:
     assert stage is not None
     cells = (
         name,
-        outcome.role.name.partition(" (")[0],
+        outcome.role.name.partition(", ")[0],
         f"{outcome.peak / 1e9:.1f}",
         f"{outcome.reserved / 1e9:.1f}",
         f"{outcome.spare / 1e9:.1f} ({outcome.spare / outcome.usable:.0%})",

@@ -45,9 +45,13 @@ def play(stages: Sequence[Sequence[Durations]], micro_batches: int, group: int =
 
     Returns:
         In the unit of `stages`.
+
+    Raises:
+        ValueError: the ranks wait for each other: a last group of fewer micro-batches than ranks.
     """
     ranks, chunks = len(stages), len(stages[0])
-    orders = [order_of_work(rank, ranks, chunks, micro_batches, group or ranks) for rank in range(ranks)]
+    group = group or ranks
+    orders = [order_of_work(rank, ranks, chunks, micro_batches, group) for rank in range(ranks)]
     done: dict[tuple[bool, int, int], float] = {}  # forward?, micro-batch, virtual stage
     last = ranks * chunks - 1
     clock, position = [0.0] * ranks, [0] * ranks
@@ -68,6 +72,8 @@ def play(stages: Sequence[Sequence[Durations]], micro_batches: int, group: int =
                 done[forward, micro_batch, stage] = clock[rank]
                 position[rank] += 1
                 moved = True
+    if any(at < len(order) for at, order in zip(position, orders, strict=True)):
+        raise ValueError(f"{micro_batches} micro-batches in groups of {group} wait for each other")
     return max(clock)
 
 

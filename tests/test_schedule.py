@@ -42,3 +42,10 @@ def test_a_long_first_virtual_stage_keeps_all_others_waiting() -> None:
     assert play(stages, 1) == 5 + 1 + 1 + 1 + 3 + 2 + 2 + 7
     # Rank 1 waits until rank 0 is through with both; then it has work until rank 0 ends alone.
     assert play(stages, 2, 2) == 5 + 5 + (1 + 1 + 3 + 1 + 3 + 2) + 7 + 7
+
+
+def test_a_last_group_smaller_than_the_pipeline_never_ends_and_is_refused() -> None:
+    stages = [[Durations(1, 2)] * 2] * 6
+    with pytest.raises(ValueError, match="32 micro-batches in groups of 6 wait for each other"):
+        play(stages, 32)
+    assert play(stages, 32, 8) > 32 * 6

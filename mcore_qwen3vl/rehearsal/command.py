@@ -100,6 +100,12 @@ class Command:
         rows = self.number("--micro-batch-size", 1) * self.layout.dp
         return max(self.number("--global-batch-size", rows) // rows, 1)
 
+    @property
+    def micro_batch_group(self) -> int:
+        """As many micro-batches go through a virtual stage before a rank turns to its next one."""
+        flag = "--microbatch-group-size-per-virtual-pipeline-stage"
+        return self.number(flag, 0) or self.layout.pp
+
 
 def read_command(words: Sequence[str], gpus: int | None) -> Command:
     """The run that `words` start: a launch script and what is appended, or the flags of `train`.

@@ -130,8 +130,7 @@ class Rehearser:
             rehearsal.outcomes.append(self._role(prepared, role, place))
             if stop_at_failure and not rehearsal.fits:
                 break
-        group = command.number("--microbatch-group-size-per-virtual-pipeline-stage", 0)
-        rehearsal.pipeline = _pipeline(rehearsal, group)
+        rehearsal.pipeline = _pipeline(rehearsal, command.micro_batch_group)
         return rehearsal
 
     def _prepare(self, command: Command) -> Command:
@@ -179,7 +178,20 @@ def checked(command: Command) -> Architecture:
             f"--global-batch-size {batch} is no multiple of the {rows} rows that {command.gpus} "
             f"GPUs take at once (DP {command.layout.dp}): change it or --gpus."
         )
+    if command.layout.vpp > 1:
+        _check_groups(command)
     return a
+
+
+def _check_groups(command: Command) -> None:
+    """What Megatron's interleaved schedule says at the first step."""
+    group, stages, count = command.micro_batch_group, command.layout.pp, command.micro_batches
+    if group < stages or 0 < count % group < stages:
+        raise BadInput(
+            f"Virtual stages take turns every {group} micro-batches, of which there are {count}: the "
+            f"last turn would have fewer than PP {stages}. Change --global-batch-size, or "
+            "--microbatch-group-size-per-virtual-pipeline-stage."
+        )
 
 
 def _pipeline(rehearsal: Rehearsal, group: int) -> Pipeline | None:
