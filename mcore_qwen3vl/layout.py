@@ -16,8 +16,8 @@ from mcore_qwen3vl.split import read_split
 class Layout:
     """All parallel sizes, named as Megatron names them.
 
-    Written as in ``tp2xpp2+sp``; sizes of one are left out, and one rank alone is ``single``. A part
-    with a ``|``, as in ``pp2+E|ttt|t|L``, is the split of the pipeline, which also says VPP.
+    Written as in ``tp2xpp2+sp``; sizes of one are left out, and one rank alone is ``single``. A
+    part with a ``|``, as in ``pp2+E|ttt|t|L``, is the split of the pipeline, which also says VPP.
     """
 
     tp: int = 1
@@ -180,13 +180,13 @@ class Layout:
         layers = sum(stage.layers for stage in stages)
         if self.first is not None or self.last is not None:
             raise BadInput(
-                f"The pipeline split {split!r} says how many layers each stage has: drop the counts "
-                "of the first and the last stage."
+                f"The pipeline split {split!r} says how many layers each stage has: drop the "
+                "counts of the first and the last stage."
             )
         if len(stages) % self.pp:
             raise BadInput(
-                f"The pipeline split {split!r} has {len(stages)} stages, which PP {self.pp} does not "
-                "divide: change one of them."
+                f"The pipeline split {split!r} has {len(stages)} stages, which PP {self.pp} does "
+                "not divide: change one of them."
             )
         if layers != a.num_hidden_layers:
             raise BadInput(

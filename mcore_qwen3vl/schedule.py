@@ -77,9 +77,7 @@ def play(stages: Sequence[Sequence[Durations]], micro_batches: int, group: int =
     return max(clock)
 
 
-def order_of_work(
-    rank: int, ranks: int, chunks: int, micro_batches: int, group: int
-) -> list[Work]:
+def order_of_work(rank: int, ranks: int, chunks: int, micro_batches: int, group: int) -> list[Work]:
     """What a rank does: forwards, then a forward and a backward in turn, then backwards.
 
     Args:

@@ -1,7 +1,7 @@
 """What every virtual pipeline stage holds, as ``--pipeline-model-parallel-layout`` says it.
 
-``E|ttt|(tt|)*4L`` has seven virtual stages: the embedding (and with it the vision tower) alone, three
-decoder layers, two in each of four, and the head alone. mcore's own reader
+``E|ttt|(tt|)*4L`` has seven virtual stages: the embedding (and with it the vision tower) alone,
+three decoder layers, two in each of four, and the head alone. mcore's own reader
 (``PipelineParallelLayerLayout``) needs all of megatron, which must not be imported before the CPU
 backend is installed; a test holds the two together.
 """
@@ -37,14 +37,14 @@ def read_split(text: str) -> list[Stage]:
         plain = pattern.sub(lambda match: match[1] * int(match[2]), plain)
     if wrong := re.search(r"[^EtL|]", plain):
         raise BadInput(
-            f"The pipeline split {text!r} is not understood at {wrong[0]!r}: write E (embedding and "
-            "vision tower), t (a decoder layer), L (head) and | between stages; t*3 and (tt|)*2 "
-            "repeat."
+            f"The pipeline split {text!r} is not understood at {wrong[0]!r}: write E (embedding "
+            "and vision tower), t (a decoder layer), L (head) and | between stages. t*3 and "
+            "(tt|)*2 repeat."
         )
     order = plain.replace("|", "")
     if not re.fullmatch("Et*L", order):
         raise BadInput(
-            f"The pipeline split {text!r} must have one E, which comes first, and one L, which comes "
-            "last."
+            f"The pipeline split {text!r} must have one E, which comes first, and one L, which "
+            "comes last."
         )
     return [Stage("E" in part, part.count("t"), "L" in part) for part in plain.split("|")]

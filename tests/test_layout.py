@@ -19,7 +19,15 @@ MOE = Architecture.from_hf(tiny_config(moe=True))
 
 
 @pytest.mark.parametrize(
-    "text", ["single", "tp2+sp", "tp2xpp2xvpp2+sp", "ep2xetp2xcp2xdp2", "pp4+first1+last2", "pp2xvpp2+E|t*3|(t)*1|L"]
+    "text",
+    [
+        "single",
+        "tp2+sp",
+        "tp2xpp2xvpp2+sp",
+        "ep2xetp2xcp2xdp2",
+        "pp4+first1+last2",
+        "pp2xvpp2+E|t*3|(t)*1|L",
+    ],
 )
 def test_a_layout_is_written_as_it_is_read(text: str) -> None:
     assert str(Layout.parse(text)) == text

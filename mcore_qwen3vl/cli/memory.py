@@ -53,7 +53,7 @@ def memory(
         typer.Option(
             "--pipeline-model-parallel-layout",
             metavar="SPLIT",
-            help="What each virtual pipeline stage holds, as Megatron writes it: 'E|ttt|(tt|)*2tL'.",
+            help="What each virtual stage holds, as Megatron writes it: 'E|ttt|(tt|)*2tL'.",
         ),
     ] = None,
     seq_length: Annotated[

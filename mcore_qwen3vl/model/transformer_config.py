@@ -71,9 +71,7 @@ def features_cross_stages(config: TransformerConfig, deepstack_layers: int) -> b
     return len(layers_of_chunk(config, vp_stage=0, pp_rank=0)) < deepstack_layers
 
 
-def layers_of_chunk(
-    config: TransformerConfig, vp_stage: int | None, pp_rank: int | None
-) -> range:
+def layers_of_chunk(config: TransformerConfig, vp_stage: int | None, pp_rank: int | None) -> range:
     """Decoder layers of one pipeline chunk, counted from 0 over the whole model; may be empty."""
     custom = config.pipeline_model_parallel_layout
     if custom is not None:

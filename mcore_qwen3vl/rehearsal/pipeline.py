@@ -1,7 +1,8 @@
 """Imbalance of the pipeline and its bubble: modelled from FLOPs, which were counted.
 
 A micro-batch is taken to last, in each virtual stage, forward and backward, as long as its share of
-the FLOPs says, and transfers to last no time; :mod:`mcore_qwen3vl.schedule` then plays the iteration.
+the FLOPs says, and transfers to last no time; :mod:`mcore_qwen3vl.schedule` then plays the
+iteration.
 """
 
 from __future__ import annotations

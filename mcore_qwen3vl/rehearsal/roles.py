@@ -38,8 +38,8 @@ def roles_of(command: Command, a: Architecture, chosen: Sequence[str] = ("all",)
     """The distinct roles of a run, in the order of the pipeline.
 
     A rank with several virtual stages holds all of its own. Middle stages whose virtual stages have
-    equally many layers each are one role; the first of them keeps the most micro-batches and stands for the others. Ranks of
-    one TP, CP, DP or EP group are taken to be alike.
+    equally many layers each are one role; the first of them keeps the most micro-batches and stands
+    for the others. Ranks of one TP, CP, DP or EP group are taken to be alike.
 
     Args:
         command: the run.

@@ -188,8 +188,8 @@ def _check_groups(command: Command) -> None:
     group, stages, count = command.micro_batch_group, command.layout.pp, command.micro_batches
     if group < stages or 0 < count % group < stages:
         raise BadInput(
-            f"Virtual stages take turns every {group} micro-batches, of which there are {count}: the "
-            f"last turn would have fewer than PP {stages}. Change --global-batch-size, or "
+            f"Virtual stages take turns every {group} micro-batches, of which there are {count}: "
+            f"the last turn would have fewer than PP {stages}. Change --global-batch-size, or "
             "--microbatch-group-size-per-virtual-pipeline-stage."
         )
 

@@ -20,8 +20,8 @@ from mcore_qwen3vl.data.loading.loader import Loader
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.pretended import rank as this_rank
 from mcore_qwen3vl.runtime.pretended.rank import Rank
-from mcore_qwen3vl.training.pretended_stages import Work
 from mcore_qwen3vl.training.phases import FINALIZE, FORWARD_BACKWARD, LOG
+from mcore_qwen3vl.training.pretended_stages import Work
 
 OnSetup = Callable[[list[nn.Module], Any], None]
 

@@ -44,7 +44,7 @@ def count_transformer_engine(counts: Counter[str]) -> Iterator[None]:
 
 
 def _product(a: Any, transposed: bool, b: Any, *_: Any) -> float:
-    """Of cuBLAS' column-major view: row-major, `a` is contracted along its last axis if transposed."""
+    """`a`, as PyTorch sees it, is contracted along its last axis if transposed, or its others."""
     last = a.size()[-1]
     size = a.size().numel()
     contracted = last if transposed else size / max(last, 1)

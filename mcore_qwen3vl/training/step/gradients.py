@@ -1,8 +1,8 @@
 """Gradients that mcore adds up over the TP group, in pieces of bounded size.
 
-Parameters whole on every TP rank, norms' under SP and the vision tower's, have gradients of a part of
-the tokens on each. mcore copies all of them into one tensor before it reduces them: 2.2 GB for the
-tower, at a moment when MoE models under full recompute hold as much as they ever do.
+Parameters whole on every TP rank, norms' under SP and the vision tower's, have gradients of a part
+of the tokens on each. mcore copies all of them into one tensor before it reduces them: 2.2 GB for
+the tower, at a moment when MoE models under full recompute hold as much as they ever do.
 """
 
 from __future__ import annotations

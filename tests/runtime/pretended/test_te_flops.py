@@ -18,7 +18,7 @@ INPUT, OUTPUT = torch.empty(TOKENS, INNER), torch.empty(TOKENS, OUTER)
 WEIGHT = torch.empty(OUTER, INNER)
 
 
-class NVTE_Mask_Type(Enum):  # noqa: N801 -- the extension's name
+class NVTE_Mask_Type(Enum):
     NVTE_PADDING_CAUSAL_MASK = 1
     NVTE_NO_MASK = 2
 
