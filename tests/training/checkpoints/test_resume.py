@@ -62,7 +62,7 @@ def test_same_layout_continues_bit_for_bit(
             ("dp2", (*DISTRIBUTED, "--num-workers", "1")),
             ("tp2+sp", ("--use-distributed-optimizer", "--num-workers", "2")),
         ),
-        (("pp2+E|t|tt|tL", ()), ("pp2+Ettt|tL", ())),
+        pytest.param(("pp2+E|t|tt|tL", ()), ("pp2+Ettt|tL", ()), marks=pytest.mark.slow),
         (  # packs of equal work, which two ranks divided, go on to one, in the same order
             ("dp2", (*DISTRIBUTED, "--packing")),
             ("single", ("--use-distributed-optimizer", "--packing")),
