@@ -54,11 +54,13 @@ def main() -> int:
 
 
 def write_header(script: Path, found: Rehearsal) -> None:
-    """The comment about memory."""
+    """The comment about memory, and about the pipeline if there is one."""
     fullest = max(found.outcomes, key=lambda outcome: outcome.reserved)
     which = "" if len(found.outcomes) == 1 else f" ({fullest.role.name})"
     line = memory_line(found.outcomes)
     text = f"Memory of a GPU{which}, rehearsed with the torch spec: {line}."
+    if found.pipeline is not None:
+        text += f" A rank waits {found.pipeline.bubble:.1%} of an iteration for others (modelled)."
     comment = "\n".join(wrap(text, WIDTH, initial_indent="# ", subsequent_indent="# ")) + "\n"
     old = script.read_text()
     script.write_text(re.sub(r"^# Memory.*\n(?:# .*\n)*", lambda _: comment, old, flags=re.M))
@@ -81,7 +83,7 @@ def _row(name: str, outcome: RoleOutcome, estimate: float | None) -> str:
     assert stage is not None
     cells = (
         name,
-        outcome.role.name.partition(" (")[0],
+        outcome.role.name.partition(", ")[0],
         f"{outcome.peak / 1e9:.1f}",
         f"{outcome.reserved / 1e9:.1f}",
         f"{outcome.spare / 1e9:.1f} ({outcome.spare / outcome.usable:.0%})",

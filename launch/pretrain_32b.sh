@@ -4,8 +4,9 @@
 #
 # Layout: TP 8 with SP in the node and PP 2 between nodes; the global batch gives each pipeline 64
 # micro-batches, so its bubble is about 1.5%.
-# Memory of a GPU (first stage), rehearsed with the torch spec: 41.2 GB reserved of 82.4, 37.4 held
-# (weights 5.3, gradients 10.6, optimizer 7.9, logits and loss 0.0, the rest 13.6).
+# Memory of a GPU (first stage), rehearsed with the torch spec: 39.3 GB reserved of 82.4, 37.4 held
+# (weights 5.3, gradients 10.6, optimizer 7.9, logits and loss 0.0, the rest 13.6). A rank waits 1.6%
+# of an iteration for others (modelled).
 NODES=8
 source "${LAUNCH_DIR:-$(dirname "${BASH_SOURCE[0]}")}/common.sh"
 

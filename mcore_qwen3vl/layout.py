@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass, fields
+from itertools import accumulate
 from typing import Any, Self
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.split import read_split
 
 
 @dataclass(frozen=True)
 class Layout:
     """All parallel sizes, named as Megatron names them.
 
-    Written as in ``tp2xpp2+sp``; sizes of one are left out, and one rank alone is ``single``.
+    Written as in ``tp2xpp2+sp``; sizes of one are left out, and one rank alone is ``single``. A
+    part with a ``|``, as in ``pp2+E|ttt|t|L``, is the split of the pipeline, which also says VPP.
     """
 
     tp: int = 1
@@ -27,6 +30,12 @@ class Layout:
     sp: bool = False
     first: int | None = None  # decoder layers on the first pipeline stage, if not an equal share
     last: int | None = None  # decoder layers on the last pipeline stage, if not an equal share
+    split: str | None = None  # each virtual stage's content, as :mod:`.split` reads it
+
+    def __post_init__(self) -> None:
+        if self.split is not None:
+            stages = len(read_split(self.split))
+            object.__setattr__(self, "vpp", max(stages // max(self.pp, 1), 1))
 
     @property
     def world_size(self) -> int:
@@ -41,8 +50,12 @@ class Layout:
             BadInput: a part is not a known name with a number.
         """
         sizes: dict[str, Any] = {}
-        names = [f.name for f in fields(cls) if f.name != "sp"]
-        for part in re.split(r"[x+,\s]+", text.strip().lower()):
+        names = [f.name for f in fields(cls) if f.name not in ("sp", "split")]
+        for part in re.split(r"[x+,\s]+", text.strip()):
+            if "|" in part:
+                sizes["split"] = part
+                continue
+            part = part.lower()
             match = re.fullmatch(f"({'|'.join(names)})=?([1-9][0-9]*)", part)
             if part == "sp":
                 sizes["sp"] = True
@@ -60,6 +73,7 @@ class Layout:
         sizes = [f"{n}{getattr(self, n)}" for n in names if getattr(self, n) > 1]
         extras = ["sp"] if self.sp else []
         extras += [f"{n}{getattr(self, n)}" for n in ("first", "last") if getattr(self, n)]
+        extras += [self.split] if self.split else []
         return "+".join(["x".join(sizes) or "single", *extras])
 
     def config_overrides(self) -> dict[str, Any]:
@@ -71,13 +85,30 @@ class Layout:
             "virtual_pipeline_model_parallel_size": self.vpp if self.vpp > 1 else None,
             "num_layers_in_first_pipeline_stage": self.first,
             "num_layers_in_last_pipeline_stage": self.last,
+            "pipeline_model_parallel_layout": self.split,
             "expert_model_parallel_size": self.ep,
             "expert_tensor_parallel_size": self.etp,
             "context_parallel_size": self.cp,
         }
 
+    def virtual_stages(self, num_layers: int) -> list[range]:
+        """Decoder layers of each virtual stage, in the order of the model.
+
+        Stage `i` is on pipeline rank ``i % pp``.
+        """
+        if self.split is not None:
+            counts = [stage.layers for stage in read_split(self.split)]
+        else:
+            counts = [count // self.vpp for count in self._equal(num_layers)] * self.vpp
+        ends = list(accumulate(counts))
+        return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
+
     def layers_per_stage(self, num_layers: int) -> list[int]:
         """Decoder layers of each pipeline rank, its virtual stages together."""
+        stages = self.virtual_stages(num_layers)
+        return [sum(map(len, stages[rank :: self.pp])) for rank in range(self.pp)]
+
+    def _equal(self, num_layers: int) -> list[int]:
         uneven = ((0, self.first), (self.pp - 1, self.last))
         own = {stage: count for stage, count in uneven if count is not None}
         equal = (num_layers - sum(own.values())) // max(self.pp - len(own), 1)
@@ -94,7 +125,7 @@ class Layout:
             BadInput: it does not; the message names both numbers and what to change.
         """
         for name, size in asdict(self).items():
-            if size is not None and size is not False and size < 1:
+            if isinstance(size, int) and size is not False and size < 1:
                 raise BadInput(f"{name.upper()} is {size}; parallel sizes start at 1.")
         self._check_tensor_parallel(architecture)
         self._check_pipeline(architecture)
@@ -125,6 +156,9 @@ class Layout:
                 f"VPP {self.vpp} interleaves chunks over pipeline stages and PP is 1: raise PP or "
                 "drop VPP."
             )
+        if self.split is not None:
+            self._check_split(self.split, a)
+            return
         layers, stages = a.num_hidden_layers, self.pp
         for name, count in (("first", self.first), ("last", self.last)):
             if count is None:
@@ -140,6 +174,25 @@ class Layout:
             )
         if stages:
             _check_divides(layers, "decoder layers", stages * self.vpp, "PP x VPP")
+
+    def _check_split(self, split: str, a: Architecture) -> None:
+        stages = read_split(split)
+        layers = sum(stage.layers for stage in stages)
+        if self.first is not None or self.last is not None:
+            raise BadInput(
+                f"The pipeline split {split!r} says how many layers each stage has: drop the "
+                "counts of the first and the last stage."
+            )
+        if len(stages) % self.pp:
+            raise BadInput(
+                f"The pipeline split {split!r} has {len(stages)} stages, which PP {self.pp} does "
+                "not divide: change one of them."
+            )
+        if layers != a.num_hidden_layers:
+            raise BadInput(
+                f"The pipeline split {split!r} has {layers} decoder layers and the model "
+                f"{a.num_hidden_layers}: change its number of t."
+            )
 
     def _check_experts(self, a: Architecture, training: bool) -> None:
         if not a.is_moe:

@@ -16,6 +16,8 @@ ROOT = Path(__file__).parents[1]
 ORDER = (
     "errors",
     "config",
+    "split",
+    "schedule",
     "layout",
     "megatron_config",
     "console",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from mcore_qwen3vl.config import Architecture
@@ -9,6 +11,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.split import read_split
 from mcore_qwen3vl.tiny.checkpoint import tiny_config
 
 DENSE = Architecture.from_hf(tiny_config())
@@ -16,7 +19,15 @@ MOE = Architecture.from_hf(tiny_config(moe=True))
 
 
 @pytest.mark.parametrize(
-    "text", ["single", "tp2+sp", "tp2xpp2xvpp2+sp", "ep2xetp2xcp2xdp2", "pp4+first1+last2"]
+    "text",
+    [
+        "single",
+        "tp2+sp",
+        "tp2xpp2xvpp2+sp",
+        "ep2xetp2xcp2xdp2",
+        "pp4+first1+last2",
+        "pp2xvpp2+E|t*3|(t)*1|L",
+    ],
 )
 def test_a_layout_is_written_as_it_is_read(text: str) -> None:
     assert str(Layout.parse(text)) == text
@@ -49,6 +60,9 @@ def test_expert_parallelism_adds_no_ranks() -> None:
         ("pp2+first1+last1", DENSE, "4 decoder layers leave 2 for 0 more"),
         ("pp2xvpp2+first1", DENSE, "1 layers on the first stage cannot be divided over VPP 2"),
         ("first1", DENSE, "PP is 1"),
+        ("pp2+E|tt|ttL", DENSE, "has 3 stages, which PP 2 does not divide"),
+        ("pp2+Et|ttL", DENSE, "has 3 decoder layers and the model 4"),
+        ("pp2+first1+Et|tttL", DENSE, "drop the counts of the first and the last stage"),
         ("ep2", DENSE, "EP is 2, but this model is dense"),
         ("etp2", DENSE, "ETP is 2, but this model is dense"),
         ("tp2", MOE, "add SP"),
@@ -59,7 +73,7 @@ def test_expert_parallelism_adds_no_ranks() -> None:
     ],
 )
 def test_what_does_not_divide(layout: str, architecture: Architecture, message: str) -> None:
-    with pytest.raises(BadInput, match=message):
+    with pytest.raises(BadInput, match=re.escape(message)):
         Layout.parse(layout).validate(architecture)
 
 
@@ -89,3 +103,30 @@ def test_moe_layouts_that_work(layout: str) -> None:
 def test_the_number_of_ranks_must_fit() -> None:
     with pytest.raises(BadInput, match="Layout tp2xpp2 needs 4 ranks; 2 are running"):
         run_layout(initialize, 2, Layout(tp=2, pp=2))
+
+
+@pytest.mark.parametrize(
+    "text", ["E|ttt|(tt|)*2t*4L", "Ett,|(t*6|)*3,tL", "E||t|L", "(E|t)*1|(tt|t|)*2L", "Et*12L"]
+)
+def test_a_split_is_read_as_mcore_reads_it(text: str) -> None:
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    theirs = PipelineParallelLayerLayout.parse_str_to_list(text)
+    kinds = (LayerType.embedding, LayerType.decoder, LayerType.loss)
+    assert [tuple(part.count(kind) for kind in kinds) for part in theirs] == read_split(text)
+
+
+@pytest.mark.parametrize("text", ["tE|L", "E|t", "EE|L", "E|tLt|L", "E|tm|L", "E|t*|L", "E|(t|L"])
+def test_a_split_that_is_none(text: str) -> None:
+    with pytest.raises(BadInput, match="The pipeline split"):
+        read_split(text)
+
+
+def test_virtual_stages_go_round_the_ranks() -> None:
+    held = Layout(pp=2, vpp=2, first=4).virtual_stages(10)
+    assert held == [range(2), range(2, 5), range(5, 7), range(7, 10)]
+    own = Layout(pp=2, split="E|ttt|t|L")
+    assert own.vpp == 2
+    assert own.virtual_stages(4) == [range(0), range(3), range(3, 4), range(4, 4)]
+    assert own.layers_per_stage(4) == [1, 3]

@@ -19,6 +19,7 @@ _COMPARED = (
     "virtual_pipeline_model_parallel_size",
     "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers",
+    "pipeline_model_parallel_layout",
 )
 _COMPARED_IN_MOE = ("expert_model_parallel_size", "expert_tensor_parallel_size")
 

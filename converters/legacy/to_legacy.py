@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import batched
 from math import lcm, prod
 from pathlib import Path
 from typing import Any, get_args
@@ -105,8 +106,8 @@ class ToLegacy:
     @cached_property
     def _pipeline(self) -> list[tuple[Stage, list[Row]]]:
         a, layout = self.mcore.architecture, self.legacy.layout
-        counts = layout.layers_per_stage(a.num_hidden_layers)
-        pipeline = stages([[count // layout.vpp for count in counts]] * layout.vpp)
+        counts = [len(held) for held in layout.virtual_stages(a.num_hidden_layers)]
+        pipeline = stages([list(counts) for counts in batched(counts, layout.pp)])
         shares = share_out(self.rows, pipeline, tied=a.tie_word_embeddings)
         return list(zip(pipeline, shares, strict=True))
 
@@ -246,6 +247,7 @@ def _arguments(legacy: Legacy, mcore: ToMcore, divisor: int) -> dict[str, Any]:
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
         "decoder_first_pipeline_num_layers": layout.first,
         "decoder_last_pipeline_num_layers": layout.last,
+        "pipeline_model_parallel_layout": layout.split,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
         "spec": [legacy.spec],

@@ -48,6 +48,14 @@ def memory(
             help="Decoder layers of the last pipeline stage; default: an equal share.",
         ),
     ] = None,
+    split: Annotated[
+        str | None,
+        typer.Option(
+            "--pipeline-model-parallel-layout",
+            metavar="SPLIT",
+            help="What each virtual stage holds, as Megatron writes it: 'E|ttt|(tt|)*2tL'.",
+        ),
+    ] = None,
     seq_length: Annotated[
         int, typer.Option(min=1, metavar="N", help="Tokens of a sequence or pack, before CP.")
     ] = 8192,
@@ -74,7 +82,7 @@ def memory(
     from mcore_qwen3vl.training.memory import Workload, by_stage, stage_layers
 
     architecture = Architecture.from_hf(config_folder(model))
-    layout = replace(layout, first=first, last=last)
+    layout = replace(layout, first=first, last=last, split=split)
     layout.validate(architecture)
     work = Workload(seq_length, micro_batch_size, visual_share)
     stages = by_stage(architecture, layout, work, recompute)

@@ -13,15 +13,10 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import (
-    TransformerBlockSubmodules,
-    get_num_layers_to_build,
-)
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.attention import TorchAttention
@@ -30,7 +25,7 @@ from mcore_qwen3vl.model.mlp import GatedMLP
 from mcore_qwen3vl.model.norm import RMSNorm, StandaloneRMSNorm
 from mcore_qwen3vl.model.remake import remember_fused_norms
 from mcore_qwen3vl.model.rope import RotarySelfAttention
-from mcore_qwen3vl.model.transformer_config import Spec
+from mcore_qwen3vl.model.transformer_config import Spec, layers_of_chunk
 
 
 def block_spec(
@@ -68,7 +63,7 @@ def block_spec(
         layer.params = {"deepstack_layers": deepstack_layers, "remakes": not keep_activations}
         layer.submodules.self_attention.module = RotarySelfAttention
         _own_mlp(layer.submodules)
-    held = _layers_of_chunk(config, vp_stage, pp_rank)
+    held = layers_of_chunk(config, vp_stage, pp_rank)
     return TransformerBlockSubmodules(
         layer_specs=[kinds[_is_moe(config, i)] for i in held], layer_norm=Norm
     )
@@ -126,18 +121,3 @@ def _is_moe(config: TransformerConfig, layer: int) -> bool:
         return False
     frequency = config.moe_layer_freq
     return bool(frequency[layer]) if isinstance(frequency, list) else layer % frequency == 0
-
-
-def _layers_of_chunk(
-    config: TransformerConfig, vp_stage: int | None, pp_rank: int | None
-) -> list[int]:
-    """Decoder layers of one pipeline chunk, counted from 0 over the whole model."""
-    custom = config.pipeline_model_parallel_layout
-    if custom is not None:
-        return list(
-            custom.get_layer_id_list(
-                layer_type=LayerType.decoder, vp_stage=vp_stage, pp_rank=pp_rank
-            )
-        )
-    first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)
-    return list(range(first, first + get_num_layers_to_build(config, vp_stage, pp_rank)))

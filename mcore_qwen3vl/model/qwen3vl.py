@@ -28,7 +28,7 @@ from mcore_qwen3vl.model.layer_specs import block_spec
 from mcore_qwen3vl.model.lora.adapter import Adapter
 from mcore_qwen3vl.model.rope import InterleavedMRoPE
 from mcore_qwen3vl.model.sequence import local_positions
-from mcore_qwen3vl.model.transformer_config import Spec, transformer_config
+from mcore_qwen3vl.model.transformer_config import Spec, layers_of_chunk, transformer_config
 from mcore_qwen3vl.model.vision.tower import VisionTower
 
 
@@ -117,11 +117,11 @@ class Qwen3VLModel(GPTModel):
         self.rotary_pos_emb = InterleavedMRoPE(
             architecture.head_dim, architecture.rope_theta, architecture.mrope_section
         )
-        layers = [layer.layer_number for layer in self.decoder.layers]  # counted from 1
-        first, last = (min(layers) - 1, max(layers)) if layers else (0, 0)
+        # A chunk may hold no layer at all, and still has a place between those of its neighbours.
+        held = layers_of_chunk(config, vp_stage, groups.pp.rank())
         # DeepStack layers from this chunk on, and after it.
-        self._deepstack_in = max(deepstack_layers - first, 0)
-        self._deepstack_out = 0 if post_process else max(deepstack_layers - last, 0)
+        self._deepstack_in = max(deepstack_layers - held.start, 0)
+        self._deepstack_out = 0 if post_process else max(deepstack_layers - held.stop, 0)
         if self._deepstack_out and not config.variable_seq_lengths:
             raise BadInput(
                 f"The pipeline split leaves {self._deepstack_out} of {deepstack_layers} DeepStack "

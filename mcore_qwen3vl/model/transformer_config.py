@@ -6,8 +6,10 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
@@ -71,7 +73,19 @@ def features_cross_stages(config: TransformerConfig, deepstack_layers: int) -> b
     """Whether the first pipeline chunk has fewer decoder layers than there are DeepStack layers."""
     if config.pipeline_model_parallel_size == 1:
         return False
-    return get_num_layers_to_build(config, vp_stage=0, pp_rank=0) < deepstack_layers
+    return len(layers_of_chunk(config, vp_stage=0, pp_rank=0)) < deepstack_layers
+
+
+def layers_of_chunk(config: TransformerConfig, vp_stage: int | None, pp_rank: int | None) -> range:
+    """Decoder layers of one pipeline chunk, counted from 0 over the whole model; may be empty."""
+    custom = config.pipeline_model_parallel_layout
+    if custom is not None:
+        # mcore's functions, as used below, answer for the rank that asks, whatever `pp_rank` is.
+        of_chunk = {"layer_type": LayerType.decoder, "vp_stage": vp_stage, "pp_rank": pp_rank}
+        first = custom.get_layer_offset(**of_chunk)
+        return range(first, first + custom.get_num_layers_to_build(**of_chunk))
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)
+    return range(first, first + get_num_layers_to_build(config, vp_stage, pp_rank))
 
 
 def _model(a: Architecture, spec: Spec) -> dict[str, Any]:

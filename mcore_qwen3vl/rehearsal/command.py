@@ -91,6 +91,7 @@ class Command:
             sp=self.value("--sequence-parallel") is not None and tp > 1,
             first=first,
             last=last,
+            split=self.value("--pipeline-model-parallel-layout"),
         )
 
     @property
@@ -98,6 +99,12 @@ class Command:
         """Of one rank and one iteration."""
         rows = self.number("--micro-batch-size", 1) * self.layout.dp
         return max(self.number("--global-batch-size", rows) // rows, 1)
+
+    @property
+    def micro_batch_group(self) -> int:
+        """As many micro-batches go through a virtual stage before a rank turns to its next one."""
+        flag = "--microbatch-group-size-per-virtual-pipeline-stage"
+        return self.number(flag, 0) or self.layout.pp
 
 
 def read_command(words: Sequence[str], gpus: int | None) -> Command:

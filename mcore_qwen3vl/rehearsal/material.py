@@ -85,7 +85,7 @@ def prepare(command: Command, folder: Path) -> Command:
 def rehearsed_micro_batches(command: Command) -> int:
     """As many as fill the pipeline and reach its steady state; more change no peak."""
     layout = command.layout
-    enough = 2 * layout.pp if layout.vpp > 1 else layout.pp + 1
+    enough = 2 * command.micro_batch_group if layout.vpp > 1 else layout.pp + 1
     return min(command.micro_batches, enough)
 
 

@@ -1,9 +1,8 @@
 """Imbalance of the pipeline and its bubble: modelled from FLOPs, which were counted.
 
-A micro-batch is taken to last, on each stage, as long as its share of the FLOPs says. Under 1F1B
-the slowest stage works without a break once the pipeline is full, so that an iteration of m
-micro-batches takes (m - 1) times its time and once that of every stage; interleaving v virtual
-stages divides what is not the slowest stage's by v (Narayanan et al., arXiv:2104.04473).
+A micro-batch is taken to last, in each virtual stage, forward and backward, as long as its share of
+the FLOPs says, and transfers to last no time; :mod:`mcore_qwen3vl.schedule` then plays the
+iteration.
 """
 
 from __future__ import annotations
@@ -11,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from mcore_qwen3vl.schedule import Durations, play
 
 
 @dataclass(frozen=True)
@@ -32,14 +33,17 @@ class Pipeline:
         return {"kind of numbers": "modelled", **asdict(self)}
 
 
-def model_pipeline(flops: Sequence[float], micro_batches: int, virtual: int = 1) -> Pipeline:
+def model_pipeline(
+    stages: Sequence[Sequence[Durations]], micro_batches: int, group: int = 0
+) -> Pipeline:
     """Of stages whose FLOPs for a micro-batch are known.
 
     Args:
-        flops: of every stage, in order.
+        stages: FLOPs of each pipeline rank's virtual stages, in order.
         micro_batches: of an iteration.
-        virtual: virtual stages of a rank.
+        group: see :func:`mcore_qwen3vl.schedule.play`.
     """
-    slowest, mean = max(flops), sum(flops) / len(flops)
-    duration = micro_batches * slowest + (sum(flops) - slowest) / virtual
-    return Pipeline(list(flops), slowest / mean, 1 - micro_batches * mean / duration)
+    flops = [sum(chunk.both for chunk in chunks) for chunks in stages]
+    mean = sum(flops) / len(flops)
+    duration = play(stages, micro_batches, group)
+    return Pipeline(flops, max(flops) / mean, 1 - micro_batches * mean / duration)

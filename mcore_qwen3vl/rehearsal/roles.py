@@ -11,7 +11,6 @@ from mcore_qwen3vl.rehearsal.command import Command
 
 OWN_SPLIT = (
     "--num-layers-per-virtual-pipeline-stage",
-    "--pipeline-model-parallel-layout",
     "--account-for-embedding-in-pipeline-split",
     "--account-for-loss-in-pipeline-split",
 )
@@ -38,9 +37,9 @@ class Role:
 def roles_of(command: Command, a: Architecture, chosen: Sequence[str] = ("all",)) -> list[Role]:
     """The distinct roles of a run, in the order of the pipeline.
 
-    A rank with several virtual stages holds all of its own. Middle stages with equally many layers
-    are one role; the first of them keeps the most micro-batches and stands for the others. Ranks of
-    one TP, CP, DP or EP group are taken to be alike.
+    A rank with several virtual stages holds all of its own. Middle stages whose virtual stages have
+    equally many layers each are one role; the first of them keeps the most micro-batches and stands
+    for the others. Ranks of one TP, CP, DP or EP group are taken to be alike.
 
     Args:
         command: the run.
@@ -75,10 +74,11 @@ def _all(command: Command, a: Architecture) -> list[Role]:
     if layout.pp == 1:
         return [Role("every rank", 0, 0)]
     every_one = any(command.value(flag) is not None for flag in OWN_SPLIT)
-    layers = layout.layers_per_stage(a.num_hidden_layers)
+    held = layout.virtual_stages(a.num_hidden_layers)
     middle: dict[object, list[int]] = {}
     for stage in range(1, layout.pp - 1):
-        middle.setdefault(stage if every_one else layers[stage], []).append(stage)
+        alike = tuple(len(layers) for layers in held[stage :: layout.pp])
+        middle.setdefault(stage if every_one else alike, []).append(stage)
     virtual = f", {layout.vpp} virtual" if layout.vpp > 1 else ""
     roles = [Role(f"first stage{virtual}", _rank(command, 0), 0)]
     for stages in middle.values():

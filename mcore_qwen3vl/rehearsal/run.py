@@ -20,6 +20,7 @@ from mcore_qwen3vl.rehearsal.pipeline import Pipeline, model_pipeline
 from mcore_qwen3vl.rehearsal.roles import Role, roles_of
 from mcore_qwen3vl.runtime.pretended.preload import Routing, Settings
 from mcore_qwen3vl.runtime.pretended.workbench import As, Failed, Workbench
+from mcore_qwen3vl.schedule import Durations
 from mcore_qwen3vl.training.arguments.layout import check_layout_flags
 
 IMPORTS = (
@@ -129,7 +130,7 @@ class Rehearser:
             rehearsal.outcomes.append(self._role(prepared, role, place))
             if stop_at_failure and not rehearsal.fits:
                 break
-        rehearsal.pipeline = _pipeline(rehearsal)
+        rehearsal.pipeline = _pipeline(rehearsal, command.micro_batch_group)
         return rehearsal
 
     def _prepare(self, command: Command) -> Command:
@@ -177,18 +178,30 @@ def checked(command: Command) -> Architecture:
             f"--global-batch-size {batch} is no multiple of the {rows} rows that {command.gpus} "
             f"GPUs take at once (DP {command.layout.dp}): change it or --gpus."
         )
+    if command.layout.vpp > 1:
+        _check_groups(command)
     return a
 
 
-def _pipeline(rehearsal: Rehearsal) -> Pipeline | None:
+def _check_groups(command: Command) -> None:
+    """What Megatron's interleaved schedule says at the first step."""
+    group, stages, count = command.micro_batch_group, command.layout.pp, command.micro_batches
+    if group < stages or 0 < count % group < stages:
+        raise BadInput(
+            f"Virtual stages take turns every {group} micro-batches, of which there are {count}: "
+            f"the last turn would have fewer than PP {stages}. Change --global-batch-size, or "
+            "--microbatch-group-size-per-virtual-pipeline-stage."
+        )
+
+
+def _pipeline(rehearsal: Rehearsal, group: int) -> Pipeline | None:
     """Where every role was rehearsed."""
-    layout = rehearsal.layout
     stages = [o for outcome in rehearsal.outcomes for o in [outcome] * outcome.role.stages]
-    flops = [sum(o.iteration.flops.values()) for o in stages if o.iteration is not None]
-    if layout.pp == 1 or len(flops) != layout.pp:
+    work = [o.report.facts["work"] for o in stages if o.iteration is not None]
+    if rehearsal.layout.pp == 1 or len(work) != rehearsal.layout.pp:
         return None
-    each = [value / rehearsal.rehearsed_micro_batches for value in flops]
-    return model_pipeline(each, rehearsal.micro_batches, layout.vpp)
+    flops = [[Durations(*chunk) for chunk in chunks] for chunks in work]
+    return model_pipeline(flops, rehearsal.micro_batches, group)
 
 
 @contextmanager

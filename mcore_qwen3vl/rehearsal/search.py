@@ -29,6 +29,7 @@ _REPLACED = (
     *("--num-virtual-stages-per-pipeline-rank", "--context-parallel-size"),
     *("--expert-model-parallel-size", "--expert-tensor-parallel-size"),
     *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"),
+    "--pipeline-model-parallel-layout",
     *("--recompute-granularity", "--recompute-method", "--recompute-num-layers"),
     *OWN_SPLIT,
 )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +20,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.head.log_probs import CHUNK_LOGITS
+from mcore_qwen3vl.schedule import order_of_work
 from mcore_qwen3vl.training.lora.flags import adapter_config, asked
 from mcore_qwen3vl.training.lora.parameters import trained_parameters
 
@@ -126,6 +128,7 @@ def layout_of(args: argparse.Namespace) -> Layout:
         sp=args.sequence_parallel,
         first=args.decoder_first_pipeline_num_layers,
         last=args.decoder_last_pipeline_num_layers,
+        split=args.pipeline_model_parallel_layout,
     )
 
 
@@ -157,11 +160,10 @@ def _stage(
     )
 
 
-def stage_layers(a: Architecture, layout: Layout) -> list[range]:
-    """The decoder layers of each pipeline rank, those of its VPP chunks counted together."""
-    counts = layout.layers_per_stage(a.num_hidden_layers)
-    bounds = [sum(counts[:stage]) for stage in range(layout.pp + 1)]
-    return [range(bounds[stage], bounds[stage + 1]) for stage in range(layout.pp)]
+def stage_layers(a: Architecture, layout: Layout) -> list[list[int]]:
+    """The decoder layers of each pipeline rank, those of its VPP chunks together."""
+    held = layout.virtual_stages(a.num_hidden_layers)
+    return [[n for layers in held[rank :: layout.pp] for n in layers] for rank in range(layout.pp)]
 
 
 def rank_parameters(
@@ -209,25 +211,36 @@ def _activations(
     trained: Trained,
 ) -> float:
     """Stored activations of one rank: decoder layers of all micro-batches in flight, and vision."""
-    layers = stage_layers(a, layout)[stage]
+    held = layout.virtual_stages(a.num_hidden_layers)[stage :: layout.pp]
     cheap = recompute == "cheap"
-    stored = [_layer_activations(a, layout, tokens, a.moe_layers[n], cheap) for n in layers]
-    sequence_parts = layout.tp if layout.sp else 1
+    each = [
+        [_layer_activations(a, layout, tokens, a.moe_layers[n], cheap) for n in layers]
+        for layers in held
+    ]
+    kept, recomputed = [sum(chunk) for chunk in each], 0.0
     if recompute == "full":
-        inputs = ACTIVATION * a.hidden_size * tokens / sequence_parts
-        kept, recomputed = inputs * len(layers), max(stored, default=0.0)
-    else:
-        kept, recomputed = sum(stored), 0.0
-    encodes = stage == 0 and any(group.part == "vision" for group in trained)
-    vision = _vision_activations(a, layout, work, recompute) if encodes else 0.0
-    return (kept + vision) * in_flight(layout, stage) + recomputed
+        inputs = ACTIVATION * a.hidden_size * tokens / (layout.tp if layout.sp else 1)
+        kept = [inputs * len(layers) for layers in held]
+        recomputed = max((size for chunk in each for size in chunk), default=0.0)
+    if stage == 0 and any(group.part == "vision" for group in trained):
+        kept[0] += _vision_activations(a, layout, work, recompute)
+    return in_flight(layout, stage, kept) + recomputed
 
 
-def in_flight(layout: Layout, stage: int) -> float:
-    """Micro-batches whose activations a pipeline rank holds at once under (interleaved) 1F1B."""
-    if layout.vpp == 1:
-        return layout.pp - stage
-    return (layout.pp * layout.vpp + layout.pp - 1 - 2 * stage) / layout.vpp
+def in_flight(layout: Layout, stage: int, kept: Sequence[float]) -> float:
+    """The most that a pipeline rank keeps at once under (interleaved) 1F1B.
+
+    Args:
+        layout: all parallel sizes.
+        stage: the pipeline rank.
+        kept: what each of its virtual stages keeps of one micro-batch.
+    """
+    most = now = 0.0
+    # Beyond twice as many micro-batches as ranks nothing new happens.
+    for work in order_of_work(stage, layout.pp, layout.vpp, 2 * layout.pp, layout.pp):
+        now += kept[work.chunk] if work.forward else -kept[work.chunk]
+        most = max(most, now)
+    return most
 
 
 def _layer_activations(

@@ -21,6 +21,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.pretended import rank as this_rank
 from mcore_qwen3vl.runtime.pretended.rank import Rank
 from mcore_qwen3vl.training.phases import FINALIZE, FORWARD_BACKWARD, LOG
+from mcore_qwen3vl.training.pretended_stages import Work
 
 OnSetup = Callable[[list[nn.Module], Any], None]
 
@@ -30,7 +31,8 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda model, optimizer: None)
 
     Stages: ``model and optimizer``, then ``iteration 1`` and so on. Facts: ``batch``: the shapes of
     the first one; ``parameters``: how many values this rank trains; ``without gradient`` and
-    ``not on the device``: names of parameters and buffers that are at fault.
+    ``not on the device``: names of parameters and buffers that are at fault; ``work``: see
+    :meth:`.pretended_stages.Work.of_iteration`.
 
     Args:
         argv: the flags.
@@ -43,8 +45,10 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda model, optimizer: None)
     rank = this_rank.current
     if rank is None:
         raise BadInput(f"Start it with python -m mcore_qwen3vl.runtime.pretended -m {__name__}.")
+    from megatron.core.pipeline_parallel import schedules
     from megatron.training import training
 
+    from mcore_qwen3vl.runtime.pretended.te_flops import count_transformer_engine
     from mcore_qwen3vl.training import run
     from mcore_qwen3vl.training.feed import provider
     from mcore_qwen3vl.training.pretended_stages import (
@@ -63,6 +67,9 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda model, optimizer: None)
         mock.patch.object(training, "train_step", watch.step(training.train_step)),
         mock.patch.object(run.Run, "_log", watch.in_phase(LOG, run.Run._log)),
         mock.patch.object(run.Run, "_report", watch.in_phase(LOG, run.Run._report)),
+        mock.patch.object(schedules, "forward_step", watch.work.forward(schedules.forward_step)),
+        mock.patch.object(schedules, "backward_step", watch.work.backward(schedules.backward_step)),
+        count_transformer_engine(rank.flops.counts),
         shapes_from_neighbours(),
         patterns_of_other_stages(),
     ):
@@ -76,6 +83,7 @@ class _Watch:
         self._rank = rank
         self._on_setup = on_setup
         self._facts = rank.report.facts
+        self.work = Work(rank.flops)
         self._reached: set[str] = set()
 
     def setup(self, original: Any) -> Any:
@@ -118,6 +126,7 @@ class _Watch:
                     **kwargs,
                 )
             done += 1
+            self._facts["work"] = self.work.of_iteration()
             self._facts["without gradient"] = self._without_gradient(model)
             self._rank.end_stage(f"iteration {done}")
             return result

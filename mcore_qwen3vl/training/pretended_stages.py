@@ -20,6 +20,7 @@ from mcore_qwen3vl.model.flops import Trained
 from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.fusion import FusionPlan
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+from mcore_qwen3vl.runtime.pretended.flops import CountFlops
 
 
 @contextmanager
@@ -71,6 +72,53 @@ def shapes_from_neighbours() -> Iterator[None]:
         mock.patch.object(Qwen3VLModel, "_receive", _receive),
     ):
         yield
+
+
+class Work:
+    """FLOPs of each virtual stage of this rank, forward and backward told apart."""
+
+    def __init__(self, flops: CountFlops) -> None:
+        self._flops = flops
+        self._stage_of = WeakTensorKeyDictionary()  # which virtual stage an output is of
+        self._counts: dict[int, list[int]] = {}  # micro-batches, forward, backward
+
+    def of_iteration(self) -> list[tuple[float, float]]:
+        """Forward and backward of a micro-batch, for each virtual stage; then it starts anew."""
+        counts, self._counts = self._counts, {}
+        return [
+            (forward / done, backward / done)
+            for _, (done, forward, backward) in sorted(counts.items())
+        ]
+
+    def forward(self, original: Any) -> Any:
+        """mcore's ``forward_step``, counted."""
+
+        def forward_step(*args: Any, vp_stage: int | None = None, **kwargs: Any) -> Any:
+            before = self._flops.counts.total()
+            result = original(*args, vp_stage=vp_stage, **kwargs)
+            counts = self._counts.setdefault(vp_stage or 0, [0, 0, 0])
+            counts[0] += 1
+            counts[1] += self._flops.counts.total() - before
+            self._stage_of[_only(result[0])] = vp_stage or 0
+            return result
+
+        return forward_step
+
+    def backward(self, original: Any) -> Any:
+        """mcore's ``backward_step``, counted."""
+
+        def backward_step(input_tensor: Any, output_tensor: Any, *args: Any) -> Any:
+            stage, before = self._stage_of[_only(output_tensor)], self._flops.counts.total()
+            result = original(input_tensor, output_tensor, *args)
+            self._counts[stage][2] += self._flops.counts.total() - before
+            return result
+
+        return backward_step
+
+
+def _only(output: Any) -> Any:
+    """The tensor of an output, which some schedules keep in a list."""
+    return output[0] if isinstance(output, list) else output
 
 
 def _micro_batch_size() -> int:

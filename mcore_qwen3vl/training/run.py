@@ -12,6 +12,7 @@ import threading
 import warnings
 from collections.abc import Collection, Sequence
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from rich.console import Console
@@ -170,6 +171,7 @@ class Run:
         from mcore_qwen3vl.training.preference.flags import is_preference, reference_of
         from mcore_qwen3vl.training.preference.reference import with_reference
         from mcore_qwen3vl.training.step import multi_tensor
+        from mcore_qwen3vl.training.step.gradients import reduce_in_pieces
 
         multi_tensor.install()
 
@@ -178,6 +180,9 @@ class Run:
         wrap(datasets, {"compile_helpers": lambda original: None})
         # Does not wait for the device, where Megatron's does once a rank of the world.
         wrap(dist_signal_handler, {"all_gather_item": Signals().gather})
+        # Copies a bounded part of the gradients at a time.
+        gradients = import_module("megatron.core.distributed.finalize_model_grads")
+        wrap(gradients, {"_allreduce_non_tensor_model_parallel_grads": reduce_in_pieces})
         # Holds only what trains.
         keep = {"generate_state_dict": keep_trained} if self.lora else {}
         wrap(checkpointing, keep)

@@ -42,6 +42,9 @@ def test_the_command_prints_a_table_and_refuses_what_does_not_divide() -> None:
     assert "modelled, not measured" in done.stdout
     rows = [line.split()[:2] for line in done.stdout.splitlines() if line.strip()[:1].isdigit()]
     assert rows == [["0", "11"], ["1", "17"]]
+    split = ("--pipeline-model-parallel-layout", "E|t*9|t*10|t*9L")
+    done = run(SHAPES / "2b.json", "--pp", "2", *split, "--json")
+    assert [stage["layers"] for stage in json.loads(done.stdout)["stages"]] == [10, 18]
     done = run(SHAPES / "2b.json", "--tp", "3")
     assert done.returncode == 2
     assert "16 attention heads cannot be divided over TP 3" in done.stderr

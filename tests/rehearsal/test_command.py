@@ -13,6 +13,7 @@ from mcore_qwen3vl.rehearsal.command import Command, read_command
 from mcore_qwen3vl.rehearsal.gpus import allowance_gib, find_gpu
 from mcore_qwen3vl.rehearsal.material import rehearsed_micro_batches
 from mcore_qwen3vl.rehearsal.roles import roles_of
+from mcore_qwen3vl.rehearsal.run import checked
 from mcore_qwen3vl.shapes import SHAPES
 
 LAUNCH = Path(__file__).parents[2] / "launch"
@@ -71,7 +72,8 @@ def test_roles_are_the_stages_that_differ() -> None:
     roles = roles_of(script, BIG)
     assert [(r.name, r.rank, r.stages) for r in roles] == [
         ("first stage, 2 virtual", 0, 1),
-        ("middle stages (as 1), 2 virtual", 16, 6),
+        ("middle stages (as 1), 2 virtual", 16, 4),
+        ("middle stages (as 5), 2 virtual", 80, 2),
         ("last stage, 2 virtual", 112, 1),
     ]
     assert [r.stage for r in roles_of(script, BIG, ("first", "last"))] == [0, 7]
@@ -90,8 +92,13 @@ def test_one_stage_two_stages_virtual_stages_and_another_order_of_ranks() -> Non
     ]
     mapped = roles_of(Command((*flags, "2", "--use-tp-pp-dp-mapping"), 8), SMALL)
     assert [r.rank for r in mapped] == [0, 2]
-    uneven = Command((*flags, "4", "--pipeline-model-parallel-layout", "E|t*12|t*12|t*12L"), 8)
+    split = (*flags, "4", "--pipeline-model-parallel-layout")
+    alike = roles_of(Command((*split, "E|t*12|t*12|t*12L"), 8), SMALL)
+    assert [(r.stage, r.stages) for r in alike] == [(0, 1), (1, 2), (3, 1)]
+    # As many layers on a rank, and not in the same virtual stages.
+    uneven = Command((*split, "E|tt|ttt|t|t*12|t*9|t*8|tL"), 8)
     assert [r.stage for r in roles_of(uneven, SMALL)] == [0, 1, 2, 3]
+    assert {r.name.partition(", ")[2] for r in roles_of(uneven, SMALL)} == {"2 virtual"}
 
 
 def test_as_many_micro_batches_as_fill_the_pipeline() -> None:
@@ -99,7 +106,22 @@ def test_as_many_micro_batches_as_fill_the_pipeline() -> None:
     assert rehearsed_micro_batches(Command(batch, 8)) == 5  # of 32
     virtual = (*batch, "--num-virtual-stages-per-pipeline-rank", "2")
     assert rehearsed_micro_batches(Command(virtual, 8)) == 8
+    turns = (*virtual, "--microbatch-group-size-per-virtual-pipeline-stage", "6")
+    assert rehearsed_micro_batches(Command(turns, 8)) == 12
     assert rehearsed_micro_batches(Command(("--global-batch-size", "8"), 8)) == 1
+
+
+def test_virtual_stages_want_a_number_of_micro_batches_that_goes_round() -> None:
+    flags = (
+        *("--hf-model", str(SHAPES / "4b.json"), "--pipeline-model-parallel-size", "4"),
+        *("--num-virtual-stages-per-pipeline-rank", "3", "--global-batch-size", "10"),
+    )
+    with pytest.raises(BadInput, match="every 4 micro-batches, of which there are 10"):
+        checked(Command(flags, 4))
+    turns = (*flags, "--microbatch-group-size-per-virtual-pipeline-stage")
+    checked(Command((*turns, "5"), 4))
+    with pytest.raises(BadInput, match="fewer than PP 4"):
+        checked(Command((*turns, "3"), 4))
 
 
 def test_gpus_and_their_allowance() -> None:

@@ -39,6 +39,12 @@ def recorded(name: str) -> dict[str, list[float]]:
     return {role: [float(held), float(reserved)] for role, held, reserved in rows}
 
 
+def waiting(text: str) -> list[float]:
+    """Per cent of an iteration that a rank waits, if the header says so."""
+    stated = " ".join(text.split("\n# "))
+    return [float(share) for share in re.findall(r"A rank waits ([\d.]+)% of an iteration", stated)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", ["torch", pytest.param("te", marks=WITHOUT_TE)])
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
@@ -51,7 +57,7 @@ def test_it_runs_and_fits_as_the_guide_says(command: Command, script: Path, spec
         assert role["faults"] == {}
         inside = [w for w in role["waits"] if w["phase"] in (FORWARD_BACKWARD, FINALIZE)]
         assert [w for w in inside if not w["place"].startswith(KNOWN_WAITS)] == []
-        taken[role["role"].partition(" (")[0]] = [role["peak"] / 1e9, role["reserved"] / 1e9]
+        taken[role["role"].partition(", ")[0]] = [role["peak"] / 1e9, role["reserved"] / 1e9]
     stated = recorded(script.stem if spec == "torch" else f"{script.stem}, {spec}")
     assert taken.keys() == stated.keys()
     for role, figures_of_role in stated.items():
@@ -59,6 +65,8 @@ def test_it_runs_and_fits_as_the_guide_says(command: Command, script: Path, spec
     if spec == "torch":
         header = pytest.approx(figures(found["memory"]), rel=TOLERANCE, abs=ROUNDING)
         assert figures(script.read_text()) == header
+        modelled = [] if found["pipeline"] is None else [100 * found["pipeline"]["bubble"]]
+        assert waiting(script.read_text()) == pytest.approx(modelled, abs=0.1)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
@@ -67,3 +75,8 @@ def test_its_header_states_room_to_spare(script: Path) -> None:
     assert reserved <= (1 - SPARE) * usable
     assert sum(parts) == pytest.approx(held, abs=0.3)
     assert held <= reserved
+
+
+def test_full_fine_tuning_of_the_largest_model_waits_little() -> None:
+    stated = {s.stem: waiting(s.read_text()) for s in SCRIPTS if "235b" in s.stem}
+    assert max(stated["sft_235b_a22b"] + stated["pretrain_235b_a22b"]) <= 12

@@ -15,6 +15,7 @@ from mcore_qwen3vl.rehearsal.gpus import GPUS
 from mcore_qwen3vl.rehearsal.pipeline import model_pipeline
 from mcore_qwen3vl.rehearsal.roofline import EFFICIENCY, Step, step_seconds
 from mcore_qwen3vl.rehearsal.search import candidates
+from mcore_qwen3vl.schedule import Durations
 from mcore_qwen3vl.shapes import SHAPES
 from tests.rehearsal.conftest import Command as RunCommand
 
@@ -51,13 +52,14 @@ def test_what_layouts_cost() -> None:
 
 def test_the_pipeline_s_bubble_is_that_of_the_schedule() -> None:
     """(p - 1) / (m v) of the work for equal stages; the slowest stage sets the pace."""
-    even = model_pipeline([2.0] * 4, 12)
-    assert even.imbalance == 1
+    even = model_pipeline([[Durations(1, 2)]] * 4, 12)
+    assert (even.imbalance, even.flops) == (1, [3] * 4)
     assert even.bubble == pytest.approx(1 - 12 / 15)
-    assert model_pipeline([2.0] * 4, 12, virtual=3).bubble == pytest.approx(1 - 12 / 13)
-    uneven = model_pipeline([3.0, 1.0], 10)
-    assert uneven.imbalance == 1.5
-    assert uneven.bubble == pytest.approx(1 - 20 / 31)
+    virtual = [[Durations(1, 2)] * 3] * 4
+    assert model_pipeline(virtual, 12).bubble == pytest.approx(1 - 12 / 13)
+    uneven = model_pipeline([[Durations(1, 2)], [Durations(3, 1)]], 2)
+    assert uneven.imbalance == pytest.approx(4 / 3.5)
+    assert uneven.bubble == pytest.approx(1 - 7 / 11)
 
 
 def test_candidates_replace_the_layout_and_nothing_else() -> None:

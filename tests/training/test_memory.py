@@ -93,14 +93,27 @@ def test_recompute_and_parallelism_shrink_activations_as_they_should() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "stage", "micro_batches"),
-    [("single", 0, 1), ("pp4", 0, 4), ("pp4", 3, 1), ("pp4xvpp2", 0, 5.5), ("pp4xvpp2", 3, 2.5)],
+    ("layout", "stage", "kept", "most"),
+    [
+        ("single", 0, [1], 1),
+        ("pp4", 0, [1], 4),
+        ("pp4", 3, [1], 1),
+        ("pp4xvpp2", 0, [0.5, 0.5], 5.5),
+        ("pp4xvpp2", 3, [0.5, 0.5], 2.5),
+        # Its first virtual stage has gone through eight micro-batches before one comes back.
+        ("pp4xvpp2", 0, [1, 0], 8),
+        ("pp4xvpp2", 0, [0, 1], 4),
+    ],
 )
-def test_micro_batches_in_flight(layout: str, stage: int, micro_batches: float) -> None:
-    assert memory.in_flight(Layout.parse(layout), stage) == micro_batches
+def test_what_a_rank_keeps_in_flight(
+    layout: str, stage: int, kept: list[float], most: float
+) -> None:
+    assert memory.in_flight(Layout.parse(layout), stage, kept) == most
 
 
 def test_uneven_stages() -> None:
     a = Architecture.from_hf(SHAPES / "235b_a22b.json")
     stages = memory.stage_layers(a, Layout(pp=8, first=11, last=11))
     assert [len(stage) for stage in stages] == [11, *[12] * 6, 11]
+    own = memory.stage_layers(a, Layout(pp=2, split="E|t*40|t*30|t*24L"))
+    assert own == [[*range(40, 70)], [*range(40), *range(70, 94)]]

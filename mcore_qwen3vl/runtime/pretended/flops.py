@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from mcore_qwen3vl.runtime.pretended.integers import host_view
 
 KINDS = ("gemm", "attention", "convolution")
-_BACKWARD_OVER_FORWARD = 2.5  # five products instead of two: the scores are computed again
+BACKWARD_OVER_FORWARD = 2.5  # five products instead of two: the scores are computed again
 _GEMMS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
 
 
@@ -56,7 +56,7 @@ def _dense(name: str, args: Any) -> int:
         tensor.shape for tensor in args[int(backward) :][:3]
     )
     flops = 2 * b * heads * queries * keys * (width + of_values)
-    return int(flops * (_BACKWARD_OVER_FORWARD if backward else 1))
+    return int(flops * (BACKWARD_OVER_FORWARD if backward else 1))
 
 
 def _varlen(name: str, args: Any) -> int:
@@ -75,4 +75,4 @@ def _varlen(name: str, args: Any) -> int:
     if window[1] == 0:
         pairs -= float((queries * queries).sum()) / 2
     flops = 4 * query.shape[1] * query.shape[2] * pairs
-    return int(flops * (_BACKWARD_OVER_FORWARD if backward else 1))
+    return int(flops * (BACKWARD_OVER_FORWARD if backward else 1))

@@ -24,7 +24,6 @@ _OPTIONAL_SIZES = (
 )
 _OWN_SPLIT = (
     "num_layers_per_virtual_pipeline_stage",
-    "pipeline_model_parallel_layout",
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
 )
@@ -45,6 +44,7 @@ def check_layout_flags(argv: Sequence[str], architecture: Architecture, world_si
     parser.add_argument("--sequence-parallel", action="store_true")
     for name in _OWN_SPLIT:
         parser.add_argument("--" + name.replace("_", "-"), nargs="?", const=True)
+    parser.add_argument("--pipeline-model-parallel-layout")
     check_layout(parser.parse_known_args(list(argv))[0], architecture, world_size)
 
 
@@ -71,6 +71,7 @@ def check_layout(args: argparse.Namespace, architecture: Architecture, world_siz
         sp=args.sequence_parallel and tp > 1,  # Megatron turns it off without TP
         first=None if own_split else args.decoder_first_pipeline_num_layers,
         last=None if own_split else args.decoder_last_pipeline_num_layers,
+        split=args.pipeline_model_parallel_layout,
     )
     # What training forbids beyond that is said by its flag, in `checks`.
     layout.validate(architecture, training=False)

@@ -66,11 +66,12 @@ def layout_flags(layout: Layout) -> list[str]:
     sizes = {
         "--tensor-model-parallel-size": layout.tp,
         "--pipeline-model-parallel-size": layout.pp,
-        "--num-virtual-stages-per-pipeline-rank": layout.vpp,
+        "--num-virtual-stages-per-pipeline-rank": 1 if layout.split else layout.vpp,
         "--expert-model-parallel-size": layout.ep,
         "--context-parallel-size": layout.cp,
     }
     flags = [word for flag, size in sizes.items() if size > 1 for word in (flag, str(size))]
+    flags += ["--pipeline-model-parallel-layout", layout.split] if layout.split else []
     flags += ["--expert-tensor-parallel-size", str(layout.etp)]  # Megatron's default is its TP
     return [*flags, *(["--sequence-parallel"] if layout.sp else [])]
 

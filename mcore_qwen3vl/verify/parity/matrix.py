@@ -89,6 +89,9 @@ MATRIX: tuple[MatrixRow, ...] = (
     MatrixRow("dense", "pp2+first1", ("mixed", "padded", "ragged")),
     MatrixRow("dense", "pp2+last1", ("images", "packed")),
     MatrixRow("dense", "pp4+first1+last1", ("text", "mixed")),
+    MatrixRow("dense", "pp2+E|t|tt|tL", ("mixed", "packed", "ragged")),
+    MatrixRow("dense", "pp2+Ettt|tL", ("mixed",)),
+    MatrixRow("dense", "pp2xdp2+E|tt||t|t|L", ("imageless",), OVERLAPPED, "distr. opt., overlap"),
     MatrixRow("dense", "cp2"),
     MatrixRow("dense", "cp4", ("video", "packed", "padded")),
     MatrixRow("dense", "dp2", DIVIDED),
@@ -136,6 +139,8 @@ MATRIX: tuple[MatrixRow, ...] = (
     MatrixRow("moe", "tp2xep2+sp"),
     MatrixRow("moe", "cp2xep2", ("video", "packed", "padded")),
     MatrixRow("moe", "pp2xep2xdp2", ("mixed", "packed", "ragged", "imageless")),
+    MatrixRow("moe", "pp2xep2xdp2+E|tt|tt|L", ("mixed", "imageless")),
+    MatrixRow("moe", "pp2xcp2xep2+Et|t|t|tL", ("packed",)),
     MatrixRow("moe", "tp2xpp2xep2+sp", ("mixed", "packed", "ragged")),
     MatrixRow("moe", "tp2xep2xetp2xdp2+sp", ("mixed", "packed")),
     MatrixRow(
@@ -280,7 +285,7 @@ def markdown(results: Sequence[tuple[MatrixRow, Report]]) -> str:
     ]
     for row, report in results:
         lora = f"LoRA {row.lora}" if row.lora else ""
-        layout = ", ".join(filter(None, [row.layout, lora, row.note]))
+        layout = ", ".join(filter(None, [row.layout, lora, row.note])).replace("|", r"\|")
         cells = [_cell(report, batch) for batch in EVERY]
         lines.append(f"| {row.model} | {layout} | " + " | ".join([*cells, _step(report)]) + " |")
     return "\n".join(lines) + "\n"

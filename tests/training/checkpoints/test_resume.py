@@ -23,6 +23,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.verify.curves.curve import curve_of, numbers_of, worst_difference
 from mcore_qwen3vl.verify.curves.job import DISTRIBUTED, Job, train
 from mcore_qwen3vl.verify.curves.tables import OTHER_LAYOUT, whole_and_half
+from tests.converters.checkpoints import assert_same_tensors
 
 STEPS, HALF = 4, 2
 LAST, BEFORE = f"iter_{STEPS:07d}", f"iter_{HALF:07d}"
@@ -61,12 +62,13 @@ def test_same_layout_continues_bit_for_bit(
             ("dp2", (*DISTRIBUTED, "--num-workers", "1")),
             ("tp2+sp", ("--use-distributed-optimizer", "--num-workers", "2")),
         ),
+        pytest.param(("pp2+E|t|tt|tL", ()), ("pp2+Ettt|tL", ()), marks=pytest.mark.slow),
         (  # packs of equal work, which two ranks divided, go on to one, in the same order
             ("dp2", (*DISTRIBUTED, "--packing")),
             ("single", ("--use-distributed-optimizer", "--packing")),
         ),
     ],
-    ids=["TP2 to PP2", "DP2 to TP2", "DP2 to one"],
+    ids=["TP2 to PP2", "DP2 to TP2", "one split to another", "DP2 to one"],
 )
 def test_another_layout_continues_closely(
     before: tuple[str, tuple[str, ...]], after: tuple[str, tuple[str, ...]], dense: Path,
@@ -78,6 +80,18 @@ def test_another_layout_continues_closely(
     difference = worst_difference(curve_of(rest), curve_of(whole[HALF:]))
     assert difference.loss <= OTHER_LAYOUT
     assert difference.grad_norm <= OTHER_LAYOUT
+
+
+def test_under_a_split_of_its_own_a_run_saves_and_exports_what_it_holds(
+    dense: Path, data: Path, tmp_path: Path
+) -> None:
+    still = replace(job(dense, data, "pp2+E|t|tt|tL", "--lr", "0", "--weight-decay", "0"), steps=1)
+    save, hf = tmp_path / "save", tmp_path / "hf"
+    train(still, tmp_path, "--save", str(save), "--save-interval", "1", "--save-hf", str(hf))
+    (live,) = (folder.parent for folder in hf.rglob("config.json"))
+    mcore_to_hf(save, tmp_path / "back", hf_config=dense)
+    assert_same_tensors(dense, live)
+    assert_same_tensors(dense, tmp_path / "back")
 
 
 def test_sigterm_saves_and_the_same_command_goes_on(
