@@ -203,7 +203,8 @@ class Run:
                 "logical_and_across_model_parallel_group": partial(
                     success_of_all, fp16=self.args.fp16
                 ),
-                # Makes torch's Adam fused and resumable, and asks the device for no loss scale.
+                # Makes torch's Adam fused and resumable, saves the state in the ranks' own parts,
+                # and asks the device for no loss scale.
                 "get_megatron_optimizer": self._optimizer,
             },
         )
@@ -316,12 +317,14 @@ class Run:
         return config, {**(overrides or {}), **learning_rate_overrides(args)}
 
     def _optimizer(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        from mcore_qwen3vl.training.checkpoints.optimizer import keep_own_parts
         from mcore_qwen3vl.training.step.multi_tensor import use_fused_adam
         from mcore_qwen3vl.training.step.optimizer import make_resumable, scale_on_host
 
         optimizer = original(*args, **kwargs)
         use_fused_adam(optimizer)
         make_resumable(optimizer)
+        keep_own_parts(optimizer)
         scale_on_host(optimizer)
         return optimizer
 
