@@ -192,8 +192,7 @@ def _pieces(entry: ShardedTensor | ShardedTensorFactory, whole: Tensor) -> list[
         return [replace(entry, data=whole, dtype=whole.dtype)]
     pieces = list(nested_values(entry.build_fn(entry.key, whole, entry.replica_id, None)))
     views = all(
-        (piece.data is whole or piece.data._base is whole)
-        and piece.data.stride() == whole.stride()
+        (piece.data is whole or piece.data._base is whole) and piece.data.stride() == whole.stride()
         for piece in pieces
     )
     if not views or sum(piece.data.numel() for piece in pieces) != whole.numel():
@@ -203,7 +202,7 @@ def _pieces(entry: ShardedTensor | ShardedTensorFactory, whole: Tensor) -> list[
 
 def _corner(view: Tensor, whole: Tensor) -> Shape:
     """Where a box of a row-major tensor begins."""
-    rest, corner = view.storage_offset(), []
+    rest, corner = int(view.storage_offset()), []
     for stride in whole.stride():
         at, rest = divmod(rest, stride)
         corner.append(at)
