@@ -173,6 +173,8 @@ class Trained:
 
     def _load(self, folder: Path, strategy: Any) -> None:
         self.spoil()
+        for part in self.parts:
+            part.optimizer.register_load_state_dict_post_hook(make_anew)
         wanted = self.optimizer.sharded_state_dict(
             self.described(), is_loading=True, metadata=FORMAT
         )
@@ -186,6 +188,12 @@ class Trained:
         yield
         for part, methods in zip(self.parts, ours, strict=True):
             vars(part).update(methods)
+
+
+def make_anew(adam: torch.optim.Optimizer) -> None:
+    """New tensors for the moments, as Transformer Engine's Adam has after loading; without values."""
+    for state in adam.state.values():
+        state |= {name: torch.full_like(state[name], torch.nan) for name in MOMENTS}
 
 
 def adapted(chunk: Any) -> list[str]:
