@@ -99,7 +99,7 @@ def run(job: Job, folder: Path) -> dict[str, list[int]]:
     from megatron.training import training
 
     folder.mkdir()
-    names = {"save": "save_checkpoint_and_time", "load": "load_checkpoint"}
+    names = {"save": "save_checkpoint", "load": "load_checkpoint"}
     originals = {name: getattr(training, name) for name in names.values()}
     for what, name in names.items():
         setattr(training, name, measured(originals[name], folder / what))
