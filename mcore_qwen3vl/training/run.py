@@ -233,6 +233,7 @@ class Run:
         self.metrics.trained = self.data.trained = trained
 
     def _load_checkpoint(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        from mcore_qwen3vl.training.checkpoints.optimizer import check_state_of_weights
         from mcore_qwen3vl.training.checkpoints.resume import choose_checkpoint, explained
         from mcore_qwen3vl.training.lora.run import check_checkpoint
 
@@ -240,11 +241,14 @@ class Run:
         choose_checkpoint(self.args)
         with explained(self.args.load):
             found = original(model, *args, **kwargs)
+        optimizer = args[0] if args else kwargs.get("optimizer")
+        if found[0] and optimizer is not None:
+            check_state_of_weights(optimizer, self.args.load)
         if found[0]:
             self._resumed = self.args.load, found[0]
             self.progress.say(f"resuming after step {found[0]} of {self.args.load}")
         if found[0] and found[0] == self.args.train_iters and self._lacks_export(found[0]):
-            self._export(model, args[0] if args else kwargs.get("optimizer"), found[0])
+            self._export(model, optimizer, found[0])
         return found
 
     def _lacks_export(self, iteration: int) -> bool:

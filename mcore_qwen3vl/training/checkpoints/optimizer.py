@@ -34,6 +34,8 @@ LOAD = "load_parameter_state_from_fully_reshardable"
 USED = (SAVE, LOAD, "_get_main_param_and_optimizer_states", "_set_main_param_and_optimizer_states")
 """Methods of mcore's ``DistributedOptimizer`` that are replaced here, and called."""
 
+HALVES = (torch.bfloat16, torch.float16)
+
 
 def keep_own_parts(optimizer: Any) -> None:
     """Let each data-parallel rank save and load its own part, where mcore would gather all parts.
@@ -47,9 +49,7 @@ def keep_own_parts(optimizer: Any) -> None:
     Raises:
         BadInput: the installed megatron-core has no such methods.
     """
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if not isinstance(part, DistributedOptimizer) or part.is_stub_optimizer:
-            continue
+    for part in _distributed(optimizer):
         if missing := [name for name in USED if not hasattr(part, name)]:
             raise BadInput(
                 f"DistributedOptimizer of the installed megatron-core has no {missing[0]}, so the "
@@ -67,15 +67,57 @@ def keep_own_parts(optimizer: Any) -> None:
             )
 
 
+@torch.no_grad()
+def check_state_of_weights(optimizer: Any, directory: str) -> None:
+    """Refuse float32 weights that are not those of a model in 16 bits; a collective.
+
+    mcore gathers what buckets of gradients hold without the padding at their ends, and reads it as
+    if the padding were there: what follows such an end is stored shifted. Buckets end so where
+    their size does not divide by the data-parallel size and by 128.
+
+    Args:
+        optimizer: mcore's, after it and its model were loaded.
+        directory: where from.
+
+    Raises:
+        BadInput: on every rank, if any of them holds such a weight.
+    """
+    wrong, total = 0, 0
+    for part in _distributed(optimizer):
+        if _other_state(part) is not None:
+            continue
+        for parameter, span in _owned(part):
+            if parameter.dtype not in HALVES or part._is_distopt_quantized_param(parameter):
+                continue
+            weight = part._get_main_param_and_optimizer_states(parameter)["param"]
+            own = parameter.view(-1)[span.start : span.stop]
+            wrong += int((weight.to(own.dtype) != own).sum())
+            total += len(span)
+    counts = torch.tensor([wrong, total], device=torch.cuda.current_device())
+    dist.all_reduce(counts)
+    wrong, total = counts.tolist()
+    if wrong:
+        raise BadInput(
+            f"The optimizer's state in {directory} belongs to other weights: {wrong} of {total} "
+            "float32 weights are not what the model's are rounded from. Earlier versions saved it "
+            "so, through an error in Megatron, where --overlap-grad-reduce divided the gradients "
+            "into buckets that needed padding (data-parallel sizes that are no power of two). The "
+            "model's weights are right: go on from them with --no-load-optim."
+        )
+
+
+def _distributed(optimizer: Any) -> Iterator[DistributedOptimizer]:
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part, DistributedOptimizer) and not part.is_stub_optimizer:
+            yield part
+
+
 def _other_state(optimizer: DistributedOptimizer) -> str | None:
     """Why the state is no float32 tensor of the rank's range, if so."""
     if optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
         return "--use-precision-aware-optimizer"
-    return "--optimizer-cpu-offload" if _is_offloaded(optimizer) else None
-
-
-def _is_offloaded(optimizer: DistributedOptimizer) -> bool:
-    return isinstance(optimizer.optimizer, HybridDeviceOptimizer)
+    offloaded = isinstance(optimizer.optimizer, HybridDeviceOptimizer)
+    return "--optimizer-cpu-offload" if offloaded else None
 
 
 class _Parts:
@@ -106,7 +148,7 @@ class _Parts:
         instance = self._optimizer.distributed_optimizer_instance_id
         state: dict[int, dict[str, list[ShardedTensor]]] = {}
         asked = []
-        for number, (parameter, span) in enumerate(self._owned()):
+        for number, (parameter, span) in enumerate(_owned(self._optimizer)):
             if parameter not in by_parameter:
                 raise ValueError(f"an optimized parameter {tuple(parameter.shape)} is not saved")
             boxes = list(_boxes(by_parameter[parameter], span, instance))
@@ -126,23 +168,24 @@ class _Parts:
             state_dict: of :meth:`declare`, without what the checkpoint lacks.
         """
         asked, self._asked = self._asked, []
-        for number, (parameter, _) in enumerate(self._owned()):
+        for number, (parameter, _) in enumerate(_owned(self._optimizer)):
             read = {name: asked[number][name] for name in state_dict[number]}
             self._optimizer._set_main_param_and_optimizer_states(parameter, read)
-
-    def _owned(self) -> Iterator[tuple[nn.Parameter, range]]:
-        """Parameters that this rank has a part of, and which of its flattened elements."""
-        for buffer in self._optimizer.gbuf_ranges:
-            for buckets in buffer.values():
-                for bucket in buckets:
-                    for parameter, places in bucket["param_map"].items():
-                        yield parameter, range(places["param"].start, places["param"].end)
 
     def _tensors(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """The weight and the moments of a range, by their names in checkpoints, each (n,)."""
         found = self._optimizer._get_main_param_and_optimizer_states(parameter)
         names = ("param", *self._optimizer.optimizer_state_keys)
         return {name: found[name].detach().view(-1) for name in names}
+
+
+def _owned(optimizer: DistributedOptimizer) -> Iterator[tuple[nn.Parameter, range]]:
+    """Parameters that this rank has a part of, and which of its flattened elements."""
+    for buffer in optimizer.gbuf_ranges:
+        for buckets in buffer.values():
+            for bucket in buckets:
+                for parameter, places in bucket["param_map"].items():
+                    yield parameter, range(places["param"].start, places["param"].end)
 
 
 @dataclass(frozen=True)

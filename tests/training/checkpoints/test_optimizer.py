@@ -191,7 +191,7 @@ class Trained:
 
 
 def make_anew(adam: torch.optim.Optimizer) -> None:
-    """New tensors for the moments, as Transformer Engine's Adam has after loading; without values."""
+    """New tensors for the moments, as Transformer Engine's Adam makes them, here without values."""
     for state in adam.state.values():
         state |= {name: torch.full_like(state[name], torch.nan) for name in MOMENTS}
 
@@ -336,6 +336,23 @@ def test_another_layout_goes_on_closely_with_many_buckets(
     other = train(then, tmp_path / "other", "--save", str(tmp_path / "copy"))
     difference = worst_difference(curve_of(other), curve_of(whole[2:]))
     assert max(difference.loss, difference.grad_norm) <= OTHER_LAYOUT
+
+
+@slow
+def test_what_megatron_gathered_wrongly_is_refused(dense: Path, data: Path, tmp_path: Path) -> None:
+    """By DP 3 the padding is at the end of almost every bucket."""
+    flags = ("--bf16", *DISTRIBUTED, "--ddp-bucket-size", str(BUCKET))
+    run = Job(dense, data, Layout.parse("dp3"), steps=4, batch=3, flags=flags)
+    with mock.patch.object(own_parts, "keep_own_parts"):
+        whole, save = whole_and_half(run, tmp_path / "gathered")
+    with pytest.raises(BadInput, match=r"belongs to other weights: .* with --no-load-optim"):
+        train(run, tmp_path / "stop", "--save", str(save))
+    weights = train(run, tmp_path / "weights", "--save", str(save), "--no-load-optim")
+    assert [entry["iteration"] for entry in weights] == [3, 4]
+    again, save = whole_and_half(run, tmp_path / "own")
+    assert numbers_of(again) == numbers_of(whole)
+    rest = train(run, tmp_path / "rest", "--save", str(save))
+    assert numbers_of(rest) == numbers_of(whole[2:])
 
 
 @pytest.mark.parametrize("name", USED)
