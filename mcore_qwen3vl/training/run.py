@@ -321,6 +321,7 @@ class Run:
         return config, {**(overrides or {}), **learning_rate_overrides(args)}
 
     def _optimizer(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        from mcore_qwen3vl.training.checkpoints.experts import take_other_chains
         from mcore_qwen3vl.training.checkpoints.optimizer import keep_own_parts
         from mcore_qwen3vl.training.step.multi_tensor import use_fused_adam
         from mcore_qwen3vl.training.step.optimizer import make_resumable, scale_on_host
@@ -329,6 +330,7 @@ class Run:
         use_fused_adam(optimizer)
         make_resumable(optimizer)
         keep_own_parts(optimizer)
+        take_other_chains(optimizer)
         scale_on_host(optimizer)
         return optimizer
 

@@ -1,0 +1,48 @@
+"""Resuming with experts divided where they were not, or the other way round.
+
+mcore gives experts an optimizer of their own where EP divides them, and one to all parameters
+where it does not; a checkpoint holds the groups of each. What is said of a group (learning rates,
+weight decay, step) does not depend on that, nor does the place of the tensors in the checkpoint.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+
+def take_other_chains(optimizer: Any) -> None:
+    """Let a chain of mcore's optimizers load the state of a chain of another length."""
+    parts = getattr(optimizer, "chained_optimizers", None)
+    if parts is None:
+        return
+    load = optimizer.load_state_dict
+
+    @functools.wraps(load)
+    def load_any(state_dict: dict[Any, Any]) -> None:
+        load(regrouped(state_dict, len(parts)))
+
+    optimizer.load_state_dict = load_any
+
+
+def regrouped(state: dict[Any, Any], parts: int) -> dict[Any, Any]:
+    """`state` for a chain of `parts` optimizers.
+
+    Args:
+        state: of a chain of any length as it was saved, with ``param_state`` as it was asked for;
+            one optimizer's alone, or those of several by number.
+        parts: how many are to load it.
+    """
+    numbered = [state[key] for key in sorted(key for key in state if isinstance(key, int))]
+    saved = [state] if "optimizer" in state else numbered
+    if len(saved) == parts:
+        return state
+    groups = [group for one in saved for group in one["optimizer"]["param_groups"]]
+    both = [{**group, "is_expert_parallel": flag} for flag in (True, False) for group in groups]
+    said = {key: value for key, value in saved[0].items() if isinstance(key, str)}
+    said |= {"optimizer": {**saved[0]["optimizer"], "param_groups": [*both, *groups]}}
+    if parts == 1:
+        return {**said, "param_state": state["param_state"]}
+    return {
+        number: {**said, "param_state": one["param_state"]} for number, one in enumerate(numbered)
+    }
