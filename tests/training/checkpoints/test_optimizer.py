@@ -312,7 +312,12 @@ def test_a_run_goes_on_bit_for_bit_from_the_other_way(
 @pytest.mark.parametrize(
     ("is_moe", "before", "after"),
     [
-        (False, ("pp2xvpp2xdp2", "--num-workers", "1"), ("tp2+sp", "--num-workers", "2")),
+        # The vocabulary is padded otherwise too.
+        (
+            False,
+            ("pp2xvpp2xdp2", "--num-workers", "1", "--make-vocab-size-divisible-by", "100"),
+            ("tp2+sp", "--num-workers", "2", "--make-vocab-size-divisible-by", "60"),
+        ),
         (False, ("tp2xdp2+sp", "--num-workers", "2"), ("dp4", "--num-workers", "1")),
         (True, ("ep2xdp2", "--num-workers", "2"), ("ep4xdp4", "--num-workers", "1")),
     ],
