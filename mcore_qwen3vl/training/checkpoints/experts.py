@@ -10,11 +10,17 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
 
 def take_other_chains(optimizer: Any) -> None:
-    """Let a chain of mcore's optimizers load the state of a chain of another length."""
-    parts = getattr(optimizer, "chained_optimizers", None)
-    if parts is None:
+    """Let a chain of distributed optimizers load the state of a chain of another length.
+
+    Args:
+        optimizer: mcore's. What is no chain, or is not distributed, stays as it is.
+    """
+    parts = getattr(optimizer, "chained_optimizers", [])
+    if not parts or not all(isinstance(part, DistributedOptimizer) for part in parts):
         return
     load = optimizer.load_state_dict
 
