@@ -39,16 +39,16 @@ def regrouped(state: dict[Any, Any], parts: int) -> dict[Any, Any]:
             one optimizer's alone, or those of several by number.
         parts: how many are to load it.
     """
-    numbered = [state[key] for key in sorted(key for key in state if isinstance(key, int))]
-    saved = [state] if "optimizer" in state else numbered
+    numbers = sorted(key for key in state if isinstance(key, int))
+    saved = [state] if "optimizer" in state else [state[number] for number in numbers]
     if len(saved) == parts:
         return state
     groups = [group for one in saved for group in one["optimizer"]["param_groups"]]
     both = [{**group, "is_expert_parallel": flag} for flag in (True, False) for group in groups]
-    said = {key: value for key, value in saved[0].items() if isinstance(key, str)}
+    said = {key: value for key, value in saved[0].items() if key not in (*numbers, "param_state")}
     said |= {"optimizer": {**saved[0]["optimizer"], "param_groups": [*both, *groups]}}
-    if parts == 1:
-        return {**said, "param_state": state["param_state"]}
-    return {
-        number: {**said, "param_state": one["param_state"]} for number, one in enumerate(numbered)
-    }
+    asked = [state] if parts == 1 else [state.get(number, {}) for number in range(parts)]
+    # A rank may own nothing of a small optimizer.
+    owned = [{key: one[key] for key in ("param_state",) if key in one} for one in asked]
+    chain = {number: {**said, **own} for number, own in enumerate(owned)}
+    return chain[0] if parts == 1 else chain

@@ -31,7 +31,13 @@ log = logging.getLogger(__name__)
 
 SAVE = "sharded_param_state_fully_reshardable"
 LOAD = "load_parameter_state_from_fully_reshardable"
-USED = (SAVE, LOAD, "_get_main_param_and_optimizer_states", "_set_main_param_and_optimizer_states")
+USED = (
+    SAVE,
+    LOAD,
+    "_get_main_param_and_optimizer_states",
+    "_set_main_param_and_optimizer_states",
+    "_is_distopt_quantized_param",
+)
 """Methods of mcore's ``DistributedOptimizer`` that are replaced here, and called."""
 
 HALVES = (torch.bfloat16, torch.float16)
