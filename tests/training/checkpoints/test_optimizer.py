@@ -344,28 +344,6 @@ def test_another_layout_goes_on_closely_with_many_buckets(
 
 
 @slow
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (("ep2xdp2", "--num-workers", "1"), ("tp2xetp2+sp", "--num-workers", "2")),
-        (("tp2xdp2+sp", "--num-workers", "2"), ("ep4xdp4", "--num-workers", "1")),
-    ],
-)
-def test_experts_go_on_where_they_are_divided_otherwise(
-    before: tuple[str, ...], after: tuple[str, ...], moe: Path, data: Path, tmp_path: Path
-) -> None:
-    """With EP they have an optimizer of their own, which a checkpoint without EP has not."""
-    first, then = (
-        Job(moe, data, Layout.parse(layout), steps=4, flags=(*DISTRIBUTED, *flags))
-        for layout, *flags in (before, after)
-    )
-    whole, save = whole_and_half(first, tmp_path)
-    rest = train(then, tmp_path / "rest", "--save", str(save))
-    difference = worst_difference(curve_of(rest), curve_of(whole[2:]))
-    assert max(difference.loss, difference.grad_norm) <= OTHER_LAYOUT
-
-
-@slow
 def test_what_megatron_gathered_wrongly_is_refused(dense: Path, data: Path, tmp_path: Path) -> None:
     """By DP 3 the padding is at the end of almost every bucket."""
     flags = ("--bf16", *DISTRIBUTED, "--ddp-bucket-size", str(BUCKET))
