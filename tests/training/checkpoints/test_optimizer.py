@@ -34,6 +34,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.mcore.paths import TRACKER
 from mcore_qwen3vl.converters.torch_dist import metadata
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
@@ -304,6 +305,28 @@ def test_a_run_goes_on_bit_for_bit_from_the_other_way(
         whole, save = whole_and_half(run, tmp_path)
     with nullcontext() if after else mock.patch.object(own_parts, "keep_own_parts"):
         rest = train(run, tmp_path / "rest", "--save", str(save), "--save-interval", "100")
+    assert [entry["iteration"] for entry in rest] == [3, 4]
+    assert numbers_of(rest) == numbers_of(whole[2:])
+
+
+@slow
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--ckpt-assume-constant-structure",),
+        ("--async-save", "--async-strategy", "mcore"),
+        ("--no-ckpt-fully-parallel-save", "--ckpt-fully-parallel-load"),
+    ],
+)
+def test_every_checkpoint_of_a_run_is_its_own(
+    flags: tuple[str, ...], moe: Path, data: Path, tmp_path: Path
+) -> None:
+    """Also where the plan of the first is kept, or it is written while training goes on."""
+    run = Job(moe, data, Layout.parse("ep2xdp2"), steps=4, flags=(*DISTRIBUTED, *flags))
+    save = tmp_path / "save"
+    whole = train(run, tmp_path / "whole", "--save", str(save), "--save-interval", "1")
+    (save / TRACKER).write_text("2")
+    rest = train(run, tmp_path / "rest", "--save", str(save), "--save-interval", "100")
     assert [entry["iteration"] for entry in rest] == [3, 4]
     assert numbers_of(rest) == numbers_of(whole[2:])
 
