@@ -2,9 +2,10 @@
 
 Ranks train a step on the CPU with gloo, save, and a second run loads. A rank's peak while it saves
 or loads, beyond what it held before, is set against the float32 state of its shard: weights and two
-moments, 12 bytes a parameter, whole: not divided over the data-parallel ranks.
+moments, 12 bytes a parameter, whole: not divided over the data-parallel ranks. First as Megatron
+does it, which gathers that state, then as training does.
 
-    python benchmarks/checkpoint_memory.py [--dp 2 4] [--width 1024]
+    python benchmarks/checkpoint_memory.py [--dp 2 4 8] [--width 1024]
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.tiny.checkpoint import write_tiny_checkpoint
 from mcore_qwen3vl.tiny.records import write_image_qa
 from mcore_qwen3vl.verify.curves.job import DISTRIBUTED, Job, train
 
+PARTS = "mcore_qwen3vl.training.checkpoints.optimizer.keep_own_parts"
 BYTES = 12  # of a parameter: float32 weight and moments
 
 
@@ -48,11 +52,14 @@ def _status(name: str) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--dp", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--dp", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--width", type=int, default=1024)
     options = parser.parse_args()
+    cpu.install(training=True)
 
-    columns = ("dp", "what", "GB of the state", "of it: first rank", "the others")
+    ranks = ("first rank", "the others")
+    ways = [f"{way}: {rank}" for way in ("gathered", "in parts") for rank in ranks]
+    columns = ("dp", "what", "GB of the state", *ways)
     table = console.table("Host memory beyond what was held", *columns)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -61,11 +68,18 @@ def main() -> None:
         for dp in options.dp:
             layout = Layout(dp=dp)
             job = Job(model, data, layout, steps=1, batch=dp, flags=DISTRIBUTED, seq_length=128)
+            with mock.patch(PARTS):
+                gathered = run(job, folder / f"dp{dp}-gathered")
             for what, peaks in run(job, folder / f"dp{dp}").items():
-                shares = [f"{peak / (BYTES * count):.2f}" for peak in peaks]
-                others = ", ".join(sorted(set(shares[1:])))
-                table.add_row(str(dp), what, f"{BYTES * count / 1e9:.2f}", shares[0], others)
+                shares = (*shown(gathered[what], count), *shown(peaks, count))
+                table.add_row(str(dp), what, f"{BYTES * count / 1e9:.2f}", *shares)
     console.output.print(table)
+
+
+def shown(peaks: list[int], count: int) -> tuple[str, str]:
+    """Of the first rank and of the others, over the state of all."""
+    first, *others = (f"{peak / (BYTES * count):.2f}" for peak in peaks)
+    return first, "-".join(sorted({min(others), max(others)}))
 
 
 def checkpoint(path: Path, width: int) -> tuple[Path, int]:
@@ -82,13 +96,10 @@ def checkpoint(path: Path, width: int) -> tuple[Path, int]:
 
 def run(job: Job, folder: Path) -> dict[str, list[int]]:
     """Peaks by rank, of saving and of loading again."""
-    from mcore_qwen3vl.runtime import cpu
-
-    cpu.install(training=True)
     from megatron.training import training
 
     folder.mkdir()
-    names = {"save": "save_checkpoint_and_time", "load": "load_checkpoint"}
+    names = {"save": "save_checkpoint", "load": "load_checkpoint"}
     originals = {name: getattr(training, name) for name in names.values()}
     for what, name in names.items():
         setattr(training, name, measured(originals[name], folder / what))

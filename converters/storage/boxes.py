@@ -56,6 +56,41 @@ def overlap(wanted: Extent, stored: Extent) -> Overlap | None:
     return Overlap(tuple(of_stored), tuple(of_wanted))
 
 
+def flat_range(shape: Shape, start: int, stop: int) -> Iterator[Extent]:
+    """The boxes that elements `start` to `stop` of a flattened row-major tensor are made of.
+
+    Args:
+        shape: of the tensor.
+        start: the first element.
+        stop: the first one after them.
+
+    Yields:
+        In order: rows that are whole as one box, and before and after it those of a part of a row.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield Extent((), ())
+        return
+    row = prod(shape[1:])
+    (first, before), (last, after) = divmod(start, row), divmod(stop, row)
+    if first == last:
+        yield from _of_row(shape, first, before, after)
+        return
+    if before:
+        yield from _of_row(shape, first, before, row)
+        first += 1
+    if first < last:
+        zeros = (0,) * (len(shape) - 1)
+        yield Extent((first, *zeros), (last - first, *shape[1:]))
+    yield from _of_row(shape, last, 0, after)
+
+
+def _of_row(shape: Shape, row: int, start: int, stop: int) -> Iterator[Extent]:
+    for box in flat_range(shape[1:], start, stop):
+        yield Extent((row, *box.offsets), (1, *box.sizes))
+
+
 def fill(boxes: Sequence[Extent], shape: Shape) -> bool:
     """Whether `boxes`, which lie inside `shape`, cover every element exactly once."""
     return sum(prod(box.sizes) for box in boxes) == prod(shape) and _disjoint(boxes, 0)

@@ -113,8 +113,9 @@ RECORDS = {
         "TensorProperties",
         "TensorStorageMetadata",
     },
-    f"{DCP}.filesystem": {"_StorageInfo"},
-    # Megatron keeps the ranks' save plans beside the metadata, to reuse them at the next save.
+    # Megatron keeps the ranks' save plans beside the metadata, to reuse them at the next save, and
+    # with --ckpt-assume-constant-structure where those plans put their files.
+    f"{DCP}.filesystem": {"_StorageInfo", "_StoragePrefix"},
     f"{DCP}.planner": {"SavePlan", "TensorWriteData", "WriteItem"},
 }
 ENUMS = {f"{DCP}.metadata": {"_MEM_FORMAT_ENCODING"}, f"{DCP}.planner": {"WriteItemType"}}

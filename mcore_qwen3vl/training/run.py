@@ -208,7 +208,8 @@ class Run:
                 "logical_and_across_model_parallel_group": partial(
                     success_of_all, fp16=self.args.fp16
                 ),
-                # Makes torch's Adam fused and resumable, and asks the device for no loss scale.
+                # Makes torch's Adam fused and resumable, saves the state in the ranks' own parts,
+                # and asks the device for no loss scale.
                 "get_megatron_optimizer": self._optimizer,
             },
         )
@@ -237,6 +238,7 @@ class Run:
         self.metrics.trained = self.data.trained = trained
 
     def _load_checkpoint(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        from mcore_qwen3vl.training.checkpoints.optimizer import check_state_of_weights
         from mcore_qwen3vl.training.checkpoints.resume import choose_checkpoint, explained
         from mcore_qwen3vl.training.lora.run import check_checkpoint
 
@@ -244,11 +246,14 @@ class Run:
         choose_checkpoint(self.args)
         with explained(self.args.load):
             found = original(model, *args, **kwargs)
+        optimizer = args[0] if args else kwargs.get("optimizer")
+        if found[0] and optimizer is not None:
+            check_state_of_weights(optimizer, self.args.load)
         if found[0]:
             self._resumed = self.args.load, found[0]
             self.progress.say(f"resuming after step {found[0]} of {self.args.load}")
         if found[0] and found[0] == self.args.train_iters and self._lacks_export(found[0]):
-            self._export(model, args[0] if args else kwargs.get("optimizer"), found[0])
+            self._export(model, optimizer, found[0])
         return found
 
     def _lacks_export(self, iteration: int) -> bool:
@@ -321,12 +326,16 @@ class Run:
         return config, {**(overrides or {}), **learning_rate_overrides(args)}
 
     def _optimizer(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        from mcore_qwen3vl.training.checkpoints.experts import take_other_chains
+        from mcore_qwen3vl.training.checkpoints.optimizer import keep_own_parts
         from mcore_qwen3vl.training.step.multi_tensor import use_fused_adam
         from mcore_qwen3vl.training.step.optimizer import make_resumable, scale_on_host
 
         optimizer = original(*args, **kwargs)
         use_fused_adam(optimizer)
         make_resumable(optimizer)
+        keep_own_parts(optimizer)
+        take_other_chains(optimizer)
         scale_on_host(optimizer)
         return optimizer
 

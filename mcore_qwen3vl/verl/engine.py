@@ -26,6 +26,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.transformer_config import transformer_config
+from mcore_qwen3vl.training.checkpoints.optimizer import keep_own_parts
 from mcore_qwen3vl.training.step.optimizer import make_resumable
 from mcore_qwen3vl.verl.bridge import Bridge
 from mcore_qwen3vl.verl.lora import lora_run, switched_off
@@ -161,6 +162,7 @@ class Qwen3VLEngine(MegatronEngineWithLMHead):
             contents = getattr(self.checkpoint_config, "save_contents", None)
             if contents is None or "optimizer" in contents:
                 _require_reshardable(self.engine_config)
+        keep_own_parts(optimizer)
         self.bridge.optimizer = optimizer
         return optimizer
 

@@ -272,8 +272,8 @@ def _loop_defaults() -> dict[str, Any]:
         "eval_iters": 0,
         "eval_interval": 1000,
         "ckpt_format": "torch_dist",
-        # States the optimizer so that another layout can resume it exactly; gathered on the first
-        # DP rank alone, not on all of them.
+        # States the optimizer so that another layout can resume it exactly; where it is gathered,
+        # on the first DP rank alone, not on all of them.
         "dist_ckpt_optim_fully_reshardable": True,
         "distrib_optim_fully_reshardable_mem_efficient": True,
         "enable_one_logger": False,

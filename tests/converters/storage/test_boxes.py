@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import pytest
 import torch
 
 from mcore_qwen3vl.converters.mcore.index import CheckpointIndex, Chunk, ChunkedTensor, FileRange
-from mcore_qwen3vl.converters.storage.boxes import Extent, Shape, fill
+from mcore_qwen3vl.converters.storage.boxes import Extent, Shape, fill, flat_range
 from mcore_qwen3vl.converters.torch_dist import metadata
 from mcore_qwen3vl.converters.torch_dist.reader import TorchDistCheckpoint
 from mcore_qwen3vl.errors import BadInput
@@ -95,3 +96,19 @@ def test_metadata(tmp_path: Path, name: str) -> None:
     (tmp_path / ".metadata").write_bytes(metadata.dumps(damage()))
     with pytest.raises(BadInput, match=message):
         TorchDistCheckpoint(tmp_path)
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (5, 3), (3, 1, 4), (2, 3, 5), (4, 2, 3, 2)])
+def test_a_flat_range_is_a_few_boxes_in_order(shape: Shape) -> None:
+    whole = torch.arange(prod(shape)).view(shape)
+    for start in range(whole.numel() + 1):
+        for stop in range(start, whole.numel() + 1):
+            boxes = list(flat_range(shape, start, stop))
+            parts = [
+                whole[tuple(slice(a, a + n) for a, n in zip(b.offsets, b.sizes, strict=True))]
+                for b in boxes
+            ]
+            assert [tuple(part.shape) for part in parts] == [box.sizes for box in boxes]
+            found = torch.cat([part.reshape(-1) for part in parts]) if parts else torch.arange(0)
+            assert found.tolist() == list(range(start, stop))
+            assert len(boxes) <= max(2 * len(shape) - 1, 1)

@@ -223,6 +223,29 @@ def built_without_cuda(checkpoint: Path) -> list[str]:
     return [name for name, tensor in tensors.items() if not tensor.is_cuda]
 
 
+def own_parts(folder: Path) -> dict[str, Any]:
+    """A bf16 model's optimizer saved from the device and loaded onto it again."""
+    from mcore_qwen3vl.layout import Layout
+    from tests.training.checkpoints.test_optimizer import BF16 as MODEL
+    from tests.training.checkpoints.test_optimizer import Trained, stored
+
+    dist.init_process_group("nccl")
+    trained = Trained.build(Layout(), MODEL, None)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    described = trained.parts[0].sharded_param_state_fully_reshardable(trained.described())
+    boxes = [box.data for states in described.values() for of in states.values() for box in of]
+    trained.write(folder)
+    more = torch.cuda.max_memory_allocated() - before
+    trained.read(folder)
+    return {
+        "devices": {box.device.type for box in boxes},
+        "declared": sum(box.numel() for box in boxes),
+        "stored": sum(tensor.numel() for tensor in stored(folder).values()),
+        "more memory": more,
+    }
+
+
 def _without_torchrun() -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         os.environ.pop(name, None)

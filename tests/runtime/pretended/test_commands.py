@@ -41,3 +41,12 @@ def test_a_model_built_without_cuda_lands_on_the_device(workbench: Workbench, ti
     """Megatron makes norms and routers on the host, and its training loop moves them."""
     elsewhere, _ = workbench.call(f"{HERE}:built_without_cuda", tiny)
     assert elsewhere == []
+
+
+def test_the_optimizer_is_saved_without_a_copy_on_the_device_and_loaded_onto_it(
+    workbench: Workbench, tmp_path: Path
+) -> None:
+    found, _ = workbench.call(f"{HERE}:own_parts", tmp_path / "saved")
+    assert found["devices"] == {"cuda"}
+    assert found["stored"] == found["declared"] > 10_000
+    assert found["more memory"] < 4 * found["declared"] / 10

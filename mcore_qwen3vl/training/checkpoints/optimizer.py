@@ -1,0 +1,282 @@
+"""The distributed optimizer's state, of which each rank saves and loads what it owns.
+
+mcore's "fully reshardable" format stores float32 weights and moments under the parameters' own keys
+and shapes, so that any layout can read them. Its writer gathers what the data-parallel ranks own on
+the first of them, and its reader makes every rank read all of it. Neither is needed: a rank owns a
+range of the flattened parameter, which is a few boxes of the tensor, and torch's distributed
+checkpoints hold and read any boxes. Here those are declared, as views of the state that trains.
+Keys, shapes and values are mcore's, so each of the two readers takes what either writer wrote.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor, nn
+
+from mcore_qwen3vl.converters.storage.boxes import Box, Extent, Shape, flat_range, overlap
+from mcore_qwen3vl.errors import BadInput
+
+log = logging.getLogger(__name__)
+
+SAVE = "sharded_param_state_fully_reshardable"
+LOAD = "load_parameter_state_from_fully_reshardable"
+USED = (
+    SAVE,
+    LOAD,
+    "_get_main_param_and_optimizer_states",
+    "_set_main_param_and_optimizer_states",
+    "_is_distopt_quantized_param",
+)
+"""Methods of mcore's ``DistributedOptimizer`` that are replaced here, and called."""
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def keep_own_parts(optimizer: Any) -> None:
+    """Let each data-parallel rank save and load its own part, where mcore would gather all parts.
+
+    Where the state that trains is no float32 tensor on the device mcore's way is left, with a
+    warning.
+
+    Args:
+        optimizer: mcore's, chained or not. What is not distributed in it stays as it is.
+
+    Raises:
+        BadInput: the installed megatron-core has no such methods.
+    """
+    for part in _distributed(optimizer):
+        if missing := [name for name in USED if not hasattr(part, name)]:
+            raise BadInput(
+                f"DistributedOptimizer of the installed megatron-core has no {missing[0]}, so the "
+                "optimizer's state cannot be saved in parts. Install the pinned version."
+            )
+        if (other := _other_state(part)) is None:
+            parts = _Parts(part)
+            setattr(part, SAVE, parts.declare)
+            setattr(part, LOAD, parts.take)
+        elif dist.get_rank() == 0:
+            log.warning(
+                "%s: checkpoints gather the optimizer's state on the first data-parallel rank, "
+                "which takes the host memory of all of it",
+                other,
+            )
+
+
+@torch.no_grad()
+def check_state_of_weights(optimizer: Any, directory: str) -> None:
+    """Refuse float32 weights that are not those of a model in 16 bits; a collective.
+
+    mcore gathers what buckets of gradients hold without the padding at their ends, and reads it as
+    if the padding were there: what follows such an end is stored shifted. Buckets end so where
+    their size does not divide by the data-parallel size and by 128.
+
+    Args:
+        optimizer: mcore's, after it and its model were loaded.
+        directory: where from.
+
+    Raises:
+        BadInput: on every rank, if any of them holds such a weight.
+    """
+    wrong, total = 0, 0
+    for part in _distributed(optimizer):
+        if _other_state(part) is not None:
+            continue
+        for parameter, span in _owned(part):
+            if parameter.dtype not in HALVES or part._is_distopt_quantized_param(parameter):
+                continue
+            weight = part._get_main_param_and_optimizer_states(parameter)["param"]
+            own = parameter.view(-1)[span.start : span.stop]
+            wrong += int((weight.to(own.dtype) != own).sum())
+            total += len(span)
+    counts = torch.tensor([wrong, total], device=torch.cuda.current_device())
+    dist.all_reduce(counts)
+    wrong, total = counts.tolist()
+    if wrong:
+        raise BadInput(
+            f"The optimizer's state in {directory} belongs to other weights: {wrong} of {total} "
+            "float32 weights are not what the model's are rounded from. Earlier versions saved it "
+            "so, through an error in Megatron, where --overlap-grad-reduce divided the gradients "
+            "into buckets that needed padding (data-parallel sizes that are no power of two). The "
+            "model's weights are right: go on from them with --no-load-optim."
+        )
+
+
+def _distributed(optimizer: Any) -> Iterator[DistributedOptimizer]:
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part, DistributedOptimizer) and not part.is_stub_optimizer:
+            yield part
+
+
+def _other_state(optimizer: DistributedOptimizer) -> str | None:
+    """Why the state is no float32 tensor of the rank's range, if so."""
+    if optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+        return "--use-precision-aware-optimizer"
+    offloaded = isinstance(optimizer.optimizer, HybridDeviceOptimizer)
+    return "--optimizer-cpu-offload" if offloaded else None
+
+
+class _Parts:
+    """In place of two methods of one optimizer."""
+
+    def __init__(self, optimizer: DistributedOptimizer) -> None:
+        self._optimizer = optimizer
+        self._asked: list[dict[str, Tensor]] = []
+
+    def declare(
+        self,
+        model_sharded_state_dict: dict[str, Any],
+        is_loading: bool = False,
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[int, dict[str, list[ShardedTensor]]]:
+        """Where each box of this rank's state lies in the whole tensors.
+
+        Args:
+            model_sharded_state_dict: of the model whose parameters are optimized.
+            is_loading: the boxes' memory is to be filled, and :meth:`take` follows.
+            metadata: how mcore would gather.
+
+        Raises:
+            ValueError: a parameter is not in `model_sharded_state_dict`, or is not made of boxes.
+        """
+        described, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
+        by_parameter = {entry.data: entry for entry in nested_values(described)}
+        instance = self._optimizer.distributed_optimizer_instance_id
+        state: dict[int, dict[str, list[ShardedTensor]]] = {}
+        asked = []
+        for number, (parameter, span) in enumerate(_owned(self._optimizer)):
+            if parameter not in by_parameter:
+                raise ValueError(f"an optimized parameter {tuple(parameter.shape)} is not saved")
+            boxes = list(_boxes(by_parameter[parameter], span, instance))
+            tensors = self._tensors(parameter)
+            state[number] = {
+                name: [box.of(name, tensor) for box in boxes] for name, tensor in tensors.items()
+            }
+            asked.append(tensors)
+        self._asked = asked if is_loading else []
+        return state
+
+    @torch.no_grad()
+    def take(self, state_dict: Mapping[int, Mapping[str, Any]]) -> None:
+        """Put what was read into the optimizer, unless it is there: it was read in place.
+
+        Args:
+            state_dict: of :meth:`declare`, without what the checkpoint lacks.
+        """
+        asked, self._asked = self._asked, []
+        for number, (parameter, _) in enumerate(_owned(self._optimizer)):
+            read = {name: asked[number][name] for name in state_dict[number]}
+            self._optimizer._set_main_param_and_optimizer_states(parameter, read)
+
+    def _tensors(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """The weight and the moments of a range, by their names in checkpoints, each (n,)."""
+        found = self._optimizer._get_main_param_and_optimizer_states(parameter)
+        names = ("param", *self._optimizer.optimizer_state_keys)
+        return {name: found[name].detach().view(-1) for name in names}
+
+
+def _owned(optimizer: DistributedOptimizer) -> Iterator[tuple[nn.Parameter, range]]:
+    """Parameters that this rank has a part of, and which of its flattened elements."""
+    for buffer in optimizer.gbuf_ranges:
+        for buckets in buffer.values():
+            for bucket in buckets:
+                for parameter, places in bucket["param_map"].items():
+                    yield parameter, range(places["param"].start, places["param"].end)
+
+
+@dataclass(frozen=True)
+class _Box:
+    """A box of a stored tensor, and where a rank's flat range has it."""
+
+    place: ShardedTensor  # without data
+    first: int  # of the range's elements
+    strides: Shape
+
+    def of(self, name: str, tensor: Tensor) -> ShardedTensor:
+        """With the values of one state of the range, (n,), as a view."""
+        first = tensor.storage_offset() + self.first
+        data = tensor.as_strided(self.place.local_shape, self.strides, first)
+        key = f"optimizer.state.{name}.{self.place.key}"
+        return replace(self.place, key=key, data=data, dtype=data.dtype)
+
+
+def _boxes(
+    entry: ShardedTensor | ShardedTensorFactory, span: range, instance: int
+) -> Iterator[_Box]:
+    """What a range of a parameter is made of.
+
+    Args:
+        entry: the parameter's description.
+        span: of its flattened elements.
+        instance: of the distributed optimizer, each of which has all elements once.
+    """
+    whole = torch.empty(entry.data.shape, device="meta")
+    pieces = [(piece, _corner(piece.data, whole)) for piece in _pieces(entry, whole)]
+    for box in flat_range(tuple(whole.shape), span.start, span.stop):
+        for piece, corner in pieces:
+            both = overlap(box, Extent(corner, tuple(piece.data.shape)))
+            if both is None:
+                continue
+            inside, sizes = _extent(both.stored)
+            at = (a + b for a, b in zip(corner, inside, strict=True))
+            first = sum(a * stride for a, stride in zip(at, whole.stride(), strict=True))
+            place = _place(piece, inside, sizes, instance)
+            stacked = (1,) * piece.prepend_axis_num
+            yield _Box(place, first - span.start, (*stacked, *whole.stride()))
+
+
+def _pieces(entry: ShardedTensor | ShardedTensorFactory, whole: Tensor) -> list[ShardedTensor]:
+    """The stored tensors that a parameter is divided into, with views of `whole` as data."""
+    if not isinstance(entry, ShardedTensorFactory):
+        return [replace(entry, data=whole, dtype=whole.dtype)]
+    pieces = list(nested_values(entry.build_fn(entry.key, whole, entry.replica_id, None)))
+    views = all(
+        (piece.data is whole or piece.data._base is whole) and piece.data.stride() == whole.stride()
+        for piece in pieces
+    )
+    if not views or sum(piece.data.numel() for piece in pieces) != whole.numel():
+        raise ValueError(f"{entry.key} is not stored as boxes of the parameter")
+    return pieces
+
+
+def _corner(view: Tensor, whole: Tensor) -> Shape:
+    """Where a box of a row-major tensor begins."""
+    rest, corner = int(view.storage_offset()), []
+    for stride in whole.stride():
+        at, rest = divmod(rest, stride)
+        corner.append(at)
+    return tuple(corner)
+
+
+def _extent(box: Box) -> tuple[Shape, Shape]:
+    return tuple(part.start for part in box), tuple(part.stop - part.start for part in box)
+
+
+def _place(piece: ShardedTensor, inside: Shape, sizes: Shape, instance: int) -> ShardedTensor:
+    """`sizes` elements at `inside` of a piece, as a part of the stored tensor."""
+    stacked = piece.prepend_axis_num
+    corner = (*(0 for _ in range(stacked)), *inside)
+    pipeline, tensor, _ = piece.replica_id
+    return ShardedTensor(
+        key=piece.key,
+        data=None,
+        dtype=piece.dtype,
+        # Beside an irregular grid mcore wants the stacked axes too.
+        local_shape=(*(1 for _ in range(stacked)), *sizes),
+        global_shape=piece.global_shape,
+        global_offset=tuple(a + b for a, b in zip(piece.global_offset, corner, strict=True)),
+        axis_fragmentations=None,
+        # Data-parallel ranks have copies of the model; of the state each has its own elements.
+        replica_id=(pipeline, tensor, instance),
+        allow_shape_mismatch=piece.allow_shape_mismatch,
+    )
