@@ -216,7 +216,7 @@ def our_step(
     from megatron.core.transformer.module import Float16Module
 
     from mcore_qwen3vl.data.encoding.positions import mrope_position_ids
-    from mcore_qwen3vl.model.attention import PackedSequence
+    from mcore_qwen3vl.model.decoder.attention import PackedSequence
     from mcore_qwen3vl.model.inputs import visual_inputs
     from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
     from mcore_qwen3vl.training.step import multi_tensor

@@ -16,7 +16,7 @@ from megatron.core.transformer.utils import set_model_to_sequence_parallel
 from torch import Tensor
 
 from mcore_qwen3vl.generation.prompts import Prompts
-from mcore_qwen3vl.model.attention import TorchAttention
+from mcore_qwen3vl.model.decoder.attention import TorchAttention
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 
 

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.model.attention import PackedSequence
-from mcore_qwen3vl.model.decoder import pack_features, unpack_features
+from mcore_qwen3vl.model.decoder.attention import PackedSequence
+from mcore_qwen3vl.model.decoder.layer import pack_features, unpack_features
+from mcore_qwen3vl.model.decoder.rope import InterleavedMRoPE
+from mcore_qwen3vl.model.decoder.specs import block_spec
 from mcore_qwen3vl.model.fusion import FusionPlan, fuse, plan_fusion
 from mcore_qwen3vl.model.head.module import Head
 from mcore_qwen3vl.model.inputs import VisualInputs, to_device
-from mcore_qwen3vl.model.layer_specs import block_spec
 from mcore_qwen3vl.model.lora.adapter import Adapter
-from mcore_qwen3vl.model.rope import InterleavedMRoPE
 from mcore_qwen3vl.model.sequence import local_positions
 from mcore_qwen3vl.model.transformer_config import Spec, layers_of_chunk, transformer_config
 from mcore_qwen3vl.model.vision.tower import VisionTower

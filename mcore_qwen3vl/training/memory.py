@@ -26,7 +26,7 @@ from mcore_qwen3vl.training.lora.parameters import trained_parameters
 
 Recompute = Literal["none", "cheap", "full"]
 
-Trained = Counter[parameters.Group]
+TrainedCounts = Counter[parameters.Group]
 """How many parameters of each group are trained, where not all are: a LoRA run's.
 
 Its activations are the model's: the factors need the inputs that the weights would have needed.
@@ -76,7 +76,7 @@ def estimate(
     layout: Layout,
     work: Workload,
     recompute: Recompute = "cheap",
-    trained: Trained | None = None,
+    trained: TrainedCounts | None = None,
 ) -> Memory:
     """Memory of the fullest rank under the distributed optimizer with bf16 weights.
 
@@ -87,7 +87,7 @@ def estimate(
         recompute: ``none`` is --keep-activations; ``cheap``: outputs of norms, SwiGLU and rotary
             embedding are made again; ``full``: every decoder layer and vision block keeps its input
             only.
-        trained: see `Trained`; None: everything.
+        trained: see `TrainedCounts`; None: everything.
     """
     stages = by_stage(a, layout, work, recompute, trained)
     return max(stages, key=lambda memory: memory.total)
@@ -98,7 +98,7 @@ def by_stage(
     layout: Layout,
     work: Workload,
     recompute: Recompute = "cheap",
-    trained: Trained | None = None,
+    trained: TrainedCounts | None = None,
 ) -> list[Memory]:
     """:func:`estimate` for a rank of each pipeline stage, in order."""
     return [_stage(a, layout, work, recompute, stage, trained) for stage in range(layout.pp)]
@@ -138,7 +138,7 @@ def _stage(
     work: Workload,
     recompute: Recompute,
     stage: int,
-    trained: Trained | None,
+    trained: TrainedCounts | None,
 ) -> Memory:
     counts = parameters.count(a)
     frozen, factors = (
@@ -167,7 +167,7 @@ def stage_layers(a: Architecture, layout: Layout) -> list[list[int]]:
 
 
 def rank_parameters(
-    a: Architecture, layout: Layout, stage: int, counts: Trained | None = None
+    a: Architecture, layout: Layout, stage: int, counts: TrainedCounts | None = None
 ) -> tuple[float, float]:
     """Parameters that one rank of a pipeline stage holds: (outside the experts, in them).
 
@@ -208,7 +208,7 @@ def _activations(
     work: Workload,
     recompute: Recompute,
     stage: int,
-    trained: Trained,
+    trained: TrainedCounts,
 ) -> float:
     """Stored activations of one rank: decoder layers of all micro-batches in flight, and vision."""
     held = layout.virtual_stages(a.num_hidden_layers)[stage :: layout.pp]

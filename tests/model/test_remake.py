@@ -12,8 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model import remake
-from mcore_qwen3vl.model.mlp import GatedMLP
-from mcore_qwen3vl.model.norm import RMSNorm
+from mcore_qwen3vl.model.decoder.mlp import GatedMLP
+from mcore_qwen3vl.model.decoder.norm import RMSNorm
 from mcore_qwen3vl.model.remake import remaking, remember, remember_outputs_of
 from mcore_qwen3vl.runtime.launch import run_layout
 from tests.model.engine import Case, References, build, train_step, wrap

@@ -13,7 +13,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from mcore_qwen3vl.data.encoding.batch import Batch
-from mcore_qwen3vl.model.attention import PackedSequence
+from mcore_qwen3vl.model.decoder.attention import PackedSequence
 from mcore_qwen3vl.model.inputs import to_device
 from mcore_qwen3vl.training.step.losses import Objective
 

@@ -17,10 +17,11 @@ require()
 import torch  # noqa: E402
 from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
 
-from mcore_qwen3vl.model import decoder, qwen3vl  # noqa: E402
-from mcore_qwen3vl.model.attention import PackedSequence  # noqa: E402
+from mcore_qwen3vl.model import qwen3vl  # noqa: E402
+from mcore_qwen3vl.model.decoder import layer  # noqa: E402
+from mcore_qwen3vl.model.decoder.attention import PackedSequence  # noqa: E402
+from mcore_qwen3vl.model.decoder.rope import InterleavedMRoPE  # noqa: E402
 from mcore_qwen3vl.model.lora import attach, grouped  # noqa: E402
-from mcore_qwen3vl.model.rope import InterleavedMRoPE  # noqa: E402
 from mcore_qwen3vl.verify.parity.matrix import Matrix, MatrixRow  # noqa: E402
 from mcore_qwen3vl.verify.report.result import Report  # noqa: E402
 from tests.model.te.rows import with_te  # noqa: E402
@@ -79,7 +80,7 @@ def test_deepstack_is_added(matrix: Matrix, monkeypatch: pytest.MonkeyPatch) -> 
         kwargs.pop("context_mask", None)
         return TransformerLayer.forward(self, *args, **kwargs)[0], context
 
-    monkeypatch.setattr(decoder.DeepStackLayer, "forward", without)
+    monkeypatch.setattr(layer.DeepStackLayer, "forward", without)
     report = matrix.run(row("dense", "single", "image"))
     assert worst(report, "logits") > FAR_OFF
     assert worst(report, "gradients", "visual.deepstack_merger_list") > FAR_OFF

@@ -15,7 +15,8 @@ from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer import transformer_block
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.model import attention, decoder, fusion, qwen3vl, transformer_config
+from mcore_qwen3vl.model import fusion, qwen3vl, transformer_config
+from mcore_qwen3vl.model.decoder import attention, layer
 from mcore_qwen3vl.model.vision import tower as vision
 from mcore_qwen3vl.runtime.launch import RanksFailed
 from mcore_qwen3vl.verify.parity.matrix import UNIFORM, Matrix, MatrixRow
@@ -161,7 +162,7 @@ def test_features_that_do_not_travel(matrix: Matrix, monkeypatch: Any) -> None:
     """DeepStack layers on later pipeline stages."""
 
     def forgetting(self: Any, seq_len: int, plan: Any) -> Any:
-        received = decoder.unpack_features(
+        received = layer.unpack_features(
             self.decoder.input_tensor, seq_len, self._deepstack_in, len(plan.destination)
         )
         self.decoder.set_input_tensor(received[0])

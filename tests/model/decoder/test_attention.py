@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from mcore_qwen3vl.model.attention import PackedSequence, _mask, causal_segments
+from mcore_qwen3vl.model.decoder.attention import PackedSequence, _mask, causal_segments
 
 CPU = torch.device("cpu")
 

@@ -19,12 +19,12 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.model.attention import TorchAttention
-from mcore_qwen3vl.model.decoder import DeepStackLayer
-from mcore_qwen3vl.model.mlp import GatedMLP
-from mcore_qwen3vl.model.norm import RMSNorm, StandaloneRMSNorm
+from mcore_qwen3vl.model.decoder.attention import TorchAttention
+from mcore_qwen3vl.model.decoder.layer import DeepStackLayer
+from mcore_qwen3vl.model.decoder.mlp import GatedMLP
+from mcore_qwen3vl.model.decoder.norm import RMSNorm, StandaloneRMSNorm
+from mcore_qwen3vl.model.decoder.rope import RotarySelfAttention
 from mcore_qwen3vl.model.remake import remember_fused_norms
-from mcore_qwen3vl.model.rope import RotarySelfAttention
 from mcore_qwen3vl.model.transformer_config import Spec, layers_of_chunk
 
 
