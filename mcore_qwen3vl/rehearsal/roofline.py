@@ -8,7 +8,8 @@
 * DP: gradients in fp32 and weights in bf16 once a step; it overlaps with compute, and counts where
   it takes longer.
 * Bandwidth: NVLink's within 8 GPUs, 50 GB/s a GPU (400 Gb/s) beyond. No latency, no kernel launch.
-* The pipeline's bubble as in :mod:`.pipeline`.
+* The pipeline: all micro-batches on the slowest stage, and once every other one, which virtual
+  stages divide.
 """
 
 from __future__ import annotations
