@@ -226,8 +226,8 @@ def built_without_cuda(checkpoint: Path) -> list[str]:
 def own_parts(folder: Path) -> dict[str, Any]:
     """A bf16 model's optimizer saved from the device and loaded onto it again."""
     from mcore_qwen3vl.layout import Layout
-    from tests.training.checkpoints.test_optimizer import BF16 as MODEL
-    from tests.training.checkpoints.test_optimizer import Trained, stored
+    from tests.training.checkpoints.trained import BF16 as MODEL
+    from tests.training.checkpoints.trained import Trained, stored
 
     dist.init_process_group("nccl")
     trained = Trained.build(Layout(), MODEL, None)
