@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from mcore_qwen3vl.cli.trace import verify_trace
 from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.model import fusion, rope
+from mcore_qwen3vl.model import fusion
+from mcore_qwen3vl.model.decoder import rope
 from mcore_qwen3vl.verify.parity.batches import build_batch
 from mcore_qwen3vl.verify.trace import on_rank
 from mcore_qwen3vl.verify.trace.fault_injection import FaultInjector
