@@ -3,7 +3,7 @@
 # Qwen3-VL-4B, continued pretraining at 8k packed: two nodes of 8xH100-80GB.
 #
 # Layout: as for fine-tuning.
-# Memory of a GPU, rehearsed with the torch spec: 37.1 GB reserved of 83.0, 33.9 held (weights 4.9,
+# Memory of a GPU, rehearsed with the torch spec: 35.5 GB reserved of 83.0, 33.9 held (weights 4.9,
 # gradients 9.7, optimizer 3.6, logits and loss 0.9, the rest 14.8).
 NODES=2
 source "${LAUNCH_DIR:-$(dirname "${BASH_SOURCE[0]}")}/common.sh"

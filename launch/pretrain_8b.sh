@@ -4,7 +4,7 @@
 #
 # Layout: sixteen data-parallel ranks divide the optimizer states far enough for TP 2, which exchanges
 # less than TP 4.
-# Memory of a GPU, rehearsed with the torch spec: 55.0 GB reserved of 83.0, 50.8 held (weights 9.3,
+# Memory of a GPU, rehearsed with the torch spec: 52.7 GB reserved of 83.0, 50.8 held (weights 9.3,
 # gradients 18.7, optimizer 3.5, logits and loss 1.1, the rest 18.2).
 NODES=4
 source "${LAUNCH_DIR:-$(dirname "${BASH_SOURCE[0]}")}/common.sh"

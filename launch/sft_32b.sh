@@ -4,7 +4,7 @@
 #
 # Layout: TP 8 with SP fills a node's NVLink; four data-parallel ranks divide the optimizer states. No
 # pipeline, so no bubble at small global batches.
-# Memory of a GPU, rehearsed with the torch spec: 58.8 GB reserved of 83.0, 55.2 held (weights 9.4,
+# Memory of a GPU, rehearsed with the torch spec: 56.4 GB reserved of 83.0, 55.2 held (weights 9.4,
 # gradients 18.8, optimizer 14.1, logits and loss 1.0, the rest 12.0).
 NODES=4
 source "${LAUNCH_DIR:-$(dirname "${BASH_SOURCE[0]}")}/common.sh"

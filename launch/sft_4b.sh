@@ -4,7 +4,7 @@
 #
 # Layout: on one GPU weights, states and activations together exceed 80 GB. TP 2 with SP halves all of
 # them over NVLink, which costs less than recomputing every layer would.
-# Memory of a GPU, rehearsed with the torch spec: 40.5 GB reserved of 83.0, 37.5 held (weights 4.9,
+# Memory of a GPU, rehearsed with the torch spec: 38.8 GB reserved of 83.0, 37.5 held (weights 4.9,
 # gradients 9.7, optimizer 7.3, logits and loss 0.9, the rest 14.8).
 NODES=1
 source "${LAUNCH_DIR:-$(dirname "${BASH_SOURCE[0]}")}/common.sh"

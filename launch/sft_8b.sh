@@ -4,7 +4,7 @@
 #
 # Layout: with TP 2 four data-parallel ranks would still hold too much of the optimizer each. TP 4 with
 # SP fits without recompute and stays inside the node.
-# Memory of a GPU, rehearsed with the torch spec: 44.8 GB reserved of 83.0, 41.6 held (weights 5.2,
+# Memory of a GPU, rehearsed with the torch spec: 42.5 GB reserved of 83.0, 41.6 held (weights 5.2,
 # gradients 10.5, optimizer 15.7, logits and loss 1.0, the rest 9.2).
 NODES=1
 source "${LAUNCH_DIR:-$(dirname "${BASH_SOURCE[0]}")}/common.sh"
