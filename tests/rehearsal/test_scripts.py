@@ -57,7 +57,8 @@ def test_it_runs_and_fits_as_the_guide_says(command: Command, script: Path, spec
         assert role["faults"] == {}
         inside = [w for w in role["waits"] if w["phase"] in (FORWARD_BACKWARD, FINALIZE)]
         assert [w for w in inside if not w["place"].startswith(KNOWN_WAITS)] == []
-        taken[role["role"]["name"].partition(", ")[0]] = [role["peak"] / 1e9, role["reserved"] / 1e9]
+        name = role["role"]["name"].partition(", ")[0]
+        taken[name] = [role["peak"] / 1e9, role["reserved"] / 1e9]
     stated = recorded(script.stem if spec == "torch" else f"{script.stem}, {spec}")
     assert taken.keys() == stated.keys()
     for role, figures_of_role in stated.items():
