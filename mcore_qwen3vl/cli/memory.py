@@ -79,14 +79,14 @@ def memory(
     For bf16 weights under the distributed optimizer, with fp32 gradients, main weights and Adam
     moments. Fragmentation, NCCL's buffers and the CUDA context come on top.
     """
-    from mcore_qwen3vl.training.memory import Workload, by_stage, stage_layers
+    from mcore_qwen3vl.training.memory import Workload, by_stage
 
     architecture = Architecture.from_hf(config_folder(model))
     layout = replace(layout, first=first, last=last, split=split)
     layout.validate(architecture)
     work = Workload(seq_length, micro_batch_size, visual_share)
     stages = by_stage(architecture, layout, work, recompute)
-    layers = [len(held) for held in stage_layers(architecture, layout)]
+    layers = layout.layers_per_stage(architecture.num_hidden_layers)
     if not json:
         _show(layout, layers, stages)
         return

@@ -104,7 +104,9 @@ def _owners(model: list[nn.Module], optimizer: Any) -> dict[int, str]:
 
 def _optimizer_tensors(optimizer: Any) -> Iterator[Any]:
     """Main weights and states, of the optimizers that Megatron chains."""
-    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+    from mcore_qwen3vl.training.step.optimizer import parts_of
+
+    for one in parts_of(optimizer):
         inner = getattr(one, "optimizer", None)
         for group in getattr(inner, "param_groups", []):
             yield from group["params"]

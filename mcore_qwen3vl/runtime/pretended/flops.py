@@ -60,19 +60,28 @@ def _dense(name: str, args: Any) -> int:
 
 
 def _varlen(name: str, args: Any) -> int:
-    """Of ``torch.nn.attention.varlen``: the pairs of a query and a key in each segment.
-
-    Causal attention, of which our segments' queries are the last ones, sees what is not above the
-    diagonal: half of the square of the queries, and all keys before them.
-    """
+    """Of ``torch.nn.attention.varlen``."""
     backward = name.endswith("backward")
     query = args[1] if backward else args[0]  # (t, heads, D)
     bounds = [a for a in args if isinstance(a, Tensor) and a.dtype == torch.int32][:2]
-    lengths = [host_view(b).diff().double() for b in bounds]
     window = next((a for a in args if isinstance(a, list | tuple) and len(a) == 2), (-1, -1))
-    queries, keys = lengths[0], lengths[-1]
-    pairs = float((queries * keys).sum())
-    if window[1] == 0:
-        pairs -= float((queries * queries).sum()) / 2
-    flops = 4 * query.shape[1] * query.shape[2] * pairs
+    flops = segmented(query, bounds[0], bounds[-1], causal=window[1] == 0)
     return int(flops * (BACKWARD_OVER_FORWARD if backward else 1))
+
+
+def segmented(query: Tensor, of_queries: Tensor, of_keys: Tensor, *, causal: bool) -> float:
+    """Two products over the pairs of a query and a key in each segment.
+
+    Causal attention, of which our segments' queries are the last ones, sees what is not above the
+    diagonal: half of the square of the queries, and all keys before them.
+
+    Args:
+        query: (..., heads, D).
+        of_queries, of_keys: bounds of the segments, on the device.
+        causal: whether it is.
+    """
+    queries, keys = (host_view(bounds).diff().double() for bounds in (of_queries, of_keys))
+    pairs = float((queries * keys).sum())
+    if causal:
+        pairs -= float((queries * queries).sum()) / 2
+    return 4 * query.shape[-2] * query.shape[-1] * pairs

@@ -12,8 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from mcore_qwen3vl.runtime.pretended.flops import BACKWARD_OVER_FORWARD
-from mcore_qwen3vl.runtime.pretended.integers import host_view
+from mcore_qwen3vl.runtime.pretended.flops import BACKWARD_OVER_FORWARD, segmented
 
 _EXTENSION = "transformer_engine_torch"
 
@@ -56,11 +55,7 @@ def _products(a: list[Any], transposed: bool, b: list[Any], *_: Any) -> float:
 
 
 def _attention(*args: Any) -> float:
-    """Two products over the pairs of a query and a key in each segment."""
     first = next(i for i, a in enumerate(args) if isinstance(a, Tensor) and a.dtype == torch.int32)
-    lengths = [host_view(bounds).diff().double() for bounds in args[first : first + 2]]
-    query = args[first + 2]  # (…, heads, D)
-    pairs = float((lengths[0] * lengths[1]).sum())
-    if any("CAUSAL" in str(a) for a in args[:first] if "Mask" in type(a).__name__):
-        pairs -= float((lengths[0] * lengths[0]).sum()) / 2
-    return 4 * query.shape[-2] * query.shape[-1] * pairs
+    causal = any("CAUSAL" in str(a) for a in args[:first] if "Mask" in type(a).__name__)
+    of_queries, of_keys, query = args[first : first + 3]
+    return segmented(query, of_queries, of_keys, causal=causal)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from mcore_qwen3vl.converters.storage.boxes import Box, Extent, Shape, flat_range, overlap
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.training.step.optimizer import parts_of
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +89,8 @@ def check_state_of_weights(optimizer: Any, directory: str) -> None:
     Raises:
         BadInput: on every rank, if any of them holds such a weight.
     """
-    wrong, total = 0, 0
+    device = torch.cuda.current_device()
+    wrong, total = torch.zeros((), dtype=torch.int64, device=device), 0
     for part in _distributed(optimizer):
         if _other_state(part) is not None:
             continue
@@ -97,23 +99,23 @@ def check_state_of_weights(optimizer: Any, directory: str) -> None:
                 continue
             weight = part._get_main_param_and_optimizer_states(parameter)["param"]
             own = parameter.view(-1)[span.start : span.stop]
-            wrong += int((weight.to(own.dtype) != own).sum())
+            wrong += (weight.to(own.dtype) != own).sum()
             total += len(span)
-    counts = torch.tensor([wrong, total], device=torch.cuda.current_device())
+    counts = torch.stack([wrong, wrong.new_tensor(total)])
     dist.all_reduce(counts)
-    wrong, total = counts.tolist()
-    if wrong:
+    differing, total = counts.tolist()
+    if differing:
         raise BadInput(
-            f"The optimizer's state in {directory} belongs to other weights: {wrong} of {total} "
-            "float32 weights are not what the model's are rounded from. Earlier versions saved it "
-            "so, through an error in Megatron, where --overlap-grad-reduce divided the gradients "
-            "into buckets that needed padding (data-parallel sizes that are no power of two). The "
-            "model's weights are right: go on from them with --no-load-optim."
+            f"The optimizer's state in {directory} belongs to other weights: {differing} of "
+            f"{total} float32 weights are not what the model's are rounded from. Earlier versions "
+            "saved it so, through an error in Megatron, where --overlap-grad-reduce divided the "
+            "gradients into buckets that needed padding (data-parallel sizes that are no power of "
+            "two). The model's weights are right: go on from them with --no-load-optim."
         )
 
 
 def _distributed(optimizer: Any) -> Iterator[DistributedOptimizer]:
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in parts_of(optimizer):
         if isinstance(part, DistributedOptimizer) and not part.is_stub_optimizer:
             yield part
 

@@ -14,6 +14,8 @@ from megatron.core.optimizer import clip_grads
 from megatron.core.utils import local_multi_tensor_l2_norm
 from torch import Tensor
 
+from mcore_qwen3vl.training.step.optimizer import parts_of
+
 
 def install() -> None:
     """Give mcore's gradient clipping the functions below, where it has only its stand-ins."""
@@ -45,7 +47,7 @@ def scale(
 def use_fused_adam(optimizer: Any) -> None:
     """Let torch's Adam update parameters in place: on a GPU by one kernel for many, on the CPU in
     one pass over the memory instead of a dozen."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in parts_of(optimizer):
         adam = getattr(part, "optimizer", None)
         if isinstance(adam, torch.optim.Adam):
             _set_fused(adam)

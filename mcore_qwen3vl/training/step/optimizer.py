@@ -13,6 +13,11 @@ from torch import Tensor, nn
 from mcore_qwen3vl.model.freeze import part_of
 
 
+def parts_of(optimizer: Any) -> list[Any]:
+    """The optimizers that mcore has chained, or the one that there is."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
 def learning_rate_overrides(args: argparse.Namespace) -> dict[ParamKey, Any]:
     """Megatron's parameter-group overrides for ``--vision-lr-mult`` and ``--aligner-lr-mult``."""
     multipliers = {"vision": args.vision_lr_mult, "aligner": args.aligner_lr_mult}
@@ -41,7 +46,7 @@ def make_resumable(optimizer: Any) -> bool:
         Whether it was torch's, and needed this.
     """
     found = False
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in parts_of(optimizer):
         inner = getattr(part, "optimizer", None)
         if isinstance(part, DistributedOptimizer) and isinstance(inner, torch.optim.Adam):
             _start_states(inner)
@@ -53,7 +58,7 @@ def make_resumable(optimizer: Any) -> bool:
 
 def scale_on_host(optimizer: Any) -> None:
     """Keep the loss scale of 1, which Megatron reads off the device each step to log it, here."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in parts_of(optimizer):
         if getattr(part, "grad_scaler", None) is None and hasattr(part, "_scale_one"):
             part._scale_one = part._scale_one.cpu().reshape(())  # which multiplies any device
 

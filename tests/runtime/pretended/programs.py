@@ -77,6 +77,7 @@ def integers() -> dict[str, Any]:
         "bounds": F.pad(lengths.cumsum(0), (1, 0)).tolist(),
         "sorted": ids.argsort().tolist(),
         "histogram": torch.bincount(lengths, minlength=4).tolist(),
+        "weighted histogram": list(torch.bincount(lengths, lengths.float(), 5).shape),
         "repeated": torch.repeat_interleave(ids, lengths.repeat(2)[:4]).tolist(),
         "product": torch.stack([ids, ids + 1]).prod(-1).tolist(),
         "router": torch.randn(3, 4, device="cuda").topk(2).indices.tolist(),

@@ -59,6 +59,7 @@ def test_integers_are_true_and_routing_is_balanced(workbench: Workbench) -> None
         "bounds": [0, 3, 4, 6],
         "sorted": [0, 2, 1, 3],
         "histogram": [0, 1, 1, 1],
+        "weighted histogram": [5],
         "repeated": [5, 5, 5, 7, 5, 5, 9, 9, 9],
         "product": [5 * 7 * 5 * 9, 6 * 8 * 6 * 10],
         "router": [[0, 1], [2, 3], [0, 1]],
