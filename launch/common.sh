@@ -46,12 +46,12 @@ PRETRAIN=(--train-iters 50000 --lr 5e-5 --min-lr 5e-6 --vision-lr-mult 0.5)
 FULL_RECOMPUTE=(--recompute-granularity full --recompute-method uniform --recompute-num-layers 1)
 
 # The z-loss keeps router logits small in long bf16 runs; the load-balancing coefficient comes from
-# the checkpoint's config.
-MOE=(--moe-z-loss-coeff 1e-5)
+# the checkpoint's config. Experts are one grouped GEMM.
+MOE=(--moe-z-loss-coeff 1e-5 --moe-grouped-gemm)
 
-# Experts as one grouped GEMM. Only with Transformer Engine, and no flag takes them back, so that
-# train adds them unless --spec torch was appended.
-MOE_TE=(--moe-grouped-gemm --moe-permute-fusion)
+# Only with Transformer Engine, and no flag takes it back, so that train adds it unless
+# --spec torch was appended.
+MOE_TE=(--moe-permute-fusion)
 
 # Optional, and only with Transformer Engine (--spec te).
 OPTIONAL=()

@@ -252,7 +252,7 @@ def _arguments(legacy: Legacy, mcore: ToMcore, divisor: int) -> dict[str, Any]:
         "expert_tensor_parallel_size": layout.etp,
         "spec": [legacy.spec],
         "transformer_impl": "transformer_engine" if legacy.spec == "te" else "local",
-        "moe_grouped_gemm": a.is_moe and legacy.spec == "te",
+        "moe_grouped_gemm": any(a.moe_layers),
         "data_parallel_random_init": False,
         "consumed_train_samples": 0,
         "skipped_train_samples": 0,

@@ -94,7 +94,7 @@ def _model(a: Architecture, spec: Spec) -> dict[str, Any]:
     fields["activation_func"] = getattr(F, fields["activation_func"])
     fields["transformer_impl"] = "transformer_engine" if spec == "te" else "local"
     if any(a.moe_layers):
-        fields["moe_grouped_gemm"] = spec == "te"
+        fields["moe_grouped_gemm"] = True
         fields["expert_tensor_parallel_size"] = 1  # mcore's default is TP
     return fields
 
@@ -105,7 +105,7 @@ def _check_spec(spec: Spec, overrides: dict[str, Any]) -> None:
     if spec == "te":
         return
     # Most of these Megatron-Core would ignore in silence.
-    for name in ("moe_grouped_gemm", "fp8", "fp4", "moe_permute_fusion", "tp_comm_overlap"):
+    for name in ("moe_apply_probs_on_input", "fp8", "fp4", "moe_permute_fusion", "tp_comm_overlap"):
         if overrides.get(name):
             raise BadInput(
                 f"{name} needs Transformer Engine, which the torch spec does without: use the te "

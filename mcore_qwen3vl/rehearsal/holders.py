@@ -26,6 +26,7 @@ _HOLDERS = (  # the first that the innermost file outside PyTorch contains
     ("mcore_qwen3vl/model/vision/", "vision tower"),
     ("transformers/models/qwen3_vl", "vision tower"),
     ("transformer/moe/", "experts and router"),
+    ("mcore_qwen3vl/model/decoder/grouped", "experts and router"),
     ("transformer/mlp.py", "MLP"),
     ("fusions/fused_bias_swiglu", "MLP"),
     ("mcore_qwen3vl/model/decoder/mlp", "MLP"),

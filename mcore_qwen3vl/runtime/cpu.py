@@ -239,6 +239,12 @@ TRAINING_REPLACEMENTS = (
         "compiles an index builder for GPT datasets, which are not used",
     ),
     Replacement(
+        _CUDA,
+        "get_device_capability",
+        _constant(lambda device=None: (8, 0)),
+        "must be that at least for --moe-grouped-gemm",
+    ),
+    Replacement(
         f"{_TRAINING}.arguments",
         "get_device_arch_version",
         _constant(lambda: 10),

@@ -78,8 +78,11 @@ def expected(name: str, layer: int, hf: dict[str, Tensor], published: bool) -> T
     if name == "decoder.final_layernorm.weight":
         return hf[f"{text}norm.weight"]
     part = name.split(".", 3)[3]
-    if ".local_experts." in name:
-        return expected_expert(part, at, hf, published)
+    if ".experts." in name:
+        local = EXPERTS // mpu.get_expert_model_parallel_world_size()
+        first = local * mpu.get_expert_model_parallel_rank()
+        experts = range(first, first + local)
+        return torch.stack([expected_expert(part, at, e, hf, published) for e in experts])
     match part:
         case "self_attention.linear_qkv.weight":
             return expected_qkv(at, hf, tp, tp_rank)
@@ -112,13 +115,13 @@ def expected_qkv(at: str, hf: dict[str, Tensor], tp: int, tp_rank: int) -> Tenso
     return torch.cat(rows)
 
 
-def expected_expert(part: str, at: str, hf: dict[str, Tensor], published: bool) -> Tensor:
+def expected_expert(
+    part: str, at: str, expert: int, hf: dict[str, Tensor], published: bool
+) -> Tensor:
     from megatron.core import parallel_state as mpu
 
     etp = mpu.get_expert_tensor_parallel_world_size()
     etp_rank = mpu.get_expert_tensor_parallel_rank()
-    local = EXPERTS // mpu.get_expert_model_parallel_world_size()
-    expert = int(part.split(".")[3]) + local * mpu.get_expert_model_parallel_rank()
     if "linear_fc1" in part:
         gate_up = hf[f"{at}mlp.experts.gate_up_proj"][expert]
         gate, up = (gate_up.T if published else gate_up).chunk(2)

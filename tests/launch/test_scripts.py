@@ -132,7 +132,7 @@ def test_the_torch_spec_can_be_appended(script: Path, tmp_path: Path) -> None:
     """Flags that only Transformer Engine knows, and that no flag takes back, are left out."""
     args = parsed(script, tmp_path, "--spec", "torch")
     assert args.spec == ["torch"]
-    assert not args.moe_grouped_gemm
+    assert args.moe_grouped_gemm == bool(args.num_experts)
     assert not args.moe_permute_fusion
 
 

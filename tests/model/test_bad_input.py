@@ -25,7 +25,7 @@ MOE = Architecture.from_hf(tiny_config(moe=True))
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"moe_grouped_gemm": True}, "moe_grouped_gemm needs Transformer Engine"),
+        ({"moe_apply_probs_on_input": True}, "moe_apply_probs_on_input needs Transformer Engine"),
         ({"fp8": "hybrid"}, "fp8 needs Transformer Engine"),
         ({"fp4": "e2m1"}, "fp4 needs Transformer Engine"),
         ({"recompute_modules": ["core_attn", "layernorm"]}, "layernorm needs Transformer Engine"),

@@ -26,12 +26,9 @@ def local(model: Qwen3VLModel, name: str, hf: dict[str, Tensor]) -> tuple[Tensor
     whole = _whole(model, name, hf)
     if name.startswith("visual."):
         return whole, whole
-    expert = "local_experts" in name
-    size, rank = (
-        (ps.get_expert_tensor_parallel_world_size(), ps.get_expert_tensor_parallel_rank())
-        if expert
-        else (ps.get_tensor_model_parallel_world_size(), ps.get_tensor_model_parallel_rank())
-    )
+    if ".experts." in name:
+        return whole, _of_expert_rank(name, whole)
+    size, rank = ps.get_tensor_model_parallel_world_size(), ps.get_tensor_model_parallel_rank()
     if "linear_fc1" in name:  # (2, ffn, H)
         return whole, whole.chunk(size, 1)[rank].flatten(0, 1)
     if "linear_fc2" in name or "linear_proj" in name:
@@ -60,12 +57,17 @@ def _whole(model: Qwen3VLModel, name: str, hf: dict[str, Tensor]) -> Tensor:
         return _qkv(a, *(hf[f"{layer}self_attn.{x}_proj.weight"] for x in "qkv"))
     if rest == "mlp.linear_fc1.weight":
         return torch.stack([hf[f"{layer}mlp.{x}_proj.weight"] for x in ("gate", "up")])
-    *_, number, linear, _ = rest.split(".")
     held = a.num_experts // ps.get_expert_model_parallel_world_size()
-    expert = int(number) + held * ps.get_expert_model_parallel_rank()
-    if linear == "linear_fc1":
-        return hf[f"{layer}mlp.experts.gate_up_proj"][expert].unflatten(0, (2, -1))
-    return hf[f"{layer}mlp.experts.down_proj"][expert]
+    first = held * ps.get_expert_model_parallel_rank()
+    if rest == "mlp.experts.linear_fc1.weight":  # (E, 2, ffn, H)
+        return hf[f"{layer}mlp.experts.gate_up_proj"][first : first + held].unflatten(1, (2, -1))
+    return hf[f"{layer}mlp.experts.down_proj"][first : first + held]
+
+
+def _of_expert_rank(name: str, whole: Tensor) -> Tensor:
+    size, rank = ps.get_expert_tensor_parallel_world_size(), ps.get_expert_tensor_parallel_rank()
+    part = whole.chunk(size, 2)[rank]
+    return part.flatten(1, 2) if "linear_fc1" in name else part
 
 
 def _qkv(a: Architecture, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

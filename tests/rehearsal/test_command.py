@@ -27,10 +27,10 @@ def test_a_script_gives_flags_ranks_and_the_model_of_its_name() -> None:
     assert str(command.layout) == "tp2xep8xdp8+sp"
     assert command.value("--lr") == "3e-6"  # appended, so it wins
     assert command.value("--hf-model") == str(SHAPES / "30b_a3b.json")
-    grouped = command.value("--moe-grouped-gemm") is not None
+    fused = command.value("--moe-permute-fusion") is not None
     noted = any("Transformer Engine is not installed here" in note for note in command.notes)
     there = find_spec("transformer_engine") is not None
-    assert (command.value("--spec"), grouped, noted) == (
+    assert (command.value("--spec"), fused, noted) == (
         ("te", True, False) if there else ("torch", False, True)
     )
     assert command.micro_batches == 64 // 8

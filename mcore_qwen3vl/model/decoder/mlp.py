@@ -1,4 +1,7 @@
-"""The dense MLP of both layer specs: SwiGLU in one operation that keeps its input only."""
+"""The dense MLP of both layer specs: SwiGLU in one operation that keeps its input only.
+
+So do the experts of the torch spec, whose SwiGLU the router weights.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl, weighted_bias_swiglu_impl
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -45,21 +48,52 @@ def _swiglu(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
     return _SwiGLU.apply
 
 
+def weighted_swiglu(config: TransformerConfig) -> Callable[[Tensor, Tensor], Tensor]:
+    """The torch spec's for experts: (T, 2 * inner) halves and (T,) weights of any dtype."""
+    if config.bias_activation_fusion:
+        return lambda halves, weights: weighted_bias_swiglu_impl(halves, None, weights[:, None])
+    return _WeightedSwiGLU.apply
+
+
 class _SwiGLU(torch.autograd.Function):
     """``silu(gate) * up`` without keeping ``silu(gate)``."""
 
     @staticmethod
     def forward(ctx: Any, halves: Tensor) -> Tensor:
         ctx.save_for_backward(halves)
-        gate, up = halves.chunk(2, -1)
-        return F.silu(gate).mul_(up)
+        return _product(halves)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (halves,) = ctx.saved_tensors
-        gate, up = halves.chunk(2, -1)
-        result = torch.empty_like(halves)
-        of_gate, of_up = result.chunk(2, -1)
-        torch.mul(gradient, F.silu(gate), out=of_up)
-        torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=of_gate)
-        return result
+        return _gradient(halves, gradient)
+
+
+class _WeightedSwiGLU(torch.autograd.Function):
+    """The same times a weight for each row, in the weights' dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, halves: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(halves, weights)
+        return (_product(halves) * weights[:, None]).to(halves.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        halves, weights = ctx.saved_tensors
+        of_weights = (gradient.to(weights.dtype) * _product(halves)).sum(-1)
+        weighted = (gradient * weights[:, None]).to(halves.dtype)
+        return _gradient(halves, weighted), of_weights
+
+
+def _product(halves: Tensor) -> Tensor:
+    gate, up = halves.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+def _gradient(halves: Tensor, gradient: Tensor) -> Tensor:
+    gate, up = halves.chunk(2, -1)
+    result = torch.empty_like(halves)
+    of_gate, of_up = result.chunk(2, -1)
+    torch.mul(gradient, F.silu(gate), out=of_up)
+    torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=of_gate)
+    return result

@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.decoder.attention import TorchAttention
+from mcore_qwen3vl.model.decoder.experts import GroupedExperts
 from mcore_qwen3vl.model.decoder.layer import DeepStackLayer
 from mcore_qwen3vl.model.decoder.mlp import GatedMLP
 from mcore_qwen3vl.model.decoder.norm import RMSNorm, StandaloneRMSNorm
@@ -82,6 +83,8 @@ def _torch_layer(config: TransformerConfig, moe: bool) -> ModuleSpec:
     attention.q_layernorm = attention.k_layernorm = StandaloneRMSNorm
     attention.core_attention = TorchAttention
     if moe:
+        if config.moe_grouped_gemm:
+            layer.submodules.mlp.keywords["submodules"].experts = GroupedExperts
         # mcore renames this norm as if it were fused into a dense MLP. Transformer Engine's MoE
         # layers keep it apart, and a checkpoint must fit both.
         del parts.sharded_state_dict_keys_map["pre_mlp_layernorm."]

@@ -82,7 +82,7 @@ def _adapt(
     """Adapt one module; most hold no target, and get no pairs."""
     shapes, module = weight_shapes(chunk.architecture), chunk.get_submodule(path)
     sites, kind = [], None
-    for parameter, of_one in groupby(parts, key=lambda part: part.parameter):
+    for (parameter, _), of_one in groupby(parts, key=_matrix):
         held = list(of_one)
         names = _targets_of(held, targets)
         if not names:
@@ -99,6 +99,12 @@ def _adapt(
     if kind is not None:
         _install(module, kind, sites)
     return [pair for site in sites for pair in site.pairs]
+
+
+def _matrix(part: Part) -> tuple[str, int | None]:
+    """The parameter, and which expert where it holds several."""
+    first = part.box[0]
+    return part.parameter, first if isinstance(first, int) else None
 
 
 def _targets_of(parts: Sequence[Part], targets: Targets) -> list[str]:

@@ -1,8 +1,4 @@
-"""Adapters on Transformer Engine's grouped linears, which hold all experts of a rank.
-
-The arithmetic is that of :class:`Site`; what is assumed of mcore's ``TEGroupedLinear`` is its call,
-``(tokens, tokens per expert)``.
-"""
+"""Adapters on grouped linears, which hold all experts of a rank, of either layer spec."""
 
 from __future__ import annotations
 
@@ -10,12 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from mcore_qwen3vl.model.decoder.grouped import Groups, grouped_product
 from mcore_qwen3vl.model.lora.site import Site
 
 
 class GroupedSite:
-    """One :class:`Site` an expert, on the rows of the expert's tokens.
+    """The arithmetic of :class:`Site` for each expert, on the rows of its tokens, in two products.
+
+    Experts' adapters have one pair each, all of one shape and scaling, and no dropout.
 
     Args:
         sites: of the rank's experts, in their order.
@@ -25,10 +25,28 @@ class GroupedSite:
         self._sites = list(sites)
 
     def hook(self, module: Any, inputs: Any, outputs: Any) -> Any:
-        """A forward hook of the grouped linear; its second input are host numbers in mcore."""
-        tokens, counts, *_ = inputs
+        """A forward hook of a linear that is called with tokens (T, in) and their groups.
+
+        Transformer Engine's gets numbers of tokens instead, on the host.
+        """
+        tokens, groups, *_ = inputs
         output, *rest = outputs
-        parts = zip(
-            self._sites, tokens.split(list(counts)), output.split(list(counts)), strict=True
-        )
-        return (torch.cat([site.add(x, part) for site, x, part in parts]), *rest)
+        if not self._sites[0].on:
+            return outputs
+        if not isinstance(groups, Groups):
+            groups = Groups.of(groups, tokens.device)
+        return (self._add(tokens, output, groups), *rest)
+
+    def _add(self, tokens: Tensor, output: Tensor, groups: Groups) -> Tensor:
+        """`output` (T, out) with the adapters' part."""
+        down, up, scaling = self._factors(output.dtype)
+        part = grouped_product(grouped_product(tokens, down, groups) * scaling, up, groups)
+        # Autograd refuses to change those that a function has made.
+        return output + part if output._is_view() else output.add_(part)
+
+    def _factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, float]:
+        """(E, r, in), (E, out, r), and the factor of their product."""
+        pairs = [pair for site in self._sites for pair in site.pairs]
+        down, up = zip(*(pair() for pair in pairs), strict=True)
+        a, b = self._sites[0].whole(torch.stack(down), torch.stack(up), of=pairs[0])
+        return a.to(dtype), b.to(dtype), pairs[0].scaling

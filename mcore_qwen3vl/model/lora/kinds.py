@@ -22,7 +22,7 @@ from mcore_qwen3vl.model.lora.regions import Region
 _LAYER = r"decoder\.layers\.\d+\."
 _COLUMN = rf"{_LAYER}(self_attention\.linear_qkv|mlp\.linear_fc1)\.weight|output_layer\.weight"
 _ROW = rf"{_LAYER}(self_attention\.linear_proj|mlp\.linear_fc2)\.weight"
-_EXPERT = rf"{_LAYER}mlp\.experts\.(local_experts\.\d+\.)?linear_fc([12])\.weight(\d*)"
+_EXPERT = rf"{_LAYER}mlp\.experts\.(local_experts\.\d+\.)?linear_fc([12])\.weight\d*"
 _ROUTER = rf"{_LAYER}mlp\.router\.weight"
 _VISION = (
     r"visual\.(blocks\.\d+\.(attn\.(qkv|proj)|mlp\.linear_fc[12])"
@@ -41,7 +41,7 @@ class Kind:
         sequence_parallel: each of these ranks has other tokens at the input or the output, in
             training.
         expert: one of many.
-        grouped: all experts of the rank are one module (Transformer Engine's).
+        grouped: all experts of the rank are one module.
         router: its product is not a module's.
         rows_divide: every rank has as many rows of each Hugging Face tensor; they do not where TP
             cuts the query heads of one KV head.
@@ -126,7 +126,7 @@ def kind_of(chunk: Any, parameter: str) -> Kind | None:
     if expert := re.fullmatch(_EXPERT, parameter):
         axis: Literal[0, 1] = 0 if expert[2] == "1" else 1
         etp = groups.expt_tp
-        return Kind(axis if etp.size() > 1 else None, etp, expert=True, grouped=bool(expert[3]))
+        return Kind(axis if etp.size() > 1 else None, etp, expert=True, grouped=not expert[1])
     if re.fullmatch(_ROUTER, parameter):
         return Kind(None, groups.tp, router=True)
     return Kind(None, groups.tp) if re.fullmatch(_VISION, parameter) else None

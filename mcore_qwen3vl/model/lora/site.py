@@ -99,12 +99,16 @@ class Site:
 
     def _factors(self, pair: Pair, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """A and B, those that every rank holds whole with their gradient summed if need be."""
-        a, b = pair()
-        if pair.places["lora_A"].axis is None:
-            a = self._whole(a)
-        if pair.places["lora_B"].axis is None:
-            b = self._whole(b)
+        a, b = self.whole(*pair(), of=pair)
         return a.to(dtype), b.to(dtype)  # a router is computed in float32
+
+    def whole(self, a: Tensor, b: Tensor, *, of: Pair) -> tuple[Tensor, Tensor]:
+        """The factors of a pair, or of several like it, with gradients summed where not cut."""
+        if of.places["lora_A"].axis is None:
+            a = self._whole(a)
+        if of.places["lora_B"].axis is None:
+            b = self._whole(b)
+        return a, b
 
     def _down(self, x: Tensor, factors: Sequence[Tensor]) -> Tensor:
         """(..., in) -> (..., sum of ranks): the A factors."""

@@ -38,6 +38,8 @@ class CountFlops(TorchDispatchMode):
             self.counts["attention"] += _varlen(packet.__name__, args)
         elif packet.__name__.startswith("_scaled_dot_product"):
             self.counts["attention"] += _dense(packet.__name__, args)
+        elif packet.__name__ == "_grouped_mm":
+            self.counts["gemm"] += _grouped(*args[:2])
         elif formula is not None:
             self.counts[_kind(packet.__name__)] += formula(*args, **(kwargs or {}), out_val=result)
         return result
@@ -47,6 +49,11 @@ def _kind(name: str) -> str:
     if name in _GEMMS:
         return "gemm"
     return "convolution" if "conv" in name else "attention"
+
+
+def _grouped(a: Tensor, b: Tensor) -> int:
+    """Of ``F.grouped_mm``: rows (T, K) by (E, K, N), or for weights' gradients (M, T) by (T, N)."""
+    return 2 * a.numel() * b.shape[-1]
 
 
 def _dense(name: str, args: Any) -> int:

@@ -63,9 +63,8 @@ def _check_graphs(args: argparse.Namespace) -> None:
 
 
 def _check_torch_spec(args: argparse.Namespace) -> None:
-    """mcore ignores these without Transformer Engine, in silence."""
+    """What mcore would do in silence: ignore flags, and treat stacked experts as no matrices."""
     ignored = {
-        "--moe-grouped-gemm": args.moe_grouped_gemm,
         "--fp8-format": args.fp8,
         "--tp-comm-overlap": args.tp_comm_overlap,
     }
@@ -74,6 +73,11 @@ def _check_torch_spec(args: argparse.Namespace) -> None:
         raise BadInput(
             f"{', '.join(named)} needs Transformer Engine and would do nothing with --spec torch: "
             "use --spec te, or leave it out."
+        )
+    if args.num_experts and args.optimizer not in ("adam", "sgd"):
+        raise BadInput(
+            f"--optimizer {args.optimizer} is for matrices, and --spec torch holds all experts of "
+            "a rank in one tensor, which would train with Adam: use --spec te, or adam."
         )
 
 

@@ -220,6 +220,7 @@ class ArgumentSetup:
             **fixed,
             **{**recommended_arguments(self.architecture), **preference_defaults(explicit)},
             **_loop_defaults(),
+            moe_grouped_gemm=any(self.architecture.moe_layers),
             **run_defaults(self.architecture, explicit),
             **(_torch_spec_defaults() if spec == "torch" else _te_spec_defaults()),
             **(_cpu_defaults() if self.cpu else {}),

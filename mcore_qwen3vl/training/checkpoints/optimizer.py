@@ -223,18 +223,19 @@ def _boxes(
         instance: of the distributed optimizer, each of which has all elements once.
     """
     whole = torch.empty(entry.data.shape, device="meta")
-    pieces = [(piece, _corner(piece.data, whole)) for piece in _pieces(entry, whole)]
+    pieces = [(piece, _extent_of(piece.data, whole)) for piece in _pieces(entry, whole)]
     for box in flat_range(tuple(whole.shape), span.start, span.stop):
-        for piece, corner in pieces:
-            both = overlap(box, Extent(corner, tuple(piece.data.shape)))
+        for piece, extent in pieces:
+            both = overlap(box, extent)
             if both is None:
                 continue
-            inside, sizes = _extent(both.stored)
-            at = (a + b for a, b in zip(corner, inside, strict=True))
+            inside, sizes = _corner_and_sizes(both.stored)
+            at = (a + b for a, b in zip(extent.offsets, inside, strict=True))
             first = sum(a * stride for a, stride in zip(at, whole.stride(), strict=True))
-            place = _place(piece, inside, sizes, instance)
+            chosen = whole.dim() - piece.data.dim()  # an expert of several
+            place = _place(piece, inside[chosen:], sizes[chosen:], instance)
             stacked = (1,) * piece.prepend_axis_num
-            yield _Box(place, first - span.start, (*stacked, *whole.stride()))
+            yield _Box(place, first - span.start, (*stacked, *piece.data.stride()))
 
 
 def _pieces(entry: ShardedTensor | ShardedTensorFactory, whole: Tensor) -> list[ShardedTensor]:
@@ -243,7 +244,8 @@ def _pieces(entry: ShardedTensor | ShardedTensorFactory, whole: Tensor) -> list[
         return [replace(entry, data=whole, dtype=whole.dtype)]
     pieces = list(nested_values(entry.build_fn(entry.key, whole, entry.replica_id, None)))
     views = all(
-        (piece.data is whole or piece.data._base is whole) and piece.data.stride() == whole.stride()
+        (piece.data is whole or piece.data._base is whole)
+        and piece.data.stride() == whole.stride()[whole.dim() - piece.data.dim() :]
         for piece in pieces
     )
     if not views or sum(piece.data.numel() for piece in pieces) != whole.numel():
@@ -251,16 +253,16 @@ def _pieces(entry: ShardedTensor | ShardedTensorFactory, whole: Tensor) -> list[
     return pieces
 
 
-def _corner(view: Tensor, whole: Tensor) -> Shape:
-    """Where a box of a row-major tensor begins."""
+def _extent_of(view: Tensor, whole: Tensor) -> Extent:
+    """The box of a row-major tensor that a view is, of which leading axes may be chosen away."""
     rest, corner = int(view.storage_offset()), []
     for stride in whole.stride():
         at, rest = divmod(rest, stride)
         corner.append(at)
-    return tuple(corner)
+    return Extent(tuple(corner), (*(1 for _ in range(whole.dim() - view.dim())), *view.shape))
 
 
-def _extent(box: Box) -> tuple[Shape, Shape]:
+def _corner_and_sizes(box: Box) -> tuple[Shape, Shape]:
     return tuple(part.start for part in box), tuple(part.stop - part.start for part in box)
 
 

@@ -93,6 +93,17 @@ def test_moe_under_tp_needs_sp(moe: Path) -> None:
     assert parsed(moe, *layout, "--sequence-parallel", world_size=2).moe_router_topk == 3
 
 
+def test_experts_are_one_product(moe: Path, dense: Path) -> None:
+    assert parsed(moe).moe_grouped_gemm
+    assert not parsed(dense).moe_grouped_gemm
+
+
+def test_an_optimizer_of_matrices_is_refused_where_experts_are_none(moe: Path, dense: Path) -> None:
+    assert parsed(dense, "--optimizer", "lion").optimizer == "lion"
+    with pytest.raises(BadInput, match="--optimizer lion is for matrices"):
+        parsed(moe, "--optimizer", "lion")
+
+
 def test_the_router_loss_comes_from_the_config_unless_given(moe: Path) -> None:
     assert parsed(moe).moe_aux_loss_coeff == 0.001
     assert parsed(moe, "--moe-aux-loss-coeff", "0").moe_aux_loss_coeff == 0

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from mcore_qwen3vl.cli.trace import verify_trace
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.lora import adapt
+from mcore_qwen3vl.model.lora.grouped import GroupedSite
 from mcore_qwen3vl.model.lora.site import Site
 from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
 from mcore_qwen3vl.verify.trace.fault_injection import FaultInjector
@@ -84,13 +85,18 @@ def test_a_scaling_of_another_kind(adapted: Adapted, monkeypatch: pytest.MonkeyP
 def test_an_adapter_left_out(
     adapted: Adapted, name: str, moe: bool, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add = Site.add
+    add, add_each = Site.add, GroupedSite._add
 
     def without(self, x, output):
         left_out = place in self.pairs[0].name
         return output if left_out else add(self, x, output)
 
+    def without_each(self, x, output, groups):
+        left_out = place in self._sites[0].pairs[0].name
+        return output if left_out else add_each(self, x, output, groups)
+
     monkeypatch.setattr(Site, "add", without)
+    monkeypatch.setattr(GroupedSite, "_add", without_each)
     result = trace(adapted(name, moe))
     assert result.first.name == f"{TEXT}.{place}"
     assert result.cause.kind == "adapter not applied"

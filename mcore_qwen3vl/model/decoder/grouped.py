@@ -1,0 +1,79 @@
+"""Products of many matrices of one shape, each with rows of its own, as one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mcore_qwen3vl.model.inputs import to_device
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Consecutive runs of rows, one for each of E matrices, in their order.
+
+    Attributes:
+        counts: (E,) rows of each run, where they were counted: on the host or the device.
+        ends: (E,) int32, on the rows' device: the row behind each run.
+    """
+
+    counts: Tensor
+    ends: Tensor
+
+    @classmethod
+    def of(cls, counts: Tensor | Sequence[int], device: torch.device) -> Groups:
+        """Without waiting for the device.
+
+        Args:
+            counts: rows of each run.
+            device: of the rows.
+        """
+        if not isinstance(counts, Tensor):
+            counts = torch.tensor(counts, device="cpu")
+        return cls(counts, to_device(counts.cumsum(0, dtype=torch.int32), device))
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """`counts` on the host: waits if they were counted on the device."""
+        sizes: list[int] = self.counts.tolist()
+        return sizes
+
+
+def grouped_product(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
+    """Each run of rows times its own matrix, transposed, as by ``F.linear``.
+
+    Args:
+        rows: (T, in).
+        matrices: (E, out, in) of the same dtype.
+        groups: which rows are whose.
+
+    Returns:
+        (T, out).
+    """
+    if len(matrices) == 1 or not len(rows):
+        return F.linear(rows, matrices[0])
+    if _has_kernel(rows, matrices):
+        return F.grouped_mm(rows, matrices.transpose(1, 2), offs=groups.ends)
+    runs = rows.split(groups.sizes)
+    return torch.cat([F.linear(run, one) for run, one in zip(runs, matrices, strict=True)])
+
+
+def _has_kernel(rows: Tensor, matrices: Tensor) -> bool:
+    """What ``F.grouped_mm`` takes: lines of whole 16 bytes, which begin at such an address.
+
+    It takes other dtypes than bf16 on a GPU too, but one matrix after another, and waits for the
+    counts.
+    """
+    size = rows.element_size()
+    if any(length * size % 16 for length in matrices.shape[1:]):
+        return False
+    if rows.data_ptr() % 16 or matrices.data_ptr() % 16:
+        return False
+    return rows.dtype == torch.bfloat16 if rows.is_cuda else rows.dtype in _DTYPES

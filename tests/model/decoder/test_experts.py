@@ -1,0 +1,178 @@
+"""All experts of a rank in one parameter, against mcore's own, which are modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.experts import SequentialMLP
+from torch import Tensor
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.model.decoder.experts import GroupedExperts
+from mcore_qwen3vl.model.decoder.mlp import weighted_swiglu
+from mcore_qwen3vl.model.decoder.specs import block_spec
+from mcore_qwen3vl.model.remake import remaking
+from mcore_qwen3vl.model.transformer_config import transformer_config
+from mcore_qwen3vl.runtime.launch import run_layout
+from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.tiny.checkpoint import tiny_config
+
+MOE = Architecture.from_hf(tiny_config(moe=True))
+OFFSETS = ((0, 2, 5),)  # the third of five layers
+LAYOUTS = ["single", "ep2xdp2", "tp2xetp2+sp", "tp2xep2xetp2xdp2+sp"]
+
+
+def make(layout: Layout, **overrides: Any) -> Any:
+    """Experts as the torch spec builds them, with random weights."""
+    config = transformer_config(MOE, **{**layout.config_overrides(), **overrides})
+    layer = block_spec(config, "torch", deepstack_layers=0).layer_specs[0]
+    build = layer.submodules.mlp.keywords["submodules"].experts
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return build(MOE.num_experts // layout.ep, config, pg_collection=groups)
+
+
+def both(layout: Layout) -> tuple[GroupedExperts, SequentialMLP]:
+    """With the same weights, which go through ``state_dict()``."""
+    ours, theirs = make(layout), make(layout, moe_grouped_gemm=False)
+    assert isinstance(ours, GroupedExperts)
+    assert isinstance(theirs, SequentialMLP)
+    ours.load_state_dict(theirs.state_dict())
+    return ours, theirs
+
+
+def described(entries: dict[str, Any]) -> set[tuple[Any, ...]]:
+    """What would be written, without local names."""
+    return set(map(_facts, _built(entries)))
+
+
+def _built(entries: dict[str, Any]) -> Iterator[Any]:
+    for entry in entries.values():
+        yield from entry.build() if isinstance(entry, ShardedTensorFactory) else (entry,)
+
+
+def _facts(piece: ShardedTensor | ShardedObject) -> tuple[Any, ...]:
+    common = (piece.key, piece.global_shape, piece.global_offset, piece.replica_id)
+    if isinstance(piece, ShardedObject):
+        return (*common, piece.data)
+    local = (piece.local_shape, piece.axis_fragmentations, piece.prepend_axis_num, piece.dtype)
+    return (*common, *local, tuple(piece.data.flatten().tolist()))
+
+
+def _checkpoints_agree(layout: Layout) -> int:
+    initialize(layout)
+    ours, theirs = both(layout)
+    old, new = theirs.state_dict(), ours.state_dict()
+    assert old.keys() == new.keys()
+    assert all(old[k] is new[k] or torch.equal(old[k], new[k]) for k in old)
+    metadata = {"dp_cp_group": ProcessGroupCollection.use_mpu_process_groups().dp_cp}
+    stored = described(ours.sharded_state_dict("layers.", OFFSETS))
+    assert stored == described(theirs.sharded_state_dict("layers.", OFFSETS, metadata))
+    return len(stored)
+
+
+@pytest.mark.parametrize("layout", map(Layout.parse, LAYOUTS), ids=LAYOUTS)
+def test_names_and_boxes_in_checkpoints_are_megatrons(layout: Layout) -> None:
+    counts = run_layout(_checkpoints_agree, layout.world_size, layout)
+    # Gate, up and down of each expert, and a place for the scales of both linears.
+    assert set(counts) == {(3 + 2) * MOE.num_experts // layout.ep}
+
+
+def _read_back(layout: Layout) -> None:
+    initialize(layout)
+    ours = make(layout)
+    before = {name: p.detach().clone() for name, p in ours.named_parameters()}
+    stored = ours.sharded_state_dict("", OFFSETS)
+    read = {
+        name: entry.merge_fn([piece.data.clone() for piece in entry.build()])
+        if isinstance(entry, ShardedTensorFactory)
+        else entry.data
+        for name, entry in stored.items()
+    }
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.zero_()
+    ours.load_state_dict(read)
+    for name, parameter in ours.named_parameters():
+        assert torch.equal(parameter, before[name]), name
+
+
+@pytest.mark.parametrize("layout", map(Layout.parse, LAYOUTS[::3]), ids=LAYOUTS[::3])
+def test_what_is_stored_is_read_back(layout: Layout) -> None:
+    run_layout(_read_back, layout.world_size, layout)
+
+
+def _state_that_lacks_an_expert() -> str:
+    initialize(Layout())
+    ours = make(Layout())
+    state = ours.state_dict()
+    del state["local_experts.1.linear_fc2.weight"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*linear_fc2\.weight") as raised:
+        ours.load_state_dict(state)
+    return str(raised.value)
+
+
+def test_a_state_that_lacks_an_expert_is_refused() -> None:
+    run_layout(_state_that_lacks_an_expert, 1)
+
+
+def _outputs_agree(layout: Layout, remakes: bool) -> list[float]:
+    initialize(layout)
+    ours, theirs = both(layout)
+    torch.manual_seed(3)
+    counts = torch.arange(MOE.num_experts // layout.ep) % 3  # some have none
+    tokens = torch.randn(int(counts.sum()), MOE.hidden_size)
+    probs, gradient = torch.rand(len(tokens)), torch.randn_like(tokens)
+    found = []
+    for experts in (ours, theirs):
+        inputs = tokens.clone().requires_grad_(), probs.clone().requires_grad_()
+        with remaking() if remakes else torch.enable_grad():
+            output, _ = experts(inputs[0], counts, inputs[1])
+        output.backward(gradient)
+        found.append([output, *(x.grad for x in inputs), *_gradients(experts)])
+    return [float((a - b).abs().max() / b.abs().max()) for a, b in zip(*found, strict=True)]
+
+
+def _gradients(experts: Any) -> Iterator[Tensor]:
+    """fc1 and fc2, experts stacked."""
+    if isinstance(experts, GroupedExperts):
+        yield from (experts.linear_fc1.weight.grad, experts.linear_fc2.weight.grad)
+        return
+    for name in ("linear_fc1", "linear_fc2"):
+        weights = [getattr(one, name).weight for one in experts.local_experts]
+        yield torch.stack([torch.zeros_like(w) if w.grad is None else w.grad for w in weights])
+
+
+@pytest.mark.parametrize("remakes", [False, True])
+@pytest.mark.parametrize("layout", map(Layout.parse, LAYOUTS[:2]), ids=LAYOUTS[:2])
+def test_outputs_and_gradients_are_megatrons(layout: Layout, remakes: bool) -> None:
+    for errors in run_layout(_outputs_agree, layout.world_size, layout, remakes):
+        assert max(errors) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_weighted_swiglu_rounds_where_megatrons_does(dtype: torch.dtype) -> None:
+    """Which is computed in the dtype of the router's weights."""
+    torch.manual_seed(4)
+    halves, weights = torch.randn(7, 2 * 5, dtype=dtype), torch.rand(7)
+    gradient = torch.randn(7, 5, dtype=dtype)
+    results = []
+    for fused in (False, True):
+        config = transformer_config(MOE, bias_activation_fusion=fused)
+        inputs = halves.clone().requires_grad_(), weights.clone().requires_grad_()
+        output = weighted_swiglu(config)(*inputs)
+        output.backward(gradient)
+        assert output.dtype == dtype
+        results.append([output, *(x.grad for x in inputs)])
+    close = {"rtol": 2**-6, "atol": 2**-6} if dtype == torch.bfloat16 else {}
+    for own, other in zip(*results, strict=True):
+        torch.testing.assert_close(own, other, **close)
