@@ -3,10 +3,11 @@
     make gpu-check                     # or: python3 benchmarks/gpu_check.py --out DIR
     make gpu-check ARGS="--shape 4B"   # for the benchmark and the memory, another size
 
-Parts: versions; parity with Hugging Face of both specs, on one GPU and on all; generation; the
-training-step benchmark; the memory of a real run against its rehearsal. Each part is a process with
-a time limit; one that fails is reported and the next one starts. ``report.md`` and ``report.json``
-hold what was found, and a log a part. Exit code 1 if any part failed.
+Parts: versions; parity with Hugging Face of both specs, on one GPU and on all; the torch spec's
+experts in half precision, against one product after another; generation; the training-step
+benchmark; the memory of a real run against its rehearsal. Each part is a process with a time limit;
+one that fails is reported and the next one starts. ``report.md`` and ``report.json`` hold what was
+found, and a log a part. Exit code 1 if any part failed.
 """
 
 from __future__ import annotations
@@ -44,6 +45,25 @@ import mcore_qwen3vl.training.run, mcore_qwen3vl.model.qwen3vl, mcore_qwen3vl.co
 print(json.dumps({**{name: version(name) for name in names}, "CUDA": torch.version.cuda,
     "cuDNN": torch.backends.cudnn.version(),
     "GPUs": [f"{d.name}, {d.total_memory / 2**30:.1f} GiB" for d in devices]}))
+"""
+EXPERTS = """
+import json, sys, torch
+from mcore_qwen3vl.model.decoder.grouped import Groups, grouped_product
+counts = [37, 0, 129, 5]
+rows, matrices = torch.randn(sum(counts), 768), torch.randn(len(counts), 512, 768)
+gradient = torch.randn(len(rows), 512)
+def run(product, dtype):
+    inputs = [x.to("cuda", torch.bfloat16).to(dtype).requires_grad_() for x in (rows, matrices)]
+    output = product(*inputs)
+    output.backward(gradient.to("cuda", torch.bfloat16).to(dtype))
+    return [output, *(x.grad for x in inputs)]
+def each(rows, matrices):
+    return torch.cat([run @ one.T for run, one in zip(rows.split(counts), matrices)])
+groups = Groups.of(counts, torch.device("cuda"))
+pairs = zip(run(lambda *x: grouped_product(*x, groups), torch.bfloat16), run(each, torch.float32))
+errors = [float(((a - b).abs().max() / b.abs().max()).detach()) for a, b in pairs]
+print(json.dumps(dict(zip(("output", "gradient of rows", "of matrices"), errors))))
+sys.exit(not all(error <= 2**-7 for error in errors))
 """
 
 
@@ -101,6 +121,7 @@ def parts(options: argparse.Namespace) -> Iterator[Part]:
             yield parity(f"{name}, one GPU", model, spec, [])
             if gpus > 1:
                 yield parity(f"{name}, {gpus} GPUs", model, spec, layout(name, gpus))
+    yield Part("experts, torch spec, bf16", [sys.executable, "-c", EXPERTS], 120, last_json)
     for spec in specs:
         words = ["generate", str(models["dense"]), "--spec", spec, "--prompt", "What is it?"]
         flags = ["--max-new-tokens", "16", "--temperature", "0", "--json"]

@@ -88,6 +88,9 @@ def verify_parity(
             help="PEFT adapter directory; or language, language-aligner, all: random factors.",
         ),
     ] = None,
+    compile_pointwise: Annotated[
+        bool, typer.Option("--compile-pointwise", help="As train's flag of that name.")
+    ] = False,
     timeout: Annotated[float, typer.Option(help="Seconds for the ranks to finish.")] = 600.0,
     report: ReportFolder = None,
     json: JsonFile = None,
@@ -108,6 +111,7 @@ def verify_parity(
         device=device,
         spec=spec,
         lora=lora,
+        compile_pointwise=compile_pointwise,
         timeout=timeout,
     )
     conclude(result, report, json)

@@ -12,6 +12,7 @@ from megatron.training.argument_utils import core_transformer_config_from_args
 from megatron.training.checkpointing import checkpoint_exists
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.model import pointwise
 from mcore_qwen3vl.model.flops import Trained
 from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
@@ -57,6 +58,8 @@ def model_provider(
         # Stages would otherwise transfer --seq-length tokens of --micro-batch-size rows, whatever
         # the batch has.
         fields_of_all["variable_seq_lengths"] = True
+    if args.compile_pointwise:
+        pointwise.switch_on()
     freezing = lora.freezing() if lora else Freezing(args.freeze, args.trainable)
 
     def provide(

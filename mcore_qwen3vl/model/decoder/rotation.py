@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_qwen3vl.model.pointwise import Pointwise
+
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn queries or keys; keeps nothing but the tables for the backward.
@@ -57,6 +59,7 @@ class _Turn(torch.autograd.Function):
         return _turned(gradient, cos, sin, -1), None, None
 
 
+@Pointwise
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     halves = x.unflatten(-1, (2, -1))  # (S, B, heads, 2, D / 2)
     first, second = halves.unbind(-2)

@@ -25,6 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mcore_qwen3vl.model.pointwise import Pointwise
+
 CHUNK_LOGITS = 2**27
 """Logits of one chunk: 0.5 GiB in float32."""
 
@@ -161,12 +163,13 @@ class _TokenLogProbs(torch.autograd.Function):
                 gradient = kept.mul_((maximum - total).exp_()[:, None] * factor)
                 kept = None
             else:
-                shifted = options.logits(terms, rows).sub_(total[rows, None])
+                logits = options.logits(terms, rows)
                 if options.entropy and of_entropies is not None:
                     of_entropy = of_entropies[rows, None] / options.temperature
-                    factor = factor - (shifted + entropies[rows, None]).mul_(of_entropy)
-                gradient = shifted.exp_().mul_(factor)
-                del shifted
+                    offset = (entropies - total)[rows, None]
+                    factor = factor - (logits + offset).mul_(of_entropy)
+                gradient = _scaled_exponentials(logits, total[rows, None], factor)
+                del logits
             row = torch.arange(len(gradient), device=gradient.device)
             gradient[row, local[rows]] += of_target[rows]
             narrow = gradient.to(sides[0].dtype)
@@ -181,6 +184,13 @@ def _in_pairs(flat: Sequence[Any]) -> list[tuple[Any, Any]]:
     return list(zip(flat[::2], flat[1::2], strict=True))
 
 
+@Pointwise
+def _scaled_exponentials(logits: Tensor, total: Tensor, factor: Tensor) -> Tensor:
+    """``exp(logits - total) * factor`` in place, (n, V)."""
+    return logits.sub_(total).exp_().mul_(factor)
+
+
+@Pointwise
 def _reduce(logits: Tensor, targets: Tensor, maximum: Tensor, sums: Tensor, entropy: bool) -> None:
     """Write the numbers of one chunk, of n tokens, into `maximum` (n,) and `sums` (3, n)."""
     maximum.copy_(logits.amax(-1))

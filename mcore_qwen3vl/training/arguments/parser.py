@@ -118,6 +118,12 @@ def _add_training_arguments(group: argparse._ArgumentGroup) -> None:
         help="hold all logits, and use Megatron's cross entropy (--cross-entropy-loss-fusion)",
     )
     group.add_argument(
+        "--compile-pointwise",
+        action="store_true",
+        help="compile the rotary embedding and the losses' reductions to one kernel each with "
+        "torch.compile; with --spec te the losses alone",
+    )
+    group.add_argument(
         "--log-json", metavar="FILE", help="append each logged iteration's numbers, unrounded"
     )
     group.add_argument(

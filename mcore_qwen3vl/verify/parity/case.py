@@ -36,6 +36,7 @@ class Case:
         overlap: overlap gradient reduction (and parameter gathering, if distributed) with compute.
         freeze: parts and patterns, as :class:`mcore_qwen3vl.model.freeze.Freezing` takes them.
         config: further ``TransformerConfig`` fields, such as recompute.
+        compile_pointwise: see :mod:`mcore_qwen3vl.model.pointwise`.
     """
 
     layout: Layout = field(default_factory=Layout)
@@ -48,6 +49,7 @@ class Case:
     overlap: bool = False
     freeze: tuple[str, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
+    compile_pointwise: bool = False
 
     @property
     def torch_dtype(self) -> torch.dtype:

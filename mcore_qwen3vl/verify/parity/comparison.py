@@ -38,6 +38,7 @@ def verify_parity(
     device: Literal["cpu", "cuda"] = "cpu",
     spec: Spec = "torch",
     lora: str | Path | None = None,
+    compile_pointwise: bool = False,
     timeout: float = 600.0,
 ) -> Report:
     """Compare a checkpoint under a layout with Hugging Face's model on one process.
@@ -56,6 +57,7 @@ def verify_parity(
         spec: layer spec of ours.
         lora: PEFT adapter directory, or one of ``presets.Preset`` for random factors: they alone
             are trained, and PEFT's model is what they are compared with.
+        compile_pointwise: of ours, as ``train --compile-pointwise``.
         timeout: seconds for the ranks to finish.
 
     Raises:
@@ -75,11 +77,18 @@ def verify_parity(
                 device=device,
                 spec=spec,
                 lora=random,
+                compile_pointwise=compile_pointwise,
                 timeout=timeout,
             )
     adamw = AdamW() if gradients and dtype == "fp32" else None
     case = Case(
-        layout or Layout(), spec=spec, dtype=dtype, device=device, gradients=gradients, adamw=adamw
+        layout or Layout(),
+        spec=spec,
+        dtype=dtype,
+        device=device,
+        gradients=gradients,
+        adamw=adamw,
+        compile_pointwise=compile_pointwise,
     )
     names = list(batches or RECIPES)
     reference = CachedReference(hf_dir, dtype, lora=lora)

@@ -183,6 +183,16 @@ MATRIX: tuple[MatrixRow, ...] = (
         {**OVERLAPPED, "config": {"head_chunk": 0}},
         "Megatron's loss",
     ),
+    MatrixRow(
+        "moe",
+        "ep2xdp2",
+        ("packed",),
+        {"config": {"moe_grouped_gemm": False}},
+        "one expert after another",
+    ),
+    MatrixRow(
+        "dense", "tp2xcp2+sp", ("packed", "padded-left"), {"compile_pointwise": True}, "compiled"
+    ),
     MatrixRow("dense", "tp2+sp", ("mixed",), {"freeze": ("vision",)}, "vision frozen"),
     MatrixRow("dense", "cp2", ("mixed",), {"freeze": ("aligner",)}, "aligner frozen"),
     MatrixRow("dense", "pp2", ("mixed",), {"freeze": ("language",)}, "language frozen"),

@@ -33,6 +33,7 @@ from mcore_qwen3vl.converters.live.checkpoint import load_checkpoint
 from mcore_qwen3vl.converters.live.factors import factor_parts
 from mcore_qwen3vl.converters.live.load import load_hf
 from mcore_qwen3vl.converters.live.sharded import Values, gradient, hf_parts, unwrap
+from mcore_qwen3vl.model import pointwise
 from mcore_qwen3vl.model.build import build_chunks
 from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.lora.adapt import adapt
@@ -112,6 +113,8 @@ class Engine:
         adapter: Adapter | None = None,
     ) -> None:
         self.case = case
+        if case.compile_pointwise:
+            pointwise.switch_on()
         overrides = {
             "calculate_per_token_loss": True,
             "params_dtype": case.torch_dtype,

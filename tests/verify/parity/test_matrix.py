@@ -12,7 +12,12 @@ from mcore_qwen3vl.verify.parity.matrix import MATRIX, Matrix, MatrixRow
 from mcore_qwen3vl.verify.parity.reference import AFTER_STEP
 
 
-@pytest.mark.parametrize("row", MATRIX, ids=str)
+def marks(row: MatrixRow) -> list[pytest.MarkDecorator]:
+    # Half a minute in the C++ compiler.
+    return [pytest.mark.slow] if row.options.get("compile_pointwise") else []
+
+
+@pytest.mark.parametrize("row", [pytest.param(r, id=str(r), marks=marks(r)) for r in MATRIX])
 def test_equals_hugging_face(matrix: Matrix, row: MatrixRow) -> None:
     report = matrix.run(row)
     report.require()

@@ -1,0 +1,120 @@
+"""Functions that are compiled once that is asked for, and give the same."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_qwen3vl.model import pointwise
+from mcore_qwen3vl.model.decoder.rotation import turn
+from mcore_qwen3vl.model.head.log_probs import Columns, token_log_probs
+from mcore_qwen3vl.model.pointwise import Pointwise
+from mcore_qwen3vl.runtime.launch import run_layout
+
+
+def test_as_it_is_written_unless_asked_for() -> None:
+    calls = []
+
+    @Pointwise
+    def doubled(x: Tensor, factor: int = 2) -> Tensor:
+        calls.append(x)
+        return x * factor
+
+    x = torch.ones(3, requires_grad=True)
+    doubled(x, factor=3).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [3, 3, 3]
+    assert calls[0] is x
+    assert not Pointwise.everywhere
+
+
+def _results() -> list[Tensor]:
+    """Rotary embedding of several shapes, and log-probabilities in chunks, with gradients."""
+    torch.manual_seed(2)
+    found = []
+    for tokens, batch, of_tables, dtype in ((7, 2, 2, torch.float32), (9, 1, 1, torch.bfloat16)):
+        x = torch.randn(tokens, batch, 3, 10, dtype=dtype, requires_grad=True)
+        cos, sin = torch.rand(2, tokens, of_tables, 1, 5)
+        turned = turn(x, cos, sin)
+        turned.backward(torch.randn_like(turned))
+        found += [turned, x.grad]
+    hidden, weight = torch.randn(11, 2, 6, requires_grad=True), torch.randn(13, 6)
+    targets = torch.randint(13, (2, 11))
+    for entropy in (False, True):
+        hidden.grad = None
+        outputs = token_log_probs(hidden, weight, targets, Columns(0, 13), chunk=5, entropy=entropy)
+        sum(o.square().sum() for o in outputs if o is not None).backward()
+        found += [o for o in (*outputs, hidden.grad) if o is not None]
+    return [tensor.detach().float() for tensor in found]
+
+
+def _both() -> tuple[list[Tensor], list[Tensor], int]:
+    from torch._dynamo.utils import counters
+
+    written = _results()
+    pointwise.switch_on()
+    compiled = _results()
+    assert not counters["graph_break"]
+    return written, compiled, counters["frames"]["ok"]
+
+
+@pytest.mark.slow  # the C++ compiler takes half a minute
+def test_compiled_functions_give_the_same() -> None:
+    ((written, compiled, frames),) = run_layout(_both, 1, timeout=300)
+    assert frames >= 5  # each function, some for several kinds of input
+    for own, other in zip(compiled, written, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-5)
+
+
+PROGRAM = """
+    import json, os
+    from mcore_qwen3vl.runtime.pretended.preload import Settings, start_again
+    os.environ["TORCHDYNAMO_DISABLE"] = "0"
+    start_again(Settings())
+
+    import torch
+    from mcore_qwen3vl.model import pointwise
+    from mcore_qwen3vl.model.decoder.rotation import turn
+    from mcore_qwen3vl.model.head.log_probs import Columns, token_log_probs
+    from mcore_qwen3vl.runtime.pretended.device import Device
+
+    def step():
+        on = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
+        x, hidden = torch.empty(64, 2, 4, 16, **on), torch.empty(64, 1, 32, **on)
+        table = torch.empty(64, 1, 1, 8, device="cuda")
+        turn(x, table, table).backward(x.detach())
+        targets = torch.zeros(1, 64, dtype=torch.int64, device="cuda")
+        weight = torch.empty(96, 32, **on)
+        found, _ = token_log_probs(hidden, weight, targets, Columns(0, 96), chunk=16)
+        found.backward(found.detach())
+
+    device = Device()
+    def counted():
+        step()  # compiles
+        before = device.counters()
+        step()
+        after = device.counters()
+        return {name: after[name] - before[name] for name in ("launches", "waits", "unknown_calls")}
+
+    written = counted()
+    pointwise.switch_on()
+    print(json.dumps([written, counted()]))
+"""
+
+
+@pytest.mark.slow
+def test_they_are_fewer_kernels_on_the_device() -> None:
+    """Triton's, compiled for a GPU that is not there."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(PROGRAM)], capture_output=True, text=True, check=True
+    )
+    written, compiled = json.loads(done.stdout.splitlines()[-1])
+    # Two of either way of the rotation, and three, at least, of each of 4 chunks.
+    assert written["launches"] - compiled["launches"] >= 2 * 2 + 4 * 3
+    assert (compiled["waits"], compiled["unknown_calls"]) == (0, 0)
