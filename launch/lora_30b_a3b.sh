@@ -4,7 +4,7 @@
 #
 # Layout: EP 8 divides the experts over the node, TP 2 with SP the rest. Each token visits eight experts,
 # so activations are large: recompute.
-# Memory of a GPU, rehearsed with the torch spec: 16.0 GB reserved of 79.7, 14.3 held (weights 10.1,
+# Memory of a GPU, rehearsed with the torch spec: 14.6 GB reserved of 79.7, 14.3 held (weights 10.1,
 # gradients 0.4, optimizer 1.0, logits and loss 0.0, the rest 2.9).
 NODES=1
 MOE_MODEL=1

@@ -3,9 +3,9 @@
 # Qwen3-VL-235B-A22B, continued pretraining at 8k packed: 32 nodes of 8xH100-80GB.
 #
 # Layout: as for fine-tuning, without CP, with eight data-parallel ranks and 64 micro-batches a pipeline.
-# Memory of a GPU (middle stages (as 1), 2 virtual), rehearsed with the torch spec: 44.0 GB reserved
-# of 79.0, 41.0 held (weights 8.3, gradients 16.7, optimizer 12.1, logits and loss 0.0, the rest 3.9).
-# A rank waits 7.5% of an iteration for others (modelled).
+# Memory of a GPU (first stage, 2 virtual), rehearsed with the torch spec: 42.7 GB reserved of 79.0,
+# 41.3 held (weights 7.2, gradients 14.5, optimizer 9.5, logits and loss 0.0, the rest 10.1). A rank
+# waits 7.5% of an iteration for others (modelled).
 NODES=32
 MOE_MODEL=1
 SPLIT="Ettt|(t*7|)*4(t*6|)*10tttL"

@@ -4,7 +4,7 @@
 #
 # Layout: enough data-parallel ranks divide the optimizer states to do without TP, whose exchange is
 # dear for layers this narrow. EP 8 stays inside a node.
-# Memory of a GPU, rehearsed with the torch spec: 53.0 GB reserved of 80.3, 47.4 held (weights 11.4,
+# Memory of a GPU, rehearsed with the torch spec: 52.6 GB reserved of 80.3, 47.4 held (weights 11.4,
 # gradients 22.8, optimizer 5.8, logits and loss 0.0, the rest 7.3).
 NODES=8
 MOE_MODEL=1

@@ -4,7 +4,7 @@
 #
 # Layout: EP 8 keeps the tokens' exchange inside a node. TP 2 with SP halves logits and vision work;
 # experts are not cut (ETP 1). Each token visits eight experts, so activations are large: recompute.
-# Memory of a GPU, rehearsed with the torch spec: 59.6 GB reserved of 79.7, 57.1 held (weights 9.9,
+# Memory of a GPU, rehearsed with the torch spec: 58.1 GB reserved of 79.7, 57.1 held (weights 9.9,
 # gradients 19.8, optimizer 23.7, logits and loss 0.0, the rest 3.7).
 NODES=2
 MOE_MODEL=1

@@ -29,7 +29,7 @@ from mcore_qwen3vl.tiny.checkpoint import tiny_config
 
 MOE = Architecture.from_hf(tiny_config(moe=True))
 OFFSETS = ((0, 2, 5),)  # the third of five layers
-LAYOUTS = ["single", "ep2xdp2", "tp2xetp2+sp", "tp2xep2xetp2xdp2+sp"]
+LAYOUTS = ["single", "ep2xdp4", "tp2xetp2+sp", "tp2xep2xetp2xdp2+sp"]
 
 
 def make(layout: Layout, **overrides: Any) -> Any:
