@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_qwen3vl.converters.legacy.files import saved_arguments
+from mcore_qwen3vl.converters.mcore.paths import RELEASE
 from mcore_qwen3vl.errors import BadInput
 
 _COMPARED = (
@@ -28,7 +29,8 @@ def check_run(folder: Path, args: argparse.Namespace) -> None:
     """Check that the legacy checkpoint in `folder` is for the run that `args` describe.
 
     Raises:
-        BadInput: it is for another layout or layer spec; the message names both values.
+        BadInput: it is for another layout or layer spec, where the message names both values; or
+            its optimizer's state is of other parameters.
     """
     saved = saved_arguments(folder)
     names = [*_COMPARED, *(_COMPARED_IN_MOE if args.num_experts else ())]
@@ -44,6 +46,21 @@ def check_run(folder: Path, args: argparse.Namespace) -> None:
             f"{folder} is a legacy checkpoint, which only its own layout loads, and has "
             f"{', '.join(different)}. Change the flags, or convert it: mcore-qwen3vl convert "
             "mcore-to-hf, then --load-hf."
+        )
+    if folder.name != RELEASE and not (args.finetune or args.no_load_optim):
+        _check_experts(folder, saved, args)
+
+
+def _check_experts(folder: Path, saved: argparse.Namespace, args: argparse.Namespace) -> None:
+    """The optimizer's state has no names: it lies in the order of the parameters.
+
+    Experts of the torch spec were a parameter each, and are all in one now.
+    """
+    apart = not getattr(saved, "moe_grouped_gemm", True)
+    if args.num_experts and args.spec == ["torch"] and apart:
+        raise BadInput(
+            f"{folder} is a legacy checkpoint from before experts were held together, which its "
+            "optimizer's state depends on: go on from its weights with --no-load-optim."
         )
 
 

@@ -15,6 +15,8 @@ import torch
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
+from mcore_qwen3vl.converters.legacy import run
+from mcore_qwen3vl.converters.legacy.files import saved_arguments
 from mcore_qwen3vl.converters.legacy.run import check_run
 from mcore_qwen3vl.converters.legacy.torch_load import load
 from mcore_qwen3vl.errors import BadInput
@@ -168,6 +170,22 @@ def test_a_run_of_another_layout_is_refused(tiny, tmp_path, case, layout, differ
     hf_to_mcore(tiny(case), tmp_path / "mcore", format="torch", layout=saved, spec="torch")
     with pytest.raises(BadInput, match=re.escape(f"has {difference}")):
         check_run(tmp_path / "mcore" / "release", arguments(tiny(case), layout))
+
+
+def test_an_optimizers_state_of_single_experts_is_refused(tiny, tmp_path, monkeypatch):
+    """Which would load, in another order, with the distributed optimizer."""
+    hf_to_mcore(tiny("moe"), tmp_path / "mcore", format="torch", layout=Layout(), spec="torch")
+    release = tmp_path / "mcore" / "release"
+    trained = release.rename(release.with_name("iter_0000003"))
+    args = arguments(tiny("moe"), Layout())
+    check_run(trained, args)
+    saved = Namespace(**{**vars(saved_arguments(trained)), "moe_grouped_gemm": False})
+    monkeypatch.setattr(run, "saved_arguments", lambda folder: saved)
+    with pytest.raises(BadInput, match=r"before experts were held together.*--no-load-optim"):
+        check_run(trained, args)
+    check_run(trained, Namespace(**{**vars(args), "no_load_optim": True}))
+    check_run(trained, Namespace(**{**vars(args), "finetune": True}))
+    check_run(trained.rename(release), args)  # a conversion, without an optimizer
 
 
 def test_a_run_of_another_spec_is_refused_before_megatron_loads_half(tiny, data, tmp_path):
