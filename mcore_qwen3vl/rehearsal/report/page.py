@@ -50,7 +50,7 @@ def write_page(found: Rehearsal, file: Path) -> None:
         BadInput: `file` cannot be written.
     """
     environment = Environment(
-        loader=PackageLoader("mcore_qwen3vl.rehearsal", "."),
+        loader=PackageLoader("mcore_qwen3vl.rehearsal.report", "."),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
