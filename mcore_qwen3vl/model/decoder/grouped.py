@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from mcore_qwen3vl.model.inputs import to_device
 
@@ -45,6 +47,16 @@ class Groups:
         sizes: list[int] = self.counts.tolist()
         return sizes
 
+    def clear_empty(self, gradients: Tensor) -> Tensor:
+        """Zeros, in place, in what (E, ...) has for a run of no rows; without waiting.
+
+        On some GPUs the kernel leaves there what memory held: pytorch/pytorch#172439, #174314.
+        """
+        if not self.counts.is_cuda and bool(self.counts.all()):
+            return gradients
+        empty = to_device(self.counts == 0, gradients.device)
+        return gradients.masked_fill_(empty[:, None, None], 0)
+
 
 def grouped_product(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
     """Each run of rows times its own matrix, transposed, as by ``F.linear``.
@@ -60,7 +72,8 @@ def grouped_product(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
     if len(matrices) == 1 or not len(rows):
         return F.linear(rows, matrices[0])
     if _has_kernel(rows, matrices):
-        return F.grouped_mm(rows, matrices.transpose(1, 2), offs=groups.ends)
+        product: Tensor = _GroupedProduct.apply(rows, matrices, groups)
+        return product
     runs = rows.split(groups.sizes)
     return torch.cat([F.linear(run, one) for run, one in zip(runs, matrices, strict=True)])
 
@@ -77,3 +90,26 @@ def _has_kernel(rows: Tensor, matrices: Tensor) -> bool:
     if rows.data_ptr() % 16 or matrices.data_ptr() % 16:
         return False
     return rows.dtype == torch.bfloat16 if rows.is_cuda else rows.dtype in _DTYPES
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """PyTorch's own backward, but for runs of no rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
+        ctx.save_for_backward(rows, matrices)
+        ctx.groups = groups
+        return F.grouped_mm(rows, matrices.transpose(1, 2), offs=groups.ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        rows, matrices = ctx.saved_tensors
+        groups, gradient = ctx.groups, gradient.contiguous()
+        of_rows = of_matrices = None
+        if ctx.needs_input_grad[0]:
+            of_rows = F.grouped_mm(gradient, matrices, offs=groups.ends)
+        if ctx.needs_input_grad[1]:
+            of_matrices = F.grouped_mm(gradient.t(), rows, offs=groups.ends)
+            of_matrices = groups.clear_empty(of_matrices)
+        return of_rows, of_matrices, None

@@ -57,6 +57,25 @@ def test_when_the_kernel_is_taken(shape: tuple[int, int], dtype: torch.dtype, ca
     assert (kernel.call_count, result.dtype) == (calls, dtype)
 
 
+@pytest.mark.parametrize("counts", [COUNTS, [3, 1, 4, 1]])
+def test_what_the_kernel_leaves_for_no_rows_is_no_gradient(counts: list[int]) -> None:
+    """On Blackwell: pytorch/pytorch#172439."""
+    rows, matrices = torch.randn(9, 12), torch.randn(4, 20, 12, requires_grad=True)
+    kernel = F.grouped_mm
+
+    def leaves(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
+        result = kernel(a, b, offs=offs)
+        if a.dim() == b.dim() == 2:
+            result[offs.diff(prepend=offs.new_zeros(1)) == 0] = torch.nan
+        return result
+
+    with mock.patch.object(F, "grouped_mm", leaves):
+        grouped_product(rows, matrices, Groups.of(counts, rows.device)).sum().backward()
+    assert matrices.grad is not None
+    sums = torch.stack([run.sum(0) for run in rows.split(counts)])
+    torch.testing.assert_close(matrices.grad, sums[:, None].expand(-1, 20, -1))
+
+
 def test_rows_at_an_odd_address_do_without_the_kernel() -> None:
     rows = torch.randn(9 * 12 + 1)[1:].view(9, 12)
     matrices = torch.randn(4, 20, 12)
