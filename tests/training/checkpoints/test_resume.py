@@ -63,9 +63,10 @@ def test_same_layout_continues_bit_for_bit(
             ("tp2+sp", ("--use-distributed-optimizer", "--num-workers", "2")),
         ),
         pytest.param(("pp2+E|t|tt|tL", ()), ("pp2+Ettt|tL", ()), marks=pytest.mark.slow),
-        (  # packs of equal work, which two ranks divided, go on to one, in the same order
+        pytest.param(  # packs of equal work, divided by two ranks, go on to one in the same order
             ("dp2", (*DISTRIBUTED, "--packing")),
             ("single", ("--use-distributed-optimizer", "--packing")),
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["TP2 to PP2", "DP2 to TP2", "one split to another", "DP2 to one"],

@@ -144,6 +144,7 @@ def test_the_reference_by_file_is_the_one_by_adapter_and_a_run_resumes(
     assert max(difference.loss, difference.grad_norm) <= OTHER_LAYOUT
 
 
+@pytest.mark.slow
 def test_a_webdataset_of_pairs_trains_and_validates_as_the_file(
     dense: Path, pairs: Path, tmp_path: Path
 ) -> None:
