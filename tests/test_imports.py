@@ -21,6 +21,7 @@ ORDER = (
     "layout",
     "megatron_config",
     "console",
+    "pages",
     "shapes",
     "tiny",
     "converters.storage",

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from megatron.energon import WorkerConfig
 from PIL import Image
 from torch import Tensor
@@ -25,6 +24,7 @@ from mcore_qwen3vl.data.loading.sources import parse_sources
 from mcore_qwen3vl.data.records.bad_samples import sample_id
 from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample
 from mcore_qwen3vl.errors import BadInput, CheckFailed
+from mcore_qwen3vl.pages import templates
 
 PICTURES = 16
 """Frames of a video that are shown."""
@@ -120,15 +120,9 @@ def write_page(seen: Seen, file: Path) -> None:
     Raises:
         BadInput: `file` cannot be written.
     """
-    environment = Environment(
-        loader=PackageLoader("mcore_qwen3vl.data", "."),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
+    template = templates("mcore_qwen3vl.data").get_template("sample.html.jinja")
     try:
-        file.write_text(environment.get_template("sample.html.jinja").render(seen=seen), "utf-8")
+        file.write_text(template.render(seen=seen), "utf-8")
     except OSError as error:
         raise BadInput(
             f"{file} cannot be written: {error.strerror}. Choose another --out."

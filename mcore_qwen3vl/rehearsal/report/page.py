@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.pages import templates
 from mcore_qwen3vl.rehearsal.outcome import Rehearsal, RoleOutcome
 
 WIDTH, HEIGHT = 1040, 280
@@ -49,13 +48,7 @@ def write_page(found: Rehearsal, file: Path) -> None:
     Raises:
         BadInput: `file` cannot be written.
     """
-    environment = Environment(
-        loader=PackageLoader("mcore_qwen3vl.rehearsal.report", "."),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
+    environment = templates("mcore_qwen3vl.rehearsal.report")
     environment.filters["gb"] = lambda size: f"{size / 1e9:.2f}"
     page = environment.get_template("page.html.jinja").render(
         found=found,

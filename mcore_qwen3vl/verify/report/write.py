@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.pages import templates
 from mcore_qwen3vl.verify.report import plot
 from mcore_qwen3vl.verify.report.result import Report
 from mcore_qwen3vl.verify.report.terminal import allowance, number
@@ -41,13 +40,7 @@ def write_report(report: Report, folder: str | Path) -> None:
 
 def html(report: Report) -> str:
     """The report as HTML, everything inline."""
-    environment = Environment(
-        loader=PackageLoader("mcore_qwen3vl.verify.report", "."),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
+    environment = templates("mcore_qwen3vl.verify.report")
     environment.filters |= {"number": number, "allowance": allowance}
     content = report.to_dict()
     failures = len(report.failures)
