@@ -13,11 +13,13 @@ from mcore_qwen3vl.runtime import cpu
 
 cpu.install(training=True)  # before any test module imports megatron
 
+from mcore_qwen3vl.runtime import launch  # noqa: E402
 from mcore_qwen3vl.runtime.pretended import Workbench  # noqa: E402
 from mcore_qwen3vl.tiny import write_tiny_checkpoint  # noqa: E402
 from mcore_qwen3vl.tiny.records import write_image_qa  # noqa: E402
 
 logging.getLogger("megatron").setLevel(logging.ERROR)
+launch.PATIENCE = 10.0  # a machine that is five times slower fails no test; a hang still ends
 torch.set_num_threads(1)  # the models are too small to share out, and other ranks want the cores
 
 
@@ -34,6 +36,12 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_image_qa(tmp_path_factory.mktemp("data"), 40)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the limits of `run_layout` as they stand, for ranks that are meant to hang."""
+    monkeypatch.setattr(launch, "PATIENCE", 1.0)
 
 
 ON_WORKBENCH = (

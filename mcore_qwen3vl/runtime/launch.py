@@ -29,6 +29,11 @@ from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.runtime.pretended.preload import preloaded
 
+PATIENCE = 1.0
+"""Multiplies every limit of `run_layout`; tests raise it, so that only a hang meets a limit."""
+
+_LONGEST_PATIENCE = 3600.0  # seconds; a longer limit stays as it is
+
 _GRACE = 2.0  # seconds for the other ranks to report after one has failed, and for leaving
 
 
@@ -78,7 +83,7 @@ def run_layout(
             ``cuda`` it is pickled: a function or method that a module defines.
         world_size: number of ranks.
         args: passed on, by fork and not by pickle; on ``cuda`` picklable.
-        timeout: seconds until all ranks are killed.
+        timeout: seconds until all ranks are killed, times `PATIENCE`.
         device: ``cpu``: gloo, one thread a rank, with the CPU backend installed. ``cuda``: NCCL,
             one GPU a rank.
 
@@ -89,6 +94,7 @@ def run_layout(
         BadInput, CheckFailed: raised by a rank, as it was; or see :func:`check_gpus`.
         RanksFailed: a rank raised anything else, died, or did not finish in time.
     """
+    timeout = max(timeout, min(timeout * PATIENCE, _LONGEST_PATIENCE))
     if device == "cpu":
         cpu.install()
     else:

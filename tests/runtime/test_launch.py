@@ -55,6 +55,7 @@ def test_a_rank_that_dies() -> None:
         run_layout(_only_on_rank_1, 2, lambda: os._exit(7))
 
 
+@pytest.mark.usefixtures("impatient")
 def test_hanging_ranks_are_killed_and_say_where_they_were() -> None:
     def hang() -> None:
         time.sleep(60)

@@ -95,6 +95,7 @@ def test_features_placed_batch_first(matrix: Matrix, monkeypatch: Any) -> None:
     assert worst(report, "logits") > FAR_OFF
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_rank_without_image_that_skips_the_tower(matrix: Matrix, monkeypatch: Any) -> None:
     """With overlap, reductions of the tower's gradients wait for every parameter to be used."""
     encode = vision.VisionTower.forward
@@ -174,6 +175,7 @@ def test_features_that_do_not_travel(matrix: Matrix, monkeypatch: Any) -> None:
     assert worst(report, "gradients", "deepstack_merger_list.1") > FAR_OFF
 
 
+@pytest.mark.usefixtures("impatient")
 def test_an_interleaved_pipeline_needs_overlapped_transfers(
     matrix: Matrix, monkeypatch: Any
 ) -> None:
