@@ -9,6 +9,7 @@ from typing import Any
 from mcore_qwen3vl.converters.mcore.checkpoint import NOT_THE_MODEL
 from mcore_qwen3vl.converters.mcore.formats import format_of
 from mcore_qwen3vl.converters.mcore.paths import iteration_folder, require_whole_model
+from mcore_qwen3vl.converters.torch_dist.metadata import guard_reads
 from mcore_qwen3vl.errors import BadInput
 
 
@@ -32,6 +33,7 @@ def load_checkpoint(models: Sequence[Any], path: str | Path, *, whole: bool = Tr
 
     folder = iteration_folder(Path(path))
     require_whole_model(folder)
+    guard_reads()
     if (format := format_of(folder)).per_layout is not None:
         raise BadInput(
             f"{folder} is of {format.title}, which only its own layout loads. Export it "
@@ -51,6 +53,9 @@ def load_checkpoint(models: Sequence[Any], path: str | Path, *, whole: bool = Tr
         raise _not_this_model(folder, str(error)) from error
     except CheckpointException as error:  # torch's, around what failed on each rank
         failures = [failure[0] for failure in error.failures.values()]
+        refused = next((f for f in failures if isinstance(f, BadInput)), None)
+        if refused is not None:
+            raise refused from None
         raise _not_this_model(folder, str(failures[0])) from error
     extra = {key for key in extra if whole and not NOT_THE_MODEL.match(key)}
     for keys, problem in ((lacking, "lacks"), (extra, "holds beside the model")):

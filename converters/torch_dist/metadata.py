@@ -16,8 +16,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from mcore_qwen3vl.converters.mcore.index import CheckpointIndex, Chunk, ChunkedTensor, FileRange
 from mcore_qwen3vl.converters.storage.boxes import Shape
@@ -39,7 +39,7 @@ FILE = ".metadata"
 def dumps(index: CheckpointIndex) -> bytes:
     """`index` as the content of a ``.metadata`` file."""
     described: dict[str, Any] = {}
-    storage: dict[dcp.MetadataIndex, _StorageInfo] = {}
+    storage: dict[dcp.MetadataIndex, filesystem._StorageInfo] = {}
     for key, tensor in index.tensors.items():
         properties = dcp.TensorProperties(dtype=tensor.dtype)
         chunks = []
@@ -67,10 +67,7 @@ def read(folder: Path) -> CheckpointIndex:
     try:
         return _index(loads(file.read_bytes()))
     except Refused as error:
-        raise BadInput(
-            f"{file} asks for {error}, which has no place in checkpoint metadata. Refused: loading "
-            "it could run code. Do not use this checkpoint with a tool that would."
-        ) from None
+        raise _hostile(file, error) from None
     except (OSError, *FAILURES) as error:
         raise BadInput(
             f"{file} is not readable checkpoint metadata ({error!r:.200}). Copy the checkpoint "
@@ -83,8 +80,48 @@ def loads(data: bytes) -> Any:
     return _Unpickler(data).load()
 
 
-def _storage_info(data: FileRange) -> _StorageInfo:
-    return _StorageInfo(data.file, data.offset, data.length)
+def guard_reads() -> None:
+    """Make torch and Megatron refuse what `read` refuses, in this process, from now on.
+
+    Both read ``.metadata`` with ``FileSystemReader.read_metadata``, which unpickles whatever the
+    file names. Calling this again changes nothing.
+
+    Raises (from torch's own calls):
+        BadInput: the file names a class or function that does not belong there.
+    """
+    filesystem.pickle = _GuardedPickle  # type: ignore[assignment]
+
+
+class _GuardedPickle:
+    """Stands in for the module ``pickle`` in torch's reader and writer of ``.metadata``."""
+
+    dump = staticmethod(pickle.dump)
+
+    @staticmethod
+    def load(stream: Any) -> Any:
+        try:
+            return _Admitting(stream).load()
+        except Refused as error:
+            raise _hostile(Path(getattr(stream, "name", FILE)), error) from None
+
+
+class _Admitting(pickle.Unpickler):
+    """Builds torch's own classes, and only those that `_Unpickler` has a record for."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        _record_of(module, name)
+        return super().find_class(module, name)
+
+
+def _hostile(file: Path, named: Refused) -> BadInput:
+    return BadInput(
+        f"{file} asks for {named}, which has no place in checkpoint metadata. Refused: loading "
+        "it could run code. Do not use this checkpoint with a tool that would."
+    )
+
+
+def _storage_info(data: FileRange) -> filesystem._StorageInfo:
+    return filesystem._StorageInfo(data.file, data.offset, data.length)
 
 
 class _Pickler(pickle.Pickler):
@@ -138,15 +175,24 @@ CLASSES = {
 
 class _Unpickler(RestrictedUnpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in CLASSES:
-            return CLASSES[module, name]
-        if (module, name) in PLAIN:
-            return PLAIN[module, name]
-        if name in ENUMS.get(module, ()):
-            return _Enum
-        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
-            return dtype
-        raise Refused(f"{module}.{name}")
+        return _record_of(module, name)
+
+
+def _record_of(module: str, name: str) -> Any:
+    """Return what stands for a class or function that a sound file names.
+
+    Raises:
+        Refused: a sound file does not name it.
+    """
+    if (module, name) in CLASSES:
+        return CLASSES[module, name]
+    if (module, name) in PLAIN:
+        return PLAIN[module, name]
+    if name in ENUMS.get(module, ()):
+        return _Enum
+    if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+        return dtype
+    raise Refused(f"{module}.{name}")
 
 
 def _is(value: Any, name: str) -> bool:

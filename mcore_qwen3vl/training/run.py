@@ -165,6 +165,7 @@ class Run:
         from megatron.training import checkpointing, dist_signal_handler, pretrain, training
         from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
+        from mcore_qwen3vl.converters.torch_dist.metadata import guard_reads
         from mcore_qwen3vl.training.hooks import Signals, Stats, success_of_all, wrap
         from mcore_qwen3vl.training.lora.run import keep_trained
         from mcore_qwen3vl.training.model import model_provider
@@ -174,6 +175,7 @@ class Run:
         from mcore_qwen3vl.training.step.gradients import reduce_in_pieces
 
         multi_tensor.install()
+        guard_reads()
 
         # Would compile a helper for GPT data sets, which are not used, by a Makefile that
         # megatron-core's wheel lacks; the first rank would exit for it.

@@ -22,6 +22,7 @@ from verl.workers.engine import (
 )
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.torch_dist.metadata import guard_reads
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.freeze import Freezing
@@ -79,6 +80,7 @@ class Qwen3VLEngine(MegatronEngineWithLMHead):
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
 
     def _build_tf_config(self) -> None:
+        guard_reads()  # VERL loads checkpoints with Megatron's own reader
         config = self.engine_config
         self.is_value_model = self.model_config.model_type == "value_model"
         self.share_embeddings_and_output_weights = (

@@ -47,7 +47,9 @@ def load_processor(checkpoint: str | Path) -> Any:
         )
     require(Path(checkpoint))
     try:
-        return AutoProcessor.from_pretrained(checkpoint, local_files_only=True)
+        return AutoProcessor.from_pretrained(
+            checkpoint, local_files_only=True, trust_remote_code=False
+        )
     # transformers raises OSError, ValueError, KeyError and more for files that are missing.
     except Exception as error:
         raise BadInput(

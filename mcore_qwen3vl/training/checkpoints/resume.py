@@ -25,7 +25,7 @@ from mcore_qwen3vl.converters.hf.companions import copy_companions
 from mcore_qwen3vl.converters.mcore.formats import format_of
 from mcore_qwen3vl.converters.mcore.index import FileRange
 from mcore_qwen3vl.converters.mcore.paths import HF_FOLDER, folder_name, tracked
-from mcore_qwen3vl.converters.torch_dist import metadata
+from mcore_qwen3vl.converters.torch_dist.metadata import read as read_metadata
 from mcore_qwen3vl.errors import BadInput
 
 log = logging.getLogger(__name__)
@@ -84,12 +84,15 @@ def choose_checkpoint(args: argparse.Namespace) -> None:
         BadInput: see :func:`readable_iteration` and
             :class:`mcore_qwen3vl.converters.mcore.formats.PerLayout`.
     """
-    if args.load is None or args.ckpt_step is not None:
+    if args.load is None:
         return
     found: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            found = [_newest(args)]
+            if args.ckpt_step is None:
+                found = [_newest(args)]
+            else:
+                _check_named(args)
         except BadInput as error:
             found = [error]
     dist.broadcast_object_list(found, src=0)
@@ -99,6 +102,19 @@ def choose_checkpoint(args: argparse.Namespace) -> None:
         args.ckpt_step = found[0]
         if dist.get_rank() == 0:
             log.warning("the latest checkpoint is damaged; resuming from iteration %s", found[0])
+
+
+def _check_named(args: argparse.Namespace) -> None:
+    """Look at the checkpoint of ``--ckpt-step`` before Megatron reads it.
+
+    Raises:
+        BadInput: it is damaged, or names code.
+    """
+    folder = Path(args.load) / folder_name(args.ckpt_step)
+    if args.ckpt_format != "torch_dist" or not folder.is_dir():
+        return
+    if format_of(folder).per_layout is None and (reason := damage(folder)) is not None:
+        raise BadInput(f"--ckpt-step {args.ckpt_step} cannot be read: {reason.rstrip('.')}.")
 
 
 def _newest(args: argparse.Namespace) -> int | None:
@@ -180,7 +196,7 @@ def damage(folder: Path) -> str | None:
     if not marker.exists() or marker.stat().st_size == 0:
         return f"{marker} is missing or empty"
     try:
-        index = metadata.read(folder)
+        index = read_metadata(folder)
     except BadInput as error:
         return str(error)
     chunks = [chunk.data for tensor in index.tensors.values() for chunk in tensor.chunks]

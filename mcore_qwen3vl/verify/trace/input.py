@@ -33,12 +33,11 @@ def from_prompt(
     Raises:
         BadInput: an image or video cannot be read, or tags and media do not match.
     """
-    from transformers import AutoProcessor
-
     # Here, because megatron must not be imported before the CPU backend is installed.
+    from mcore_qwen3vl.data import load_processor
     from mcore_qwen3vl.generation.prompts import process, user_turns
 
-    processor = AutoProcessor.from_pretrained(checkpoint)
+    processor = load_processor(checkpoint)
     inputs = process(processor, user_turns([prompt], images, videos))
     ids = inputs["input_ids"][0]
     counts = torch.ones(len(ids))
