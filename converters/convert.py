@@ -6,6 +6,8 @@ conversion itself then runs the plan.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from mcore_qwen3vl.converters.mcore import formats
@@ -69,6 +71,27 @@ def plan_hf_to_mcore(
     )
 
 
+def write(
+    plan: Callable[[], ConversionPlan],
+    dst: str | Path,
+    *,
+    force: bool = False,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> ConversionResult:
+    """Carry out the plan that `plan` makes, once `dst` is known to be free.
+
+    Args:
+        plan: makes the plan; see the `plan_*` functions.
+        dst, force, workers, progress: see `hf_to_mcore`.
+
+    Raises:
+        BadInput: `plan` raises it; or see `hf_to_mcore`.
+    """
+    check_target(Path(dst), force=force, replaceable=formats.is_checkpoint)
+    return execute(plan(), Path(dst), force=force, workers=workers, progress=progress)
+
+
 def hf_to_mcore(
     src: str | Path,
     dst: str | Path,
@@ -96,8 +119,8 @@ def hf_to_mcore(
         BadInput: see `plan_hf_to_mcore`; or `dst` exists; or reading or writing failed, in which
             case running again continues where this run stopped.
     """
-    check_target(Path(dst), force=force, replaceable=formats.is_checkpoint)
-    plan = plan_hf_to_mcore(
+    plan = partial(
+        plan_hf_to_mcore,
         src,
         dtype=dtype,
         make_vocab_size_divisible_by=make_vocab_size_divisible_by,
@@ -106,7 +129,7 @@ def hf_to_mcore(
         layout=layout,
         spec=spec,
     )
-    return execute(plan, Path(dst), force=force, workers=workers, progress=progress)
+    return write(plan, dst, force=force, workers=workers, progress=progress)
 
 
 def plan_mcore_to_hf(
@@ -153,15 +176,15 @@ def mcore_to_hf(
     progress: Progress | None = None,
 ) -> ConversionResult:
     """Write a Hugging Face checkpoint; see `plan_mcore_to_hf` and `hf_to_mcore`."""
-    check_target(Path(dst), force=force, replaceable=formats.is_checkpoint)
-    plan = plan_mcore_to_hf(
+    plan = partial(
+        plan_mcore_to_hf,
         src,
         hf_config=hf_config,
         dtype=dtype,
         max_shard_size=max_shard_size,
         expert_layout=expert_layout,
     )
-    return execute(plan, Path(dst), force=force, workers=workers, progress=progress)
+    return write(plan, dst, force=force, workers=workers, progress=progress)
 
 
 def plan_hf_to_hf(
@@ -198,11 +221,14 @@ def hf_to_hf(
     progress: Progress | None = None,
 ) -> ConversionResult:
     """Write a Hugging Face checkpoint of the same model; see `plan_hf_to_hf` and `hf_to_mcore`."""
-    check_target(Path(dst), force=force, replaceable=formats.is_checkpoint)
-    plan = plan_hf_to_hf(
-        src, dtype=dtype, max_shard_size=max_shard_size, expert_layout=expert_layout
+    plan = partial(
+        plan_hf_to_hf,
+        src,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        expert_layout=expert_layout,
     )
-    return execute(plan, Path(dst), force=force, workers=workers, progress=progress)
+    return write(plan, dst, force=force, workers=workers, progress=progress)
 
 
 def _directory(path: str | Path) -> Path:

@@ -6,6 +6,7 @@ Imports inside functions and under ``TYPE_CHECKING`` count: they are what ties p
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -52,6 +53,7 @@ ORDER = (
     "verify.trace",
     "verify.curves",
     "demos",
+    "launch",
     "cli",
 )
 """From the lowest up. A package may import itself and what comes before it."""
@@ -60,10 +62,11 @@ ORDER = (
 def sources() -> dict[str, Path]:
     """Every module of the package, by its name without ``mcore_qwen3vl.``."""
     found = {}
-    for folder, prefix in ((ROOT / "mcore_qwen3vl", ""), (ROOT / "converters", "converters.")):
-        for file in folder.rglob("*.py"):
-            parts = file.relative_to(folder).with_suffix("").parts
-            found[(prefix + ".".join(parts)).removesuffix("__init__").rstrip(".")] = file
+    top = ROOT / "mcore_qwen3vl"
+    for folder, _, names in top.walk(follow_symlinks=True):
+        for file in (folder / name for name in names if name.endswith(".py")):
+            parts = file.relative_to(top).with_suffix("").parts
+            found[".".join(parts).removesuffix("__init__").rstrip(".")] = file
     return found
 
 
@@ -135,6 +138,18 @@ def modules() -> dict[str, str]:
 def test_every_module_has_its_place(modules: dict[str, str]) -> None:
     placeless = {"", "converters", "verify"}  # docstrings of the packages around the others
     assert [m for m in modules if package_of(m) is None and m not in placeless] == []
+
+
+def test_the_folders_beside_the_package_are_in_it(modules: dict[str, str]) -> None:
+    """Each is a relative link, and no module is imported by the name of its folder."""
+    for folder in ("converters", "launch"):
+        link = ROOT / "mcore_qwen3vl" / folder
+        assert link.readlink() == Path("..", folder)
+        assert folder in modules
+    bare = re.compile(r"^\s*(?:from|import) (?:converters|launch)\b", re.MULTILINE)
+    beside = (file for name in ("tests", "benchmarks") for file in (ROOT / name).rglob("*.py"))
+    files = [*sources().values(), *beside]
+    assert [f for f in files if bare.search(f.read_text(encoding="utf-8"))] == []
 
 
 def test_imports_go_one_way(modules: dict[str, str]) -> None:

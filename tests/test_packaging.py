@@ -1,7 +1,9 @@
 """What ends up in the wheel, and that a GPU container's own builds satisfy the requirements."""
 
+import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -24,22 +26,53 @@ def test_container_builds_satisfy_the_requirements(name, version):
     assert specifier.contains(version, prereleases=True)
 
 
-def test_wheel_holds_every_package(tmp_path):
-    """`packages` is a hand-kept list: a folder left out of it would be missing once installed."""
-    build = f"from setuptools.build_meta import build_wheel; build_wheel({str(tmp_path)!r})"
-    source = tmp_path / "source"
+def test_wheel_holds_every_module_once(tmp_path):
+    """The wheel of the checkout and that of its source archive hold the tracked files, no others.
+
+    Two folders of the checkout are in the package by a symbolic link, which the archive resolves.
+    """
     tracked = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, check=True, capture_output=True, text=True,
     ).stdout.split()  # fmt: skip
+    source = tmp_path / "source"
     for name in tracked:
-        if (ROOT / name).is_file():
+        if (ROOT / name).exists():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
-            (source / name).write_bytes((ROOT / name).read_bytes())
-    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    packed = set(zipfile.ZipFile(wheel).namelist())
-    expected = {n for n in tracked if n.startswith("mcore_qwen3vl/") and not n.endswith(".md")}
-    expected |= {f"mcore_qwen3vl/{n}" for n in tracked if n.startswith(("converters/", "launch/"))}
-    assert expected <= packed, sorted(expected - packed)
-    assert not any(name.startswith(("converters/", "tests/", "launch/")) for name in packed)
+            shutil.copy2(ROOT / name, source / name, follow_symlinks=False)
+    expected = sorted(
+        name if name.startswith("mcore_qwen3vl/") else f"mcore_qwen3vl/{name}"
+        for name in tracked
+        if name.startswith(("mcore_qwen3vl/", "converters/", "launch/"))
+        and (source / name).is_file()
+    )
+    assert packed(build("wheel", source, tmp_path / "direct")) == expected
+    with tarfile.open(build("sdist", source, tmp_path)) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    assert packed(build("wheel", unpacked, tmp_path / "indirect")) == expected
+
+
+def build(kind, source, target):
+    """The path of the wheel or the sdist of `source`, written into `target`."""
+    target.mkdir(exist_ok=True)
+    call = f"from setuptools.build_meta import build_{kind}; print(build_{kind}({str(target)!r}))"
+    command = [sys.executable, "-c", call]
+    ran = subprocess.run(command, cwd=source, check=True, capture_output=True, text=True)
+    return target / ran.stdout.splitlines()[-1]
+
+
+def packed(wheel):
+    """The names in a wheel but for its metadata, sorted; one that is in it twice is there twice."""
+    names = zipfile.ZipFile(wheel).namelist()
+    return sorted(name for name in names if ".dist-info/" not in name)
+
+
+def test_every_package_is_type_checked():
+    """What mypy would pass over in silence: a package of ours that is skipped or not named."""
+    mypy = PROJECT["tool"]["mypy"]
+    assert mypy["packages"] == ["mcore_qwen3vl"]
+    assert not mypy.get("exclude")
+    assert not mypy.get("ignore_errors")
+    for override in mypy["overrides"]:
+        assert not any(name.startswith(("mcore_qwen3vl", "*")) for name in override["module"])

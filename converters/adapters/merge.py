@@ -123,7 +123,7 @@ def plan_merge(
         dtype=wanted,
         max_shard_size=max_shard_size,
         layout=layout,
-        form=None if choice in ("source", architecture.expert_layout) else choice,
+        form=None if choice == "source" or choice == architecture.expert_layout else choice,
         untied=untied,
         notes=(
             *dequantized_notes(checkpoint, wanted),

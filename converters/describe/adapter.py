@@ -13,6 +13,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import Adapter
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
 from mcore_qwen3vl.converters.adapters.read import AdapterFile, read_adapter
+from mcore_qwen3vl.converters.adapters.roles import Roles
 from mcore_qwen3vl.converters.adapters.serving import vllm_notes
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
@@ -81,7 +82,8 @@ def inspect_adapter(path: str | Path, hf_config: str | Path | None = None) -> Ad
     config = AdapterConfig.from_file(path)
     base = Path(hf_config) if hf_config is not None else base_directory(config)
     file = AdapterFile(path)
-    roles, notes = None, ()
+    roles: Roles | None = None
+    notes: tuple[str, ...] = ()
     if base is None:
         keys = Counter((_pattern(key), shape) for key, shape in file.shapes.items())
         parts = [AdapterPart(key, n, None, None, (shape,)) for (key, shape), n in keys.items()]
@@ -111,8 +113,9 @@ def inspect_adapter(path: str | Path, hf_config: str | Path | None = None) -> Ad
 def base_directory(config: AdapterConfig) -> Path | None:
     """The model that an adapter says it was made for, if it is a directory here."""
     named = config.raw.get("base_model_name_or_path")
-    found = isinstance(named, str) and named and (Path(named) / "config.json").is_file()
-    return Path(named) if found else None
+    if not isinstance(named, str) or not (Path(named) / "config.json").is_file():
+        return None
+    return Path(named)
 
 
 def require_base(config: AdapterConfig, hf_config: str | Path | None) -> Path:

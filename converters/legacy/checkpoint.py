@@ -7,7 +7,7 @@ ones that they are; optimizer and random states beside them are never touched.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -172,7 +172,9 @@ class _Parts:
 def _cut(row: Row, local: Tensor, part: int, parts: int) -> Iterator[tuple[Shape, Tensor]]:
     """Part number `part` of `parts` in boxes of the whole: each one's corner and values."""
     found = boxes(row, _whole(row, local, parts), part, parts)
-    cuts = [local] if len(found) == 1 else local.tensor_split(len(found), row.tp_axis)
+    cuts: Sequence[Tensor] = [local]
+    if len(found) > 1 and row.tp_axis is not None:
+        cuts = local.tensor_split(len(found), row.tp_axis)
     for box, values in zip(found, cuts, strict=True):
         yield tuple(side.start for side in box), values
 

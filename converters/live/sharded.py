@@ -56,6 +56,24 @@ class Part:
         first = self.box[0]
         return f"{self.name}[{first}]" if isinstance(first, int) else self.name
 
+    @property
+    def expert(self) -> int:
+        """The number of the expert.
+
+        Raises:
+            ValueError: this is no part of fused experts.
+        """
+        first = self.box[0]
+        if not isinstance(first, int):
+            raise ValueError(f"{self.name} is no tensor of fused experts")
+        return first
+
+    @property
+    def matrix(self) -> tuple[slice, slice]:
+        """Rows and columns of the place, of an expert's matrix too."""
+        rows, columns = (side for side in self.box[-2:] if isinstance(side, slice))
+        return rows, columns
+
 
 def weight(parameter: nn.Parameter) -> Tensor:
     """The parameter itself."""

@@ -138,7 +138,7 @@ def _tensor(
 ) -> dict[str, Any]:
     """All but the checksums of what is converted."""
     entry = checkpoint.entries[name]
-    tensor = {
+    tensor: dict[str, Any] = {
         "shape": list(entry.shape),
         "dtype": dtype_name(dtype or entry.dtype),
         "source_dtype": dtype_name(entry.stored),

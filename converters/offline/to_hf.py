@@ -253,7 +253,7 @@ def _units(
             _fill(row, number, shard) for name in shard.tensors for row, number in places[name]
         )
         work = ((fill, fill.nbytes) for fill in fills)
-        yield from group_units(work, size, lambda n, file=shard.file: f"{file}:{n}")
+        yield from group_units(work, size, functools.partial("{}:{}".format, shard.file))
 
 
 def _fill(row: Row, number: int, shard: Shard) -> Fill:

@@ -31,7 +31,7 @@ from mcore_qwen3vl.converters.offline.plan import (
     group_units,
     unit_bytes,
 )
-from mcore_qwen3vl.converters.storage.boxes import Box
+from mcore_qwen3vl.converters.storage.boxes import Box, Selection
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name, parse_dtype
 from mcore_qwen3vl.converters.storage.staging import write_durably
 from mcore_qwen3vl.converters.torch_dist import metadata
@@ -109,7 +109,7 @@ class ToMcore:
 
         def fetch(source: int, box: Box) -> Tensor:
             named = row.sources[source]
-            place = box if named.index is None else (named.index, *box)
+            place: Selection = box if named.index is None else (named.index, *box)
             part = self.source.read(named.name, place, dtype)
             same = self.source.entries[named.name].stored == dtype
             stored = part if same else self.source.stored(named.name, place)

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from math import prod
-from typing import Any, BinaryIO
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -46,25 +46,31 @@ def as_bytes(tensor: Tensor) -> memoryview:
     return memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())
 
 
+class Writable(Protocol):
+    """What an archive is appended to: a binary file, or a `DirectFile`."""
+
+    def write(self, data: Any, /) -> int: ...
+
+
 def write_tensor(
-    stream: BinaryIO, dtype: torch.dtype, shape: Shape, chunks: Iterable[Tensor]
+    stream: Writable, dtype: torch.dtype, shape: Shape, chunks: Iterable[Tensor]
 ) -> None:
     """Append the archive of one contiguous tensor to `stream`.
 
     Args:
-        stream: anything with ``write``; never sought.
+        stream: never sought.
         chunks: contiguous tensors of `dtype` whose memory, in order, is the tensor's.
     """
     write_archive(stream, Described(dtype, shape), [(prod(shape) * dtype.itemsize, chunks)])
 
 
 def write_archive(
-    stream: BinaryIO, value: Any, storages: Iterable[tuple[int, Iterable[Tensor]]]
+    stream: Writable, value: Any, storages: Iterable[tuple[int, Iterable[Tensor]]]
 ) -> None:
     """Append the archive of `value` to `stream`, as ``torch.save`` would write it.
 
     Args:
-        stream: anything with ``write``; never sought.
+        stream: never sought.
         value: what the archive holds, with a `Described` for each tensor.
         storages: number of bytes and memory of the tensors, in the order of their `storage`.
     """
@@ -190,7 +196,7 @@ def _add(
 class _Unseekable(io.RawIOBase):
     """Makes `zipfile` count offsets from here and put sizes after the data, not before it."""
 
-    def __init__(self, stream: BinaryIO) -> None:
+    def __init__(self, stream: Writable) -> None:
         self._stream = stream
 
     def writable(self) -> bool:

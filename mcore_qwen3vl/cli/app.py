@@ -96,12 +96,13 @@ def inspect(
     if table and hf_config is not None:
         raise BadInput("--table takes PATH, which may be a config.json, not --hf-config.")
     if hf_config is not None:
-        found = estimate(hf_config, workers=workers, disk_gb_per_s=disk_gb_per_s)
+        expected = estimate(hf_config, workers=workers, disk_gb_per_s=disk_gb_per_s)
         if json:
-            console.emit_json(asdict(found), console.STDOUT)
+            console.emit_json(asdict(expected), console.STDOUT)
         else:
-            show.estimate(found)
+            show.estimate(expected)
         return
+    assert path is not None  # checked above
     inspection = inspect_path(path)
     if table:
         lines = mapping_lines(inspection.mapping())

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -15,7 +15,6 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 
 if TYPE_CHECKING:
-    from mcore_qwen3vl.converters.offline.engine import ConversionResult
     from mcore_qwen3vl.converters.offline.plan import ConversionPlan
 
 app = typer.Typer(help="Convert checkpoints, without a GPU.", no_args_is_help=True)
@@ -54,18 +53,16 @@ def _legacy_size(flag: str, what: str, default: str = "1") -> Any:
     )
 
 
-class ExpertLayoutChoice(StrEnum):
-    """Layout of fused experts and config in an exported checkpoint."""
-
-    source = "source"
-    published = "published"
-    v5 = "v5"
+ExpertLayoutChoice = Literal["source", "published", "v5"]
+"""Layout of fused experts and config in an exported checkpoint."""
 
 
 def carry_out(
     plan: "Callable[[], ConversionPlan]",
-    write: "Callable[..., ConversionResult]",
+    dst: Path,
     *,
+    force: bool,
+    workers: int | None,
     dry_run: bool,
     json: bool,
     doing: str = "converting",
@@ -75,15 +72,20 @@ def carry_out(
     Ctrl-C leaves what is done for the next run.
 
     Args:
-        plan: makes the plan, for a dry run.
-        write: converts; is given ``progress``.
+        plan: makes the plan.
+        dst, force, workers: see `converters.convert.write`.
+        dry_run: only show the plan.
+        json: as JSON on standard output.
+        doing: a verb for the progress bar.
     """
+    from mcore_qwen3vl.converters.convert import write
+
     if dry_run:
         show.plan(plan(), json)
         return
     try:
         with console.byte_progress(doing, quiet=json) as report:
-            summary = write(progress=report)
+            summary = write(plan, dst, force=force, workers=workers, progress=report)
     except KeyboardInterrupt:
         console.messages.print("interrupted: run the same command to continue")
         raise typer.Exit(130) from None
@@ -147,17 +149,21 @@ def hf_to_mcore(
             "--format torch_dist loads under any layout and layer spec: leave the flags of the "
             "legacy format out, or add --format torch."
         )
-    options = {
-        "dtype": dtype.value,
-        "make_vocab_size_divisible_by": make_vocab_size_divisible_by,
-        "tp": tp,
-        "format": format.value,
-        "layout": layout,
-        "spec": None if spec is None else spec.value,
-    }
+    plan = partial(
+        convert.plan_hf_to_mcore,
+        src,
+        dtype=dtype.value,
+        make_vocab_size_divisible_by=make_vocab_size_divisible_by,
+        tp=tp,
+        format=format.value,
+        layout=layout,
+        spec=None if spec is None else spec.value,
+    )
     carry_out(
-        partial(convert.plan_hf_to_mcore, src, **options),
-        partial(convert.hf_to_mcore, src, dst, **options, force=force, workers=workers),
+        plan,
+        dst,
+        force=force,
+        workers=workers,
         dry_run=dry_run,
         json=json,
     )
@@ -176,7 +182,7 @@ def mcore_to_hf(
     expert_layout: Annotated[
         ExpertLayoutChoice,
         typer.Option(help="source: as the checkpoint came; published: transformers 4.57; v5."),
-    ] = ExpertLayoutChoice.source,
+    ] = "source",
     workers: Workers = None,
     force: Force = False,
     dry_run: DryRun = False,
@@ -185,15 +191,19 @@ def mcore_to_hf(
     """Megatron-Core to Hugging Face (safetensors)."""
     from mcore_qwen3vl.converters import convert
 
-    options = {
-        "hf_config": hf_config,
-        "dtype": dtype.value,
-        "max_shard_size": max_shard_size,
-        "expert_layout": expert_layout.value,
-    }
+    plan = partial(
+        convert.plan_mcore_to_hf,
+        src,
+        hf_config=hf_config,
+        dtype=dtype.value,
+        max_shard_size=max_shard_size,
+        expert_layout=expert_layout,
+    )
     carry_out(
-        partial(convert.plan_mcore_to_hf, src, **options),
-        partial(convert.mcore_to_hf, src, dst, **options, force=force, workers=workers),
+        plan,
+        dst,
+        force=force,
+        workers=workers,
         dry_run=dry_run,
         json=json,
     )
@@ -206,7 +216,7 @@ def hf_to_hf(
     expert_layout: Annotated[
         ExpertLayoutChoice,
         typer.Option(help="published: vLLM, transformers 4.57 and 5; v5: transformers 5; source."),
-    ] = ExpertLayoutChoice.source,
+    ] = "source",
     dtype: Annotated[Dtype, typer.Option(help="Dtype to write.")] = Dtype.keep,
     max_shard_size: Annotated[str, typer.Option(help="Largest safetensors file.")] = "5GB",
     workers: Workers = None,
@@ -217,14 +227,18 @@ def hf_to_hf(
     """Hugging Face to Hugging Face: the other layout of fused experts, another dtype."""
     from mcore_qwen3vl.converters import convert
 
-    options = {
-        "dtype": dtype.value,
-        "max_shard_size": max_shard_size,
-        "expert_layout": expert_layout.value,
-    }
+    plan = partial(
+        convert.plan_hf_to_hf,
+        src,
+        dtype=dtype.value,
+        max_shard_size=max_shard_size,
+        expert_layout=expert_layout,
+    )
     carry_out(
-        partial(convert.plan_hf_to_hf, src, **options),
-        partial(convert.hf_to_hf, src, dst, **options, force=force, workers=workers),
+        plan,
+        dst,
+        force=force,
+        workers=workers,
         dry_run=dry_run,
         json=json,
     )

@@ -1,9 +1,8 @@
 """``mcore-qwen3vl lora``: PEFT's adapters."""
 
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -15,12 +14,8 @@ from mcore_qwen3vl.cli.options import DryRun, Force, Json, Workers
 app = typer.Typer(help="LoRA adapters, as PEFT stores them.", no_args_is_help=True)
 
 
-class RolesChoice(StrEnum):
-    """Which of the factors of a fused expert takes its input."""
-
-    canonical = "canonical"
-    swapped = "swapped"
-
+RolesChoice = Literal["canonical", "swapped"]
+"""Which of the factors of a fused expert takes its input."""
 
 FromRoles = Annotated[
     RolesChoice | None,
@@ -54,19 +49,16 @@ def merge(
     console.quiet_libraries()
     from mcore_qwen3vl.converters.adapters import merge as merging
 
-    options = {
-        "dtype": dtype.value,
-        "max_shard_size": max_shard_size,
-        "expert_layout": None if expert_layout is None else expert_layout.value,
-        "roles": None if from_roles is None else from_roles.value,
-    }
-    carry_out(
-        partial(merging.plan_merge, base, adapter, **options),
-        partial(merging.merge, base, adapter, out, **options, force=force, workers=workers),
-        dry_run=dry_run,
-        json=json,
-        doing="merging",
+    plan = partial(
+        merging.plan_merge,
+        base,
+        adapter,
+        dtype=dtype.value,
+        max_shard_size=max_shard_size,
+        expert_layout=expert_layout,
+        roles=from_roles,
     )
+    carry_out(plan, out, force=force, workers=workers, dry_run=dry_run, json=json, doing="merging")
 
 
 @app.command("convert")
@@ -79,7 +71,7 @@ def convert(
             help="canonical: PEFT 0.21 with transformers 5, 0.18 with 4.57, vLLM; swapped: PEFT "
             "0.18 with transformers 5, 0.21 with 4.57."
         ),
-    ] = RolesChoice.canonical,
+    ] = "canonical",
     from_roles: FromRoles = None,
     hf_config: Annotated[
         Path | None,
@@ -101,14 +93,14 @@ def convert(
         adapter,
         out,
         base,
-        roles=roles.value,
-        from_roles=None if from_roles is None else from_roles.value,
+        roles=roles,
+        from_roles=from_roles,
         force=force,
     )
-    notes = vllm_notes(read, Architecture.from_hf(base), roles.value)
-    result = {"target": str(out), "from": read.roles, "to": roles.value, "notes": notes}
+    notes = vllm_notes(read, Architecture.from_hf(base), roles)
+    result = {"target": str(out), "from": read.roles, "to": roles, "notes": notes}
     if not console.emit_json(result, console.STDOUT if json else None):
         console.output.print(f"[bold green]done[/] {console.plain(str(out))}")
-        console.output.print(f"fused experts: {read.roles} roles to {roles.value} roles")
+        console.output.print(f"fused experts: {read.roles} roles to {roles} roles")
         for note in notes:
             console.output.print(console.plain(note))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.mapping import parameters
+from mcore_qwen3vl.converters.mapping.parameters import active_experts, by_part
 
 FORWARD_AND_BACKWARD = 3
 MULTIPLY_ADD = 2
@@ -39,8 +39,8 @@ def language(
         squared_lengths: sum of the squared lengths of all samples.
         trained: what needs gradients. Those of activations reach the first layer in any case.
     """
-    parts = parameters.by_part(a)
-    linears = parts["attention"] + parts["mlp"] + parts["router"] + parameters.active_experts(a)
+    parts = by_part(a)
+    linears = parts["attention"] + parts["mlp"] + parts["router"] + active_experts(a)
     linears += parts["embedding"]  # as large as the head, tied or not
     # Scores and values, each over half of the square.
     core = a.num_hidden_layers * a.num_attention_heads * a.head_dim * squared_lengths

@@ -46,7 +46,6 @@ def test_legacy_can_be_removed(tiny: Tiny, tmp_path: Path) -> None:
     tree = tmp_path / "tree" / "mcore_qwen3vl"
     ignore = shutil.ignore_patterns("__pycache__", "legacy")
     shutil.copytree(product, tree, ignore=ignore)
-    shutil.copytree(Path(converters.__path__[0]), tree / "converters", ignore=ignore)
     registry = tree / "converters" / "mcore" / "formats.py"
     assert registry.read_text().count(LINE) == 1
     registry.write_text(registry.read_text().replace(LINE, ""))

@@ -165,7 +165,7 @@ def _pair(
     """
     out, into = shape[-2:]
     a, b = Place((target.r, into), None), Place((out, target.r), None)
-    boxes = [part.box[-2:] for part in parts]
+    boxes = [part.matrix for part in parts]
     if kind.cut == 0:
         spans = _joined([rows for rows, _ in boxes])
         b = Place((out, target.r), 0, spans, kind.grain([len(part.local) for part in parts]))
@@ -173,7 +173,7 @@ def _pair(
         (_, columns), *_ = boxes
         width = columns.stop - columns.start
         a = Place((target.r, into), 1, (Span(0, columns.start, width),), width)
-    expert = (parts[0].box[0], shape[0]) if kind.expert else None
+    expert = (parts[0].expert, shape[0]) if kind.expert else None
     pair = Pair(name, a, b, scaling=target.scaling, like=weight, expert=expert)
     kind.mark(pair, weight)
     return pair
