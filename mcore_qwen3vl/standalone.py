@@ -1,9 +1,9 @@
 """Qwen3-VL in a program of your own, without Megatron's training loop.
 
-Four calls, from an empty process to an exported checkpoint: :func:`init_distributed`,
-:func:`load_model`, :func:`prepare_batch` and :func:`save_model`. Each is a thin call into the
-packages, which offer more. The same program runs alone on a CPU, alone on a GPU, or on all ranks
-of ``torchrun``.
+Five calls, from an empty process to an exported checkpoint: :func:`init_distributed`,
+:func:`load_model`, :func:`prepare_batch`, :func:`reduce_gradients` and :func:`save_model`. Each is
+a thin call into the packages, which offer more. The same program runs alone on a CPU, alone on a
+GPU, or on all ranks of ``torchrun``.
 
 Importing this module imports no part of megatron, so that :func:`init_distributed` can still choose
 the CPU.
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 from PIL import Image
-from torch import nn
+from torch import Tensor, nn
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.mcore.formats import is_megatron
@@ -107,7 +107,9 @@ def load_model(
     checkpoint, layout = Path(checkpoint), layout or Layout()
     architecture = Architecture.from_hf(config_folder(checkpoint))
     layout.validate(architecture)
-    chunks = build_chunks(architecture, layout, spec=spec, **config_overrides)
+    # Gradients are of sums over tokens, router losses' too: see reduce_gradients.
+    options = {"calculate_per_token_loss": True, **config_overrides}
+    chunks = build_chunks(architecture, layout, spec=spec, **options)
     for chunk in chunks:
         chunk.to(torch.cuda.current_device())  # the CPU, where its backend is installed
     load = load_checkpoint if is_megatron(checkpoint) else load_hf
@@ -120,7 +122,9 @@ def prepare_batch(
 ) -> Batch:
     """Conversations as one padded batch, by the code that prepares training data.
 
-    Assistant turns are trained, their end-of-turn token included; everything else is masked.
+    Assistant turns are trained, their end-of-turn token included; everything else is masked. Ranks
+    of one data-parallel rank (``megatron.core.parallel_state.get_data_parallel_rank()``) must be
+    given the same conversations, and each data-parallel rank its own.
 
     Args:
         model: one chunk, which says how sequences must divide, and on which device the batch goes.
@@ -180,6 +184,38 @@ def prepare_batch(
     return batch.to(next(model.parameters()).device)
 
 
+def reduce_gradients(
+    models: Qwen3VLModel | Sequence[Qwen3VLModel], num_tokens: Tensor | float
+) -> None:
+    """Complete the gradients before an optimizer step; a collective of all ranks.
+
+    After ``backward()`` of a loss that is summed over tokens, each rank has the gradients of its
+    own tokens. This adds them up over DP and CP (experts: over their own data-parallel ranks), adds
+    up those of norms and of the vision tower over the TP ranks and those of tied embeddings over
+    the first and the last pipeline stage, and divides all by the number of tokens of all ranks: the
+    mean that Hugging Face's ``num_items_in_batch`` gives. It is Megatron's own
+    ``finalize_model_grads``, for a model without Megatron's DDP.
+
+    Call it under every layout, once a step: after the last micro-batch, if there are several. A
+    trained parameter without a gradient gets zeros. Gradients are added up in their own dtype.
+    ``torch.nn.utils.clip_grad_norm_`` does not know that ranks hold parts of a tensor: under TP, PP
+    and EP it clips by another norm on each rank.
+
+    Args:
+        models: this rank's chunks, as :func:`load_model` returns them.
+        num_tokens: what this rank's loss would be divided by if it were alone: its number of
+            trained tokens, or the sum of their weights, over all micro-batches since the last step;
+            a number or a tensor of one value. Only the last pipeline stage's is read.
+
+    Raises:
+        BadInput: the model is wrapped in Megatron's DDP, which has its own reduction.
+    """
+    from mcore_qwen3vl.converters.live.sharded import unwrap
+    from mcore_qwen3vl.model import gradients
+
+    gradients.reduce_gradients(unwrap(models), num_tokens)
+
+
 def save_model(
     models: nn.Module | Sequence[nn.Module],
     path: str | Path,
@@ -189,6 +225,10 @@ def save_model(
 ) -> None:
     """Write a Hugging Face checkpoint; a collective of all ranks.
 
+    Ranks that hold copies of a parameter must agree in every bit, as they do after
+    :func:`reduce_gradients`; ``mcore_qwen3vl.converters.live.export.save_hf`` writes the first
+    copy without comparing.
+
     Args:
         models: this rank's chunks, as :func:`load_model` returns them.
         path: directory to write, on a file system that all ranks share.
@@ -196,10 +236,13 @@ def save_model(
         force: replace `path` if it is a checkpoint.
 
     Raises:
-        BadInput: `path` exists or cannot be written, or the ranks do not hold the whole model.
+        BadInput: `path` exists or cannot be written, the ranks do not hold the whole model, or
+            copies differ.
     """
     from mcore_qwen3vl.converters.live.export import save_hf
+    from mcore_qwen3vl.converters.live.replicas import check_replicas
 
+    check_replicas(models)
     save_hf(models, path, hf_config=config_folder(Path(like)), force=force)
 
 

@@ -5,14 +5,24 @@ The calls as the README shows them, in a fresh process, are run by tests/docs.
 
 import pytest
 import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from PIL import Image
+from torch import nn
 
 from mcore_qwen3vl.data import IGNORED, load_processor
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.standalone import init_distributed, load_model, prepare_batch, save_model
+from mcore_qwen3vl.standalone import (
+    init_distributed,
+    load_model,
+    prepare_batch,
+    reduce_gradients,
+    save_model,
+)
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 
 cpu.install()
@@ -30,12 +40,18 @@ def checkpoint(tmp_path_factory):
     return write_tiny_checkpoint(tmp_path_factory.mktemp("standalone") / "hf")
 
 
-def hugging_face_loss(checkpoint):
+def hugging_face_model(checkpoint):
+    from transformers import AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
+
+
+def hugging_face_loss(checkpoint, model=None):
     """The mean over the answers' tokens, one conversation at a time, by HF's own code alone."""
-    from transformers import AutoModelForImageTextToText, AutoProcessor
+    from transformers import AutoProcessor
 
     processor = AutoProcessor.from_pretrained(checkpoint)
-    model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32)
+    model = model or hugging_face_model(checkpoint)
     total, count = 0.0, 0
     for user, assistant in CONVERSATIONS:
         prompt = processor.apply_chat_template([user], add_generation_prompt=True)
@@ -43,10 +59,9 @@ def hugging_face_loss(checkpoint):
         images = None if isinstance(user["content"], str) else [IMAGE]
         inputs = processor(text=[prompt + answer], images=images, return_tensors="pt")
         trained = len(processor.tokenizer(answer)["input_ids"])
-        with torch.no_grad():
-            logits = model(**inputs).logits[0, -trained - 1 : -1]
+        logits = model(**inputs).logits[0, -trained - 1 : -1]
         targets = inputs["input_ids"][0, -trained:]
-        total += float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
+        total = total + nn.functional.cross_entropy(logits, targets, reduction="sum")
         count += trained
     return total / count
 
@@ -72,14 +87,14 @@ def _one_step(checkpoint, layout, out):
 def test_loss_and_export_are_hugging_faces(checkpoint, layout, tmp_path):
     layout = Layout.parse(layout)
     results = run_layout(_one_step, layout.world_size, checkpoint, layout, tmp_path / "out")
-    expected = hugging_face_loss(checkpoint)
+    expected = float(hugging_face_loss(checkpoint))
     tokenizer = load_processor(checkpoint).tokenizer
     for loss, labels, length in results:
         assert loss == pytest.approx(expected, rel=1e-5)
         answers = [tokenizer.decode(row[row != IGNORED]) for row in labels]
         assert answers == ["It is red.<|im_end|>", "2<|im_end|>"]
         assert length % layout.tp == 0
-    assert hugging_face_loss(tmp_path / "out") == pytest.approx(expected, rel=1e-6)
+    assert float(hugging_face_loss(tmp_path / "out")) == pytest.approx(expected, rel=1e-6)
 
 
 def _refusals(checkpoint):
@@ -100,3 +115,147 @@ def _refusals(checkpoint):
 
 def test_what_cannot_be_used_is_named(checkpoint):
     run_layout(_refusals, 1, checkpoint)
+
+
+def adamw(parameters):
+    # With the usual epsilon, a gradient that is zero up to rounding moves its parameter by the
+    # full learning rate in a random direction.
+    return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-3)
+
+
+def _backward(chunks, batch):
+    """One pass as the README has it, or through Megatron's schedule; the count of the tokens."""
+    held = chunks[0].local_tokens(batch.input_ids.shape[1])
+    weights = batch.loss_weights[:, held]
+
+    def forward_step(_, model):
+        losses = model(
+            batch.input_ids,
+            batch.position_ids,
+            ~batch.padding_mask,
+            labels=batch.labels.clamp(min=0),
+            visual=batch.visual,
+        )
+        return losses, lambda losses: ((losses * weights).sum(), weights.sum().int(), {})
+
+    if mpu.get_pipeline_model_parallel_world_size() == 1:
+        losses, loss = forward_step(None, chunks[0])
+        loss(losses)[0].backward()
+    else:
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=None,
+            model=chunks,
+            num_microbatches=1,
+            seq_length=batch.input_ids.shape[1],
+            micro_batch_size=len(batch.input_ids),
+            forward_only=False,
+        )
+    return weights.sum()
+
+
+def _three_steps(checkpoint, layout, out, reduce=reduce_gradients):
+    init_distributed(layout)
+    chunks = load_model(checkpoint, layout)
+    rank, size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+    batch = prepare_batch(chunks[0], load_processor(checkpoint), CONVERSATIONS[rank::size])
+    optimizer = adamw([p for chunk in chunks for p in chunk.parameters()])
+    for _ in range(3):
+        reduce(chunks, _backward(chunks, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+    save_model(chunks, out, like=checkpoint)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Checkpoints by kind, each with Hugging Face's weights before and after three steps."""
+    made = {}
+
+    def get(kind):
+        if kind not in made:
+            path = write_tiny_checkpoint(tmp_path_factory.mktemp(kind) / "hf", **KINDS[kind])
+            model = hugging_face_model(path).train()
+            before = {n: p.detach().clone() for n, p in model.state_dict().items()}
+            optimizer = adamw(model.parameters())
+            for _ in range(3):
+                hugging_face_loss(path, model).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            made[kind] = path, before, model.state_dict()
+        return made[kind]
+
+    return get
+
+
+KINDS = {"dense": {}, "tied": {"tie": True}, "moe": {"moe": True}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("dense", "single"),
+        ("dense", "tp2+sp"),
+        ("dense", "tp2"),
+        ("dense", "dp2"),
+        ("dense", "cp2"),
+        ("tied", "pp2"),
+        ("moe", "ep2xdp2"),
+        ("moe", "tp2xep2+sp"),
+    ],
+)
+def test_three_steps_are_hugging_faces(trained, kind, layout, tmp_path):
+    checkpoint, before, after = trained(kind)
+    layout = Layout.parse(layout)
+    out = tmp_path / "out"
+    run_layout(_three_steps, layout.world_size, checkpoint, layout, out)
+    saved = hugging_face_model(out).state_dict()
+    assert saved.keys() == after.keys()
+    for name, expected in after.items():
+        moved = (expected - before[name]).abs().max()
+        assert moved > 1e-5, name
+        assert (saved[name] - expected).abs().max() <= 5e-4 * moved, name
+
+
+@pytest.mark.parametrize("layout", ["tp2+sp", "dp2", "cp2"])
+def test_without_reduced_gradients_nothing_is_saved(trained, layout, tmp_path):
+    checkpoint, _, _ = trained("dense")
+    layout = Layout.parse(layout)
+    out = tmp_path / "out"
+
+    def run():
+        _three_steps(checkpoint, layout, out, reduce=lambda chunks, num_tokens: None)
+
+    with pytest.raises(BadInput, match=r"different values of \d+ tensors.* call reduce_gradients"):
+        run_layout(run, layout.world_size)
+    assert not out.exists()
+
+
+def test_one_different_bit_is_found(trained, tmp_path):
+    checkpoint, _, _ = trained("dense")
+    layout = Layout(tp=2)
+    name = "model.language_model.layers.2.self_attn.q_norm.weight"
+
+    def run():
+        init_distributed(layout)
+        (model,) = load_model(checkpoint, layout)
+        weight = model.decoder.layers[2].self_attention.q_layernorm.weight.data
+        if mpu.get_tensor_model_parallel_rank() == 1:
+            weight[3] = torch.nextafter(weight[3], torch.tensor(2.0))
+        save_model(model, tmp_path / "out", like=checkpoint)
+
+    with pytest.raises(BadInput, match=rf"different values of 1 tensors .*\({name}\)"):
+        run_layout(run, layout.world_size)
+
+
+def test_gradients_of_megatrons_ddp_are_left_to_megatron(trained):
+    checkpoint, _, _ = trained("dense")
+
+    def run():
+        init_distributed()
+        (model,) = load_model(checkpoint)
+        wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+        reduce_gradients(wrapped, 1.0)
+
+    with pytest.raises(BadInput, match="wrapped in Megatron's DDP"):
+        run_layout(run, 1)

@@ -14,6 +14,8 @@ import torch
 
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.parse import Conversation, Document, parse_record
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.shapes import SHAPES
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training.arguments.parser import validate
@@ -45,6 +47,19 @@ def test_readme_python_example(tmp_path):
     assert losses == sorted(losses, reverse=True)
     assert (tmp_path / "tuned" / "model.safetensors").exists()
     assert (tmp_path / "tuned" / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2, sp=True), Layout(cp=2), Layout(dp=2)], ids=str)
+def test_readme_python_example_under_a_layout(layout, tmp_path, monkeypatch):
+    """Copies that differed between ranks would not be saved."""
+    (example,) = blocks(README, "python")
+    text = example.text.replace("layout = Layout()", f"layout = {layout!r}")
+    assert text != example.text
+    text = text.replace("torch.distributed.destroy_process_group()", "")  # run_layout's own
+    monkeypatch.chdir(tmp_path)
+    write_tiny_checkpoint("model")
+    run_layout(lambda: exec(text, {}), layout.world_size)
+    assert (tmp_path / "tuned" / "model.safetensors").exists()
 
 
 def test_readme_train_commands_pass_megatrons_validation(monkeypatch, tmp_path):
