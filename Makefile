@@ -12,7 +12,7 @@ PYTEST := python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadsc
 # Some machines forbid Python to keep bytecode; without it each process takes twice as long to start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo train-demo test test-all test-trl test-te test-verl test-vllm test-versions lint docs parity bench-convert gpu-check clean
+.PHONY: help demo train-demo test test-slow test-all test-trl test-te test-verl test-vllm test-versions lint docs parity bench-convert gpu-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -26,7 +26,10 @@ train-demo: $(ENVIRONMENT) ## train a tiny model on the CPU: stop, resume, expor
 test: $(ENVIRONMENT) ## the test suite, the parity matrix included (no GPU needed)
 	$(RUN)$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: $(ENVIRONMENT) ## the slow tests too
+test-slow: $(ENVIRONMENT) ## the slow tests alone; ARGS="--turn 1/3" runs one share of their files
+	$(RUN)$(PYTEST) -m slow $(ARGS)
+
+test-all: $(ENVIRONMENT) ## both
 	$(RUN)$(PYTEST) $(ARGS)
 
 test-trl: $(ENVIRONMENT) ## the losses of preference pairs against TRL's, which is installed for it

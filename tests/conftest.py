@@ -18,6 +18,7 @@ from mcore_qwen3vl.runtime.pretended import Workbench  # noqa: E402
 from mcore_qwen3vl.tiny import write_tiny_checkpoint  # noqa: E402
 from mcore_qwen3vl.tiny.records import write_image_qa  # noqa: E402
 
+pytest_plugins = ("tests.turns",)
 logging.getLogger("megatron").setLevel(logging.ERROR)
 launch.PATIENCE = 10.0  # a machine that is five times slower fails no test; a hang still ends
 torch.set_num_threads(1)  # the models are too small to share out, and other ranks want the cores

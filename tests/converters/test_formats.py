@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 import mcore_qwen3vl
 from mcore_qwen3vl import converters
 
@@ -41,6 +43,7 @@ for words in COMMANDS:
 """
 
 
+@pytest.mark.slow  # it imports everything in a copy; the test below guards the common mistake
 def test_legacy_can_be_removed(tiny: Tiny, tmp_path: Path) -> None:
     product = Path(mcore_qwen3vl.__path__[0])
     tree = tmp_path / "tree" / "mcore_qwen3vl"

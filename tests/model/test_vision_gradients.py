@@ -25,6 +25,7 @@ from tests.model.vision_toy import (
     reference_gradients,
     relative_errors,
 )
+from tests.turns import slow_except
 
 # In double precision; what remains is that HF rotates queries and keys in float32.
 TOLERANCE = 1e-7
@@ -101,9 +102,11 @@ def expected() -> dict[str, tuple[list[Tensor], dict[str, Tensor]]]:
 
 
 # Without work sharing every rank encodes everything, so CP adds nothing that TP does not.
+CASES = [*((layout, True) for layout in LAYOUTS), ("tp2", False), ("tp2xcp2+sp", False)]
+
+
 @pytest.mark.parametrize(
-    ("layout", "work_sharing"),
-    [*((layout, True) for layout in LAYOUTS), ("tp2", False), ("tp2xcp2+sp", False)],
+    ("layout", "work_sharing"), slow_except(CASES, ("tp2xcp2+sp", True), ("tp2", False))
 )
 def test_features_and_gradients(layout, work_sharing, expected):
     parsed = Layout.parse(layout)
@@ -127,7 +130,7 @@ def test_features_and_gradients(layout, work_sharing, expected):
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
-@pytest.mark.parametrize("layout", ["dp2", "tp2xdp2+sp"])
+@pytest.mark.parametrize("layout", slow_except(["dp2", "tp2xdp2+sp"], "dp2"))
 def test_a_data_parallel_rank_without_images(layout, overlap):
     """It neither hangs the reduction nor changes the gradients."""
     with_image, text = BATCHES["mixed, two samples"], batch([], [])
@@ -150,7 +153,10 @@ def test_recompute_equals_none(layout):
         assert_equal_gradients(ours, reference_gradients(one))
 
 
-@pytest.mark.parametrize("frozen", ["blocks", "merger", "patch_embed", "deepstack_merger_list.1"])
+FREEZABLE = ["blocks", "merger", "patch_embed", "deepstack_merger_list.1"]
+
+
+@pytest.mark.parametrize("frozen", slow_except(FREEZABLE, "merger"))
 def test_freezing_leaves_the_other_gradients_unchanged(frozen):
     one = BATCHES["mixed, two samples"]
     expected = {

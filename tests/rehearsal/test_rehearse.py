@@ -72,6 +72,7 @@ def _check_page(text: str, role: dict[str, Any]) -> None:
     assert re.search(r'<polygon points="[\d., ]+" fill="#3b6fd4">', text)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_says_what_would(command: Command, config: Path) -> None:
     """On a GPU with room for what full recompute keeps, and not for what is kept without.
 

@@ -20,6 +20,7 @@ from mcore_qwen3vl.data import DataConfig, Loader, Source, redistribute
 from mcore_qwen3vl.data.loading import measured
 from mcore_qwen3vl.errors import BadInput
 from tests.data.conftest import WriteJsonl, chat, question
+from tests.turns import slow_except
 
 CONFIG = DataConfig(
     seq_length=256,
@@ -125,7 +126,7 @@ def test_a_signal_ends_measuring_whatever_the_rank_does_with_it(
         signal.signal(signal.SIGTERM, before)
 
 
-@pytest.mark.parametrize("stop", [0, 1, 5])
+@pytest.mark.parametrize("stop", slow_except([0, 1, 5], 1))
 def test_resumed_ranks_go_on_with_the_same_rows(
     stop: int, make: Callable[..., Loader], data: Path
 ) -> None:
@@ -159,7 +160,7 @@ def test_a_file_that_vanished_after_measuring_is_a_bad_sample(
     ("ranks", "new", "workers"),
     [
         (3, 2, 0),
-        (1, 4, 0),
+        pytest.param(1, 4, 0, marks=pytest.mark.slow),
         # Each starts a dozen data workers or more: half a minute.
         pytest.param(2, 3, 2, marks=pytest.mark.slow),
         pytest.param(4, 1, 2, marks=pytest.mark.slow),

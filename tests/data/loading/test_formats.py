@@ -26,6 +26,7 @@ from mcore_qwen3vl.data.loading.tables import TableReader
 from mcore_qwen3vl.errors import BadInput
 from tests.data.conftest import question
 from tests.data.loading.test_loader import same
+from tests.turns import slow_except
 
 disable_progress_bar()
 
@@ -132,7 +133,12 @@ def written(tmp_path: Path, media: Path) -> Callable[[str], Path]:
     return lambda name: WRITERS[name](tmp_path, media)
 
 
-@pytest.mark.parametrize("name", [name for name in WRITERS if name != "jsonl"])
+OTHERS = [name for name in WRITERS if name != "jsonl"]
+QUICK = ("array", "saved", "tars")
+"""Kinds of files that stand for the others where time counts."""
+
+
+@pytest.mark.parametrize("name", slow_except(OTHERS, "parquet_of_bytes", *QUICK))
 def test_the_same_batches_from_every_kind_of_file(
     name: str, written: Callable[[str], Path], loader: Callable[..., Loader]
 ) -> None:
@@ -152,14 +158,7 @@ BALANCED = DataConfig(
 )
 
 
-QUICK = ("array", "saved", "tars")
-"""Kinds of files that stand for the others where time counts."""
-RESUMED = [
-    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in WRITERS
-]
-
-
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", slow_except(list(WRITERS), *QUICK))
 @pytest.mark.parametrize("config", [SHUFFLED, BALANCED], ids=["plain", "balanced"])
 def test_stopped_and_resumed_the_batches_are_the_same_bitwise(
     name: str, config: DataConfig, written: Callable[[str], Path], loader: Callable[..., Loader],

@@ -79,7 +79,7 @@ def slow(*values: object) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, slow(2)])
 def test_without_shuffling_every_sample_comes_once_an_epoch_in_order(
     workers: int, make: MakeLoader, records: Path
 ) -> None:
@@ -111,7 +111,9 @@ def test_seed_changes_the_order(make: MakeLoader, records: Path) -> None:
     assert first[0] == first[1] != first[2]
 
 
-@pytest.mark.parametrize(("after", "workers"), [slow(0, 2), slow(1, 2), (5, 2), (1, 0), (12, 0)])
+@pytest.mark.parametrize(
+    ("after", "workers"), [slow(0, 2), slow(1, 2), slow(5, 2), (1, 0), (12, 0)]
+)
 @pytest.mark.parametrize("config", [PACKED, PADDED], ids=["packed", "padded"])
 def test_resume_continues_with_the_next_batch(
     after: int, config: DataConfig, workers: int, make: MakeLoader, records: Path, tmp_path: Path
@@ -263,7 +265,7 @@ def flawed(write_jsonl: WriteJsonl, media: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, slow(1)])
 def test_bad_samples_are_skipped_counted_and_named(
     workers: int,
     packing: bool,
@@ -291,7 +293,7 @@ def test_bad_samples_are_skipped_counted_and_named(
         assert "media/gone.png: No such file" in caplog.text
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, slow(1)])
 def test_too_many_bad_samples_stop_the_run(workers: int, make: MakeLoader, flawed: Path) -> None:
     config = DataConfig(seq_length=256, shuffle=False, max_bad_fraction=0.25, bad_fraction_floor=12)
     loader = make(flawed, config=config, num_workers=workers)

@@ -90,9 +90,18 @@ def check(found: Tensor, right: Tensor) -> None:
     assert (found - right).abs().max() <= 2e-6 * right.abs().max()
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])
-@pytest.mark.parametrize("chunk", [None, 1, 5])
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("tp", "chunk", "temperature"),
+    [
+        (1, None, 0.7),
+        (1, 5, 1.0),
+        (2, None, 1.0),
+        (2, 1, 0.7),
+        (2, 5, 1.3),
+        (4, None, 1.3),
+        (4, 5, 0.7),
+    ],
+)
 def test_equals_torch(tp: int, chunk: int | None, temperature: float) -> None:
     """With TP 4 the last rank's columns are all padding."""
     right = expected(inputs(), temperature)

@@ -86,8 +86,11 @@ ROLES |= {
 }
 
 
+FAST = ("2B", "30B-A3B, 4 layers, TP2 EP8")
+
+
 def marks(name: str) -> list[pytest.MarkDecorator]:
-    slow = [pytest.mark.slow] if "LoRA" in name or "te" in name else []
+    slow = [] if name in FAST else [pytest.mark.slow]
     return [*slow, *([WITHOUT_TE] if ROLES[name].spec == "te" else [])]
 
 

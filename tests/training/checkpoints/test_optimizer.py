@@ -79,7 +79,7 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "layout", "other"),
     [
-        pytest.param(DENSE, "dp3", "tp2+sp", id="ragged"),
+        pytest.param(DENSE, "dp3", "tp2+sp", id="ragged", marks=slow),
         pytest.param(DENSE, "tp2xdp2+sp", "dp4", id="tp", marks=slow),
         pytest.param(DENSE, "pp2xvpp2xdp2", "tp2+sp", id="pp", marks=slow),
         pytest.param(DENSE, "cp2xdp2", "pp2", id="cp", marks=slow),

@@ -129,6 +129,7 @@ def test_every_loss(
     check(job, tmp_path / "run", preference)
 
 
+@pytest.mark.slow
 def test_the_reference_by_file_is_the_one_by_adapter_and_a_run_resumes(
     dense: Path, pairs: Path, tmp_path: Path
 ) -> None:

@@ -16,8 +16,8 @@ from mcore_qwen3vl.verify.curves.tables import TOLERANCE, cases
 
 STEPS = 3
 ROWS = [
-    (False, "single, packed"),
-    (False, "pp2xvpp2"),
+    pytest.param(False, "single, packed", marks=pytest.mark.slow),  # cp2 divides the same packs
+    pytest.param(False, "pp2xvpp2", marks=pytest.mark.slow),  # parity has its gradients
     (False, "cp2, packed"),
     pytest.param(False, "dp2", marks=pytest.mark.slow),  # ep2xdp2 has its optimizer and losses
     pytest.param(True, "tp2+sp", marks=pytest.mark.slow),  # parity has its gradients

@@ -16,6 +16,8 @@ from mcore_qwen3vl.verify.parity.matrix import OVERLAPPED, Matrix, MatrixRow
 from mcore_qwen3vl.verify.parity.reference import AFTER_STEP
 from mcore_qwen3vl.verify.report.result import Report
 
+pytestmark = pytest.mark.slow
+
 FAR_OFF = 1e-2
 """Far above the tolerance: each mistake is a gross one, and is seen as such."""
 
@@ -92,7 +94,7 @@ def test_a_cut_factor_is_counted_on_every_rank(matrix: Matrix, monkeypatch: Any)
     assert worst(report, "gradients") < 2e-5
 
 
-@pytest.mark.parametrize("layout", [pytest.param("tp2", marks=pytest.mark.slow), "tp2+sp"])
+@pytest.mark.parametrize("layout", ["tp2", "tp2+sp"])
 def test_vision_factors_are_reduced_as_the_tower(
     matrix: Matrix, monkeypatch: Any, layout: str
 ) -> None:

@@ -11,13 +11,51 @@ from mcore_qwen3vl.verify.parity.comparison import verify_parity
 from mcore_qwen3vl.verify.parity.matrix import MATRIX, Matrix, MatrixRow
 from mcore_qwen3vl.verify.parity.reference import AFTER_STEP
 
+FAST = {
+    "dense single",
+    "dense tp2xcp2+sp",
+    "dense pp4+first1+last1",
+    "dense pp2+E|t|tt|tL",
+    "dense dp2",
+    "dense dp2 distributed optimizer, overlap",
+    "dense tp2xpp2xvpp2+sp",
+    "dense tp2xpp2xcp2+sp",
+    "tied pp2xvpp2xdp2 distr. opt., overlap",
+    "epsilon single",
+    "moe ep4xdp4 distr. opt., overlap",
+    "moe ep2xdp2 allgather",
+    "moe tp2xep2+sp",
+    "moe cp2xep2",
+    "moe pp2xcp2xep2+Et|t|t|tL",
+    "moe tp2xep2xetp2xdp2+sp",
+    "moe tp2xpp2xep2xdp2+sp distr. opt., overlap",
+    "moe-mixed pp2xep2xdp2",
+    "moe tp2xep2+sp recompute uniform 4",
+    "dense pp2xvpp2 recompute uniform 1",
+    "dense tp2xpp2+sp recompute block",
+    "dense cp2 recompute selective",
+    "dense tp2+sp recompute vision",
+    "moe ep2xdp2 recompute selective moe",
+    "dense tp2xcp2+sp all kept",
+    "dense tp2xcp2+sp Megatron's loss",
+    "tied dp2 Megatron's loss",
+    "moe ep2xdp2 one expert after another",
+    "dense tp2+sp vision frozen",
+    "dense pp2 language frozen",
+    "moe ep2xdp2 patterns frozen, overlap",
+    "dense tp2xpp2+sp bf16",
+    "moe-all tp2xep2+sp bf16",
+}
+"""Each kind of parallelism, model and option once, mostly in the layout that has the most of them;
+the others are parts of these, or the same with other batches. `make parity` runs all rows."""
 
-def marks(row: MatrixRow) -> list[pytest.MarkDecorator]:
-    # Half a minute in the C++ compiler.
-    return [pytest.mark.slow] if row.options.get("compile_pointwise") else []
+ROWS = [
+    pytest.param(row, id=str(row), marks=() if str(row) in FAST else pytest.mark.slow)
+    for row in MATRIX
+]
 
 
-@pytest.mark.parametrize("row", [pytest.param(r, id=str(r), marks=marks(r)) for r in MATRIX])
+@pytest.mark.parametrize("row", ROWS)
 def test_equals_hugging_face(matrix: Matrix, row: MatrixRow) -> None:
     report = matrix.run(row)
     report.require()
@@ -28,6 +66,18 @@ def test_equals_hugging_face(matrix: Matrix, row: MatrixRow) -> None:
         if row.options.get("overlap") and row.options.get("distributed_optimizer"):
             expected |= {AFTER_STEP}
     assert compared == expected
+
+
+def test_fast_rows_have_every_model_batch_and_option() -> None:
+    fast = [row for row in MATRIX if str(row) in FAST]
+    assert len(fast) == len(FAST)
+    assert {row.model for row in fast} == {row.model for row in MATRIX}
+    assert {batch for row in fast for batch in row.batches} == set(RECIPES)
+    assert {name for row in fast for name in row.options} == {
+        name for row in MATRIX for name in row.options if name != "compile_pointwise"
+    }  # half a minute in the C++ compiler
+    for name in ("tp", "pp", "vpp", "cp", "ep", "etp", "dp"):
+        assert any(getattr(Layout.parse(row.layout), name) > 1 for row in fast), name
 
 
 def test_the_matrix_has_every_layout_and_every_batch() -> None:
