@@ -232,7 +232,8 @@ class Qwen3VLModel(GPTModel):
             :meth:`local_tokens`.
 
         Raises:
-            BadInput: a length does not divide by CP or SP, or shapes do not agree.
+            BadInput: a length does not divide by CP or SP, shapes do not agree, or the ``te`` spec
+                is given padding on the left (a device-side assertion where the mask is on a GPU).
         """
         packed = _complete(packed_seq_params, input_ids.device)
         _check_shapes(input_ids, position_ids, packed)
@@ -370,11 +371,17 @@ def _complete(params: PackedSeqParams | None, device: torch.device) -> PackedSeq
 
 
 def _require_right_padding(padding: Tensor) -> None:
-    """Causal attention alone keeps tokens from padding that follows; checked without a sync."""
-    torch._assert_async(
-        (padding[:, 1:] >= padding[:, :-1]).all(),
-        "The te spec takes padding on the right only: pad there, or use the torch spec.",
-    )
+    """Causal attention alone keeps tokens from padding that follows, not from what precedes.
+
+    On a device the check must not wait, and the error that it raises there ends the process's use
+    of CUDA.
+    """
+    right = (padding[:, 1:] >= padding[:, :-1]).all()
+    refusal = "The te spec takes padding on the right only: pad there, or use the torch spec."
+    if padding.is_cuda:
+        torch._assert_async(right, refusal)
+    elif not right:
+        raise BadInput(refusal)
 
 
 def _check_shapes(input_ids: Tensor, position_ids: Tensor, packed: PackedSequence | None) -> None:

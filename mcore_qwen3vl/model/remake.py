@@ -37,7 +37,8 @@ class _Scope:
 
     def add(self, output: Tensor, recipe: Recipe) -> None:
         storage = output.untyped_storage()
-        self._known[storage.data_ptr()] = storage, recipe
+        if storage.nbytes():  # all empty tensors have the same address
+            self._known[storage.data_ptr()] = storage, recipe
 
     def recipe(self, output: Tensor) -> Recipe | None:
         known = self._known.get(output.untyped_storage().data_ptr())

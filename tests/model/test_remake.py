@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from megatron.core.extensions import transformer_engine
+from megatron.core.pipeline_parallel import fine_grained_activation_offload as offloading
+from megatron.core.transformer import transformer_block
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mcore_qwen3vl.layout import Layout
@@ -16,7 +22,7 @@ from mcore_qwen3vl.model.decoder.mlp import GatedMLP
 from mcore_qwen3vl.model.decoder.norm import RMSNorm
 from mcore_qwen3vl.model.remake import remaking, remember, remember_outputs_of
 from mcore_qwen3vl.runtime.launch import run_layout
-from tests.model.engine import Case, References, build, train_step, wrap
+from tests.model.engine import TOLERANCE, Case, References, build, train_step, wrap
 from tests.model.reference import Expected
 from tests.model.samples import packed, sample
 
@@ -74,6 +80,66 @@ def test_the_same_bits_out_of_less_memory(
         assert less == dict.fromkeys(kept, 0)
 
 
+class _Offloading(saved_tensors_hooks):
+    """In place of Transformer Engine's."""
+
+    inside_context = False  # weights are asked whether they are to stay
+
+
+def _offloaded_step(case: Case) -> tuple[dict[str, Tensor], int]:
+    """Every gradient, and how many tensors Megatron's offloading took.
+
+    Here it takes the CPU's, and keeps copies of them where it would send them to the host.
+    """
+    taken: list[Tensor] = []
+
+    def copied(tensor: Tensor) -> Tensor:
+        taken.append(tensor)
+        return tensor.clone()
+
+    handler = offloading.ChunkOffloadHandler
+    is_activation = staticmethod(lambda tensor: not isinstance(tensor, nn.Parameter))
+    context = _Offloading(copied, lambda kept: kept)
+    with (
+        mock.patch.object(handler, "_can_manage_tensor_for_offload", is_activation),
+        mock.patch.object(handler, "offload", lambda self, tensor, **_: (None, copied(tensor))),
+        mock.patch.object(handler, "reload", lambda self, state: state[1]),
+        mock.patch.object(transformer_engine, "cpu_offload", SimpleNamespace()),
+        mock.patch.object(
+            transformer_block, "get_cpu_offload_context", return_value=(context, None)
+        ),
+        mock.patch.object(Tensor, "record_stream", return_value=None),
+    ):
+        (chunk,) = build(case)
+        train_step(case, wrap(case, [chunk]))
+    return {name: p.main_grad.clone() for name, p in chunk.named_parameters()}, len(taken)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"cpu_offloading": True, "cpu_offloading_num_layers": 2},
+        {
+            "fine_grained_activation_offloading": True,
+            "offload_modules": ["attn_norm", "core_attn", "attn_proj", "mlp_norm"],
+            "min_offloaded_tensor_size": 1,
+        },
+    ],
+    ids=["of layers", "fine-grained"],
+)
+def test_offloading_takes_what_is_kept(reference: References, flags: dict[str, Any]) -> None:
+    """Of hooks within hooks the innermost alone are shown a tensor."""
+    hf = reference()
+    a = hf.architecture
+    batch = packed(a, [sample(a, 24, IMAGE), sample(a, 16)], 4)
+    plain = Case(Layout(), hf, [[batch]], Expected([], 40.0, 0.0, {}))
+    ((expected, _),) = run_layout(_step, 1, plain)
+    ((gradients, taken),) = run_layout(_offloaded_step, 1, replace(plain, overrides=flags))
+    assert taken >= 4 * len(a.moe_layers)  # several of each layer
+    for name, of_all in expected.items():  # copies have other strides, so sums another order
+        assert (gradients[name] - of_all).abs().max() <= TOLERANCE * of_all.abs().max(), name
+
+
 def test_what_is_kept_by_several_is_made_for_each() -> None:
     norm, x = nn.LayerNorm(6), torch.randn(4, 6, requires_grad=True)
     remember_outputs_of(norm)
@@ -103,6 +169,16 @@ def test_a_tensor_at_the_address_of_one_that_is_gone_is_its_own(emptied: bool) -
             z = (y * y).sum()  # keeps y, which is not remembered
             (gradient,) = torch.autograd.grad(z, x)
             assert torch.equal(gradient, 8 * x.detach())
+
+
+def test_an_empty_output_is_taken_for_no_other() -> None:
+    """All empty tensors have the address 0: those of an expert rank to which no token came."""
+    weight, rows = torch.randn(3, 4, requires_grad=True), torch.empty(0, dtype=torch.int64)
+    with remaking():
+        remember(torch.empty(0, 4), lambda: torch.empty(0, 4))
+        chosen = weight.index_select(0, rows)  # keeps the rows
+    (gradient,) = torch.autograd.grad(chosen.sum(), weight)
+    assert torch.equal(gradient, torch.zeros(3, 4))
 
 
 def test_nothing_is_remembered_outside_or_without_gradients() -> None:

@@ -30,8 +30,9 @@ class DeepStackLayer(TransformerLayer):
     Args:
         deepstack_layers: K, how many layers, counted from the first, have features.
         remakes: outputs of norms, SwiGLU and rotary embedding are made again in the backward pass,
-            see :mod:`.remake`; under full recompute, which keeps one layer's at a time, they are
-            not.
+            see :mod:`.remake`. They are not under full recompute, which keeps one layer's at a
+            time, nor where activations are offloaded: hooks of offloading are not shown what the
+            hooks here take, and it frees what is needed to make an output again.
     """
 
     def __init__(
@@ -39,7 +40,8 @@ class DeepStackLayer(TransformerLayer):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.deepstack_layers = deepstack_layers
-        self.remakes = remakes and self.config.recompute_granularity != "full"
+        offloads = self.config.cpu_offloading or self.config.fine_grained_activation_offloading
+        self.remakes = remakes and not offloads and self.config.recompute_granularity != "full"
         if self.remakes:
             attention = self.self_attention
             for norm in (

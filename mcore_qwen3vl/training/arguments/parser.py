@@ -101,7 +101,8 @@ def _add_training_arguments(group: argparse._ArgumentGroup) -> None:
         "--keep-activations",
         action="store_true",
         help="keep the outputs of the decoder's norms, SwiGLU and rotary embedding for the "
-        "backward pass, which otherwise makes them again: more memory, a little less to compute",
+        "backward pass, which otherwise makes them again: more memory, a little less to compute "
+        "(always where activations are offloaded)",
     )
     group.add_argument(
         "--head-chunk",

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.encoding.positions import mrope_position_ids
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.inputs import VisualInputs, visual_inputs
+
+if TYPE_CHECKING:  # imports megatron, before which the CPU backend must be installed
+    from mcore_qwen3vl.model.transformer_config import Spec
 
 Piece = int | tuple[Literal["image", "video"], int, int, int]
 """A count of text tokens, or a kind with frames, rows and columns in merged features."""
@@ -99,6 +102,12 @@ class Batch:
     def uneven(self) -> bool:
         """Micro-batches differ in shape, so pipeline stages must be told each one's."""
         return len({m.input_ids.shape for m in self.micro_batches}) > 1
+
+    @property
+    def padded_left(self) -> bool:
+        """Rows have padding before their tokens."""
+        masks = [m.attention_mask for m in self.micro_batches if m.cu_seqlens is None]
+        return any(bool((mask.diff() > 0).any()) for mask in masks if mask is not None)
 
     @property
     def tokens(self) -> int:
@@ -199,6 +208,11 @@ RECIPES: dict[str, Recipe] = {
         ],
     ),
 }
+
+
+def batches_of(spec: Spec) -> tuple[str, ...]:
+    """The batches that a layer spec takes: ``te`` none that are padded on the left."""
+    return tuple(n for n, r in RECIPES.items() if spec != "te" or r.form != "padded-left")
 
 
 def build_batch(name: str, architecture: Architecture, *, multiple: int = 8) -> Batch:

@@ -61,13 +61,18 @@ class Case:
         return length_multiple(self.layout.cp, self.layout.tp, self.layout.sp)
 
     def validate(self, architecture: Architecture, batches: tuple[Batch, ...]) -> None:
-        """Check before any process starts that the model and the batches divide this way.
+        """Check before any process starts that the model and the batches can be run this way.
 
         Raises:
-            BadInput: they do not.
+            BadInput: they cannot.
         """
         self.layout.validate(architecture)
         for batch in batches:
+            if self.spec == "te" and batch.padded_left:
+                raise BadInput(
+                    f"The te spec takes padding on the right only, and the batch {batch.name} has "
+                    "it on the left: leave that batch out, or use the torch spec."
+                )
             per_rank = len(batch.of_rank(0, self.layout.dp))
             if self.layout.vpp > 1 and per_rank % self.layout.pp:
                 raise BadInput(

@@ -14,7 +14,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.runtime.launch import check_gpus, run_layout
 from mcore_qwen3vl.verify.parity.adapters import preset_config, write_random_adapter
-from mcore_qwen3vl.verify.parity.batches import RECIPES, Batch, build_batch
+from mcore_qwen3vl.verify.parity.batches import Batch, batches_of, build_batch
 from mcore_qwen3vl.verify.parity.cached_reference import CachedReference
 from mcore_qwen3vl.verify.parity.case import Case
 from mcore_qwen3vl.verify.parity.reference import AFTER_STEP, AdamW, Expected
@@ -50,7 +50,7 @@ def verify_parity(
     Args:
         hf_dir: checkpoint directory.
         layout: parallel sizes; default: one rank.
-        batches: names from ``batches.RECIPES``; default: all.
+        batches: names from ``batches.RECIPES``; default: all that `spec` takes.
         gradients: compare gradients and parameters too.
         dtype: of both models.
         device: where ours runs, one GPU a rank on ``cuda``; the reference runs on the CPU.
@@ -61,8 +61,8 @@ def verify_parity(
         timeout: seconds for the ranks to finish.
 
     Raises:
-        BadInput: the model does not divide by the layout, a batch is not known, or there are
-            fewer GPUs than ranks.
+        BadInput: the model does not divide by the layout, a batch is not known or not for `spec`,
+            or there are fewer GPUs than ranks.
     """
     if lora is not None and str(lora) in get_args(Preset):
         config = preset_config(str(lora), hf_dir)
@@ -90,7 +90,7 @@ def verify_parity(
         adamw=adamw,
         compile_pointwise=compile_pointwise,
     )
-    names = list(batches or RECIPES)
+    names = list(batches or batches_of(spec))
     reference = CachedReference(hf_dir, dtype, lora=lora)
     case.layout.validate(reference.architecture)
     if device == "cuda":
@@ -121,7 +121,8 @@ def compare_case(
         timeout: seconds for the ranks to finish.
 
     Raises:
-        BadInput: the model or a batch does not divide by the layout.
+        BadInput: the model or a batch does not divide by the layout, or the spec takes no such
+            batch.
     """
     report = Report(
         f"{reference.path.name} at {case} against Hugging Face",

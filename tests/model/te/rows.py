@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from mcore_qwen3vl.verify.parity.batches import batches_of
 from mcore_qwen3vl.verify.parity.lora_matrix import LORA_MATRIX
 from mcore_qwen3vl.verify.parity.matrix import MATRIX, MatrixRow
 
@@ -20,7 +21,7 @@ def with_te(row: MatrixRow) -> MatrixRow:
     config |= row.options.get("config", {})
     return replace(
         row,
-        batches=tuple(batch for batch in row.batches if batch != "padded-left"),
+        batches=tuple(batch for batch in row.batches if batch in batches_of("te")),
         options={**row.options, "spec": "te", "config": config},
     )
 

@@ -11,8 +11,10 @@ require()
 import torch  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 
+from mcore_qwen3vl.errors import BadInput  # noqa: E402
 from mcore_qwen3vl.verify.parity import on_rank  # noqa: E402
-from mcore_qwen3vl.verify.parity.batches import MicroBatch  # noqa: E402
+from mcore_qwen3vl.verify.parity.batches import RECIPES, Batch, MicroBatch  # noqa: E402
+from mcore_qwen3vl.verify.parity.comparison import verify_parity  # noqa: E402
 from mcore_qwen3vl.verify.parity.matrix import Matrix, MatrixRow  # noqa: E402
 from tests.model.te.rows import LORA_ROWS, ROWS, with_te  # noqa: E402
 
@@ -51,9 +53,20 @@ def test_samples_that_end_in_padding(
     matrix.run(with_te(MatrixRow("dense", layout, ("packed",)))).require()
 
 
-def test_padding_on_the_left_is_refused(matrix: Matrix) -> None:
+def test_all_batches_of_the_command(matrix: Matrix) -> None:
+    """Where no batch is named: those that the spec takes, and no more."""
+    report = verify_parity(matrix.reference("dense").path, spec="te", gradients=False)
+    report.require()
+    assert {f.context for f in report.findings} == {*RECIPES} - {"padded-left"}
+
+
+def test_padding_on_the_left_is_refused(matrix: Matrix, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before there are ranks, and by the model where the mask is on the host."""
     row = MatrixRow("dense", "single", ("padded-left",), {"spec": "te"})
-    with pytest.raises(Exception, match="The te spec takes padding on the right only"):
+    with pytest.raises(BadInput, match="padded-left has it on the left"):
+        matrix.run(row)
+    monkeypatch.setattr(Batch, "padded_left", False)
+    with pytest.raises(BadInput, match="pad there, or use the torch spec"):
         matrix.run(row)
 
 

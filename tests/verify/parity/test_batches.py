@@ -32,6 +32,7 @@ def test_a_batch_is_what_its_name_says(architecture, name, multiple):
     kinds = {len(micro.input_ids) for micro in batch.micro_batches}
     assert kinds == ({2} if name.startswith("padded") else {1})
     assert batch.uneven == (name == "ragged")
+    assert batch.padded_left == (name == "padded-left")
     assert (batch.micro_batches[0].cu_seqlens is not None) == (name == "packed")
     assert all(m.visual is None for m in batch.micro_batches) == (name == "text")
 

@@ -10,7 +10,10 @@ import pytest
 
 from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.verify.parity import comparison
+from mcore_qwen3vl.verify.parity.batches import RECIPES
 from mcore_qwen3vl.verify.parity.matrix import Matrix
+from mcore_qwen3vl.verify.report.measurement import Finding, Measurement
+from mcore_qwen3vl.verify.report.result import Report
 
 
 def run(*arguments: Any) -> int:
@@ -39,3 +42,22 @@ def test_a_layout_that_holds_and_one_that_does_not(
 def test_a_layout_that_cannot_be(matrix: Matrix, capsys: Any) -> None:
     assert run(matrix.reference("dense").path, "--pp", 3) == 2
     assert "PP" in capsys.readouterr().err
+
+
+def test_the_te_spec_is_given_no_padding_on_the_left(
+    matrix: Matrix, capsys: Any, monkeypatch: Any
+) -> None:
+    """On a GPU an assertion of the device would end it, and what had been compared is lost."""
+    path = matrix.reference("dense").path
+    named: list[str] = []
+
+    def compare(reference: Any, case: Any, names: Any, **_: Any) -> Report:
+        named.extend(names)
+        return Report("nothing", {}, [Finding("logits", "all", Measurement(), 0.0)])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(comparison, "compare_case", compare)
+        run(path, "--spec", "te")
+    assert {*named} == {*RECIPES} - {"padded-left"}
+    assert run(path, "--spec", "te", "--batches", "text,padded-left") == 2
+    assert "padded-left has it on the left" in capsys.readouterr().err
