@@ -12,7 +12,7 @@ PYTEST := python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadsc
 # Some machines forbid Python to keep bytecode; without it each process takes twice as long to start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo train-demo test test-slow test-all test-trl test-te test-verl test-vllm test-versions lint docs parity bench-convert gpu-check clean
+.PHONY: help demo train-demo test test-slow test-all numerics test-trl test-te test-verl test-vllm test-versions lint docs parity bench-convert gpu-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -31,6 +31,9 @@ test-slow: $(ENVIRONMENT) ## the slow tests alone; ARGS="--turn 1/3" runs one sh
 
 test-all: $(ENVIRONMENT) ## both
 	$(RUN)$(PYTEST) $(ARGS)
+
+numerics: $(ENVIRONMENT) ## what computes, under other instruction sets and thread counts (ARGS=--quick)
+	$(RUN)python -m tests.numerics --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
 test-trl: $(ENVIRONMENT) ## the losses of preference pairs against TRL's, which is installed for it
 	$(UV) run --quiet --with 'trl>=1.16,<1.17' python -m pytest tests/objectives/test_trl.py $(ARGS)

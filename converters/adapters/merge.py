@@ -1,7 +1,7 @@
 """Merge an adapter into its base checkpoint: W + s·B·A, a chunk at a time, on the offline engine.
 
-Sums and products are in float32, in the order of PEFT's ``merge_and_unload``, and are rounded to
-the checkpoint's dtype once.
+Sums and products are in float32, as in PEFT's ``merge_and_unload``, and are rounded to the
+checkpoint's dtype once.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ def export_merged(
 ) -> Iterator[tuple[str, Tensor]]:
     """As :func:`mcore_qwen3vl.converters.live.export.export_hf`, each weight with its s·B·A added.
 
-    A collective. Sums are made in what was gathered, so no weight of the model is touched. On the
-    CPU the values are bitwise those of ``lora merge`` on what ``save_adapter`` writes.
+    A collective. Sums are made in what was gathered, so no weight of the model is touched. They are
+    those of ``lora merge`` on what ``save_adapter`` writes, within the rounding of float32.
 
     Args:
         models: the adapted model, or its virtual pipeline chunks.

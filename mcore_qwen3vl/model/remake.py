@@ -2,8 +2,8 @@
 
 What a linear layer or attention keeps for its gradients is often the output of something cheap, a
 norm, SwiGLU or the rotary embedding, whose own input is kept anyway. Within :func:`remaking` such
-an output is told how to be made, and whoever keeps it for the backward keeps that instead. The same
-kernel on the same input gives the same bits.
+an output is told how to be made, and whoever keeps it for the backward keeps that instead. The
+kernel and its input are the same both times, and so are the bits, if the kernel is deterministic.
 
 mcore's own recomputation of norms and activations ("layernorm" and "moe_act" of
 ``recompute_modules``) does so for norms that no linear layer has fused and for grouped experts

@@ -51,6 +51,14 @@ def load(path: Path) -> dict[str, Tensor]:
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
+def turned(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same with the fused experts' last two axes swapped: published to v5, or back."""
+    return {
+        name: t.transpose(1, 2) if t.ndim == 3 and "experts" in name else t
+        for name, t in tensors.items()
+    }
+
+
 def save(tensors: dict[str, Tensor], path: Path) -> None:
     """Replace the weights of a single-file HF checkpoint."""
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})

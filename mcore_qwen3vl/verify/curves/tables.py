@@ -43,7 +43,7 @@ RESUMES = (
 """MoE or dense, and layout and flags before and after a stop."""
 
 OTHER_LAYOUT = 1e-5
-"""Relative, in float32: a resume at another layout; at the same one, it is bit for bit."""
+"""Relative, in float32: a resume at another layout; at the same one, no bit may differ."""
 
 
 def cases(moe: bool) -> dict[str, Job]:
