@@ -26,6 +26,7 @@ FOREIGN = {
     "megatron-core": {"--ckpt-format"},
     "launch": {"--dry-run"},
     "verify.curves": {"--resume"},
+    "numerics": {"--quick"},
 }
 SOURCES = ("", "mcore_qwen3vl/", "mcore_qwen3vl/model/", "docs/")
 """Folders that a path on a page may be relative to."""
