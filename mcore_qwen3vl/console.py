@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from contextvars import ContextVar
 from typing import Any
 
 from rich import box
@@ -25,8 +25,10 @@ from rich.progress import (
 )
 from rich.table import Table
 
-STDOUT = Path("-")
 _SELDOM = 30.0  # seconds between lines that only say how far something is
+
+json_was_written = ContextVar("json_was_written", default=False)
+"""Whether this command has written its result: a failed check that follows is not a second one."""
 
 plain = escape
 """Text as it is: nothing in it is taken for markup."""
@@ -122,20 +124,10 @@ def table(title: str, *columns: str) -> Table:
     return made
 
 
-def emit_json(data: Any, file: Path | None) -> bool:
-    """Write `data` as JSON to `file`, or to standard output when it is ``-``; None writes nothing.
-
-    Returns:
-        Whether standard output now belongs to the JSON, so that nothing else may be printed.
-    """
-    if file is None:
-        return False
-    text = json.dumps(data, indent=2, default=str) + "\n"
-    if str(file) == "-":
-        sys.stdout.write(text)
-        return True
-    file.write_text(text, encoding="utf-8")
-    return False
+def emit_json(data: Any) -> None:
+    """Write `data` as JSON to standard output, which must hold nothing else."""
+    json_was_written.set(True)
+    sys.stdout.write(json.dumps(data, indent=2, default=str) + "\n")
 
 
 def size(count: float) -> str:

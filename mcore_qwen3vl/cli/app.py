@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
-from mcore_qwen3vl import console
+from mcore_qwen3vl import __version__, console
 from mcore_qwen3vl.cli import convert, data, launch, lora, show, sources, verify
 from mcore_qwen3vl.cli.generate import generate
 from mcore_qwen3vl.cli.memory import memory
@@ -23,6 +23,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(convert.app, name="convert")
 app.add_typer(lora.app, name="lora")
@@ -38,18 +39,44 @@ app.command(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line and exit with its code."""
+    """Run the command line and exit with its code.
+
+    Under ``--json`` an error is JSON too, on standard output: ``{"error": TEXT, "exit_code": N}``.
+    """
+    console.json_was_written.set(False)
     try:
         app(arguments)
     except (BadInput, CheckFailed) as error:
-        console.messages.print(f"[bold red]error:[/] {console.plain(str(error))}", soft_wrap=True)
-        sys.exit(error.exit_code)
+        _end(str(error), error.exit_code, arguments)
     except OSError as error:  # the disk, where no command could say more
-        console.messages.print(f"[bold red]error:[/] {console.plain(str(error))}", soft_wrap=True)
-        sys.exit(BadInput.exit_code)
+        _end(str(error), BadInput.exit_code, arguments)
     except KeyboardInterrupt:
         console.messages.print("interrupted")
         sys.exit(130)
+
+
+def _end(error: str, code: int, arguments: list[str] | None) -> NoReturn:
+    console.messages.print(f"[bold red]error:[/] {console.plain(error)}", soft_wrap=True)
+    wants_json = "--json" in (sys.argv if arguments is None else arguments)
+    if wants_json and not console.json_was_written.get():
+        console.emit_json({"error": error, "exit_code": code})
+    sys.exit(code)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        console.output.print(f"mcore-qwen3vl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """Qwen3-VL on Megatron-Core: convert, verify, train."""
 
 
 @app.command("inspect")
@@ -88,7 +115,9 @@ def inspect(
     if path is not None and is_adapter(path) and not table:
         console.quiet_libraries()
         adapter = inspect_adapter(path, hf_config)
-        if not console.emit_json(asdict(adapter), console.STDOUT if json else None):
+        if json:
+            console.emit_json(asdict(adapter))
+        else:
             show.adapter(adapter)
         return
     if (path is None) == (hf_config is None):
@@ -98,7 +127,7 @@ def inspect(
     if hf_config is not None:
         expected = estimate(hf_config, workers=workers, disk_gb_per_s=disk_gb_per_s)
         if json:
-            console.emit_json(asdict(expected), console.STDOUT)
+            console.emit_json(asdict(expected))
         else:
             show.estimate(expected)
         return
@@ -109,13 +138,13 @@ def inspect(
         if json:
             found = {"path": inspection.path, "kind": inspection.kind}
             mapping = [asdict(line) for line in lines]
-            console.emit_json({**found, "mapping": mapping}, console.STDOUT)
+            console.emit_json({**found, "mapping": mapping})
         else:
             show.mapping(lines)
         return
     if json:
         total = inspection.total_parameters
-        console.emit_json({"total_parameters": total, **asdict(inspection)}, console.STDOUT)
+        console.emit_json({"total_parameters": total, **asdict(inspection)})
     else:
         show.inspection(inspection, tensors=tensors)
 

@@ -8,7 +8,7 @@ import typer
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.cli import show, sources
-from mcore_qwen3vl.cli.options import JsonFile, media_flags, require
+from mcore_qwen3vl.cli.options import Json, media_flags, require
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import MediaLimits
 from mcore_qwen3vl.training.arguments import data_flags
@@ -56,7 +56,7 @@ def check(
         Path | None, typer.Option(help="Write histograms to this PNG (extra: plots).")
     ] = None,
     preprocess: Preprocess = None,
-    json: JsonFile = None,
+    json: Json = False,
     *,
     media: MediaLimits,
 ) -> None:
@@ -85,7 +85,9 @@ def check(
     )
     if plot is not None:
         plot_report(report, plot)
-    if not console.emit_json({"samples": report.samples, **asdict(report)}, json):
+    if json:
+        console.emit_json({"samples": report.samples, **asdict(report)})
+    else:
         show.data_report(report)
         if plot is not None:
             console.output.print(f"  histograms in {plot}")

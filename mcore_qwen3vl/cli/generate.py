@@ -90,9 +90,7 @@ def generate(
         return
     if json:
         found = [{"prompt": p, **asdict(a)} for p, a in zip(prompt, answers, strict=True)]
-        console.emit_json(
-            {"layout": str(layout), "seconds": seconds, "answers": found}, console.STDOUT
-        )
+        console.emit_json({"layout": str(layout), "seconds": seconds, "answers": found})
         return
     if streams:
         print()

@@ -99,7 +99,9 @@ def convert(
     )
     notes = vllm_notes(read, Architecture.from_hf(base), roles)
     result = {"target": str(out), "from": read.roles, "to": roles, "notes": notes}
-    if not console.emit_json(result, console.STDOUT if json else None):
+    if json:
+        console.emit_json(result)
+    else:
         console.output.print(f"[bold green]done[/] {console.plain(str(out))}")
         console.output.print(f"fused experts: {read.roles} roles to {roles} roles")
         for note in notes:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from mcore_qwen3vl import console
-from mcore_qwen3vl.cli.options import JsonFile, ReportFolder, Workers, conclude
+from mcore_qwen3vl.cli.options import Json, ReportFolder, Workers, conclude
 
 
 def verify_manifest(
@@ -15,7 +15,7 @@ def verify_manifest(
     ],
     workers: Workers = None,
     report: ReportFolder = None,
-    json: JsonFile = None,
+    json: Json = False,
 ) -> None:
     """Every tensor against the checksums in DIR/manifest.json; needs no Hugging Face source."""
     from mcore_qwen3vl.verify.checkpoints.manifest_check import check_manifest

@@ -14,6 +14,7 @@ from mcore_qwen3vl.cli.options import Json, layout_flags
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.mcore.paths import config_folder
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.shapes import SHAPES
 
 if TYPE_CHECKING:
     from mcore_qwen3vl.training.memory import Memory
@@ -26,7 +27,9 @@ def memory(
     model: Annotated[
         Path,
         sources.config_argument(
-            "MODEL", "A config.json, a checkpoint directory of either kind, or a hub id."
+            "MODEL",
+            "A config.json, a checkpoint directory of either kind, a hub id, or the size of a "
+            "published model: 2b, 4b, 8b, 32b, 30b_a3b or 235b_a22b.",
         ),
     ],
     layout: Layout,
@@ -81,7 +84,8 @@ def memory(
     """
     from mcore_qwen3vl.training.memory import Workload, by_stage
 
-    architecture = Architecture.from_hf(config_folder(model))
+    published = SHAPES / f"{model}.json"
+    architecture = Architecture.from_hf(published if published.exists() else config_folder(model))
     layout = replace(layout, first=first, last=last, split=split)
     layout.validate(architecture)
     work = Workload(seq_length, micro_batch_size, visual_share)
@@ -95,9 +99,7 @@ def memory(
         for count, stage in zip(layers, stages, strict=True)
     ]
     found = {"kind": LABEL, "unit": "bytes", "layout": str(layout), "gpus": layout.world_size}
-    console.emit_json(
-        {**found, **asdict(work), "recompute": recompute, "stages": listing}, console.STDOUT
-    )
+    console.emit_json({**found, **asdict(work), "recompute": recompute, "stages": listing})
 
 
 def _show(layout: Layout, layers: list[int], stages: list[Memory]) -> None:

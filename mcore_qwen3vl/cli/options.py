@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 Force = Annotated[bool, typer.Option("--force", help="Replace DST if it exists.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-JsonFile = Annotated[
-    Path | None, typer.Option("--json", help="Write the result as JSON to FILE; - is stdout.")
+Json = Annotated[
+    bool, typer.Option("--json", help="Print the result, or the error, as JSON and nothing else.")
 ]
 ReportFolder = Annotated[
-    Path | None, typer.Option("--report", help="Write report.json and report.html to this folder.")
+    Path | None,
+    typer.Option("--report", help="Write report.html, report.json and junit.xml to this folder."),
 ]
 Dtype = Annotated[
     Literal["config", "bf16", "fp16", "fp32"],
@@ -145,26 +145,25 @@ def require(held: bool, otherwise: str) -> None:
         raise CheckFailed(otherwise)
 
 
-def conclude(report: Report, folder: Path | None, json: Path | None) -> None:
+def conclude(report: Report, folder: Path | None, json: bool) -> None:
     """End a ``verify`` command: write what was asked for, show the report, exit by its verdict.
 
     Args:
         report: what was found.
-        folder: for ``report.json`` and ``report.html``; None: not written.
-        json: a file, or ``-`` for standard output, which then holds nothing else.
+        folder: where :func:`write_report` writes; None: nowhere.
+        json: print JSON instead of tables.
 
     Raises:
-        CheckFailed, typer.Exit: something differs; the latter where the report was shown, which
-            has said so.
+        typer.Exit: something differs, as the report has said.
     """
     from mcore_qwen3vl.verify.report.terminal import render
     from mcore_qwen3vl.verify.report.write import write_report
 
     if folder is not None:
         write_report(report, folder)
-    if console.emit_json(report.to_dict(), json):
-        require(report.ok, f"{report.title}: {report.verdict}")
-        return
-    console.output.print(render(report))
+    if json:
+        console.emit_json(report.to_dict())
+    else:
+        console.output.print(render(report))
     if not report.ok:
         raise typer.Exit(CheckFailed.exit_code)

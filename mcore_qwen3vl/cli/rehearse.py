@@ -60,9 +60,9 @@ def rehearse(
 ) -> None:
     """Rehearse a training run without its GPUs: peak memory, waits, launches, traffic.
 
-    After the options comes a script of launch/ with what is appended to it, or the flags of
-    train. A --hf-model with nothing but a config.json is enough. Exit code 0: it fits; 1: it
-    does not fit or stops with an error; 2: the command cannot be used.
+    After the options comes a script, by its path or by its name in `launch list`, with what is
+    appended to it, or the flags of train. A --hf-model with nothing but a config.json is enough.
+    Exit code 0: it fits; 1: it does not fit or stops with an error; 2: the command cannot be used.
     """
     console.quiet_libraries()
     from mcore_qwen3vl.rehearsal.command import read_command
@@ -82,7 +82,7 @@ def rehearse(
         with console.progress("searching") as say, Rehearser(options, say) as rehearser:
             fits = search(rehearser, command, architecture)
         if json:
-            console.emit_json([one.to_dict() for one in fits], console.STDOUT)
+            console.emit_json([one.to_dict() for one in fits])
         else:
             show_fits(fits, command)
         require(any(one.good for one in fits), "no layout that was rehearsed fits.")
@@ -94,7 +94,7 @@ def rehearse(
     if report is not None:
         write_page(found, report)
     if json:
-        console.emit_json(found.to_dict(), console.STDOUT)
+        console.emit_json(found.to_dict())
     else:
         show(found)
     require(found.fits, found.verdict)

@@ -86,6 +86,8 @@ def score(
     if found is None:  # a later rank of torchrun's
         return
     written = str(out or scores_of(data))
-    if not console.emit_json({"out": written, **asdict(found)}, console.STDOUT if json else None):
+    if json:
+        console.emit_json({"out": written, **asdict(found)})
+    else:
         show.scores(found, written)
     require(bool(found.scored), f"No record of {data} could be scored.")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from mcore_qwen3vl.console import STDOUT, emit_json, output, plain, size, table
+from mcore_qwen3vl.console import emit_json, output, plain, size, table
 
 if TYPE_CHECKING:
     from mcore_qwen3vl.converters.describe.adapter import AdapterInspection
@@ -28,7 +28,7 @@ def plan(plan: ConversionPlan, as_json: bool) -> None:
     """A dry run: one line a tensor, then the totals."""
     if as_json:
         steps = [asdict(tensor) for tensor in plan.planned]
-        emit_json({"direction": plan.direction, "bytes": plan.nbytes, "steps": steps}, STDOUT)
+        emit_json({"direction": plan.direction, "bytes": plan.nbytes, "steps": steps})
         return
     lines = table(f"{plan.direction}: {plan.source}", "from", "to", "shape", "dtype", ">size")
     for tensor in plan.planned:
@@ -47,7 +47,7 @@ def plan(plan: ConversionPlan, as_json: bool) -> None:
 def summary(summary: ConversionResult, as_json: bool) -> None:
     """What a conversion did."""
     if as_json:
-        emit_json(asdict(summary), STDOUT)
+        emit_json(asdict(summary))
         return
     rate = size(summary.nbytes / max(summary.seconds, 1e-9))
     output.print(f"[bold green]done[/] {plain(summary.target)}")

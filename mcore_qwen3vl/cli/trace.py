@@ -7,7 +7,7 @@ import typer
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.cli import sources
-from mcore_qwen3vl.cli.options import JsonFile, ReportFolder, conclude, layout_flags
+from mcore_qwen3vl.cli.options import Json, ReportFolder, conclude, layout_flags
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 
@@ -42,7 +42,7 @@ def verify_trace(
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds for the ranks to finish.")] = 600.0,
     report: ReportFolder = None,
-    json: JsonFile = None,
+    json: Json = False,
 ) -> None:
     """Find the first place where the models part, and why: module by module along the data path.
 

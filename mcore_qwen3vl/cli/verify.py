@@ -12,7 +12,7 @@ import typer
 from mcore_qwen3vl import console
 from mcore_qwen3vl.cli import sources
 from mcore_qwen3vl.cli.manifest import verify_manifest
-from mcore_qwen3vl.cli.options import JsonFile, ReportFolder, Workers, conclude, layout_flags
+from mcore_qwen3vl.cli.options import Json, ReportFolder, Workers, conclude, layout_flags
 from mcore_qwen3vl.cli.trace import verify_trace
 from mcore_qwen3vl.layout import Layout
 
@@ -36,7 +36,7 @@ def verify_roundtrip(
     ] = None,
     workers: Workers = None,
     report: ReportFolder = None,
-    json: JsonFile = None,
+    json: Json = False,
 ) -> None:
     """Hugging Face to Megatron-Core and back, bitwise: every tensor and companion file."""
     if lora is not None:
@@ -57,7 +57,7 @@ def verify_tensors(
     ],
     b: Annotated[Path, sources.argument("B", "Another one.")],
     report: ReportFolder = None,
-    json: JsonFile = None,
+    json: Json = False,
 ) -> None:
     """Compare two checkpoints bitwise as Hugging Face tensors."""
     from mcore_qwen3vl.verify.checkpoints.bitwise import compare_checkpoints
@@ -93,7 +93,7 @@ def verify_parity(
     ] = False,
     timeout: Annotated[float, typer.Option(help="Seconds for the ranks to finish.")] = 600.0,
     report: ReportFolder = None,
-    json: JsonFile = None,
+    json: Json = False,
 ) -> None:
     """Logits, loss and every gradient under a parallel layout, against Hugging Face's model.
 

@@ -10,10 +10,14 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
+import mcore_qwen3vl
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.shapes import SHAPES
 from mcore_qwen3vl.training.arguments.refusal import StrictParser
+
+INSTALLED = Path(mcore_qwen3vl.__file__).parent / "launch"
+"""The scripts that the package brings along."""
 
 _ENTRY = "train.py"
 
@@ -149,11 +153,12 @@ def _of_torch_spec(command: Command, words: Sequence[str], gpus: int | None) -> 
     )
 
 
-def _of_script(script: Path, words: Sequence[str], gpus: int | None) -> Command:
+def _of_script(name: Path, words: Sequence[str], gpus: int | None) -> Command:
+    script = name if name.is_file() else INSTALLED / name.with_suffix(".sh").name
     if not script.is_file():
         raise BadInput(
-            f"There is no script {script}: name one of launch/, or give the flags of train, each "
-            "of which begins with --."
+            f"There is no script {name}: give a path, a name that `mcore-qwen3vl launch list` "
+            "prints, or the flags of train, each of which begins with --."
         )
     clean = {n: v for n, v in os.environ.items() if not n.startswith("SLURM_")}
     done = subprocess.run(

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from mcore_qwen3vl import __version__
 from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.mapping.table import table
@@ -46,9 +47,9 @@ def test_both_ways_and_compare(checkpoint, tmp_path, capsys):
 
 
 def test_roundtrip_writes_its_findings(checkpoint, tmp_path, capsys):
-    report = tmp_path / "report.json"
-    assert run("verify", "roundtrip", checkpoint, "--json", report) == 0
-    found = json.loads(report.read_text())
+    report = tmp_path / "report"
+    assert run("verify", "roundtrip", checkpoint, "--report", report) == 0
+    found = json.loads((report / "report.json").read_text())
     assert found["ok"] is True
     assert sum(finding["part"] == "tensors" for finding in found["findings"]) == 134
     assert "99 tensors" in found["environment"]["there"]
@@ -62,8 +63,31 @@ def test_a_difference_is_exit_code_1(checkpoint, tmp_path, capsys):
     assert "134 of 140 comparisons failed" in printed.out
     assert "and 114 more" in printed.out
     assert printed.err == ""  # the verdict once
-    assert run("verify", "tensors", checkpoint, other, "--json", "-") == 1
-    assert "134 of 140 comparisons failed" in capsys.readouterr().err
+    assert run("verify", "tensors", checkpoint, other, "--json") == 1
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["verdict"] == "134 of 140 comparisons failed."
+    assert printed.err == ""
+
+
+def test_under_json_an_error_is_json_too(tmp_path, capsys):
+    assert run("inspect", tmp_path / "nothing", "--json") == 2
+    found = json.loads(capsys.readouterr().out)
+    assert found["exit_code"] == 2
+    assert "nothing" in found["error"]
+
+
+def test_version_and_short_help(capsys):
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"mcore-qwen3vl {__version__}\n"
+    assert run("verify", "-h") == 0
+    assert "roundtrip" in capsys.readouterr().out
+
+
+def test_the_module_is_the_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "mcore_qwen3vl", "--version"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (0, f"mcore-qwen3vl {__version__}\n")
 
 
 def test_dry_run_writes_nothing(checkpoint, tmp_path, capsys):

@@ -50,3 +50,11 @@ def test_the_command_prints_a_table_and_refuses_what_does_not_divide(
     assert [stage["layers"] for stage in found["stages"]] == [10, 18]
     assert run(SHAPES / "2b.json", "--tp", "3") == 2
     assert "16 attention heads cannot be divided over TP 3" in capsys.readouterr().err
+
+
+def test_a_published_model_is_named_by_its_size(capsys: pytest.CaptureFixture[str]) -> None:
+    listings = []
+    for model in ("8b", SHAPES / "8b.json"):
+        assert run(model, "--tp", "2", "--json") == 0
+        listings.append(json.loads(capsys.readouterr().out))
+    assert listings[0] == listings[1]

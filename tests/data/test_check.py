@@ -120,7 +120,7 @@ def test_the_command_takes_the_budgets_of_training(
     processor_dir: Path, write_jsonl: WriteJsonl, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_jsonl([question(0), question(2)])
-    command = ["data", "check", str(path), "--hf-model", str(processor_dir), "--json", "-"]
+    command = ["data", "check", str(path), "--hf-model", str(processor_dir), "--json"]
     patches = []
     for budget in ([], ["--image-max-tokens", "6"]):
         with pytest.raises(SystemExit) as left:
@@ -143,7 +143,7 @@ def test_the_balance_of_the_ranks_work(
     command = ["data", "check", str(path), "--hf-model", str(processor_dir), "--seq-length", "256"]
     command += ["--dp", "4", "--global-batch-size", "16", "--packing-buffer", "32"]
     with pytest.raises(SystemExit) as left:
-        main([*command, "--json", "-", "--plot", str(tmp_path / "plot.png")])
+        main([*command, "--json", "--plot", str(tmp_path / "plot.png")])
     assert left.value.code == 0
     found = json.loads(capsys.readouterr().out)
     by_length, by_work = (found["balance"][way] for way in ("by length", "by work"))

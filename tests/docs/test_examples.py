@@ -38,8 +38,8 @@ def run(command: list[str], folder: Path) -> str:
     return done.stdout
 
 
-def test_readme_python_example(tmp_path):
-    (example,) = blocks(README, "python")
+def test_python_example(tmp_path):
+    (example,) = blocks(DOCS / "python.md", "python")
     write_tiny_checkpoint(tmp_path / "model")  # as `mcore-qwen3vl tiny model`
     printed = run([sys.executable, "-c", example.text], tmp_path)
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
@@ -50,9 +50,9 @@ def test_readme_python_example(tmp_path):
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2, sp=True), Layout(cp=2), Layout(dp=2)], ids=str)
-def test_readme_python_example_under_a_layout(layout, tmp_path, monkeypatch):
+def test_python_example_under_a_layout(layout, tmp_path, monkeypatch):
     """Copies that differed between ranks would not be saved."""
-    (example,) = blocks(README, "python")
+    (example,) = blocks(DOCS / "python.md", "python")
     text = example.text.replace("layout = Layout()", f"layout = {layout!r}")
     assert text != example.text
     text = text.replace("torch.distributed.destroy_process_group()", "")  # run_layout's own

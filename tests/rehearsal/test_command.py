@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,6 +35,12 @@ def test_a_script_gives_flags_ranks_and_the_model_of_its_name() -> None:
         ("te", True, False) if there else ("torch", False, True)
     )
     assert command.micro_batches == 64 // 8
+
+
+def test_a_script_is_named_as_launch_list_has_it(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    by_name, by_path = (read_command([w], None) for w in ("sft_8b", str(LAUNCH / "sft_8b.sh")))
+    assert by_name.flags == by_path.flags
 
 
 def test_gpus_change_the_data_parallel_size_and_a_model_can_be_named() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 import time
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from mcore_qwen3vl.console import emit_json, quiet_libraries
+from mcore_qwen3vl.console import quiet_libraries
 from mcore_qwen3vl.verify.parity.lora_matrix import LORA_MATRIX
 from mcore_qwen3vl.verify.parity.matrix import MATRIX, MatrixRow, markdown, parity_matrix
 from mcore_qwen3vl.verify.report.result import Report
@@ -34,7 +35,9 @@ def main() -> int:
     table = markdown(results)
     if arguments.output:
         arguments.output.write_text(table, encoding="utf-8")
-    emit_json([report.to_dict() for _, report in results], arguments.json)
+    if arguments.json:
+        found = [report.to_dict() for _, report in results]
+        arguments.json.write_text(json.dumps(found, default=str), encoding="utf-8")
     failed = [row for row, report in results if not report.ok]
     print(
         f"{len(results) - len(failed)} of {len(results)} rows equal Hugging Face "

@@ -1,9 +1,10 @@
-"""Write a report: ``report.json`` and ``report.html``."""
+"""Write a report: ``report.html`` for people, ``report.json`` and ``junit.xml`` for CI."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.pages import templates
@@ -17,7 +18,7 @@ NEAREST_SHOWN = 10
 
 
 def write_report(report: Report, folder: str | Path) -> None:
-    """Write ``report.json`` and ``report.html`` into `folder`, made if absent.
+    """Write ``report.html``, ``report.json`` and ``junit.xml`` into `folder`, made if absent.
 
     The page needs no network and no other file; it stays below 1 MB whatever the size of the
     model, because it draws and lists only so many comparisons. The JSON has all of them; see
@@ -32,10 +33,27 @@ def write_report(report: Report, folder: str | Path) -> None:
         data = json.dumps(report.to_dict(), indent=1, default=str)
         (folder / "report.json").write_text(data + "\n", encoding="utf-8")
         (folder / "report.html").write_text(html(report), encoding="utf-8")
+        (folder / "junit.xml").write_bytes(junit(report))
     except OSError as error:
         raise BadInput(
             f"The report cannot be written to {folder}: {error.strerror}. Choose another --report."
         ) from None
+
+
+def junit(report: Report) -> bytes:
+    """The report in the XML form that CI systems show: a test case for each part and context."""
+    parts = report.parts()
+    suite = ElementTree.Element("testsuite", name=report.title, tests=str(len(parts)))
+    suite.set("failures", str(sum(summary.failed > 0 for summary in parts.values())))
+    for (context, part), summary in parts.items():
+        name = f"{part} ({context})" if context else part
+        case = ElementTree.SubElement(suite, "testcase", classname=report.title, name=name)
+        if summary.failed:
+            message = f"{summary.failed} of {summary.count} comparisons failed"
+            ElementTree.SubElement(case, "failure", message=message).text = str(summary.worst)
+    if not parts:
+        ElementTree.SubElement(suite, "error", message=report.verdict)
+    return ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True)
 
 
 def html(report: Report) -> str:

@@ -15,7 +15,7 @@ import pytest
 
 from mcore_qwen3vl.runtime.pretended import Settings
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
-from tests.docs.markdown import README, ROOT, blocks
+from tests.docs.markdown import ROOT, blocks
 
 
 def environment() -> dict[str, str]:
@@ -80,9 +80,9 @@ def test_a_part_that_fails_or_hangs_is_reported_and_the_next_one_runs(
 
 
 @pytest.mark.slow  # twenty seconds of imports
-def test_readme_python_example(tmp_path: Path) -> None:
+def test_python_example(tmp_path: Path) -> None:
     """As on a GPU: the model lands on it, trains and is exported; the losses mean nothing."""
-    (example,) = blocks(README, "python")
+    (example,) = blocks(ROOT / "docs" / "python.md", "python")
     write_tiny_checkpoint(tmp_path / "model")
     (tmp_path / "example.py").write_text(
         example.text + "\nassert next(model.parameters()).is_cuda\n"

@@ -26,7 +26,7 @@ def test_a_layout_that_holds_and_one_that_does_not(
     matrix: Matrix, tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
     asked = (matrix.reference("dense").path, "--tp", 2, "--sp", "--batches", "image")
-    assert run(*asked, "--no-gradients", "--json", "-", "--report", tmp_path) == 0
+    assert run(*asked, "--no-gradients", "--json", "--report", tmp_path) == 0
     report = json.loads(capsys.readouterr().out)
     assert report == json.loads((tmp_path / "report.json").read_text())
     assert (report["ok"], report["environment"]["layout"]) == (True, "tp2+sp")

@@ -5,6 +5,7 @@ import re
 from html.parser import HTMLParser
 from itertools import count
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -139,3 +140,17 @@ def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInput, match="cannot be written"):
         write_report(report(0.0), tmp_path / "file" / "report")
+
+
+def test_ci_systems_see_each_part(tmp_path: Path) -> None:
+    write_report(report(1e-6, 1.0), tmp_path)
+    suite = ElementTree.parse(tmp_path / "junit.xml").getroot()
+    assert (suite.get("tests"), suite.get("failures")) == ("1", "1")
+    failure = suite.find("testcase[@name='gradients (images)']/failure")
+    assert failure is not None
+    assert failure.get("message") == "1 of 2 comparisons failed"
+    assert "layers.1.mlp.up_proj" in (failure.text or "")
+    write_report(report(1e-6), tmp_path)
+    assert ElementTree.parse(tmp_path / "junit.xml").find(".//failure") is None
+    write_report(report(), tmp_path)  # nothing was compared: no success
+    assert ElementTree.parse(tmp_path / "junit.xml").find("error") is not None

@@ -175,10 +175,10 @@ def test_command_with_image(injector: FaultInjector, tmp_path: Path) -> None:
     Image.effect_noise((64, 40), 90).convert("RGB").save(tmp_path / "a.png")
     arguments = [str(injector.correct(moe=False)), "--image", str(tmp_path / "a.png")]
     arguments += ["--prompt", "What is it?", "--tp", "2", "--sp"]
-    arguments += ["--report", str(tmp_path / "report"), "--json", str(tmp_path / "out.json")]
+    arguments += ["--report", str(tmp_path / "report"), "--json"]
     result = CliRunner().invoke(app(), arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    assert json.loads((tmp_path / "out.json").read_text())["ok"]
+    assert json.loads(result.stdout)["ok"]
     assert json.loads((tmp_path / "report" / "report.json").read_text())["ok"]
     assert "PASSED" in (tmp_path / "report" / "report.html").read_text()
 
