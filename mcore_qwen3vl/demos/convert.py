@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -20,6 +19,7 @@ from mcore_qwen3vl.data.encoding.positions import mrope_position_ids
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.runtime.launch import run_layout
+from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.verify.checkpoints.bitwise import compare_checkpoints
@@ -68,9 +68,9 @@ def run_demo(
         status: told what is being done.
     """
     _prepare()
-    folder = nullcontext(keep) if keep else tempfile.TemporaryDirectory(prefix="mcore-qwen3vl-")
+    folder = nullcontext(keep) if keep else scratch_folder()
     with folder as path:
-        return _run(Path(path), dense, status or (lambda text: None))
+        return _run(path, dense, status or (lambda text: None))
 
 
 def _run(folder: Path, dense: bool, status: Callable[[str], None]) -> Demo:

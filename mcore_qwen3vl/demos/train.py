@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -15,6 +14,7 @@ from typing import Any
 from mcore_qwen3vl.errors import CheckFailed
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
+from mcore_qwen3vl.runtime.lifetime import scratch_folder
 
 SAMPLES, STEPS, STOP = 8, 60, 30
 LORA = ("--lora-rank", "16", "--lora-target", "all-linear", "--lora-modules-to-save", "lm_head")
@@ -58,8 +58,7 @@ def run_demo(
     from mcore_qwen3vl.tiny.records import write_image_qa
     from mcore_qwen3vl.verify.curves.job import DISTRIBUTED, Job, train
 
-    with nullcontext(keep) if keep else tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+    with nullcontext(keep) if keep else scratch_folder() as folder:
         say("a tiny Qwen3-VL with random weights, and image questions with PNGs")
         checkpoint = write_tiny_checkpoint(folder / "model")
         data = write_image_qa(folder / "data", SAMPLES, text_only_every=None)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from threading import Event, Thread
+from typing import Any
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
@@ -18,6 +18,7 @@ from mcore_qwen3vl.rehearsal.material import architecture_of, prepare, rehearsed
 from mcore_qwen3vl.rehearsal.outcome import Device, Rehearsal, RoleOutcome
 from mcore_qwen3vl.rehearsal.pipeline import Pipeline, model_pipeline
 from mcore_qwen3vl.rehearsal.roles import Role, roles_of
+from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.runtime.pretended.preload import Routing, Settings
 from mcore_qwen3vl.runtime.pretended.workbench import As, Failed, Workbench
 from mcore_qwen3vl.schedule import Durations
@@ -86,19 +87,18 @@ class Rehearser:
         """
         self.options = options
         self._say = say
-        self._scratch = TemporaryDirectory(prefix="mcore-qwen3vl-rehearsal-")
-        self._folder = Path(self._scratch.name)
+        self._open = ExitStack()
+        self._folder = self._open.enter_context(scratch_folder("mcore-qwen3vl-rehearsal-"))
         self._log = self._folder / "log"
         self._made = 0
         settings = Settings(capability=options.gpu.capability)
-        self._bench = Workbench(IMPORTS, settings, self._log)
+        self._bench = self._open.enter_context(Workbench(IMPORTS, settings, self._log))
 
     def __enter__(self) -> Rehearser:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._bench.close()
-        self._scratch.cleanup()
+    def __exit__(self, *exception: Any) -> None:
+        self._open.__exit__(*exception)
 
     def rehearse(
         self, command: Command, *, stop_at_failure: bool = False, what: str = ""

@@ -12,7 +12,6 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -27,6 +26,7 @@ import torch.distributed as dist
 
 from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.runtime import cpu
+from mcore_qwen3vl.runtime.lifetime import end_with_parent, scratch_folder
 from mcore_qwen3vl.runtime.pretended.preload import preloaded
 
 PATIENCE = 1.0
@@ -101,11 +101,11 @@ def run_layout(
         check_gpus(world_size)
     context: Any = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
     ranks: list[_Rank] = []
-    with tempfile.TemporaryDirectory(prefix="mcore-qwen3vl-ranks-") as scratch:
+    with scratch_folder("mcore-qwen3vl-ranks-") as scratch:
         try:
             for rank in range(world_size):
                 ours, theirs = context.Pipe(duplex=False)
-                work = _Work(fn, args, rank, world_size, timeout, device, Path(scratch))
+                work = _Work(fn, args, rank, world_size, timeout, device, scratch)
                 process = context.Process(target=_run_rank, args=(work, theirs), daemon=True)
                 process.start()
                 theirs.close()
@@ -138,6 +138,7 @@ class _Work:
 
 
 def _run_rank(work: _Work, pipe: Connection) -> None:
+    end_with_parent()
     with work.stacks.open("w") as stacks:
         faulthandler.dump_traceback_later(max(work.timeout - 1, 0.9 * work.timeout), file=stacks)
         try:

@@ -5,11 +5,18 @@ import sys
 from pathlib import Path
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.training.run import main
+from mcore_qwen3vl.runtime.lifetime import end_with_parent
 
 
 def entry() -> None:
-    """Train as the command line says; bad input is one line on stderr and exit code 2."""
+    """Train as the command line says; bad input is one line on stderr and exit code 2.
+
+    A rank ends with the torchrun that started it, which otherwise leaves it on its GPU when killed.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent(os.getppid())
+    from mcore_qwen3vl.training.run import main  # takes seconds, in which torchrun may be killed
+
     try:
         main(sys.argv[1:])
     except BadInput as error:

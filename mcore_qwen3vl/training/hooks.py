@@ -7,6 +7,7 @@ lacks one of them is refused at the start instead of training without it.
 from __future__ import annotations
 
 import functools
+import queue
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,15 @@ def wrap(module: Any, wrappers: dict[str, Wrapper]) -> None:
         wrapped = functools.partial(wrapper, original)
         functools.update_wrapper(wrapped, original)
         setattr(module, name, wrapped)
+
+
+def results_queue(original: Any, mp_mode: str = "spawn") -> queue.Queue[Any]:
+    """In place of ``filesystem_async.get_write_results_queue``, for saves that this process awaits.
+
+    Megatron's is held by a process of its own, which imports the program anew (600 MB for each
+    rank) and stays for ever once its rank is killed. A save in the background needs that.
+    """
+    return queue.Queue()
 
 
 class Signals:

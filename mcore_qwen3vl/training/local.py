@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.training.arguments.checks import check_device
 from mcore_qwen3vl.training.arguments.early import check_early
 from mcore_qwen3vl.training.arguments.help import print_help
@@ -94,16 +95,11 @@ def _run_torchrun(flags: Sequence[str], ranks: int) -> int:
 
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    arguments = [
-        "--standalone",
-        "--nproc-per-node",
-        str(ranks),
-        "-m",
-        "mcore_qwen3vl.training",
-        *flags,
-    ]
+    arguments = ["--standalone", "--nproc-per-node", str(ranks)]
+    program = ["-m", "mcore_qwen3vl.training", *flags]
     try:
-        torchrun.run(torchrun.parse_args(arguments))
+        with scratch_folder("mcore-qwen3vl-torchrun-") as folder:
+            torchrun.run(torchrun.parse_args([*arguments, "--log-dir", str(folder), *program]))
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
         if failure.exitcode == BadInput.exit_code:

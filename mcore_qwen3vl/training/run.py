@@ -161,12 +161,19 @@ class Run:
 
     def _pretrain(self) -> None:
         from megatron.core.datasets import utils as datasets
+        from megatron.core.dist_checkpointing.strategies import filesystem_async
         from megatron.core.enums import ModelType
         from megatron.training import checkpointing, dist_signal_handler, pretrain, training
         from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
         from mcore_qwen3vl.converters.torch_dist.metadata import guard_reads
-        from mcore_qwen3vl.training.hooks import Signals, Stats, success_of_all, wrap
+        from mcore_qwen3vl.training.hooks import (
+            Signals,
+            Stats,
+            results_queue,
+            success_of_all,
+            wrap,
+        )
         from mcore_qwen3vl.training.lora.run import keep_trained
         from mcore_qwen3vl.training.model import model_provider
         from mcore_qwen3vl.training.preference.flags import is_preference, reference_of
@@ -176,6 +183,8 @@ class Run:
 
         multi_tensor.install()
         guard_reads()
+        if not self.args.async_save:
+            wrap(filesystem_async, {"get_write_results_queue": results_queue})
 
         # Would compile a helper for GPT data sets, which are not used, by a Makefile that
         # megatron-core's wheel lacks; the first rank would exit for it.

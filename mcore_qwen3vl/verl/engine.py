@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from verl.utils import tensordict_utils
 from verl.utils.megatron_utils import get_model, mapping_string_to_attn_backend, unwrap_model
 from verl.utils.torch_dtypes import PrecisionType
@@ -28,6 +29,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.transformer_config import transformer_config
 from mcore_qwen3vl.training.checkpoints.optimizer import keep_own_parts
+from mcore_qwen3vl.training.hooks import results_queue, wrap
 from mcore_qwen3vl.training.step.optimizer import make_resumable
 from mcore_qwen3vl.verl.bridge import Bridge
 from mcore_qwen3vl.verl.lora import lora_run, switched_off
@@ -81,6 +83,7 @@ class Qwen3VLEngine(MegatronEngineWithLMHead):
 
     def _build_tf_config(self) -> None:
         guard_reads()  # VERL loads checkpoints with Megatron's own reader
+        wrap(filesystem_async, {"get_write_results_queue": results_queue})
         config = self.engine_config
         self.is_value_model = self.model_config.model_type == "value_model"
         self.share_embeddings_and_output_weights = (

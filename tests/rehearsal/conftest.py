@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,7 @@ def command(
     from mcore_qwen3vl.rehearsal import run
 
     # Imports take fifteen seconds, and the workbench has done them.
-    monkeypatch.setattr(run, "Workbench", lambda *_: workbench)
-    monkeypatch.setattr(workbench, "close", lambda: None)
+    monkeypatch.setattr(run, "Workbench", lambda *_: nullcontext(workbench))
 
     def call(*words: object) -> tuple[int, dict[str, Any], str]:
         code = 0

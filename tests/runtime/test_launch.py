@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -67,3 +70,28 @@ def test_hanging_ranks_are_killed_and_say_where_they_were() -> None:
     assert "in hang" in str(failure.value)
     assert "in barrier" in str(failure.value)
     assert "pytest" not in str(failure.value)
+
+
+def _start_ranks(started: Path) -> None:
+    def work() -> None:
+        (started / str(os.getpid())).touch()
+        time.sleep(600)
+
+    run_layout(work, 2, timeout=600)
+
+
+def test_ranks_end_with_the_process_that_was_killed(tmp_path: Path) -> None:
+    parent = multiprocessing.get_context("fork").Process(target=_start_ranks, args=(tmp_path,))
+    parent.start()
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.iterdir())) < 2:
+        assert parent.is_alive()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    ranks = [psutil.Process(int(file.name)) for file in tmp_path.iterdir()]
+    parent.kill()
+    parent.join()
+    _, left = psutil.wait_procs(ranks, 15)  # they take no time, on a machine that is not busy
+    for rank in left:
+        rank.kill()
+    assert left == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -26,6 +27,7 @@ from mcore_qwen3vl.data.loading.worker import start_worker
 from mcore_qwen3vl.data.scores import References
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.flops import ALL, Trained
+from mcore_qwen3vl.runtime.lifetime import scratch_folder
 
 _PREFETCHED = 2  # batches that a data worker keeps ready
 _BACK = 2  # batches that a state may lie behind what was read
@@ -162,7 +164,10 @@ class Loader(Iterator[Batch]):
             n_checkpoints=_PREFETCHED * max(num_workers, 1) + 1 + _BACK,
         )
         if num_workers > 0:
-            self._loader.worker_init_fn = partial(start_worker, self._loader.worker_init_fn)
+            self._temporary = ExitStack()  # closes with this object, after its workers
+            temporary = self._temporary.enter_context(scratch_folder("mcore-qwen3vl-workers-"))
+            start = self._loader.worker_init_fn
+            self._loader.worker_init_fn = partial(start_worker, start, temporary)
         self._iterator: Iterator[Batch] | None = None
 
     def __iter__(self) -> Loader:

@@ -31,6 +31,7 @@ from megatron.energon.wrappers.map_dataset import MapDataset
 from mcore_qwen3vl import console
 from mcore_qwen3vl.data.loading.stand_in import origin, stand_ins
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.runtime.lifetime import end_with_parent
 
 log = logging.getLogger(__name__)
 
@@ -249,6 +250,7 @@ _task: tuple[MeasuredFactory, Measuring, int]
 
 def _begin(*task: Any) -> None:
     global _task
+    end_with_parent()
     _task = task
     for number in (signal.SIGTERM, signal.SIGINT):  # a rank's own handlers finish a step first
         signal.signal(number, signal.SIG_DFL)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import runpy
 import sys
 import traceback
@@ -12,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.runtime.lifetime import leave_at_once
 from mcore_qwen3vl.runtime.pretended.preload import Settings, start_again
 from mcore_qwen3vl.runtime.pretended.report import Report, Stage
 
@@ -127,5 +127,4 @@ if __name__ == "__main__":
     except BadInput as error:
         print(f"error: {error}", file=sys.stderr)
         exit_code = error.exit_code
-    sys.stdout.flush()
-    os._exit(exit_code)  # libraries' clean-up at exit is no part of the rehearsal
+    leave_at_once(exit_code)  # libraries' clean-up at exit is no part of the rehearsal

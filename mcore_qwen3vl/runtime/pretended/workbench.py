@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mcore_qwen3vl.errors import BadInput, CheckFailed
+from mcore_qwen3vl.runtime.lifetime import end_with_parent, leave_at_once
 from mcore_qwen3vl.runtime.pretended.preload import Routing, Settings
 from mcore_qwen3vl.runtime.pretended.report import Report
 
@@ -67,8 +68,8 @@ class Workbench:
             BadInput: it cannot run here, see :func:`.build.libraries`.
         """
         environment = {**os.environ, **(settings or Settings()).environment()}
-        program = f"import sys; from {__name__} import serve; serve(sys.argv[1:])"
-        command = [sys.executable, "-c", program, *imports]
+        program = f"import sys; from {__name__} import serve; serve(*sys.argv[1:])"
+        command = [sys.executable, "-c", program, str(os.getpid()), *imports]
         pipe = subprocess.PIPE
         printed = None if log is None else log.open("ab")
         self._process = subprocess.Popen(
@@ -78,7 +79,9 @@ class Workbench:
     def __enter__(self) -> Workbench:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, *exception: object) -> None:
+        if kind is not None:  # a call may be going on, for minutes
+            self._process.kill()
         self.close()
 
     def close(self) -> None:
@@ -126,8 +129,9 @@ def _send(stream: BinaryIO | Any, message: Any) -> None:
     stream.flush()
 
 
-def serve(imports: Sequence[str]) -> None:
-    """Answer calls from stdin until it ends."""
+def serve(parent: str, *imports: str) -> None:
+    """Answer calls from stdin until it ends, or the process of ID `parent` does."""
+    end_with_parent(int(parent))
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what programs print is not an answer
     for name in imports:
@@ -136,19 +140,20 @@ def serve(imports: Sequence[str]) -> None:
         try:
             call = pickle.load(sys.stdin.buffer)
         except EOFError:
-            os._exit(0)  # the interpreter's own end takes seconds
+            leave_at_once()
         _send(answers, _in_a_fork(*call))
 
 
 def _in_a_fork(*call: Any) -> tuple[Any, Any]:
     readable, writable = os.pipe()
+    server = os.getpid()
     child = os.fork()
     if not child:
+        end_with_parent(server)
         os.close(readable)
         with os.fdopen(writable, "wb") as pipe:
             pickle.dump(_run(*call), pipe)
-        sys.stdout.flush()
-        os._exit(0)
+        leave_at_once()
     os.close(writable)
     with os.fdopen(readable, "rb") as pipe:
         answer = pipe.read()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from mcore_qwen3vl.converters.adapters.read import read_adapter
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.runtime.launch import run_layout
+from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.verify.checkpoints.bitwise import TENSORS
 from mcore_qwen3vl.verify.report.measurement import Finding, measure
 from mcore_qwen3vl.verify.report.result import Report
@@ -51,8 +51,8 @@ def adapter_roundtrip(
     layout.validate(architecture)
     from mcore_qwen3vl.model.lora.adapt import whole_tensors
 
-    with tempfile.TemporaryDirectory(prefix="roundtrip-", dir=work_dir) as folder:
-        back = Path(folder) / "adapter"
+    with scratch_folder("roundtrip-", work_dir) as folder:
+        back = folder / "adapter"
         run_layout(_through, layout.world_size, hf, layout, adapter, back, timeout=timeout)
         returned = read_adapter(back, hf)
         report = Report(f"{lora} into {layout} and back", {"layout": str(layout)})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.offline.engine import ConversionResult
 from mcore_qwen3vl.converters.storage.progress import Progress
+from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.verify.checkpoints.bitwise import compare_checkpoints
 from mcore_qwen3vl.verify.report.result import Report
 
@@ -32,8 +32,8 @@ def roundtrip(
     Raises:
         BadInput: see `convert.hf_to_mcore`.
     """
-    with tempfile.TemporaryDirectory(prefix="roundtrip-", dir=work_dir) as folder:
-        mcore, back = Path(folder) / "mcore", Path(folder) / "hf"
+    with scratch_folder("roundtrip-", work_dir) as folder:
+        mcore, back = folder / "mcore", folder / "hf"
         with phase("to Megatron-Core") as progress:
             forward = hf_to_mcore(src, mcore, workers=workers, progress=progress)
         with phase("back to Hugging Face") as progress:

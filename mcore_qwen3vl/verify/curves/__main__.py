@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 from mcore_qwen3vl.console import quiet_libraries
+from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.verify.curves.tables import curves_table, resume_table
 
 
@@ -27,10 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--resume", action="store_true", help="the table of resumed runs instead")
     options = parser.parse_args(arguments)
     quiet_libraries()
-    with tempfile.TemporaryDirectory() as folder:
+    with scratch_folder() as folder:
         if options.resume:
-            return resume_table(Path(folder), options.steps)
-        return curves_table(Path(folder), options.steps, options.only)
+            return resume_table(folder, options.steps)
+        return curves_table(folder, options.steps, options.only)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import torch
 
 from mcore_qwen3vl.console import quiet_libraries
+from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.verify.parity.lora_matrix import LORA_MATRIX
 from mcore_qwen3vl.verify.parity.matrix import MATRIX, MatrixRow, markdown, parity_matrix
 from mcore_qwen3vl.verify.report.result import Report
@@ -30,8 +30,8 @@ def main() -> int:
     torch.set_num_threads(1)  # the models are tiny; more threads only wait for one another
     rows = [row for row in (*MATRIX, *LORA_MATRIX) if arguments.only in str(row)]
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="mcore-qwen3vl-parity-") as folder:
-        results = parity_matrix(Path(folder), rows, progress=show)
+    with scratch_folder("mcore-qwen3vl-parity-") as folder:
+        results = parity_matrix(folder, rows, progress=show)
     table = markdown(results)
     if arguments.output:
         arguments.output.write_text(table, encoding="utf-8")

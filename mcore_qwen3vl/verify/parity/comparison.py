@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from pathlib import Path
@@ -13,6 +12,7 @@ from mcore_qwen3vl.converters.mapping.table import table
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.runtime.launch import check_gpus, run_layout
+from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.verify.parity.adapters import preset_config, write_random_adapter
 from mcore_qwen3vl.verify.parity.batches import Batch, batches_of, build_batch
 from mcore_qwen3vl.verify.parity.cached_reference import CachedReference
@@ -66,8 +66,8 @@ def verify_parity(
     """
     if lora is not None and str(lora) in get_args(Preset):
         config = preset_config(str(lora), hf_dir)
-        with tempfile.TemporaryDirectory(prefix="mcore-qwen3vl-lora-") as folder:
-            random = write_random_adapter(Path(folder) / "adapter", config, hf_dir)
+        with scratch_folder("mcore-qwen3vl-lora-") as folder:
+            random = write_random_adapter(folder / "adapter", config, hf_dir)
             return verify_parity(
                 hf_dir,
                 layout,

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
+from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.verify.trace.faults import FAULTS, Fault
 
@@ -118,8 +119,8 @@ def main() -> int:
     from mcore_qwen3vl import console
 
     console.quiet_libraries()
-    with tempfile.TemporaryDirectory(prefix="mcore-qwen3vl-") as folder:
-        injector = FaultInjector(Path(folder))
+    with scratch_folder() as folder:
+        injector = FaultInjector(folder)
         return 0 if print_table([injector.trace(fault) for fault in FAULTS]) else 1
 
 

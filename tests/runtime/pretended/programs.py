@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 from pathlib import Path
 from typing import Any
@@ -245,6 +246,14 @@ def own_parts(folder: Path) -> dict[str, Any]:
         "stored": sum(tensor.numel() for tensor in stored(folder).values()),
         "more memory": more,
     }
+
+
+def processes_after_training(flags: list[str]) -> list[str]:
+    """Those that this process has started and that still run."""
+    from mcore_qwen3vl.training import pretended
+
+    pretended.main(flags)
+    return [child.name for child in multiprocessing.active_children()]
 
 
 def _without_torchrun() -> None:

@@ -190,16 +190,29 @@ def test_batches_wait_for_nothing_read_ahead_or_not(
     assert report.stage("iteration 3").counters["unknown_calls"] == 0
 
 
+def test_a_save_starts_no_process(workbench: Workbench, tmp_path: Path) -> None:
+    """Megatron's own starts one on each rank, which stays for ever once its rank is killed."""
+    save = tmp_path / "save"
+    flags = _tiny_flags(tmp_path, "--tensor-model-parallel-size", "1", "--save", str(save))
+    program = "tests.runtime.pretended.programs:processes_after_training"
+    processes, _ = workbench.call(program, flags)
+    assert list(save.rglob("*.distcp"))
+    assert processes == []
+
+
 def _tiny_rank(workbench: Workbench, tmp_path: Path, rank: int, *more: str) -> Report:
+    program, flags = "mcore_qwen3vl.training.pretended:main", _tiny_flags(tmp_path, *more)
+    _, report = workbench.call(program, flags, rank=rank, world_size=2)
+    return report
+
+
+def _tiny_flags(tmp_path: Path, *more: str) -> list[str]:
     from mcore_qwen3vl.tiny.stand_in import write_half_images
 
     tiny = write_tiny_checkpoint(tmp_path / "tiny")
     data = write_half_images(tmp_path / "data", 2, tokens=120, image_side=8, token_pixels=8)
-    flags = [
+    return [
         "--spec", "torch", "--hf-model", str(tiny), "--data-path", str(data), "--lr", "1e-5",
         "--train-iters", "1", "--seq-length", "128", "--micro-batch-size", "1",
         "--tensor-model-parallel-size", "2", "--bf16", "--num-workers", "0", *more,
     ]  # fmt: skip
-    program = "mcore_qwen3vl.training.pretended:main"
-    _, report = workbench.call(program, flags, rank=rank, world_size=2)
-    return report

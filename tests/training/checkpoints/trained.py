@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
@@ -36,6 +37,7 @@ from mcore_qwen3vl.model.lora.trainable import freezing, trained_names
 from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.tiny import tiny_config
 from mcore_qwen3vl.training.checkpoints.optimizer import LOAD, SAVE, keep_own_parts
+from mcore_qwen3vl.training.hooks import results_queue, wrap
 from mcore_qwen3vl.training.step.optimizer import make_resumable
 
 FORMAT = {
@@ -143,6 +145,7 @@ class Trained:
 
     def _save(self, state: dict[str, Any], folder: Path) -> None:
         folder.mkdir(exist_ok=True)
+        wrap(filesystem_async, {"get_write_results_queue": results_queue})  # as in a run
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(), group)
         dist_checkpointing.save(state, str(folder), strategy)

@@ -1,0 +1,161 @@
+"""What a command leaves on the machine once it has ended, however it was ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+PATIENCE = 15.0
+"""Seconds after the end until nothing may be left. PyTorch's data workers look for their parent
+every five seconds; what else is asked to go goes within one, on a machine that is not busy."""
+
+START = 300.0  # seconds that a command may take to come to the moment at which it is ended
+
+Ending = Callable[[subprocess.Popen[bytes]], None]
+
+ENDINGS: dict[str, Ending] = {
+    "success": lambda process: None,
+    "Ctrl-C": lambda process: os.killpg(process.pid, signal.SIGINT),
+    "SIGTERM": lambda process: process.send_signal(signal.SIGTERM),
+    "SIGKILL": lambda process: process.kill(),
+    "SIGTERM to all": lambda process: _terminate_all(process.pid),
+    "SIGKILL to the group": lambda process: os.killpg(process.pid, signal.SIGKILL),
+}
+"""A terminal sends Ctrl-C to all processes of the command, a user's `kill` to the first one. Slurm
+and systemd send SIGTERM to all that they find, and `timeout -k` SIGKILL to the group."""
+
+_MARK = "LEFTOVERS_OF"
+_SHARED = Path("/dev/shm")
+
+
+def _terminate_all(process: int) -> None:
+    first = psutil.Process(process)
+    for one in (*first.children(recursive=True), first):
+        with suppress(psutil.NoSuchProcess):
+            one.terminate()
+
+
+@dataclass(frozen=True)
+class Left:
+    """What was there once a command had ended, and `PATIENCE` had passed."""
+
+    exit_code: int
+    printed: str
+    processes: list[str]
+    files: list[str]
+    shared_memory: list[str]
+
+    @property
+    def anything(self) -> list[str]:
+        """All of it, as text. Sockets are among it: one that listens is held by a process."""
+        return [*self.processes, *self.files, *self.shared_memory]
+
+
+def run_and_end(
+    command: Sequence[object],
+    folder: Path,
+    ending: str,
+    *,
+    processes: int = 1,
+    ready: Callable[[], bool] = lambda: True,
+) -> Left:
+    """Run a command in a temporary folder of its own, end it, and look around.
+
+    Args:
+        command: its words.
+        folder: for its temporary files and what it prints.
+        ending: a name of `ENDINGS`.
+        processes: it is ended once it has had as many at a time, itself included.
+        ready: and once this holds.
+
+    Raises:
+        AssertionError: it had ended before.
+    """
+    mark, temporary, output = uuid.uuid4().hex, folder / "temporary", folder / "printed"
+    temporary.mkdir()
+    before = set(_SHARED.iterdir())
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    own = {"PATH": path, "TMPDIR": str(temporary), _MARK: mark, "OMP_NUM_THREADS": "1"}
+    # PyTorch's own cache is one for all runs, and no leftover.
+    own["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
+    with output.open("wb") as stream:
+        process = subprocess.Popen(
+            [str(word) for word in command],
+            env={**os.environ, **own},
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        if ending != "success":
+            _await(lambda: len(list(_marked(mark))) >= processes and ready(), process, output)
+        ENDINGS[ending](process)
+        code = process.wait(START)
+        return _look(mark, temporary, before, code, output)
+    finally:
+        for left in _marked(mark):
+            with suppress(ProcessLookupError):
+                os.kill(left, signal.SIGKILL)
+        process.wait()
+
+
+def _await(moment: Callable[[], bool], process: subprocess.Popen[bytes], output: Path) -> None:
+    deadline = time.monotonic() + START
+    while not moment():
+        assert process.poll() is None, f"it ended too early: {output.read_text()}"
+        assert time.monotonic() < deadline, f"it did not get so far: {output.read_text()}"
+        time.sleep(0.05)
+
+
+def _look(mark: str, temporary: Path, before: set[Path], code: int, output: Path) -> Left:
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        left = Left(
+            exit_code=code,
+            printed=output.read_text(errors="replace"),
+            processes=[_described(one) for one in _marked(mark)],
+            files=sorted(str(file.relative_to(temporary)) for file in temporary.rglob("*")),
+            shared_memory=_abandoned(set(_SHARED.iterdir()) - before),
+        )
+        if not left.anything or time.monotonic() > deadline:
+            return left
+        time.sleep(0.1)
+
+
+def _marked(mark: str) -> Iterator[int]:
+    """Processes that descend from the command, whoever is their parent now; zombies are none."""
+    wanted = f"{_MARK}={mark}".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it ends meanwhile, or is another user's
+            if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                yield int(folder.name)
+
+
+def _described(process: int) -> str:
+    try:
+        words = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return f"process {process}"
+    return f"process {process}: {b' '.join(words).decode(errors='replace')[:200]}"
+
+
+def _abandoned(entries: set[Path]) -> list[str]:
+    """Those that no process maps: what another program uses meanwhile is not ours."""
+    if not entries:
+        return []
+    used = ""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            used += maps.read_text()
+    return sorted(str(entry) for entry in entries if str(entry) not in used)
