@@ -61,8 +61,8 @@ class History:
         ]
 
     def peak(self) -> Moment:
-        """When most was allocated."""
-        return self._moments(1)[0]
+        """When most was allocated; of zero bytes if nothing was."""
+        return next(iter(self._moments(1)), Moment(0.0, 0, {}))
 
     def refused(self) -> Moment | None:
         """When an allocation was refused for good; None if none was."""

@@ -12,10 +12,14 @@ import pickle
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, BinaryIO
+from unittest import mock
 
 from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.runtime.lifetime import end_with_parent, leave_at_once
@@ -134,17 +138,49 @@ def serve(parent: str, *imports: str) -> None:
     end_with_parent(int(parent))
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what programs print is not an answer
-    for name in imports:
-        importlib.import_module(name)
+    with _answering_for_the_device():
+        for name in imports:
+            importlib.import_module(name)
     while True:
         try:
             call = pickle.load(sys.stdin.buffer)
         except EOFError:
             leave_at_once()
-        _send(answers, _in_a_fork(*call))
+        _send(answers, _in_a_fork(partial(_run, *call)))
 
 
-def _in_a_fork(*call: Any) -> tuple[Any, Any]:
+@contextmanager
+def _answering_for_the_device() -> Iterator[None]:
+    """Modules may ask for the device's properties inside: no CUDA context is made here for it.
+
+    megatron-core 0.20 asks for name and capability while it is imported. PyTorch would make a
+    context in this process, and then no fork of it could use CUDA. A fork of its own asks instead.
+    """
+    import torch
+
+    ask = torch.cuda.get_device_properties
+
+    @cache
+    def answer(device: Any = None) -> SimpleNamespace:
+        found, error = _in_a_fork(lambda: (_plain(ask(0)), None))
+        if error is not None:
+            raise Failed(f"the pretended device cannot be asked: {error}")
+        return SimpleNamespace(**found)
+
+    with mock.patch.object(torch.cuda, "get_device_properties", answer):
+        yield
+    if torch.cuda.is_initialized():
+        raise Failed("a module that was imported uses CUDA, and no fork could use it any more")
+
+
+def _plain(properties: Any) -> dict[str, Any]:
+    """The properties that are numbers or text; the others cannot be pickled."""
+    found = {n: getattr(properties, n) for n in dir(properties) if not n.startswith("_")}
+    return {name: value for name, value in found.items() if isinstance(value, int | float | str)}
+
+
+def _in_a_fork(run: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+    """Return what `run` returns in a fork: a result, and what went wrong or None."""
     readable, writable = os.pipe()
     server = os.getpid()
     child = os.fork()
@@ -152,7 +188,7 @@ def _in_a_fork(*call: Any) -> tuple[Any, Any]:
         end_with_parent(server)
         os.close(readable)
         with os.fdopen(writable, "wb") as pipe:
-            pickle.dump(_run(*call), pipe)
+            pickle.dump(run(), pipe)
         leave_at_once()
     os.close(writable)
     with os.fdopen(readable, "rb") as pipe:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import subprocess
 import sys
@@ -48,6 +49,31 @@ def test_its_properties_are_read_at_the_right_offsets(workbench: Workbench) -> N
         "warp_size": 32,
         "shared_memory_per_block_optin": 232448,
     }
+
+
+ASKING = """
+import torch
+
+def asked():
+    return torch.cuda.get_device_name(0), torch.cuda.get_device_capability()
+
+FIRST = asked()
+
+def both():
+    torch.ones(2, device="cuda")  # raises if the process that forked this one has used CUDA
+    return FIRST, asked()
+"""
+
+
+def test_modules_may_ask_what_the_device_is_while_they_are_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """megatron-core 0.20 does."""
+    (tmp_path / "asking.py").write_text(ASKING)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    with Workbench(("asking",)) as bench:
+        (while_imported, after), _ = bench.call("asking:both")
+    assert while_imported == after == ("Pretended GPU", (9, 0))
 
 
 def test_integers_are_true_and_routing_is_balanced(workbench: Workbench) -> None:
