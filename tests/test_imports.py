@@ -16,12 +16,14 @@ ROOT = Path(__file__).parents[1]
 
 ORDER = (
     "errors",
+    "machine",
     "config",
     "split",
     "schedule",
     "layout",
     "megatron_config",
     "console",
+    "versions",
     "pages",
     "shapes",
     "tiny",

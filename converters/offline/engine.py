@@ -5,7 +5,6 @@ The work is reading, writing and copying memory, during which Python's lock is f
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -17,6 +16,7 @@ from mcore_qwen3vl.converters.offline.plan import ConversionPlan, Unit
 from mcore_qwen3vl.converters.storage.progress import Meter, Progress
 from mcore_qwen3vl.converters.storage.staging import Staging, staging
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.machine import usable_cores
 
 MOST_WORKERS = 8
 
@@ -26,7 +26,7 @@ def default_workers() -> int:
 
     While one waits for the disk, another can use its core.
     """
-    return min(2 * len(os.sched_getaffinity(0)), MOST_WORKERS)
+    return min(2 * usable_cores(), MOST_WORKERS)
 
 
 @dataclass(frozen=True)

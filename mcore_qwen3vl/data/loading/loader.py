@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from mcore_qwen3vl.data.loading.state import from_plain, to_plain
 from mcore_qwen3vl.data.loading.worker import start_worker
 from mcore_qwen3vl.data.scores import References
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.machine import usable_cores
 from mcore_qwen3vl.model.flops import ALL, Trained
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
 
@@ -133,7 +133,7 @@ class Loader(Iterator[Batch]):
             sources, split=split, training=True, shuffle=config.shuffle, workers=workers
         )
         if config.balance:
-            datasets = encoder.measured(datasets, len(os.sched_getaffinity(0)))
+            datasets = encoder.measured(datasets, usable_cores())
         buffer = config.packing_buffer * (dp_size if config.balance else 1)
         dataset = encoder.build_train_datasets(
             datasets=datasets,
