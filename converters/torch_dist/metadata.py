@@ -84,12 +84,32 @@ def guard_reads() -> None:
     """Make torch and Megatron refuse what `read` refuses, in this process, from now on.
 
     Both read ``.metadata`` with ``FileSystemReader.read_metadata``, which unpickles whatever the
-    file names. Calling this again changes nothing.
+    file names. They read the files of every torch, too. Calling this again changes nothing.
 
     Raises (from torch's own calls):
         BadInput: the file names a class or function that does not belong there.
     """
     filesystem.pickle = _GuardedPickle  # type: ignore[assignment]
+    _keep_to_old_fields()
+
+
+_get_state = dcp.TensorProperties.__getstate__
+_set_state = dcp.TensorProperties.__setstate__
+_FIELDS = 5
+"""How many fields ``TensorProperties`` has in torch 2.0 to 2.14."""
+
+
+def _keep_to_old_fields() -> None:
+    """Let torch's ``TensorProperties`` have no ``strides``, which torch 2.15 adds and never reads.
+
+    megatron-core 0.19 hands all fields to ``torch.empty``, which knows no strides, and torch before
+    2.15 cannot read a file that has them.
+    """
+    properties: Any = dcp.TensorProperties
+    if hasattr(properties, "strides"):
+        properties.strides = property(lambda self: None, lambda self, value: None)
+    properties.__getstate__ = lambda self: _get_state(self)[:_FIELDS]
+    properties.__setstate__ = lambda self, state: _set_state(self, state[:_FIELDS])
 
 
 class _GuardedPickle:
@@ -125,7 +145,7 @@ def _storage_info(data: FileRange) -> filesystem._StorageInfo:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes ``TensorProperties`` with the five fields of every torch from 2.0 to 2.13."""
+    """Writes ``TensorProperties`` with the fields that every torch reads."""
 
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, dcp.TensorProperties):

@@ -13,6 +13,7 @@ import torch
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.mapping.table import extra_state_keys
+from mcore_qwen3vl.converters.torch_dist.metadata import guard_reads
 from mcore_qwen3vl.converters.torch_dist.reader import TorchDistCheckpoint
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
@@ -29,6 +30,7 @@ def load_strictly(chunks: list[Any], checkpoint: Path) -> None:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
+    guard_reads()  # without it, megatron-core 0.19 reads no checkpoint under torch 2.15
     state = {f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(chunks)}
     loaded = dist_checkpointing.load(
         state, str(checkpoint / "release"), strict=StrictHandling.RAISE_ALL

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from mcore_qwen3vl.converters.convert import hf_to_mcore
@@ -171,20 +172,38 @@ def test_reading_what_torch_2_11_wrote() -> None:
         assert torch.equal(checkpoint.tensor(key), tensor)
 
 
+@pytest.fixture
+def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own reading and writing, whatever was called before; a test may guard it again."""
+    monkeypatch.setattr(filesystem, "pickle", pickle)
+    monkeypatch.setattr(TensorProperties, "__getstate__", metadata._get_state)
+    monkeypatch.setattr(TensorProperties, "__setstate__", metadata._set_state)
+    if hasattr(TensorProperties, "strides"):
+        monkeypatch.setattr(TensorProperties, "strides", None)
+
+
 def test_fields_of_a_newer_torch_do_not_matter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unguarded: None
 ) -> None:
-    """torch 2.15 stores a sixth field; older torch classes cannot read that, this reader can."""
-    original = TensorProperties.__getstate__
-    monkeypatch.setattr(TensorProperties, "__getstate__", lambda self: (*original(self), (4, 1)))
+    """torch 2.15 stores a sixth field: this reader leaves it out, and so do guarded ones.
+
+    Without the guard, an older torch cannot read it, and megatron-core 0.19 cannot use it.
+    """
+    fields = TensorProperties.__getstate__
+    monkeypatch.setattr(TensorProperties, "__getstate__", lambda p: (*fields(p)[:5], (4, 1)))
     tensors = {"a": torch.randn(3, 4), "b": torch.randn(2).bfloat16()}
     dcp.save(tensors, checkpoint_id=tmp_path, no_dist=True)
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
-    with pytest.raises(ValueError, match="too many values to unpack"):
-        dcp.FileSystemReader(tmp_path).read_metadata()
     checkpoint = TorchDistCheckpoint(tmp_path)
+    metadata.guard_reads()
+    described = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
     for key, tensor in tensors.items():
         assert torch.equal(checkpoint.tensor(key), tensor)
+        properties = described[key].properties
+        made = torch.empty(described[key].size, **vars(properties), device="meta")  # as megatron
+        assert (made.shape, made.dtype) == (tensor.shape, tensor.dtype)
+        assert len(properties.__getstate__()) == 5
+        assert properties == TensorProperties.create_from_tensor(tensor)
 
 
 def test_torch_reads_our_checkpoint(tiny: Tiny, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.live.factors import factor_parts
 from mcore_qwen3vl.converters.live.sharded import hf_parts
+from mcore_qwen3vl.converters.torch_dist.metadata import guard_reads
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.build import build_chunks
 from mcore_qwen3vl.model.lora.adapt import adapt, whole_tensors
@@ -70,6 +71,7 @@ def load(layout: Layout, reference: CachedReference, folder: Path) -> tuple[int,
             for parameter in chunk.parameters():
                 if parameter.requires_grad:
                     parameter.fill_(torch.nan)
+    guard_reads()
     loaded, extra, lacking = dist_checkpointing.load(
         trained(chunks), str(folder), strict=StrictHandling.RETURN_ALL
     )

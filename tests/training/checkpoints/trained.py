@@ -29,6 +29,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.torch_dist.metadata import guard_reads
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.build import build_chunks
 from mcore_qwen3vl.model.freeze import Freezing
@@ -165,6 +166,7 @@ class Trained:
         wanted = self.optimizer.sharded_state_dict(
             self.described(), is_loading=True, metadata=FORMAT
         )
+        guard_reads()
         loaded = dist_checkpointing.load({"optimizer": wanted}, str(folder), strategy)
         self.optimizer.load_state_dict(loaded["optimizer"])
 
