@@ -48,14 +48,25 @@ test-vllm: .venv-vllm/.synced ## exported weights through vLLM's own loader (.ve
 test-te: .venv-te/.synced ## the te spec's numbers, with reference kernels on the CPU (.venv-te)
 	.venv-te/bin/$(PYTEST) -p tests.model.te.extension tests/model/te $(ARGS)
 
+# Each is a list of pins in tests/environments; docs/versions.md says what ran when.
+VERSIONS := torch-2.11 torch-2.12 torch-2.14 torch-2.15 python-3.13
+.PHONY: $(VERSIONS:%=test-%) test-transformers-5.10
+.venv-python-3.13/.synced: export UV_PYTHON := 3.13
 # What works with the oldest transformers; data and prompts need 5.17. The cache that test_hub makes
 # is laid out as huggingface_hub 2 does, which that transformers does not take.
 OLD := $(addprefix tests/,model converters tiny verify/parity) --ignore tests/converters/hf/test_hub.py
-NEW := $(addprefix tests/,model converters tiny verify/parity generation data training)
 
-test-versions: .venv-oldest/.synced .venv-newest/.synced ## with the oldest and the newest transformers
-	.venv-oldest/bin/$(PYTEST) -m "not slow" $(OLD) $(ARGS)
-	.venv-newest/bin/$(PYTEST) -m "not slow" $(NEW) $(ARGS)
+test-versions: $(VERSIONS:%=test-%) test-transformers-5.10 ## with every supported version, an hour and more
+
+$(VERSIONS:%=test-%): test-%: .venv-%/.synced
+	.venv-$*/bin/mcore-qwen3vl demo
+	.venv-$*/bin/mcore-qwen3vl train-demo
+	.venv-$*/bin/mcore-qwen3vl rehearse launch/sft_2b.sh
+	.venv-$*/bin/$(PYTEST) -m "not slow" $(ARGS)
+
+test-transformers-5.10: .venv-transformers-5.10/.synced
+	.venv-transformers-5.10/bin/mcore-qwen3vl demo
+	.venv-transformers-5.10/bin/$(PYTEST) -m "not slow" $(OLD) $(ARGS)
 
 lint: $(ENVIRONMENT) ## ruff (lint and format) and mypy
 	$(RUN)ruff check .
@@ -81,7 +92,7 @@ $(ENVIRONMENT): pyproject.toml .python-version $(filter .uv/%,$(UV))
 	@touch $@
 
 # Environments beside the locked one: what pyproject.toml and a list of pins resolve to together.
-.venv-%/.synced: tests/environments/%.txt pyproject.toml $(filter .uv/%,$(UV))
+.venv-%/.synced: tests/environments/%.txt tests/environments/tools.txt pyproject.toml $(filter .uv/%,$(UV))
 	$(UV) venv --quiet --allow-existing .venv-$*
 	$(UV) pip install --quiet --no-config --python .venv-$* --requirement $< --editable .
 	@touch $@

@@ -57,6 +57,7 @@ ORDER = (
     "demos",
     "launch",
     "cli",
+    "__main__",
 )
 """From the lowest up. A package may import itself and what comes before it."""
 

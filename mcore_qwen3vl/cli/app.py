@@ -9,7 +9,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from mcore_qwen3vl import __version__, console
+from mcore_qwen3vl import __version__, console, versions
 from mcore_qwen3vl.cli import convert, data, launch, lora, show, sources, verify
 from mcore_qwen3vl.cli.generate import generate
 from mcore_qwen3vl.cli.memory import memory
@@ -44,10 +44,19 @@ def main(arguments: list[str] | None = None) -> None:
     Under ``--json`` an error is JSON too, on standard output: ``{"error": TEXT, "exit_code": N}``.
     """
     console.json_was_written.set(False)
+    versions.warn()
     try:
         app(arguments)
     except (BadInput, CheckFailed) as error:
         _end(str(error), error.exit_code, arguments)
+    except ModuleNotFoundError as error:  # a smaller installation than this command needs
+        if str(error.name).startswith("mcore_qwen3vl"):
+            raise
+        problem = (
+            f"this command needs {error.name}, which is not installed. docs/versions.md says what "
+            "a small installation can do; pip install mcore-qwen3vl brings the rest."
+        )
+        _end(problem, BadInput.exit_code, arguments)
     except OSError as error:  # the disk, where no command could say more
         _end(str(error), BadInput.exit_code, arguments)
     except KeyboardInterrupt:

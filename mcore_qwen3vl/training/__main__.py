@@ -4,6 +4,7 @@ import os
 import sys
 from pathlib import Path
 
+from mcore_qwen3vl import versions
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.lifetime import end_with_parent
 
@@ -15,6 +16,8 @@ def entry() -> None:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent(os.getppid())
+    if os.environ.get("RANK", "0") == "0":
+        versions.warn()
     from mcore_qwen3vl.training.run import main  # takes seconds, in which torchrun may be killed
 
     try:

@@ -22,7 +22,7 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=NAMES)
 
 # Flags of other programs that the pages name.
 FOREIGN = {
-    "pip": {"--dry-run", "--no-build-isolation"},
+    "pip": {"--dry-run", "--no-build-isolation", "--no-deps"},
     "megatron-core": {"--ckpt-format"},
     "launch": {"--dry-run"},
     "verify.curves": {"--resume"},

@@ -1,0 +1,51 @@
+"""Whether Python and the packages that decide most are those that this package is tested with."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, metadata, version
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from mcore_qwen3vl import console
+
+PACKAGES = ("torch", "transformers", "megatron-core", "megatron-energon", "peft")
+
+
+def warn() -> None:
+    """Print a sentence for each version that is outside, on standard error."""
+    for sentence in outside():
+        console.messages.print(f"[yellow]warning:[/] {console.plain(sentence)}", soft_wrap=True)
+
+
+def outside() -> Iterator[str]:
+    """Yield one sentence for each version that ``pyproject.toml`` does not allow.
+
+    pip refuses such versions, but not what is installed afterwards, with ``--no-deps`` or in
+    front on ``PYTHONPATH``. Pre-releases are allowed, which containers have.
+    """
+    try:
+        ours = metadata("mcore-qwen3vl")
+    except PackageNotFoundError:  # a checkout that is not installed
+        return
+    python = SpecifierSet(ours["Requires-Python"])
+    if not python.contains(platform.python_version(), prereleases=True):
+        yield _sentence("Python", platform.python_version(), python)
+    for requirement in map(Requirement, ours.get_all("Requires-Dist") or ()):
+        if requirement.name not in PACKAGES:
+            continue
+        try:
+            found = version(requirement.name)
+        except PackageNotFoundError:  # some commands do without
+            continue
+        if not requirement.specifier.contains(found, prereleases=True):
+            yield _sentence(requirement.name, found, requirement.specifier)
+
+
+def _sentence(name: str, found: str, allowed: SpecifierSet) -> str:
+    return (
+        f"{name} {found} is installed, and this package is tested with {name} {allowed}: what "
+        "follows may fail or be wrong. Install one of those."
+    )

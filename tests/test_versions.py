@@ -1,0 +1,106 @@
+"""What is said of versions that are not supported, and the lists of those that are."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+from mcore_qwen3vl import versions
+
+ROOT = Path(__file__).parents[1]
+PINS = ROOT / "tests" / "environments"
+
+
+def test_nothing_is_said_of_supported_versions() -> None:
+    assert list(versions.outside()) == []
+
+
+@pytest.mark.parametrize(
+    ("package", "version"),
+    [("torch", "2.10.1"), ("torch", "2.99.0"), ("transformers", "6.0.0"), ("peft", "0.1")],
+)
+def test_a_version_outside_is_named_with_those_inside(
+    package: str, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(package, version, tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (sentence,) = versions.outside()
+    assert sentence.startswith(f"{package} {version} is installed")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = [*project["dependencies"], *project["optional-dependencies"]["lora"]]
+    (asked,) = (r for r in map(Requirement, declared) if r.name == package)
+    assert f"tested with {package} {asked.specifier}:" in sentence
+
+
+def test_a_pre_release_of_a_container_is_inside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("torch", "2.14.0a0+nv26.8", tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert list(versions.outside()) == []
+
+
+def test_another_python_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions.platform, "python_version", lambda: "3.14.1")
+    (sentence,) = versions.outside()
+    assert sentence.startswith("Python 3.14.1 is installed")
+
+
+@pytest.mark.parametrize("command", ["cli", "training"])
+def test_it_is_said_at_start(command: str, tmp_path: Path) -> None:
+    """By the command line, and by the program that launch scripts start on every rank."""
+    install("transformers", "6.0.0", tmp_path)
+    lines = {
+        "cli": "import mcore_qwen3vl.cli as cli; cli.main(['launch', 'list'])",
+        "training": "from mcore_qwen3vl.training.__main__ import entry; entry()",
+    }
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {lines[command]}"
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert ran.stderr.count("warning: transformers 6.0.0 is installed") == 1
+
+
+def install(package: str, version: str, folder: Path) -> None:
+    """Let `folder`, once it is on the path, say that this version is installed."""
+    information = folder / f"{package}-{version}.dist-info"
+    information.mkdir()
+    content = f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n"
+    (information / "METADATA").write_text(content)
+
+
+def cells() -> set[str]:
+    """The lists of pins that ``make test-versions`` runs."""
+    tried = subprocess.run(
+        ["make", "--dry-run", "test-versions"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    return set(re.findall(r"^\.venv-(\S+)/bin/mcore-qwen3vl demo$", tried.stdout, re.MULTILINE))
+
+
+def test_the_workflow_and_the_page_have_the_cells_of_the_makefile() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "versions.yml").read_text())
+    assert set(workflow["jobs"]["cell"]["strategy"]["matrix"]["cell"]) == cells()
+    page = (ROOT / "docs" / "versions.md").read_text()
+    assert set(re.findall(r"^\| `([a-z]+-[0-9.]+)` \|", page, re.MULTILINE)) == cells()
+    assert all((PINS / f"{cell}.txt").is_file() for cell in cells())
+
+
+def test_the_pins_reach_from_end_to_end_of_what_is_supported() -> None:
+    """Each is allowed, and every minor version of torch that is allowed is pinned or locked."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    allowed = {r.name: r.specifier for r in map(Requirement, project["project"]["dependencies"])}
+    locked = project["tool"]["uv"]["constraint-dependencies"]
+    lines = [line for cell in cells() for line in (PINS / f"{cell}.txt").read_text().splitlines()]
+    pins = [Requirement(line) for line in [*locked, *lines] if not line.startswith(("#", "-"))]
+    for pin in pins:
+        (exact,) = pin.specifier
+        assert pin.name not in allowed or allowed[pin.name].contains(exact.version)
+    minors = {int(next(iter(p.specifier)).version.split(".")[1]) for p in pins if p.name == "torch"}
+    assert minors == {n for n in range(100) if allowed["torch"].contains(f"2.{n}.0")}
