@@ -16,10 +16,13 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -121,7 +124,8 @@ def parts(options: argparse.Namespace) -> Iterator[Part]:
         for name, model in models.items():
             yield parity(f"{name}, one GPU", model, spec, [])
             if gpus > 1:
-                yield parity(f"{name}, {gpus} GPUs", model, spec, layout(name, gpus))
+                used = even(gpus)
+                yield parity(f"{name}, {used} GPUs", model, spec, layout(name, used))
     yield Part("experts, torch spec, bf16", [sys.executable, "-c", EXPERTS], 120, last_json)
     for spec in specs:
         words = ["generate", str(models["dense"]), "--spec", spec, "--prompt", "What is it?"]
@@ -150,14 +154,16 @@ def parity(what: str, model: Path, spec: str, flags: Sequence[str]) -> Part:
     return Part(f"parity, {spec} spec, {dtype}, {what}", command, 240, worst_finding)
 
 
+def even(gpus: int) -> int:
+    """The most that the four micro-batches of a parity batch can be divided over: 2, 4, 8 or 16."""
+    return min(1 << gpus.bit_length() - 1, 16)
+
+
 def layout(name: str, gpus: int) -> list[str]:
-    """Over all GPUs: TP and PP of 2 where there are four, EP for the MoE model, DP for the rest."""
-    tp, pp = 2, 2 if gpus % 4 == 0 else 1
-    rest = gpus // (tp * pp)
-    if gpus % 2:
-        return ["--dp", str(gpus)]
+    """Over 2, 4, 8 or 16: TP and, from four on, PP of 2, EP for the MoE model, DP for the rest."""
+    tp, pp = 2, 1 if gpus == 2 else 2
     ep = ["--ep", "2"] if name == "moe" else []
-    return ["--tp", str(tp), "--sp", "--pp", str(pp), "--dp", str(rest), *ep]
+    return ["--tp", str(tp), "--sp", "--pp", str(pp), "--dp", str(gpus // (tp * pp)), *ep]
 
 
 def memory(options: argparse.Namespace, gpus: int) -> Iterator[Part]:
@@ -191,7 +197,7 @@ def memory(options: argparse.Namespace, gpus: int) -> Iterator[Part]:
     rehearse = ["rehearse", "--gpus", str(gpus), "--gpu", options.gpu, "--no-suggest", "--json"]
 
     def compare(printed: str) -> dict[str, Any]:
-        peak = json.loads(printed)["roles"][0]["peak"]
+        peak = last_json(printed)["roles"][0]["peak"]
         found = {"rehearsed GB": peak / 1e9}
         measured = real.found.get("peak GB")
         if measured is None:
@@ -216,17 +222,22 @@ def run(part: Part, out: Path, deadline: float) -> None:
         return
     log = out / f"{re.sub(r'[^a-z0-9]+', '-', part.name.lower())}.log"
     started = time.monotonic()
-    with log.open("w") as errors:
+    mark = f"GPU_CHECK_PART={os.getpid()}-{started}"
+    name, _, value = mark.partition("=")
+    # No pipe: it has no end while anybody who was started holds it.
+    with log.open("w") as errors, tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
-            part.command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True
+            part.command, stdout=output, stderr=errors, env={**os.environ, name: value}
         )
         try:
-            printed, _ = process.communicate(timeout=limit)
-            part.status = "ok" if process.returncode == 0 else f"exit {process.returncode}"
+            code = process.wait(limit)
+            part.status = "ok" if code == 0 else f"exit {code}"
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)  # its ranks too
-            printed, _ = process.communicate()
             part.status = "timeout"
+        kill_marked(mark)
+        process.wait()
+        output.seek(0)
+        printed = output.read()
     part.seconds = time.monotonic() - started
     with log.open("a") as both:
         both.write(f"\n--- standard output ---\n{printed}")
@@ -240,6 +251,23 @@ def run(part: Part, out: Path, deadline: float) -> None:
         part.status = "unread" if part.status == "ok" else part.status
 
 
+def kill_marked(mark: str) -> None:
+    """Whoever was started with `mark`, ``NAME=VALUE``, in the environment.
+
+    torchrun gives its workers sessions of their own, and they outlive it where it is killed.
+    """
+    while True:
+        found = 0
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has gone, or is not ours
+                if mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                    os.kill(int(folder.name), signal.SIGKILL)
+                    found += 1
+        if not found:
+            return
+        time.sleep(0.1)  # until the killed ones are gone, and none that they were starting is left
+
+
 def count_gpus() -> int:
     """In a process of its own, so that this one never starts CUDA."""
     code = "import torch; print(torch.cuda.device_count())"
@@ -250,14 +278,17 @@ def count_gpus() -> int:
 
 
 def last_json(printed: str) -> dict[str, Any]:
-    """The object that standard output ends in."""
-    found: dict[str, Any] = json.loads(printed[printed.index("{") :])
+    """The object in standard output, among lines of NCCL and other libraries."""
+    start = re.search(r"^\{", printed, re.MULTILINE)
+    if start is None:
+        raise ValueError("no JSON object")
+    found: dict[str, Any] = json.JSONDecoder().raw_decode(printed, start.start())[0]
     return found
 
 
 def worst_finding(printed: str) -> dict[str, Any]:
     """Of a report of ``verify``: how much was compared, what failed, and the worst of it."""
-    report = json.loads(printed)
+    report = last_json(printed)
     findings = report["findings"]
     failed = [f for f in findings if not f["ok"]]
     return {"compared": len(findings), "failed": len(failed), "verdict": report["verdict"]}

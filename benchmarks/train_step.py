@@ -200,10 +200,11 @@ def our_step(
 
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29611")
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     from mcore_qwen3vl.layout import Layout
+    from mcore_qwen3vl.runtime.connections import order_transfers
     from mcore_qwen3vl.runtime.parallel import initialize
 
+    order_transfers()
     if not dist.is_initialized():
         dist.init_process_group("gloo" if options.device == "cpu" else "nccl", rank=0, world_size=1)
         initialize(Layout())

@@ -201,6 +201,7 @@ class Qwen3VLModel(GPTModel):
         position_ids: Tensor,
         attention_mask: Tensor | None = None,
         *,
+        padding_mask: Tensor | None = None,
         labels: Tensor | None = None,
         visual: VisualInputs | None = None,
         packed_seq_params: PackedSeqParams | None = None,
@@ -215,10 +216,12 @@ class Qwen3VLModel(GPTModel):
             input_ids: (B, S) integers; (1, S) when packed.
             position_ids: (3, B, S) integers: time, height and width.
             attention_mask: (B, S), nonzero for tokens and zero for padding, as HF has it. Padding
-                is neither attended to nor counted in the router's losses. None: no padding.
-                Padding on the right of a sample or at the tail of a pack needs it only for the
-                router; under the ``te`` spec padding must be on the right. With an
-                `inference_context`, of all tokens up to now: (B, cached + S).
+                is neither attended to nor counted in the router's losses. None: no padding that
+                attention must be told of. Under the ``te`` spec padding must be on the right. With
+                an `inference_context`, of all tokens up to now: (B, cached + S).
+            padding_mask: (B, S) bool, True for padding, in place of `attention_mask` where it only
+                follows the tokens of a sample: causal attention needs no mask then, and is far
+                quicker, in less memory, without one. The router's losses leave it out.
             labels: (B, S) target of each position, already shifted by one.
             visual: images and videos of the micro-batch; None: text only.
             packed_seq_params: THD packing with the full sequence's cu_seqlens, tail padding
@@ -232,8 +235,9 @@ class Qwen3VLModel(GPTModel):
             :meth:`local_tokens`.
 
         Raises:
-            BadInput: a length does not divide by CP or SP, shapes do not agree, or the ``te`` spec
-                is given padding on the left (a device-side assertion where the mask is on a GPU).
+            BadInput: a length does not divide by CP or SP, shapes do not agree, logits are gathered
+                for Megatron's cross entropy, or the ``te`` spec is given padding on the left (a
+                device-side assertion where the mask is on a GPU).
         """
         packed = _complete(packed_seq_params, input_ids.device)
         _check_shapes(input_ids, position_ids, packed)
@@ -252,16 +256,21 @@ class Qwen3VLModel(GPTModel):
             if self.pre_process
             else (None, self._receive(len(local.hidden), plan))
         )
-        padding = None if attention_mask is None else attention_mask == 0  # (B, cached + S)
+        padding = padding_mask if attention_mask is None else attention_mask == 0  # (B, cached + S)
         if labels is not None and self.losses_in_chunks:
             kwargs.setdefault("output_processor", _losses)
-        masks = self.spec == "torch" or kwargs.get("inference_context") is not None
-        if padding is not None and not masks and packed is None:
-            _require_right_padding(padding)
+        elif labels is not None and self.post_process:
+            self._require_divided_logits(kwargs.get("runtime_gather_output"))
+        attended = None
+        if attention_mask is not None and packed is None:
+            if self.spec == "torch" or kwargs.get("inference_context") is not None:
+                attended = attention_mask != 0
+            else:
+                _require_right_padding(attention_mask == 0)
         output = super().forward(
             token_ids,
             local.take(position_ids, 2),
-            ~padding if padding is not None and masks and packed is None else None,
+            attended,
             decoder_input=hidden,
             labels=None if labels is None else local.take(labels, 1),
             packed_seq_params=packed,
@@ -332,6 +341,15 @@ class Qwen3VLModel(GPTModel):
             hidden.requires_grad_()
         return hidden, rows
 
+    def _require_divided_logits(self, gather: bool | None) -> None:
+        """Megatron's cross entropy adds its sums up over TP, whatever logits it is given."""
+        gathers = self.output_layer.gather_output if gather is None else gather
+        if gathers and self.pg_collection.tp.size() > 1:
+            raise BadInput(
+                "Losses are computed from each TP rank's own logits, which are gathered here: "
+                "leave runtime_gather_output and parallel_output=False out where there are labels."
+            )
+
     def _receive(self, seq_len: int, plan: FusionPlan) -> Tensor | None:
         """Take the DeepStack rows (k, n, H) off what the previous stage sent."""
         if not self._deepstack_in:
@@ -375,6 +393,12 @@ def _require_right_padding(padding: Tensor) -> None:
 
     On a device the check must not wait, and the error that it raises there ends the process's use
     of CUDA.
+
+    Args:
+        padding: (B, S) bool, True for padding.
+
+    Raises:
+        BadInput: there is padding before a token, in a tensor on the host.
     """
     right = (padding[:, 1:] >= padding[:, :-1]).all()
     refusal = "The te spec takes padding on the right only: pad there, or use the torch spec."

@@ -64,11 +64,20 @@ def local_positions(
     return positions
 
 
-def length_multiple(cp_size: int, tp_size: int = 1, sequence_parallel: bool = True) -> int:
-    """What the length of an unpacked sequence must be a multiple of."""
+def length_multiple(
+    cp_size: int, tp_size: int = 1, sequence_parallel: bool = True, *, local: int = 1
+) -> int:
+    """What the length of an unpacked sequence must be a multiple of.
+
+    Args:
+        cp_size: size of the context-parallel group.
+        tp_size: size of the tensor-parallel group.
+        sequence_parallel: hidden states are cut over that group too.
+        local: what a rank's part of the sequence must be a multiple of.
+    """
     zigzag = 2 * cp_size if cp_size > 1 else 1
-    shards = cp_size * tp_size if sequence_parallel else 1
-    return lcm(zigzag, shards)
+    shards = cp_size * (tp_size if sequence_parallel else 1)
+    return lcm(zigzag, shards * local)
 
 
 def _cp_mask(seq_len: int, cp_size: int, cp_rank: int, cu_seqlens: Tensor | None) -> Tensor:

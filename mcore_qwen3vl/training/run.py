@@ -18,6 +18,8 @@ from typing import Any
 from rich.console import Console
 
 from mcore_qwen3vl.model.flops import Trained
+from mcore_qwen3vl.runtime.compiler import compile_where_possible
+from mcore_qwen3vl.runtime.connections import order_transfers
 from mcore_qwen3vl.training.arguments.checks import check_device
 from mcore_qwen3vl.training.arguments.defaults import statement
 from mcore_qwen3vl.training.arguments.early import check_early
@@ -62,11 +64,8 @@ def _choose_device(cpu: bool) -> None:
         install(training=True)
     else:
         check_device(cpu=False)
-        # Megatron before Blackwell orders its overlapped transfers by this.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        # Transformer Engine counts the tensors of a call over all parameters against this, and its
-        # 20 MiB are too few for the adapters of all experts.
-        os.environ.setdefault("NVTE_TENSOR_HANDLE_POOL_SIZE_MB", "200")
+        order_transfers()
+        compile_where_possible()
 
 
 class Run:

@@ -58,7 +58,8 @@ def test_unknown_spec() -> None:
 
 def _forward(layout: str, seq_len: int, inputs: dict[str, Any]) -> None:
     initialize(Layout.parse(layout))
-    model = Qwen3VLModel.from_hf_config(DENSE, **Layout.parse(layout).config_overrides())
+    overrides = Layout.parse(layout).config_overrides()
+    model = Qwen3VLModel.from_hf_config(DENSE, head_chunk=0, **overrides)
     arguments = {
         "input_ids": torch.zeros(1, seq_len, dtype=torch.int64),
         "position_ids": torch.zeros(3, 1, seq_len, dtype=torch.int64),
@@ -79,6 +80,12 @@ def _packing(*bounds: int) -> PackedSeqParams:
         ("single", 8, {"position_ids": torch.zeros(1, 8)}, r"needs time, height and width"),
         ("single", 8, {"packed_seq_params": _packing(0, 6)}, "make the tail padding a sample"),
         ("cp2", 12, {"packed_seq_params": _packing(0, 6, 12)}, "packed sample.* has length 6"),
+        (
+            "tp2",
+            8,
+            {"labels": torch.zeros(1, 8, dtype=torch.int64), "runtime_gather_output": True},
+            "leave runtime_gather_output and parallel_output=False out where there are labels",
+        ),
         (
             "single",
             8,
@@ -122,5 +129,5 @@ def test_features_that_could_not_travel() -> None:
 def test_only_padding_on_the_right_passes_without_a_mask() -> None:
     padding = torch.tensor([[False, False, True], [False, False, False]])
     _require_right_padding(padding)
-    with pytest.raises(RuntimeError, match="padding on the right only"):
+    with pytest.raises(BadInput, match="padding on the right only"):
         _require_right_padding(padding.flip(1))

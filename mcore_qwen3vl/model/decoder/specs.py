@@ -6,6 +6,7 @@ and, for ``torch``, norms and core attention that know SP, CP and packing.
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.decoder.attention import TorchAttention
+from mcore_qwen3vl.model.decoder.balancing import keep_local_counts
 from mcore_qwen3vl.model.decoder.experts import GroupedExperts
 from mcore_qwen3vl.model.decoder.layer import DeepStackLayer
 from mcore_qwen3vl.model.decoder.mlp import GatedMLP
@@ -53,11 +55,13 @@ def block_spec(
     """
     make = _te_layer if spec == "te" else _torch_layer
     if spec == "te":
-        _require_transformer_engine()
+        _prepare_transformer_engine()
         remember_fused_norms()
         from megatron.core.extensions.transformer_engine import TENorm as Norm
     else:
         Norm = StandaloneRMSNorm
+    if config.num_moe_experts is not None:
+        keep_local_counts()
     kinds = {moe: make(config, moe) for moe in {_is_moe(config, i) for i in _all(config)}}
     for layer in kinds.values():
         layer.module = DeepStackLayer
@@ -105,7 +109,10 @@ def _own_mlp(layer: Any) -> None:
         layer.mlp = partial(GatedMLP.as_mlp_submodule, **layer.mlp.keywords)
 
 
-def _require_transformer_engine() -> None:
+def _prepare_transformer_engine() -> None:
+    # It counts the tensors of a call over all parameters against this, and its 20 MiB are too few
+    # for the adapters of all experts. It reads it with the first of them.
+    os.environ.setdefault("NVTE_TENSOR_HANDLE_POOL_SIZE_MB", "200")
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
     if not HAVE_TE:

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.runtime.connections import order_transfers
 from mcore_qwen3vl.runtime.pretended import groups
 from mcore_qwen3vl.runtime.pretended.device import COUNTERS, Device
 from mcore_qwen3vl.runtime.pretended.flops import CountFlops
@@ -100,8 +101,8 @@ def one_rank(rank: int = 0, world_size: int = 1, routing: Routing = "uniform") -
         "LOCAL_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29500",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     }
+    order_transfers()
     groups.install()
     answer_sizes()
     current = Rank()

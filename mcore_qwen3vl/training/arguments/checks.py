@@ -11,6 +11,7 @@ from pathlib import Path
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.loading.sources import parse_sources
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.runtime.compiler import c_compiler
 from mcore_qwen3vl.runtime.extras import require_extra
 
 
@@ -24,6 +25,10 @@ def check(args: argparse.Namespace, architecture: Architecture) -> None:
         raise BadInput(
             f"--micro-batch-size is {args.micro_batch_size} with --packing: a packed micro-batch "
             "is one sequence. Use --micro-batch-size 1 and raise --seq-length."
+        )
+    if args.fp32 and (args.bf16 or args.fp16):
+        raise BadInput(
+            f"--fp32 and {'--bf16' if args.bf16 else '--fp16'} are two answers: leave one out."
         )
     if args.balance and not args.packing:
         raise BadInput("--balance levels the work of packs: add --packing, or leave it out.")
@@ -48,6 +53,8 @@ def check(args: argparse.Namespace, architecture: Architecture) -> None:
             "(--moe-token-dispatcher-type flex --moe-enable-deepep) speeds the exchange up instead."
         )
     _check_graphs(args)
+    if not args.cpu and c_compiler() is None:
+        _check_uncompiled(args)
     if args.spec == ["torch"]:
         _check_torch_spec(args)
 
@@ -59,6 +66,19 @@ def _check_graphs(args: argparse.Namespace) -> None:
             "--external-cuda-graph mean it too): a CUDA graph repeats one number of image tokens, "
             "which differs from batch to batch, and Megatron's graphs of single layers leave "
             "DeepStack out: drop the flag."
+        )
+
+
+def _check_uncompiled(args: argparse.Namespace) -> None:
+    compiled = {
+        "--compile-pointwise": args.compile_pointwise,
+        "--moe-permute-fusion": args.moe_permute_fusion,
+    }
+    named = [flag for flag, value in compiled.items() if value]
+    if named:
+        raise BadInput(
+            f"{', '.join(named)}: Triton makes these kernels with a C compiler, and there is none "
+            "(CC, gcc, clang): install one, or leave the flag out."
         )
 
 

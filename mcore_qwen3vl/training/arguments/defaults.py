@@ -12,7 +12,12 @@ SEQ_LENGTH = 8192
 """As ``data check`` has it; less where the model has fewer positions."""
 
 
-def run_defaults(architecture: Architecture, explicit: Collection[str]) -> dict[str, Any]:
+DTYPES = {"bf16", "fp16", "fp32"}
+
+
+def run_defaults(
+    architecture: Architecture, explicit: Collection[str], *, cpu: bool
+) -> dict[str, Any]:
     """Values by ``dest`` name of what is not `explicit`; they are stated by :func:`statement`."""
     defaults: dict[str, Any] = {
         "micro_batch_size": 1,
@@ -22,6 +27,8 @@ def run_defaults(architecture: Architecture, explicit: Collection[str]) -> dict[
     }
     if not {"seq_length", "packing"} & set(explicit):
         defaults["pad_to_longest"] = True  # rows of that length would be padding for the most part
+    if not cpu and not DTYPES & set(explicit):
+        defaults["bf16"] = True  # fused attention, and Transformer Engine's for packs, want it
     if "save" in explicit:
         defaults["save_interval"] = 500
     return {name: value for name, value in defaults.items() if name not in explicit}
@@ -33,6 +40,8 @@ def statement(args: argparse.Namespace, explicit: Collection[str]) -> str | None
     if args.save:
         names.append("save_interval")
     taken = [f"--{n.replace('_', '-')} {getattr(args, n)}" for n in names if n not in explicit]
+    if args.bf16 and "bf16" not in explicit:
+        taken.append("--bf16")
     if args.pad_to_longest and "pad_to_longest" not in explicit:
         taken.append("--pad-to-longest")
     return " ".join(taken) or None

@@ -69,6 +69,12 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
         "--save-hf-interval", type=int, metavar="N", help="Export every N iterations too."
     )
     group.add_argument("--cpu", action="store_true", help="Run on the CPU with gloo.")
+    group.add_argument(
+        "--fp32",
+        action="store_true",
+        help="Weights and computation in float32, as with --cpu; on GPUs it is --bf16 that is the "
+        "default, since fused attention is for half precision only.",
+    )
 
 
 def _add_training_arguments(group: argparse._ArgumentGroup) -> None:
@@ -228,7 +234,7 @@ class ArgumentSetup:
             **{**recommended_arguments(self.architecture), **preference_defaults(explicit)},
             **_loop_defaults(),
             moe_grouped_gemm=any(self.architecture.moe_layers),
-            **run_defaults(self.architecture, explicit),
+            **run_defaults(self.architecture, explicit, cpu=self.cpu),
             **(_torch_spec_defaults() if spec == "torch" else _te_spec_defaults()),
             **(_cpu_defaults() if self.cpu else {}),
             spec=[spec],

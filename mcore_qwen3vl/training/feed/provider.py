@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.enums import Fp4Recipe, Fp8Recipe
+from megatron.core.fp4_utils import get_fp4_align_size
+from megatron.core.fp8_utils import get_fp8_align_size
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits
@@ -33,11 +36,13 @@ def data_config(args: argparse.Namespace) -> DataConfig:
         BadInput: the sequence length does not divide by the layout.
     """
     cp, tp = args.context_parallel_size, args.tensor_model_parallel_size
-    whole = length_multiple(cp, tp, args.sequence_parallel)
+    local = _tokens_of_a_product(args)
+    whole = length_multiple(cp, tp, args.sequence_parallel, local=local)
     if args.seq_length % whole:
+        quantized = f" (a rank's part a multiple of {local} for its 8 or 4 bits)"
         raise BadInput(
             f"--seq-length {args.seq_length} is not a multiple of {whole}, which CP {cp} and TP "
-            f"{tp} divide it by. Round it."
+            f"{tp} divide it by{quantized if local > 1 else ''}. Round it."
         )
     given = vars(args)
     chosen = {f.name: given[f.name] for f in fields(DataConfig) if f.name in given}
@@ -51,6 +56,13 @@ def data_config(args: argparse.Namespace) -> DataConfig:
     chosen["micro_batches"] = max(1, args.global_batch_size // per_step)
     media = MediaLimits(**{f.name: given[f.name] for f in fields(MediaLimits)})
     return DataConfig(**chosen, media=media)
+
+
+def _tokens_of_a_product(args: argparse.Namespace) -> int:
+    """What the tokens of a rank must be a multiple of, for linear layers in FP8 or FP4."""
+    if args.fp8:
+        return get_fp8_align_size(Fp8Recipe(args.fp8_recipe))
+    return get_fp4_align_size(Fp4Recipe(args.fp4_recipe)) if args.fp4 else 1
 
 
 class DataProvider:

@@ -12,6 +12,7 @@ from rich.table import Table
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.console import plain
 from mcore_qwen3vl.converters.mapping import parameters
+from mcore_qwen3vl.runtime.compiler import c_compiler
 from mcore_qwen3vl.training import memory
 from mcore_qwen3vl.training.arguments.defaults import statement
 from mcore_qwen3vl.training.logs.quiet import FOLDER
@@ -55,6 +56,8 @@ def summary(
         ("memory", _memory(args, a)),
         ("writes", _writes(args)),
     ]
+    if not args.cpu and c_compiler() is None:
+        rows.append(("kernels", "not fused: there is no C compiler (CC, gcc, clang)"))
     taken = statement(args, explicit)
     return [*rows, ("defaults", taken)] if taken else rows
 
@@ -89,7 +92,9 @@ def _precision(args: argparse.Namespace) -> str:
         return f"{args.fp8} in FP8 layers, the rest bf16"
     if args.bf16 or args.fp16:
         return f"{'bf16' if args.bf16 else 'fp16'}, master weights and optimizer fp32"
-    return "fp32; --bf16 computes in bfloat16"
+    if args.cpu:
+        return "fp32; --bf16 computes in bfloat16"
+    return "fp32, whose attention is not fused: much slower than --bf16, and in far more memory"
 
 
 def _data(args: argparse.Namespace) -> str:

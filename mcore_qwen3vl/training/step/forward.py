@@ -37,7 +37,7 @@ def forward(batch: Batch, model: torch.nn.Module, **options: Any) -> tuple[Tenso
     output = model(
         batch.input_ids,
         batch.position_ids,
-        ~batch.padding_mask,
+        padding_mask=batch.padding_mask,
         labels=batch.labels.clamp(min=0) if chunk.post_process else None,
         visual=batch.visual,
         packed_seq_params=packing,

@@ -20,6 +20,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -120,6 +121,7 @@ class Engine:
             "params_dtype": case.torch_dtype,
             "variable_seq_lengths": uneven,
             "head_chunk": HEAD_CHUNK,
+            **(_multiply_exactly(case) if case.dtype == "fp32" else {}),
             **case.config,
         }
         self.chunks = build_chunks(
@@ -323,6 +325,20 @@ class Engine:
         if self.case.overlap:
             config.no_sync_func = of_chunks("no_sync")
             config.grad_sync_func = of_chunks("start_grad_sync")
+
+
+def _multiply_exactly(case: Case) -> dict[str, Any]:
+    """From now on the factors of no float32 product are rounded to TF32's ten bits.
+
+    PyTorch does that in convolutions, and in NVIDIA's containers everywhere.
+
+    Returns:
+        ``TransformerConfig`` fields: Megatron gives routers of any layer spec Transformer Engine's
+        product, which is in TF32 always, but for float64.
+    """
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    return {"moe_router_dtype": "fp64"} if case.spec == "torch" and HAVE_TE else {}
 
 
 def logits_of(head: Any, inputs: Any, kwargs: dict[str, Any], outputs: Any) -> Tensor:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
 from tests.model.te.installed import require
@@ -11,7 +14,12 @@ require()
 import torch  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 
+from mcore_qwen3vl.config import Architecture  # noqa: E402
 from mcore_qwen3vl.errors import BadInput  # noqa: E402
+from mcore_qwen3vl.layout import Layout  # noqa: E402
+from mcore_qwen3vl.model.build import build_chunks  # noqa: E402
+from mcore_qwen3vl.runtime.launch import run_layout  # noqa: E402
+from mcore_qwen3vl.runtime.parallel import initialize  # noqa: E402
 from mcore_qwen3vl.verify.parity import on_rank  # noqa: E402
 from mcore_qwen3vl.verify.parity.batches import RECIPES, Batch, MicroBatch  # noqa: E402
 from mcore_qwen3vl.verify.parity.comparison import verify_parity  # noqa: E402
@@ -73,3 +81,17 @@ def test_padding_on_the_left_is_refused(matrix: Matrix, monkeypatch: pytest.Monk
 def test_every_row_of_the_matrix_is_run() -> None:
     assert all(row.options["spec"] == "te" and row.batches for row in (*ROWS, *LORA_ROWS))
     assert len({str(row) for row in ROWS}) == len(ROWS)
+
+
+def _built(path: Path) -> str | None:
+    initialize(Layout())
+    build_chunks(Architecture.from_hf(path), Layout(), spec="te")
+    return os.environ.get("NVTE_TENSOR_HANDLE_POOL_SIZE_MB")
+
+
+def test_transformer_engine_has_room_for_all_adapters(
+    matrix: Matrix, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever builds the model: training, parity, a benchmark or VERL."""
+    monkeypatch.delenv("NVTE_TENSOR_HANDLE_POOL_SIZE_MB", raising=False)
+    assert run_layout(_built, 1, matrix.reference("dense").path) == ["200"]

@@ -9,13 +9,27 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.pretended import Settings
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
+from mcore_qwen3vl.verify.parity.batches import build_batch
+from mcore_qwen3vl.verify.parity.case import Case
 from tests.docs.markdown import ROOT, blocks
+
+
+@pytest.fixture
+def gpu_check(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks import gpu_check
+
+    return gpu_check
 
 
 def environment() -> dict[str, str]:
@@ -53,11 +67,8 @@ def test_every_part_runs(tmp_path: Path) -> None:
 
 
 def test_a_part_that_fails_or_hangs_is_reported_and_the_next_one_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpu_check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(str(ROOT))
-    from benchmarks import gpu_check
-
     def parts(options: object) -> list[gpu_check.Part]:
         programs = {
             "crash": "raise SystemExit(3)",
@@ -77,6 +88,49 @@ def test_a_part_that_fails_or_hangs_is_reported_and_the_next_one_runs(
     assert statuses == {"crash": "exit 3", "hang": "timeout", "nonsense": "unread", "good": "ok"}
     assert found["good"]["found"] == {"x": 1}
     assert gpu_check.main(["--out", str(tmp_path)]) == 1
+
+
+DETACHED = """
+import os, subprocess, sys, time
+child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+print(child.pid, flush=True)
+time.sleep(float(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("seconds", [60, 0])
+def test_processes_in_sessions_of_their_own_end_with_their_part(
+    gpu_check: Any, tmp_path: Path, seconds: int
+) -> None:
+    """As torchrun's workers, which would hold the GPUs through the parts that follow."""
+    command = [sys.executable, "-c", DETACHED, str(seconds)]
+    part = gpu_check.Part("detached", command, 3, lambda printed: {"child": int(printed)})
+    gpu_check.run(part, tmp_path, time.monotonic() + 60)
+    assert part.status == ("timeout" if seconds else "ok")
+    process = Path("/proc", str(part.found["child"]))
+    assert not process.exists() or "\nState:\tZ" in (process / "status").read_text()
+
+
+def test_json_is_found_among_lines_of_libraries(gpu_check: Any) -> None:
+    report = json.dumps({"findings": [{"ok": True}], "verdict": "equal"}, indent=1)
+    printed = f"host:1:1 [0] NCCL INFO {{comm}} Init\n{report}\nhost:1:1 [0] NCCL INFO Done {{}}\n"
+    found = gpu_check.worst_finding(printed)
+    assert found == {"compared": 1, "failed": 0, "verdict": "equal"}
+
+
+@pytest.mark.parametrize("gpus", range(2, 20))
+def test_any_number_of_gpus_has_a_layout(gpu_check: Any, dense: Path, moe: Path, gpus: int) -> None:
+    used = gpu_check.even(gpus)
+    assert gpus // 2 < used <= gpus or used == 16
+    for name, model in (("dense", dense), ("moe", moe)):
+        words = gpu_check.layout(name, used)
+        words.remove("--sp")
+        sizes = {flag[2:]: int(n) for flag, n in zip(words[::2], words[1::2], strict=True)}
+        planned = Layout(**sizes, sp=True)
+        assert planned.world_size == used
+        architecture = Architecture.from_hf(model)
+        batch = build_batch("text", architecture)
+        Case(planned).validate(architecture, (batch,))
 
 
 @pytest.mark.slow  # twenty seconds of imports

@@ -6,7 +6,9 @@ import argparse
 from pathlib import Path
 
 import pytest
+import torch
 
+from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training.arguments.checks import check_surroundings
@@ -14,6 +16,7 @@ from mcore_qwen3vl.training.arguments.defaults import statement
 from mcore_qwen3vl.training.arguments.early import check_early
 from mcore_qwen3vl.training.arguments.parser import validate
 from mcore_qwen3vl.training.feed.provider import data_config
+from mcore_qwen3vl.training.logs.summary import summary
 
 BASE = (
     "--cpu",
@@ -142,6 +145,31 @@ def test_sequence_length_must_divide_by_the_layout(dense: Path) -> None:
         data_config(args)
 
 
+QUANTIZED = [
+    ({"fp8": "e4m3", "fp8_recipe": "blockwise"}, 16),
+    ({"fp8": "hybrid", "fp8_recipe": "delayed"}, 16),
+    ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, 32),
+    ({"fp4": "e2m1", "fp4_recipe": "nvfp4"}, 128),
+]
+
+
+@pytest.mark.parametrize(("recipe", "tokens"), QUANTIZED)
+def test_rows_fit_the_products_of_quantized_layers(
+    recipe: dict[str, str], tokens: int, dense: Path
+) -> None:
+    """Transformer Engine refuses other numbers of local tokens, in the middle of a run."""
+    layout = ("--tensor-model-parallel-size", "2", "--sequence-parallel", "--seq-length", "256")
+    args = parsed(dense, *layout, "--pad-to-longest", world_size=2)
+    assert data_config(args).length_multiple == 2
+    vars(args).update(recipe)
+    assert data_config(args).padded(3) == 2 * tokens
+    args.packing, args.balance, args.pad_to_longest = True, False, False
+    assert data_config(args).length_multiple == 1  # a sample's: the pack has the whole length
+    args.seq_length = 2 * tokens + 2
+    with pytest.raises(BadInput, match=f"multiple of {2 * tokens}, .*a rank's part"):
+        data_config(args)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -189,6 +217,35 @@ def test_what_is_not_given_has_a_default_and_is_stated(dense: Path, tmp_path: Pa
     )
     args = validate([*argv, "--lr", "1", "--seq-length", "64"], 1)
     assert (args.lr, args.seq_length, args.pad_to_longest) == (1, 64, False)
+
+
+def test_half_precision_is_the_default_on_gpus(dense: Path) -> None:
+    """Fused attention has no float32; the least command would need memory of the square."""
+    argv = ["--hf-model", str(dense), "--train-iters", "20", "--spec", "torch"]
+    args = validate(argv, 1)
+    assert args.params_dtype == torch.bfloat16
+    assert " --bf16" in (statement(args, {"train_iters"}) or "")
+    assert " --bf16" not in (statement(validate([*argv, "--bf16"], 1), {"bf16"}) or "")
+    for flags, dtype in ((["--fp32"], torch.float32), (["--fp16"], torch.float16)):
+        args = validate([*argv, *flags], 1)
+        assert args.params_dtype == dtype
+        assert "--bf16" not in (statement(args, {}) or "")
+    assert validate([*argv, "--cpu"], 1).params_dtype == torch.float32
+    with pytest.raises(BadInput, match="--fp32 and --fp16 are two answers"):
+        validate([*argv, "--fp32", "--fp16"], 1)
+
+
+def test_kernels_that_need_a_compiler_are_refused_without(
+    moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = ["--hf-model", str(moe), "--train-iters", "20", "--spec", "torch", "--data-path", "a"]
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert dict(summary(validate(argv, 1), Architecture.from_hf(moe), {}))["kernels"]
+    with pytest.raises(BadInput, match=r"--compile-pointwise: Triton .* a C compiler"):
+        validate([*argv, "--compile-pointwise"], 1)
+    monkeypatch.setenv("CC", "/elsewhere/cc")
+    assert validate([*argv, "--compile-pointwise"], 1).compile_pointwise
 
 
 def test_one_rank_of_a_node_reports_bad_input(

@@ -22,6 +22,7 @@ from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.verify.parity.cached_reference import CachedReference
 from mcore_qwen3vl.verify.parity.case import Case
 from mcore_qwen3vl.verify.parity.comparison import compare_case
+from mcore_qwen3vl.verify.parity.on_rank import Engine
 from mcore_qwen3vl.verify.parity.reference import Reference
 from tests.turns import slow_except
 
@@ -72,6 +73,22 @@ LAYOUTS = ["single", "tp2+sp", "cp2xep2", "ep2xdp2", "pp2xep2xdp2"]
 
 @pytest.mark.parametrize("layout", slow_except(LAYOUTS, "tp2+sp", "pp2xep2xdp2"))
 def test_the_balancing_loss_is_hugging_faces(one_moe_layer, layout):
+    run(one_moe_layer, layout, AUX, 0.0, ["mixed"]).require()
+
+
+@pytest.mark.parametrize("layout", ["tp2+sp", "cp2xep2"])
+def test_the_balancing_loss_weighs_a_ranks_own_tokens(one_moe_layer, layout, monkeypatch):
+    """Training always has a padding mask; here one without padding, so that HF has the same loss.
+
+    Megatron took the number of the whole TP x CP group's tokens for a rank's own.
+    """
+    arguments = Engine._arguments
+
+    def masked(self: Engine, micro: Any) -> dict[str, Any]:
+        none = torch.zeros_like(micro.input_ids, dtype=torch.bool)
+        return {**arguments(self, micro), "padding_mask": none}
+
+    monkeypatch.setattr(Engine, "_arguments", masked)
     run(one_moe_layer, layout, AUX, 0.0, ["mixed"]).require()
 
 

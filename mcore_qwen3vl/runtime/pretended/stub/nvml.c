@@ -1,5 +1,6 @@
 // NVML, the second library: who asks the management interface is told about the same device.
 #include <stdio.h>
+#include <stdlib.h>
 
 enum { SUCCESS = 0, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3 };
 #define ANSWERS(name, result) int name() { return result; }
@@ -21,6 +22,12 @@ int nvmlDeviceGetComputeRunningProcesses(void *handle, unsigned *n, void *list) 
 int nvmlDeviceGetComputeRunningProcesses_v3(void *handle, unsigned *n, void *list) { *n = 0; return SUCCESS; }
 int nvmlDeviceGetUUID(void *handle, char *text, unsigned n) {
     snprintf(text, n, "GPU-07070707-0707-0707-0707-070707070707");
+    return SUCCESS;
+}
+int nvmlDeviceGetCudaComputeCapability(void *handle, int *major, int *minor) {
+    const char *set = getenv("PRETENDED_CAPABILITY");
+    int capability = set ? atoi(set) : 90;
+    *major = capability / 10, *minor = capability % 10;
     return SUCCESS;
 }
 const char *nvmlErrorString(int e) { return e ? "not supported by the pretended device" : "success"; }

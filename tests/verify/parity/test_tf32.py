@@ -1,0 +1,45 @@
+"""Parity in float32 where products may be in TF32, as in NVIDIA's containers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_qwen3vl.verify.parity import on_rank
+from mcore_qwen3vl.verify.parity.matrix import Matrix, MatrixRow
+from mcore_qwen3vl.verify.parity.tolerance import TOLERANCE
+from tests.verify.parity.tf32 import TF32
+
+
+@pytest.fixture
+def container(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As with ``TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1``; ranks are forked from here."""
+    measure = on_rank.measure_on_rank
+
+    def emulated(*args: Any) -> Any:
+        with TF32():
+            return measure(*args)
+
+    monkeypatch.setattr(on_rank, "measure_on_rank", emulated)
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.usefixtures("container")
+@pytest.mark.parametrize("model", ["dense", "moe"])
+def test_ranks_that_prove_float32_multiply_in_float32(matrix: Matrix, model: str) -> None:
+    matrix.run(MatrixRow(model, "single", ("mixed",))).require()
+
+
+@pytest.mark.usefixtures("container")
+def test_tf32_is_far_off(matrix: Matrix, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_rank, "_multiply_exactly", lambda case: {})
+    report = matrix.run(MatrixRow("dense", "single", ("mixed",)))
+    worst = {part: summary.worst.error for (_, part), summary in report.parts().items()}
+    print(worst)
+    assert worst["logits"] > 5 * TOLERANCE
+    assert worst["gradients"] > 5 * TOLERANCE
