@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,22 +69,23 @@ def run_and_end(
     ending: str,
     *,
     processes: int = 1,
-    ready: Callable[[], bool] = lambda: True,
+    ready: Callable[[Path], bool] = lambda temporary: True,
 ) -> Left:
     """Run a command in a temporary folder of its own, end it, and look around.
 
     Args:
         command: its words.
-        folder: for its temporary files and what it prints.
+        folder: for what it prints, and PyTorch's cache.
         ending: a name of `ENDINGS`.
         processes: it is ended once it has had as many at a time, itself included.
-        ready: and once this holds.
+        ready: and once this holds, given its temporary folder.
 
     Raises:
         AssertionError: it had ended before.
     """
-    mark, temporary, output = uuid.uuid4().hex, folder / "temporary", folder / "printed"
-    temporary.mkdir()
+    mark, output = uuid.uuid4().hex, folder / "printed"
+    # Not in pytest's folder, whose path is too long for sockets.
+    temporary = Path(tempfile.mkdtemp(prefix="leftovers-"))
     before = set(_SHARED.iterdir())
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     own = {"PATH": path, "TMPDIR": str(temporary), _MARK: mark, "OMP_NUM_THREADS": "1"}
@@ -99,7 +102,9 @@ def run_and_end(
         )
     try:
         if ending != "success":
-            _await(lambda: len(list(_marked(mark))) >= processes and ready(), process, output)
+            _await(
+                lambda: len(list(_marked(mark))) >= processes and ready(temporary), process, output
+            )
         ENDINGS[ending](process)
         code = process.wait(START)
         return _look(mark, temporary, before, code, output)
@@ -108,6 +113,7 @@ def run_and_end(
             with suppress(ProcessLookupError):
                 os.kill(left, signal.SIGKILL)
         process.wait()
+        shutil.rmtree(temporary)
 
 
 def _await(moment: Callable[[], bool], process: subprocess.Popen[bytes], output: Path) -> None:
@@ -133,13 +139,14 @@ def _look(mark: str, temporary: Path, before: set[Path], code: int, output: Path
         time.sleep(0.1)
 
 
-def _marked(mark: str) -> Iterator[int]:
+def _marked(mark: str) -> list[int]:
     """Processes that descend from the command, whoever is their parent now; zombies are none."""
-    wanted = f"{_MARK}={mark}".encode()
+    wanted, found = f"{_MARK}={mark}".encode(), []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it ends meanwhile, or is another user's
             if wanted in (folder / "environ").read_bytes().split(b"\0"):
-                yield int(folder.name)
+                found.append(int(folder.name))
+    return found
 
 
 def _described(process: int) -> str:

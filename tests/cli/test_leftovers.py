@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -29,9 +29,10 @@ class Files:
     def log(self) -> Path:
         return self.out / "log.jsonl"
 
-    @property
-    def temporary(self) -> Path:
-        return self.out / "temporary"
+
+def ranks_work(_: Files, temporary: Path) -> bool:
+    """Whether the ranks have met, through the file that `run_layout` gives them."""
+    return any(file.stat().st_size for file in temporary.glob("*-ranks-*/store"))
 
 
 @dataclass(frozen=True)
@@ -42,26 +43,21 @@ class Command:
         words: given the files.
         processes: it has at work, itself included.
         short: words added where it shall succeed.
-        working: whether it has come to where its processes work.
+        working: whether it has come to where its processes work; given its temporary folder too.
     """
 
     words: Callable[[Files], list[object]]
     processes: int
     short: tuple[object, ...] = ()
-    working: Callable[[Files], bool] = field(default=lambda files: ranks_work(files))
+    working: Callable[[Files, Path], bool] = ranks_work
 
 
-def ranks_work(files: Files) -> bool:
-    """Whether the ranks have met, through the file that `run_layout` gives them."""
-    return any(file.stat().st_size for file in files.temporary.glob("*-ranks-*/store"))
-
-
-def two_steps(files: Files) -> bool:
+def two_steps(files: Files, _: Path) -> bool:
     return files.log.exists() and files.log.read_text().count("\n") >= 2
 
 
-def a_role_works(files: Files) -> bool:
-    progress = files.temporary.glob("*-rehearsal-*/progress")
+def a_role_works(_: Files, temporary: Path) -> bool:
+    progress = temporary.glob("*-rehearsal-*/progress")
     return any(file.read_text().count("\n") > 1 for file in progress)
 
 
@@ -125,7 +121,7 @@ def test_nothing_is_left(
         tmp_path,
         ending,
         processes=command.processes,
-        ready=lambda: command.working(files),
+        ready=lambda temporary: command.working(files, temporary),
     )
     assert (left.exit_code == 0) == (ending == "success"), left.printed
     assert left.anything == []

@@ -41,7 +41,7 @@ def test_children_and_scratch_folder_go_with_the_parent(ending: str, tmp_path: P
     program, started = tmp_path / "program.py", tmp_path / "started"
     program.write_text(PARENT)
     command = [sys.executable, program, started, ending]
-    left = run_and_end(command, tmp_path, ending, processes=3, ready=started.exists)
+    left = run_and_end(command, tmp_path, ending, processes=3, ready=lambda _: started.exists())
     assert left.anything == []
     assert (left.exit_code == 0) == (ending == "success"), left.printed
 

@@ -165,7 +165,8 @@ class Loader(Iterator[Batch]):
         )
         if num_workers > 0:
             self._temporary = ExitStack()  # closes with this object, after its workers
-            temporary = self._temporary.enter_context(scratch_folder("mcore-qwen3vl-workers-"))
+            # As short as multiprocessing's own: the path of a socket has 107 bytes.
+            temporary = self._temporary.enter_context(scratch_folder("pymp-"))
             start = self._loader.worker_init_fn
             self._loader.worker_init_fn = partial(start_worker, start, temporary)
         self._iterator: Iterator[Batch] | None = None

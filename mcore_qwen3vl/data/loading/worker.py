@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
-import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -23,11 +23,12 @@ def start_worker(start: Callable[[int], None], temporary: Path, worker: int) -> 
 
     Args:
         start: the loader's own function.
-        temporary: folder for its temporary files: the sockets that hand over tensors stay there.
+        temporary: folder for the sockets through which it hands over tensors.
         worker: its number.
     """
     start(worker)
-    tempfile.tempdir = str(temporary)
+    # In place of a folder of its own, which would stay behind when the worker is told to end.
+    multiprocessing.current_process()._config["tempdir"] = str(temporary)  # type: ignore[attr-defined]
     if hasattr(signal, "sigtimedwait"):  # not on macOS
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_obey, args=(os.getppid(),), daemon=True).start()

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import shutil
 import tarfile
+import tempfile
 from collections import Counter
 from collections.abc import Callable
 from itertools import islice
@@ -25,6 +26,8 @@ from mcore_qwen3vl.data import Batch, DataConfig, Loader, Source, load_processor
 from mcore_qwen3vl.data.loading.index import ensure_index
 from mcore_qwen3vl.data.loading.sources import parse_sources
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.runtime.launch import run_layout
+from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.tiny.processor import tiny_tokenizer
 from tests.data.conftest import WriteJsonl, chat, question
 
@@ -456,6 +459,25 @@ def test_no_place_for_an_index(make: MakeLoader, write_jsonl: WriteJsonl, tmp_pa
 def test_folder_without_tars_is_refused(make: MakeLoader, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="neither"):
         make(tmp_path)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_workers_hand_over_batches_below_a_temporary_folder_of_a_long_name(
+    make: MakeLoader, records: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The longest with which multiprocessing's own sockets do: their paths have 107 bytes."""
+    with scratch_folder() as short:
+        longest = 107 - len("/pymp-12345678/listener-12345678")
+        folder = short / ("x" * (longest - len(f"{short}/")))
+        folder.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+
+        def names_of_one_batch() -> list[str]:
+            multiprocessing.current_process().daemon = False  # daemons may not start workers
+            return list(next(make(records, num_workers=1)).names)
+
+        (names,) = run_layout(names_of_one_batch, 1, timeout=60)
+        assert names
 
 
 def test_more_workers_than_samples_are_refused(make: MakeLoader, write_jsonl: WriteJsonl) -> None:
