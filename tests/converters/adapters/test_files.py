@@ -20,6 +20,8 @@ from mcore_qwen3vl.converters.adapters.read import read_adapter
 from mcore_qwen3vl.converters.adapters.targets import resolve_targets
 from mcore_qwen3vl.converters.adapters.write import write_adapter
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.verify.parity.tolerance import TOLERANCE
+from mcore_qwen3vl.verify.report.measurement import measure
 from tests.converters.adapters.conftest import Made
 from tests.converters.adapters.peft_made import KINDS, load, logits
 
@@ -61,10 +63,7 @@ def test_peft_takes_it(kind: str, made: Callable[[str], Made], tmp_path: Path) -
     loaded = load(source.base, tmp_path / "canonical")
     architecture = Architecture.from_hf(source.base)
     found, wanted = (logits(model, architecture) for model in (loaded, source.model))
-    if KINDS[kind].swapped:
-        torch.testing.assert_close(found, wanted)  # other matrix products, the same numbers
-    else:
-        assert torch.equal(found, wanted)
+    assert measure(found, wanted).relative <= TOLERANCE
 
 
 def test_all_linear_is_spelled_out(made: Callable[[str], Made], tmp_path: Path) -> None:
@@ -94,4 +93,5 @@ def test_a_router_that_was_a_linear_layer(made: Callable[[str], Made], tmp_path:
     assert (source.folder / WEIGHTS).read_bytes() == (tmp_path / "new" / WEIGHTS).read_bytes()
     architecture = Architecture.from_hf(source.base)
     loaded = load(source.base, tmp_path / "new")
-    torch.testing.assert_close(logits(loaded, architecture), logits(source.model, architecture))
+    found, wanted = (logits(model, architecture) for model in (loaded, source.model))
+    assert measure(found, wanted).relative <= TOLERANCE
