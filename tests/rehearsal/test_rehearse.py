@@ -112,5 +112,6 @@ def test_what_does_not_fit_says_what_would(command: Command, config: Path) -> No
 )
 def test_bad_input(command: Command, config: Path, words: tuple[object, ...], message: str) -> None:
     code, found, error = command(*words, "--hf-model", config, "--lr", "1e-5")
-    assert (code, found) == (2, {})
+    assert (code, found["exit_code"]) == (2, 2)
     assert message in " ".join(error.split())
+    assert message in " ".join(found["error"].split())
