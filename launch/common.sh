@@ -1,17 +1,19 @@
 # What every script in this folder shares: the flags that never differ, and starting torchrun.
 #
 #   bash launch/sft_8b.sh --hf-model DIR --load-hf DIR --data-path train.jsonl --save runs/8b
-#   LAUNCH_DIR=$PWD/launch sbatch launch/sft_8b.sh --hf-model ...
+#   sbatch launch/sft_8b.sh --hf-model ...
 #
 # Whatever is appended overrides what a script sets, and every Megatron flag works. Running the
 # same command again resumes from --save. --dry-run prints the final command instead of running it.
 #
-# Set by the caller: NODES. From the environment, off Slurm: MASTER_ADDR, NODE_RANK; anywhere:
-# GPUS_PER_NODE, MASTER_PORT, FP8=1, TP_OVERLAP=1, DEEPEP=1.
+# From the environment: NODES (default: those of the Slurm job, or what the script is for),
+# GPUS_PER_NODE, MASTER_PORT, FP8=1, TP_OVERLAP=1, DEEPEP=1; off Slurm MASTER_ADDR and NODE_RANK.
+# CHECK_RANKS=0 prints commands whose layout does not divide the ranks, too.
+# LAUNCH_DIR is this folder, for a Slurm that cannot be asked where a script was taken from.
 set -euo pipefail
 
 LAUNCH_DIR=${LAUNCH_DIR:-$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)}
-GPUS_PER_NODE=${GPUS_PER_NODE:-8}
+GPUS_PER_NODE=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-8}}
 MASTER_PORT=${MASTER_PORT:-29500}
 # What a step and a checkpoint may take after SIGTERM; torchrun's 30 s would kill a rank in it.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
@@ -66,17 +68,51 @@ if [[ ${DEEPEP:-0} == 1 ]]; then # MoE exchange by DeepEP kernels, which must be
     OPTIONAL+=(--moe-token-dispatcher-type flex --moe-enable-deepep)
 fi
 
-# spec_of FLAGS...: the value of the last --spec.
-spec_of() {
-    local spec=te
+# value_of NAME DEFAULT FLAGS...: the last value that FLAGS give the flag NAME.
+value_of() {
+    local name=$1 value=$2
+    shift 2
     while (($#)); do
         case $1 in
-            --spec=*) spec=${1#--spec=} ;;
-            --spec) spec=${2:-} ;;
+            "$name"=*) value=${1#*=} ;;
+            "$name") value=${2:-} ;;
         esac
         shift
     done
-    printf '%s' "$spec"
+    printf '%s' "$value"
+}
+
+refuse() {
+    printf 'error: %s\n' "$1" >&2
+    exit 2
+}
+
+# check_ranks FLAGS...: refuse a number of nodes that the layout or the global batch does not divide.
+check_ranks() {
+    if [[ -n ${SLURM_JOB_ID:-} && $NODES != "${SLURM_NNODES:-$NODES}" ]]; then
+        refuse "NODES is $NODES and the Slurm job has $SLURM_NNODES nodes: leave NODES out."
+    fi
+    local tp pp cp ep etp micro global number
+    tp=$(value_of --tensor-model-parallel-size 1 "$@")
+    pp=$(value_of --pipeline-model-parallel-size 1 "$@")
+    cp=$(value_of --context-parallel-size 1 "$@")
+    ep=$(value_of --expert-model-parallel-size 1 "$@")
+    etp=$(value_of --expert-tensor-parallel-size "$tp" "$@")
+    micro=$(value_of --micro-batch-size 1 "${COMMON[@]}" "$@")
+    global=$(value_of --global-batch-size 0 "$@")
+    [[ $global =~ ^[0-9]+$ ]] || refuse "--global-batch-size is '$global'."
+    for number in "$NODES" "$GPUS_PER_NODE" "$tp" "$pp" "$cp" "$ep" "$etp" "$micro"; do
+        [[ $number =~ ^[1-9][0-9]*$ ]] || refuse "'$number' is no number of nodes, GPUs, ranks or samples."
+    done
+    local ranks=$((NODES * GPUS_PER_NODE)) model=$((tp * pp * cp))
+    local run="NODES $NODES x GPUS_PER_NODE $GPUS_PER_NODE = $ranks ranks"
+    ((ranks % model == 0)) ||
+        refuse "$run cannot be divided by TP $tp x PP $pp x CP $cp = $model: change NODES or the layout."
+    ((ep == 1 || ranks / pp % (ep * etp) == 0)) ||
+        refuse "$run, $((ranks / pp)) a pipeline stage, cannot be divided by EP $ep x ETP $etp: change NODES or the layout."
+    local rows=$((micro * ranks / model))
+    ((global % rows == 0)) ||
+        refuse "$run take $rows samples at once, which do not divide --global-batch-size $global: append --global-batch-size $(((global / rows + 1) * rows)), or change NODES."
 }
 
 # train FLAGS...: run launch/train.py on NODES x GPUS_PER_NODE ranks, or print how.
@@ -85,7 +121,8 @@ train() {
     for flag in "$@"; do
         if [[ $flag == --dry-run ]]; then dry_run=1; else flags+=("$flag"); fi
     done
-    if [[ ${MOE_MODEL:-0} == 1 && $(spec_of "${flags[@]}") == te ]]; then flags+=("${MOE_TE[@]}"); fi
+    if [[ ${MOE_MODEL:-0} == 1 && $(value_of --spec te "${flags[@]}") == te ]]; then flags+=("${MOE_TE[@]}"); fi
+    if [[ ${CHECK_RANKS:-1} == 1 ]]; then check_ranks "${flags[@]}"; fi
     local command=(torchrun --nnodes "$NODES" --nproc-per-node "$GPUS_PER_NODE")
     if [[ -n ${SLURM_JOB_ID:-} ]]; then
         local head_node
@@ -95,6 +132,9 @@ train() {
             --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$head_node:$MASTER_PORT"
         )
     elif ((NODES > 1)); then
+        if ((!dry_run)) && [[ -z ${NODE_RANK:-} || -z ${MASTER_ADDR:-} ]]; then
+            refuse "NODES is $NODES: start this on each node, with MASTER_ADDR, the name of the first, and NODE_RANK, from 0."
+        fi
         command+=(
             --node-rank "${NODE_RANK:-0}" --master-addr "${MASTER_ADDR:-localhost}"
             --master-port "$MASTER_PORT"

@@ -7,9 +7,12 @@
 # Memory of a GPU (first stage), rehearsed with the torch spec: 38.8 GB reserved of 79.0, 38.2 held
 # (weights 31.9, gradients 0.7, optimizer 1.9, logits and loss 0.0, the rest 3.6). A rank waits 4.1%
 # of an iteration for others (modelled).
-NODES=2
+NODES=${NODES:-${SLURM_NNODES:-2}}
 MOE_MODEL=1
-source "${LAUNCH_DIR:-$(dirname "${BASH_SOURCE[0]}")}/common.sh"
+HERE=$(dirname "${BASH_SOURCE[0]}")
+# sbatch runs a copy of this file; Slurm knows where it was taken from.
+[[ -e $HERE/common.sh ]] || HERE=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\([^ ]*\)/.*|\1|p')
+source "${LAUNCH_DIR:-$HERE}/common.sh" || exit 2
 
 train "${LORA[@]}" "${MOE[@]}" "${FULL_RECOMPUTE[@]}" \
     --tensor-model-parallel-size 4 --sequence-parallel --pipeline-model-parallel-size 2 \

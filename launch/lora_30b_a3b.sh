@@ -6,9 +6,12 @@
 # so activations are large: recompute.
 # Memory of a GPU, rehearsed with the torch spec: 14.6 GB reserved of 79.7, 14.3 held (weights 10.1,
 # gradients 0.4, optimizer 1.0, logits and loss 0.0, the rest 2.9).
-NODES=1
+NODES=${NODES:-${SLURM_NNODES:-1}}
 MOE_MODEL=1
-source "${LAUNCH_DIR:-$(dirname "${BASH_SOURCE[0]}")}/common.sh"
+HERE=$(dirname "${BASH_SOURCE[0]}")
+# sbatch runs a copy of this file; Slurm knows where it was taken from.
+[[ -e $HERE/common.sh ]] || HERE=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\([^ ]*\)/.*|\1|p')
+source "${LAUNCH_DIR:-$HERE}/common.sh" || exit 2
 
 train "${LORA[@]}" "${MOE[@]}" "${FULL_RECOMPUTE[@]}" \
     --tensor-model-parallel-size 2 --sequence-parallel \

@@ -5,8 +5,11 @@
 # Layout: TP 4 with SP fits without recompute; two data-parallel ranks.
 # Memory of a GPU, rehearsed with the torch spec: 42.1 GB reserved of 83.0, 40.6 held (weights 17.7,
 # gradients 0.2, optimizer 0.4, logits and loss 1.0, the rest 21.3).
-NODES=1
-source "${LAUNCH_DIR:-$(dirname "${BASH_SOURCE[0]}")}/common.sh"
+NODES=${NODES:-${SLURM_NNODES:-1}}
+HERE=$(dirname "${BASH_SOURCE[0]}")
+# sbatch runs a copy of this file; Slurm knows where it was taken from.
+[[ -e $HERE/common.sh ]] || HERE=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\([^ ]*\)/.*|\1|p')
+source "${LAUNCH_DIR:-$HERE}/common.sh" || exit 2
 
 train "${LORA[@]}" \
     --tensor-model-parallel-size 4 --sequence-parallel \

@@ -6,8 +6,11 @@
 # eight are data parallel.
 # Memory of a GPU, rehearsed with the torch spec: 32.4 GB reserved of 83.6, 31.0 held (weights 8.9,
 # gradients 0.1, optimizer 0.0, logits and loss 0.8, the rest 21.0).
-NODES=1
-source "${LAUNCH_DIR:-$(dirname "${BASH_SOURCE[0]}")}/common.sh"
+NODES=${NODES:-${SLURM_NNODES:-1}}
+HERE=$(dirname "${BASH_SOURCE[0]}")
+# sbatch runs a copy of this file; Slurm knows where it was taken from.
+[[ -e $HERE/common.sh ]] || HERE=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\([^ ]*\)/.*|\1|p')
+source "${LAUNCH_DIR:-$HERE}/common.sh" || exit 2
 
 train "${LORA[@]}" \
     --global-batch-size 64 \

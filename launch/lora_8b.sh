@@ -6,8 +6,11 @@
 # for longer packs; TP 1 just fits.
 # Memory of a GPU, rehearsed with the torch spec: 24.0 GB reserved of 83.0, 23.6 held (weights 9.4,
 # gradients 0.1, optimizer 0.1, logits and loss 0.9, the rest 13.0).
-NODES=1
-source "${LAUNCH_DIR:-$(dirname "${BASH_SOURCE[0]}")}/common.sh"
+NODES=${NODES:-${SLURM_NNODES:-1}}
+HERE=$(dirname "${BASH_SOURCE[0]}")
+# sbatch runs a copy of this file; Slurm knows where it was taken from.
+[[ -e $HERE/common.sh ]] || HERE=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\([^ ]*\)/.*|\1|p')
+source "${LAUNCH_DIR:-$HERE}/common.sh" || exit 2
 
 train "${LORA[@]}" \
     --tensor-model-parallel-size 2 --sequence-parallel \

@@ -6,10 +6,13 @@
 # Memory of a GPU (first stage, 2 virtual), rehearsed with the torch spec: 42.7 GB reserved of 79.0,
 # 41.3 held (weights 7.2, gradients 14.5, optimizer 9.5, logits and loss 0.0, the rest 10.1). A rank
 # waits 7.5% of an iteration for others (modelled).
-NODES=32
+NODES=${NODES:-${SLURM_NNODES:-32}}
 MOE_MODEL=1
 SPLIT="Ettt|(t*7|)*4(t*6|)*10tttL"
-source "${LAUNCH_DIR:-$(dirname "${BASH_SOURCE[0]}")}/common.sh"
+HERE=$(dirname "${BASH_SOURCE[0]}")
+# sbatch runs a copy of this file; Slurm knows where it was taken from.
+[[ -e $HERE/common.sh ]] || HERE=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\([^ ]*\)/.*|\1|p')
+source "${LAUNCH_DIR:-$HERE}/common.sh" || exit 2
 
 train "${PRETRAIN[@]}" "${MOE[@]}" "${FULL_RECOMPUTE[@]}" \
     --tensor-model-parallel-size 4 --sequence-parallel \

@@ -5,8 +5,11 @@
 # Layout: as for fine-tuning; more data-parallel ranks divide the optimizer states further.
 # Memory of a GPU, rehearsed with the torch spec: 35.9 GB reserved of 83.6, 34.5 held (weights 4.3,
 # gradients 8.5, optimizer 1.6, logits and loss 1.0, the rest 19.2).
-NODES=2
-source "${LAUNCH_DIR:-$(dirname "${BASH_SOURCE[0]}")}/common.sh"
+NODES=${NODES:-${SLURM_NNODES:-2}}
+HERE=$(dirname "${BASH_SOURCE[0]}")
+# sbatch runs a copy of this file; Slurm knows where it was taken from.
+[[ -e $HERE/common.sh ]] || HERE=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\([^ ]*\)/.*|\1|p')
+source "${LAUNCH_DIR:-$HERE}/common.sh" || exit 2
 
 train "${PRETRAIN[@]}" \
     --global-batch-size 256 \

@@ -6,9 +6,12 @@
 # dear for layers this narrow. EP 8 stays inside a node.
 # Memory of a GPU, rehearsed with the torch spec: 52.6 GB reserved of 80.3, 47.4 held (weights 11.4,
 # gradients 22.8, optimizer 5.8, logits and loss 0.0, the rest 7.3).
-NODES=8
+NODES=${NODES:-${SLURM_NNODES:-8}}
 MOE_MODEL=1
-source "${LAUNCH_DIR:-$(dirname "${BASH_SOURCE[0]}")}/common.sh"
+HERE=$(dirname "${BASH_SOURCE[0]}")
+# sbatch runs a copy of this file; Slurm knows where it was taken from.
+[[ -e $HERE/common.sh ]] || HERE=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\([^ ]*\)/.*|\1|p')
+source "${LAUNCH_DIR:-$HERE}/common.sh" || exit 2
 
 train "${PRETRAIN[@]}" "${MOE[@]}" "${FULL_RECOMPUTE[@]}" \
     --expert-model-parallel-size 8 --expert-tensor-parallel-size 1 \

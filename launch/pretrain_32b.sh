@@ -7,8 +7,11 @@
 # Memory of a GPU (first stage), rehearsed with the torch spec: 39.3 GB reserved of 82.4, 37.4 held
 # (weights 5.3, gradients 10.6, optimizer 7.9, logits and loss 0.0, the rest 13.6). A rank waits 1.6%
 # of an iteration for others (modelled).
-NODES=8
-source "${LAUNCH_DIR:-$(dirname "${BASH_SOURCE[0]}")}/common.sh"
+NODES=${NODES:-${SLURM_NNODES:-8}}
+HERE=$(dirname "${BASH_SOURCE[0]}")
+# sbatch runs a copy of this file; Slurm knows where it was taken from.
+[[ -e $HERE/common.sh ]] || HERE=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\([^ ]*\)/.*|\1|p')
+source "${LAUNCH_DIR:-$HERE}/common.sh" || exit 2
 
 train "${PRETRAIN[@]}" \
     --tensor-model-parallel-size 8 --sequence-parallel \

@@ -5,8 +5,11 @@
 # Layout: as for fine-tuning.
 # Memory of a GPU, rehearsed with the torch spec: 35.5 GB reserved of 83.0, 33.9 held (weights 4.9,
 # gradients 9.7, optimizer 3.6, logits and loss 0.9, the rest 14.8).
-NODES=2
-source "${LAUNCH_DIR:-$(dirname "${BASH_SOURCE[0]}")}/common.sh"
+NODES=${NODES:-${SLURM_NNODES:-2}}
+HERE=$(dirname "${BASH_SOURCE[0]}")
+# sbatch runs a copy of this file; Slurm knows where it was taken from.
+[[ -e $HERE/common.sh ]] || HERE=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\([^ ]*\)/.*|\1|p')
+source "${LAUNCH_DIR:-$HERE}/common.sh" || exit 2
 
 train "${PRETRAIN[@]}" \
     --tensor-model-parallel-size 2 --sequence-parallel \

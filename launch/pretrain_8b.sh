@@ -6,8 +6,11 @@
 # less than TP 4.
 # Memory of a GPU, rehearsed with the torch spec: 52.7 GB reserved of 83.0, 50.8 held (weights 9.3,
 # gradients 18.7, optimizer 3.5, logits and loss 1.1, the rest 18.2).
-NODES=4
-source "${LAUNCH_DIR:-$(dirname "${BASH_SOURCE[0]}")}/common.sh"
+NODES=${NODES:-${SLURM_NNODES:-4}}
+HERE=$(dirname "${BASH_SOURCE[0]}")
+# sbatch runs a copy of this file; Slurm knows where it was taken from.
+[[ -e $HERE/common.sh ]] || HERE=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\([^ ]*\)/.*|\1|p')
+source "${LAUNCH_DIR:-$HERE}/common.sh" || exit 2
 
 train "${PRETRAIN[@]}" \
     --tensor-model-parallel-size 2 --sequence-parallel \

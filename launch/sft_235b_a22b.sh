@@ -10,10 +10,13 @@
 # Memory of a GPU (middle stages (as 1), 2 virtual), rehearsed with the torch spec: 51.9 GB reserved
 # of 78.4, 51.4 held (weights 8.3, gradients 16.7, optimizer 24.3, logits and loss 0.0, the rest 2.2).
 # A rank waits 11.2% of an iteration for others (modelled).
-NODES=16
+NODES=${NODES:-${SLURM_NNODES:-16}}
 MOE_MODEL=1
 SPLIT="Ettt|(t*7|)*4(t*6|)*10tttL"
-source "${LAUNCH_DIR:-$(dirname "${BASH_SOURCE[0]}")}/common.sh"
+HERE=$(dirname "${BASH_SOURCE[0]}")
+# sbatch runs a copy of this file; Slurm knows where it was taken from.
+[[ -e $HERE/common.sh ]] || HERE=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\([^ ]*\)/.*|\1|p')
+source "${LAUNCH_DIR:-$HERE}/common.sh" || exit 2
 
 train "${SFT[@]}" "${MOE[@]}" "${FULL_RECOMPUTE[@]}" \
     --tensor-model-parallel-size 4 --sequence-parallel \

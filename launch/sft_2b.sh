@@ -6,8 +6,11 @@
 # layer. Half of the activations are the vision tower's; recompute would cost time and is not needed.
 # Memory of a GPU, rehearsed with the torch spec: 37.1 GB reserved of 83.6, 36.1 held (weights 4.3,
 # gradients 8.5, optimizer 3.2, logits and loss 1.0, the rest 19.2).
-NODES=1
-source "${LAUNCH_DIR:-$(dirname "${BASH_SOURCE[0]}")}/common.sh"
+NODES=${NODES:-${SLURM_NNODES:-1}}
+HERE=$(dirname "${BASH_SOURCE[0]}")
+# sbatch runs a copy of this file; Slurm knows where it was taken from.
+[[ -e $HERE/common.sh ]] || HERE=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\([^ ]*\)/.*|\1|p')
+source "${LAUNCH_DIR:-$HERE}/common.sh" || exit 2
 
 train "${SFT[@]}" \
     --global-batch-size 64 \

@@ -6,9 +6,12 @@
 # experts are not cut (ETP 1). Each token visits eight experts, so activations are large: recompute.
 # Memory of a GPU, rehearsed with the torch spec: 58.1 GB reserved of 79.7, 57.1 held (weights 9.9,
 # gradients 19.8, optimizer 23.7, logits and loss 0.0, the rest 3.7).
-NODES=2
+NODES=${NODES:-${SLURM_NNODES:-2}}
 MOE_MODEL=1
-source "${LAUNCH_DIR:-$(dirname "${BASH_SOURCE[0]}")}/common.sh"
+HERE=$(dirname "${BASH_SOURCE[0]}")
+# sbatch runs a copy of this file; Slurm knows where it was taken from.
+[[ -e $HERE/common.sh ]] || HERE=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\([^ ]*\)/.*|\1|p')
+source "${LAUNCH_DIR:-$HERE}/common.sh" || exit 2
 
 train "${SFT[@]}" "${MOE[@]}" "${FULL_RECOMPUTE[@]}" \
     --tensor-model-parallel-size 2 --sequence-parallel \

@@ -6,8 +6,11 @@
 # pipeline, so no bubble at small global batches.
 # Memory of a GPU, rehearsed with the torch spec: 56.4 GB reserved of 83.0, 55.2 held (weights 9.4,
 # gradients 18.8, optimizer 14.1, logits and loss 1.0, the rest 12.0).
-NODES=4
-source "${LAUNCH_DIR:-$(dirname "${BASH_SOURCE[0]}")}/common.sh"
+NODES=${NODES:-${SLURM_NNODES:-4}}
+HERE=$(dirname "${BASH_SOURCE[0]}")
+# sbatch runs a copy of this file; Slurm knows where it was taken from.
+[[ -e $HERE/common.sh ]] || HERE=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\([^ ]*\)/.*|\1|p')
+source "${LAUNCH_DIR:-$HERE}/common.sh" || exit 2
 
 train "${SFT[@]}" \
     --tensor-model-parallel-size 8 --sequence-parallel \

@@ -6,8 +6,11 @@
 # them over NVLink, which costs less than recomputing every layer would.
 # Memory of a GPU, rehearsed with the torch spec: 38.8 GB reserved of 83.0, 37.5 held (weights 4.9,
 # gradients 9.7, optimizer 7.3, logits and loss 0.9, the rest 14.8).
-NODES=1
-source "${LAUNCH_DIR:-$(dirname "${BASH_SOURCE[0]}")}/common.sh"
+NODES=${NODES:-${SLURM_NNODES:-1}}
+HERE=$(dirname "${BASH_SOURCE[0]}")
+# sbatch runs a copy of this file; Slurm knows where it was taken from.
+[[ -e $HERE/common.sh ]] || HERE=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\([^ ]*\)/.*|\1|p')
+source "${LAUNCH_DIR:-$HERE}/common.sh" || exit 2
 
 train "${SFT[@]}" \
     --tensor-model-parallel-size 2 --sequence-parallel \

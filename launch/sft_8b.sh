@@ -6,8 +6,11 @@
 # SP fits without recompute and stays inside the node.
 # Memory of a GPU, rehearsed with the torch spec: 42.5 GB reserved of 83.0, 41.6 held (weights 5.2,
 # gradients 10.5, optimizer 15.7, logits and loss 1.0, the rest 9.2).
-NODES=1
-source "${LAUNCH_DIR:-$(dirname "${BASH_SOURCE[0]}")}/common.sh"
+NODES=${NODES:-${SLURM_NNODES:-1}}
+HERE=$(dirname "${BASH_SOURCE[0]}")
+# sbatch runs a copy of this file; Slurm knows where it was taken from.
+[[ -e $HERE/common.sh ]] || HERE=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\([^ ]*\)/.*|\1|p')
+source "${LAUNCH_DIR:-$HERE}/common.sh" || exit 2
 
 train "${SFT[@]}" \
     --tensor-model-parallel-size 4 --sequence-parallel \

@@ -9,6 +9,7 @@ import typer
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.cli.options import Json, require
+from mcore_qwen3vl.errors import BadInput
 
 
 def rehearse(
@@ -49,7 +50,8 @@ def rehearse(
     fit: Annotated[
         bool,
         typer.Option(
-            "--fit", help="Instead: search layouts for these GPUs, until three are seen to fit."
+            "--fit",
+            help="Instead: search layouts for these GPUs until three are seen to fit; no --report.",
         ),
     ] = False,
     json: Json = False,
@@ -74,6 +76,11 @@ def rehearse(
     from mcore_qwen3vl.rehearsal.run import Options, Rehearser, checked
     from mcore_qwen3vl.rehearsal.search import search
 
+    if fit and report is not None:
+        raise BadInput(
+            "--fit rehearses several layouts and --report writes a page of one: rehearse the row "
+            "that you choose with --report, or leave one of them out."
+        )
     command = read_command(context.args, gpus)
     kinds = tuple(word.strip() for word in roles.split(","))
     options = Options(find_gpu(gpu), memory_gib, allowance_gib, kinds, routing)

@@ -15,6 +15,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.shapes import SHAPES
 from mcore_qwen3vl.training.arguments.refusal import StrictParser
+from mcore_qwen3vl.training.arguments.resets import take_back, without_flags
 
 INSTALLED = Path(mcore_qwen3vl.__file__).parent / "launch"
 """The scripts that the package brings along."""
@@ -31,6 +32,9 @@ class Command:
     script: str | None = None
     notes: tuple[str, ...] = ()
     """What was taken that the user did not say."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "flags", tuple(take_back(self.flags)))
 
     def value(self, flag: str, default: str | None = None) -> str | None:
         """What `flag` is set to; for one without a value, ``""`` if it is there."""
@@ -57,13 +61,7 @@ class Command:
 
     def without(self, *names: str) -> Command:
         """The same without these flags and their values."""
-        kept, dropping = [], False
-        for word in self.flags:
-            if word.startswith("--"):
-                dropping = word.partition("=")[0] in names
-            if not dropping:
-                kept.append(word)
-        return replace(self, flags=tuple(kept))
+        return replace(self, flags=tuple(without_flags(self.flags, frozenset(names))))
 
     def plus(self, *words: object) -> Command:
         """The same with words appended, which come before what was said earlier."""
@@ -163,7 +161,8 @@ def _of_script(name: Path, words: Sequence[str], gpus: int | None) -> Command:
     clean = {n: v for n, v in os.environ.items() if not n.startswith("SLURM_")}
     done = subprocess.run(
         ["bash", str(script), *words, "--dry-run"],
-        env={**clean, "LAUNCH_DIR": str(script.parent.absolute())},
+        # The layout is checked here, for the ranks of --gpus.
+        env={**clean, "LAUNCH_DIR": str(script.parent.absolute()), "CHECK_RANKS": "0"},
         capture_output=True,
         text=True,
         check=False,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -18,6 +18,7 @@ from mcore_qwen3vl.rehearsal.roles import OWN_SPLIT
 from mcore_qwen3vl.rehearsal.roofline import NODE, Step, step_seconds
 from mcore_qwen3vl.rehearsal.run import Rehearser, checked
 from mcore_qwen3vl.training import memory
+from mcore_qwen3vl.training.arguments.resets import NONE
 
 WANTED = 3
 TRIED = 9
@@ -41,7 +42,7 @@ class Candidate:
 
     Attributes:
         command: with its flags.
-        flags: to put in place of the run's own.
+        flags: to append to the run's own, which they set or take back.
         seconds: of a step, modelled.
         estimate: bytes of the fullest rank, modelled.
     """
@@ -125,7 +126,7 @@ def candidates(command: Command, a: Architecture, gpu: Gpu) -> Iterator[Candidat
             checked(made)
         except BadInput:
             continue
-        yield _candidate(made, flags, a, gpu, recompute)
+        yield _candidate(made, (*flags, *_resets(command, flags)), a, gpu, recompute)
 
 
 def _flags(tp: int, pp: int, cp: int, ep: int, recompute: bool, moe: bool) -> tuple[str, ...]:
@@ -142,6 +143,13 @@ def _flags(tp: int, pp: int, cp: int, ep: int, recompute: bool, moe: bool) -> tu
     if recompute:
         flags += FULL_RECOMPUTE
     return tuple(map(str, flags))
+
+
+def _resets(command: Command, flags: Sequence[str]) -> Iterator[str]:
+    """What takes back the flags of `command` that have no place beside `flags`."""
+    for name in _REPLACED:
+        if name not in flags and command.value(name) is not None:
+            yield from (name, "1" if name.endswith("-parallel-size") else NONE)
 
 
 def _candidate(

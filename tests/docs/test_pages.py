@@ -25,6 +25,8 @@ FOREIGN = {
     "pip": {"--dry-run", "--no-build-isolation", "--no-deps"},
     "megatron-core": {"--ckpt-format"},
     "launch": {"--dry-run"},
+    "sbatch": {"--nodes", "--gpus-per-node", "--signal", "--requeue"},
+    "srun": {"--kill-on-bad-exit"},
     "verify.curves": {"--resume"},
     "numerics": {"--quick"},
 }

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -88,7 +90,8 @@ def test_megatron_accepts_the_flags_which_describe_the_model(script: Path, tmp_p
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_stated_nodes_agree(script: Path) -> None:
     text = script.read_text()
-    slurm, own = re.search(r"--nodes=(\d+)", text), re.search(r"^NODES=(\d+)$", text, re.MULTILINE)
+    slurm = re.search(r"--nodes=(\d+)", text)
+    own = re.search(r"^NODES=\$\{NODES:-\$\{SLURM_NNODES:-(\d+)\}\}$", text, re.MULTILINE)
     assert slurm is not None
     assert own is not None
     assert slurm[1] == own[1]
@@ -114,17 +117,129 @@ def test_the_users_flags_win_but_not_over_the_architecture(tmp_path: Path) -> No
         parsed(script, tmp_path, "--hidden-size", "4096")
 
 
-def test_slurm_starts_one_torchrun_a_node(tmp_path: Path) -> None:
-    (tmp_path / "scontrol").write_text("#!/bin/sh\nprintf 'n1\\nn2\\n'\n")
-    (tmp_path / "scontrol").chmod(0o755)
-    words = final_command(
-        LAUNCH / "sft_32b.sh",
-        PATH=f"{tmp_path}:/usr/bin:/bin",
-        SLURM_JOB_ID="7",
-        SLURM_JOB_NODELIST="n[1-2]",
-    )
+SBATCH = r"""#!/bin/bash
+# As Slurm does: a copy of the script runs elsewhere, with the job's variables.
+spool=$(mktemp -d)
+cp "$1" "$spool/slurm_script"
+export SLURM_JOB_ID=7 SLURM_JOB_NODELIST="n[1-2]" SLURM_SUBMIT_DIR=$PWD
+export SLURM_NNODES=${SLURM_NNODES:-2} SLURM_GPUS_ON_NODE=${SLURM_GPUS_ON_NODE:-8}
+export COMMAND="$(realpath "$1") ${*:2}"
+exec bash "$spool/slurm_script" "${@:2}"
+"""
+SCONTROL = r"""#!/bin/sh
+case "$*" in
+    "show hostnames n[1-2]") printf 'n1\nn2\n' ;;
+    "show job 7") printf 'JobId=7 JobName=x\n   Command=%s\n   WorkDir=/w\n' "$COMMAND" ;;
+    *) exit 1 ;;
+esac
+"""
+
+
+@pytest.fixture
+def sbatch(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Submits a script to a Slurm that runs it at once, from another folder than the script's."""
+    for name, text in (("sbatch", SBATCH), ("scontrol", SCONTROL)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+
+    def submit(script: Path, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [tmp_path / "sbatch", script, *flags, "--dry-run"],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env={"PATH": f"{tmp_path}:/usr/bin:/bin", **environment},
+            check=False,
+        )
+
+    return submit
+
+
+@pytest.mark.parametrize("name", ["sft_30b_a3b", "pretrain_2b", "lora_235b_a22b"])
+def test_sbatch_starts_one_torchrun_a_node(
+    name: str, sbatch: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    done = sbatch(LAUNCH / f"{name}.sh", "--data-path", "/data/a/train.jsonl")
+    assert (done.returncode, done.stderr) == (0, "")
+    words = shlex.split(done.stdout)
     assert words[:2] == ["srun", "--ntasks-per-node=1"]
+    assert words[words.index("--nnodes") + 1] == "2"
     assert words[words.index("--rdzv-endpoint") + 1] == "n1:29500"
+    assert str(LAUNCH / "train.py") in words
+    assert words[words.index("--data-path") + 1] == "/data/a/train.jsonl"
+
+
+def test_sbatch_of_scripts_that_were_copied_and_changed(
+    tmp_path: Path, sbatch: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    """Their own common.sh is used, not one in a folder launch/ of where they are submitted."""
+    for folder in ("launch", "mine"):
+        shutil.copytree(LAUNCH, tmp_path / folder)
+    common = tmp_path / "mine" / "common.sh"
+    common.write_text(common.read_text().replace("--clip-grad 1.0", "--clip-grad 0.25"))
+    done = sbatch(Path("mine/sft_30b_a3b.sh"))
+    assert "--clip-grad 0.25" in done.stdout
+    assert str(tmp_path / "mine" / "train.py") in done.stdout
+
+
+def test_the_slurm_job_says_how_many_nodes_and_gpus(
+    sbatch: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    done = sbatch(LAUNCH / "sft_8b.sh", SLURM_NNODES="4", SLURM_GPUS_ON_NODE="4")
+    words = shlex.split(done.stdout)
+    assert [words[words.index(w) + 1] for w in ("--nnodes", "--nproc-per-node")] == ["4", "4"]
+    done = sbatch(LAUNCH / "sft_8b.sh", SLURM_NNODES="4", NODES="2")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == ("error: NODES is 2 and the Slurm job has 4 nodes: leave NODES out.\n")
+
+
+def test_nodes_off_slurm() -> None:
+    words = final_command(LAUNCH / "sft_8b.sh", NODES="4")
+    assert words[words.index("--nnodes") + 1] == "4"
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "environment", "message"),
+    [
+        ("sft_8b", (), {"NODES": "3"}, r"24 ranks take 6 samples .* append --global-batch-size 66"),
+        ("sft_8b", ("--global-batch-size=60",), {"NODES": "4"}, "append --global-batch-size 64"),
+        ("sft_8b", ("--tensor-model-parallel-size", "16"), {}, "cannot be divided by TP 16"),
+        ("sft_30b_a3b", ("--expert-model-parallel-size", "32"), {}, "divided by EP 32 x ETP 1"),
+        ("sft_235b_a22b", (), {"NODES": "3"}, "divided by TP 4 x PP 8 x CP 2 = 64"),
+        ("sft_8b", (), {"NODES": "four"}, "'four' is no number"),
+    ],
+)  # fmt: skip
+def test_ranks_that_cannot_be_divided_are_refused(
+    name: str, flags: tuple[str, ...], environment: dict[str, str], message: str
+) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        final_command(LAUNCH / f"{name}.sh", *flags, **environment)
+    assert refused.value.returncode == 2
+    assert refused.value.stdout == ""
+    assert re.search(message, refused.value.stderr)
+
+
+def test_several_nodes_are_not_started_without_their_names() -> None:
+    """Each would wait for others at its own address."""
+    command = ["bash", str(LAUNCH / "sft_8b.sh")]
+    environment = {"PATH": "/usr/bin:/bin", "NODES": "2"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "MASTER_ADDR" in done.stderr
+
+
+def test_what_a_script_sets_can_be_taken_back(tmp_path: Path) -> None:
+    flags = (
+        *("--pipeline-model-parallel-layout", "none", "--recompute-granularity", "none"),
+        *("--recompute-method", "none", "--recompute-num-layers=none", "--context-parallel-size"),
+        *("1", "--pipeline-model-parallel-size", "1", "--sequence-parallel", "none"),
+        *("--tensor-model-parallel-size", "1", "--global-batch-size", "128"),
+    )
+    args = parsed(LAUNCH / "sft_235b_a22b.sh", tmp_path, *flags)
+    assert args.pipeline_model_parallel_layout is None
+    assert (args.recompute_granularity, args.recompute_method) == (None, None)
+    assert (args.recompute_num_layers, args.sequence_parallel) == (None, False)
+    assert args.data_parallel_size == 128
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)

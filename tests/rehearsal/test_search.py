@@ -17,6 +17,7 @@ from mcore_qwen3vl.rehearsal.roofline import EFFICIENCY, Step, step_seconds
 from mcore_qwen3vl.rehearsal.search import candidates
 from mcore_qwen3vl.schedule import Durations
 from mcore_qwen3vl.shapes import SHAPES
+from tests.launch.test_scripts import final_command
 from tests.rehearsal.conftest import Command as RunCommand
 
 H100 = GPUS["h100-80gb"]
@@ -74,7 +75,23 @@ def test_candidates_replace_the_layout_and_nothing_else() -> None:
         assert candidate.command.value("--global-batch-size") == "32"
         assert candidate.command.value("--expert-tensor-parallel-size") == "1"
         recomputes = candidate.command.value("--recompute-granularity") == "full"
-        assert recomputes == ("--recompute-granularity" in candidate.flags)
+        assert recomputes == ("full" in candidate.flags)
+
+
+@pytest.mark.parametrize(("name", "nodes"), [("8b", 1), ("30b_a3b", 2), ("235b_a22b", 4)])
+def test_each_row_can_be_appended_to_the_script(name: str, nodes: int) -> None:
+    """What the script sets and the row has not is taken back."""
+    script, gpus = SCRIPT.with_name(f"sft_{name}.sh"), 8 * nodes
+    a = Architecture.from_hf(SHAPES / f"{name}.json")
+    rows = list(candidates(read_command([str(script)], gpus), a, H100))
+    assert len(rows) > 20
+    for row in rows[:: len(rows) // 20]:
+        words = final_command(script, *row.flags, NODES=str(nodes))
+        started = Command(tuple(words[words.index("--bf16") :]), gpus)
+        assert started.layout == row.command.layout
+        for flag in ("granularity", "method", "num-layers"):
+            flag = f"--recompute-{flag}"
+            assert started.value(flag) == row.command.value(flag)
 
 
 def test_a_run_that_takes_no_layout() -> None:

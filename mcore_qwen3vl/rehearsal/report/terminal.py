@@ -10,6 +10,7 @@ from rich.table import Table
 from mcore_qwen3vl import console
 from mcore_qwen3vl.rehearsal.command import Command
 from mcore_qwen3vl.rehearsal.outcome import Rehearsal, RoleOutcome
+from mcore_qwen3vl.rehearsal.roofline import NODE
 from mcore_qwen3vl.rehearsal.search import Fit
 
 WAITS_SHOWN = 8
@@ -58,7 +59,7 @@ def show_fits(fits: Sequence[Fit], command: Command) -> None:
     table = _table(
         f"Layouts on {command.gpus} GPUs: GB of the fullest role, rehearsed; seconds of a step, "
         "modelled by a roofline",
-        *("layout", ">held", ">reserved", ">left", ">s a step", "", "add"),
+        *("layout", ">held", ">reserved", ">left", ">s a step", "", "append"),
     )
     for fit in sorted(fits, key=lambda fit: not fit.good):
         fullest = fit.fullest
@@ -72,6 +73,14 @@ def show_fits(fits: Sequence[Fit], command: Command) -> None:
             " ".join(fit.candidate.flags) if fit.good else fit.found.verdict,
         )
     console.output.print(table)
+    if command.script is not None:
+        each = NODE if command.gpus % NODE == 0 else command.gpus
+        console.output.print(
+            f"To start one: NODES={command.gpus // each} GPUS_PER_NODE={each} bash "
+            f"{command.script}, your own flags, and those of its row.",
+            soft_wrap=True,
+            markup=False,
+        )
 
 
 def _memory(found: Rehearsal) -> None:

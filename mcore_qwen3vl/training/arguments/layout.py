@@ -9,6 +9,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.training.arguments.refusal import StrictParser
+from mcore_qwen3vl.training.arguments.resets import take_back
 
 _SIZES = (
     "--tensor-model-parallel-size",
@@ -45,7 +46,7 @@ def check_layout_flags(argv: Sequence[str], architecture: Architecture, world_si
     for name in _OWN_SPLIT:
         parser.add_argument("--" + name.replace("_", "-"), nargs="?", const=True)
     parser.add_argument("--pipeline-model-parallel-layout")
-    check_layout(parser.parse_known_args(list(argv))[0], architecture, world_size)
+    check_layout(parser.parse_known_args(take_back(argv))[0], architecture, world_size)
 
 
 def check_layout(args: argparse.Namespace, architecture: Architecture, world_size: int) -> None:

@@ -27,6 +27,7 @@ from mcore_qwen3vl.training.arguments.defaults import run_defaults
 from mcore_qwen3vl.training.arguments.explicit import check_explicit, explicit_arguments
 from mcore_qwen3vl.training.arguments.layout import check_layout
 from mcore_qwen3vl.training.arguments.refusal import StrictParser, refuse_by
+from mcore_qwen3vl.training.arguments.resets import take_back
 from mcore_qwen3vl.training.lora.flags import add_lora_arguments, check_flags
 from mcore_qwen3vl.training.preference.flags import (
     add_preference_arguments,
@@ -213,7 +214,7 @@ class ArgumentSetup:
             argv: the command line.
             world_size: number of ranks.
         """
-        self.argv = _train_data_path(argv)
+        self.argv = _train_data_path(take_back(argv))
         self._world_size = world_size
         self.explicit: frozenset[str] = frozenset()
         self.cpu = is_cpu(argv)
