@@ -25,6 +25,7 @@ from mcore_qwen3vl.training.arguments.checks import check, complaint
 from mcore_qwen3vl.training.arguments.data_flags import add_data_arguments
 from mcore_qwen3vl.training.arguments.defaults import run_defaults
 from mcore_qwen3vl.training.arguments.explicit import check_explicit, explicit_arguments
+from mcore_qwen3vl.training.arguments.kept_batch import KeptBatch
 from mcore_qwen3vl.training.arguments.layout import check_layout
 from mcore_qwen3vl.training.arguments.refusal import StrictParser, refuse_by
 from mcore_qwen3vl.training.arguments.resets import take_back
@@ -189,7 +190,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, frozenset[str]]:
 
 
 def validate(argv: Sequence[str], world_size: int) -> argparse.Namespace:
-    """What :func:`parse` would give on `world_size` ranks; touches no global state, opens no file.
+    """What :func:`parse` would give on `world_size` ranks; touches no global state.
 
     Raises:
         BadInput: a flag is unknown, contradicts the model's config or does not fit the others.
@@ -217,6 +218,7 @@ class ArgumentSetup:
         self.argv = _train_data_path(take_back(argv))
         self._world_size = world_size
         self.explicit: frozenset[str] = frozenset()
+        self._kept: KeptBatch | None = None
         self.cpu = is_cpu(argv)
         self.hf_model = hf_model_of(self.argv)
         self.architecture = Architecture.from_hf(self.hf_model)
@@ -243,8 +245,13 @@ class ArgumentSetup:
         if explicit.get("save"):
             # The command that started a run resumes it.
             parser.set_defaults(load=explicit["save"])
+        kept = self._kept = KeptBatch.of(explicit)
+        if kept is not None:
+            parser.set_defaults(global_batch_size=kept.size)
         args = parser.parse_args(self.argv)
         check_layout(args, self.architecture, self._world_size)
+        if kept is not None:
+            kept.check(args, self._world_size)
         return parser
 
     def finish(self, args: argparse.Namespace) -> None:
@@ -252,6 +259,7 @@ class ArgumentSetup:
         from megatron.training.vocab_utils import calculate_padded_vocab_size
 
         args.hf_model = str(self.hf_model)
+        args.kept_global_batch = self._kept is not None
         if args.padded_vocab_size is None:
             args.padded_vocab_size = calculate_padded_vocab_size(
                 args.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size

@@ -161,7 +161,13 @@ class DataProvider:
             position = self._streams[0].position() if self._streams else None
             dp_rank = parallel_state.get_data_parallel_rank()
             data_state.save(
-                self.train_loader, directory, iteration, dp_rank, self._sources(), position
+                self.train_loader,
+                directory,
+                iteration,
+                dp_rank,
+                self._sources(),
+                position,
+                self._args.global_batch_size,
             )
 
     def close(self) -> None:

@@ -17,7 +17,9 @@ from mcore_qwen3vl.errors import BadInput
 
 FOLDER = "dataloader"
 SOURCES = "sources"
-"""What a file holds beside the loader's own state: the data that it stands in."""
+GLOBAL_BATCH = "global_batch_size"
+"""What a file holds beside the loader's own state: the data that it stands in, and the number of
+samples of a step."""
 
 
 def folder_of(checkpoints: str | Path, iteration: int) -> Path:
@@ -32,6 +34,7 @@ def save(
     dp_rank: int,
     sources: Sequence[Source] = (),
     position: Any = None,
+    global_batch: int | None = None,
 ) -> None:
     """Write one data-parallel rank's state; appears whole or not at all.
 
@@ -42,12 +45,14 @@ def save(
         dp_rank: of this rank.
         sources: the data that it reads.
         position: of :meth:`Loader.position`, to go on from there; None: from where it stands.
+        global_batch: samples of a step, for :func:`global_batch_of`.
     """
     folder = folder_of(checkpoints, iteration)
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"rank_{dp_rank:05d}.pt"
     partial = file.with_suffix(f".{os.getpid()}.tmp")
-    torch.save({**loader.state_dict(position), SOURCES: _described(sources)}, partial)
+    own = {SOURCES: _described(sources), GLOBAL_BATCH: global_batch}
+    torch.save({**loader.state_dict(position), **own}, partial)
     os.replace(partial, file)
 
 
@@ -73,6 +78,8 @@ def load(
         )
     states = [_read(file) for file in (files if len(files) != dp_size else [files[dp_rank]])]
     saved = {tuple(state.pop(SOURCES, ())) for state in states}.pop()
+    for state in states:
+        state.pop(GLOBAL_BATCH, None)
     given = _described(sources)
     if saved and [size for _, size in saved] != [size for _, size in given]:
         raise BadInput(
@@ -82,6 +89,12 @@ def load(
         )
     state = states[0] if len(files) == dp_size else redistribute(states, dp_size)[dp_rank]
     loader.load_state_dict(state)
+
+
+def global_batch_of(checkpoints: str | Path, iteration: int) -> int | None:
+    """Samples of a step of the run that wrote a checkpoint; None where that was not stored."""
+    file = next(folder_of(checkpoints, iteration).glob("rank_*.pt"), None)
+    return None if file is None else _read(file).get(GLOBAL_BATCH)
 
 
 def _described(sources: Sequence[Source]) -> list[tuple[str, int | None]]:

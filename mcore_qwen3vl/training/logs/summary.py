@@ -108,6 +108,8 @@ def _data(args: argparse.Namespace) -> str:
     ranks, micro = args.data_parallel_size, args.micro_batch_size
     count = args.global_batch_size // (ranks * micro)
     batch = f"global batch {args.global_batch_size} = DP {ranks} x {count} micro-batches of {micro}"
+    if args.kept_global_batch:
+        batch += ", as the run that is resumed"
     return f"{paths}; {rows}; {batch}"
 
 

@@ -15,6 +15,7 @@ from mcore_qwen3vl.training.arguments.checks import check_surroundings
 from mcore_qwen3vl.training.arguments.defaults import statement
 from mcore_qwen3vl.training.arguments.early import check_early
 from mcore_qwen3vl.training.arguments.parser import validate
+from mcore_qwen3vl.training.feed import state
 from mcore_qwen3vl.training.feed.provider import data_config
 from mcore_qwen3vl.training.logs.summary import summary
 
@@ -246,6 +247,27 @@ def test_kernels_that_need_a_compiler_are_refused_without(
         validate([*argv, "--compile-pointwise"], 1)
     monkeypatch.setenv("CC", "/elsewhere/cc")
     assert validate([*argv, "--compile-pointwise"], 1).compile_pointwise
+
+
+def test_a_resumed_run_keeps_its_global_batch(dense: Path, tmp_path: Path) -> None:
+    save = ("--save", str(tmp_path))
+    assert parsed(dense, *save, world_size=2).global_batch_size == 2  # nothing to resume
+    folder = state.folder_of(tmp_path, 7)
+    folder.mkdir(parents=True)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    torch.save({}, folder / "rank_00000.pt")  # as earlier versions
+    assert parsed(dense, *save, world_size=2).global_batch_size == 2
+    torch.save({state.GLOBAL_BATCH: 4}, folder / "rank_00000.pt")
+    for ranks in (1, 2, 4):
+        args = parsed(dense, *save, world_size=ranks)
+        assert (args.global_batch_size, args.data_parallel_size) == (4, ranks)
+        assert args.kept_global_batch
+    assert parsed(dense, "--load", *save[1:], "--finetune").global_batch_size == 1
+    args = parsed(dense, *save, "--global-batch-size", "6", world_size=2)
+    assert (args.global_batch_size, args.kept_global_batch) == (6, False)
+    refused = r"has a global batch of 4, and 3 data-parallel ranks .* take 3 .* --global-batch-size"
+    with pytest.raises(BadInput, match=refused):
+        parsed(dense, *save, world_size=3)
 
 
 def test_one_rank_of_a_node_reports_bad_input(
