@@ -1,8 +1,9 @@
 """Files of scores: what ``mcore-qwen3vl score`` writes, and training reads as its reference.
 
-``NAME.scores.jsonl`` beside ``NAME.jsonl`` has one line for each record, in order. Of a record:
+``NAME.scores.jsonl`` beside ``NAME.jsonl`` has one line for each record, in order, and says which
+line of ``NAME.jsonl`` it is, from 1. Of a record:
 
-    {"index": 0, "log_prob": -7.1, "tokens": 3, "token_ids": [...], "token_log_probs": [...],
+    {"line": 1, "log_prob": -7.1, "tokens": 3, "token_ids": [...], "token_log_probs": [...],
      "digest": "..."}
 
 and with entropies ``entropy``, their mean, and ``token_entropies``. All of it is about the trained
@@ -22,6 +23,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from mcore_qwen3vl.data.loading.index import ensure_index
+from mcore_qwen3vl.data.loading.lines import line_of
 from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.preference import SIDES
 from mcore_qwen3vl.errors import BadInput
@@ -58,12 +61,14 @@ class References:
     """The reference's log-probabilities of the pairs of one JSONL file.
 
     Args:
+        data: the pairs.
         scores: the file they are from.
         log_probs: (records, 2) float64: chosen, rejected; NaN where a record has none.
         digests: (records, 2) of both sequences' tokens.
         errors: why, by record, one has none.
     """
 
+    data: Path
     scores: Path
     log_probs: np.ndarray
     digests: np.ndarray
@@ -90,7 +95,7 @@ class References:
                 f"precomputed with `{how}`."
             )
         _check_facts(scores, data, how)
-        return _read(scores)
+        return _read(data, scores)
 
     def of(self, index: int) -> tuple[float, float]:
         """Log-probabilities of the chosen and the rejected answer of a record, counted from 0.
@@ -110,8 +115,9 @@ class References:
             BadInput: they are not.
         """
         if [digest(chosen), digest(rejected)] != self.digests[index].tolist():
+            line = line_of(ensure_index(self.data), index)
             raise BadInput(
-                f"Record {index} has other tokens than when {self.scores} was made: the "
+                f"{self.data}:{line} has other tokens than when {self.scores} was made: the "
                 "processor, the chat template or the budgets of images and videos differ. Score "
                 "the data again with those of training."
             )
@@ -138,7 +144,7 @@ def _check_facts(scores: Path, data: Path, how: str) -> None:
         )
 
 
-def _read(scores: Path) -> References:
+def _read(data: Path, scores: Path) -> References:
     log_probs: list[list[float]] = []
     digests: list[list[str]] = []
     errors: dict[int, str] = {}
@@ -152,6 +158,7 @@ def _read(scores: Path) -> References:
             log_probs.append([side["log_prob"] for side in sides])
             digests.append([side["digest"] for side in sides])
     return References(
+        data,
         scores,
         np.array(log_probs, np.float64).reshape(-1, 2),
         np.array(digests, "U16").reshape(-1, 2),
@@ -162,7 +169,7 @@ def _read(scores: Path) -> References:
 def _side(entry: dict[str, Any], side: str, index: int, scores: Path) -> dict[str, Any]:
     if side not in entry:
         raise BadInput(
-            f"Line {index} of {scores} is no preference record: DPO needs data with chosen and "
+            f"{scores}:{index + 1} is no preference record: DPO needs data with chosen and "
             "rejected."
         )
     found: dict[str, Any] = entry[side]

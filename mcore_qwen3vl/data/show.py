@@ -20,6 +20,8 @@ from mcore_qwen3vl.data.encoding.pixels import Pixels
 from mcore_qwen3vl.data.encoding.planning import Plan
 from mcore_qwen3vl.data.encoding.preparation import Preparation
 from mcore_qwen3vl.data.loading.datasets import crude_samples, load_sources
+from mcore_qwen3vl.data.loading.index import ensure_index
+from mcore_qwen3vl.data.loading.lines import record_of
 from mcore_qwen3vl.data.loading.sources import parse_sources
 from mcore_qwen3vl.data.records.bad_samples import sample_id
 from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample
@@ -78,7 +80,7 @@ def read_sample(
 
     Args:
         path: of the data, as for the loader.
-        number: of the record, from 1.
+        number: of the line of a JSONL file, or of the record of other data, from 1.
         processor: of ``load_processor``; its budgets are changed as `config` says.
         config: lengths, policies and budgets.
         split: part of a data set that has several.
@@ -92,7 +94,8 @@ def read_sample(
     preparation = Preparation(processor, config, sources)
     workers = WorkerConfig(rank=0, world_size=1, num_workers=0)
     datasets, _ = load_sources(sources, split=split, training=False, shuffle=False, workers=workers)
-    crude = next(islice(crude_samples(datasets, workers), number - 1, None), None)
+    record = record_of(ensure_index(path), number) if path.suffix == ".jsonl" else number - 1
+    crude = next(islice(crude_samples(datasets, workers), record, None), None)
     if crude is None:
         total = sum(len(one.dataset) for one in datasets)
         raise BadInput(f"{path} has {total:,} records, and no record {number:,}.")

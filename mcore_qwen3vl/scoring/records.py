@@ -29,8 +29,12 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.scoring.output import OVERLONG
 
 
-def line_starts(data: Path) -> np.ndarray:
-    """(records + 1,) int64 offsets of the lines that are not blank, and of the end.
+def line_starts(data: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Where the records of a JSONL file are.
+
+    Returns:
+        (records + 1,) int64 offsets of the lines that are not blank, and of the end; and (records,)
+        int64 numbers of these lines, from 1.
 
     Raises:
         BadInput: `data` is no JSONL file, or is empty.
@@ -39,15 +43,16 @@ def line_starts(data: Path) -> np.ndarray:
         raise BadInput(f"{data} is no .jsonl file: score takes one JSON record a line.")
     if not data.is_file():
         raise BadInput(f"The data set {data} does not exist; check the path.")
-    starts, end = [], 0
+    starts, numbers, end = [], [], 0
     with data.open("rb") as lines:
-        for line in lines:
+        for number, line in enumerate(lines, 1):
             if line.strip():
                 starts.append(end)
+                numbers.append(number)
             end += len(line)
     if not starts:
         raise BadInput(f"The data set {data} is empty.")
-    return np.array([*starts, end], np.int64)
+    return np.array([*starts, end], np.int64), np.array(numbers, np.int64)
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ class Records:
 
     Args:
         data: JSONL file.
-        starts: of :func:`line_starts`.
+        starts: offsets of :func:`line_starts`.
         architecture, processor: the model's.
         config: `packing` or one sequence a row; its budgets are set on `processor`.
         width_multiple: what the length of a batch must be a multiple of.

@@ -104,6 +104,7 @@ class _Job:
     config: DataConfig
     multiple: int
     starts: np.ndarray
+    lines: np.ndarray
     adapter: Adapter | None
     output: Output
     block: int
@@ -118,7 +119,7 @@ class _Job:
         if request.buffer < 1:
             raise BadInput(f"--packing-buffer is {request.buffer}; it is at least 1.")
         load_processor(folder)  # before a rank starts
-        starts = line_starts(request.data)
+        starts, lines = line_starts(request.data)
         adapter = None if request.lora is None else read_adapter(request.lora, folder)
         multiple = length_multiple(layout.cp, layout.tp, layout.sp)
         config = _data_config(request, architecture, multiple)
@@ -127,7 +128,9 @@ class _Job:
         if facts_of(out) in (out, request.data) or out == request.data:
             raise BadInput(f"--out {out}: name a file that ends with .jsonl, and not the data.")
         output = Output(out, _settings(request, config, block), block)
-        return cls(request, architecture, folder, config, multiple, starts, adapter, output, block)
+        return cls(
+            request, architecture, folder, config, multiple, starts, lines, adapter, output, block
+        )
 
     def on_rank(self) -> None:
         """Load this rank's part and score; ``torch.distributed`` is initialised."""
@@ -160,7 +163,7 @@ class _Job:
                 records = range(start, min(start + self.block, total))
                 found = scorer.block(records)
                 if found is not None:
-                    entries = _entries(records, found)
+                    entries = _entries(records, self.lines, found)
                     self.output.append(entries)
                     bad = self._report(entries, bad)
                 advance(records.stop)
@@ -174,7 +177,7 @@ class _Job:
         """Name what could not be scored; how many are bad by now."""
         for entry in entries:
             if error := entry.get("error"):
-                name = f"{self.request.data}[{entry['index']}]"
+                name = f"{self.request.data}:{entry['line']}"
                 say = console.plain(f"record {name} left out: {error}")
                 console.messages.print(f"warning: {say}", soft_wrap=True)
                 bad += not error.startswith(OVERLONG)
@@ -237,12 +240,17 @@ def _identity(folder: Path) -> dict[str, Any]:
     return {"path": str(folder.absolute()), "bytes": size, "newest": newest}
 
 
-def _entries(records: Sequence[int], found: Sequence[Any]) -> list[dict[str, Any]]:
+def _entries(
+    records: Sequence[int], lines: np.ndarray, found: Sequence[Any]
+) -> list[dict[str, Any]]:
     """The lines of a block, from what every rank has found."""
     scores = {name: s for one in found for name, s in one.scores.items()}
     errors = {record: error for one in found for record, error in one.errors.items()}
     digests = {name: text for one in found for name, text in one.digests.items()}
-    return [{"index": record, **_entry(record, scores, errors, digests)} for record in records]
+    return [
+        {"line": int(lines[record]), **_entry(record, scores, errors, digests)}
+        for record in records
+    ]
 
 
 def _entry(

@@ -17,7 +17,9 @@ import transformers
 
 from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.converters.convert import hf_to_mcore
+from mcore_qwen3vl.data import DataConfig, load_processor
 from mcore_qwen3vl.data.scores import References, facts_of
+from mcore_qwen3vl.data.show import read_sample
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.scoring.run import Request, score
@@ -121,7 +123,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def check(found: list[dict[str, Any]], right: list[Any]) -> float:
     """The worst difference, of what may be no worse than the tolerance."""
     worst = 0.0
-    assert [entry["index"] for entry in found] == list(range(len(right)))
+    assert [entry["line"] for entry in found] == list(range(1, len(right) + 1))
     for entry, (log_probs, entropy, ids) in zip(found, right, strict=True):
         assert entry["token_ids"] == ids
         assert entry["tokens"] == len(ids)
@@ -214,6 +216,39 @@ def run(arguments: list[str]) -> int:
     return int(stopped.value.code or 0)
 
 
+def test_a_bad_record_has_its_line_in_every_command(
+    dense: Path, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As an editor counts: from 1, blank lines too."""
+    good, bad = json.dumps({"messages": messages_of("text")}), '{"messages": []}'
+    data = tmp_path / "data.jsonl"
+    data.write_text(f"\n{good}\n  \n{bad}\n{good}\n")
+    assert bad in data.read_text().splitlines()[4 - 1]
+    out = tmp_path / "out.jsonl"
+    for words in (
+        ["score", data, "--out", out, "--cpu", "--max-bad-fraction", 1, "--seq-length", 512],
+        ["data", "check", data],
+        ["data", "show", data, 4],
+    ):
+        checkpoint = [dense] if words[0] == "score" else ["--hf-model", dense]
+        place = 1 if words[0] == "score" else len(words)
+        run([str(word) for word in [*words[:place], *checkpoint, *words[place:]]])
+        printed = "".join(capfd.readouterr())
+        assert "data.jsonl:4" in printed.replace("\n", ""), printed
+    assert [(entry["line"], "error" in entry) for entry in lines(out)] == [
+        (2, False),
+        (4, True),
+        (5, False),
+    ]
+    data.write_text(f"{bad}\n{good}\n")  # an index of other blank lines is not taken
+    run(["data", "check", str(data), "--hf-model", str(dense)])
+    assert "data.jsonl:1" in "".join(capfd.readouterr()).replace("\n", "")
+    data.write_text(f"\n{good}\n\n\n{good}")
+    with pytest.raises(BadInput, match=r"Line 1 of .* is blank"):
+        read_sample(data, 1, load_processor(dense), DataConfig(512))
+    assert read_sample(data, 5, load_processor(dense), DataConfig(512)).name == f"{data}:5"
+
+
 def test_a_killed_run_goes_on_to_the_same_bytes(dense: Path, folder: Path, tmp_path: Path) -> None:
     data = many(folder, 60)
     whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
@@ -231,7 +266,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(dense: Path, folder: Path, tmp_p
     written = partial.read_bytes()
     assert 0 < written.count(b"\n") < 60
     # A part of the block that it was in, as far as the disk had it.
-    partial.write_bytes(written + b'{"index": 0}\n{"index": 8, "log_pr')
+    partial.write_bytes(written + b'{"line": 1}\n{"line": 9, "log_pr')
     assert not broken.exists()
     assert run(command(dense, data, whole)) == 0
     assert run(command(dense, data, broken)) == 0
@@ -266,7 +301,7 @@ def test_what_is_refused(dense: Path, folder: Path, tmp_path: Path, capfd: Any) 
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"messages": []}\n' * 3 + data.read_text().splitlines()[0] + "\n")
     message = said(bad)
-    assert "bad.jsonl[0] left out: messages must be a list" in message
+    assert "bad.jsonl:1 left out: messages must be a list" in message
     assert "3 of 4 records are bad" in message
     assert not (tmp_path / "bad.scores.jsonl").exists()
 
@@ -285,7 +320,7 @@ def test_references_are_checked(dense: Path, tmp_path: Path) -> None:
     found = References.beside(data)
     assert found.of(0) == (entry["chosen"]["log_prob"], entry["rejected"]["log_prob"])
     tokens = torch.arange(5).numpy()
-    with pytest.raises(BadInput, match="Record 0 has other tokens"):
+    with pytest.raises(BadInput, match=r"pairs\.jsonl:1 has other tokens"):
         found.check(0, tokens, tokens)
     data.write_text(data.read_text() + "\n")
     with pytest.raises(BadInput, match="is of other data"):

@@ -15,6 +15,7 @@ from megatron.energon.flavors import BaseWebdatasetFactory
 from megatron.energon.flavors.jsonl.ijsonl import IJsonlIndexReader, IJsonlIndexWriter
 
 from mcore_qwen3vl.data.loading import json_file
+from mcore_qwen3vl.data.loading.lines import write_blanks
 from mcore_qwen3vl.data.loading.stand_in import make_stand_in, stand_ins
 from mcore_qwen3vl.data.loading.tables import is_table
 from mcore_qwen3vl.errors import BadInput
@@ -115,14 +116,18 @@ def _jsonl_is_indexed(path: Path) -> bool:
 def _index_jsonl(path: Path) -> None:
     """Energon's own preparation refuses a file for one broken line; here it is a bad sample."""
     with path.open("rb") as lines, IJsonlIndexWriter(EPath(path)) as index:
-        start = end = 0
+        start = end = records = 0
+        blanks = []
         for line in lines:
             end += len(line)
             if line.strip():  # blank lines go with the sample before or after them
                 index.append(start)
-                start = end
+                start, records = end, records + 1
+            else:
+                blanks.append(records)
         if start == 0:
             raise BadInput(f"The data set {path} is empty.")
+        write_blanks(path, blanks)
         index.append(end)
 
 

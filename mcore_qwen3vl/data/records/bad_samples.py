@@ -12,6 +12,7 @@ from megatron.energon import SkipSample
 from megatron.energon.errors import SYSTEM_EXCEPTIONS
 from megatron.energon.source_info import SourceInfo, get_source_info
 
+from mcore_qwen3vl.data.loading.lines import line_of
 from mcore_qwen3vl.data.loading.stand_in import origin
 from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample
 from mcore_qwen3vl.errors import BadInput
@@ -115,8 +116,8 @@ class BadSampleGuard:
 
 
 def sample_id(sample: Any) -> str:
-    """Where a sample came from, counted from 1: the line of a JSONL file (blank ones left out), or
-    the record of another file in brackets."""
+    """Where a sample came from, counted from 1: the line of a JSONL file, or the record of another
+    file in brackets."""
     # energon hands its error handler the raw tuple of a joined sample, or a list of samples
     inner = getattr(sample, "data", sample)
     inner = inner[0] if isinstance(inner, list | tuple) and inner else inner
@@ -124,9 +125,9 @@ def sample_id(sample: Any) -> str:
     if not sources:
         return str(inner["__key__"] if isinstance(inner, dict) else inner)[:200]
     source = sources[0]
-    dataset = origin(Path(str(source.dataset_path)))
-    number = int(source.index) + 1
+    indexed = Path(str(source.dataset_path))
+    dataset = origin(indexed)
     if dataset.suffix == ".jsonl":
-        return f"{dataset}:{number}"
+        return f"{dataset}:{line_of(indexed, int(source.index))}"
     file = dataset if source.shard_name == dataset.name else dataset / source.shard_name
-    return f"{file}[{number}]"
+    return f"{file}[{int(source.index) + 1}]"

@@ -1,0 +1,62 @@
+"""Which line of a JSONL file a record is: blank lines are no records, and count as lines."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from mcore_qwen3vl.errors import BadInput
+
+
+def blanks_of(path: Path) -> Path:
+    """The file beside the index of `path` that says where blank lines are; absent without any."""
+    return path.with_name(path.name + ".idx.blank")
+
+
+def write_blanks(path: Path, blanks: Sequence[int]) -> None:
+    """
+    Args:
+        path: a JSONL file.
+        blanks: for each blank line, how many records come before it; ascending.
+    """
+    if blanks:
+        np.array(blanks, np.int64).tofile(blanks_of(path))
+    else:
+        blanks_of(path).unlink(missing_ok=True)
+
+
+def line_of(path: Path, record: int) -> int:
+    """The line, from 1, of a record, from 0, of an indexed JSONL file."""
+    return record + 1 + int(np.searchsorted(_blanks(path), record, side="right"))
+
+
+def record_of(path: Path, line: int) -> int:
+    """The record, from 0, on a line, from 1, of an indexed JSONL file.
+
+    Raises:
+        BadInput: the line is blank.
+    """
+    blanks = _blanks(path)
+    # The n-th blank line, from 0, is line blanks[n] + n + 1.
+    before = int(np.searchsorted(blanks + np.arange(len(blanks)) + 1, line))
+    record = line - 1 - before
+    if line_of(path, record) != line:
+        raise BadInput(f"Line {line:,} of {path} is blank.")
+    return record
+
+
+def _blanks(path: Path) -> np.ndarray:
+    try:
+        written = os.stat(blanks_of(path)).st_mtime_ns
+    except FileNotFoundError:
+        return np.zeros(0, np.int64)
+    return _read(blanks_of(path), written)
+
+
+@cache
+def _read(file: Path, written: int) -> np.ndarray:
+    return np.fromfile(file, np.int64)
