@@ -78,18 +78,21 @@ def write(
     force: bool = False,
     workers: int | None = None,
     progress: Progress | None = None,
+    strict: bool = False,
 ) -> ConversionResult:
     """Carry out the plan that `plan` makes, once `dst` is known to be free.
 
     Args:
         plan: makes the plan; see the `plan_*` functions.
-        dst, force, workers, progress: see `hf_to_mcore`.
+        dst, force, workers, progress, strict: see `hf_to_mcore`.
 
     Raises:
         BadInput: `plan` raises it; or see `hf_to_mcore`.
     """
     check_target(Path(dst), force=force, replaceable=formats.is_checkpoint)
-    return execute(plan(), Path(dst), force=force, workers=workers, progress=progress)
+    return execute(
+        plan(), Path(dst), force=force, workers=workers, progress=progress, strict=strict
+    )
 
 
 def hf_to_mcore(
@@ -105,6 +108,7 @@ def hf_to_mcore(
     force: bool = False,
     workers: int | None = None,
     progress: Progress | None = None,
+    strict: bool = False,
 ) -> ConversionResult:
     """Write a checkpoint that Megatron loads.
 
@@ -114,10 +118,12 @@ def hf_to_mcore(
         force: replace `dst` if it is a checkpoint.
         workers: threads; default two per core, at most `engine.MOST_WORKERS`.
         progress: called with bytes done, bytes in all and the tensor at hand.
+        strict: write nothing if a value is NaN or infinite, which otherwise is a note.
 
     Raises:
         BadInput: see `plan_hf_to_mcore`; or `dst` exists; or reading or writing failed, in which
             case running again continues where this run stopped.
+        CheckFailed: under `strict`; it names the tensors.
     """
     plan = partial(
         plan_hf_to_mcore,
@@ -129,7 +135,7 @@ def hf_to_mcore(
         layout=layout,
         spec=spec,
     )
-    return write(plan, dst, force=force, workers=workers, progress=progress)
+    return write(plan, dst, force=force, workers=workers, progress=progress, strict=strict)
 
 
 def plan_mcore_to_hf(
@@ -174,6 +180,7 @@ def mcore_to_hf(
     force: bool = False,
     workers: int | None = None,
     progress: Progress | None = None,
+    strict: bool = False,
 ) -> ConversionResult:
     """Write a Hugging Face checkpoint; see `plan_mcore_to_hf` and `hf_to_mcore`."""
     plan = partial(
@@ -184,7 +191,7 @@ def mcore_to_hf(
         max_shard_size=max_shard_size,
         expert_layout=expert_layout,
     )
-    return write(plan, dst, force=force, workers=workers, progress=progress)
+    return write(plan, dst, force=force, workers=workers, progress=progress, strict=strict)
 
 
 def plan_hf_to_hf(
@@ -219,6 +226,7 @@ def hf_to_hf(
     force: bool = False,
     workers: int | None = None,
     progress: Progress | None = None,
+    strict: bool = False,
 ) -> ConversionResult:
     """Write a Hugging Face checkpoint of the same model; see `plan_hf_to_hf` and `hf_to_mcore`."""
     plan = partial(
@@ -228,7 +236,7 @@ def hf_to_hf(
         max_shard_size=max_shard_size,
         expert_layout=expert_layout,
     )
-    return write(plan, dst, force=force, workers=workers, progress=progress)
+    return write(plan, dst, force=force, workers=workers, progress=progress, strict=strict)
 
 
 def _directory(path: str | Path) -> Path:

@@ -34,7 +34,7 @@ from mcore_qwen3vl.converters.legacy.layout import (
 from mcore_qwen3vl.converters.mapping.row import Row, max_rows
 from mcore_qwen3vl.converters.mapping.table import EMBEDDING
 from mcore_qwen3vl.converters.mcore.paths import RELEASE
-from mcore_qwen3vl.converters.offline import to_mcore
+from mcore_qwen3vl.converters.offline import manifest, to_mcore
 from mcore_qwen3vl.converters.offline.plan import ConversionPlan, Unit
 from mcore_qwen3vl.converters.offline.to_mcore import ToMcore
 from mcore_qwen3vl.converters.storage.archive import Described, write_archive
@@ -85,7 +85,7 @@ class ToLegacy:
         rank = unit.work[0]
         if not isinstance(rank, Rank):
             # Ranks read parts of tensors, some of them several times; the manifest wants each once.
-            return {"checksums": [c for row in unit.work for c in self.mcore.checksums(row)]}
+            return manifest.summed([self.mcore.checksums(row) for row in unit.work])
         file = self._file(unit, tree)
         file.parent.mkdir(exist_ok=True)
         models = list(self.models(rank))

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_qwen3vl.converters.mcore.formats import is_checkpoint
+from mcore_qwen3vl.converters.offline import finite
 from mcore_qwen3vl.converters.offline.plan import ConversionPlan, Unit
 from mcore_qwen3vl.converters.storage.progress import Meter, Progress
 from mcore_qwen3vl.converters.storage.staging import Staging, staging
-from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.machine import usable_cores
 
 MOST_WORKERS = 8
@@ -68,18 +69,23 @@ def execute(
     force: bool = False,
     workers: int | None = None,
     progress: Progress | None = None,
+    strict: bool = False,
 ) -> ConversionResult:
     """Run a plan. `dst` appears by rename when everything is durably written.
 
     Raises:
-        BadInput: see `convert.hf_to_mcore`.
+        BadInput, CheckFailed: see `convert.hf_to_mcore`.
     """
     started = time.monotonic()
     _keep_apart(plan, dst)
     try:
         with staging(dst, plan.fingerprint, force=force, replaceable=is_checkpoint) as stage:
             resumed = _run_units(plan, stage, workers or default_workers(), progress)
-            plan.conversion.finish(stage.tree, {u.name: stage.done[u.name] for u in plan.units})
+            results = {u.name: stage.done[u.name] for u in plan.units}
+            found = finite.notes(results.values())
+            if strict and found:
+                raise CheckFailed(f"{plan.source}: {' '.join(found)} Nothing was written.")
+            plan.conversion.finish(stage.tree, results)
             stage.publish()
     except OSError as error:
         raise BadInput(
@@ -98,7 +104,7 @@ def execute(
         expert_layout=plan.expert_layout,
         resumed_units=resumed,
         seconds=time.monotonic() - started,
-        notes=plan.notes,
+        notes=(*plan.notes, *found),
     )
 
 

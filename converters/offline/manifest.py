@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import safetensors
@@ -25,6 +25,7 @@ from mcore_qwen3vl.converters.hf import hub
 from mcore_qwen3vl.converters.hf.checkpoint import INDEX, HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.hf.fp8 import SUFFIX
 from mcore_qwen3vl.converters.mapping.row import Row
+from mcore_qwen3vl.converters.offline.finite import is_finite
 from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.boxes import Box
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
@@ -51,6 +52,8 @@ class RowChecksums:
         self._before = [xxhash.xxh3_128() for _ in row.sources]
         self._cast = [False for _ in row.sources]
         self._seen = [0 for _ in row.sources]
+        self.nonfinite: set[str] = set()
+        """HF tensors in which a value that is written is NaN or infinite."""
 
     def add(self, source: int, box: Box, stored: Tensor, converted: Tensor) -> None:
         """Take in `box` of piece number `source`: as the file has it, and as it is written."""
@@ -63,6 +66,8 @@ class RowChecksums:
             raise AssertionError(f"{self._row.sources[source].name}: {box} comes out of order")
         self._seen[source] = rows.stop
         self._after[source].update(as_bytes(converted))
+        if not is_finite(converted):
+            self.nonfinite.add(self._row.sources[source].name)
         if stored.dtype != converted.dtype:
             self._cast[source] = True
             self._before[source].update(as_bytes(stored))
@@ -76,6 +81,14 @@ class RowChecksums:
             before = self._before[number].hexdigest() if self._cast[number] else None
             found.append((source.name, source.index, self._after[number].hexdigest(), before))
         return found
+
+
+def summed(sums: Sequence[RowChecksums]) -> dict[str, Any]:
+    """What a unit of work found in its rows, once they were read to their end, for its journal."""
+    return {
+        "checksums": [one for row in sums for one in row.finish()],
+        "nonfinite": sorted({name for row in sums for name in row.nonfinite}),
+    }
 
 
 def describe(checkpoint: HuggingFaceCheckpoint) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from mcore_qwen3vl.converters.mapping.table import table
 from mcore_qwen3vl.converters.mcore.checkpoint import MegatronCheckpoint
 from mcore_qwen3vl.converters.mcore.formats import open_megatron
 from mcore_qwen3vl.converters.mcore.paths import hf_folder
+from mcore_qwen3vl.converters.offline.finite import is_finite
 from mcore_qwen3vl.converters.offline.plan import (
     ConversionPlan,
     PlannedTensor,
@@ -87,13 +88,21 @@ class ToHuggingFace:
     def run(self, unit: Unit, tree: Path, moved: Callable[[int, str], None]) -> Any:
         shard = self._shard(unit)
 
+        nonfinite: set[str] = set()
+
+        def looked_at(fill: Fill) -> Iterator[Tensor]:
+            for chunk in self.stream(fill.row, fill.source, fill.dtype):
+                if not is_finite(chunk):
+                    nonfinite.add(fill.name)
+                yield chunk
+
         def data() -> Iterator[tuple[int, Iterator[Tensor]]]:
             for fill in unit.work:
-                yield fill.offset, self.stream(fill.row, fill.source, fill.dtype)
+                yield fill.offset, looked_at(fill)
                 moved(fill.nbytes, fill.name)
 
         shards.fill_shard(tree, shard, data())
-        return {"size": shard.size}
+        return {"size": shard.size, "nonfinite": sorted(nonfinite)}
 
     def finish(self, tree: Path, results: dict[str, Any]) -> None:
         copy_companions(

@@ -60,18 +60,18 @@ class ToMcore:
 
     def run(self, unit: Unit, tree: Path, moved: Callable[[int, str], None]) -> Any:
         file = tree / RELEASE / unit.name
-        checksums: list[manifest.Checksum] = []
+        found: list[RowChecksums] = []
         with DistcpFile(file) as out:
             for row in unit.work:
                 dtype, sums = self.tensors[row.key].dtype, RowChecksums(row)
                 out.write_row(row, dtype, self._chunks(row, dtype, sums))
-                checksums += sums.finish()
+                found.append(sums)
                 moved(row.numel * dtype.itemsize, row.key)
             out.sync()
         return {
             "size": file.stat().st_size,
             "chunks": _chunks_as_json(out.index),
-            "checksums": checksums,
+            **manifest.summed(found),
         }
 
     def finish(self, tree: Path, results: dict[str, Any]) -> None:
@@ -97,12 +97,12 @@ class ToMcore:
         write_durably(tree / manifest.FILE, content)
         write_durably(tree / TRACKER, RELEASE.encode())
 
-    def checksums(self, row: Row) -> list[manifest.Checksum]:
-        """Checksums of the HF pieces of `row`, by reading them."""
+    def checksums(self, row: Row) -> RowChecksums:
+        """Checksums of the HF pieces of `row`, by reading them to their end."""
         sums = RowChecksums(row)
         for _ in self._chunks(row, self.tensors[row.key].dtype, sums):
             pass
-        return sums.finish()
+        return sums
 
     def _chunks(self, row: Row, dtype: torch.dtype, sums: RowChecksums) -> Iterator[Tensor]:
         """The row's piece in order, a chunk at a time; views of the source where possible."""

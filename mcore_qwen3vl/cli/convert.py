@@ -10,7 +10,7 @@ import typer
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.cli import show, sources
-from mcore_qwen3vl.cli.options import DryRun, Force, Json, Workers
+from mcore_qwen3vl.cli.options import DryRun, Force, Json, Strict, Workers
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 
@@ -65,6 +65,7 @@ def carry_out(
     workers: int | None,
     dry_run: bool,
     json: bool,
+    strict: bool = False,
     doing: str = "converting",
 ) -> None:
     """Show the plan of a conversion, or convert and show what came of it.
@@ -76,6 +77,7 @@ def carry_out(
         dst, force, workers: see `converters.convert.write`.
         dry_run: only show the plan.
         json: as JSON on standard output.
+        strict: see `converters.convert.write`.
         doing: a verb for the progress bar.
     """
     from mcore_qwen3vl.converters.convert import write
@@ -85,7 +87,7 @@ def carry_out(
         return
     try:
         with console.byte_progress(doing, quiet=json) as report:
-            summary = write(plan, dst, force=force, workers=workers, progress=report)
+            summary = write(plan, dst, force=force, workers=workers, progress=report, strict=strict)
     except KeyboardInterrupt:
         console.messages.print("interrupted: run the same command to continue")
         raise typer.Exit(130) from None
@@ -135,6 +137,7 @@ def hf_to_mcore(
     ] = None,
     workers: Workers = None,
     force: Force = False,
+    strict: Strict = False,
     dry_run: DryRun = False,
     json: Json = False,
 ) -> None:
@@ -166,6 +169,7 @@ def hf_to_mcore(
         workers=workers,
         dry_run=dry_run,
         json=json,
+        strict=strict,
     )
 
 
@@ -185,6 +189,7 @@ def mcore_to_hf(
     ] = "source",
     workers: Workers = None,
     force: Force = False,
+    strict: Strict = False,
     dry_run: DryRun = False,
     json: Json = False,
 ) -> None:
@@ -206,6 +211,7 @@ def mcore_to_hf(
         workers=workers,
         dry_run=dry_run,
         json=json,
+        strict=strict,
     )
 
 
@@ -221,6 +227,7 @@ def hf_to_hf(
     max_shard_size: Annotated[str, typer.Option(help="Largest safetensors file.")] = "5GB",
     workers: Workers = None,
     force: Force = False,
+    strict: Strict = False,
     dry_run: DryRun = False,
     json: Json = False,
 ) -> None:
@@ -241,4 +248,5 @@ def hf_to_hf(
         workers=workers,
         dry_run=dry_run,
         json=json,
+        strict=strict,
     )

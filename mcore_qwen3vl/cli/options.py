@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from mcore_qwen3vl.verify.report.result import Report
 
 Force = Annotated[bool, typer.Option("--force", help="Replace DST if it exists.")]
+Strict = Annotated[
+    bool,
+    typer.Option("--strict", help="Exit code 1 and nothing written if a value is NaN or infinite."),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
 Json = Annotated[
     bool, typer.Option("--json", help="Print the result, or the error, as JSON and nothing else.")

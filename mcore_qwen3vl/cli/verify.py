@@ -12,7 +12,14 @@ import typer
 from mcore_qwen3vl import console
 from mcore_qwen3vl.cli import sources
 from mcore_qwen3vl.cli.manifest import verify_manifest
-from mcore_qwen3vl.cli.options import Json, ReportFolder, Workers, conclude, layout_flags
+from mcore_qwen3vl.cli.options import (
+    Json,
+    ReportFolder,
+    Strict,
+    Workers,
+    conclude,
+    layout_flags,
+)
 from mcore_qwen3vl.cli.trace import verify_trace
 from mcore_qwen3vl.layout import Layout
 
@@ -35,6 +42,7 @@ def verify_roundtrip(
         ),
     ] = None,
     workers: Workers = None,
+    strict: Strict = False,
     report: ReportFolder = None,
     json: Json = False,
 ) -> None:
@@ -47,7 +55,8 @@ def verify_roundtrip(
         return
     from mcore_qwen3vl.verify.checkpoints.roundtrip import roundtrip
 
-    conclude(roundtrip(src, work_dir, console.byte_progress, workers=workers), report, json)
+    found = roundtrip(src, work_dir, console.byte_progress, workers=workers, strict=strict)
+    conclude(found, report, json)
 
 
 @app.command("tensors")

@@ -18,7 +18,12 @@ Phase = Callable[[str], AbstractContextManager[Progress]]
 
 
 def roundtrip(
-    src: str | Path, work_dir: Path | None, phase: Phase, *, workers: int | None = None
+    src: str | Path,
+    work_dir: Path | None,
+    phase: Phase,
+    *,
+    workers: int | None = None,
+    strict: bool = False,
 ) -> Report:
     """Convert `src` both ways in a temporary directory and compare every tensor and companion file.
 
@@ -27,21 +32,23 @@ def roundtrip(
         work_dir: where the temporary directory goes; twice the checkpoint must fit. None: the
             system's temporary directory.
         phase: see `Phase`.
-        workers: see `convert.hf_to_mcore`.
+        workers, strict: see `convert.hf_to_mcore`.
 
     Raises:
-        BadInput: see `convert.hf_to_mcore`.
+        BadInput, CheckFailed: see `convert.hf_to_mcore`.
     """
     with scratch_folder("roundtrip-", work_dir) as folder:
         mcore, back = folder / "mcore", folder / "hf"
         with phase("to Megatron-Core") as progress:
-            forward = hf_to_mcore(src, mcore, workers=workers, progress=progress)
+            forward = hf_to_mcore(src, mcore, workers=workers, progress=progress, strict=strict)
         with phase("back to Hugging Face") as progress:
             returned = mcore_to_hf(mcore, back, workers=workers, progress=progress)
         with phase("comparing") as progress:
             report = compare_checkpoints(src, back, progress=progress)
     report.title = f"{src} to Megatron-Core and back"
     report.environment |= {"there": _outcome(forward), "back": _outcome(returned)}
+    if forward.notes:
+        report.environment["notes"] = " ".join(forward.notes)
     return report
 
 
