@@ -255,13 +255,15 @@ def _with_encoded_images(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _encoded(part: Any) -> Any:
+    from mcore_qwen3vl.data.records.media import to_rgb
+
     if not isinstance(part, Mapping):
         return part
     made = dict(part)
     for key, value in part.items():
         if isinstance(value, Image.Image):
             png = io.BytesIO()
-            value.convert("RGB").save(png, "PNG")
+            to_rgb(value).save(png, "PNG")
             made[key] = png.getvalue()
         elif isinstance(value, Path):
             made[key] = str(value)

@@ -26,6 +26,7 @@ from mcore_qwen3vl.data.loading.measured import Size
 from mcore_qwen3vl.data.loading.sources import Source, parse_sources
 from mcore_qwen3vl.data.records.bad_samples import sample_id
 from mcore_qwen3vl.data.records.flaws import OverlongSample
+from mcore_qwen3vl.data.records.media import peculiarities
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.extras import require_extra
 
@@ -53,6 +54,8 @@ class DataReport:
     patches: list[int] = field(default_factory=list)
     images: int = 0
     videos: int = 0
+    peculiar: dict[str, list[str]] = field(default_factory=dict)
+    """Samples whose images are not read as they lie in the file, by what is done with them."""
     bad: list[Flaw] = field(default_factory=list)
     overlong: list[Flaw] = field(default_factory=list)
     packing_efficiency: float | None = None
@@ -77,6 +80,10 @@ class DataReport:
             (f"longer than {self.seq_length:,} tokens", f"{len(self.overlong):,}"),
             ("images", f"{self.images:,}"),
             ("videos", f"{self.videos:,}"),
+            *(
+                (f"images {what}", f"{len(samples):,}, the first in {samples[0]}")
+                for what, samples in self.peculiar.items()
+            ),
         ]
         for name, values in (
             ("tokens a sample", self.tokens),
@@ -161,6 +168,7 @@ def check_data(
             report.bad.append(Flaw(sample_id(crude), f"{kind}: {error}" if kind else str(error)))
         else:
             _record(report, plans)
+            _note_peculiar(report, sample_id(crude), plans)
     _pack(report, config)
     if architecture is not None and ranks > 1 and report.sizes:
         report.balance = _balance(report, config, architecture, ranks, micro_batches)
@@ -185,6 +193,12 @@ def _record(report: DataReport, plans: Sequence[Plan]) -> None:
     report.tokens.append(sum(len(plan.input_ids) for plan in plans))
     report.trained_tokens.append(sum(int((plan.loss_weights[1:] > 0).sum()) for plan in plans))
     report.patches.append(sum(item.patches for plan in plans for item in plan.media))
+
+
+def _note_peculiar(report: DataReport, sample: str, plans: Sequence[Plan]) -> None:
+    media = [item.media for plan in plans for item in plan.media if item.media.kind == "image"]
+    for what in [found for one in media for found in peculiarities(one)]:
+        report.peculiar.setdefault(what, []).append(sample)
 
 
 def _pack(report: DataReport, config: DataConfig) -> None:

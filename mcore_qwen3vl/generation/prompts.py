@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image, ImageOps
 from torch import Tensor
-from transformers.image_utils import load_image
+from transformers import image_utils
 from transformers.video_utils import VideoMetadata
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.encoding.positions import mrope_position_ids
 from mcore_qwen3vl.data.records.bad_samples import BadSample
-from mcore_qwen3vl.data.records.media import Media
+from mcore_qwen3vl.data.records.media import Media, load_image, to_rgb
 from mcore_qwen3vl.data.records.video import load_frames, probe_video
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.inputs import VisualInputs, visual_inputs
@@ -204,8 +205,12 @@ def _unreadable(kind: str, reference: Any, error: Exception) -> BadInput:
 
 def _image(reference: Any) -> Any:
     try:
-        return load_image(reference)
-    except (OSError, ValueError, TypeError) as error:
+        if isinstance(reference, Image.Image):
+            return to_rgb(ImageOps.exif_transpose(reference))
+        if isinstance(reference, str) and os.path.isfile(reference):
+            return load_image(Media("image", Path(reference), reference))
+        return image_utils.load_image(reference)  # downloaded, or decoded from base64
+    except (BadSample, OSError, ValueError, TypeError) as error:
         raise _unreadable("Image", reference, error) from error
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -58,6 +59,26 @@ def test_report(
     plot_report(report, tmp_path / "histograms.png")
     with Image.open(tmp_path / "histograms.png") as image:
         assert image.width > 1000
+
+
+def test_what_is_done_with_unusual_images_is_said(
+    processor: Any, write_jsonl: WriteJsonl, tmp_path: Path
+) -> None:
+    for name, image in (
+        ("deep", Image.fromarray(np.full((64, 64), 40000, np.uint16))),
+        ("clear", Image.new("RGBA", (64, 64), (255, 0, 0, 0))),
+        ("plain", Image.new("RGB", (64, 64), "blue")),
+    ):
+        image.save(tmp_path / f"{name}.png")
+    names = ("plain", "deep", "clear", "deep")
+    records = [
+        {**chat(("user", "<image>?"), ("assistant", "a")), "images": [str(tmp_path / f"{n}.png")]}
+        for n in names
+    ]
+    path = write_jsonl(records)
+    rows = dict(check_data(path, processor, DataConfig(512)).summary())
+    assert rows["images 16-bit, scaled to 8 bits"] == f"2, the first in {path}:2"
+    assert rows["images transparent, composed on white"] == f"1, the first in {path}:3"
 
 
 def test_preference_records_are_one_sample_of_both_answers(

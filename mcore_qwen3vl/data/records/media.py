@@ -16,12 +16,16 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+import numpy as np
 from PIL import ExifTags, Image, ImageOps
 
 from mcore_qwen3vl.data.records.flaws import BadSample
 
 Kind = Literal["image", "video"]
 
+_DEEP = ("I", "I;16", "I;16B", "I;16L", "I;16N", "F")  # PIL's modes of more than 8 bits
+_MOST_16_BITS = 2**16 - 1
+_ANIMATIONS = ("GIF", "PNG", "WEBP")  # other formats of several pictures hold one and its parts
 _SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that swap height and width
 # Bare base64 is told from a path by its length: no image is smaller, no path is longer.
 _SHORTEST_BASE64 = 64
@@ -119,8 +123,11 @@ def _image(media: Media) -> Iterator[Image.Image]:
     try:
         with media.open() as stream, Image.open(stream) as image:
             yield image
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:  # PIL raises all three
-        raise BadSample(f"image {media.name} cannot be decoded: {error}.") from error
+    # PIL raises the first three, and `to_rgb` the last.
+    except (OSError, SyntaxError, Image.DecompressionBombError, ValueError) as error:
+        raise BadSample(
+            f"image {media.name} cannot be decoded: {str(error).rstrip('.')}."
+        ) from error
 
 
 def image_size(media: Media) -> tuple[int, int]:
@@ -138,15 +145,61 @@ def image_size(media: Media) -> tuple[int, int]:
 
 
 def load_image(media: Media) -> Image.Image:
-    """The RGB image, upright: as HF ``transformers.image_utils.load_image`` gives it.
+    """The RGB image, upright; see :func:`to_rgb`. Of an animation, the first frame.
 
     Raises:
-        BadSample: missing file, no image, or a truncated one.
+        BadSample: missing file, no image, a truncated one, or one of floating-point values.
     """
     with _image(media) as image:
         ImageOps.exif_transpose(image, in_place=True)
         image.load()  # converting does it, too, but RGB is not converted: that would only copy
-        return image if image.mode == "RGB" else image.convert("RGB")
+        return to_rgb(image)
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """8-bit RGB, as an image viewer shows it.
+
+    As HF ``transformers.image_utils.load_image``, but for two kinds, of which PIL's conversion
+    makes something else: transparency is composed on white, as Qwen's ``qwen_vl_utils`` does, where
+    PIL shows what lies below it, mostly black; and 16 bits are scaled to 8, where PIL cuts off all
+    that is above 255, mostly to white.
+
+    Raises:
+        ValueError: its values are floating-point, or whole numbers beyond 16 bits.
+    """
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, "white")
+        return Image.alpha_composite(white, image).convert("RGB")
+    if image.mode in _DEEP:
+        image = _eight_bits(image)
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    values = np.asarray(image)
+    if image.mode == "F" or values.min() < 0 or values.max() > _MOST_16_BITS:
+        raise ValueError(
+            f"its values are {values.dtype}, from {values.min():g} to {values.max():g}: write it "
+            "with 8 or 16 bits."
+        )
+    return Image.fromarray(np.round(values / 257).astype(np.uint8))
+
+
+def peculiarities(media: Media) -> list[str]:
+    """What is not read as it lies in the file of an image, in words; from its header.
+
+    Raises:
+        BadSample: missing file, or no image.
+    """
+    with _image(media) as image:
+        animated = image.format in _ANIMATIONS and getattr(image, "is_animated", False)
+        found = {
+            "transparent, composed on white": image.has_transparency_data,
+            "16-bit, scaled to 8 bits": image.mode in _DEEP,
+            "animated, first frame only": animated,
+        }
+    return [what for what, holds in found.items() if holds]
 
 
 class Clock:

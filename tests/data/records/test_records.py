@@ -19,6 +19,7 @@ from mcore_qwen3vl.data.records.media import (
     MediaFolder,
     image_size,
     load_image,
+    peculiarities,
 )
 from mcore_qwen3vl.data.records.parse import Conversation, Document, parse_parts, parse_record
 from mcore_qwen3vl.data.records.video import load_frames, probe_video
@@ -179,13 +180,61 @@ def test_exif_orientation_is_applied_to_size_and_pixels(suffix: str, tmp_path: P
     assert_as_hf(media)
 
 
-@pytest.mark.parametrize("mode", ["L", "LA", "RGB", "RGB, one colour transparent", "RGBA", "P"])
+@pytest.mark.parametrize("mode", ["1", "L", "RGB", "P"])
 def test_every_colour_mode_becomes_hf_s_rgb(mode: str, tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 30, 4), np.uint8)
+    Image.fromarray(pixels).convert("RGB").convert(mode).save(tmp_path / "a.png")
+    media = MediaFolder(tmp_path, {}).resolve("image", "a.png")
+    assert_as_hf(media)
+    assert peculiarities(media) == []
+
+
+@pytest.mark.parametrize("mode", ["LA", "RGBA", "RGB, one colour", "P, one colour"])
+def test_what_is_transparent_shows_white(mode: str, tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (20, 30, 4), np.uint8)
     image = Image.fromarray(pixels).convert(mode.split(",")[0])
     transparency = {"transparency": image.getpixel((3, 4))} if "," in mode else {}
     image.save(tmp_path / "a.png", **transparency)
-    assert_as_hf(MediaFolder(tmp_path, {}).resolve("image", "a.png"))
+    media = MediaFolder(tmp_path, {}).resolve("image", "a.png")
+    with Image.open(tmp_path / "a.png") as image:
+        shown = np.asarray(image.convert("RGBA")).astype(float)
+    alpha = shown[..., 3:] / 255
+    expected = shown[..., :3] * alpha + 255 * (1 - alpha)
+    found = load_image(media)
+    assert (found.mode, found.size) == ("RGB", (30, 20))
+    assert np.abs(np.asarray(found) - expected).max() <= 1
+    assert np.abs(np.asarray(found) - np.asarray(image_as_hf(media)).astype(int)).max() > 50
+    assert peculiarities(media) == ["transparent, composed on white"]
+
+
+@pytest.mark.parametrize("suffix", ["png", "tiff"])
+def test_16_bits_are_scaled_to_8(suffix: str, tmp_path: Path) -> None:
+    values = np.linspace(0, 65535, 600).reshape(20, 30).astype(np.uint16)
+    Image.fromarray(values).save(tmp_path / f"a.{suffix}")
+    media = MediaFolder(tmp_path, {}).resolve("image", f"a.{suffix}")
+    found = np.asarray(load_image(media))
+    assert found.shape == (20, 30, 3)
+    assert np.abs(found - (values / 257)[..., None]).max() <= 0.5
+    assert peculiarities(media) == ["16-bit, scaled to 8 bits"]
+
+
+def test_values_of_no_known_range_are_refused(tmp_path: Path) -> None:
+    folder = MediaFolder(tmp_path, {})
+    for name, values in (("float", np.float32(0.5)), ("wide", np.int32(70000))):
+        Image.fromarray(np.full((20, 30), values)).save(tmp_path / f"{name}.tiff")
+        with pytest.raises(BadSample, match="write it with 8 or 16 bits"):
+            load_image(folder.resolve("image", f"{name}.tiff"))
+
+
+@pytest.mark.parametrize("suffix", ["gif", "webp", "png"])
+def test_the_first_frame_of_an_animation_is_read_and_named(suffix: str, tmp_path: Path) -> None:
+    frames = [Image.new("RGB", (30, 20), colour) for colour in ("red", "blue")]
+    file = tmp_path / f"a.{suffix}"
+    frames[0].save(file, save_all=True, append_images=frames[1:])
+    media = MediaFolder(tmp_path, {}).resolve("image", file.name)
+    red, _, blue = np.asarray(load_image(media))[5, 5].astype(int)
+    assert red > 200 > 50 > blue
+    assert "animated, first frame only" in peculiarities(media)
 
 
 def test_cmyk_becomes_hf_s_rgb(tmp_path: Path) -> None:
@@ -194,8 +243,12 @@ def test_cmyk_becomes_hf_s_rgb(tmp_path: Path) -> None:
     assert_as_hf(MediaFolder(tmp_path, {}).resolve("image", "a.jpg"))
 
 
+def image_as_hf(media: Media) -> Image.Image:
+    return hf_load_image(str(media.content))
+
+
 def assert_as_hf(media: Media) -> None:
-    ours, theirs = load_image(media), hf_load_image(str(media.content))
+    ours, theirs = load_image(media), image_as_hf(media)
     assert ours.mode == "RGB"
     assert np.array_equal(np.asarray(ours), np.asarray(theirs))
     assert np.array_equal(convert_to_rgb(ours, True), convert_to_rgb(theirs, True))
