@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model import flops
@@ -96,6 +97,16 @@ def test_each_row_can_be_appended_to_the_script(name: str, nodes: int) -> None:
 
 def test_a_run_that_takes_no_layout() -> None:
     assert list(candidates(Command(("--hf-model", str(SHAPES / "8b.json")), 3), DENSE, H100)) != []
+
+
+def test_a_page_of_one_rehearsal_is_refused_for_several(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.html"
+    with pytest.raises(SystemExit) as left:
+        main(["rehearse", "--fit", "--gpus", "8", "--report", str(page), str(SCRIPT)])
+    assert left.value.code == 2
+    assert "--report writes a page of one" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.slow  # several rehearsals
