@@ -52,6 +52,7 @@ def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_it_converts_and_compares(moe: Path, tmp_path: Path) -> None:
     for words in (
         ("convert", "hf-to-mcore", moe, tmp_path / "mcore"),
