@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import time
 import warnings
@@ -30,8 +31,18 @@ _SELDOM = 30.0  # seconds between lines that only say how far something is
 json_was_written = ContextVar("json_was_written", default=False)
 """Whether this command has written its result: a failed check that follows is not a second one."""
 
-plain = escape
-"""Text as it is: nothing in it is taken for markup."""
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def visible(text: str) -> str:
+    """Text whose control characters the terminal does not obey: ``\\x1b`` for an escape."""
+    return _CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def plain(text: str) -> str:
+    """Text as it is: nothing in it is taken for markup or steers the terminal."""
+    return escape(visible(text))
+
 
 # Piped output is for grep and files: names must not be folded into eighty columns.
 output = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
@@ -94,10 +105,10 @@ def count_progress(title: str, total: int, what: str) -> Iterator[Callable[[int]
 def progress(title: str) -> Iterator[Callable[[str], None]]:
     """``say(text)`` shows what is going on, on standard error: in place, or line by line."""
     if not messages.is_terminal:
-        yield lambda text: messages.print(f"{title}: {escape(text)}", soft_wrap=True)
+        yield lambda text: messages.print(f"{title}: {plain(text)}", soft_wrap=True)
         return
     with messages.status(title) as status:
-        yield lambda text: status.update(f"{title}: {escape(text)}")
+        yield lambda text: status.update(f"{title}: {plain(text)}")
 
 
 def quiet_libraries() -> None:

@@ -1,4 +1,4 @@
-"""The two ways a command ends badly, and their exit codes."""
+"""The ways a command ends badly, and their exit codes."""
 
 
 class BadInput(Exception):
@@ -14,3 +14,17 @@ class CheckFailed(Exception):
     """A comparison ran and did not hold: exit code 1."""
 
     exit_code = 1
+
+
+class Unfinished(RuntimeError):
+    """A process of the command crashed or ran out of time, so nothing is known: exit code 3.
+
+    Attributes:
+        summary: one line for people; the whole message may hold tracebacks.
+    """
+
+    exit_code = 3
+
+    def __init__(self, summary: str, details: str = "") -> None:
+        super().__init__(details or summary)
+        self.summary = summary

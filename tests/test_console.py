@@ -1,4 +1,4 @@
-"""What libraries say beside a command's own output."""
+"""What libraries say beside a command's own output, and text that would steer the terminal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from mcore_qwen3vl.console import quiet_libraries
+from mcore_qwen3vl.console import plain, quiet_libraries
 
 
 def test_notes_of_libraries_are_not_shown_and_warnings_are(
@@ -20,3 +20,9 @@ def test_notes_of_libraries_are_not_shown_and_warnings_are(
     logging.getLogger("a.library").info("saved")
     logging.getLogger("a.library").warning("careful")
     assert capsys.readouterr() == ("", "warning: careful\n")
+
+
+def test_text_of_others_does_not_steer_the_terminal() -> None:
+    assert plain("a\x1b]0;title\x07\r\x9b2J[bold]\tb\nc") == (
+        r"a\x1b]0;title\x07\x0d\x9b2J\[bold]" + "\tb\nc"
+    )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 from mcore_qwen3vl.converters.mcore.checkpoint import NOT_THE_MODEL
 from mcore_qwen3vl.converters.mcore.formats import format_of
 from mcore_qwen3vl.converters.mcore.paths import iteration_folder, require_whole_model
+from mcore_qwen3vl.converters.storage.unpickling import refused_by_torch
 from mcore_qwen3vl.converters.torch_dist.metadata import guard_reads
 from mcore_qwen3vl.errors import BadInput
 
@@ -56,6 +58,9 @@ def load_checkpoint(models: Sequence[Any], path: str | Path, *, whole: bool = Tr
         refused = next((f for f in failures if isinstance(f, BadInput)), None)
         if refused is not None:
             raise refused from None
+        for failure in failures:
+            if isinstance(failure, UnpicklingError):
+                raise refused_by_torch(folder, failure) from None
         raise _not_this_model(folder, str(failures[0])) from error
     extra = {key for key in extra if whole and not NOT_THE_MODEL.match(key)}
     for keys, problem in ((lacking, "lacks"), (extra, "holds beside the model")):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -16,7 +18,7 @@ from mcore_qwen3vl.cli.memory import memory
 from mcore_qwen3vl.cli.options import Json, Workers, require
 from mcore_qwen3vl.cli.rehearse import rehearse
 from mcore_qwen3vl.cli.score import score
-from mcore_qwen3vl.errors import BadInput, CheckFailed
+from mcore_qwen3vl.errors import BadInput, CheckFailed, Unfinished
 
 app = typer.Typer(
     help="Qwen3-VL on Megatron-Core: convert, verify, train.",
@@ -57,6 +59,11 @@ def main(arguments: list[str] | None = None) -> None:
             "a small installation can do; pip install mcore-qwen3vl brings the rest."
         )
         _end(problem, BadInput.exit_code, arguments)
+    except Unfinished as error:
+        trace = Path(tempfile.gettempdir()) / f"mcore-qwen3vl-{os.getpid()}.txt"
+        trace.write_text(str(error), encoding="utf-8")
+        said = f"{error.summary.rstrip('.')}. Details: {trace}"
+        _end(said, error.exit_code, arguments)
     except OSError as error:  # the disk, where no command could say more
         _end(str(error), BadInput.exit_code, arguments)
     except KeyboardInterrupt:

@@ -1,7 +1,7 @@
 """``mcore-qwen3vl verify``: check that two things are the same.
 
 Every command ends in one kind of report, shown and written in one way: exit code 0
-if it holds, 1 if it does not.
+if it holds, 1 if it does not, 3 if it could not be finished.
 """
 
 from pathlib import Path
@@ -21,6 +21,7 @@ from mcore_qwen3vl.cli.options import (
     layout_flags,
 )
 from mcore_qwen3vl.cli.trace import verify_trace
+from mcore_qwen3vl.errors import Unfinished
 from mcore_qwen3vl.layout import Layout
 
 app = typer.Typer(help="Check that two things are the same.", no_args_is_help=True)
@@ -109,18 +110,24 @@ def verify_parity(
     With --lora against PEFT's: the adapter's factors alone are trained.
     """
     console.quiet_libraries()
+    from mcore_qwen3vl.runtime.launch import RanksLate
     from mcore_qwen3vl.verify.parity.comparison import verify_parity as verify
 
-    result = verify(
-        hf,
-        layout,
-        None if batches is None else batches.split(","),
-        gradients=gradients,
-        dtype=dtype,
-        device=device,
-        spec=spec,
-        lora=lora,
-        compile_pointwise=compile_pointwise,
-        timeout=timeout,
-    )
+    try:
+        result = verify(
+            hf,
+            layout,
+            None if batches is None else batches.split(","),
+            gradients=gradients,
+            dtype=dtype,
+            device=device,
+            spec=spec,
+            lora=lora,
+            compile_pointwise=compile_pointwise,
+            timeout=timeout,
+        )
+    except RanksLate as late:
+        raise Unfinished(
+            f"{late.summary}, so nothing is known. Pass a larger --timeout.", str(late)
+        ) from late
     conclude(result, report, json)

@@ -12,6 +12,7 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import signal
 import time
 import traceback
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from mcore_qwen3vl.errors import BadInput, CheckFailed
+from mcore_qwen3vl.errors import BadInput, CheckFailed, Unfinished
 from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.runtime.lifetime import end_with_parent, scratch_folder
 from mcore_qwen3vl.runtime.pretended.preload import preloaded
@@ -37,8 +38,12 @@ _LONGEST_PATIENCE = 3600.0  # seconds; a longer limit stays as it is
 _GRACE = 2.0  # seconds for the other ranks to report after one has failed, and for leaving
 
 
-class RanksFailed(RuntimeError):
+class RanksFailed(Unfinished):
     """One or more ranks raised, died or hung; the message holds each one's traceback."""
+
+
+class RanksLate(RanksFailed):
+    """No rank failed, and one or more did not finish in time."""
 
 
 @dataclass
@@ -211,7 +216,7 @@ def _receive(r: _Rank) -> None:
         succeeded, value = pickle.loads(r.pipe.recv_bytes())
     except EOFError:
         r.process.join()
-        r.error = f"died with exit code {r.process.exitcode}\n"
+        r.error = f"{_death(r.process.exitcode)}\n"
         return
     if succeeded:
         r.result = value
@@ -229,13 +234,28 @@ def _raise_errors(ranks: list[_Rank], timeout: float) -> None:
     hanging = [r for r in ranks if r.ended is None]
     if not failed and not hanging:
         return
-    report = [f"rank {ranks.index(r)}: {r.error}" for r in failed]
-    if not failed:
-        report = [
-            f"rank {ranks.index(r)} did not finish within {timeout:g} s:\n{_stack(r)}"
-            for r in hanging
-        ]
-    raise RanksFailed("\n".join(report))
+    if failed:
+        report = [f"rank {ranks.index(r)}: {r.error}" for r in failed]
+        raise RanksFailed(
+            f"rank {ranks.index(failed[0])}: {_last_words(failed[0])}", "\n".join(report)
+        )
+    late = [f"rank {ranks.index(r)} did not finish within {timeout:g} s" for r in hanging]
+    stacks = [f"{line}:\n{_stack(r)}" for line, r in zip(late, hanging, strict=True)]
+    raise RanksLate(late[0], "\n".join(stacks))
+
+
+def _last_words(r: _Rank) -> str:
+    """What it raised, without the traceback, or how it died."""
+    lines = str(r.error).splitlines()
+    traced = (line for line in lines[1:] if line and not line.startswith(" "))
+    return next(traced, lines[0])
+
+
+def _death(code: int) -> str:
+    """In words, of a negative exit code the signal."""
+    if code != -signal.SIGKILL:
+        return f"died with exit code {code}"
+    return "was killed (SIGKILL), as the system does when memory runs out"
 
 
 def _stack(r: _Rank) -> str:

@@ -5,14 +5,17 @@ import sys
 from pathlib import Path
 
 from mcore_qwen3vl import versions
+from mcore_qwen3vl.console import visible
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.lifetime import end_with_parent
+from mcore_qwen3vl.training.crash import report_crash
 
 
 def entry() -> None:
     """Train as the command line says; bad input is one line on stderr and exit code 2.
 
-    A rank ends with the torchrun that started it, which otherwise leaves it on its GPU when killed.
+    So is the first crash, with exit code 1; each rank's own traceback is in its log. A rank ends
+    with the torchrun that started it, which otherwise leaves it on its GPU when killed.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent(os.getppid())
@@ -24,8 +27,11 @@ def entry() -> None:
         main(sys.argv[1:])
     except BadInput as error:
         if _first_on_this_node():
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            print(f"error: {visible(str(error))}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
+    except Exception as error:
+        report_crash(error, sys.argv[1:], aloud=_first_on_this_node())
+        sys.exit(1)
 
 
 def _first_on_this_node() -> bool:

@@ -6,7 +6,6 @@ import argparse
 import logging
 import os
 import socket
-import traceback
 from collections.abc import Sequence
 
 from mcore_qwen3vl import console
@@ -17,6 +16,7 @@ from mcore_qwen3vl.training.arguments.early import check_early
 from mcore_qwen3vl.training.arguments.help import print_help
 from mcore_qwen3vl.training.arguments.layout import check_layout_flags
 from mcore_qwen3vl.training.arguments.parser import add_arguments, is_cpu
+from mcore_qwen3vl.training.crash import death_of_a_rank, report_crash
 
 SHUTDOWN_SECONDS = 600
 """What a step and a checkpoint may take after SIGTERM; torchrun's 30 s would kill a rank in it."""
@@ -83,8 +83,8 @@ def _run_here(flags: Sequence[str]) -> int:
         return main(flags)
     except BadInput:
         raise
-    except Exception:
-        traceback.print_exc()
+    except Exception as error:
+        report_crash(error, flags)
         return 1
 
 
@@ -101,10 +101,10 @@ def _run_torchrun(flags: Sequence[str], ranks: int) -> int:
         with scratch_folder("mcore-qwen3vl-torchrun-") as folder:
             torchrun.run(torchrun.parse_args([*arguments, "--log-dir", str(folder), *program]))
     except ChildFailedError as failed:
-        rank, failure = failed.get_first_failure()
-        if failure.exitcode == BadInput.exit_code:
-            return BadInput.exit_code  # the rank has said why
-        console.messages.print(f"error: rank {rank} ended: {console.plain(failure.message)}")
+        codes = {failure.exitcode for failure in failed.failures.values()}
+        if BadInput.exit_code in codes:
+            return BadInput.exit_code  # a rank has said why
+        console.messages.print(f"error: {death_of_a_rank(failed.failures)}", soft_wrap=True)
         return 1
     except SignalException as stopped:
         return 128 + int(stopped.sigval)

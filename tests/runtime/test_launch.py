@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_qwen3vl.errors import BadInput, CheckFailed
-from mcore_qwen3vl.runtime.launch import RanksFailed, run_layout
+from mcore_qwen3vl.runtime.launch import RanksFailed, RanksLate, run_layout
 
 
 def test_results_come_in_the_order_of_ranks() -> None:
@@ -45,6 +46,7 @@ def test_the_rank_that_failed_comes_first_with_its_traceback() -> None:
         run_layout(_only_on_rank_1, 2, lambda: _raise(ValueError("of rank one")))
     assert "in _raise" in str(failure.value)
     assert "ValueError: of rank one" in str(failure.value)
+    assert failure.value.summary == "rank 1: ValueError: of rank one"
 
 
 @pytest.mark.parametrize("kind", [BadInput, CheckFailed])
@@ -56,6 +58,11 @@ def test_bad_input_stays_what_it_is(kind: type[Exception]) -> None:
 def test_a_rank_that_dies() -> None:
     with pytest.raises(RanksFailed, match="rank 1: died with exit code 7"):
         run_layout(_only_on_rank_1, 2, lambda: os._exit(7))
+    with pytest.raises(RanksFailed) as failure:
+        run_layout(_only_on_rank_1, 2, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    assert failure.value.summary == (
+        "rank 1: was killed (SIGKILL), as the system does when memory runs out"
+    )
 
 
 @pytest.mark.usefixtures("impatient")
@@ -64,7 +71,7 @@ def test_hanging_ranks_are_killed_and_say_where_they_were() -> None:
         time.sleep(60)
 
     start = time.monotonic()
-    with pytest.raises(RanksFailed, match=r"rank 1 did not finish within 2 s") as failure:
+    with pytest.raises(RanksLate, match=r"rank 1 did not finish within 2 s") as failure:
         run_layout(_only_on_rank_1, 2, hang, timeout=2)
     assert time.monotonic() - start < 20
     assert "in hang" in str(failure.value)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import pickle
 import re
 import shutil
 from collections.abc import Iterator
@@ -19,12 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.companions import copy_companions
 from mcore_qwen3vl.converters.mcore.formats import format_of
 from mcore_qwen3vl.converters.mcore.index import FileRange
 from mcore_qwen3vl.converters.mcore.paths import HF_FOLDER, folder_name, tracked
+from mcore_qwen3vl.converters.storage.unpickling import refused_by_torch
 from mcore_qwen3vl.converters.torch_dist.metadata import read as read_metadata
 from mcore_qwen3vl.errors import BadInput
 
@@ -169,10 +172,19 @@ def explained(directory: str) -> Iterator[None]:
     """Say what Megatron raises when it loads what does not fit the command line.
 
     Raises:
-        BadInput: the schedule changed, or the optimizer or RNG was not saved.
+        BadInput: the schedule changed, or the optimizer or RNG was not saved, or torch refuses
+            what a file asks for.
     """
     try:
         yield
+    except (pickle.UnpicklingError, CheckpointException) as error:
+        failures: list[BaseException] = [error]
+        if isinstance(error, CheckpointException):  # around what failed on each rank
+            failures = [failure[0] for failure in error.failures.values()]
+        for failure in failures:
+            if isinstance(failure, pickle.UnpicklingError):
+                raise refused_by_torch(f"The checkpoint in {directory}", failure) from None
+        raise
     except AssertionError as error:
         if "OptimizerParamScheduler" not in str(error):
             raise

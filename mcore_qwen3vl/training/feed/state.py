@@ -4,12 +4,14 @@ always has it; read back when training resumes, for any number of data-parallel 
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from mcore_qwen3vl.converters.storage.unpickling import refused_by_torch
 from mcore_qwen3vl.data.loading.loader import Loader
 from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.data.loading.state import redistribute
@@ -109,5 +111,10 @@ def _listing(described: Sequence[tuple[str, int | None]]) -> str:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    state: dict[str, Any] = torch.load(file, weights_only=True)
+    try:
+        state: dict[str, Any] = torch.load(file, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise refused_by_torch(file, error) from None
+    except (RuntimeError, EOFError) as error:
+        raise BadInput(f"{file} is cut short or damaged ({error}). Copy it again.") from None
     return state

@@ -7,6 +7,7 @@ is shown by :mod:`mcore_qwen3vl.training.logs.summary` and
 
 from __future__ import annotations
 
+import argparse
 import io
 import logging
 import os
@@ -22,6 +23,7 @@ from unittest import mock
 from rich.console import Console
 from tqdm import tqdm
 
+from mcore_qwen3vl.console import visible
 from mcore_qwen3vl.training.arguments.refusal import StrictParser
 
 FOLDER = "logs"
@@ -54,15 +56,11 @@ def quiet(argv: Sequence[str]) -> Iterator[Console | None]:
     Yields:
         The terminal, or wherever standard output led to; None with ``--verbose``.
     """
-    parser = StrictParser(allow_abbrev=False, add_help=False)
-    parser.add_argument("--verbose", action="store_true")
-    parser.add_argument("--save", type=Path)
-    known, _ = parser.parse_known_args(list(argv))
-    if known.verbose:
+    if _flags(argv).verbose:
         yield None
         return
     rank = int(os.environ.get("RANK", "0"))
-    file = LogFile(known.save and log_file(known.save, rank))
+    file = LogFile(log_of(argv, rank))
     terminal = sys.stdout
     # Piped output is for files and grep: lines are not folded.
     screen = Console(file=terminal, highlight=False, width=None if terminal.isatty() else 1000)
@@ -77,6 +75,19 @@ def quiet(argv: Sequence[str]) -> Iterator[Console | None]:
     ):
         yield screen
     file.close()
+
+
+def log_of(argv: Sequence[str], rank: int) -> Path | None:
+    """The log of a rank of this command line; None without ``--save``, or with ``--verbose``."""
+    known = _flags(argv)
+    return None if known.verbose or known.save is None else log_file(known.save, rank)
+
+
+def _flags(argv: Sequence[str]) -> argparse.Namespace:
+    parser = StrictParser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--save", type=Path)
+    return parser.parse_known_args(list(argv))[0]
 
 
 def log_file(save: Path, rank: int) -> Path:
@@ -167,7 +178,7 @@ class _OneLine(logging.Formatter):
         text = record.getMessage()
         if found := _PYTHONS.match(text):
             text = found["text"]
-        return f"warning: {text.strip()}"
+        return f"warning: {visible(text.strip())}"
 
 
 class _OfUse(logging.Filter):

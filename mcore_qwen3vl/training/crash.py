@@ -1,0 +1,62 @@
+"""A rank that fails says so in one line; how it came about is in its log."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mcore_qwen3vl.console import visible
+from mcore_qwen3vl.training.logs.quiet import LogFile, log_of
+
+
+def report_crash(error: Exception, flags: Sequence[str], *, aloud: bool = True) -> None:
+    """Write a rank's traceback to its log, and print what it raised, and where the log is.
+
+    Without ``--save`` there is no log, so the traceback is printed.
+
+    Args:
+        error: what the rank raised.
+        flags: the command line.
+        aloud: print it too; not, where another rank has.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    place = log_of(flags, rank)
+    if place is None:
+        if aloud:
+            traceback.print_exception(error)
+        return
+    log = LogFile(place)
+    log.write("".join(traceback.format_exception(error)))
+    log.close()
+    if not aloud:
+        return
+    kind = "" if isinstance(error, FloatingPointError) else f"{type(error).__name__}: "
+    first = next(iter(str(error).strip().splitlines()), "")
+    print(
+        f"error: rank {rank}: {kind}{visible(first).rstrip('.')}. The traceback is in {place}.",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def death_of_a_rank(failures: Mapping[int, Any]) -> str:
+    """What to say of ranks that failed: which was killed, if one was, or which ended first.
+
+    Args:
+        failures: torchrun's, by rank.
+    """
+    killed = {
+        rank: failure
+        for rank, failure in failures.items()
+        if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM  # torchrun's own to others
+    }
+    rank, failure = min((killed or failures).items(), key=lambda one: one[1].timestamp)
+    if rank not in killed:
+        return f"rank {rank} ended with exit code {failure.exitcode}"
+    name = signal.Signals(-failure.exitcode).name
+    hint = ", as the system does when memory runs out" if name == "SIGKILL" else ""
+    return f"rank {rank} was killed by {name}{hint}; the others cannot go on without it"
