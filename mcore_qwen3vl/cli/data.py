@@ -18,7 +18,7 @@ PATH = (
     "dataset on disk, mixture file or energon metadataset."
 )
 
-_BUFFER = data_flags.TEXTS["packing_buffer"]
+_BUFFER, _TRUST = (data_flags.TEXTS[name] for name in ("packing_buffer", "trust_data"))
 DataPath = Annotated[Path, typer.Argument(help=PATH)]
 HfModel = Annotated[
     Path, sources.option("Checkpoint of either kind, or hub id, whose processor is used.")
@@ -29,6 +29,8 @@ Preprocess = Annotated[
     str | None,
     typer.Option(metavar="MODULE:FUNCTION", help=f"{data_flags.PREPROCESS.capitalize()}."),
 ]
+
+TrustData = Annotated[bool, typer.Option("--trust-data", help=f"{_TRUST[0].upper()}{_TRUST[1:]}.")]
 
 app = typer.Typer(help="Look at training data.", no_args_is_help=True)
 
@@ -56,6 +58,7 @@ def check(
         Path | None, typer.Option(help="Write histograms to this PNG (extra: plots).")
     ] = None,
     preprocess: Preprocess = None,
+    trust_data: TrustData = False,
     json: Json = False,
     *,
     media: MediaLimits,
@@ -69,7 +72,13 @@ def check(
 
     if plot is not None:  # before the data is read
         require_extra("matplotlib", "--plot")
-    config = DataConfig(seq_length, packing=True, packing_buffer=packing_buffer, media=media)
+    config = DataConfig(
+        seq_length,
+        packing=True,
+        packing_buffer=packing_buffer,
+        trust_data=trust_data,
+        media=media,
+    )
     folder = config_folder(hf_model)
     report = check_data(
         path,
@@ -109,6 +118,7 @@ def show_sample(
     seq_length: SeqLength = 8192,
     split: Split = "train",
     preprocess: Preprocess = None,
+    trust_data: TrustData = False,
     *,
     media: MediaLimits,
 ) -> None:
@@ -119,7 +129,7 @@ def show_sample(
     from mcore_qwen3vl.data.show import read_sample, write_page
 
     processor = load_processor(config_folder(hf_model))
-    config = DataConfig(seq_length, media=media)
+    config = DataConfig(seq_length, trust_data=trust_data, media=media)
     seen = read_sample(path, number, processor, config, split=split, preprocess=preprocess)
     write_page(seen, out)
     console.output.print(

@@ -149,7 +149,7 @@ def check_data(
     sources = parse_sources([str(path)], preprocess)
     preparation = Preparation(processor, config, sources)
     report = DataReport(path, config.seq_length)
-    for crude in islice(_crude_samples(sources, split), limit):
+    for crude in islice(_crude_samples(sources, split, config.trust_data), limit):
         try:
             raw = raw_sample(preparation, crude)
             parts = preparation.parse_each(raw)
@@ -175,10 +175,12 @@ def check_data(
     return report
 
 
-def _crude_samples(sources: Sequence[Source], split: str) -> Iterator[Any]:
+def _crude_samples(sources: Sequence[Source], split: str, trust: bool) -> Iterator[Any]:
     """All samples once, in order."""
     workers = WorkerConfig(rank=0, world_size=1, num_workers=0)
-    datasets, _ = load_sources(sources, split=split, training=False, shuffle=False, workers=workers)
+    datasets, _ = load_sources(
+        sources, split=split, training=False, shuffle=False, workers=workers, trust=trust
+    )
     yield from crude_samples(datasets, workers)
 
 

@@ -100,8 +100,10 @@ class DataConfig:
     """Where a data worker is dealt fewer records than this, the share is taken of this number, or
     of the whole data set if that is smaller."""
     max_sample_seconds: float = 60.0
-    """A sample whose images and videos take longer to decode is bad, so that no rank waits longer
-    for one; 0: however long."""
+    """A sample whose hook, template or media take longer is bad, so that no rank waits longer for
+    one; 0: however long."""
+    trust_data: bool = False
+    """Let energon run the code that a metadataset or a WebDataset names."""
     document_end: str | None = None
     """Token text that ends a pretraining document; None is the tokenizer's pad token, which is
     <|endoftext|> in Qwen's tokenizers."""

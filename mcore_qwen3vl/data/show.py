@@ -93,7 +93,14 @@ def read_sample(
     sources = parse_sources([str(path)], preprocess)
     preparation = Preparation(processor, config, sources)
     workers = WorkerConfig(rank=0, world_size=1, num_workers=0)
-    datasets, _ = load_sources(sources, split=split, training=False, shuffle=False, workers=workers)
+    datasets, _ = load_sources(
+        sources,
+        split=split,
+        training=False,
+        shuffle=False,
+        workers=workers,
+        trust=config.trust_data,
+    )
     record = record_of(ensure_index(path), number) if path.suffix == ".jsonl" else number - 1
     crude = next(islice(crude_samples(datasets, workers), record, None), None)
     if crude is None:

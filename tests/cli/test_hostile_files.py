@@ -1,21 +1,32 @@
-"""No command runs the code that a checkpoint's files ask for."""
+"""No command runs code, or opens what is on the network, because a file asks for it."""
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 import shutil
-from collections.abc import Callable
+import tarfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
+from traceback import StackSummary
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.converters.convert import hf_to_mcore
+from mcore_qwen3vl.data.loading.index import ensure_index
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
+from mcore_qwen3vl.training.checkpoints.resume import explained
+from mcore_qwen3vl.training.feed import state as data_state
 from mcore_qwen3vl.verify.curves.job import Job
 
 PROMPT = ("--prompt", "Hello", "--max-new-tokens", "1")
@@ -35,6 +46,10 @@ READERS_OF_THE_PROCESSOR = {
     "score": ("score", "{hf}", "{data}", "--cpu", "--out", "{out}"),
     "trace": ("verify", "trace", "{hf}", "--prompt", "Hello"),
     "check": ("data", "check", "{data}", "--hf-model", "{hf}"),
+}
+READERS_OF_DATA = {
+    "check": ("data", "check", "{data}", "--hf-model", "{good}"),
+    "show": ("data", "show", "{data}", "1", "--hf-model", "{good}", "--out", "{out}"),
 }
 TRAINING = {
     "resume": ("--load", "{run}"),
@@ -127,6 +142,161 @@ def test_training(name: str, places: dict[str, Path]) -> None:
     del argv[at : at + 2]
     with pytest.raises(BadInput, match="asks for"):
         run_layout(_trainer(argv), Layout().world_size)
+    assert not places["marker"].exists()
+
+
+ENERGON = "__module__: megatron.energon\n"
+
+
+def _function(folder: Path) -> tuple[Path, str]:
+    file = folder / "function.yaml"
+    file.write_text(f"__module__: os\n__function__: mkdir\npath: {folder / 'marker'}\n")
+    return file, "function.yaml:1"
+
+
+def _nested(folder: Path) -> tuple[Path, str]:
+    """One of energon's own classes, with an argument that another module would compute."""
+    file = folder / "nested.yaml"
+    call = f"{{__module__: os, __function__: mkdir, path: {folder / 'marker'}}}"
+    file.write_text(
+        f"{ENERGON}__class__: MetadatasetV2\nsplits:\n  train:\n    path: few.jsonl\n"
+        f"    subflavors:\n      flavor: {call}\n"
+    )
+    return file, "nested.yaml:7"
+
+
+def _own_loader(folder: Path) -> tuple[Path, str]:
+    """A WebDataset with a Python file beside it."""
+    shards = folder / "shards"
+    shards.mkdir()
+    with tarfile.open(shards / "0.tar", "w") as tar:
+        entry = tarfile.TarInfo("0.txt")
+        entry.size = 1
+        tar.addfile(entry, io.BytesIO(b"a"))
+    ensure_index(shards)
+    (shards / ".nv-meta" / "evil.py").write_text(
+        f"import pathlib\npathlib.Path({str(folder / 'marker')!r}).touch()\n"
+        "def load(sample):\n    return {'text': sample['txt']}\n"
+        "def keep(part):\n    return True\n"
+    )
+    (shards / ".nv-meta" / "dataset.yaml").write_text(
+        f"{ENERGON}__class__: TextWebdataset\n"
+        "sample_loader: evil.py:load\npart_filter: evil.py:keep\n"
+    )
+    return shards, "dataset.yaml:3"
+
+
+def _leaf(folder: Path) -> tuple[Path, str]:
+    """A sound metadataset of such a WebDataset."""
+    _, where = _own_loader(folder)
+    file = folder / "leaf.yaml"
+    file.write_text(f"{ENERGON}__class__: MetadatasetV2\nsplits:\n  train:\n    path: shards\n")
+    return file, where
+
+
+CODE_IN_DATA = (_function, _nested, _own_loader, _leaf)
+
+
+@pytest.mark.parametrize("hostile", CODE_IN_DATA)
+@pytest.mark.parametrize("name", READERS_OF_DATA)
+def test_data_that_names_code(
+    name: str, hostile: Callable[[Path], tuple[Path, str]], places: dict[str, Path], capsys: Any
+) -> None:
+    places["data"], where = hostile(places["marker"].parent)
+    words = [word.format(**places) for word in READERS_OF_DATA[name]]
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert not places["marker"].exists()
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err
+    assert f"{where} names code" in message
+    assert "--trust-data" in message
+    with suppress(Exception, SystemExit):  # what the code makes of the data is its own affair
+        main([*words, "--trust-data"])
+    assert places["marker"].exists()
+
+
+def test_training_on_data_that_names_code(places: dict[str, Path]) -> None:
+    data, where = _leaf(places["marker"].parent)
+    argv = Job(places["good"], data, steps=1, batch=1).argv
+    with pytest.raises(BadInput, match=f"{where} names code"):
+        run_layout(_trainer(argv), Layout().world_size)
+    assert not places["marker"].exists()
+
+
+@pytest.fixture
+def calls() -> Iterator[list[str]]:
+    """A server whose address comes first; the others are what was asked of it."""
+    found = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            found.append(self.path)
+            self.send_error(404)
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        found.append(f"http://127.0.0.1:{server.server_port}")
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield found
+        server.shutdown()
+
+
+@pytest.mark.parametrize("name", ["check", "show", "score", "generate"])
+def test_playlist(name: str, places: dict[str, Path], calls: list[str]) -> None:
+    playlist = places["data"].with_name("clip.m3u8")
+    playlist.write_text(
+        f"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\n{calls[0]}/1.ts\n#EXT-X-ENDLIST\n"
+    )
+    messages = [{"role": "user", "content": "<video>?"}, {"role": "assistant", "content": "4"}]
+    record = {"messages": messages, "videos": [playlist.name]}
+    places["data"].write_text(json.dumps(record) + "\n")
+    places["hf"] = places["good"]
+    commands = {**READERS_OF_THE_PROCESSOR, **READERS_OF_DATA}
+    words = [word.format(**places) for word in commands[name]]
+    if name == "generate":
+        words += ["--video", str(playlist)]
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert stopped.value.code
+    assert calls[1:] == []
+
+
+def test_a_saved_data_state_that_names_code(places: dict[str, Path]) -> None:
+    file = places["data"].with_name("rank_00000.pt")
+    torch.save({"loader": Code(places["marker"])}, file)
+    with pytest.raises(BadInput, match=r"rank_00000\.pt asks for \S+") as refused:
+        data_state._read(file)
+    assert "weights_only" not in str(refused.value)
+    file.write_bytes(file.read_bytes()[:99])
+    with pytest.raises(BadInput, match="cut short or damaged"):
+        data_state._read(file)
+    assert not places["marker"].exists()
+
+
+def test_an_object_of_a_checkpoint_that_names_code(
+    places: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    """torch's restricted reader refuses it, and advises to switch the restriction off."""
+    stream = io.BytesIO()
+    torch.save(Code(places["marker"]), stream)
+
+    def load(*_: Any, **__: Any) -> None:
+        stream.seek(0)
+        try:
+            torch.load(stream, weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise CheckpointException("torch's words", {0: (error, StackSummary())}) from error
+
+    hf_to_mcore(places["good"], places["out"])
+    monkeypatch.setattr("megatron.core.dist_checkpointing.load", load)
+    with pytest.raises(SystemExit) as stopped:
+        main(["generate", str(places["out"]), "--cpu", *PROMPT])
+    assert stopped.value.code == 2
+    message = capfd.readouterr().err
+    assert "asks for" in message
+    assert "weights_only" not in message
+    with pytest.raises(BadInput, match="asks for"), explained("run"):
+        load()
     assert not places["marker"].exists()
 
 

@@ -18,7 +18,7 @@ from transformers.image_utils import ChannelDimension
 
 from mcore_qwen3vl.data.encoding.planning import PlannedMedia
 from mcore_qwen3vl.data.records.flaws import BadSample
-from mcore_qwen3vl.data.records.media import Clock, load_image
+from mcore_qwen3vl.data.records.media import load_image
 from mcore_qwen3vl.data.records.video import load_frames
 from mcore_qwen3vl.model.inputs import PixelScale
 
@@ -44,13 +44,11 @@ class PixelLoader:
             because theirs cannot be written as one scale for images and videos.
     """
 
-    def __init__(self, processor: Any, max_seconds: float = 0.0) -> None:
+    def __init__(self, processor: Any) -> None:
         """
         Args:
             processor: the HF ``Qwen3VLProcessor`` that samples are planned with.
-            max_seconds: that one sample may take; 0: however long.
         """
-        self._max_seconds = max_seconds
         self._images, self._videos = processor.image_processor, processor.video_processor
         self.scale = _common_scale(self._images, self._videos)
         # Said only where it is so: each option costs HF's processor a validation.
@@ -63,35 +61,26 @@ class PixelLoader:
             media: of one sample.
 
         Raises:
-            BadSample: a file is corrupt, or is not what its header promised, or decoding takes too
-                long.
+            BadSample: a file is corrupt, or is not what its header promised.
         """
-        clock = Clock(self._max_seconds)
         images = [item for item in media if item.media.kind == "image"]
         videos = [item for item in media if item.media.kind == "video"]
-        return Pixels(*self._load_images(images, clock), *self._load_videos(videos, clock))
+        return Pixels(*self._load_images(images), *self._load_videos(videos))
 
-    def _load_images(
-        self, items: list[PlannedMedia], clock: Clock
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def _load_images(self, items: list[PlannedMedia]) -> tuple[Tensor | None, Tensor | None]:
         if not items:
             return None, None
-        images = []
-        for item in items:
-            images.append(load_image(item.media))
-            clock.check(item.media)
+        images = [load_image(item.media) for item in items]
         out = self._images(images=images, **self._options)
         return _checked(items, out["pixel_values"], out["image_grid_thw"])
 
-    def _load_videos(
-        self, items: list[PlannedMedia], clock: Clock
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def _load_videos(self, items: list[PlannedMedia]) -> tuple[Tensor | None, Tensor | None]:
         if not items:
             return None, None
         frames, metadata = [], []
         for item in items:
             assert item.metadata is not None
-            decoded = load_frames(item.media, item.metadata.frames_indices, clock)  # (F, H, W, 3)
+            decoded = load_frames(item.media, item.metadata.frames_indices)  # (F, H, W, 3)
             frames.append(torch.from_numpy(decoded).permute(0, 3, 1, 2))
             metadata.append(item.metadata)
         out = self._videos(

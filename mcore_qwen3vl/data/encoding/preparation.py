@@ -21,6 +21,7 @@ from mcore_qwen3vl.data.records.parsed import Conversation, Document
 from mcore_qwen3vl.data.records.preference import is_pair, parse_pair
 from mcore_qwen3vl.data.records.reading import Reading
 from mcore_qwen3vl.data.records.template import Rendered, Renderer
+from mcore_qwen3vl.data.records.time_limit import time_limit
 
 _FILES = (".jsonl", ".json", ".parquet")
 
@@ -43,11 +44,12 @@ class Preparation:
             BadInput: a hook cannot be imported, or a budget is empty.
         """
         config.media.apply(processor)
+        self._max_seconds = config.max_sample_seconds
         self._sources = list(sources)
         self._renderer = Renderer(processor, config.document_end)
         processors = [_limited(processor, source.limits) for source in self._sources]
         self._planners = [Planner(one, config) for one in processors]
-        self._pixels = [PixelLoader(one, config.max_sample_seconds) for one in processors]
+        self._pixels = [PixelLoader(one) for one in processors]
         self.scale = self._pixels[0].scale
         for source in self._sources:
             if source.reading.preprocess is not None:
@@ -68,7 +70,8 @@ class Preparation:
         Raises:
             BadSample: the record is malformed. A hook may raise anything.
         """
-        return parse_record(self._record(sample), sample.folder, self._reading(sample))
+        with time_limit(self._max_seconds):
+            return parse_record(self._record(sample), sample.folder, self._reading(sample))
 
     def parse_each(self, sample: RawSample) -> tuple[Conversation | Document, ...]:
         """What :meth:`parse` gives, or the chosen and the rejected of a preference record.
@@ -77,7 +80,8 @@ class Preparation:
             BadSample: the record is malformed. A hook may raise anything.
         """
         reading = self._reading(sample)
-        record = preprocessed(self._record(sample), reading)
+        with time_limit(self._max_seconds):
+            record = preprocessed(self._record(sample), reading)
         made = replace(reading, preprocess=None)
         if not is_pair(record):
             return (parse_record(record, sample.folder, made),)
@@ -112,15 +116,17 @@ class Preparation:
         Raises:
             BadSample, OverlongSample: the sample cannot be used.
         """
-        rendered = self.render(parsed or self.parse(sample))
-        return self._planners[sample.source].plan(rendered)
+        with time_limit(self._max_seconds):
+            rendered = self.render(parsed or self.parse(sample))
+            return self._planners[sample.source].plan(rendered)
 
     def pixels(self, plan: Plan, source: int) -> Pixels:
         """
         Raises:
-            BadSample: a file is corrupt.
+            BadSample: a file is corrupt, or decoding takes too long.
         """
-        return self._pixels[source].load(plan.media)
+        with time_limit(self._max_seconds):
+            return self._pixels[source].load(plan.media)
 
 
 def _limited(processor: Any, limits: MediaLimits) -> Any:

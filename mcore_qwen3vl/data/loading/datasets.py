@@ -20,6 +20,7 @@ from mcore_qwen3vl.data.loading.index import ensure_index
 from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.data.loading.stand_in import origin
 from mcore_qwen3vl.data.loading.tables import TableReader, is_table
+from mcore_qwen3vl.data.loading.trust import code_refused
 from mcore_qwen3vl.errors import BadInput
 
 SOURCE = "source"
@@ -30,7 +31,13 @@ _OPEN_GROUPS = 4  # row groups of a table that a worker reads from in turns
 
 
 def load_sources(
-    sources: Sequence[Source], *, split: str, training: bool, shuffle: bool, workers: WorkerConfig
+    sources: Sequence[Source],
+    *,
+    split: str,
+    training: bool,
+    shuffle: bool,
+    workers: WorkerConfig,
+    trust: bool,
 ) -> tuple[list[LoadedDataset], DatasetBlendMode]:
     """Energon's data sets of all sources, and how they are blended.
 
@@ -40,14 +47,16 @@ def load_sources(
         training: without end, and shuffled unless `shuffle` says otherwise.
         shuffle: in another order than that of the files.
         workers: ranks and workers.
+        trust: let energon run code that a metadataset or a WebDataset names.
 
     Raises:
-        BadInput: a data set is missing, empty or malformed.
+        BadInput: a data set is missing, empty or malformed, or names code without `trust`.
     """
-    loaded = [
-        _load(number, source, split, training, shuffle, workers)
-        for number, source in enumerate(sources)
-    ]
+    with code_refused(unless=trust):
+        loaded = [
+            _load(number, source, split, training, shuffle, workers)
+            for number, source in enumerate(sources)
+        ]
     if len(loaded) == 1 and sources[0].epochs is None:
         return loaded[0]
     epochs = sources[0].epochs is not None

@@ -130,7 +130,12 @@ class Loader(Iterator[Batch]):
             global_error_handler=encoder.guard.on_error,
         )
         datasets, blend_mode = load_sources(
-            sources, split=split, training=True, shuffle=config.shuffle, workers=workers
+            sources,
+            split=split,
+            training=True,
+            shuffle=config.shuffle,
+            workers=workers,
+            trust=config.trust_data,
         )
         if config.balance:
             datasets = encoder.measured(datasets, usable_cores())
@@ -185,6 +190,14 @@ class Loader(Iterator[Batch]):
             return next(self._iterator)
         except BadInput as error:
             raise BadInput(_without_traceback(error)) from None
+        except RuntimeError as error:
+            if not str(error).startswith("DataLoader worker"):
+                raise
+            raise BadInput(
+                f"A data worker died: {error}. If the machine ran out of memory, lower "
+                "--num-workers or --packing-buffer; `mcore-qwen3vl data check`, which names each "
+                "record that cannot be used, reads the same data in one process."
+            ) from error
 
     def __del__(self) -> None:
         # The workers stop at once when their iterator goes by its reference count. Left to the
@@ -226,8 +239,12 @@ class Loader(Iterator[Batch]):
             raise BadInput(
                 "The data state was saved "
                 f"{'without' if self._balanced else 'with'} --balance, and this run is "
-                f"{'with' if self._balanced else 'without'} it: the order of samples differs. Add "
-                f"--{'no-' if self._balanced else ''}balance."
+                f"{'with' if self._balanced else 'without'} it: the order of samples differs. "
+                + (
+                    "Add --no-balance."
+                    if self._balanced
+                    else "Pass --packing and --balance, and leave --no-balance out."
+                )
             )
         saved = {name: state[name] for name in self._place}
         if saved != self._place:

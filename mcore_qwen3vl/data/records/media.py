@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-import time
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,11 +44,14 @@ class Media:
         """The encoded bytes.
 
         Raises:
-            BadSample: the file cannot be opened.
+            BadSample: the file cannot be opened, or is a folder, a pipe or a device.
         """
         if isinstance(self.content, bytes):
             return BytesIO(self.content)
         try:
+            # Opening a pipe would wait for a writer, and a device may have no end.
+            if not stat.S_ISREG(self.content.stat().st_mode):
+                raise BadSample(f"{self.kind} {self.content} is no regular file.")
             return self.content.open("rb")
         except OSError as error:
             raise BadSample(f"{self.kind} {self.content}: {error.strerror}.") from error
@@ -200,27 +203,3 @@ def peculiarities(media: Media) -> list[str]:
             "animated, first frame only": animated,
         }
     return [what for what, holds in found.items() if holds]
-
-
-class Clock:
-    """How long one sample may take."""
-
-    def __init__(self, seconds: float) -> None:
-        """
-        Args:
-            seconds: 0: however long.
-        """
-        self._seconds = seconds
-        self._since = time.monotonic()
-
-    def check(self, media: Media) -> None:
-        """
-        Raises:
-            BadSample: time is up.
-        """
-        passed = time.monotonic() - self._since
-        if 0 < self._seconds < passed:
-            raise BadSample(
-                f"{media.kind} {media.name}: decoding the sample takes more than "
-                f"{self._seconds:g} s (--max-sample-seconds); left off after {passed:.1f} s."
-            )

@@ -86,6 +86,11 @@ class Renderer:
 
     def _turn(self, record: Conversation, index: int, text: str) -> tuple[int, int]:
         """Where the template put what message `index` makes the model generate."""
+        if index == 0:
+            raise BadSample(
+                "the conversation begins with a turn of the assistant, so there is no prompt that "
+                "it answers. Put a user turn before it, or give it weight 0."
+            )
         prompt = self._apply(record, index, add_generation_prompt=True)
         last = index + 1 == len(record.messages)
         through = text if last else self._apply(record, index + 1)

@@ -13,7 +13,7 @@ from av.video.reformatter import VideoReformatter
 from transformers.video_utils import VideoMetadata
 
 from mcore_qwen3vl.data.records.flaws import BadSample
-from mcore_qwen3vl.data.records.media import Clock, Media
+from mcore_qwen3vl.data.records.media import Media
 
 _SPARSE = 3
 """Seeking pays where there is one frame to sample in so many, or fewer."""
@@ -22,7 +22,11 @@ _SPARSE = 3
 @contextmanager
 def _video(media: Media) -> Iterator[Any]:
     try:
-        with media.open() as stream, av.open(stream) as container:
+        # A playlist would have FFmpeg open what it names, over the network too.
+        with (
+            media.open() as stream,
+            av.open(stream, options={"protocol_whitelist": ""}) as container,
+        ):
             if not container.streams.video:
                 raise BadSample(f"video {media.name} has no video stream.")
             yield container
@@ -53,7 +57,7 @@ def probe_video(media: Media) -> VideoMetadata:
         )
 
 
-def load_frames(media: Media, indices: np.ndarray, clock: Clock | None = None) -> np.ndarray:
+def load_frames(media: Media, indices: np.ndarray) -> np.ndarray:
     """Decode the frames at `indices` (ascending, repeats allowed).
 
     Where they lie far apart, the decoder starts anew at the key frame before each.
@@ -61,21 +65,19 @@ def load_frames(media: Media, indices: np.ndarray, clock: Clock | None = None) -
     Args:
         media: a video.
         indices: of the frames, in the order of presentation.
-        clock: that limits the time.
 
     Returns:
         (F, height, width, 3) uint8 RGB.
 
     Raises:
-        BadSample: missing file, no video, fewer frames than its header says, or time is up.
+        BadSample: missing file, no video, or fewer frames than its header says.
     """
-    clock = clock or Clock(0)
     wanted = sorted(set(indices.tolist()))
     frames = None
     if wanted and wanted[-1] + 1 > _SPARSE * len(wanted):
-        frames = _sought(media, wanted, clock)
+        frames = _sought(media, wanted)
     if frames is None:
-        frames = _in_order(media, wanted, clock)
+        frames = _in_order(media, wanted)
     if len(frames) < len(wanted):
         raise BadSample(
             f"video {media.name} holds {len(frames)} of the {len(wanted)} frames to sample; it is "
@@ -84,7 +86,7 @@ def load_frames(media: Media, indices: np.ndarray, clock: Clock | None = None) -
     return np.stack([frames[index] for index in indices.tolist()])
 
 
-def _in_order(media: Media, wanted: list[int], clock: Clock) -> dict[int, np.ndarray]:
+def _in_order(media: Media, wanted: list[int]) -> dict[int, np.ndarray]:
     """By decoding everything up to the last of them."""
     frames: dict[int, np.ndarray] = {}
     left = set(wanted)
@@ -94,13 +96,12 @@ def _in_order(media: Media, wanted: list[int], clock: Clock) -> dict[int, np.nda
         for index, frame in enumerate(container.decode(video=0)):
             if index in left:
                 frames[index] = to_rgb(frame)
-            clock.check(media)
             if len(frames) == len(left):
                 break
     return frames
 
 
-def _sought(media: Media, wanted: list[int], clock: Clock) -> dict[int, np.ndarray] | None:
+def _sought(media: Media, wanted: list[int]) -> dict[int, np.ndarray] | None:
     """By seeking; None where the packets do not tell which frame is which."""
     with _video(media) as container:
         stream = container.streams.video[0]
@@ -113,24 +114,21 @@ def _sought(media: Media, wanted: list[int], clock: Clock) -> dict[int, np.ndarr
                 times.append(packet.pts)
                 if packet.is_keyframe:
                     keys.append(packet.pts)
-            clock.check(media)
         times.sort()
         keys.sort()
         if len(set(times)) < len(times) or not keys or wanted[-1] >= len(times):
             return None
-        return _decode_at(media, container, {i: times[i] for i in wanted}, keys, clock)
+        return _decode_at(container, {i: times[i] for i in wanted}, keys)
 
 
 def _decode_at(
-    media: Media, container: Any, wanted: dict[int, int], keys: list[int], clock: Clock
+    container: Any, wanted: dict[int, int], keys: list[int]
 ) -> dict[int, np.ndarray] | None:
     """
     Args:
-        media: for messages.
         container: open.
         wanted: times of the frames, by their index, ascending.
         keys: times of the key frames, ascending.
-        clock: that limits the time.
     """
     stream = container.streams.video[0]
     to_rgb = _ToRgb()
@@ -145,7 +143,6 @@ def _decode_at(
             container.seek(keys[place], stream=stream, backward=True)
             decoded = container.decode(stream)
         for frame in decoded:
-            clock.check(media)
             last = frame.pts
             if last is None or last > time:
                 return None

@@ -30,8 +30,10 @@ TEXTS = {
     "max_bad_fraction": "stop when more than this share of the data set is bad",
     "bad_fraction_floor": "of fewer records a data worker, take the share of this number, or of "
     "the whole data set if that is smaller",
-    "max_sample_seconds": "a sample that takes longer to decode is bad, so that no rank waits "
-    "longer for it; 0: however long",
+    "max_sample_seconds": "a sample whose hook, template or decoding takes longer is bad, so "
+    "that no rank waits longer for it; 0: however long",
+    "trust_data": "run the Python code that an energon metadataset or a WebDataset names; default: "
+    "such data sets are refused",
     "document_end": "token text that ends a pretraining document; default: the tokenizer's pad "
     "token",
     "image_min_pixels": f"of an image, after resizing; {_OF_CHECKPOINT}",

@@ -322,6 +322,15 @@ FORGETFUL = """{%- for m in messages -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"""
 
 
+def test_an_answer_to_nothing_is_refused(processor: Any, media: Path) -> None:
+    record = chat(("assistant", "hello"), ("user", "q"), ("assistant", "a"))
+    with pytest.raises(BadSample, match="begins with a turn of the assistant"):
+        planned(processor, record, media)
+    record["messages"][0]["weight"] = 0
+    plan, _ = planned(processor, record, media)
+    assert (plan.loss_weights > 0).any()
+
+
 def test_template_that_rewrites_history_is_refused(processor: Any, media: Path) -> None:
     processor.chat_template = FORGETFUL
     once = chat(("user", "a"), ("assistant", "<think>b</think>c"))

@@ -189,7 +189,19 @@ def test_resume_on_another_number_of_ranks(
     assert len(seen) == len(set(seen)) == 40
 
 
+def test_a_worker_that_is_killed_is_one_message(make: MakeLoader, records: Path) -> None:
+    loader = make(records, num_workers=1)
+    next(loader)
+    (worker,) = multiprocessing.active_children()
+    worker.kill()
+    with pytest.raises(BadInput, match=r"^A data worker died: .*lower --num-workers"):
+        list(islice(loader, 20))
+
+
 def test_states_that_do_not_fit_are_refused(make: MakeLoader, records: Path) -> None:
+    balanced = {**make(records).state_dict(), "balance": True}
+    with pytest.raises(BadInput, match="leave --no-balance out"):
+        make(records).load_state_dict(balanced)
     states = [
         make(records, dp_rank=rank, dp_size=2, num_workers=1).state_dict() for rank in range(2)
     ]
