@@ -55,7 +55,7 @@ class Output:
     def check(self, *, force: bool) -> None:
         """
         Raises:
-            BadInput: it is there already, or begun by another command.
+            BadInput: it is there already, or begun by another command, or damaged.
         """
         if self.path.exists() and not force:
             raise BadInput(
@@ -63,7 +63,13 @@ class Output:
             )
         if force or not self._partial.exists():
             return
-        begun = json.loads(self._partial_facts.read_text(encoding="utf-8"))["settings"]
+        try:
+            begun = json.loads(self._partial_facts.read_text(encoding="utf-8"))["settings"]
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise BadInput(
+                f"{self._partial_facts} is missing or damaged, so what {self._partial.name} was "
+                "made with is not known. Pass --force to begin anew."
+            ) from error
         wanted = json.loads(json.dumps(self._settings))
         if begun != wanted:
             differing = sorted(k for k in {*begun, *wanted} if begun.get(k) != wanted.get(k))
@@ -89,8 +95,9 @@ class Output:
         ends = [0]
         with self._partial.open("rb") as lines:
             for line in lines:
-                if line.endswith(b"\n"):
-                    ends.append(ends[-1] + len(line))
+                if not _is_entry(line):  # cut or damaged: it and the rest go again
+                    break
+                ends.append(ends[-1] + len(line))
         blocks = (len(ends) - 1) // self._block
         os.truncate(self._partial, ends[blocks * self._block])
         return blocks
@@ -114,6 +121,14 @@ class Output:
         os.replace(self._partial_facts, facts_of(self.path))
         os.replace(self._partial, self.path)
         return found
+
+
+def _is_entry(line: bytes) -> bool:
+    """Whether it is whole."""
+    try:
+        return line.endswith(b"\n") and isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
 
 
 OVERLONG = "over-long: "

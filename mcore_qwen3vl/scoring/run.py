@@ -24,6 +24,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.inference import hf_folder_of, load_chunks, on_all_ranks
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.sequence import length_multiple
+from mcore_qwen3vl.runtime.lock import only_writer
 from mcore_qwen3vl.scoring.output import OVERLONG, Output, Tally
 from mcore_qwen3vl.scoring.records import Records, line_starts
 
@@ -84,14 +85,18 @@ def score(request: Request, *, on_cpu: bool = False) -> Tally | None:
 
     Raises:
         BadInput: the checkpoint, the data or the layout cannot be used; the output exists, or was
-            begun with other settings; too many records are bad; no GPU.
+            begun with other settings, or is being written by another process; too many records
+            are bad; no GPU.
     """
     job = _Job.of(request)
     first = int(os.environ.get("RANK", "0")) == 0
-    if first:
+    if not first:
+        on_all_ranks(job.on_rank, request.layout, on_cpu=on_cpu, purpose="score")
+        return None
+    with only_writer(job.output.path):
         job.output.check(force=request.force)
-    on_all_ranks(job.on_rank, request.layout, on_cpu=on_cpu, purpose="score")
-    return job.output.finish() if first else None
+        on_all_ranks(job.on_rank, request.layout, on_cpu=on_cpu, purpose="score")
+        return job.output.finish()
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,10 @@ import sys
 import threading
 import warnings
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -20,6 +22,7 @@ from rich.console import Console
 from mcore_qwen3vl.model.flops import Trained
 from mcore_qwen3vl.runtime.compiler import compile_where_possible
 from mcore_qwen3vl.runtime.connections import order_transfers
+from mcore_qwen3vl.runtime.lock import only_writer
 from mcore_qwen3vl.training.arguments.checks import check_device
 from mcore_qwen3vl.training.arguments.defaults import statement
 from mcore_qwen3vl.training.arguments.early import check_early
@@ -37,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
         0, or 128 + N when signal N has stopped this rank.
 
     Raises:
-        BadInput: the flags, the data or the checkpoint cannot be used.
+        BadInput: the flags, the data or the checkpoint cannot be used, or another run saves there.
     """
     words = asked_words(argv)
     if words is not None:
@@ -50,7 +53,16 @@ def main(argv: Sequence[str]) -> int:
         run = Run(args, screen)
         if args.rank == 0:
             run.introduce(screen, explicit)
-        return run.train()
+        with _only_writer(args):
+            return run.train()
+
+
+def _only_writer(args: argparse.Namespace) -> AbstractContextManager[None]:
+    if args.rank or not args.save:
+        return nullcontext()
+    folder = Path(args.save)
+    folder.mkdir(parents=True, exist_ok=True)
+    return only_writer(folder)
 
 
 def _choose_device(cpu: bool) -> None:

@@ -25,6 +25,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.scoring.run import Request, score
 from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
 from tests.generation.cases import clip, frames, picture
+from tests.runtime.test_lock import held_elsewhere
 
 TOLERANCE = 2e-5
 """Of the largest log-probability, in float32."""
@@ -277,6 +278,31 @@ def test_a_killed_run_goes_on_to_the_same_bytes(dense: Path, folder: Path, tmp_p
     assert entries[9]["error"].startswith("over-long: ")
     summary = json.loads(facts_of(whole).read_text())["summary"]
     assert (summary["scored"], summary["bad"], summary["overlong"]) == (58, 1, 1)
+
+
+def test_a_damaged_beginning_is_computed_again_or_refused(
+    dense: Path, folder: Path, tmp_path: Path, capfd: Any
+) -> None:
+    data, whole, broken = many(folder, 24), tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
+    assert run(command(dense, data, whole)) == 0
+    _, settings = (json.loads(facts_of(whole).read_text())[key] for key in ("summary", "settings"))
+    partial, facts = (tmp_path / f"broken.jsonl.partial{end}" for end in ("", ".json"))
+    good = whole.read_bytes().splitlines(keepends=True)
+    partial.write_bytes(b"".join(good[:9]) + b'{"index": 9, "lo\n' + b"".join(good[10:20]))
+    facts.write_text(json.dumps({"settings": settings})[:40])
+    assert run(command(dense, data, broken)) == 2
+    assert "is missing or damaged" in capfd.readouterr().err
+    facts.write_text(json.dumps({"settings": settings}))
+    assert run(command(dense, data, broken)) == 0
+    assert broken.read_bytes() == whole.read_bytes()
+
+
+def test_an_output_has_one_writer(dense: Path, folder: Path, tmp_path: Path, capfd: Any) -> None:
+    out = tmp_path / "out.jsonl"
+    with held_elsewhere(out) as number:
+        assert run(command(dense, many(folder, 12), out)) == 2
+    assert f"Process {number} on" in capfd.readouterr().err
+    assert not out.exists()
 
 
 def test_what_is_refused(dense: Path, folder: Path, tmp_path: Path, capfd: Any) -> None:

@@ -1,0 +1,77 @@
+"""Two processes do not write one place; a dead one holds nothing."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.runtime.launch import run_layout
+from mcore_qwen3vl.runtime.lock import only_writer
+from mcore_qwen3vl.verify.curves.job import Job
+
+FORK = multiprocessing.get_context("fork")
+
+
+@contextmanager
+def held_elsewhere(place: Path) -> Iterator[int]:
+    """Another process holds `place` meanwhile, until it is killed; gives its number."""
+    holds = FORK.Event()
+
+    def hold() -> None:
+        with only_writer(place):
+            holds.set()
+            signal.pause()
+
+    process = FORK.Process(target=hold, daemon=True)
+    process.start()
+    assert holds.wait(60)
+    try:
+        yield process.pid or 0
+    finally:
+        os.kill(process.pid or 0, signal.SIGKILL)
+        process.join()
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_the_second_is_told_who_the_first_is(folder: bool, tmp_path: Path) -> None:
+    place = tmp_path if folder else tmp_path / "out.jsonl"
+    with held_elsewhere(place) as number:
+        told = pytest.raises(BadInput, match=rf"Process {number} on .* is writing to {place}")
+        with told, only_writer(place):
+            pass
+    with only_writer(place):  # the first one was killed
+        assert list(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_children_hold_nothing(tmp_path: Path) -> None:
+    """A data worker that outlives its run does not keep the next one out."""
+    with only_writer(tmp_path):
+        child = FORK.Process(target=signal.pause, daemon=True)
+        child.start()
+    with held_elsewhere(tmp_path):
+        pass
+    child.kill()
+    child.join()
+
+
+def test_a_run_has_its_checkpoint_directory_alone(dense: Path, data: Path, tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    save.mkdir()
+    argv = [*Job(dense, data, steps=1, batch=1).argv, "--save", str(save)]
+
+    def run() -> int:
+        from mcore_qwen3vl.training.run import main
+
+        return main(argv)
+
+    with held_elsewhere(save) as number, pytest.raises(BadInput, match=f"Process {number} on"):
+        run_layout(run, 1)
+    assert not list(save.glob("iter_*"))
