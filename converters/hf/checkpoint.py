@@ -191,8 +191,9 @@ def _only_file(path: Path) -> str:
             "files make the model is not known. Fetch the index too."
         )
     raise BadInput(
-        f"{path} holds no safetensors weights (neither {SINGLE} nor {INDEX}). Other weight formats "
-        "are not read; save the model with safe_serialization=True."
+        f"{path} holds no safetensors weights (neither {SINGLE} nor {INDEX}), and other formats, "
+        "such as pytorch_model.bin, are not read. Load the model with transformers and save it "
+        "with save_pretrained, which writes safetensors."
     )
 
 

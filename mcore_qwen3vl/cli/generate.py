@@ -57,6 +57,7 @@ def generate(
 
     Without --dp and --sp there are as many replicas as the experts need, and SP wherever TP is.
     """
+    start = time.monotonic()  # the imports are most of the time that a small model takes
     console.quiet_libraries()
     if cpu:
         from mcore_qwen3vl.runtime import cpu as backend
@@ -83,7 +84,6 @@ def generate(
             "stream": _print_text if streams else None,
         },
     )
-    start = time.monotonic()
     answers = run(request, on_cpu=cpu)
     seconds = time.monotonic() - start
     if int(os.environ.get("RANK", "0")):

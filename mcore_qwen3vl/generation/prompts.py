@@ -27,6 +27,7 @@ Conversation = Sequence[Mapping[str, Any]]
 
 _NO_PATH = ("http://", "https://", "data:")
 _LONGEST_PATH = 1000
+_URL_SECONDS = 60.0
 _TAG = re.compile("<(image|video)>")
 
 
@@ -209,8 +210,9 @@ def _image(reference: Any) -> Any:
             return to_rgb(ImageOps.exif_transpose(reference))
         if isinstance(reference, str) and os.path.isfile(reference):
             return load_image(Media("image", Path(reference), reference))
-        return image_utils.load_image(reference)  # downloaded, or decoded from base64
-    except (BadSample, OSError, ValueError, TypeError) as error:
+        return image_utils.load_image(reference, timeout=_URL_SECONDS)  # or decoded from base64
+    # PIL and the HTTP library that transformers uses have many kinds, not all of them OSError.
+    except Exception as error:
         raise _unreadable("Image", reference, error) from error
 
 

@@ -146,8 +146,8 @@ def _of_torch_spec(command: Command, words: Sequence[str], gpus: int | None) -> 
     else:
         command = command.plus("--spec", "torch")
     return command.noting(
-        "--spec torch, because Transformer Engine is not installed here: the te spec launches "
-        "fewer kernels and keeps less (see docs/rehearse.md)"
+        "--spec torch, because Transformer Engine is not installed here: docs/rehearse.md has the "
+        "memory and the launches of both specs"
     )
 
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -54,6 +55,29 @@ def test_roundtrip_writes_its_findings(checkpoint, tmp_path, capsys):
     assert sum(finding["part"] == "tensors" for finding in found["findings"]) == 134
     assert "99 tensors" in found["environment"]["there"]
     assert "equal" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("impatient")
+def test_too_little_time_is_exit_code_3(dense, capsys):
+    words = ("--batches", "text", "--no-gradients", "--timeout", 0.01)
+    assert run("verify", "parity", dense, *words) == 3
+    (message,) = capsys.readouterr().err.splitlines()
+    assert "rank 0 did not finish within 0.01 s, so nothing is known" in message
+    assert "Pass a larger --timeout" in message
+    details = Path(message.rpartition("Details: ")[2])
+    assert details.read_text().startswith("rank 0 did not finish")
+    details.unlink()
+
+
+def test_weights_in_another_format_are_refused(checkpoint, tmp_path, capsys):
+    shutil.copytree(checkpoint, tmp_path / "old")
+    for file in (tmp_path / "old").glob("*.safetensors*"):
+        file.unlink()
+    (tmp_path / "old" / "pytorch_model.bin").write_bytes(b"x")
+    assert run("convert", "hf-to-mcore", tmp_path / "old", tmp_path / "out") == 2
+    message = capsys.readouterr().err
+    assert "with save_pretrained" in message
+    assert "safe_serialization" not in message  # which transformers 5 does not have
 
 
 def test_a_difference_is_exit_code_1(checkpoint, tmp_path, capsys):

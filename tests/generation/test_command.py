@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,14 @@ def test_streams_to_the_terminal(folder: Path, capfd: Any) -> None:
     assert f"{FEW} new ones, ended by length" in printed.err
 
 
+def test_the_time_is_that_of_imports_too(
+    folder: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mcore_qwen3vl.console.quiet_libraries", lambda: time.sleep(2))
+    assert run(folder / "mcore", "--prompt", "?", "--max-new-tokens", 1, "--json") == 0
+    assert json.loads(capfd.readouterr().out)["seconds"] > 2
+
+
 @torch.no_grad()
 def test_half_precision(folder: Path) -> None:
     """As near to float32 as Hugging Face's own bfloat16, at every step of a given answer."""
@@ -165,6 +174,10 @@ def test_half_precision(folder: Path) -> None:
         (["mcore", "--prompt", "?", "--video", "gone.mp4"], "Video 'gone.mp4': no such file."),
         (["mcore", "--prompt", "?", "--video", "a.png"], "cannot take these images and videos"),
         (["mcore", "--prompt", "?", "--video", "mcore"], "mcore"),
+        (
+            ["mcore", "--prompt", "?", "--image", "http://127.0.0.1:9/a.png"],
+            "Image 'http://127.0.0.1:9/a.png' cannot be read",
+        ),
         (["mcore", "--prompt", "?", "--tp", "3"], "8 attention heads cannot be divided over TP 3"),
         (["mcore", "--prompt", "?", "--ep", "2"], "dense: drop EP"),
         (["mcore", "--prompt", "?", "--cp", "2"], "No such option"),

@@ -10,9 +10,12 @@ import pytest
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.rehearsal.command import Command, read_command
 from mcore_qwen3vl.rehearsal.gpus import allowance_gib, find_gpu
 from mcore_qwen3vl.rehearsal.material import rehearsed_micro_batches
+from mcore_qwen3vl.rehearsal.outcome import Device, Rehearsal
+from mcore_qwen3vl.rehearsal.report.terminal import heading
 from mcore_qwen3vl.rehearsal.roles import roles_of
 from mcore_qwen3vl.rehearsal.run import checked
 from mcore_qwen3vl.shapes import SHAPES
@@ -34,6 +37,7 @@ def test_a_script_gives_flags_ranks_and_the_model_of_its_name() -> None:
     assert (command.value("--spec"), fused, noted) == (
         ("te", True, False) if there else ("torch", False, True)
     )
+    assert not any("fewer kernels" in note for note in command.notes)  # not with experts
     assert command.micro_batches == 64 // 8
 
 
@@ -129,6 +133,13 @@ def test_virtual_stages_want_a_number_of_micro_batches_that_goes_round() -> None
     checked(Command((*turns, "5"), 4))
     with pytest.raises(BadInput, match="fewer than PP 4"):
         checked(Command((*turns, "3"), 4))
+
+
+def test_the_heading_is_in_one_unit() -> None:
+    device = Device(find_gpu("h100-80gb"), 80.0, 2.0)
+    found = heading(Rehearsal([], Layout(), 1, device, 1, 1, []))
+    assert "85.9 GB, of which 2.1 GB are taken" in found
+    assert "83.8 GB are left" in found
 
 
 def test_gpus_and_their_allowance() -> None:

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.rehearsal.command import Command
+from mcore_qwen3vl.rehearsal.gpus import GIB
 from mcore_qwen3vl.rehearsal.outcome import Rehearsal, RoleOutcome
 from mcore_qwen3vl.rehearsal.roofline import NODE
 from mcore_qwen3vl.rehearsal.search import Fit
@@ -28,15 +29,20 @@ def _table(title: str, *columns: str) -> Table:
     return console.table("", *columns)
 
 
+def heading(found: Rehearsal) -> str:
+    """Where it runs, and how much memory that has."""
+    device = found.device
+    return (
+        f"{found.layout}, {found.gpus} x {device.gpu.name}: {gb(device.memory_gib * GIB)} GB, "
+        f"of which {gb(device.allowance_gib * GIB)} GB are taken for context and NCCL (assumed), "
+        f"so that {gb(device.usable)} GB are left. Measured on a pretended device:"
+    )
+
+
 def show(found: Rehearsal) -> None:
     """Print it to standard output."""
     say = console.output.print
-    device = found.device
-    say(
-        f"{found.layout}, {found.gpus} x {device.gpu.name}: {device.memory_gib} GiB, of which "
-        f"{device.allowance_gib} GiB are taken for context and NCCL (assumed), so that "
-        f"{gb(device.usable)} GB are left. Measured on a pretended device:"
-    )
+    say(heading(found))
     for note in found.notes:
         say(f"  {console.plain(note)}")
     _memory(found)

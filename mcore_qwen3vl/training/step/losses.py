@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from importlib.metadata import entry_points
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
@@ -61,10 +61,31 @@ def of_tokens(loss: Loss) -> Objective:
 
     def objective(batch: Batch, local: Tensor, losses: Tensor) -> Reduced:
         weights = batch.loss_weights.index_select(1, to_device(local, losses.device))
-        total, normaliser = loss(losses, weights)
+        total, normaliser = _checked(loss, loss(losses, weights))
         return Reduced(total, normaliser, {"lm loss": total.detach()})
 
     return objective
+
+
+def _checked(loss: Loss, found: Any) -> tuple[Tensor, Tensor]:
+    if isinstance(found, tuple) and len(found) == 2:
+        if all(isinstance(one, Tensor) and one.ndim == 0 for one in found):
+            return found
+        shown = ", ".join(map(_described, found))
+        given = f"({shown})"
+    else:
+        given = _described(found)
+    name = getattr(loss, "__qualname__", repr(loss))
+    raise BadInput(
+        f"The loss {name} returned {given}, and a pair of scalar tensors is needed: (sum over "
+        "this rank's tokens, normaliser). Return (loss.sum(), number_of_tokens), not their ratio."
+    )
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"
 
 
 def cross_entropy(losses: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

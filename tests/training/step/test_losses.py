@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -39,6 +42,25 @@ def test_infinite_losses_at_padding_leave_no_gradient() -> None:
 def test_a_module_function_is_found() -> None:
     path = "mcore_qwen3vl.training.step.losses:cross_entropy"
     assert losses.find_loss(path) is losses.cross_entropy
+
+
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        (torch.ones([]), "a tensor of shape ()"),
+        ((torch.ones(2), torch.ones([])), "a tensor of shape (2,), a tensor of shape ()"),
+        ((torch.ones([]), 3), "a int"),
+        (None, "a NoneType"),
+    ],
+)
+def test_what_is_no_pair_of_scalars_is_refused(found: Any, told: str) -> None:
+    def mine(losses: Any, weights: Any) -> Any:
+        return found
+
+    batch: Any = SimpleNamespace(loss_weights=torch.ones(1, 4))
+    with pytest.raises(BadInput, match=r"mine returned .*a pair of scalar tensors") as refused:
+        losses.of_tokens(mine)(batch, torch.arange(4), torch.ones(1, 4))
+    assert told in str(refused.value)
 
 
 def test_an_entry_point_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
