@@ -52,14 +52,22 @@ def test_the_second_is_told_who_the_first_is(folder: bool, tmp_path: Path) -> No
 
 
 def test_children_hold_nothing(tmp_path: Path) -> None:
-    """A data worker that outlives its run does not keep the next one out."""
-    with only_writer(tmp_path):
-        child = FORK.Process(target=signal.pause, daemon=True)
-        child.start()
-    with held_elsewhere(tmp_path):
-        pass
-    child.kill()
-    child.join()
+    """A data worker that outlives a killed run does not keep the next one out."""
+    reader, writer = os.pipe()
+    run = os.fork()
+    if not run:
+        with only_writer(tmp_path):
+            if worker := os.fork():
+                os.write(writer, str(worker).encode())
+            signal.pause()
+    worker = int(os.read(reader, 99))
+    os.kill(run, signal.SIGKILL)
+    os.waitpid(run, 0)
+    try:
+        with only_writer(tmp_path):
+            pass
+    finally:
+        os.kill(worker, signal.SIGKILL)
 
 
 def test_a_run_has_its_checkpoint_directory_alone(dense: Path, data: Path, tmp_path: Path) -> None:
