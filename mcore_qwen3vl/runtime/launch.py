@@ -260,6 +260,8 @@ def _death(code: int) -> str:
 
 def _stack(r: _Rank) -> str:
     """Where a hanging rank was, down to the function that it runs."""
+    if not r.stacks.exists():
+        return "it had not begun"
     lines = r.stacks.read_text().splitlines()
     own = next((i for i, line in enumerate(lines) if f'"{__file__}"' in line), len(lines))
     return "\n".join(lines[:own])

@@ -203,7 +203,7 @@ def test_another_number_of_ranks_goes_on_with_the_same_packs(
 def test_states_of_another_kind_are_refused(make: Callable[..., Loader], data: Path) -> None:
     states = [make(data, rank).state_dict() for rank in range(RANKS)]
     plain = replace(CONFIG, balance=False)
-    with pytest.raises(BadInput, match=r"with --balance, .* without it: .* Add --balance"):
+    with pytest.raises(BadInput, match=r"with --balance, .* without it: .* leave --no-balance out"):
         make(data, 0, plain).load_state_dict(states[0])
     with pytest.raises(BadInput, match="turn packing on"):
         replace(CONFIG, packing=False)
