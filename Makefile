@@ -91,7 +91,7 @@ $(ENVIRONMENT): pyproject.toml .python-version $(filter .uv/%,$(UV))
 	$(UV) sync --quiet
 	@touch $@
 
-# Environments beside the locked one: what pyproject.toml and a list of pins resolve to together.
+# Environments beside .venv: what pyproject.toml and a list of pins resolve to together.
 .venv-%/.synced: tests/environments/%.txt tests/environments/tools.txt pyproject.toml $(filter .uv/%,$(UV))
 	$(UV) venv --quiet --allow-existing .venv-$*
 	$(UV) pip install --quiet --no-config --python .venv-$* --requirement $< --editable .

@@ -19,7 +19,7 @@ def test_each_file_has_one_turn() -> None:
     assert sum(map(len, shares)) == len(FILES)
     assert set().union(*shares) == FILES
     assert {len(share) for share in shares} == {2, 3}
-    assert Turn.parse("7/3") == Turn(1, 3)  # a count of commits may be any number
+    assert Turn.parse("7/3") == Turn(1, 3)  # the hash of a commit may be any number
 
 
 @pytest.mark.parametrize("text", ["", "2", "1/0", "a/b", "-1/3"])

@@ -102,7 +102,7 @@ def generate(
             f"{answer.prompt_tokens} prompt tokens, {len(answer.token_ids)} new ones, ended by "
             f"{answer.finish_reason}"
         )
-    console.messages.print(f"{seconds:.1f} s with loading, on {layout}")
+    console.messages.print(f"{seconds:.1f} s with loading, layout {layout}")
 
 
 def _print_text(_: int, text: str) -> None:

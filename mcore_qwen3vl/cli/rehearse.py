@@ -35,7 +35,8 @@ def rehearse(
         typer.Option(help="skewed: a quarter of the experts get 2.5 times their share of tokens."),
     ] = "uniform",
     memory_gib: Annotated[
-        float | None, typer.Option(metavar="GIB", help="Memory of the GPU, not as its kind has.")
+        float | None,
+        typer.Option(metavar="GIB", help="Memory of the GPU; default: what --gpu has."),
     ] = None,
     allowance_gib: Annotated[
         float | None,

@@ -135,7 +135,7 @@ class Run:
             except SystemExit as leaving:  # Megatron's way out when a signal or a limit stops it
                 if leaving.code:
                     raise
-                again = ": the same command goes on from there" if self.args.save else ""
+                again = ": run the same command again to continue" if self.args.save else ""
                 progress.say(f"stopped after step {progress.steps}{again}")
                 return self._stopped_by()
             progress.say(

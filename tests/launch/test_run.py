@@ -109,7 +109,7 @@ def test_one_rank_in_the_commands_own_process(
     assert interrupt_after_two_steps(process, log, number) == code
     *_, saved, stopped = output.read_text().splitlines()
     assert saved == f"step {len(entries(log))}: saved to {tmp_path}/save"
-    assert stopped.endswith(": the same command goes on from there")
+    assert stopped.endswith(": run the same command again to continue")
 
 
 @pytest.mark.parametrize(

@@ -103,8 +103,8 @@ def _conversation(
         role = _ROLES[key].get(turn["role"])
         if role is None:
             raise BadSample(
-                f"message {index}: the role {turn['role']!r:.40} is none of "
-                f"{', '.join(_ROLES[key])}."
+                f"message {index}: the role {turn['role']!r:.40} is not known; use one "
+                f"of {', '.join(_ROLES[key])}."
             )
         message = _message(turn, role, index, shelf)
         # Zero of one of them masks a turn, whatever the other says.

@@ -1,4 +1,4 @@
-"""A CUDA device that is not there: our CUDA branches run, and are measured, without a GPU.
+"""A simulated CUDA device: our CUDA branches run, and are measured, without a GPU.
 
 Underneath PyTorch, CUDA is replaced by a small library of ours, compiled on first use. Tensors are
 real ``cuda`` tensors in PyTorch's own caching allocator, control flow is real, and kernels do

@@ -23,7 +23,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The flags before PROGRAM; what follows it is its own."""
     parser = argparse.ArgumentParser(
         prog="python -m mcore_qwen3vl.runtime.pretended",
-        description="Run a program as one rank on a CUDA device that is not there.",
+        description="Run a program as one rank on a simulated CUDA device.",
         epilog=_EPILOG,
         allow_abbrev=False,
     )

@@ -28,8 +28,8 @@ TEXTS = {
     "shuffle": "read the samples in their order; default: shuffled",
     "shuffle_buffer": "samples among which the next is drawn",
     "max_bad_fraction": "stop when more than this share of the data set is bad",
-    "bad_fraction_floor": "of fewer records a data worker, take the share of this number, or of "
-    "the whole data set if that is smaller",
+    "bad_fraction_floor": "smallest number of records that --max-bad-fraction is a share of: a few "
+    "bad ones at the start do not stop the run",
     "max_sample_seconds": "a sample whose hook, template or decoding takes longer is bad, so "
     "that no rank waits longer for it; 0: however long",
     "trust_data": "run the Python code that an energon metadataset or a WebDataset names; default: "

@@ -85,7 +85,7 @@ def load(
     given = _described(sources)
     if saved and [size for _, size in saved] != [size for _, size in given]:
         raise BadInput(
-            f"The checkpoint in {checkpoints} stands in other data: it was trained on "
+            f"The checkpoint in {checkpoints} belongs to other data: it was trained on "
             f"{_listing(saved)}, and this command names {_listing(given)}. To go on from its "
             f"weights with these data: --load {checkpoints} --finetune, and another --save."
         )

@@ -1,1 +1,1 @@
-"""Finding the probe point where two models part, and why."""
+"""Find the first probe point where two models differ, and the cause."""

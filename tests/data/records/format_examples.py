@@ -274,7 +274,10 @@ MALFORMED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"messages": "no json"}, "messages is text, but not JSON"),
         ({"messages": [["user", "q"]]}, "message 0 must be an object"),
         (_talk({"content": "q"}, _A), "message 0 must be an object with a role"),
-        (_talk(("narrator", "q"), _A), "message 0: the role 'narrator' is none of system"),
+        (
+            _talk(("narrator", "q"), _A),
+            "the role 'narrator' is not known; use one of system",
+        ),
         (_talk(_Q), "nothing would be trained"),
         (_talk(_Q, ("assistant", "  ")), "message 1, an assistant turn, is empty"),
         (_talk(("user", 3), _A), "message 0: content is int"),
@@ -301,7 +304,10 @@ MALFORMED: dict[str, list[tuple[dict[str, Any], str]]] = {
         (_llava({"value": "q"}, _GPT), "turn 0 must be an object with from"),
         (_llava(_HUMAN, {"from": "gpt"}), "turn 1: value is NoneType"),
         (_llava(_HUMAN, {"from": "gpt", "value": ["a"]}), "turn 1: value is list"),
-        (_llava(("alien", "q"), _GPT), "message 0: the role 'alien' is none of system, human"),
+        (
+            _llava(("alien", "q"), _GPT),
+            "the role 'alien' is not known; use one of system, human",
+        ),
         (_llava(_HUMAN), "nothing would be trained"),
         (_llava(_HUMAN, ("gpt", "")), "message 1, an assistant turn, is empty"),
         (_llava(_SEEN, _GPT), "more image placeholders than the 0"),
