@@ -150,7 +150,7 @@ def parity(what: str, model: Path, spec: str, flags: Sequence[str]) -> Part:
     """In float32 where the spec can; Transformer Engine's packed attention is half precision."""
     dtype = "fp32" if spec == "torch" else "bf16"
     words = ["verify", "parity", str(model), "--device", "cuda", "--spec", spec, "--dtype", dtype]
-    command = [*COMMAND, *words, *flags, "--timeout", "200", "--json", "-"]
+    command = [*COMMAND, *words, *flags, "--timeout", "200", "--json"]
     return Part(f"parity, {spec} spec, {dtype}, {what}", command, 240, worst_finding)
 
 
