@@ -155,6 +155,6 @@ def _keep_apart(plan: ConversionPlan, dst: Path) -> None:
     source, target = Path(plan.source).resolve(), dst.resolve()
     if source == target or source in target.parents or target in source.parents:
         raise BadInput(
-            f"{dst} is inside {plan.source}, or around it. Write to a directory apart from the "
-            "source."
+            f"{dst} and the source {plan.source} overlap: they are the same directory, or one "
+            "contains the other. Write to a directory apart from the source."
         )

@@ -52,7 +52,7 @@ def test_bad_input(tiny: Tiny, mcore_dense: Path, tmp_path: Path) -> None:
         plan_hf_to_hf(mcore_dense)
     with pytest.raises(BadInput, match="expert layout 'x' is not"):
         plan_hf_to_hf(tiny("moe"), expert_layout="x")  # type: ignore[arg-type]
-    with pytest.raises(BadInput, match="or around it"):
+    with pytest.raises(BadInput, match="apart from the source"):
         hf_to_hf(tiny("moe"), tiny("moe") / "inside")
     with pytest.raises(BadInput, match="exists"):
         hf_to_hf(tiny("moe"), tmp_path)
