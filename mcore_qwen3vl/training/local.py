@@ -12,6 +12,7 @@ from mcore_qwen3vl import console
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.training.arguments.checks import check_device
+from mcore_qwen3vl.training.arguments.common import add_common
 from mcore_qwen3vl.training.arguments.early import check_early
 from mcore_qwen3vl.training.arguments.help import print_help
 from mcore_qwen3vl.training.arguments.layout import check_layout_flags
@@ -23,7 +24,7 @@ SHUTDOWN_SECONDS = 600
 
 
 def show_help(words: Sequence[str]) -> None:
-    """Print our flags, or those about `words`, among which Megatron's hundreds are too."""
+    """Print the common flags and ours, or those about `words`, of Megatron's hundreds too."""
     if words:
         from mcore_qwen3vl.training.run import main
 
@@ -36,6 +37,7 @@ def show_help(words: Sequence[str]) -> None:
         "launch/train.py --help lists them all.",
         add_help=False,
     )
+    add_common(parser.add_argument_group("common (Megatron)"))
     print_help(add_arguments(parser))
 
 

@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from megatron.training.arguments import add_megatron_arguments
 
 from mcore_qwen3vl.cli import main as command_line
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.training.arguments.common import COMMON
 from mcore_qwen3vl.training.arguments.help import asked_words, print_help
 from mcore_qwen3vl.training.arguments.parser import add_arguments
 from mcore_qwen3vl.training.run import main
@@ -58,6 +60,23 @@ def test_every_flag_of_ours_has_a_text(capsys: pytest.CaptureFixture[str]) -> No
         assert action.option_strings[0] in printed
     assert "share of the data set is bad; default: 0.05" in printed
     assert "default: one sample a row, padded" in printed
+
+
+def test_common_flags_come_first(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command_line(["train", "--help"])
+    printed = capsys.readouterr().out
+    common, ours = printed.split("\nqwen3-vl model:\n")
+    for flag in ("--train-iters", "--save", "--load", "--lr", "--seq-length", "--spec"):
+        assert f"\n  {flag} " in common
+        assert f"\n  {flag} " not in ours
+
+
+def test_common_flags_are_megatrons_and_mean_what_it_says() -> None:
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    for flag, metavar, _ in COMMON:
+        theirs = parser._option_string_actions[flag]
+        assert (theirs.nargs == 0) == (metavar is None), flag
 
 
 @pytest.mark.slow

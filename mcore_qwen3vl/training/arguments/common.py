@@ -1,0 +1,49 @@
+"""The flags of Megatron's that most runs set, in our words and with the values taken here."""
+
+from __future__ import annotations
+
+import argparse
+
+from mcore_qwen3vl.training.arguments.defaults import SEQ_LENGTH
+
+COMMON = (
+    ("--data-path", "PATH", "what to train on, or WEIGHT PATH WEIGHT PATH ... in turns"),
+    ("--valid-data-path", "PATH", "what to validate on, with --eval-iters and --eval-interval"),
+    ("--eval-iters", "N", "global batches of a validation; default: 0, none"),
+    ("--eval-interval", "N", "steps from one validation to the next; default: 1000"),
+    ("--save", "DIR", "write checkpoints here; the same command again resumes from there"),
+    ("--save-interval", "N", "steps from one checkpoint to the next; default: 500"),
+    ("--load", "DIR", "checkpoint to resume; default: what --save names"),
+    ("--pretrained-checkpoint", "DIR", "start from these Megatron-Core weights"),
+    ("--train-iters", "N", "steps of the whole run, resumed ones included"),
+    ("--lr", "X", "learning rate at its highest; default: 1e-5"),
+    ("--min-lr", "X", "where the learning rate ends"),
+    ("--lr-decay-style", "STYLE", "constant, linear, cosine, inverse-square-root or WSD"),
+    ("--lr-warmup-iters", "N", "steps in which the learning rate rises"),
+    ("--weight-decay", "X", "of AdamW"),
+    ("--clip-grad", "X", "longest gradient, as a norm"),
+    ("--micro-batch-size", "N", "rows that a rank computes at a time; default: 1"),
+    ("--global-batch-size", "N", "rows of a step, of all ranks; default: one micro-batch a rank"),
+    ("--seq-length", "N", f"tokens of a row, at most; default: {SEQ_LENGTH}, or the model's"),
+    ("--tensor-model-parallel-size", "N", "TP: ranks that share every layer"),
+    ("--sequence-parallel", None, "SP: they share the sequence between layers too"),
+    ("--pipeline-model-parallel-size", "N", "PP: ranks that have some of the layers each"),
+    ("--context-parallel-size", "N", "CP: ranks that share a sequence"),
+    ("--expert-model-parallel-size", "N", "EP: ranks that share the experts"),
+    ("--use-distributed-optimizer", None, "the data-parallel ranks share the optimizer's state"),
+    ("--recompute-granularity", "WHAT", "full or selective: less memory, more to compute"),
+    ("--bf16", None, "compute in bfloat16; the default on GPUs"),
+    ("--spec", "NAME", "te: Transformer Engine, the default on GPUs; torch: without it"),
+    ("--seed", "N", "of the data's order and of what is random in the model"),
+    ("--num-workers", "N", "processes of each rank that prepare data"),
+    ("--log-interval", "N", "steps from one line of the log to the next; default: 10"),
+    ("--tensorboard-dir", "DIR", "write TensorBoard's files here"),
+    ("--wandb-project", "NAME", "log to Weights & Biases"),
+)
+
+
+def add_common(group: argparse._ArgumentGroup) -> None:
+    """Add them to a parser that lacks Megatron's own, to be printed."""
+    for flag, metavar, text in COMMON:
+        shape = {"action": "store_true"} if metavar is None else {"metavar": metavar}
+        group.add_argument(flag, help=text, **shape)  # type: ignore[arg-type]
