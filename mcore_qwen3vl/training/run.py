@@ -117,7 +117,7 @@ class Run:
 
         taken = statement(self.args, explicit)
         if screen is not None:
-            show_summary(screen, self.args, self.architecture, explicit)
+            show_summary(screen, self.args, self.architecture, explicit, self.lora)
         elif taken:
             print(f"not given, so: {taken}", file=sys.stderr, flush=True)
 

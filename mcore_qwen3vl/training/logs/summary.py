@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Collection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -16,10 +17,18 @@ from mcore_qwen3vl.runtime.compiler import c_compiler
 from mcore_qwen3vl.training import memory
 from mcore_qwen3vl.training.arguments.defaults import statement
 from mcore_qwen3vl.training.logs.quiet import FOLDER
+from mcore_qwen3vl.training.preference.flags import is_preference, preference_of, reference_of
+
+if TYPE_CHECKING:
+    from mcore_qwen3vl.training.lora.run import LoraRun
 
 
 def show_summary(
-    screen: Console, args: argparse.Namespace, a: Architecture, explicit: Collection[str]
+    screen: Console,
+    args: argparse.Namespace,
+    a: Architecture,
+    explicit: Collection[str],
+    lora: LoraRun | None,
 ) -> None:
     """Print what the run will do.
 
@@ -28,8 +37,9 @@ def show_summary(
         args: of :func:`mcore_qwen3vl.training.arguments.parser.parse`.
         a: the model's shape.
         explicit: ``dest`` names of what the command line sets.
+        lora: the adapter; None where the model itself trains.
     """
-    rows = summary(args, a, explicit)
+    rows = summary(args, a, explicit, lora)
     if not screen.is_terminal:  # a table would be padded to its widest row
         for name, text in rows:
             screen.print(f"{name:11}{text}", markup=False, soft_wrap=True)
@@ -43,12 +53,17 @@ def show_summary(
 
 
 def summary(
-    args: argparse.Namespace, a: Architecture, explicit: Collection[str]
+    args: argparse.Namespace,
+    a: Architecture,
+    explicit: Collection[str],
+    lora: LoraRun | None = None,
 ) -> list[tuple[str, str]]:
     """Rows: what, and in words."""
     rows = [
         ("model", _model(args, a)),
         ("weights", _weights(args)),
+        *([("trains", _adapter(args, a, lora))] if lora else []),
+        *(_preference(args) if is_preference(args) else []),
         ("layout", _layout(args)),
         ("precision", _precision(args)),
         ("data", _data(args)),
@@ -63,11 +78,41 @@ def summary(
 
 
 def _model(args: argparse.Namespace, a: Architecture) -> str:
-    count = sum(parameters.by_part(a).values())
-    size = f"{count / 1e9:.2f}B" if count >= 1e8 else f"{count / 1e6:.2f}M"
+    size = _millions(parameters.total(a))
     kind = f"MoE, {a.num_experts} experts" if a.is_moe else "dense"
     layers = f"{a.num_hidden_layers} decoder layers, {a.vision.depth} vision blocks"
     return f"Qwen3-VL of {size} parameters ({kind}; {layers}), {args.hf_model}"
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e9:.2f}B" if count >= 1e8 else f"{count / 1e6:.2f}M"
+
+
+def _adapter(args: argparse.Namespace, a: Architecture, lora: LoraRun) -> str:
+    config, count = lora.config, lora.parameters
+    where = args.lora_init or args.lora_config or " ".join(args.lora_target or ["language"])
+    ranks = ", ".join(map(str, sorted({target.r for target in lora.targets.values()})))
+    whole = f", and {', '.join(config.modules_to_save)} whole" if config.modules_to_save else ""
+    return (
+        f"a LoRA adapter of rank {ranks or 'none'}, alpha {config.lora_alpha:g} on "
+        f"{len(lora.targets)} matrices ({where}){whole}: {_millions(count)} parameters, "
+        f"{count / parameters.total(a):.2%} of the model's"
+    )
+
+
+def _preference(args: argparse.Namespace) -> list[tuple[str, str]]:
+    loss = preference_of(args)
+    extra = f", label smoothing {loss.label_smoothing:g}" if loss.label_smoothing else ""
+    extra += f", RPO alpha {loss.rpo_alpha:g}" if loss.rpo_alpha else ""
+    reference = (
+        "the model with its adapter switched off"
+        if reference_of(args) == "adapter"
+        else "NAME.scores.jsonl beside each NAME.jsonl of the data"
+    )
+    return [
+        ("loss", f"DPO ({loss.kind}), beta {loss.beta:g}{extra}"),
+        ("reference", reference),
+    ]
 
 
 def _weights(args: argparse.Namespace) -> str:

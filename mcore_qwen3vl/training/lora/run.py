@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,13 @@ from megatron.training.checkpointing import checkpoint_exists
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.config import FILE, AdapterConfig
-from mcore_qwen3vl.converters.adapters.peft_model import apply
+from mcore_qwen3vl.converters.adapters.peft_model import EMBEDDING, HEAD, apply
 from mcore_qwen3vl.converters.adapters.read import read_adapter
-from mcore_qwen3vl.converters.adapters.targets import resolve_targets
+from mcore_qwen3vl.converters.adapters.targets import TargetSpec, resolve_targets
 from mcore_qwen3vl.converters.live.adapter import save_adapter
 from mcore_qwen3vl.converters.live.factors import initialize_factors, load_factors
 from mcore_qwen3vl.converters.mcore.paths import LORA_FOLDER
+from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.lora.adapt import load_saved, whole_tensors
@@ -34,6 +37,7 @@ class LoraRun:
     Attributes:
         config: of the adapter.
         targets: what it adapts, of the whole model.
+        parameters: how many train, over the whole model.
 
     Args:
         args: of :func:`mcore_qwen3vl.training.arguments.parser.parse`.
@@ -50,6 +54,7 @@ class LoraRun:
         self.config = _naming_its_base(adapter_config(args, architecture), self.base.path)
         self.targets = resolve_targets(self.config, args.hf_model)
         self._saved = apply(self.config, args.hf_model).saved
+        self.parameters = _parameters(self.targets, self._saved, architecture)
         self._start = read_adapter(args.lora_init, args.hf_model) if args.lora_init else None
 
     @classmethod
@@ -85,6 +90,16 @@ class LoraRun:
         (folder / FILE).write_text(self.config.to_json() + "\n", encoding="utf-8")
         if identity is not None:
             save_identity(folder, identity)
+
+
+def _parameters(
+    targets: Mapping[str, TargetSpec], saved: Mapping[str, Shape], architecture: Architecture
+) -> int:
+    """Those of both factors and of what trains whole; a tied head is the embedding."""
+    tied = architecture.tie_word_embeddings and EMBEDDING in saved
+    whole = [shape for name, shape in saved.items() if not (tied and name == HEAD)]
+    factors = [shape for spec in targets.values() for shape in (spec.a_shape, spec.b_shape)]
+    return sum(math.prod(shape) for shape in [*factors, *whole])
 
 
 def _naming_its_base(config: AdapterConfig, base: str | None) -> AdapterConfig:

@@ -79,3 +79,12 @@ def test_the_summary_says_what_was_chosen(dense: Path, tmp_path: Path) -> None:
     assert "a GPU (weights 4.3, gradients 8.5," in found["memory"]
     assert f"Megatron's own log to {tmp_path}/logs" in found["writes"]
     assert "packed into sequences of 8192 tokens; global batch 4 = DP 4 x 1" in found["data"]
+
+
+def test_the_summary_says_what_pairs_are_compared_with(dense: Path) -> None:
+    assert not {"trains", "loss", "reference"} & set(rows(dense, "--cpu"))
+    found = rows(dense, "--cpu", "--loss", "dpo", "--dpo-beta", "0.3", "--rpo-alpha", "1")
+    assert found["loss"] == "DPO (sigmoid), beta 0.3, RPO alpha 1"
+    assert found["reference"].startswith("NAME.scores.jsonl beside each NAME.jsonl")
+    found = rows(dense, "--cpu", "--loss", "dpo", "--lora-rank", "4")
+    assert found["reference"] == "the model with its adapter switched off"

@@ -6,6 +6,7 @@ import argparse
 import json
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -95,17 +96,38 @@ def test_flags_make_an_adapter_that_peft_loads(moe: Path, data: Path, tmp_path: 
     assert set(config["target_modules"]) == {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert len(config["target_parameters"]) == 2
     loads_strictly(moe, written)
+    _, lora = asked(moe, tmp_path, *flags[:-2])
+    assert lora is not None
+    tensors = load_file(written / "adapter_model.safetensors").values()
+    assert lora.parameters == sum(tensor.numel() for tensor in tensors)
+    said = (tmp_path / "run" / "output.txt").read_text()
+    count = f"{lora.parameters / 1e6:.2f}M parameters, "
+    assert f"a LoRA adapter of rank 4, alpha 8 on {len(lora.targets)} matrices (language)" in said
+    assert f", and merger whole: {count}" in said
+
+
+def test_a_tied_head_counts_once(dense: Path, tmp_path: Path) -> None:
+    tied = write_tiny_checkpoint(tmp_path / "tied", tie=True)
+    both = ("--lora-rank", "4", "--lora-modules-to-save", "embed_tokens", "lm_head")
+    (_, apart), (_, together) = (asked(model, tmp_path, *both) for model in (dense, tied))
+    assert apart is not None
+    assert together is not None
+    a = Architecture.from_hf(tied)
+    assert apart.parameters - together.parameters == a.vocab_size * a.hidden_size
+
+
+def asked(model: Path, folder: Path, *flags: str) -> tuple[argparse.Namespace, LoraRun | None]:
+    parser = argparse.ArgumentParser()
+    add_lora_arguments(parser.add_argument_group())
+    args = parser.parse_args(flags)
+    args.hf_model = args.load_hf = str(model)
+    args.pretrained_checkpoint = None
+    args.save = args.load = str(folder)
+    return args, LoraRun.of(args, Architecture.from_hf(model))
 
 
 def test_checkpoints_of_another_kind_are_refused(dense: Path, tmp_path: Path) -> None:
-    def run(*flags: str) -> tuple[argparse.Namespace, LoraRun | None]:
-        parser = argparse.ArgumentParser()
-        add_lora_arguments(parser.add_argument_group())
-        args = parser.parse_args(flags)
-        args.hf_model = args.load_hf = str(dense)
-        args.pretrained_checkpoint = None
-        args.save = args.load = str(tmp_path)
-        return args, LoraRun.of(args, Architecture.from_hf(dense))
+    run = partial(asked, dense, tmp_path)
 
     check_checkpoint(*run())  # there is none yet
     (tmp_path / TRACKER).write_text("1")
