@@ -9,7 +9,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -47,6 +47,9 @@ def plain(text: str) -> str:
 # Piped output is for grep and files: names must not be folded into eighty columns.
 output = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
 messages = Console(stderr=True, highlight=False)
+
+CountProgress = Callable[[str, int, str], AbstractContextManager[Callable[[int], None]]]
+"""``progress(title, total, what)`` as :func:`count_progress`."""
 
 ReportBytes = Callable[[int, int, str], None]
 """``report(bytes_done, bytes_total, name)``, as the converters call it."""
@@ -95,10 +98,17 @@ def count_progress(title: str, total: int, what: str) -> Iterator[Callable[[int]
         TimeRemainingColumn(),
         console=messages,
         transient=True,
+        auto_refresh=False,  # a thread would hold a lock of the terminal while ranks are forked
     )
     with bar:
         task = bar.add_task(title, total=total, what=what)
-        yield lambda done: bar.update(task, completed=done)
+        yield lambda done: bar.update(task, completed=done, refresh=True)
+
+
+@contextmanager
+def no_progress(title: str, total: int, what: str) -> Iterator[Callable[[int], None]]:
+    """Shows nothing."""
+    yield lambda done: None
 
 
 @contextmanager

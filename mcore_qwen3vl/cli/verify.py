@@ -125,6 +125,7 @@ def verify_parity(
             lora=lora,
             compile_pointwise=compile_pointwise,
             timeout=timeout,
+            progress=console.count_progress,
         )
     except RanksLate as late:
         raise Unfinished(

@@ -74,12 +74,22 @@ def check_gpus(world_size: int) -> None:
         )
 
 
+_to_parent: Connection | None = None  # in a rank
+
+
+def tell(what: Any) -> None:
+    """Say how far it is, on a rank: `heard` of :func:`run_layout` is called with `what`."""
+    if _to_parent is not None:
+        _to_parent.send_bytes(pickle.dumps((None, what)))
+
+
 def run_layout(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
     timeout: float = 120.0,
     device: Literal["cpu", "cuda"] = "cpu",
+    heard: Callable[[Any], None] = lambda what: None,
 ) -> list[Any]:
     """Call ``fn(*args)`` on `world_size` ranks with ``torch.distributed`` initialised.
 
@@ -91,6 +101,7 @@ def run_layout(
         timeout: seconds until all ranks are killed, times `PATIENCE`.
         device: ``cpu``: gloo, one thread a rank, with the CPU backend installed. ``cuda``: NCCL,
             one GPU a rank.
+        heard: is called here with what a rank gives to :func:`tell`.
 
     Returns:
         What each rank returned, in the order of ranks (pickled, so no CUDA tensors).
@@ -115,7 +126,7 @@ def run_layout(
                 process.start()
                 theirs.close()
                 ranks.append(_Rank(process, ours, work.stacks))
-            _collect(ranks, timeout)
+            _collect(ranks, timeout, heard)
         finally:
             for r in ranks:
                 if r.ended is not None:  # may clean up after itself
@@ -143,6 +154,8 @@ class _Work:
 
 
 def _run_rank(work: _Work, pipe: Connection) -> None:
+    global _to_parent
+    _to_parent = pipe
     end_with_parent()
     with work.stacks.open("w") as stacks:
         faulthandler.dump_traceback_later(max(work.timeout - 1, 0.9 * work.timeout), file=stacks)
@@ -196,7 +209,7 @@ def _in_process_group(work: _Work) -> Any:
     return result
 
 
-def _collect(ranks: list[_Rank], timeout: float) -> None:
+def _collect(ranks: list[_Rank], timeout: float, heard: Callable[[Any], None]) -> None:
     """Wait until every rank answered, one failed, or the time is up."""
     deadline = time.monotonic() + timeout
     while waiting := [r for r in ranks if r.ended is None]:
@@ -205,16 +218,20 @@ def _collect(ranks: list[_Rank], timeout: float) -> None:
             return
         for r in waiting:
             if r.pipe in ready:
-                _receive(r)
+                _receive(r, heard)
                 if r.error is not None:
                     deadline = min(deadline, time.monotonic() + _GRACE)
 
 
-def _receive(r: _Rank) -> None:
-    r.ended = time.monotonic()
+def _receive(r: _Rank, heard: Callable[[Any], None]) -> None:
     try:
         succeeded, value = pickle.loads(r.pipe.recv_bytes())
+        if succeeded is None:
+            heard(value)
+            return
+        r.ended = time.monotonic()
     except EOFError:
+        r.ended = time.monotonic()
         r.process.join()
         r.error = f"{_death(r.process.exitcode)}\n"
         return

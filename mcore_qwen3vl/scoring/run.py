@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -161,7 +160,8 @@ class _Job:
         message = [self.output.open(force=request.force) if first else 0]
         dist.broadcast_object_list(message)
         total = len(self.starts) - 1
-        with _progress(request.data.name, total, shown=first) as advance:
+        progress = console.count_progress if first else console.no_progress
+        with progress(f"scoring {request.data.name}", total, "records") as advance:
             advance(min(message[0] * self.block, total))
             bad = self.output.tally().bad if first else 0
             for start in range(message[0] * self.block, total, self.block):
@@ -269,13 +269,3 @@ def _entry(
         if (name := f"{record} {side}") in scores
     }
     return sides.get("") or sides
-
-
-@contextmanager
-def _progress(name: str, total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
-    """``advance(done)`` on the rank that shows it."""
-    if not shown:
-        yield lambda done: None
-        return
-    with console.count_progress(f"scoring {name}", total, "records") as advance:
-        yield advance

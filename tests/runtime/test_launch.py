@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_qwen3vl.errors import BadInput, CheckFailed
-from mcore_qwen3vl.runtime.launch import RanksFailed, RanksLate, run_layout
+from mcore_qwen3vl.runtime.launch import RanksFailed, RanksLate, run_layout, tell
 
 
 def test_results_come_in_the_order_of_ranks() -> None:
@@ -102,3 +102,15 @@ def test_ranks_end_with_the_process_that_was_killed(tmp_path: Path) -> None:
     for rank in left:
         rank.kill()
     assert left == []
+
+
+def test_what_a_rank_tells_is_heard_before_it_ends() -> None:
+    def work() -> float:
+        tell("half")
+        time.sleep(0.2)
+        return time.monotonic()
+
+    heard: list[tuple[str, float]] = []
+    ends = run_layout(work, 2, heard=lambda what: heard.append((what, time.monotonic())))
+    assert [what for what, _ in heard] == ["half", "half"]
+    assert max(moment for _, moment in heard) < min(ends)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from mcore_qwen3vl.config import Architecture
@@ -20,15 +21,22 @@ class CachedReference:
         path: checkpoint directory.
         dtype: of the reference.
         lora: PEFT adapter directory, which the reference then trains alone.
+        passed: called after each pass of the reference over a batch.
     """
 
     def __init__(
-        self, path: str | Path, dtype: str = "fp32", *, lora: str | Path | None = None
+        self,
+        path: str | Path,
+        dtype: str = "fp32",
+        *,
+        lora: str | Path | None = None,
+        passed: Callable[[], None] = lambda: None,
     ) -> None:
         self.path = Path(path)
         require_huggingface(self.path)
         self.architecture = Architecture.from_hf(self.path)
         self._dtype = DTYPES[dtype]
+        self._passed = passed
         self._lora = None if lora is None else Path(lora)
         self.adapter = None if lora is None else read_adapter(lora, self.path)
         self._reference: Reference | None = None
@@ -42,6 +50,7 @@ class CachedReference:
             made = build_batch(batch, self.architecture, multiple=multiple)
             found = self.reference.run(made, gradients=gradients)
             self._expected[batch, multiple] = found
+            self._passed()
         return found
 
     def stepped(self, batch: str, multiple: int, adamw: AdamW) -> Stepped:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
+from mcore_qwen3vl.console import CountProgress, no_progress
 from mcore_qwen3vl.converters.adapters.presets import Preset
 from mcore_qwen3vl.converters.mapping.table import table
 from mcore_qwen3vl.layout import Layout
@@ -40,6 +42,7 @@ def verify_parity(
     lora: str | Path | None = None,
     compile_pointwise: bool = False,
     timeout: float = 600.0,
+    progress: CountProgress = no_progress,
 ) -> Report:
     """Compare a checkpoint under a layout with Hugging Face's model on one process.
 
@@ -59,6 +62,7 @@ def verify_parity(
             are trained, and PEFT's model is what they are compared with.
         compile_pointwise: of ours, as ``train --compile-pointwise``.
         timeout: seconds for the ranks to finish.
+        progress: shows how many passes over batches, of both models, are done.
 
     Raises:
         BadInput: the model does not divide by the layout, a batch is not known or not for `spec`,
@@ -79,6 +83,7 @@ def verify_parity(
                 lora=random,
                 compile_pointwise=compile_pointwise,
                 timeout=timeout,
+                progress=progress,
             )
     adamw = AdamW() if gradients and dtype == "fp32" else None
     case = Case(
@@ -91,15 +96,23 @@ def verify_parity(
         compile_pointwise=compile_pointwise,
     )
     names = list(batches or batches_of(spec))
-    reference = CachedReference(hf_dir, dtype, lora=lora)
-    case.layout.validate(reference.architecture)
-    if device == "cuda":
-        check_gpus(case.layout.world_size)
-    tolerances = None
-    if dtype == "bf16":
-        exact = CachedReference(hf_dir, lora=lora)
-        tolerances = half_precision_tolerances(reference, exact, case, names)
-    return compare_case(reference, case, names, tolerances=tolerances, timeout=timeout)
+    passes = itertools.count(1)
+    with progress("comparing", len(names) * (3 if dtype == "bf16" else 2), "passes") as advance:
+
+        def passed() -> None:
+            advance(next(passes))
+
+        reference = CachedReference(hf_dir, dtype, lora=lora, passed=passed)
+        case.layout.validate(reference.architecture)
+        if device == "cuda":
+            check_gpus(case.layout.world_size)
+        tolerances = None
+        if dtype == "bf16":
+            exact = CachedReference(hf_dir, lora=lora, passed=passed)
+            tolerances = half_precision_tolerances(reference, exact, case, names)
+        return compare_case(
+            reference, case, names, tolerances=tolerances, timeout=timeout, passed=passed
+        )
 
 
 def compare_case(
@@ -109,6 +122,7 @@ def compare_case(
     *,
     tolerances: dict[str, float] | None = None,
     timeout: float = 120.0,
+    passed: Callable[[], None] = lambda: None,
 ) -> Report:
     """Run `case` on `batches` and compare everything with the reference.
 
@@ -119,6 +133,7 @@ def compare_case(
         tolerances: by part (``logits``, ``loss``, ``gradients``, ``parameters``, ``gradient
             norm``); default `TOLERANCE` for each.
         timeout: seconds for the ranks to finish.
+        passed: called after each pass of ours over a batch.
 
     Raises:
         BadInput: the model or a batch does not divide by the layout, or the spec takes no such
@@ -146,6 +161,7 @@ def compare_case(
             reference.adapter,
             timeout=timeout,
             device=case.device,
+            heard=lambda batch: passed(),
         )
         for number, batch in enumerate(expected):
             measured = merge(rank[number] for rank in ranks)

@@ -39,6 +39,7 @@ from mcore_qwen3vl.model.build import build_chunks
 from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.lora.adapt import adapt
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+from mcore_qwen3vl.runtime.launch import tell
 from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.verify.parity.batches import MicroBatch
 from mcore_qwen3vl.verify.parity.case import Case
@@ -78,7 +79,11 @@ def measure_on_rank(
     engine = Engine(path, case, uneven=any(b.batch.uneven for b in batches), adapter=adapter)
     if case.overlap:
         engine.run(batches[0])  # DDP reduces without overlap in its first batch, to count gradients
-    measured = [engine.measure(batch) for batch in batches]
+    measured = []
+    for batch in batches:
+        measured.append(engine.measure(batch))
+        if dist.get_rank() == 0:
+            tell(batch.batch.name)
     if stepped is not None and case.adamw is not None:
         measured[-1] = merge([measured[-1], engine.step(case.adamw, stepped, batches[-1])])
     return measured

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mcore_qwen3vl.cli import main
+from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.verify.parity import comparison
 from mcore_qwen3vl.verify.parity.batches import RECIPES
 from mcore_qwen3vl.verify.parity.matrix import Matrix
@@ -61,3 +64,20 @@ def test_the_te_spec_is_given_no_padding_on_the_left(
     assert {*named} == {*RECIPES} - {"padded-left"}
     assert run(path, "--spec", "te", "--batches", "text,padded-left") == 2
     assert "padded-left has it on the left" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_progress_counts_every_pass_of_both_models(matrix: Matrix, dtype: Any) -> None:
+    shown: list[Any] = []
+
+    @contextmanager
+    def progress(title: str, total: int, what: str) -> Iterator[Callable[[int], None]]:
+        shown.append(total)
+        yield shown.append
+
+    layout, batches = Layout(pp=2), ["text", "ragged"]  # uneven ones run by themselves
+    path = matrix.reference("dense").path
+    comparison.verify_parity(path, layout, batches, gradients=False, dtype=dtype, progress=progress)
+    total = shown[0]
+    assert total == {"fp32": 4, "bf16": 6}[dtype]
+    assert shown[1:] == [*range(1, total + 1)]
