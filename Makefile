@@ -12,13 +12,16 @@ PYTEST := python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadsc
 # Some machines forbid Python to keep bytecode; without it each process takes twice as long to start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo train-demo test test-slow test-all numerics test-trl test-te test-verl test-vllm test-versions lint docs parity bench-convert gpu-check clean
+.PHONY: help demo shell train-demo test test-slow test-all numerics test-trl test-te test-verl test-vllm test-versions lint docs parity bench-convert gpu-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 demo: $(ENVIRONMENT) ## convert a tiny Qwen3-VL-MoE both ways and check it on four processes
 	@$(RUN)mcore-qwen3vl demo $(ARGS)
+
+shell: $(ENVIRONMENT) ## a shell with the environment's commands, mcore-qwen3vl among them
+	@. .venv/bin/activate && exec $${SHELL:-sh}
 
 train-demo: $(ENVIRONMENT) ## train a tiny model on the CPU: stop, resume, export, generate
 	@$(RUN)mcore-qwen3vl train-demo $(ARGS)
@@ -88,17 +91,18 @@ gpu-check: ## on a machine with GPUs: parity, generation, speed and memory into 
 	$(firstword $(wildcard .venv/bin/python) python3) benchmarks/gpu_check.py $(ARGS)
 
 $(ENVIRONMENT): pyproject.toml .python-version $(filter .uv/%,$(UV))
-	$(UV) sync --quiet
+	@echo "Installing into .venv: 5.4 GB, several minutes the first time"
+	$(UV) sync
 	@touch $@
 
 # Environments beside .venv: what pyproject.toml and a list of pins resolve to together.
 .venv-%/.synced: tests/environments/%.txt tests/environments/tools.txt pyproject.toml $(filter .uv/%,$(UV))
 	$(UV) venv --quiet --allow-existing .venv-$*
-	$(UV) pip install --quiet --no-config --python .venv-$* --requirement $< --editable .
+	$(UV) pip install --no-config --python .venv-$* --requirement $< --editable .
 	@touch $@
 
 .venv/.synced-docs: $(ENVIRONMENT)
-	$(UV) sync --quiet --group docs
+	$(UV) sync --group docs
 	@touch $@
 
 .uv/bin/uv:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shlex
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -42,6 +44,11 @@ def visible(text: str) -> str:
 def plain(text: str) -> str:
     """Text as it is: nothing in it is taken for markup or steers the terminal."""
     return escape(visible(text))
+
+
+def command_line() -> str:
+    """The command that is running; the program without its folder."""
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
 # Piped output is for grep and files: names must not be folded into eighty columns.

@@ -1,14 +1,17 @@
-"""HTML pages from templates that lie beside the code."""
+"""HTML pages from templates that lie beside the code, in one style: ``pages.css``."""
 
 from __future__ import annotations
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
 
 def templates(package: str) -> Environment:
-    """The ``*.jinja`` of a package; what they are given is escaped, and what they lack an error."""
+    """The ``*.jinja`` of a package, which include ``pages.css``.
+
+    Values are escaped, and a value that is missing is an error.
+    """
     return Environment(
-        loader=PackageLoader(package, "."),
+        loader=ChoiceLoader([PackageLoader(package, "."), PackageLoader("mcore_qwen3vl", ".")]),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -30,6 +30,8 @@ from mcore_qwen3vl.pages import templates
 
 PICTURES = 16
 """Frames of a video that are shown."""
+SHOWN_WIDTH = {"image": 480, "video": 240}
+"""Pixels of the page; pictures that are narrower are enlarged by a whole number."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,11 @@ class Shown:
     width: int
     features: int  # placeholders
     pictures: list[str]  # data URIs
+
+    @property
+    def zoom(self) -> int:
+        """Pixels of the page for one of the picture, across and down."""
+        return max(SHOWN_WIDTH[self.kind] // self.width, 1)
 
 
 @dataclass(frozen=True)

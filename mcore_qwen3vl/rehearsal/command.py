@@ -71,6 +71,12 @@ class Command:
         return replace(self, notes=(*self.notes, note))
 
     @property
+    def model(self) -> str:
+        """What ``--hf-model`` names; of a published config, its size."""
+        named = self.value("--hf-model", "") or ""
+        return Path(named).stem if Path(named).parent == SHAPES else named
+
+    @property
     def layout(self) -> Layout:
         """Parallel sizes, DP from the number of GPUs; not checked."""
         tp = self.number("--tensor-model-parallel-size", 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from mcore_qwen3vl.layout import Layout
@@ -151,9 +152,17 @@ def memory_line(outcomes: Sequence[RoleOutcome]) -> str:
 
 @dataclass
 class Rehearsal:
-    """All roles of one run."""
+    """All roles of one run.
+
+    Attributes:
+        command: all flags of the training run.
+        script: the launch script that they come from.
+        model: of ``--hf-model``: a directory, or the size of a published config.
+    """
 
     command: list[str]
+    script: str | None
+    model: str
     layout: Layout
     gpus: int
     device: Device
@@ -163,6 +172,15 @@ class Rehearsal:
     outcomes: list[RoleOutcome] = field(default_factory=list)
     pipeline: Pipeline | None = None
     remedies: list[Remedy] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        """What was rehearsed, and on what."""
+        name = "training" if self.script is None else Path(self.script).stem
+        model = f"Qwen3-VL {Path(self.model).name}"
+        return (
+            f"Rehearsal of {name}: {model}, {self.layout} on {self.gpus} x {self.device.gpu.name}"
+        )
 
     @property
     def fits(self) -> bool:
@@ -189,6 +207,8 @@ class Rehearsal:
             "verdict": self.verdict,
             "fits": self.fits,
             "command": self.command,
+            "script": self.script,
+            "model": self.model,
             "layout": str(self.layout),
             "gpus": self.gpus,
             "gpu": {**asdict(device.gpu), "memory_gib": device.memory_gib},

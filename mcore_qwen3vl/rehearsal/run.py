@@ -118,6 +118,8 @@ class Rehearser:
         prepared = self._prepare(command)
         rehearsal = Rehearsal(
             command=list(command.flags),
+            script=command.script,
+            model=command.model,
             layout=command.layout,
             gpus=command.gpus,
             device=self.options.device(command),

@@ -73,6 +73,9 @@ def test_the_command_writes_a_page_that_needs_nothing_else(
     html = page.read_text()
     assert '<span class="trained" title="weight 1.0">one &amp; two' in html
     assert "&lt;b&gt;?" in html
+    shown = [int(width) for width in re.findall(r'<img [^>]* width="(\d+)"', html)]
+    assert shown[0] > 240  # the image; the frames are smaller
+    assert all(width > 120 for width in shown[1:])
     assert not re.search(r'(src|href)="(?!data:)', html)
 
 

@@ -62,17 +62,28 @@ def test_python_example_under_a_layout(layout, tmp_path, monkeypatch):
     assert (tmp_path / "tuned" / "model.safetensors").exists()
 
 
-def test_readme_train_commands_pass_megatrons_validation(monkeypatch, tmp_path):
+def test_train_commands_pass_megatrons_validation(monkeypatch, tmp_path):
     """The least one on one GPU; the other at the size that its layout is for, 8."""
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr("megatron.training.arguments.get_device_arch_version", lambda: 9)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    least, whole = (words[1:] for words in commands(README) if words[:2] == ["train", "--hf-model"])
+    page = commands(DOCS / "training.md")
+    least, whole = (words[1:] for words in page if words[:2] == ["train", "--hf-model"])
     values = {"HF_DIR": str(SHAPES / "8b.json"), "run": str(tmp_path / "run")}
     args = validate([values.get(word, word) for word in least], 1)
     assert (args.lr, args.seq_length, args.pad_to_longest) == (1e-5, 8192, True)
     args = validate([values.get(word, word) for word in whole], 8)
     assert (args.data_parallel_size, args.seq_length, args.spec) == (2, 8192, ["te"])
+
+
+@pytest.mark.slow  # a minute of starting commands
+def test_the_readmes_four_tasks(tmp_path):
+    """As printed, in order, in an empty directory; the model answers what the page says."""
+    tasks = blocks(README, "bash")
+    assert len(tasks) == 4
+    printed = [run(["bash", "-euo", "pipefail", "-c", task.text], tmp_path) for task in tasks]
+    assert "All 271 comparisons hold" in printed[1]
+    assert f"answers `{printed[-1].strip()}`" in README.read_text()
 
 
 @pytest.mark.slow  # over a minute of starting commands

@@ -137,7 +137,7 @@ def test_virtual_stages_want_a_number_of_micro_batches_that_goes_round() -> None
 
 def test_the_heading_is_in_one_unit() -> None:
     device = Device(find_gpu("h100-80gb"), 80.0, 2.0)
-    found = heading(Rehearsal([], Layout(), 1, device, 1, 1, []))
+    found = heading(Rehearsal([], None, "8b", Layout(), 1, device, 1, 1, []))
     assert "85.9 GB, of which 2.1 GB are taken" in found
     assert "83.8 GB are left" in found
 

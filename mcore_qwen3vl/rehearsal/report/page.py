@@ -6,12 +6,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mcore_qwen3vl import console
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.pages import templates
+from mcore_qwen3vl.rehearsal.gpus import GIB
 from mcore_qwen3vl.rehearsal.outcome import Rehearsal, RoleOutcome
 
 WIDTH, HEIGHT = 1040, 280
-LEFT, TOP, BOTTOM = 52, 12, 26
+LEFT, TOP, BOTTOM = 52, 22, 28
+LINE = 15
+"""Pixels from one line of labels to the next."""
+LETTER = 6.5
+"""Width of a letter of a label, about."""
+FAR = 10
+"""The GPU's memory is in the picture unless the peak is less than this part of it."""
 SERIES = 9
 """Holders with a colour of their own; the smaller ones are drawn together."""
 COLOURS = (
@@ -31,15 +39,26 @@ class Area:
 
 
 @dataclass(frozen=True)
+class Mark:
+    """Where a stage begins; `y` is the line of its label."""
+
+    x: float
+    y: float
+    name: str
+
+
+@dataclass(frozen=True)
 class Plot:
     """Memory of one role over its allocations, stacked by holder."""
 
     areas: list[Area]
     limit: float | None
-    """y of what the device has for tensors, if it is in the picture."""
+    """y of what the device has for tensors; None if that is far above the picture."""
     ticks: list[tuple[float, str]]
-    marks: list[tuple[float, str]]
-    """x and name of the stages."""
+    marks: list[Mark]
+    floor: float
+    """y of no memory."""
+    height: float
 
 
 def write_page(found: Rehearsal, file: Path) -> None:
@@ -52,12 +71,12 @@ def write_page(found: Rehearsal, file: Path) -> None:
     environment.filters["gb"] = lambda size: f"{size / 1e9:.2f}"
     page = environment.get_template("page.html.jinja").render(
         found=found,
+        command=console.command_line(),
+        gib=GIB,
         plots=[plot(outcome) for outcome in found.outcomes],
         width=WIDTH,
-        height=HEIGHT,
         left=LEFT,
         top=TOP,
-        bottom=BOTTOM,
     )
     try:
         file.write_text(page, encoding="utf-8")
@@ -76,7 +95,9 @@ def plot(outcome: RoleOutcome) -> Plot:
             largest[name] = max(largest.get(name, 0), size)
     names = sorted(largest, key=lambda name: -largest[name])
     own, rest = names[:SERIES], names[SERIES:]
-    top = max([m["allocated"] for m in moments] + [1]) * 1.05
+    peak = max([m["allocated"] for m in moments] + [1])
+    in_sight = outcome.usable < FAR * peak
+    top = (max(peak, outcome.usable) if in_sight else peak) * 1.05
     step = (WIDTH - LEFT) / max(len(moments) - 1, 1)
 
     def y(size: float) -> float:
@@ -93,8 +114,10 @@ def plot(outcome: RoleOutcome) -> Plot:
         edge += [(LEFT + i * step, y(size)) for i, size in reversed(list(enumerate(below)))]
         areas.append(Area(name, colour, " ".join(f"{x:.0f},{h:.1f}" for x, h in edge)))
         below = above
-    limit = y(outcome.usable) if outcome.usable <= top else None
-    return Plot(areas, limit, _ticks(top, y), _marks(outcome, moments, step))
+    limit = y(outcome.usable) if in_sight else None
+    marks = _marks(outcome, moments, step)
+    height = max([HEIGHT, *(mark.y + 6 for mark in marks)])
+    return Plot(areas, limit, _ticks(top, y), marks, y(0), height)
 
 
 def _ticks(top: float, y: Any) -> list[tuple[float, str]]:
@@ -103,13 +126,16 @@ def _ticks(top: float, y: Any) -> list[tuple[float, str]]:
     return [(y(n * every), f"{n * every / 1e9:g} GB") for n in range(int(top / every) + 1)]
 
 
-def _marks(
-    outcome: RoleOutcome, moments: list[dict[str, Any]], step: float
-) -> list[tuple[float, str]]:
-    """Where each stage begins, by the host's time."""
-    marks, ended = [], 0.0
+def _marks(outcome: RoleOutcome, moments: list[dict[str, Any]], step: float) -> list[Mark]:
+    """Where each stage begins, by the host's time; labels that would overlap are on other lines."""
+    marks: list[Mark] = []
+    ends: list[float] = []  # of the labels, by line
+    ended = 0.0
     for stage in outcome.report.stages[:-1]:
         start = next((i for i, m in enumerate(moments) if m["seconds"] >= ended), 0)
-        marks.append((LEFT + start * step, stage.name))
+        x = LEFT + start * step
+        line = next((i for i, end in enumerate(ends) if end < x), len(ends))
+        ends[line : line + 1] = [x + LETTER * (len(stage.name) + 2)]
+        marks.append(Mark(x, HEIGHT - BOTTOM + LINE * (line + 1), stage.name))
         ended += stage.seconds
     return marks

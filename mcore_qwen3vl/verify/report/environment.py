@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-import shlex
-import sys
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 from mcore_qwen3vl import __version__
 
@@ -25,8 +22,3 @@ def environment() -> dict[str, str]:
     found["python"] = platform.python_version()
     found["machine"] = f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs"
     return found
-
-
-def command_line() -> str:
-    """The command that is running; the program without its folder."""
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])

@@ -18,8 +18,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from mcore_qwen3vl.console import command_line
 from mcore_qwen3vl.errors import CheckFailed
-from mcore_qwen3vl.verify.report.environment import command_line, environment
+from mcore_qwen3vl.verify.report.environment import environment
 from mcore_qwen3vl.verify.report.measurement import Finding
 
 FORMAT = 2

@@ -1,0 +1,65 @@
+"""The page of a rehearsal: what it is of, the GPU's memory in the plot, labels that can be read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.rehearsal.gpus import find_gpu
+from mcore_qwen3vl.rehearsal.outcome import Device, Rehearsal, RoleOutcome
+from mcore_qwen3vl.rehearsal.report.page import HEIGHT, LETTER, plot, write_page
+from mcore_qwen3vl.rehearsal.roles import Role
+from mcore_qwen3vl.runtime.pretended.report import Report, Stage
+
+STAGES = {"model and optimizer": 0.3, "iteration 1": 2.0, "iteration 2": 2.0, "end": 0.0}
+
+
+def outcome(peak: int, usable: int) -> RoleOutcome:
+    """One role that holds `peak` bytes at most, in three stages of unequal length."""
+    stages = [Stage(n, seconds, 0, peak, peak, {}, [], [], {}) for n, seconds in STAGES.items()]
+    moments = [
+        {"seconds": i / 10, "allocated": peak * i // 40, "sizes": {"weights": peak * i // 40}}
+        for i in range(41)
+    ]
+    error = {"out of memory": False, "kind": "Stopped", "place": "here:1", "message": "why"}
+    found = {"error": error, "over time": moments, "peak": moments[-1], "parameters": {}}
+    return RoleOutcome(Role("every rank", 0, 0, 1), found, Report(stages), 1.0, usable)
+
+
+@pytest.mark.parametrize("peak", [36, 82, 90])
+def test_the_memory_of_the_gpu_is_a_line_in_the_plot(peak: int) -> None:
+    drawn = plot(outcome(peak * 10**9, 83 * 10**9))
+    assert drawn.limit is not None
+    assert 0 < drawn.limit < drawn.floor
+
+
+def test_a_peak_that_is_far_below_it_is_drawn_alone() -> None:
+    drawn = plot(outcome(2 * 10**8, 83 * 10**9))
+    assert drawn.limit is None
+    assert min(y for y, _ in drawn.ticks) < HEIGHT / 2
+
+
+def test_labels_do_not_overlap() -> None:
+    drawn = plot(outcome(10**9, 2 * 10**9))
+    first, second, third = drawn.marks
+    assert second.x < first.x + LETTER * len(first.name)  # on one line they would
+    assert second.y > first.y == third.y
+    assert all(drawn.floor < mark.y < drawn.height for mark in drawn.marks)
+
+
+def test_the_page_names_script_model_and_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["/bin/mcore-qwen3vl", "rehearse", "sft_8b"])
+    device = Device(find_gpu("h100-80gb"), 80.0, 2.0)
+    found = Rehearsal([], "launch/sft_8b.sh", "8b", Layout(), 1, device, 1, 1, [])
+    found.outcomes.append(outcome(36 * 10**9, device.usable))
+    write_page(found, tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    title = "Rehearsal of sft_8b: Qwen3-VL 8b, single on 1 x h100-80gb"
+    assert f"<h1>{title}</h1>" in page
+    assert f"{title}</title>" in page
+    assert "mcore-qwen3vl rehearse sft_8b</dd>" in page
+    assert '<line class="gpu"' in page
