@@ -174,8 +174,8 @@ def test_no_module_imports_itself_in_a_circle(modules: dict[str, str]) -> None:
     ],
 )
 def test_a_planted_import_is_found(modules: dict[str, str], module: str, line: str) -> None:
-    planted = {**modules, module: f"{modules[module]}\n{line}\n"}
-    (found,) = set(upward(planted)) - set(upward(modules))
+    planted = {module: f"{modules[module]}\n{line}\n"}
+    (found,) = upward(planted)
     assert found.startswith(f"{module}:")
 
 

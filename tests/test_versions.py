@@ -13,6 +13,7 @@ import yaml
 from packaging.requirements import Requirement
 
 from mcore_qwen3vl import versions
+from tests.turns import slow_except
 
 ROOT = Path(__file__).parents[1]
 PINS = ROOT / "tests" / "environments"
@@ -53,7 +54,7 @@ def test_another_python_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sentence.startswith("Python 3.14.1 is installed")
 
 
-@pytest.mark.parametrize("command", ["cli", "training"])
+@pytest.mark.parametrize("command", slow_except(["cli", "training"], "cli"))
 def test_it_is_said_at_start(command: str, tmp_path: Path) -> None:
     """By the command line, and by the program that launch scripts start on every rank."""
     install("transformers", "6.0.0", tmp_path)

@@ -9,7 +9,7 @@ from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.demos import convert as demo
 
 
-@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("dense", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_holds_and_keeps_its_files(tmp_path, dense):
     result = demo.run_demo(dense=dense, keep=tmp_path)
     assert [step.ok for step in result.steps] == [None, None, True, None, True], result.steps
@@ -38,6 +38,7 @@ def test_a_wrong_weight_on_the_way_there_shows_in_the_logits(tmp_path, monkeypat
     assert not result.ok
 
 
+@pytest.mark.slow
 def test_a_changed_companion_file_shows(tmp_path, monkeypatch):
     def careless(src, dst):
         summary = mcore_to_hf(src, dst)

@@ -38,6 +38,7 @@ def run(command: list[str], folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_python_example(tmp_path):
     (example,) = blocks(DOCS / "python.md", "python")
     write_tiny_checkpoint(tmp_path / "model")  # as `mcore-qwen3vl tiny model`

@@ -35,7 +35,11 @@ def gradients(
     ("layout", "losses"),
     # Megatron's z-loss is the mean over ranks of each rank's mean, so that where SP or CP cut
     # tokens and padding unevenly it weighs tokens unevenly, whoever the model is.
-    [("single", AUX | Z), ("tp2xep2+sp", AUX), ("cp2xep2", AUX)],
+    [
+        ("single", AUX | Z),
+        pytest.param("tp2xep2+sp", AUX, marks=pytest.mark.slow),
+        ("cp2xep2", AUX),
+    ],
 )
 def test_padding_does_not_count(reference: References, layout: str, losses: dict[str, Any]) -> None:
     hf = reference(moe=True)

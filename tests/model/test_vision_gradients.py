@@ -105,9 +105,7 @@ def expected() -> dict[str, tuple[list[Tensor], dict[str, Tensor]]]:
 CASES = [*((layout, True) for layout in LAYOUTS), ("tp2", False), ("tp2xcp2+sp", False)]
 
 
-@pytest.mark.parametrize(
-    ("layout", "work_sharing"), slow_except(CASES, ("tp2xcp2+sp", True), ("tp2", False))
-)
+@pytest.mark.parametrize(("layout", "work_sharing"), slow_except(CASES, ("tp2xcp2+sp", True)))
 def test_features_and_gradients(layout, work_sharing, expected):
     parsed = Layout.parse(layout)
 
@@ -129,7 +127,7 @@ def test_features_and_gradients(layout, work_sharing, expected):
             assert_equal_gradients(grads[name], wanted_gradients)
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+@pytest.mark.parametrize("overlap", slow_except([False, True], True), ids=["", "overlap"])
 @pytest.mark.parametrize("layout", slow_except(["dp2", "tp2xdp2+sp"], "dp2"))
 def test_a_data_parallel_rank_without_images(layout, overlap):
     """It neither hangs the reduction nor changes the gradients."""
@@ -139,13 +137,14 @@ def test_a_data_parallel_rank_without_images(layout, overlap):
         assert_equal_gradients(ours, expected)
 
 
-@pytest.mark.parametrize("layout", ["tp2+sp", "cp2"])
+@pytest.mark.parametrize("layout", slow_except(["tp2+sp", "cp2"], "cp2"))
 def test_text_only_gradients_are_present_and_exactly_zero(layout):
     for ours in run(layout, [batch([])], overlap=True):
         assert len(ours) == len(dict(Reference().visual.named_parameters()))
         assert not any(gradient.any() for gradient in ours.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp2xcp2+sp"])
 def test_recompute_equals_none(layout):
     one = BATCHES["mixed, two samples"]
@@ -168,6 +167,7 @@ def test_freezing_leaves_the_other_gradients_unchanged(frozen):
         assert_equal_gradients(ours, expected)
 
 
+@pytest.mark.slow
 def test_a_frozen_tower_has_no_gradients():
     for ours in run("tp2xcp2+sp", [BATCHES["images"]], freeze=lambda name: True):
         assert ours == {}

@@ -79,7 +79,10 @@ def test_candidates_replace_the_layout_and_nothing_else() -> None:
         assert recomputes == ("full" in candidate.flags)
 
 
-@pytest.mark.parametrize(("name", "nodes"), [("8b", 1), ("30b_a3b", 2), ("235b_a22b", 4)])
+@pytest.mark.parametrize(
+    ("name", "nodes"),
+    [("8b", 1), ("30b_a3b", 2), pytest.param("235b_a22b", 4, marks=pytest.mark.slow)],
+)
 def test_each_row_can_be_appended_to_the_script(name: str, nodes: int) -> None:
     """What the script sets and the row has not is taken back."""
     script, gpus = SCRIPT.with_name(f"sft_{name}.sh"), 8 * nodes

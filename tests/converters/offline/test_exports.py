@@ -85,7 +85,13 @@ def test_transformers_makes_the_same_model(
 
 
 @pytest.mark.parametrize(
-    "pair", [("moe", "v5"), ("moe-v5", "published"), ("moe-H=I", "v5"), ("moe-H=2I", "v5")]
+    "pair",
+    [
+        pytest.param(("moe", "v5"), marks=pytest.mark.slow),
+        pytest.param(("moe-v5", "published"), marks=pytest.mark.slow),
+        ("moe-H=I", "v5"),
+        ("moe-H=2I", "v5"),
+    ],
 )
 def test_layouts_are_transposes_of_each_other(
     tiny: Tiny, tmp_path: Path, pair: tuple[str, Any]

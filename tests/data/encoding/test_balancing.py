@@ -73,7 +73,7 @@ def test_every_sample_comes_once_and_waits_for_one_buffer_at_most(model: Archite
     assert np.mean(tokens) > 0.95 * CAPACITY
 
 
-@pytest.mark.parametrize("ranks", [8, 64])
+@pytest.mark.parametrize("ranks", [8, pytest.param(64, marks=pytest.mark.slow)])
 def test_the_work_of_a_row_is_level(ranks: int, model: Architecture) -> None:
     """Against packs by length, as they are without balancing."""
     load = Workload(model, heavy_tailed(30000), CAPACITY)

@@ -137,6 +137,7 @@ def as_copies(
     }
 
 
+@pytest.mark.slow
 def test_factors_described_as_copies_would_be_seen(
     matrix: Matrix, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

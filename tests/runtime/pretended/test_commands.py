@@ -17,6 +17,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "moe", moe=True)
 
 
+@pytest.mark.slow
 def test_ranks_start_from_a_process_that_has_used_cuda(workbench: Workbench) -> None:
     """Forked ones would raise: CUDA does not survive a fork."""
     ranks, _ = workbench.call(f"{HERE}:spawned_ranks")

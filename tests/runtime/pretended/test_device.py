@@ -65,6 +65,7 @@ def both():
 """
 
 
+@pytest.mark.slow
 def test_modules_may_ask_what_the_device_is_while_they_are_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,6 +171,7 @@ def test_cuda_does_not_survive_a_fork(workbench: Workbench) -> None:
     assert "Cannot re-initialize CUDA in forked subprocess" in found
 
 
+@pytest.mark.slow
 def test_late_events_give_the_most_that_streams_hold_back(workbench: Workbench) -> None:
     (reserved, allocated), _ = workbench.call(f"{HERE}:late_events")
     assert reserved == 64 << 20
@@ -289,6 +291,7 @@ def test_where_nothing_can_be_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         build.libraries()
 
 
+@pytest.mark.slow
 def test_it_is_compiled_once_and_again_when_its_source_changes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -303,6 +306,7 @@ def test_it_is_compiled_once_and_again_when_its_source_changes(
     assert build.libraries()[0] != first[0]
 
 
+@pytest.mark.slow
 def test_a_program_runs_on_it_from_the_command_line(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(

@@ -20,7 +20,6 @@ from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.training.feed.batches import SharedBatches
 from mcore_qwen3vl.training.feed.stages import StageFeed
 from tests.training.toy import batch
-from tests.turns import slow_except
 
 
 def stream(path: Path) -> Iterator[Batch]:
@@ -135,7 +134,8 @@ def test_the_next_batch_is_read_while_this_one_is_worked_on(dense: Path) -> None
         assert not read.acquire(timeout=0.2)  # and of no third
 
 
-@pytest.mark.parametrize("balance", slow_except([False, True], True))
+@pytest.mark.slow
+@pytest.mark.parametrize("balance", [False, True])
 def test_what_was_read_ahead_comes_again_after_a_resume(
     balance: bool, dense: Path, tmp_path: Path
 ) -> None:

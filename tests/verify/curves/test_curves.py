@@ -18,7 +18,7 @@ STEPS = 3
 ROWS = [
     pytest.param(False, "single, packed", marks=pytest.mark.slow),  # cp2 divides the same packs
     pytest.param(False, "pp2xvpp2", marks=pytest.mark.slow),  # parity has its gradients
-    (False, "cp2, packed"),
+    pytest.param(False, "cp2, packed", marks=pytest.mark.slow),  # its weights are below
     pytest.param(False, "dp2", marks=pytest.mark.slow),  # ep2xdp2 has its optimizer and losses
     pytest.param(True, "tp2+sp", marks=pytest.mark.slow),  # parity has its gradients
     (True, "ep2xdp2"),
@@ -43,7 +43,7 @@ def test_loss_and_gradient_norm_are_those_of_a_plain_hf_loop(
     [
         "cp2, packed",
         pytest.param("pp2xvpp2", marks=pytest.mark.slow),  # it divides no sample and no batch
-        "dp2",
+        pytest.param("dp2", marks=pytest.mark.slow),
     ],
 )
 def test_weights_are_normalised_over_the_global_batch(

@@ -175,6 +175,7 @@ def test_features_that_do_not_travel(matrix: Matrix, monkeypatch: Any) -> None:
     assert worst(report, "gradients", "deepstack_merger_list.1") > FAR_OFF
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
 def test_an_interleaved_pipeline_needs_overlapped_transfers(
     matrix: Matrix, monkeypatch: Any

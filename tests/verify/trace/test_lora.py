@@ -40,7 +40,7 @@ def adapted(injector: FaultInjector, tmp_path_factory: pytest.TempPathFactory) -
 @pytest.mark.parametrize(
     ("name", "layout", "moe"),
     [
-        ("everything", "tp8+sp", False),
+        pytest.param("everything", "tp8+sp", False, marks=pytest.mark.slow),
         ("router", "tp2xep2+sp", True),
         pytest.param("whole", "pp2", False, marks=pytest.mark.slow),
     ],

@@ -36,7 +36,8 @@ def traced(
         ("single", True, "mixed"),
         ("tp2", False, "images"),
         ("tp4+sp", True, "padded"),
-        ("tp8+sp", False, "mixed"),  # more ranks than key/value heads
+        # More ranks than key/value heads.
+        pytest.param("tp8+sp", False, "mixed", marks=pytest.mark.slow),
         ("pp2xvpp2", False, "video"),
         ("cp2", True, "packed"),
         ("tp2xcp2+sp", False, "padded-left"),
