@@ -90,6 +90,7 @@ class Run:
             screen: of :func:`mcore_qwen3vl.training.logs.quiet.quiet`.
         """
         from mcore_qwen3vl.config import Architecture
+        from mcore_qwen3vl.training.checkpoints.best import Validations
         from mcore_qwen3vl.training.feed.provider import DataProvider
         from mcore_qwen3vl.training.late import NormCheck
         from mcore_qwen3vl.training.lora.run import LoraRun
@@ -103,10 +104,11 @@ class Run:
         self.forward_step = ForwardStep(_objective(args))
         self.last_report: dict[str, float] = {}
         self.norms = NormCheck()
-        self._validated_at: int | None = None
+        self.validations = Validations(args)
+        self._validated_at = -1
         self._new_validation = True
         self._interrupted = False
-        self._resumed: tuple[str, int] | None = None
+        self._on_disk: tuple[str, int] | None = None
         # As Megatron's own log, that of the last rank, which knows the loss.
         last = args.rank == args.world_size - 1
         self.progress = RunProgress(screen if last else None)
@@ -135,9 +137,15 @@ class Run:
             except SystemExit as leaving:  # Megatron's way out when a signal or a limit stops it
                 if leaving.code:
                     raise
+                stopped = self._stopped_by()
+                if self.validations.exhausted and not stopped:
+                    progress.say(f"stopped early after step {progress.steps}: {self.validations}")
+                    return 0
                 again = ": run the same command again to continue" if self.args.save else ""
                 progress.say(f"stopped after step {progress.steps}{again}")
-                return self._stopped_by()
+                return stopped
+            if self.validations.best:
+                progress.say(str(self.validations))
             progress.say(
                 f"done: step {progress.steps}, {progress.elapsed}"
                 if progress.steps
@@ -272,7 +280,10 @@ class Run:
         if found[0] and optimizer is not None:
             check_state_of_weights(optimizer, self.args.load)
         if found[0]:
-            self._resumed = self.args.load, found[0]
+            self._on_disk = self.args.load, found[0]
+            self.validations.resume(found[0])
+            if self.validations.exhausted:
+                self.args.train_iters = found[0]
             self.progress.say(f"resuming after step {found[0]} of {self.args.load}")
         if found[0] and found[0] == self.args.train_iters and self._lacks_export(found[0]):
             self._export(model, optimizer, found[0])
@@ -297,7 +308,8 @@ class Run:
         from mcore_qwen3vl.training.checkpoints.disk import explained_save
         from mcore_qwen3vl.training.checkpoints.resume import save_companions
 
-        if (self.args.save, iteration) == self._resumed:  # a run that had nothing left to do
+        # A run that had nothing left to do, or whose last step was its best.
+        if (self.args.save, iteration) == self._on_disk:
             return
         self.norms.settle()
         with self.metrics.paused(), explained_save(self.args.save, iteration):
@@ -307,6 +319,7 @@ class Run:
                 self.lora.save_config()
             self.data.save_state(self.args.save, iteration)
             original(iteration, *args, **kwargs)
+        self._on_disk = self.args.save, iteration
         self.progress.say(f"step {iteration}: saved to {self.args.save}")
 
     def _validate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -322,8 +335,12 @@ class Run:
 
         found = original(*args, **kwargs)
         losses = found[0]
+        iteration = self._validated_at
+        if losses is not None:  # the time was not up meanwhile
+            self.validations.add(iteration, losses)
+            if self._on_disk == (self.args.save, iteration):  # the last one follows the last save
+                self.validations.keep(iteration)
         if losses and self._new_validation and is_last_rank():
-            iteration = self._validated_at
             numbers = {f"validation {name}": float(loss) for name, loss in losses.items()}
             listing = "  ".join(f"{name} {value:.4f}" for name, value in numbers.items())
             self.progress.say(f"step {iteration}: {listing}")
@@ -334,9 +351,12 @@ class Run:
     def _after_iteration(
         self, original: Any, model: Any, optimizer: Any, scheduler: Any, iteration: int, *rest: Any
     ) -> bool:
-        leaving: bool = original(model, optimizer, scheduler, iteration, *rest)
+        with self.validations.due(iteration):
+            leaving: bool = original(model, optimizer, scheduler, iteration, *rest)
+        self.validations.keep(iteration)
         interval = self.args.save_hf_interval
-        due = iteration == self.args.train_iters or (interval and iteration % interval == 0)
+        last = iteration == self.args.train_iters or self.validations.exhausted
+        due = last or (interval and iteration % interval == 0)
         if self.args.save_hf and due:
             self._export(model, optimizer, iteration)
         return leaving

@@ -39,6 +39,7 @@ def check(args: argparse.Namespace, architecture: Architecture) -> None:
             "--full-validation needs data with an end, and the stream of validation has none: "
             "say how many batches to evaluate on with --eval-iters N."
         )
+    _check_best(args)
     if args.save_hf_interval is not None and args.save_hf is None:
         raise BadInput("--save-hf-interval is set without --save-hf DIR: say where to export.")
     if architecture.is_moe and args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
@@ -57,6 +58,30 @@ def check(args: argparse.Namespace, architecture: Architecture) -> None:
         _check_uncompiled(args)
     if args.spec == ["torch"]:
         _check_torch_spec(args)
+
+
+def _check_best(args: argparse.Namespace) -> None:
+    """What ``--early-stop-patience`` and ``--keep-best`` need, and cannot go with."""
+    patience = args.early_stop_patience
+    if patience is None and not args.keep_best:
+        return
+    flag = "--keep-best" if args.keep_best else "--early-stop-patience"
+    if not args.eval_iters:
+        raise BadInput(
+            f"{flag} goes by the validation loss: add --valid-data-path PATH and --eval-iters N."
+        )
+    if args.multiple_validation_sets:
+        raise BadInput(f"{flag} goes by one validation loss: drop --multiple-validation-sets.")
+    if patience is not None and patience < 1:
+        raise BadInput(f"--early-stop-patience is {patience}; it is at least 1.")
+    if args.keep_best and not args.save:
+        raise BadInput("--keep-best is set without --save DIR: say where to keep it.")
+    if args.keep_best and (args.async_save or args.save_retain_interval):
+        other = "--async-save" if args.async_save else "--save-retain-interval"
+        raise BadInput(
+            f"--keep-best removes the checkpoint that was the best before, and {other} decides "
+            "when checkpoints come and go: drop one of the two."
+        )
 
 
 def _check_graphs(args: argparse.Namespace) -> None:

@@ -144,6 +144,18 @@ def _add_training_arguments(group: argparse._ArgumentGroup) -> None:
         help="of one device, for MFU; known by itself for A100, H100, H200, B200",
     )
     group.add_argument(
+        "--early-stop-patience",
+        type=int,
+        metavar="N",
+        help="end the run after N validations in a row without a lower loss than before",
+    )
+    group.add_argument(
+        "--keep-best",
+        action="store_true",
+        help="save a checkpoint after each validation with the lowest loss so far, in place of the "
+        "one before; validation.json in --save names it",
+    )
+    group.add_argument(
         "--on-corrupt-checkpoint",
         choices=("fallback", "stop"),
         default="fallback",

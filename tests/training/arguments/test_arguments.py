@@ -19,6 +19,7 @@ from mcore_qwen3vl.training.feed import state
 from mcore_qwen3vl.training.feed.provider import data_config
 from mcore_qwen3vl.training.logs.summary import summary
 
+VALIDATION = ("--valid-data-path", "v.jsonl", "--eval-iters", "1")
 BASE = (
     "--cpu",
     "--seq-length",
@@ -72,6 +73,14 @@ def test_a_flag_that_agrees_with_the_checkpoint_is_fine(dense: Path) -> None:
         (("--save-hf-interval", "5"), "--save-hf DIR"),
         (("--eval-iters", "2"), "--valid-data-path"),
         (("--full-validation",), "--eval-iters N"),
+        (("--keep-best", "--save", "run"), "--keep-best goes by the validation loss: add --valid"),
+        (("--early-stop-patience", "3"), "--early-stop-patience goes by the validation loss"),
+        ((*VALIDATION, "--early-stop-patience", "0"), "patience is 0; it is at least 1"),
+        ((*VALIDATION, "--keep-best"), "--keep-best is set without --save DIR"),
+        (
+            (*VALIDATION, "--keep-best", "--save", "run", "--save-retain-interval", "1000"),
+            "--save-retain-interval decides when checkpoints come and go",
+        ),
         (("--fp8-format", "e4m3"), "needs Transformer Engine"),
         (("--cuda-graph-impl", "local"), r"--cuda-graph-impl local \(.*: a CUDA graph repeats"),
         (("--cuda-graph-impl", "transformer_engine"), "leave DeepStack out: drop the flag"),

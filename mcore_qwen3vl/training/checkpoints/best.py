@@ -1,0 +1,129 @@
+"""Validation losses of a run: which step was the best, and whether it is time to stop.
+
+They are in ``validation.json`` in ``--save``, so that a run that resumes goes on counting. Every
+rank is told the same losses, and so decides the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from mcore_qwen3vl.converters.mcore.paths import folder_name
+from mcore_qwen3vl.training.feed import state as data_state
+from mcore_qwen3vl.training.logs.progress import LOSSES
+
+FILE = "validation.json"
+
+
+class Validations:
+    """What ``--early-stop-patience`` and ``--keep-best`` go by."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        """
+        Args:
+            args: of :func:`mcore_qwen3vl.training.arguments.parser.parse`.
+        """
+        self._args = args
+        self._wanted = args.keep_best or args.early_stop_patience is not None
+        self._losses: list[tuple[int, float]] = []  # by iteration, ascending
+        self._kept: int | None = None  # the best step, if only that keeps its checkpoint
+
+    @property
+    def best(self) -> tuple[int, float] | None:
+        """Iteration and loss; None before the first validation. Of equal ones the first."""
+        return min(
+            self._losses,
+            key=lambda entry: math.inf if math.isnan(entry[1]) else entry[1],
+            default=None,
+        )
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the last ``--early-stop-patience`` validations were no better than the best."""
+        patience = self._args.early_stop_patience
+        if patience is None or self.best is None:
+            return False
+        return len(self._losses) - 1 - self._losses.index(self.best) >= patience
+
+    def resume(self, iteration: int) -> None:
+        """Take up the losses of the run that is resumed, up to its checkpoint; a collective."""
+        if not self._wanted:
+            return
+        found: list[Any] = [None]
+        file = Path(self._args.load) / FILE
+        if dist.get_rank() == 0 and file.exists():
+            found = [json.loads(file.read_text(encoding="utf-8"))]
+        dist.broadcast_object_list(found, src=0)
+        if found[0] is not None:
+            self._losses = [(i, loss) for i, loss in found[0]["losses"] if i <= iteration]
+            self._kept = found[0]["kept"] if self._args.load == self._args.save else None
+
+    def add(self, iteration: int, losses: Mapping[str, Any]) -> None:
+        """Note a validation; a collective.
+
+        Args:
+            iteration: after which it was.
+            losses: of Megatron's ``evaluate``; the last rank has them.
+        """
+        known = self._losses and self._losses[-1][0] == iteration  # Megatron validates twice there
+        if known or not self._wanted:
+            return
+        # No other rank is asked than the last one, which has a loss.
+        shared = [next((float(losses[name]) for name in LOSSES if name in losses), math.nan)]
+        dist.broadcast_object_list(shared, src=dist.get_world_size() - 1)
+        self._losses.append((iteration, shared[0]))
+        self._write()
+
+    def __str__(self) -> str:
+        assert self.best is not None
+        kept = f", kept in {self._args.save}" if self._args.keep_best else ""
+        return f"best validation loss {self.best[1]:.4f} after step {self.best[0]}{kept}"
+
+    def is_best(self, iteration: int) -> bool:
+        """Whether the checkpoint of this iteration is to be kept as the best."""
+        return bool(self._args.keep_best and self.best and self.best[0] == iteration)
+
+    @contextmanager
+    def due(self, iteration: int) -> Iterator[None]:
+        """Inside, Megatron saves after this iteration if it is the best, and leaves if no better
+        one is waited for any more."""
+        args = self._args
+        before = args.save_interval, args.exit_interval
+        if self.is_best(iteration):
+            args.save_interval = iteration
+        if self.exhausted:
+            args.exit_interval = iteration
+        yield
+        args.save_interval, args.exit_interval = before
+
+    def keep(self, iteration: int) -> None:
+        """If it is the best, keep this iteration's checkpoint, which is there, in place of that of
+        the best before it; a collective."""
+        if not self.is_best(iteration):
+            return
+        before, interval = self._kept, self._args.save_interval
+        self._kept = iteration if iteration % interval else None
+        self._write()
+        dist.barrier()
+        if before not in (None, iteration) and dist.get_rank() == 0:
+            shutil.rmtree(Path(self._args.save) / folder_name(before), ignore_errors=True)
+            shutil.rmtree(data_state.folder_of(self._args.save, before), ignore_errors=True)
+
+    def _write(self) -> None:
+        if dist.get_rank() or not self._args.save:
+            return
+        file = Path(self._args.save) / FILE
+        partial = file.with_suffix(f".{os.getpid()}.tmp")
+        content = {"best": self.best, "losses": self._losses, "kept": self._kept}
+        partial.write_text(json.dumps(content) + "\n", encoding="utf-8")
+        os.replace(partial, file)

@@ -1,0 +1,66 @@
+"""Runs that stop by their validation loss, and the checkpoint that they keep."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.tiny.records import write_image_qa
+from mcore_qwen3vl.verify.curves.job import Job, train
+
+
+@pytest.fixture
+def job(dense: Path, tmp_path: Path) -> Job:
+    """One record to train and to validate on, so that each validation sees the same."""
+    data = write_image_qa(tmp_path / "one", 1)
+    flags = (
+        "--valid-data-path", str(data), "--eval-iters", "1", "--eval-interval", "2",
+        "--save", str(tmp_path / "save"), "--save-interval", "4", "--keep-best",
+    )  # fmt: skip
+    return Job(dense, data, steps=10, batch=1, seq_length=256, flags=flags)
+
+
+def saved(folder: Path) -> tuple[set[int], dict[str, Any]]:
+    """The checkpoints that are there, and what is known of the validations."""
+    names = {path.name for path in folder.glob("iter_*")}
+    assert {path.name for path in (folder / "dataloader").iterdir()} == names
+    return {int(name[5:]) for name in names}, json.loads((folder / "validation.json").read_text())
+
+
+def test_a_run_without_improvement_stops_and_goes_on_with_more_patience(
+    job: Job, tmp_path: Path
+) -> None:
+    """Only the last of two stages has the loss."""
+    save, hf = tmp_path / "save", tmp_path / "hf"
+    stuck = ("--lr", "0", "--early-stop-patience", "2", "--save-hf", str(hf))
+    job = replace(job, layout=Layout(pp=2), flags=(*job.flags, *stuck))
+    train(job, tmp_path / "part", "--exit-interval", "3")
+    assert saved(save)[1]["best"][0] == 2
+    rest = train(job, tmp_path / "rest")
+    assert [entry["iteration"] for entry in rest] == [4, 5, 6]
+    text = (tmp_path / "rest" / "output.txt").read_text()
+    assert "stopped early after step 6: best validation loss " in text
+    kept, known = saved(save)
+    assert kept == {2, 3, 4, 6}
+    assert [iteration for iteration, _ in known["losses"]] == [2, 4, 6]
+    assert len({loss for _, loss in known["losses"]}) == 1
+    assert [path.name for path in hf.iterdir()] == ["iter_0000006"]
+
+    assert train(job, tmp_path / "again") == []
+    assert saved(save) == (kept, known)
+    more = train(job, tmp_path / "more", "--early-stop-patience", "3")
+    assert [entry["iteration"] for entry in more] == [7, 8]
+
+
+def test_the_best_replaces_the_best_before_it(job: Job, tmp_path: Path) -> None:
+    train(job, tmp_path / "run")
+    kept, known = saved(tmp_path / "save")
+    losses = [loss for _, loss in known["losses"]]
+    assert losses == sorted(losses, reverse=True)
+    assert known["best"] == [10, losses[-1]]
+    assert kept == {4, 8, 10}  # not 2 and 6, which no interval saves
