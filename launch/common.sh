@@ -102,7 +102,7 @@ check_ranks() {
     global=$(value_of --global-batch-size 0 "$@")
     [[ $global =~ ^[0-9]+$ ]] || refuse "--global-batch-size is '$global'."
     for number in "$NODES" "$GPUS_PER_NODE" "$tp" "$pp" "$cp" "$ep" "$etp" "$micro"; do
-        [[ $number =~ ^[1-9][0-9]*$ ]] || refuse "'$number' is no number of nodes, GPUs, ranks or samples."
+        [[ $number =~ ^[1-9][0-9]*$ ]] || refuse "'$number' is not a number of nodes, GPUs, ranks or samples."
     done
     local ranks=$((NODES * GPUS_PER_NODE)) model=$((tp * pp * cp))
     local run="NODES $NODES x GPUS_PER_NODE $GPUS_PER_NODE = $ranks ranks"

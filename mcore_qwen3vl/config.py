@@ -295,7 +295,7 @@ def _heads(text: dict[str, Any]) -> tuple[int, int, int]:
         kv_heads = _integer(text, "num_key_value_heads", least=1)
     if heads % kv_heads:
         raise BadInput(
-            f"config.json: num_attention_heads {heads} is no multiple of num_key_value_heads "
+            f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads "
             f"{kv_heads}."
         )
     if text.get("head_dim") is not None:

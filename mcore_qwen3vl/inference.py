@@ -105,7 +105,8 @@ def on_all_ranks(on_rank: Callable[[], Any], layout: Layout, *, on_cpu: bool, pu
     if not on_cpu and torch.cuda.device_count() < layout.world_size:
         raise BadInput(
             f"Layout {layout} needs {layout.world_size} GPUs and this machine has "
-            f"{torch.cuda.device_count()}: start it with torchrun on more machines, or divide less."
+            f"{torch.cuda.device_count()}: start it with torchrun on more machines, or use a "
+            "smaller layout."
         )
     device: Any = "cpu" if on_cpu else "cuda"
     return run_layout(on_rank, layout.world_size, timeout=_WEEK, device=device)[0]

@@ -97,7 +97,7 @@ def plan_merge(
     wanted = parse_dtype(dtype)
     formats.require_huggingface(base)
     if is_adapter(base):
-        raise BadInput(f"{base} is an adapter: the checkpoint it is merged into comes first.")
+        raise BadInput(f"{base} is an adapter. Name the base checkpoint first, then the adapter.")
     architecture = Architecture.from_hf(base)
     choice = expert_layout or ("published" if architecture.is_moe else "source")
     layout = chosen_layout(architecture, choice)

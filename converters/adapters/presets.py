@@ -42,7 +42,7 @@ def preset(name: str, architecture: Architecture) -> Targets:
         BadInput: no such choice.
     """
     if name not in get_args(Preset):
-        raise BadInput(f"{name!r} is none of {', '.join(get_args(Preset))}.")
+        raise BadInput(f"{name!r} is not one of {', '.join(get_args(Preset))}.")
     modules = [*ATTENTION]
     if not all(architecture.moe_layers):
         modules += MLP

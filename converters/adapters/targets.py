@@ -67,7 +67,7 @@ def unused_names(config: AdapterConfig, applied: Applied) -> Iterator[str]:
     for module in applied.matched:
         if module not in adapted:
             yield (
-                f"target_modules match {module}, which PEFT skips: it is no linear layer. Fused "
+                f"target_modules match {module}, which PEFT skips: it is not a linear layer. Fused "
                 "experts and the router are named in target_parameters."
             )
     if isinstance(config.target_modules, tuple):
@@ -83,7 +83,7 @@ def unused_names(config: AdapterConfig, applied: Applied) -> Iterator[str]:
     if isinstance(config.exclude_modules, tuple):
         for name in config.exclude_modules:
             if not _ends(name, applied.modules):
-                yield f"exclude_modules names {name!r}, which is no module of the model."
+                yield f"exclude_modules names {name!r}, which is not a module of the model."
     layers = config.layers_to_transform
     for layer in (layers,) if isinstance(layers, int) else layers or ():
         if not any(re.search(rf"\.{layer}\.", module) for module in adapted):
@@ -91,7 +91,7 @@ def unused_names(config: AdapterConfig, applied: Applied) -> Iterator[str]:
     for name in config.modules_to_save or ():
         # As peft.utils.other._set_trainable: a plain end of the name.
         if not any(module.endswith(name) for module in applied.modules):
-            yield f"modules_to_save names {name!r}, which is no module of the model."
+            yield f"modules_to_save names {name!r}, which is not a module of the model."
 
 
 def _unmatched(

@@ -69,18 +69,21 @@ def declared(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
         return None
     quantization = found[0]
     if not isinstance(quantization, dict) or any(other != quantization for other in found):
-        raise BadInput("config.json holds more than one quantization_config, or one of no use.")
+        raise BadInput(
+            "config.json holds several quantization_config objects that differ, or one that is "
+            "not an object."
+        )
     for key, wanted in UNDERSTOOD.items():
         said = quantization.get(key)
         if said != wanted and (said is not None or key in ("quant_method", "weight_block_size")):
             raise BadInput(
-                f"config.json says that the checkpoint is quantised with {key} {said!r}. Read are "
-                f"bf16, fp16, fp32, and fp8 with factors for blocks of {BLOCK} x {BLOCK} "
-                f"({key} {wanted!r}). Convert the model's original checkpoint."
+                f"config.json says that the checkpoint is quantised with {key} {said!r}. Only "
+                f"bf16, fp16, fp32, and fp8 with factors for blocks of {BLOCK} x {BLOCK} ({key} "
+                f"{wanted!r}) can be read. Convert the model's original checkpoint."
             )
     if not all(isinstance(quantization.get(key) or [], list) for key in SKIPPED):
         raise BadInput(
-            f"config.json: {' or '.join(SKIPPED)} in its quantization_config is no list."
+            f"config.json: {' or '.join(SKIPPED)} in its quantization_config is not a list."
         )
     return quantization
 

@@ -86,4 +86,4 @@ def _snapshot(repo: str, revision: str | None, weights: bool) -> Path:
         else:
             why = f"{type(error).__name__}: {' '.join(str(error).split())}"
     at = f"{repo} at {revision}" if revision else repo
-    raise BadInput(f"{at} is no local path, and as a Hugging Face hub id: {why}.")
+    raise BadInput(f"{at} is not a local path, and as a Hugging Face hub id: {why}.")

@@ -152,8 +152,8 @@ class _Parts:
         entry = self.index.tensors.setdefault(row.key, ChunkedTensor(local.dtype, whole))
         if (entry.dtype, entry.shape) != (local.dtype, whole):
             raise BadInput(
-                f"{where} makes {row.key} {list(whole)} {local.dtype}, but other ranks or layers "
-                f"make it {list(entry.shape)} {entry.dtype}. The files do not belong together."
+                f"{where} has {row.key} {list(whole)} {local.dtype}, but other ranks or layers "
+                f"have {list(entry.shape)} {entry.dtype}. The files do not belong together."
             )
         return entry
 

@@ -25,7 +25,7 @@ def saved_arguments(folder: Path) -> Namespace:
     """
     path = min(folder.glob(f"mp_rank_*/{FILE}"), default=None)
     if path is None:
-        raise BadInput(f"{folder} holds no mp_rank_*/{FILE}; it is no legacy checkpoint.")
+        raise BadInput(f"{folder} holds no mp_rank_*/{FILE}; it is not a legacy checkpoint.")
     return _arguments(load(path), path)
 
 
@@ -60,8 +60,8 @@ class RankFile:
         if not isinstance(value, Tensor) or value.dtype not in STORAGES:
             kind = str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
             raise BadInput(
-                f"{self.path}: {name} is {kind}; a tensor of {', '.join(map(str, STORAGES))} is "
-                "read."
+                f"{self.path}: {name} is {kind}; it must be a tensor of "
+                f"{', '.join(map(str, STORAGES))}."
             )
         return value
 
@@ -84,7 +84,7 @@ def open_ranks(folder: Path) -> list[RankFile]:
         models = [_state(content, model_key(vp, layout.vpp), path) for vp in range(layout.vpp)]
         found.append(RankFile(path, _rank(path, layout), layout, models))
     if not found:
-        raise BadInput(f"{folder} holds no mp_rank_*/{FILE}; it is no legacy checkpoint.")
+        raise BadInput(f"{folder} holds no mp_rank_*/{FILE}; it is not a legacy checkpoint.")
     for file in found:
         if file.layout != found[0].layout:
             raise BadInput(
@@ -163,7 +163,9 @@ def _rank(path: Path, layout: Layout) -> Rank:
     pp = others.pop(0) if others and layout.pp > 1 else 0
     ep = others.pop(0) if others else 0
     if tp >= layout.tp or pp >= layout.pp or ep >= layout.ep:
-        raise BadInput(f"{path}: the arguments say {layout}, which is not how its folder is named.")
+        raise BadInput(
+            f"{path}: the arguments say {layout}, but the name of its folder says another layout."
+        )
     return Rank(tp, pp, ep)
 
 

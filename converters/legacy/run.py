@@ -43,9 +43,9 @@ def check_run(folder: Path, args: argparse.Namespace) -> None:
     ]
     if different:
         raise BadInput(
-            f"{folder} is a legacy checkpoint, which only its own layout loads, and has "
-            f"{', '.join(different)}. Change the flags, or convert it: mcore-qwen3vl convert "
-            "mcore-to-hf, then --load-hf."
+            f"{folder} is a legacy checkpoint, which loads only under its own layout. It was "
+            f"saved with {', '.join(different)}. Change the flags, or convert it: mcore-qwen3vl "
+            "convert mcore-to-hf, then --load-hf."
         )
     if folder.name != RELEASE and not (args.finetune or args.no_load_optim):
         _check_experts(folder, saved, args)
@@ -59,8 +59,9 @@ def _check_experts(folder: Path, saved: argparse.Namespace, args: argparse.Names
     apart = not getattr(saved, "moe_grouped_gemm", True)
     if args.num_experts and args.spec == ["torch"] and apart:
         raise BadInput(
-            f"{folder} is a legacy checkpoint from before experts were held together, which its "
-            "optimizer's state depends on: go on from its weights with --no-load-optim."
+            f"{folder} is a legacy checkpoint in which each expert is a parameter of its own, "
+            "so its optimizer state does not fit this version. Continue from its weights with "
+            "--no-load-optim."
         )
 
 

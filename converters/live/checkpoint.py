@@ -38,7 +38,7 @@ def load_checkpoint(models: Sequence[Any], path: str | Path, *, whole: bool = Tr
     guard_reads()
     if (format := format_of(folder)).per_layout is not None:
         raise BadInput(
-            f"{folder} is of {format.title}, which only its own layout loads. Export it "
+            f"{folder} is of {format.title}, which loads only under its own layout. Export it "
             "first: mcore-qwen3vl convert mcore-to-hf."
         )
     state = {f"model{i}": model.sharded_state_dict() for i, model in enumerate(models)}

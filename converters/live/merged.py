@@ -48,8 +48,9 @@ def export_merged(
     chunks = unwrap(models)
     if chunks[0].architecture.tie_word_embeddings and HEAD in targets:
         raise BadInput(
-            "The head is adapted and is one with the embedding, so no merged weight is both: "
-            "export the adapter, and let `mcore-qwen3vl lora merge` write them apart."
+            "The adapter changes the head, which is tied to the embedding, so one merged "
+            "weight cannot be both. Export the adapter; `mcore-qwen3vl lora merge` writes the "
+            "two apart."
         )
     weights = Gatherer.of_model(models, expert_layout, group)
     shapes = {

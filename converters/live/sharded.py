@@ -159,7 +159,7 @@ class _Rows:
         row = self._rows.get((piece.key, tuple(stacked)))
         if row is None:
             raise BadInput(
-                f"Parameter {parameter} ({piece.key}) is no part of a Qwen3-VL checkpoint. "
+                f"Parameter {parameter} ({piece.key}) does not belong to a Qwen3-VL checkpoint. "
                 "Remove added parameters first."
             )
         if row.global_shape != tuple(piece.global_shape):

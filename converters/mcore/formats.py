@@ -121,7 +121,7 @@ def require_huggingface(
     """
     if is_megatron(path):
         raise BadInput(
-            f"{path} is a Megatron-Core checkpoint, and a Hugging Face one is wanted here: "
+            f"{path} is a Megatron-Core checkpoint, but a Hugging Face one is needed here: "
             f"{instead}."
         )
 
@@ -135,7 +135,7 @@ def require_megatron(
     """
     if is_huggingface(path) and not is_megatron(path):
         raise BadInput(
-            f"{path} is a Hugging Face checkpoint, and a Megatron-Core one is wanted here: "
+            f"{path} is a Hugging Face checkpoint, but a Megatron-Core one is needed here: "
             f"{instead}."
         )
 

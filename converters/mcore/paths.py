@@ -67,9 +67,9 @@ def require_whole_model(path: Path) -> None:
     for folder in (path, path.parent):
         if (folder / LORA_FOLDER / "adapter_config.json").is_file():
             raise BadInput(
-                f"{folder} is a LoRA run, whose checkpoints hold no base weights: give the command "
-                "that trained it again with --save-hf DIR, which writes its adapter, for "
-                "`generate BASE --lora ADAPTER` and `lora merge BASE ADAPTER OUT`."
+                f"{folder} is a LoRA run, and its checkpoints hold no base weights. Run the "
+                "command that trained it again with --save-hf DIR to write the adapter, then "
+                "use `generate BASE --lora ADAPTER` or `lora merge BASE ADAPTER OUT`."
             )
 
 

@@ -23,4 +23,4 @@ def refused_by_torch(place: str | Path, error: pickle.UnpicklingError) -> BadInp
             f"{place} asks for {named[1]}, which has no place in a checkpoint. Refused: loading it "
             "could run code. Do not use this checkpoint with a tool that would."
         )
-    return BadInput(f"{place} is damaged: it is no file that torch wrote. Copy it again.")
+    return BadInput(f"{place} is damaged, or torch did not write it. Copy it again.")

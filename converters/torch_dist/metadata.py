@@ -270,7 +270,9 @@ def _tensor(key: str, described: Record, ranges: dict[Any, FileRange]) -> Chunke
 def _range(info: Record) -> FileRange:
     file, offset, length = info["relative_path"], info["offset"], info["length"]
     if not isinstance(file, str) or file != PurePosixPath(file).name or file in ("", "..", "."):
-        raise pickle.UnpicklingError(f"{file!r:.100} is no plain file name in the same directory")
+        raise pickle.UnpicklingError(
+            f"{file!r:.100} is not a plain file name in the same directory"
+        )
     if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
         raise pickle.UnpicklingError("an offset or length that is not a count")
     if info.state.get("transform_descriptors"):

@@ -104,8 +104,8 @@ def _check_backend(folder: Path) -> None:
     if backend != "torch_dist" or version != 1:
         raise BadInput(
             f"{file} says the checkpoint's format is {backend!r:.40}, version {version!r:.40}; "
-            "torch_dist is read, version 1. Load it in Megatron and save it again with "
-            "--ckpt-format torch_dist."
+            "only torch_dist, version 1, can be read. Load it in Megatron and save it again "
+            "with --ckpt-format torch_dist."
         )
 
 

@@ -106,8 +106,8 @@ def inspect(
     hf_config: Annotated[
         Path | None,
         sources.option(
-            "Instead of PATH: what converting a model of this config will take. With an adapter: "
-            "its model."
+            "Instead of PATH: estimate what converting a model of this config takes. "
+            "With an adapter: the model that it adapts."
         ),
     ] = None,
     workers: Workers = None,
@@ -121,7 +121,7 @@ def inspect(
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor too.")] = False,
     json: Json = False,
 ) -> None:
-    """What it is: sizes, shapes, layout, dtype, parameter count by part."""
+    """Show what a checkpoint is: sizes, shapes, layout, dtype, parameter count by part."""
     from mcore_qwen3vl.converters.adapters.adapter import is_adapter
     from mcore_qwen3vl.converters.describe.adapter import inspect_adapter
     from mcore_qwen3vl.converters.describe.estimate import estimate
@@ -170,7 +170,7 @@ def tiny(
     path: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to write.")],
     moe: Annotated[bool, typer.Option("--moe", help="Mixture of experts, not dense.")] = False,
     tie: Annotated[bool, typer.Option("--tie", help="Tie embedding and head.")] = False,
-    seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
 ) -> None:
     """Write a tiny random Qwen3-VL checkpoint with tokenizer, processor and chat template."""
     console.quiet_libraries()
@@ -189,7 +189,7 @@ def demo(
         Path | None, typer.Option(help="Keep the checkpoints in this directory.")
     ] = None,
 ) -> None:
-    """Convert a tiny Qwen3-VL both ways and prove it on four CPU processes."""
+    """Convert a tiny Qwen3-VL both ways and compare it on four CPU processes."""
     console.quiet_libraries()
     from mcore_qwen3vl.demos.convert import run_demo
 
@@ -207,7 +207,8 @@ def demo(
 def train(
     context: typer.Context,
     processes: Annotated[
-        int | None, typer.Option(help="Ranks; default: one a GPU, or one on the CPU.")
+        int | None,
+        typer.Option(help="Number of ranks; default: one for each GPU, or one on the CPU."),
     ] = None,
 ) -> None:
     """Train on this machine: forwards every other flag to Megatron's loop through torchrun."""

@@ -116,7 +116,7 @@ def hf_to_mcore(
         typer.Option(help="torch_dist loads under any layout; torch (legacy) under one."),
     ] = Format.torch_dist,
     pp: Annotated[int | None, _legacy_size("pp", "Pipeline parallel size")] = None,
-    vpp: Annotated[int | None, _legacy_size("vpp", "Chunks of a pipeline rank")] = None,
+    vpp: Annotated[int | None, _legacy_size("vpp", "Virtual stages of a pipeline rank")] = None,
     ep: Annotated[int | None, _legacy_size("ep", "Expert parallel size")] = None,
     etp: Annotated[
         int | None, _legacy_size("etp", "Expert tensor parallel size", "--tp, as in Megatron")

@@ -47,13 +47,16 @@ def check(
     hf_model: HfModel,
     seq_length: SeqLength = 8192,
     dp: Annotated[
-        int, typer.Option(min=1, help="Data-parallel ranks whose balance of work is shown.")
+        int,
+        typer.Option(min=1, help="Show how evenly this many data-parallel ranks share the work."),
     ] = 1,
-    global_batch_size: Annotated[int, typer.Option(min=1, help="Packs of a step, for --dp.")] = 512,
+    global_batch_size: Annotated[
+        int, typer.Option(min=1, help="Number of packs in a step, for --dp.")
+    ] = 512,
     packing_buffer: Annotated[int, typer.Option(help=f"{_BUFFER.capitalize()}.")] = 128,
     split: Split = "train",
     decode: Annotated[bool, typer.Option(help="Decode every image and video.")] = True,
-    limit: Annotated[int | None, typer.Option(help="Stop after so many samples.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Stop after this many samples.")] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Write histograms to this PNG (extra: plots).")
     ] = None,
@@ -112,7 +115,9 @@ def check(
 @media_flags
 def show_sample(
     path: DataPath,
-    number: Annotated[int, typer.Argument(min=1, help="Of the record, from 1.")],
+    number: Annotated[
+        int, typer.Argument(min=1, help="Number of the record, from 1; in JSONL, of its line.")
+    ],
     hf_model: HfModel,
     out: Annotated[Path, typer.Option(help="HTML page to write.")] = Path("sample.html"),
     seq_length: SeqLength = 8192,

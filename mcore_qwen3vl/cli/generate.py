@@ -37,13 +37,18 @@ def generate(
     layout: Layout,
     image: Annotated[list[str] | None, typer.Option(help="Path or URL; repeatable.")] = None,
     video: Annotated[list[Path] | None, typer.Option(help="Path; repeatable.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Cut answers off after these.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
     temperature: Annotated[
         float | None, typer.Option(help="0 is greedy; default: the checkpoint's.")
     ] = None,
-    top_p: Annotated[float | None, typer.Option(help="Draw from this much probability.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Draw from the likeliest tokens.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the draws; default: a random one.")] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Draw from the likeliest tokens that make up this probability."),
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Draw from this many of the likeliest tokens.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the draws; default: random.")] = None,
     dtype: Dtype = "config",
     spec: Spec = "torch",
     hf_model: ConfigSource = None,
@@ -53,9 +58,10 @@ def generate(
     cpu: Cpu = False,
     json: Json = False,
 ) -> None:
-    """Answer prompts about images and videos, word by word.
+    """Answer prompts about images and videos, and print the answers word by word.
 
-    Without --dp and --sp there are as many replicas as the experts need, and SP wherever TP is.
+    Unless --dp and --sp are given, there are as many replicas as the experts need, and SP is on
+    wherever TP is.
     """
     start = time.monotonic()  # the imports are most of the time that a small model takes
     console.quiet_libraries()

@@ -37,7 +37,7 @@ def show(name: Annotated[str, typer.Argument(help="As `launch list` has it.")]) 
     """Print a script."""
     script = scripts().get(name.removesuffix(".sh").removesuffix(".yaml"))
     if script is None:
-        raise BadInput(f"There is no script {name}: it is one of {', '.join(scripts())}.")
+        raise BadInput(f"There is no script {name}. The scripts are {', '.join(scripts())}.")
     print(script.read_text(encoding="utf-8"), end="")
 
 

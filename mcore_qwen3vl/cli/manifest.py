@@ -17,7 +17,7 @@ def verify_manifest(
     report: ReportFolder = None,
     json: Json = False,
 ) -> None:
-    """Every tensor against the checksums in DIR/manifest.json; needs no Hugging Face source."""
+    """Compare every tensor with the checksums in DIR/manifest.json, without the source."""
     from mcore_qwen3vl.verify.checkpoints.manifest_check import check_manifest
 
     with console.byte_progress("checking") as progress:

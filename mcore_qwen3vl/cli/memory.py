@@ -66,7 +66,8 @@ def memory(
         int, typer.Option(min=1, metavar="N", help="Sequences in a micro-batch; 1 when packed.")
     ] = 1,
     visual_share: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of the tokens that are of images and videos.")
+        float,
+        typer.Option(min=0, max=1, help="Share of the tokens that belong to images and videos."),
     ] = 0.5,
     recompute: Annotated[
         Literal["none", "cheap", "full"],

@@ -21,7 +21,7 @@ from mcore_qwen3vl.training.arguments import data_flags
 if TYPE_CHECKING:
     from mcore_qwen3vl.verify.report.result import Report
 
-Force = Annotated[bool, typer.Option("--force", help="Replace DST if it exists.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace the target if it exists.")]
 Strict = Annotated[
     bool,
     typer.Option("--strict", help="Exit code 1 and nothing written if a value is NaN or infinite."),
@@ -36,15 +36,16 @@ ReportFolder = Annotated[
 ]
 Dtype = Annotated[
     Literal["config", "bf16", "fp16", "fp32"],
-    typer.Option(help="Of weights and computation; config: what the checkpoint's says."),
+    typer.Option(help="Dtype of weights and computation; config: as the checkpoint's config says."),
 ]
 Spec = Annotated[
-    Literal["torch", "te"], typer.Option(help="te needs Transformer Engine and a GPU.")
+    Literal["torch", "te"], typer.Option(help="Layer spec; te needs Transformer Engine and a GPU.")
 ]
 ConfigSource = Annotated[
-    Path | None, sources.option("Config and processor, if the checkpoint has none.")
+    Path | None,
+    sources.option("Directory or hub id of config and processor, if the checkpoint has none."),
 ]
-Cpu = Annotated[bool, typer.Option("--cpu", help="Without a GPU, one process a rank.")]
+Cpu = Annotated[bool, typer.Option("--cpu", help="Run on the CPU, one process for each rank.")]
 Workers = Annotated[
     int | None, typer.Option(help="Parallel workers; the default suits the machine.")
 ]

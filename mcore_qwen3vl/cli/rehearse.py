@@ -16,14 +16,17 @@ def rehearse(
     context: typer.Context,
     gpus: Annotated[
         int | None,
-        typer.Option("--gpus", metavar="N", help="Of the whole run; default: the script's."),
+        typer.Option(
+            "--gpus", metavar="N", help="Number of GPUs of the whole run; default: the script's."
+        ),
     ] = None,
     gpu: Annotated[
         str,
         typer.Option(
             "--gpu",
             metavar="KIND",
-            help="a100-40gb, a100-80gb, h100-80gb, h200-141gb or b200-180gb, or how one begins.",
+            help="a100-40gb, a100-80gb, h100-80gb, h200-141gb or b200-180gb, or the beginning "
+            "of a name.",
         ),
     ] = "h100-80gb",
     roles: Annotated[
@@ -41,30 +44,34 @@ def rehearse(
     allowance_gib: Annotated[
         float | None,
         typer.Option(
-            metavar="GIB", help="Of it for context and NCCL; default: by the layout, see the docs."
+            metavar="GIB",
+            help="Part of that memory for the CUDA context and NCCL; default: estimated from "
+            "the layout.",
         ),
     ] = None,
     suggest: Annotated[
         bool,
-        typer.Option(help="If it does not fit: rehearse neighbouring options until some do."),
+        typer.Option(help="If it does not fit, rehearse neighbouring options until some do."),
     ] = True,
     fit: Annotated[
         bool,
         typer.Option(
             "--fit",
-            help="Instead: search layouts for these GPUs until three are seen to fit; no --report.",
+            help="Search layouts for these GPUs until three fit; not with --report.",
         ),
     ] = False,
     json: Json = False,
     report: Annotated[
         Path | None,
-        typer.Option("--report", metavar="FILE", help="Write a page with memory over time."),
+        typer.Option(
+            "--report", metavar="FILE", help="Write an HTML page with the memory over time."
+        ),
     ] = None,
 ) -> None:
-    """Rehearse a training run without its GPUs: peak memory, waits, launches, traffic.
+    """Run two training iterations on a simulated GPU: peak memory, waits, launches, traffic.
 
-    After the options comes a script, by its path or by its name in `launch list`, with what is
-    appended to it, or the flags of train. A --hf-model with nothing but a config.json is enough.
+    After the options, name a launch script (its path, or its name in `launch list`) and the flags
+    to append, or give the flags of train. A --hf-model that holds only a config.json is enough.
     Exit code 0: it fits; 1: it does not fit or stops with an error; 2: the command cannot be used.
     """
     console.quiet_libraries()
@@ -79,8 +86,8 @@ def rehearse(
 
     if fit and report is not None:
         raise BadInput(
-            "--fit rehearses several layouts and --report writes a page of one: rehearse the row "
-            "that you choose with --report, or leave one of them out."
+            "--fit and --report cannot be combined: --report writes a page about one layout. "
+            "Choose a row of --fit, then rehearse that row with --report."
         )
     command = read_command(context.args, gpus)
     kinds = tuple(word.strip() for word in roles.split(","))

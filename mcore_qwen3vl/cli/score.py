@@ -36,17 +36,17 @@ def score(
     out: Annotated[
         Path | None, typer.Option(help="File to write; default: NAME.scores.jsonl beside DATA.")
     ] = None,
-    entropy: Annotated[bool, typer.Option("--entropy", help="Of each trained token too.")] = False,
-    temperature: Annotated[float, typer.Option(help="Divides the logits.")] = 1.0,
-    packing: Annotated[
-        bool, typer.Option(help="Several records in a sequence; otherwise one by one.")
-    ] = True,
+    entropy: Annotated[
+        bool, typer.Option("--entropy", help="Also write the entropy at each trained token.")
+    ] = False,
+    temperature: Annotated[float, typer.Option(help="Divide the logits by this.")] = 1.0,
+    packing: Annotated[bool, typer.Option(help="Put several records into one sequence.")] = True,
     seq_length: Annotated[
         int | None,
         typer.Option(help="Longest record, and length of a pack; default: 8192, or the model's."),
     ] = None,
     packing_buffer: Annotated[
-        int, typer.Option(help="Records of a replica that are packed and written together.")
+        int, typer.Option(help="Number of records that a replica packs and writes together.")
     ] = 128,
     max_bad_fraction: Annotated[
         float, typer.Option(help="Stop when more than this share of the records is bad.")
@@ -65,9 +65,9 @@ def score(
     *,
     media: MediaLimits,
 ) -> None:
-    """Write how likely the trained tokens of every record are, one line of JSON a record.
+    """Write the log-probabilities of the trained tokens, one line of JSON for each record.
 
-    The same command goes on where it was stopped. The summary is the perplexity.
+    An interrupted command continues when it is run again. The summary is the perplexity.
     """
     console.quiet_libraries()
     if cpu:

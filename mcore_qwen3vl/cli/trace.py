@@ -15,7 +15,7 @@ from mcore_qwen3vl.layout import Layout
 @layout_flags()
 def verify_trace(
     hf: Annotated[
-        Path, sources.argument("HF", "Hugging Face checkpoint directory or hub id: the truth.")
+        Path, sources.argument("HF", "Hugging Face checkpoint directory or hub id: the reference.")
     ],
     layout: Layout,
     mcore: Annotated[
@@ -36,15 +36,13 @@ def verify_trace(
     ] = False,
     lora: Annotated[
         Path | None,
-        sources.adapter_option(
-            "A PEFT adapter that both models have besides: PEFT's is the truth."
-        ),
+        sources.adapter_option("A PEFT adapter for both models; PEFT's model is the reference."),
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds for the ranks to finish.")] = 600.0,
+    timeout: Annotated[float, typer.Option(help="Longest time for the ranks, in seconds.")] = 600.0,
     report: ReportFolder = None,
     json: Json = False,
 ) -> None:
-    """Find the first place where the models part, and why: module by module along the data path.
+    """Find the first place where the two models differ, and why.
 
     Hugging Face's model runs on this machine in float32 and float64, which takes 12 bytes a
     parameter (24 with --gradients) besides ours in float32 on the CPU. For a model too large for

@@ -33,13 +33,17 @@ app.command("trace")(verify_trace)
 def verify_roundtrip(
     src: Annotated[Path, sources.argument("SRC", "Hugging Face checkpoint directory or hub id.")],
     work_dir: Annotated[
-        Path | None, typer.Option(help="Room for twice the checkpoint; default: the system's.")
+        Path | None,
+        typer.Option(
+            help="Directory with room for twice the checkpoint; default: the system's temporary "
+            "one."
+        ),
     ] = None,
     lora: Annotated[
         Path | None,
         sources.adapter_option(
-            "A PEFT adapter instead: into a model cut over TP 2 and back, on the CPU, bitwise. Of "
-            "SRC only the config is read."
+            "Check a PEFT adapter instead: load it into a model under TP 2 on the CPU "
+            "and export it. Only the config of SRC is read."
         ),
     ] = None,
     workers: Workers = None,
@@ -47,7 +51,7 @@ def verify_roundtrip(
     report: ReportFolder = None,
     json: Json = False,
 ) -> None:
-    """Hugging Face to Megatron-Core and back, bitwise: every tensor and companion file."""
+    """Convert to Megatron-Core and back, and compare every tensor and file bitwise."""
     if lora is not None:
         from mcore_qwen3vl.verify.checkpoints.adapter import adapter_roundtrip
 
@@ -65,11 +69,11 @@ def verify_tensors(
     a: Annotated[
         Path, sources.argument("A", "A checkpoint, Hugging Face (or hub id) or Megatron-Core.")
     ],
-    b: Annotated[Path, sources.argument("B", "Another one.")],
+    b: Annotated[Path, sources.argument("B", "The checkpoint to compare it with.")],
     report: ReportFolder = None,
     json: Json = False,
 ) -> None:
-    """Compare two checkpoints bitwise as Hugging Face tensors."""
+    """Compare two checkpoints bitwise, as Hugging Face tensors."""
     from mcore_qwen3vl.verify.checkpoints.bitwise import compare_checkpoints
 
     with console.byte_progress("comparing") as progress:
@@ -86,10 +90,13 @@ def verify_parity(
         str | None, typer.Option(help="Comma-separated kinds of batches; default: all of them.")
     ] = None,
     gradients: Annotated[bool, typer.Option(help="Compare gradients and an AdamW step.")] = True,
-    dtype: Annotated[Literal["fp32", "bf16"], typer.Option(help="Of both models.")] = "fp32",
-    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where ours runs.")] = "cpu",
+    dtype: Annotated[Literal["fp32", "bf16"], typer.Option(help="Dtype of both models.")] = "fp32",
+    device: Annotated[
+        Literal["cpu", "cuda"], typer.Option(help="Device of the Megatron-Core model.")
+    ] = "cpu",
     spec: Annotated[
-        Literal["torch", "te"], typer.Option(help="te: Transformer Engine, on CUDA.")
+        Literal["torch", "te"],
+        typer.Option(help="Layer spec; te needs Transformer Engine and CUDA."),
     ] = "torch",
     lora: Annotated[
         str | None,
@@ -99,15 +106,19 @@ def verify_parity(
         ),
     ] = None,
     compile_pointwise: Annotated[
-        bool, typer.Option("--compile-pointwise", help="As train's flag of that name.")
+        bool,
+        typer.Option(
+            "--compile-pointwise",
+            help="Compile pointwise operations, as train's flag of that name.",
+        ),
     ] = False,
-    timeout: Annotated[float, typer.Option(help="Seconds for the ranks to finish.")] = 600.0,
+    timeout: Annotated[float, typer.Option(help="Longest time for the ranks, in seconds.")] = 600.0,
     report: ReportFolder = None,
     json: Json = False,
 ) -> None:
-    """Logits, loss and every gradient under a parallel layout, against Hugging Face's model.
+    """Compare logits, loss and every gradient under a parallel layout with Hugging Face's.
 
-    With --lora against PEFT's: the adapter's factors alone are trained.
+    With --lora the reference is PEFT's model, and only the adapter is trained.
     """
     console.quiet_libraries()
     from mcore_qwen3vl.runtime.launch import RanksLate

@@ -127,7 +127,7 @@ class DataConfig:
                 "sequence. Set it to 1 and raise seq_length instead."
             )
         if self.balance and not self.packing:
-            raise BadInput("balance levels the work of packs; turn packing on, too.")
+            raise BadInput("balance needs packing: turn packing on, too.")
         if self.packing and self.pad_to_longest:
             raise BadInput("pad_to_longest has no meaning with packing; leave one of them out.")
         if self.pairs and self.overlong == "truncate":
@@ -136,9 +136,11 @@ class DataConfig:
                 "log-probability. Leave over-long pairs out (drop)."
             )
         if not 0 <= self.max_bad_fraction <= 1:
-            raise BadInput(f"max_bad_fraction is {self.max_bad_fraction}; it is a share, 0 to 1.")
+            raise BadInput(
+                f"max_bad_fraction is {self.max_bad_fraction}; it must be a share from 0 to 1."
+            )
         if self.overlong not in ("drop", "truncate"):
-            raise BadInput(f"overlong is {self.overlong!r}; it is 'drop' or 'truncate'.")
+            raise BadInput(f"overlong is {self.overlong!r}; it must be 'drop' or 'truncate'.")
 
     def padded(self, length: int) -> int:
         """`length` rounded up to `length_multiple`."""

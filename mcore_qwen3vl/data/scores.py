@@ -85,14 +85,14 @@ class References:
         how = f"mcore-qwen3vl score REFERENCE {data} --out {scores}"
         if data.suffix != ".jsonl":
             raise BadInput(
-                f"Log-probabilities of the reference lie beside JSONL files, and {data} is "
-                "none: name JSONL files, or take the adapter switched off (--dpo-reference "
-                "adapter)."
+                f"{data} is not a JSONL file, and reference log-probabilities are only read "
+                "beside JSONL files. Use JSONL data, or take the model without its adapter as "
+                "the reference (--dpo-reference adapter)."
             )
         if not scores.exists():
             raise BadInput(
-                f"{scores} does not exist: the reference's log-probabilities of {data} are "
-                f"precomputed with `{how}`."
+                f"{scores} does not exist. Compute the reference's log-probabilities of {data} "
+                f"with `{how}`."
             )
         _check_facts(scores, data, how)
         return _read(data, scores)
@@ -118,8 +118,8 @@ class References:
             line = line_of(ensure_index(self.data), index)
             raise BadInput(
                 f"{self.data}:{line} has other tokens than when {self.scores} was made: the "
-                "processor, the chat template or the budgets of images and videos differ. Score "
-                "the data again with those of training."
+                "processor, the chat template or the budgets of images and videos differ. "
+                "Score the data again with the settings of training."
             )
 
 
@@ -140,7 +140,7 @@ def _check_facts(scores: Path, data: Path, how: str) -> None:
         )
     if made_of != file_digest(data):
         raise BadInput(
-            f"{scores} is of other data than {data} now holds: make it again with `{how}`."
+            f"{scores} was made from other data than {data} holds now: make it again with `{how}`."
         )
 
 
@@ -169,7 +169,7 @@ def _read(data: Path, scores: Path) -> References:
 def _side(entry: dict[str, Any], side: str, index: int, scores: Path) -> dict[str, Any]:
     if side not in entry:
         raise BadInput(
-            f"{scores}:{index + 1} is no preference record: DPO needs data with chosen and "
+            f"{scores}:{index + 1} is not a preference record: DPO needs data with chosen and "
             "rejected."
         )
     found: dict[str, Any] = entry[side]

@@ -112,7 +112,7 @@ def read_sample(
     crude = next(islice(crude_samples(datasets, workers), record, None), None)
     if crude is None:
         total = sum(len(one.dataset) for one in datasets)
-        raise BadInput(f"{path} has {total:,} records, and no record {number:,}.")
+        raise BadInput(f"{path} has {total:,} records; there is no record {number:,}.")
     try:
         raw = raw_sample(preparation, crude)
         parsed = preparation.parse(raw)

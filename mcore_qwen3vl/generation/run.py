@@ -99,7 +99,7 @@ class _Job:
         layout.validate(architecture, training=False)
         for name, size in (("VPP", layout.vpp), ("CP", layout.cp)):
             if size > 1:
-                raise BadInput(f"{name} is {size}, and generation has no use for it: drop {name}.")
+                raise BadInput(f"{name} is {size}, but generation does not use it: drop {name}.")
         options = {"generation_config": load_generation_config(folder), **request.options}
         processor = load_processor(folder)
         prompts = encode_prompts(

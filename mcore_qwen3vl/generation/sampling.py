@@ -70,7 +70,9 @@ class Sampler:
             raise BadInput(f"top_k is {top_k}: use 0 for no limit, or a number of tokens.")
         self.greedy = not config.do_sample if temperature is None else temperature == 0
         if self.greedy and (top_p is not None or top_k is not None):
-            raise BadInput("top_p and top_k limit draws, and decoding is greedy: set temperature.")
+            raise BadInput(
+                "top_p and top_k have no effect on greedy decoding: set a temperature above 0."
+            )
         self.processors = LogitsProcessorList()
         if (penalty := config.repetition_penalty or 1.0) != 1.0:
             self.processors.append(RepetitionPenaltyLogitsProcessor(penalty))

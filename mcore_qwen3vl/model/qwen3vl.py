@@ -346,8 +346,8 @@ class Qwen3VLModel(GPTModel):
         gathers = self.output_layer.gather_output if gather is None else gather
         if gathers and self.pg_collection.tp.size() > 1:
             raise BadInput(
-                "Losses are computed from each TP rank's own logits, which are gathered here: "
-                "leave runtime_gather_output and parallel_output=False out where there are labels."
+                "Losses need each TP rank's own logits, but this model gathers them: leave "
+                "runtime_gather_output and parallel_output=False out where there are labels."
             )
 
     def _receive(self, seq_len: int, plan: FusionPlan) -> Tensor | None:

@@ -61,9 +61,9 @@ def transformer_config(
     if features_cross_stages(probe, len(architecture.vision.deepstack_visual_indexes)):
         if fields.get("moe_token_dispatcher_type") == "allgather":
             raise BadInput(
-                "This pipeline split leaves DeepStack layers to later stages, to which features "
-                "travel by variable-length transfers, and Megatron-Core's allgather token "
-                "dispatcher refuses those: use moe_token_dispatcher_type alltoall."
+                "Under this pipeline split DeepStack features travel to later stages by "
+                "variable-length transfers, which Megatron-Core's allgather token dispatcher "
+                "refuses: use moe_token_dispatcher_type alltoall."
             )
         fields["variable_seq_lengths"] = True
     return TransformerConfig(**fields)

@@ -50,7 +50,7 @@ def aggregate(
     """
     if mode not in get_args(Aggregation):
         raise BadInput(
-            f"loss_agg_mode is {mode!r}: it is one of {', '.join(get_args(Aggregation))}."
+            f"loss_agg_mode is {mode!r}; it must be one of {', '.join(get_args(Aggregation))}."
         )
     mask = mask.bool()
     counts = mask.sum(-1)  # (B,)

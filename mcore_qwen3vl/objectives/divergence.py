@@ -44,7 +44,7 @@ def divergence(log_probs: Tensor, reference: Tensor, estimate: str = "k3") -> Te
     kind = _ALIASES.get(name, name)
     if kind not in get_args(Estimate):
         raise BadInput(
-            f"The estimate of KL is {estimate!r}: it is one of "
+            f"The estimate of KL is {estimate!r}; it must be one of "
             f"{', '.join([*get_args(Estimate), *_ALIASES])}, or such a name and +."
         )
     back = reference - log_probs

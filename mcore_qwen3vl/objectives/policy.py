@@ -77,7 +77,7 @@ def ratios(log_probs: Tensor, old: Tensor, mask: Tensor, level: Level = "token")
     """
     if level not in get_args(Level):
         raise BadInput(
-            f"The level of ratios is {level!r}: it is one of {', '.join(get_args(Level))}."
+            f"The level of ratios is {level!r}; it must be one of {', '.join(get_args(Level))}."
         )
     change = (log_probs - old).where(mask.bool(), 0.0)
     if level == "token":

@@ -31,13 +31,15 @@ class Preference:
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
-            raise BadInput(f"dpo_loss is {self.kind!r}: it is one of {', '.join(get_args(Kind))}.")
+            raise BadInput(
+                f"dpo_loss is {self.kind!r}; it must be one of {', '.join(get_args(Kind))}."
+            )
         if not self.beta > 0:
             raise BadInput(f"dpo_beta is {self.beta:g}: it must be above 0.")
         if not 0 <= self.label_smoothing < 0.5:
             raise BadInput(
-                f"dpo_label_smoothing is {self.label_smoothing:g}: it is the share of wrong "
-                "labels, from 0 to below 0.5."
+                f"dpo_label_smoothing is {self.label_smoothing:g}; it must be a share from 0 to "
+                "below 0.5."
             )
         if self.label_smoothing and self.kind != "sigmoid":
             raise BadInput(

@@ -141,7 +141,8 @@ def read_command(words: Sequence[str], gpus: int | None) -> Command:
         command = _of_torch_spec(command, words, gpus)
     if not command.value("--hf-model"):
         raise BadInput(
-            "No model: give --hf-model DIR, a checkpoint directory or one with a config.json alone."
+            "No model is named: give --hf-model DIR, a checkpoint or a directory that holds "
+            "only its config.json."
         )
     return command
 

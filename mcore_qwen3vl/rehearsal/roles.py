@@ -52,7 +52,7 @@ def roles_of(command: Command, a: Architecture, chosen: Sequence[str] = ("all",)
     unknown = set(chosen) - {"all", "first", "middle", "last"}
     if unknown:
         raise BadInput(
-            f"--roles: {', '.join(sorted(unknown))} is none of all, first, middle, last."
+            f"--roles: {', '.join(sorted(unknown))} is not one of all, first, middle, last."
         )
     every = _all(command, a)
     if "all" in chosen:

@@ -64,8 +64,8 @@ class Options:
         memory = self.gpu.memory_gib if self.memory_gib is None else self.memory_gib
         if memory <= allowance:
             raise BadInput(
-                f"A GPU of {memory} GiB, of which {allowance} GiB are for context and NCCL, has "
-                "nothing left: raise --memory-gib or lower --allowance-gib."
+                f"A GPU of {memory} GiB has nothing left after {allowance} GiB for context and "
+                "NCCL: raise --memory-gib or lower --allowance-gib."
             )
         return Device(self.gpu, memory, allowance)
 
@@ -177,8 +177,8 @@ def checked(command: Command) -> Architecture:
     batch = command.number("--global-batch-size", rows)
     if batch % rows:
         raise BadInput(
-            f"--global-batch-size {batch} is no multiple of the {rows} rows that {command.gpus} "
-            f"GPUs take at once (DP {command.layout.dp}): change it or --gpus."
+            f"--global-batch-size {batch} is not a multiple of the {rows} rows that "
+            f"{command.gpus} GPUs take at once (DP {command.layout.dp}): change it or --gpus."
         )
     if command.layout.vpp > 1:
         _check_groups(command)
@@ -190,8 +190,8 @@ def _check_groups(command: Command) -> None:
     group, stages, count = command.micro_batch_group, command.layout.pp, command.micro_batches
     if group < stages or 0 < count % group < stages:
         raise BadInput(
-            f"Virtual stages take turns every {group} micro-batches, of which there are {count}: "
-            f"the last turn would have fewer than PP {stages}. Change --global-batch-size, or "
+            f"Virtual stages take turns every {group} micro-batches. There are {count}, so the "
+            f"last turn would have fewer than PP {stages}. Change --global-batch-size, or "
             "--microbatch-group-size-per-virtual-pipeline-stage."
         )
 

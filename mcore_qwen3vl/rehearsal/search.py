@@ -98,8 +98,8 @@ def search(rehearser: Rehearser, command: Command, a: Architecture) -> list[Fit]
     possible = [c for c in ranked if c.estimate <= ESTIMATE_OFF * usable]
     if not possible:
         raise BadInput(
-            f"None of the {len(ranked)} layouts of this model on {command.gpus} GPUs may fit: use "
-            "more or larger GPUs, or a shorter --seq-length."
+            f"No layout of this model fits on {command.gpus} GPUs; {len(ranked)} were "
+            "estimated. Use more or larger GPUs, or a shorter --seq-length."
         )
     tried: list[Fit] = []
     for candidate in possible[:TRIED]:

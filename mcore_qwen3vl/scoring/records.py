@@ -40,7 +40,7 @@ def line_starts(data: Path) -> tuple[np.ndarray, np.ndarray]:
         BadInput: `data` is no JSONL file, or is empty.
     """
     if data.suffix != ".jsonl":
-        raise BadInput(f"{data} is no .jsonl file: score takes one JSON record a line.")
+        raise BadInput(f"{data} is not a .jsonl file: score reads one JSON record a line.")
     if not data.is_file():
         raise BadInput(f"The data set {data} does not exist; check the path.")
     starts, numbers, end = [], [], 0

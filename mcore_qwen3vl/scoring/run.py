@@ -121,7 +121,7 @@ class _Job:
         if not request.temperature > 0:
             raise BadInput(f"The temperature is {request.temperature:g}: it must be above 0.")
         if request.buffer < 1:
-            raise BadInput(f"--packing-buffer is {request.buffer}; it is at least 1.")
+            raise BadInput(f"--packing-buffer is {request.buffer}; it must be at least 1.")
         load_processor(folder)  # before a rank starts
         starts, lines = line_starts(request.data)
         adapter = None if request.lora is None else read_adapter(request.lora, folder)
@@ -130,7 +130,7 @@ class _Job:
         block = request.buffer * layout.dp
         out = request.out or scores_of(request.data)
         if facts_of(out) in (out, request.data) or out == request.data:
-            raise BadInput(f"--out {out}: name a file that ends with .jsonl, and not the data.")
+            raise BadInput(f"--out {out}: name a file that ends with .jsonl and is not the data.")
         output = Output(out, _settings(request, config, block), block)
         return cls(
             request, architecture, folder, config, multiple, starts, lines, adapter, output, block

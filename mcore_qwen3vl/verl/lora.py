@@ -89,7 +89,7 @@ def _check(given: Mapping[str, Any]) -> None:
         )
     if wrong:
         raise BadInput(
-            "VERL's configuration asks for what Qwen3-VL on Megatron does not support here. "
+            "VERL's configuration asks for options that are not supported with Qwen3-VL. "
             + " ".join(wrong)
         )
 
@@ -117,5 +117,8 @@ def switched_off(models: Sequence[nn.Module]) -> AbstractContextManager[None]:
     """
     chunks = unwrap(models)
     if any(chunk.adapter is None for chunk in chunks):
-        raise BadInput("The reference is to be the base of an adapter: set model.lora.rank.")
+        raise BadInput(
+            "The reference is configured as the base model of an adapter, but there is no "
+            "adapter: set model.lora.rank."
+        )
     return adapter.switched_off([chunk.adapter for chunk in chunks])

@@ -109,9 +109,9 @@ class PolicyModel(Qwen3VLModel):
     def _likelihood(self, labels: Tensor | None) -> Any:
         if not self.losses_in_chunks:
             raise BadInput(
-                "use_fused_kernels computes log-probabilities a chunk of logits at a time, which "
-                "an adapter on lm_head does without: leave lm_head out of LoRA's targets, or set "
-                "use_fused_kernels=False."
+                "use_fused_kernels computes log-probabilities in chunks of logits, which an "
+                "adapter on lm_head does not support: leave lm_head out of LoRA's targets, or "
+                "set use_fused_kernels=False."
             )
 
         def process(

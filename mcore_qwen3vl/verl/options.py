@@ -170,6 +170,6 @@ def check(configs: Configs) -> None:
     wrong = [refusal for refusal in REFUSALS if refusal.asked(configs)]
     if wrong:
         raise BadInput(
-            "VERL's configuration asks for what Qwen3-VL on Megatron does not support here. "
+            "VERL's configuration asks for options that are not supported with Qwen3-VL. "
             + " ".join(f"{refusal.option}: {refusal.remedy}" for refusal in wrong)
         )

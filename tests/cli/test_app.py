@@ -173,10 +173,10 @@ def converted(checkpoint, tmp_path_factory):
     [
         ("convert hf-to-mcore MCORE dst", "`mcore-qwen3vl convert mcore-to-hf` makes one of it"),
         ("convert mcore-to-hf HF dst", "`mcore-qwen3vl convert hf-to-mcore` makes one of it"),
-        ("verify roundtrip MCORE", "a Megatron-Core checkpoint, and a Hugging Face one is wanted"),
-        ("verify parity MCORE", "a Megatron-Core checkpoint, and a Hugging Face one is wanted"),
-        ("verify trace MCORE", "a Megatron-Core checkpoint, and a Hugging Face one is wanted"),
-        ("verify trace HF HF", "a Hugging Face checkpoint, and a Megatron-Core one is wanted"),
+        ("verify roundtrip MCORE", "a Megatron-Core checkpoint, but a Hugging Face one is needed"),
+        ("verify parity MCORE", "a Megatron-Core checkpoint, but a Hugging Face one is needed"),
+        ("verify trace MCORE", "a Megatron-Core checkpoint, but a Hugging Face one is needed"),
+        ("verify trace HF HF", "a Hugging Face checkpoint, but a Megatron-Core one is needed"),
     ],
 )
 def test_a_checkpoint_of_the_other_kind(

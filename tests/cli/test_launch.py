@@ -39,7 +39,7 @@ def test_show(capsys: pytest.CaptureFixture[str]) -> None:
         assert run("show", name) == 0
         assert capsys.readouterr().out == (LAUNCH / file).read_text()
     assert run("show", "sft_9b") == 2
-    assert "There is no script sft_9b: it is one of sft_" in capsys.readouterr().err
+    assert "There is no script sft_9b. The scripts are sft_" in capsys.readouterr().err
 
 
 def test_a_copy_runs_where_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -81,7 +81,7 @@ def test_the_command_writes_a_page_that_needs_nothing_else(
 
 def test_a_record_that_is_not_there_or_not_usable(processor: Any, write_jsonl: WriteJsonl) -> None:
     path = write_jsonl([chat(("user", "q"), ("assistant", "")), "{broken"])
-    with pytest.raises(BadInput, match="has 2 records, and no record 3"):
+    with pytest.raises(BadInput, match="has 2 records; there is no record 3"):
         read_sample(path, 3, processor, DataConfig(4096))
     with pytest.raises(CheckFailed, match=r"data.jsonl:1 cannot be used: message 1, an assistant"):
         read_sample(path, 1, processor, DataConfig(4096))

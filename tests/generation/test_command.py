@@ -183,7 +183,7 @@ def test_half_precision(folder: Path) -> None:
         (["mcore", "--prompt", "?", "--cp", "2"], "No such option"),
         (["mcore", "--prompt", "?", "--vpp", "2"], "No such option"),
         (["mcore", "--prompt", "?" * 9000], "4096 positions"),
-        (["mcore", "--prompt", "?", "--top-p", "0.5"], "set temperature"),
+        (["mcore", "--prompt", "?", "--top-p", "0.5"], "set a temperature"),
         (["mcore"], "--prompt"),
     ],
 )
@@ -210,4 +210,4 @@ def test_adapters_and_lora_runs_are_told_from_models(
     assert "is a LoRA adapter: `generate BASE --lora" in capsys.readouterr().err
     for path in (run_of_lora, next(run_of_lora.glob("release"))):
         assert run(str(path), "--prompt", "?") == 2
-        assert "is a LoRA run, whose checkpoints hold no base weights" in capsys.readouterr().err
+        assert "is a LoRA run, and its checkpoints hold no base weights" in capsys.readouterr().err

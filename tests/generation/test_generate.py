@@ -124,7 +124,7 @@ def test_the_model_is_afterwards_as_it_was() -> None:
         ({"temperature": -1.0}, "temperature"),
         ({"temperature": 1.0, "top_p": 0.0}, "top_p"),
         ({"temperature": 1.0, "top_k": -1}, "top_k"),
-        ({"top_p": 0.5}, "set temperature"),
+        ({"top_p": 0.5}, "set a temperature"),
     ],
 )
 def test_sampling_values_out_of_range(options: dict[str, Any], message: str) -> None:

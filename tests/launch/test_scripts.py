@@ -206,7 +206,7 @@ def test_nodes_off_slurm() -> None:
         ("sft_8b", ("--tensor-model-parallel-size", "16"), {}, "cannot be divided by TP 16"),
         ("sft_30b_a3b", ("--expert-model-parallel-size", "32"), {}, "divided by EP 32 x ETP 1"),
         ("sft_235b_a22b", (), {"NODES": "3"}, "divided by TP 4 x PP 8 x CP 2 = 64"),
-        ("sft_8b", (), {"NODES": "four"}, "'four' is no number"),
+        ("sft_8b", (), {"NODES": "four"}, "'four' is not a number"),
     ],
 )  # fmt: skip
 def test_ranks_that_cannot_be_divided_are_refused(

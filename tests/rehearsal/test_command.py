@@ -58,7 +58,7 @@ def test_gpus_change_the_data_parallel_size_and_a_model_can_be_named() -> None:
     ("words", "gpus", "message"),
     [
         (["--hf-model", "x"], None, "Say how many GPUs"),
-        (["--lr", "1"], 8, "No model: give --hf-model"),
+        (["--lr", "1"], 8, "No model is named: give --hf-model"),
         (["launch/none.sh"], None, "There is no script launch/none.sh"),
         ([str(LAUNCH / "common.sh")], None, "does not print a torchrun command"),
         ([str(LAUNCH / "sft_2b.sh")], 0, "--gpus is 0"),
@@ -88,7 +88,7 @@ def test_roles_are_the_stages_that_differ() -> None:
         ("last stage, 2 virtual", 112, 1),
     ]
     assert [r.stage for r in roles_of(script, BIG, ("first", "last"))] == [0, 7]
-    with pytest.raises(BadInput, match="end is none of all, first"):
+    with pytest.raises(BadInput, match="end is not one of all, first"):
         roles_of(script, BIG, ("end",))
 
 
@@ -127,7 +127,7 @@ def test_virtual_stages_want_a_number_of_micro_batches_that_goes_round() -> None
         *("--hf-model", str(SHAPES / "4b.json"), "--pipeline-model-parallel-size", "4"),
         *("--num-virtual-stages-per-pipeline-rank", "3", "--global-batch-size", "10"),
     )
-    with pytest.raises(BadInput, match="every 4 micro-batches, of which there are 10"):
+    with pytest.raises(BadInput, match=r"every 4 micro-batches\. There are 10"):
         checked(Command(flags, 4))
     turns = (*flags, "--microbatch-group-size-per-virtual-pipeline-stage")
     checked(Command((*turns, "5"), 4))

@@ -105,7 +105,7 @@ def test_what_does_not_fit_says_what_would(command: Command, config: Path) -> No
     [
         (("--gpus", 3, "--tensor-model-parallel-size", 2, "--sequence-parallel"), "world size"),
         (("--gpus", 2, "--tensor-model-parallel-size", 16), "attention heads cannot be divided"),
-        (("--gpus", 4, "--global-batch-size", 6), "is no multiple of the 4 rows"),
+        (("--gpus", 4, "--global-batch-size", 6), "is not a multiple of the 4 rows"),
         (("--gpus", 1, "--gpu", "v100"), "v100 is not known"),
         (("--gpus", 1, "--seq-lenght", 512), "Did you mean --seq-length"),
         (("--gpus", 1, "--data-path", "nothing.jsonl"), "has no tokenizer"),

@@ -109,7 +109,7 @@ def test_a_page_of_one_rehearsal_is_refused_for_several(
     with pytest.raises(SystemExit) as left:
         main(["rehearse", "--fit", "--gpus", "8", "--report", str(page), str(SCRIPT)])
     assert left.value.code == 2
-    assert "--report writes a page of one" in " ".join(capsys.readouterr().err.split())
+    assert "--report writes a page about one" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.slow  # several rehearsals

@@ -314,7 +314,7 @@ def test_what_is_refused(dense: Path, folder: Path, tmp_path: Path, capfd: Any) 
 
     out.write_text("")
     assert "exists: pass --force" in said(data, "--out", out)
-    assert "no .jsonl file" in said(folder / "0.png")
+    assert "not a .jsonl file" in said(folder / "0.png")
     assert "must be above 0" in said(data, "--temperature", 0, "--out", tmp_path / "x.jsonl")
     assert "not a multiple of 4" in said(data, "--cp", 2, "--seq-length", 510, "--out", out,
                                          "--force")  # fmt: skip
@@ -336,7 +336,7 @@ def test_references_are_checked(dense: Path, tmp_path: Path) -> None:
     data = tmp_path / "pairs.jsonl"
     shared = [{"role": "user", "content": "Which?"}]
     data.write_text(json.dumps({"messages": shared, "chosen": "This.", "rejected": "That!"}) + "\n")
-    with pytest.raises(BadInput, match="does not exist: the reference's log-probabilities"):
+    with pytest.raises(BadInput, match="Compute the reference's log-probabilities"):
         References.beside(data)
     score(Request(dense, data, temperature=0.7), on_cpu=True)
     with pytest.raises(BadInput, match="a reference needs 1"):
@@ -349,5 +349,5 @@ def test_references_are_checked(dense: Path, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"pairs\.jsonl:1 has other tokens"):
         found.check(0, tokens, tokens)
     data.write_text(data.read_text() + "\n")
-    with pytest.raises(BadInput, match="is of other data"):
+    with pytest.raises(BadInput, match="was made from other data"):
         References.beside(data)

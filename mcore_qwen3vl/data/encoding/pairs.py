@@ -97,7 +97,9 @@ class PairTaskEncoder(Qwen3VLTaskEncoder):
         with self.guard.skipping(sample):
             plans = plan_each(self.preparation, sample)
             if len(plans) == 1:
-                raise BadSample("it is no preference record: --loss dpo needs chosen and rejected.")
+                raise BadSample(
+                    "it is not a preference record: --loss dpo needs chosen and rejected."
+                )
             chosen, rejected = plans
             check_length(self.config, plans)
             found = self._references_of(sample)

@@ -66,8 +66,9 @@ def load_sources(
     for source, (leaves, inner) in zip(sources, loaded, strict=True):
         if inner not in (DatasetBlendMode.NONE, mode):
             raise BadInput(
-                f"{source.path} blends by {inner.value}, and the whole by {mode.value}: energon "
-                "mixes no two of these. Give it and the others weights, or all of them epochs."
+                f"{source.path} blends by {inner.value}, but the other data sets by "
+                f"{mode.value}, and energon cannot mix the two. Give all of them weights, or "
+                "all of them epochs."
             )
         for leaf in leaves:
             if epochs:

@@ -44,9 +44,9 @@ def ensure_index(path: Path) -> Path:
         return _ensure(path)
     if path.suffix not in (".yaml", ".yml") and not is_table(path):
         raise BadInput(
-            f"{path} is no data set: a .jsonl, .json or .parquet file, a folder of WebDataset "
-            ".tar files or Parquet shards, a Hugging Face dataset on disk, or a .yaml of one of "
-            "these is needed."
+            f"{path} is not a data set. Name a .jsonl, .json or .parquet file, a folder of "
+            "WebDataset .tar files or Parquet shards, a Hugging Face dataset on disk, or a "
+            ".yaml of these."
         )
     return path
 

@@ -127,8 +127,9 @@ def _elements(file: BinaryIO, path: Path) -> Iterator[tuple[int, int]]:
                 line = _line_of(path, base + _skip(text, min(place + 1, len(text))))
                 reason = getattr(error, "msg", error)
                 raise BadInput(
-                    f"{path} is no JSON array: record {count + 1}, from line {line}: {reason}. "
-                    "Write it again, or one record a line (.jsonl), where a broken one is skipped."
+                    f"{path} is not a valid JSON array: record {count + 1}, from line {line}: "
+                    f"{reason}. Write the file again, or write one record a line (.jsonl), "
+                    "where a broken record is skipped."
                 ) from error
             text, base, place = text[place:] + more, base + place, 0
             continue

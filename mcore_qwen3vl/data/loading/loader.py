@@ -157,9 +157,9 @@ class Loader(Iterator[Batch]):
         if not all(dealt):
             named = ", ".join(str(source.path) for source in sources)
             raise BadInput(
-                f"The data of {named} is fewer samples than the {dp_size} data-parallel "
-                f"ranks with {max(num_workers, 1)} data workers each. Lower --num-workers or the "
-                "data-parallel size, or add data."
+                f"{named}: fewer samples than data workers ({dp_size} data-parallel ranks x "
+                f"{max(num_workers, 1)} workers). Lower --num-workers or the data-parallel "
+                "size, or add data."
             )
         self._loader = get_savable_loader(
             dataset,

@@ -81,7 +81,10 @@ def _source(entry: Any, where: str, file: Path) -> Source:
     if values.get("format") is not None:
         _check_format(values["format"], where)
     if "preprocess" in values and "format" in values:
-        raise BadInput(f"{where} has both preprocess and format; the hook's records tell theirs.")
+        raise BadInput(
+            f"{where} has both preprocess and format; keep one of them. The format of the "
+            "hook's records is told by their keys."
+        )
     here = file.absolute().parent
     return Source(
         path=here / values["path"],
@@ -102,7 +105,7 @@ def _number(hint: Any) -> type:
 
 def _checked(value: Any, kind: type | None, where: str, key: str, known: Mapping[str, type]) -> Any:
     if kind is None:
-        raise BadInput(f"{where}: unknown key {key!r}; there are {', '.join(known)}.")
+        raise BadInput(f"{where}: unknown key {key!r}; the known keys are {', '.join(known)}.")
     accepted = (int, float) if kind is float else (kind,)
     if not isinstance(value, accepted) or isinstance(value, bool):
         raise BadInput(f"{where}: {key} is {value!r:.60}; {kind.__name__} is needed.")
@@ -116,4 +119,4 @@ def _check_format(name: str, where: str) -> None:
 
     names = [one.name for one in FORMATS]
     if name not in names:
-        raise BadInput(f"{where}: format is {name!r}; there are {', '.join(names)}.")
+        raise BadInput(f"{where}: format is {name!r}; the formats are {', '.join(names)}.")

@@ -45,8 +45,8 @@ def parse_sources(words: Sequence[str], preprocess: str | None = None) -> list[S
         ]
     if len({source.epochs is None for source in sources}) > 1:
         raise BadInput(
-            "Some data sets have epochs and some have weights: give all of them the same of the "
-            "two. An epoch is of everything together, and weights have none."
+            "Some data sets have epochs and some have weights. Give all of them epochs, or all "
+            "of them weights."
         )
     if preprocess is None:
         return sources

@@ -112,10 +112,10 @@ def redistribute(states: list[dict[str, Any]], world_size: int) -> list[dict[str
     total = workers * len(states)
     if workers == 0 or total % world_size:
         raise BadInput(
-            f"The data state was saved by {len(states)} data-parallel ranks with {workers} worker "
-            f"processes each and cannot be dealt out to {world_size} ranks: their number in all "
-            "must stay, and each must have at least one. Resume with a data-parallel size that "
-            "divides it, or start the data from the beginning."
+            f"The data state was saved by {len(states)} data-parallel ranks with {workers} "
+            f"worker processes each and cannot be divided over {world_size} ranks: the total "
+            "number of workers must stay the same, with at least one for each rank. Resume "
+            "with a data-parallel size that divides it, or start the data from the beginning."
         )
     per_rank = total // world_size
     streams = [worker for s in states for worker in _worker_states(s)]

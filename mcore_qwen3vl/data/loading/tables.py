@@ -152,7 +152,7 @@ def _files(path: Path, split: str) -> list[Path]:
         if not chosen and split == "train":
             chosen = names if len(names) == 1 else []
         if not chosen:
-            raise BadInput(f"{path} has the splits {', '.join(names)}, and none for {split}.")
+            raise BadInput(f"{path} has the splits {', '.join(names)}, but none for {split}.")
         return _files(path / chosen[0], split)
     if (path / _STATE).exists():
         state = json.loads((path / _STATE).read_text(encoding="utf-8"))
@@ -163,7 +163,7 @@ def _files(path: Path, split: str) -> list[Path]:
         return files
     chosen_files = [file for file in files if named[file] == split]
     if not chosen_files:
-        raise BadInput(f"{path} has Parquet files of other splits, and none for {split}.")
+        raise BadInput(f"{path} has Parquet files of other splits, but none for {split}.")
     return chosen_files
 
 

@@ -51,7 +51,7 @@ class Media:
         try:
             # Opening a pipe would wait for a writer, and a device may have no end.
             if not stat.S_ISREG(self.content.stat().st_mode):
-                raise BadSample(f"{self.kind} {self.content} is no regular file.")
+                raise BadSample(f"{self.kind} {self.content} is not a regular file.")
             return self.content.open("rb")
         except OSError as error:
             raise BadSample(f"{self.kind} {self.content}: {error.strerror}.") from error
@@ -112,7 +112,7 @@ def _decoded(kind: Kind, encoded: str) -> bytes:
     except (binascii.Error, ValueError):
         content = b""
     if not content:
-        raise BadSample(f"{kind} {_shown(encoded)} is no valid base64.")
+        raise BadSample(f"{kind} {_shown(encoded)} is not valid base64.")
     return content
 
 

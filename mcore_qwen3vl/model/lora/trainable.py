@@ -38,9 +38,9 @@ def whole(chunk: Qwen3VLModel, saved: Collection[str]) -> Iterator[str]:
             continue
         if alone := sorted(sources - names):
             raise BadInput(
-                f"{', '.join(sorted(sources & names))} cannot train whole without "
-                f"{', '.join(alone)}, with which Megatron holds it in one weight: name all of "
-                "them, or give it an adapter."
+                f"Megatron holds {', '.join(sorted(sources & names))} in one weight with "
+                f"{', '.join(alone)}, so they train whole together or not at all: name all of "
+                "them, or give them an adapter."
             )
         yield re.escape(global_name(chunk, parameter)) + "$"
 

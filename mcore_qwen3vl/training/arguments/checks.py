@@ -28,16 +28,17 @@ def check(args: argparse.Namespace, architecture: Architecture) -> None:
         )
     if args.fp32 and (args.bf16 or args.fp16):
         raise BadInput(
-            f"--fp32 and {'--bf16' if args.bf16 else '--fp16'} are two answers: leave one out."
+            f"--fp32 and {'--bf16' if args.bf16 else '--fp16'} contradict each other: leave one "
+            "out."
         )
     if args.balance and not args.packing:
-        raise BadInput("--balance levels the work of packs: add --packing, or leave it out.")
+        raise BadInput("--balance needs packing: add --packing, or leave --balance out.")
     if args.eval_iters and not args.valid_data_path:
         raise BadInput("--eval-iters is set without --valid-data-path: say what to evaluate on.")
     if args.full_validation:
         raise BadInput(
-            "--full-validation needs data with an end, and the stream of validation has none: "
-            "say how many batches to evaluate on with --eval-iters N."
+            "--full-validation is not supported, because the stream of validation data has no "
+            "end: say how many batches to evaluate on with --eval-iters N."
         )
     _check_best(args)
     if args.save_hf_interval is not None and args.save_hf is None:
@@ -102,7 +103,7 @@ def _check_uncompiled(args: argparse.Namespace) -> None:
     named = [flag for flag, value in compiled.items() if value]
     if named:
         raise BadInput(
-            f"{', '.join(named)}: Triton makes these kernels with a C compiler, and there is none "
+            f"{', '.join(named)} needs a C compiler for Triton's kernels, and none was found "
             "(CC, gcc, clang): install one, or leave the flag out."
         )
 

@@ -17,38 +17,38 @@ _SET_ELSEWHERE = (
 _DECIDED_LATER = ("balance",)  # unless given: by the other flags
 _OF_CHECKPOINT = "default: the checkpoint's processor's"
 TEXTS = {
-    "packing": "several samples to a sequence (THD); default: one sample a row, padded",
+    "packing": "put several samples into a sequence (THD); default: one sample a row, padded",
     "pad_to_longest": "without --packing: pad to the batch's longest row; default: to --seq-length",
-    "overlong": "samples longer than --seq-length: leave out, or cut their tail",
-    "packing_buffer": "samples among which the packer chooses; with --balance, for each "
+    "overlong": "samples longer than --seq-length are left out, or their tail is cut",
+    "packing_buffer": "number of samples among which the packer chooses; with --balance, for each "
     "data-parallel rank",
-    "balance": "with --packing: packs of equal work for all data-parallel ranks at a time; "
-    "measures every sample once, before training; default: with --packing, but for --loss dpo, "
-    "where each rank packs its own part by length",
+    "balance": "make packs of equal work for all data-parallel ranks; measures every sample once, "
+    "before training; default: with --packing, except for --loss dpo, where each rank packs its "
+    "own part by length",
     "shuffle": "read the samples in their order; default: shuffled",
-    "shuffle_buffer": "samples among which the next is drawn",
+    "shuffle_buffer": "number of samples among which the next is drawn",
     "max_bad_fraction": "stop when more than this share of the data set is bad",
-    "bad_fraction_floor": "smallest number of records that --max-bad-fraction is a share of: a few "
+    "bad_fraction_floor": "count at least this many records for --max-bad-fraction, so that a few "
     "bad ones at the start do not stop the run",
-    "max_sample_seconds": "a sample whose hook, template or decoding takes longer is bad, so "
-    "that no rank waits longer for it; 0: however long",
+    "max_sample_seconds": "skip a sample as bad if its hook, template or decoding takes longer; "
+    "0: no limit",
     "trust_data": "run the Python code that an energon metadataset or a WebDataset names; default: "
     "such data sets are refused",
     "document_end": "token text that ends a pretraining document; default: the tokenizer's pad "
     "token",
-    "image_min_pixels": f"of an image, after resizing; {_OF_CHECKPOINT}",
-    "image_max_pixels": f"of an image, after resizing; {_OF_CHECKPOINT}",
-    "image_max_tokens": "of an image; with --image-max-pixels, the smaller holds; default: none",
-    "video_min_pixels": f"of a whole clip, after resizing; {_OF_CHECKPOINT}",
-    "video_max_pixels": f"of a whole clip, after resizing; {_OF_CHECKPOINT}",
-    "video_max_tokens": "of a whole clip; with --video-max-pixels, the smaller holds; default: "
-    "none",
-    "video_fps": f"frames a second to sample; {_OF_CHECKPOINT}",
-    "video_max_frames": f"frames of a clip to sample; {_OF_CHECKPOINT}",
+    "image_min_pixels": f"fewest pixels of an image, after resizing; {_OF_CHECKPOINT}",
+    "image_max_pixels": f"most pixels of an image, after resizing; {_OF_CHECKPOINT}",
+    "image_max_tokens": "most tokens of an image; the smaller of this and --image-max-pixels holds",
+    "video_min_pixels": f"fewest pixels of a whole clip, after resizing; {_OF_CHECKPOINT}",
+    "video_max_pixels": f"most pixels of a whole clip, after resizing; {_OF_CHECKPOINT}",
+    "video_max_tokens": "most tokens of a whole clip; the smaller of this and --video-max-pixels "
+    "holds",
+    "video_fps": f"number of frames to sample from a second; {_OF_CHECKPOINT}",
+    "video_max_frames": f"most frames to sample from a clip; {_OF_CHECKPOINT}",
 }
 PREPROCESS = (
-    "from a record of any shape to one of ours, for data sets that name no function of their own; "
-    "or the name of an entry point; default: records are of a known format"
+    "function, or name of an entry point, that turns a record of any shape into one of a known "
+    "format; for data sets that name no function of their own"
 )
 
 

@@ -74,8 +74,8 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--fp32",
         action="store_true",
-        help="Weights and computation in float32, as with --cpu; on GPUs it is --bf16 that is the "
-        "default, since fused attention is for half precision only.",
+        help="Weights and computation in float32, the default with --cpu. On GPUs the default is "
+        "--bf16, because fused attention needs half precision.",
     )
 
 
@@ -109,7 +109,7 @@ def _add_training_arguments(group: argparse._ArgumentGroup) -> None:
         "--keep-activations",
         action="store_true",
         help="keep the outputs of the decoder's norms, SwiGLU and rotary embedding for the "
-        "backward pass, which otherwise makes them again: more memory, a little less to compute "
+        "backward pass instead of recomputing them: more memory, a little less compute "
         "(always where activations are offloaded)",
     )
     group.add_argument(
@@ -136,12 +136,14 @@ def _add_training_arguments(group: argparse._ArgumentGroup) -> None:
         "--log-json", metavar="FILE", help="append each logged iteration's numbers, unrounded"
     )
     group.add_argument(
-        "--verbose", action="store_true", help="all that Megatron prints, instead of a progress bar"
+        "--verbose",
+        action="store_true",
+        help="show all that Megatron prints, instead of a progress bar",
     )
     group.add_argument(
         "--peak-tflops",
         type=float,
-        help="of one device, for MFU; known by itself for A100, H100, H200, B200",
+        help="peak of one device, for the MFU; A100, H100, H200 and B200 are known",
     )
     group.add_argument(
         "--early-stop-patience",
@@ -291,7 +293,7 @@ def _train_data_path(argv: Sequence[str]) -> list[str]:
 def _spec(value: list[str] | None, cpu: bool) -> str:
     spec = (value or ["torch" if cpu else "te"])[0]
     if spec not in SPECS:
-        raise BadInput(f"--spec is {spec}; it is one of {', '.join(SPECS)}.")
+        raise BadInput(f"--spec is {spec}; it must be one of {', '.join(SPECS)}.")
     if cpu and spec == "te":
         raise BadInput("--spec te needs Transformer Engine on CUDA; with --cpu leave it out.")
     return spec

@@ -53,9 +53,9 @@ def explained_save(directory: str, iteration: int) -> Iterator[None]:
             else f"The checkpoint of step {whole} is whole"
         )
         raise BadInput(
-            f"Step {iteration} could not be saved to {directory}: {reason}. {left}. Make room, or "
-            "move the directory to another disk and name that: the same command goes on "
-            f"{'from the beginning' if whole is None else 'from there'}."
+            f"Step {iteration} could not be saved to {directory}: {reason}. {left}. Make room, "
+            "or move the directory to another disk and name it with --save. The same command "
+            f"then continues {'from the beginning' if whole is None else 'from there'}."
         ) from error
 
 

@@ -106,11 +106,12 @@ def check_state_of_weights(optimizer: Any, directory: str) -> None:
     differing, total = counts.tolist()
     if differing:
         raise BadInput(
-            f"The optimizer's state in {directory} belongs to other weights: {differing} of "
-            f"{total} float32 weights are not what the model's are rounded from. Earlier versions "
-            "saved it so, through an error in Megatron, where --overlap-grad-reduce divided the "
-            "gradients into buckets that needed padding (data-parallel sizes that are no power of "
-            "two). The model's weights are right: go on from them with --no-load-optim."
+            f"The optimizer's state in {directory} does not belong to the model's weights: "
+            f"{differing} of {total} float32 weights do not round to them. Earlier versions "
+            "saved such states because of an error in Megatron, when --overlap-grad-reduce "
+            "divided the gradients into buckets that needed padding (data-parallel sizes that "
+            "are not a power of two). The model's weights are right: continue from them with "
+            "--no-load-optim."
         )
 
 

@@ -84,8 +84,8 @@ class Base:
         theirs: Identity = json.loads(file.read_text(encoding="utf-8"))
         if theirs["dtype"] == mine["dtype"] and theirs["sum"] != mine["sum"]:
             raise BadInput(
-                f"{folder.parent} was trained beside the weights of {theirs['path']}, and those of "
-                f"{mine['path']} are others: give the same base, or choose another --save."
+                f"{folder.parent} was trained with the base weights of {theirs['path']}, and "
+                f"{mine['path']} has others: give the same base, or choose another --save."
             )
 
     @torch.no_grad()

@@ -42,12 +42,12 @@ def add_lora_arguments(group: argparse._ArgumentGroup) -> None:
         "--lora-config", metavar="FILE", help="take all of this from an adapter_config.json"
     )
     group.add_argument(
-        "--lora-init", metavar="ADAPTER", help="go on from this PEFT adapter, with its config"
+        "--lora-init", metavar="ADAPTER", help="continue from this PEFT adapter, with its config"
     )
     group.add_argument(
         "--lora-alpha", type=float, help="updates are scaled by alpha / rank; default 2 * rank"
     )
-    group.add_argument("--lora-dropout", type=float, help="on the input of A; default 0")
+    group.add_argument("--lora-dropout", type=float, help="dropout on the input of A; default 0")
     group.add_argument(
         "--lora-rslora", action="store_true", help="scale by alpha / sqrt(rank) instead"
     )
@@ -117,7 +117,7 @@ def adapter_config(args: argparse.Namespace, architecture: Architecture) -> Adap
     one = "lora_config" if args.lora_config else "lora_init"
     others = [name for name in (*_ASKING, *_DETAILS) if name != one and getattr(args, name)]
     if others:
-        raise BadInput(f"--{one.replace('_', '-')} decides everything: drop {_flags(others)}.")
+        raise BadInput(f"--{one.replace('_', '-')} decides this already: drop {_flags(others)}.")
     config = AdapterConfig.from_file(Path(source))
     init = config.raw.get("init_lora_weights", True)
     if args.lora_config and init is not True:
@@ -150,7 +150,7 @@ def _from_flags(args: argparse.Namespace, architecture: Architecture) -> Adapter
         raise BadInput(f"--lora-rank is {rank}; ranks start at 1.")
     dropout = args.lora_dropout or 0.0
     if not 0 <= dropout < 1:
-        raise BadInput(f"--lora-dropout is {dropout:g}; it is a probability below 1.")
+        raise BadInput(f"--lora-dropout is {dropout:g}; it must be a probability below 1.")
     names = tuple(args.lora_target or ["language"])
     modules, parameters = _targets(names, architecture)
     config = AdapterConfig(
@@ -174,8 +174,8 @@ def _targets(
     if presets:
         if len(names) > 1:
             raise BadInput(
-                f"--lora-target {' '.join(names)}: {presets[0]} stands alone. For it and more, "
-                "write PEFT's names or a --lora-config."
+                f"--lora-target {' '.join(names)}: {presets[0]} cannot be combined with other "
+                "names. Write all names as PEFT has them, or use --lora-config."
             )
         return preset(presets[0], architecture)
     if len(names) == 1 and (names[0] == "all-linear" or not _PLAIN.fullmatch(names[0])):

@@ -29,7 +29,7 @@ def add_preference_arguments(group: argparse._ArgumentGroup) -> None:
         help=f"cost of deviating from the reference; default {default.beta}",
     )
     group.add_argument(
-        "--dpo-loss", choices=get_args(Kind), help=f"of a pair; default {default.kind}"
+        "--dpo-loss", choices=get_args(Kind), help=f"loss of a pair; default {default.kind}"
     )
     group.add_argument(
         "--dpo-label-smoothing",

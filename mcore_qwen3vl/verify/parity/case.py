@@ -70,8 +70,8 @@ class Case:
         for batch in batches:
             if self.spec == "te" and batch.padded_left:
                 raise BadInput(
-                    f"The te spec takes padding on the right only, and the batch {batch.name} has "
-                    "it on the left: leave that batch out, or use the torch spec."
+                    f"The te spec accepts padding on the right only, and the batch {batch.name} "
+                    "is padded on the left: leave that batch out, or use the torch spec."
                 )
             per_rank = len(batch.of_rank(0, self.layout.dp))
             if self.layout.vpp > 1 and per_rank % self.layout.pp:

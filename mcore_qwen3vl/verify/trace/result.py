@@ -63,7 +63,7 @@ class Trace(Report):
         if self.first is None:
             return super().verdict
         cause = f" Likely cause: {self.cause.kind}. {self.cause.explanation}" if self.cause else ""
-        return f"The models part at {self.first.name} ({self.first.part}).{cause}"
+        return f"The models differ first at {self.first.name} ({self.first.part}).{cause}"
 
     @property
     def notes(self) -> dict[str, str]:

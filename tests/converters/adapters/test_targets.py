@@ -78,7 +78,7 @@ def test_presets(config: dict[str, Any]) -> None:
     }
     left = {name for name in matrices - everything if not name.endswith("mlp.gate.weight")}
     assert left == {"lm_head.weight"}
-    with pytest.raises(BadInput, match="none of language, language-aligner, all"):
+    with pytest.raises(BadInput, match="not one of language, language-aligner, all"):
         preset("vision", architecture)
 
 

@@ -93,7 +93,7 @@ def test_offline_and_not_in_the_cache(cache: Path, capsys: pytest.CaptureFixture
     for name in ("Owner/Another", f"{REPO}@v3"):
         assert code("inspect", name) == 2
         message = capsys.readouterr().err.replace("\n", " ")
-        assert "is no local path" in message
+        assert "is not a local path" in message
         assert "HF_HUB_OFFLINE is set" in message
         assert "hf download" in message
 
@@ -106,9 +106,9 @@ def test_no_network(tmp_path: Path) -> None:
     found = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
     assert found.returncode == 2
     assert found.stderr == (
-        f"error: {REPO} is no local path, and as a Hugging Face hub id: the hub cannot be reached, "
-        f"and the cache {tmp_path} does not hold all of it. Run `hf download {REPO}` where the hub "
-        "can be reached.\n"
+        f"error: {REPO} is not a local path, and as a Hugging Face hub id: the hub cannot be "
+        f"reached, and the cache {tmp_path} does not hold all of it. Run `hf download {REPO}` "
+        "where the hub can be reached.\n"
     )
 
 

@@ -274,11 +274,14 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "static activations": (config(activation_scheme="static"), "activation_scheme 'static'"),
     "e5m2": (config(fmt="e5m2"), "fmt 'e5m2'"),
     "powers of two": (config(scale_fmt="ue8m0"), "scale_fmt 'ue8m0'"),
-    "modules to skip": (config(ignored_layers="lm_head"), "ignored_layers .* is no list"),
-    "not an object": (lambda p: edit_config(p, quantization_config=[1]), "one of no use"),
+    "modules to skip": (config(ignored_layers="lm_head"), "ignored_layers .* is not a list"),
+    "not an object": (
+        lambda p: edit_config(p, quantization_config=[1]),
+        "one that is not an object",
+    ),
     "in the text config": (
         lambda p: edit_config(p, text_config__quantization_config={"quant_method": "hqq"}),
-        "more than one quantization_config",
+        "several quantization_config",
     ),
     "not declared": (
         lambda p: edit_config(p, quantization_config=None),

@@ -185,7 +185,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     ),
     "other shape": (
         lambda c: c["model"].update({QKV: torch.ones(10, 48)}),
-        "other ranks or layers make it",
+        "other ranks or layers have",
     ),
     "norm lost": (
         lambda c: c["model"].pop("decoder.layers.1.pre_mlp_layernorm.weight"),
@@ -203,7 +203,7 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no arguments": (lambda c: c.pop("args"), "holds no arguments"),
     "other layout": (
         lambda c: setattr(c["args"], "pipeline_model_parallel_size", 1),
-        "not how its folder is named",
+        "the name of its folder says another layout",
     ),
     "several writers": (
         lambda c: setattr(c["args"], "expert_tensor_parallel_size", 3),

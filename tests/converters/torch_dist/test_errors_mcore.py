@@ -91,7 +91,7 @@ MCORE_DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     "other backend": (
         lambda p: (p / "release" / "metadata.json").write_text('{"sharded_backend": "zarr"}'),
-        r"format is 'zarr', version 1; torch_dist is read",
+        r"format is 'zarr', version 1; only torch_dist, version 1, can be read",
     ),
     "no backend": (
         lambda p: (p / "release" / "metadata.json").unlink(),

@@ -255,5 +255,5 @@ def test_metadata_must_not_reach_outside(tmp_path: Path) -> None:
     index = example_index()
     index.objects["x"] = FileRange("../../etc/passwd", 0, 10)
     (tmp_path / ".metadata").write_bytes(metadata.dumps(index))
-    with pytest.raises(BadInput, match="no plain file name in the same directory"):
+    with pytest.raises(BadInput, match="not a plain file name in the same directory"):
         metadata.read(tmp_path)

@@ -288,9 +288,9 @@ def test_broken_files_and_missing_splits_are_refused(
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 no more PAR1")
     with pytest.raises(BadInput, match=r"broken\.parquet cannot be read as a table"):
         loader(tmp_path / "broken.parquet")
-    with pytest.raises(BadInput, match="splits test, train, and none for val"):
+    with pytest.raises(BadInput, match="splits test, train, but none for val"):
         loader(written("saved_dict"), split="val")
-    with pytest.raises(BadInput, match="of other splits, and none for test"):
+    with pytest.raises(BadInput, match="of other splits, but none for test"):
         loader(written("shards"), split="test")
     assert len(TableReader(tmp_path / "hub", "val")) == 1
     pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "none.parquet")
@@ -370,12 +370,15 @@ def test_a_mixture_says_everything_of_its_data_sets(
     [
         ("datasets: []", "at least one"),
         ("datasets: [{weight: 1}]", "data set 1 must be an object with a path"),
-        ("datasets: [{path: a, wieght: 1}]", "data set 1: unknown key 'wieght'; there are path"),
+        (
+            "datasets: [{path: a, wieght: 1}]",
+            "data set 1: unknown key 'wieght'; the known keys are path",
+        ),
         ("datasets: [{path: a, weight: much}]", "weight is 'much'; float is needed"),
         ("datasets: [{path: a, weight: 0}]", "weight is 0; it must be above 0"),
         ("datasets: [{path: a}, {path: b, epochs: 2}]", "Some data sets have epochs and some"),
         ("datasets: [{path: a, epochs: 1, weight: 1}]", "has both weight and epochs"),
-        ("datasets: [{path: a, format: csv}]", "format is 'csv'; there are messages"),
+        ("datasets: [{path: a, format: csv}]", "format is 'csv'; the formats are messages"),
         ("datasets: [{path: a, train_on: '('}]", "neither all nor last"),
         ("datasets: [{path: a, preprocess: m:f, format: caption}]", "both preprocess and format"),
         ("datasets: [{path: a, max_samples: 1.5}]", "max_samples is 1.5; int is needed"),

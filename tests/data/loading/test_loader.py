@@ -207,7 +207,7 @@ def test_states_that_do_not_fit_are_refused(make: MakeLoader, records: Path) -> 
     ]
     with pytest.raises(BadInput, match="rank 1 of 2 with 1 workers, but this is rank 0"):
         make(records, dp_size=2, num_workers=1).load_state_dict(states[1])
-    with pytest.raises(BadInput, match="cannot be dealt out to 4 ranks"):
+    with pytest.raises(BadInput, match="cannot be divided over 4 ranks"):
         redistribute(states, 4)
     with pytest.raises(BadInput, match="all 2 data-parallel ranks"):
         redistribute(states[:1], 1)
@@ -408,7 +408,7 @@ def test_blank_lines_are_no_samples(make: MakeLoader, tmp_path: Path) -> None:
     [
         ("gone.jsonl", None, "does not exist"),
         ("empty.jsonl", "\n \n", "is empty"),
-        ("data.txt", "x", "is no data set"),
+        ("data.txt", "x", "is not a data set"),
     ],
 )
 def test_unusable_paths_are_refused(
@@ -496,7 +496,7 @@ def test_workers_hand_over_batches_below_a_temporary_folder_of_a_long_name(
 def test_more_workers_than_samples_are_refused(make: MakeLoader, write_jsonl: WriteJsonl) -> None:
     path = write_jsonl([question(i, image=False) for i in range(3)])
     make(path, dp_rank=0, dp_size=2, num_workers=2)
-    with pytest.raises(BadInput, match="fewer samples than the 2"):
+    with pytest.raises(BadInput, match=r"fewer samples than data workers \(2 data-parallel"):
         make(path, dp_rank=1, dp_size=2, num_workers=2)
 
 

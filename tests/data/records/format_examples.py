@@ -327,7 +327,7 @@ MALFORMED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"caption": ["a"]}, "must be text"),
         ({"caption": "a", "image": "media/none.png"}, "media/none.png: No such file"),
         ({"caption": "a", "image": 5}, "reference is 5"),
-        ({"caption": "a", "image": "data:image/png;base64,!"}, "no valid base64"),
+        ({"caption": "a", "image": "data:image/png;base64,!"}, "not valid base64"),
         ({"caption": "a", "image": "http://x/y.png"}, "is remote"),
         ({"caption": "a", "image": "media/0.png", "images": ["media/0.png"]}, "both image and"),
         ({"caption": "a", "weight": "heavy"}, "weight is 'heavy'"),

@@ -134,7 +134,7 @@ def test_every_form_of_an_image_loads(reference: Any, tmp_path: Path) -> None:
                 **chat(("user", "<image>"), ("assistant", "a")),
                 "images": ["data:image/png;base64,?"],
             },
-            "no valid base64",
+            "not valid base64",
         ),
         ({**chat(("user", "q"), ("assistant", "a")), "weight": -1}, "weight is -1"),
         ({**chat(("user", "q"), ("assistant", "a")), "weight": float("nan")}, "weight is nan"),

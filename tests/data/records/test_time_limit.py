@@ -59,8 +59,8 @@ def test_pipes_and_devices_are_not_opened(
     ]
     report = check_data(write_jsonl(records), processor, DataConfig(seq_length=256))
     assert [flaw.reason.rsplit("/", 1)[-1] for flaw in report.bad] == [
-        "pipe.png is no regular file.",
-        "endless.png is no regular file.",
+        "pipe.png is not a regular file.",
+        "endless.png is not a regular file.",
     ]
 
 

@@ -169,7 +169,7 @@ def refused() -> None:
     chunk = build(Layout())
     with pytest.raises(BadInput, match=r"LoRA on .*q_norm.weight is not supported"):
         attach(chunk, {f"{LAYER}self_attn.q_norm.weight": Target()})
-    with pytest.raises(BadInput, match=r"k_proj.weight cannot train whole without .*q_proj"):
+    with pytest.raises(BadInput, match=r"k_proj.weight in one weight with .*q_proj"):
         list(whole(chunk, [ATTENTION[1]]))
     attach(chunk, {ATTENTION[0]: Target()})
     with pytest.raises(BadInput, match="has an adapter already"):

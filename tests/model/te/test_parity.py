@@ -71,7 +71,7 @@ def test_all_batches_of_the_command(matrix: Matrix) -> None:
 def test_padding_on_the_left_is_refused(matrix: Matrix, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before there are ranks, and by the model where the mask is on the host."""
     row = MatrixRow("dense", "single", ("padded-left",), {"spec": "te"})
-    with pytest.raises(BadInput, match="padded-left has it on the left"):
+    with pytest.raises(BadInput, match="padded-left is padded on the left"):
         matrix.run(row)
     monkeypatch.setattr(Batch, "padded_left", False)
     with pytest.raises(BadInput, match="pad there, or use the torch spec"):

@@ -201,7 +201,9 @@ def test_what_megatron_gathered_wrongly_is_refused(dense: Path, data: Path, tmp_
     run = Job(dense, data, Layout.parse("dp3"), steps=4, batch=3, flags=flags)
     with mock.patch.object(own_parts, "keep_own_parts"):
         whole, save = whole_and_half(run, tmp_path / "gathered")
-    with pytest.raises(BadInput, match=r"belongs to other weights: .* with --no-load-optim"):
+    with pytest.raises(
+        BadInput, match=r"does not belong to the model's weights: .* with --no-load-optim"
+    ):
         train(run, tmp_path / "stop", "--save", str(save))
     weights = train(run, tmp_path / "weights", "--save", str(save), "--no-load-optim")
     assert [entry["iteration"] for entry in weights] == [3, 4]

@@ -49,5 +49,5 @@ def test_other_weights_are_refused(dense: Path, tmp_path: Path) -> None:
     save_identity(tmp_path, identity(dense, None, layout="single"))
     identity(dense, None, tmp_path, layout="dp2")
     other = write_tiny_checkpoint(tmp_path / "other", seed=99)
-    with pytest.raises(BadInput, match="are others: give the same base"):
+    with pytest.raises(BadInput, match="has others: give the same base"):
         identity(other, None, tmp_path, layout="single")

@@ -79,7 +79,7 @@ def test_a_config_file_decides_everything(tmp_path: Path) -> None:
     file = tmp_path / "adapter_config.json"
     file.write_text(made.to_json())
     assert config("--lora-config", str(file)).rank_pattern == {"q_proj": 5}
-    with pytest.raises(BadInput, match=r"--lora-config decides everything: drop --lora-rank"):
+    with pytest.raises(BadInput, match=r"--lora-config decides this already: drop --lora-rank"):
         config("--lora-config", str(file), "--lora-rank", "4")
     file.write_text(json.dumps({**made.to_dict(), "init_lora_weights": "gaussian"}))
     with pytest.raises(BadInput, match="give it with --lora-init"):
@@ -91,7 +91,7 @@ def test_a_config_file_decides_everything(tmp_path: Path) -> None:
     [
         (("--lora-rank", "0"), "ranks start at 1"),
         (("--lora-rank", "4", "--lora-dropout", "1.5"), "a probability below 1"),
-        (("--lora-target", "language", "q_proj"), "language stands alone"),
+        (("--lora-target", "language", "q_proj"), "language cannot be combined"),
         (
             ("--lora-target", "mlp.gate.weight", "--lora-dropout", "0.1"),
             "no dropout for parameters",

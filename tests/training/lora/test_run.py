@@ -161,7 +161,7 @@ def test_a_converted_base_is_the_same_base(
     assert max(difference.loss, difference.grad_norm) <= OTHER_LAYOUT
 
     other = write_tiny_checkpoint(tmp_path_factory.mktemp("other"), seed=99)
-    with pytest.raises(BadInput, match="are others: give the same base"):
+    with pytest.raises(BadInput, match="has others: give the same base"):
         train(replace(job, checkpoint=other), tmp_path / "other", "--save", str(save), *KEEP)
 
 

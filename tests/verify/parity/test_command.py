@@ -63,7 +63,7 @@ def test_the_te_spec_is_given_no_padding_on_the_left(
         run(path, "--spec", "te")
     assert {*named} == {*RECIPES} - {"padded-left"}
     assert run(path, "--spec", "te", "--batches", "text,padded-left") == 2
-    assert "padded-left has it on the left" in capsys.readouterr().err
+    assert "padded-left is padded on the left" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

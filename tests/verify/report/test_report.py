@@ -107,7 +107,7 @@ def test_trace_says_where_and_why() -> None:
     cause = Cause("rotary base", "The angles are those of base 10.", "Base 10 fits.")
     trace = Trace(bad.title, {}, bad.findings, first=bad.findings[1], cause=cause)
     text = read(trace)
-    assert "The models part at model.language_model.layers.1" in text
+    assert "The models differ first at model.language_model.layers.1" in text
     assert "Cause: rotary base" in text
     assert "Base 10 fits." in text
 
