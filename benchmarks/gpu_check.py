@@ -3,9 +3,10 @@
     make gpu-check                     # or: python3 benchmarks/gpu_check.py --out DIR
     make gpu-check ARGS="--shape 4B"   # for the benchmark and the memory, another size
 
-Parts: versions; parity with Hugging Face of both specs, on one GPU and on all; the torch spec's
-experts in half precision, against one product after another; generation; the training-step
-benchmark; the memory of a real run against its rehearsal. Each part is a process with a time limit;
+Parts: versions; parity with Hugging Face of both specs, on one GPU and on several; the torch spec's
+attention kernels and experts in half precision, against float32; generation; the training-step
+benchmark; twenty iterations of the training loop with the scripts' flags, the specs' losses
+compared; the memory of a real run against its rehearsal. Each part is a process with a time limit;
 one that fails is reported and the next one starts. ``report.md`` and ``report.json`` hold what was
 found, and a log a part. Exit code 1 if any part failed.
 """
@@ -14,8 +15,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -24,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -120,12 +124,16 @@ def parts(options: argparse.Namespace) -> Iterator[Part]:
             )
     gpus = count_gpus()
     specs = ["torch", *(["te"] if find_spec("transformer_engine") else [])]
-    for spec in specs:
+    # In float32 where the spec can; Transformer Engine's packed attention is half precision, as is
+    # the torch spec's variable-length kernel.
+    for spec, dtype in [("torch", "fp32"), *((spec, "bf16") for spec in specs)]:
         for name, model in models.items():
-            yield parity(f"{name}, one GPU", model, spec, [])
+            yield parity(f"{name}, one GPU", model, spec, dtype, [])
             if gpus > 1:
                 used = even(gpus)
-                yield parity(f"{name}, {used} GPUs", model, spec, layout(name, used))
+                yield parity(f"{name}, {used} GPUs", model, spec, dtype, layout(name, used))
+    attention = [sys.executable, str(ROOT / "benchmarks" / "attention.py")]
+    yield Part("attention kernels, torch spec, bf16", attention, 180, worst_kernels)
     yield Part("experts, torch spec, bf16", [sys.executable, "-c", EXPERTS], 120, last_json)
     for spec in specs:
         words = ["generate", str(models["dense"]), "--spec", spec, "--prompt", "What is it?"]
@@ -137,6 +145,7 @@ def parts(options: argparse.Namespace) -> Iterator[Part]:
         yield Part(
             f"training step, {side}", [*python(), *words, "--sides", side, *short], 300, benchmark
         )
+    yield from training(options, models, specs, gpus)
     yield from memory(options, gpus)
 
 
@@ -146,9 +155,8 @@ def python() -> list[str]:
     return [sys.executable, *alone]
 
 
-def parity(what: str, model: Path, spec: str, flags: Sequence[str]) -> Part:
-    """In float32 where the spec can; Transformer Engine's packed attention is half precision."""
-    dtype = "fp32" if spec == "torch" else "bf16"
+def parity(what: str, model: Path, spec: str, dtype: str, flags: Sequence[str]) -> Part:
+    """Against Hugging Face on the host."""
     words = ["verify", "parity", str(model), "--device", "cuda", "--spec", spec, "--dtype", dtype]
     command = [*COMMAND, *words, *flags, "--timeout", "200", "--json"]
     return Part(f"parity, {spec} spec, {dtype}, {what}", command, 240, worst_finding)
@@ -164,6 +172,68 @@ def layout(name: str, gpus: int) -> list[str]:
     tp, pp = 2, 1 if gpus == 2 else 2
     ep = ["--ep", "2"] if name == "moe" else []
     return ["--tp", str(tp), "--sp", "--pp", str(pp), "--dp", str(gpus // (tp * pp)), *ep]
+
+
+ITERATIONS = 20
+LOSS_TOLERANCE = 0.02  # of the loss, between the specs, in bf16
+TRAINING = shlex.split(
+    "--bf16 --packing --seq-length 256 --micro-batch-size 1 --use-distributed-optimizer "
+    "--overlap-grad-reduce --overlap-param-gather --adam-beta1 0.9 --adam-beta2 0.95 "
+    "--weight-decay 0.1 --clip-grad 1.0 --lr-decay-style cosine --lr-warmup-fraction 0.03 "
+    "--num-workers 2 --no-check-for-nan-in-loss-and-grad --lr 1e-4 --log-interval 1"
+)
+"""The launch scripts' flags, for a tiny model."""
+
+
+def training(
+    options: argparse.Namespace, models: dict[str, Path], specs: Sequence[str], gpus: int
+) -> Iterator[Part]:
+    """Tiny models through Megatron's loop as the scripts run it; the specs' losses compared."""
+    data = options.out / "tiny-data"
+    if not data.exists():
+        code = "import sys; from benchmarks.gpu_check import tiny_data; tiny_data(sys.argv[1])"
+        yield Part("write data to train on", [sys.executable, "-c", code, str(data)], 120)
+    adapter = ["--lora-rank", "8", "--lora-target", "language"]
+    ways = {"dense": [], "moe": ["--moe-z-loss-coeff", "1e-5"]}
+    for name, more in [*ways.items(), ("dense", adapter)]:
+        what = f"{name}, LoRA" if more is adapter else name
+        expected: list[float] = []
+        for spec in specs:
+            log = options.out / f"losses-{what.replace(', ', '-')}-{spec}.jsonl"
+            log.unlink(missing_ok=True)
+            files = ["--data-path", str(data / "train.jsonl"), "--log-json", str(log)]
+            files += ["--hf-model", str(models[name]), "--load-hf", str(models[name])]
+            count = ["--train-iters", str(ITERATIONS), "--global-batch-size", str(2 * gpus)]
+            command = [*trainer(gpus), *TRAINING, *files, *count, "--spec", spec, *more]
+            read = partial(compare_losses, log, expected)
+            yield Part(f"training loop, {spec} spec, {what}", command, 180, read)
+
+
+def trainer(gpus: int) -> list[str]:
+    """The command that trains on all GPUs; on the pretended device, its one rank."""
+    if preloaded():
+        return [*python(), "-m", "mcore_qwen3vl.training.pretended"]
+    return [*COMMAND, "train", "--processes", str(gpus)]
+
+
+def compare_losses(log: Path, expected: list[float], printed: str) -> dict[str, Any]:
+    """Read a run's losses; keep them in `expected` if that is empty, or else compare with it.
+
+    Raises:
+        Mismatch: a loss is missing or not finite, or differs by more than `LOSS_TOLERANCE`.
+    """
+    losses = [json.loads(line)["lm loss"] for line in log.read_text().splitlines()]
+    found: dict[str, Any] = {"first loss": losses[0], "last loss": losses[-1]}
+    if len(losses) != ITERATIONS or not all(map(math.isfinite, losses)):
+        raise Mismatch(f"{len(losses)} losses of {ITERATIONS}, or one is no number", found)
+    if not expected:
+        expected += losses
+        return found
+    pairs = zip(losses, expected, strict=True)
+    found["worst difference"] = max(abs(a - b) / max(abs(b), 1e-9) for a, b in pairs)
+    if found["worst difference"] > LOSS_TOLERANCE:
+        raise Mismatch(f"the specs' losses differ by more than {LOSS_TOLERANCE:.0%}", found)
+    return found
 
 
 def memory(options: argparse.Namespace, gpus: int) -> Iterator[Part]:
@@ -188,11 +258,8 @@ def memory(options: argparse.Namespace, gpus: int) -> Iterator[Part]:
         *("--bf16", "--use-distributed-optimizer", "--global-batch-size", str(2 * gpus)),
         *("--lr", "1e-5", "--train-iters", "2", "--log-interval", "1", "--num-workers", "0"),
     ]
-    train = [*COMMAND, "train", "--processes", str(gpus)]
-    if preloaded():
-        train = [*python(), "-m", "mcore_qwen3vl.training.pretended"]
     # --verbose: the peak is in Megatron's own log.
-    real = Part("memory, real", [*train, *flags, "--verbose"], 300, real_peak)
+    real = Part("memory, real", [*trainer(gpus), *flags, "--verbose"], 300, real_peak)
     yield real
     rehearse = ["rehearse", "--gpus", str(gpus), "--gpu", options.gpu, "--no-suggest", "--json"]
 
@@ -246,7 +313,7 @@ def run(part: Part, out: Path, deadline: float) -> None:
     except Mismatch as error:
         part.found = {**error.args[1], "why": error.args[0]}
         part.status = "differs" if part.status == "ok" else part.status
-    except (ValueError, KeyError, IndexError) as error:
+    except (ValueError, KeyError, IndexError, OSError) as error:
         part.found = {"why": f"its output cannot be read: {error!r}; see {log.name}"}
         part.status = "unread" if part.status == "ok" else part.status
 
@@ -256,7 +323,7 @@ def kill_marked(mark: str) -> None:
 
     torchrun gives its workers sessions of their own, and they outlive it where it is killed.
     """
-    while True:
+    for _ in range(100):  # one that waits inside of the driver may never go
         found = 0
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # it has gone, or is not ours
@@ -294,6 +361,13 @@ def worst_finding(printed: str) -> dict[str, Any]:
     return {"compared": len(findings), "failed": len(failed), "verdict": report["verdict"]}
 
 
+def worst_kernels(printed: str) -> dict[str, Any]:
+    """How many comparisons of attention there are, and which is the worst."""
+    errors = last_json(printed)
+    name = max(errors, key=errors.__getitem__)
+    return {"compared": len(errors), "worst": errors[name], "in": name}
+
+
 def benchmark(printed: str) -> dict[str, Any]:
     """Of one side: seconds a step and what follows from them."""
     (result,) = last_json(printed)["results"].values()
@@ -321,6 +395,13 @@ def stand_in(folder: str, shape: str) -> None:
     write_stand_in(config, out / "model")
     tokens, side = (128, 6) if shape == "tiny" else (512, 16)
     write_half_images(out / "data", tokens=tokens, image_side=side, token_pixels=pixels)
+
+
+def tiny_data(folder: str) -> None:
+    """Records for a tiny model to train on."""
+    from mcore_qwen3vl.tiny.stand_in import write_half_images
+
+    write_half_images(Path(folder), tokens=128, image_side=6, token_pixels=8)
 
 
 def write(done: Sequence[Part], out: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,9 @@ from mcore_qwen3vl.verify.parity import on_rank  # noqa: E402
 from mcore_qwen3vl.verify.parity.batches import RECIPES, Batch, MicroBatch  # noqa: E402
 from mcore_qwen3vl.verify.parity.comparison import verify_parity  # noqa: E402
 from mcore_qwen3vl.verify.parity.matrix import Matrix, MatrixRow  # noqa: E402
+from tests.model.te.kernels import gemm  # noqa: E402
 from tests.model.te.rows import LORA_ROWS, ROWS, with_te  # noqa: E402
+from tests.verify.parity.tf32 import rounded  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -95,3 +98,16 @@ def test_transformer_engine_has_room_for_all_adapters(
     """Whoever builds the model: training, parity, a benchmark or VERL."""
     monkeypatch.delenv("NVTE_TENSOR_HANDLE_POOL_SIZE_MB", raising=False)
     assert run_layout(_built, 1, matrix.reference("dense").path) == ["200"]
+
+
+def test_the_torch_specs_router_multiplies_in_float32(
+    matrix: Matrix, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron gives it Transformer Engine's product, which is in TF32 on a GPU."""
+    product = gemm._product
+
+    def in_tf32(left: torch.Tensor, transa: bool, right: torch.Tensor, transb: bool) -> Any:
+        return product(rounded(left), transa, rounded(right), transb)
+
+    monkeypatch.setattr(gemm, "_product", in_tf32)
+    matrix.run(MatrixRow("moe", "single", ("mixed",))).require()

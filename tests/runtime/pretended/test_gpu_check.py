@@ -6,6 +6,7 @@ Floats are nonsense there, so that parity must fail, by its findings; everything
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.layout import Layout
@@ -47,16 +49,20 @@ def test_every_part_runs(tmp_path: Path) -> None:
     found = {name: (part["status"], part["found"]) for name, part in parts.items()}
     assert done.returncode != 0
     parity = {name for name in parts if name.startswith("parity")}
-    assert len(parity) == 2
+    assert len(parity) == 4
     for name in parity:
         assert parts[name]["status"] == "exit 1", found[name]
         assert parts[name]["found"]["failed"] > 10, found[name]
     experts = "experts, torch spec, bf16"
     assert parts[experts]["status"] == "exit 1", found[experts]
     assert len(parts[experts]["found"]) == 3, found[experts]
-    others = {n: part["status"] for n, part in parts.items() if n not in {*parity, experts}}
+    attention = "attention kernels, torch spec, bf16"
+    assert parts[attention]["status"] == "exit 1", found[attention]
+    assert parts[attention]["found"]["compared"] == 16, found[attention]
+    nonsense = {*parity, experts, attention}
+    others = {n: part["status"] for n, part in parts.items() if n not in nonsense}
     assert set(others.values()) == {"ok"}, found
-    assert len(others) == 9
+    assert len(others) == 13
     assert parts["versions"]["found"]["GPUs"] == ["Pretended GPU, 80.0 GiB"]
     assert parts["training step, torch"]["found"]["peak memory GB"] > 0
     # The same loop, flags and data, so the same memory.
@@ -88,6 +94,48 @@ def test_a_part_that_fails_or_hangs_is_reported_and_the_next_one_runs(
     assert statuses == {"crash": "exit 3", "hang": "timeout", "nonsense": "unread", "good": "ok"}
     assert found["good"]["found"] == {"x": 1}
     assert gpu_check.main(["--out", str(tmp_path)]) == 1
+
+
+def test_attention_is_compared_as_it_is_computed(
+    gpu_check: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the host: half precision is within the limit, and a key too many is not."""
+    from benchmarks import attention
+    from mcore_qwen3vl.model.decoder import attention as ours
+
+    assert attention.main(["--device", "cpu"]) == 0
+    worst = gpu_check.worst_kernels(capsys.readouterr().out)
+    assert worst["compared"] == 16
+    assert 0 < worst["worst"] < attention.LIMIT
+    run, causal = attention._run, ours._mask
+    monkeypatch.setattr(ours, "_mask", lambda q, k, valid: torch.ones(q, k, dtype=torch.bool))
+
+    def right_on_the_host(*arguments: Any) -> Any:
+        with monkeypatch.context() as patched:
+            if arguments[-1] == torch.float32:
+                patched.setattr(ours, "_mask", causal)
+            return run(*arguments)
+
+    monkeypatch.setattr(attention, "_run", right_on_the_host)
+    assert attention.main(["--device", "cpu"]) == 1
+
+
+def test_losses_of_the_specs_are_compared(gpu_check: Any, tmp_path: Path) -> None:
+    def log(name: str, losses: list[float]) -> Path:
+        lines = [json.dumps({"lm loss": loss}) for loss in losses]
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
+        return tmp_path / name
+
+    torch_spec: list[float] = []
+    right = [6 - i / 10 for i in range(gpu_check.ITERATIONS)]
+    assert gpu_check.compare_losses(log("torch", right), torch_spec, "") == {
+        "first loss": 6.0, "last loss": pytest.approx(4.1),
+    }  # fmt: skip
+    found = gpu_check.compare_losses(log("te", [1.01 * loss for loss in right]), torch_spec, "")
+    assert found["worst difference"] == pytest.approx(0.01)
+    for wrong in ([*right[:-1], 5.0], right[:-1], [*right[:-1], math.nan]):
+        with pytest.raises(gpu_check.Mismatch):
+            gpu_check.compare_losses(log("wrong", wrong), torch_spec, "")
 
 
 DETACHED = """
