@@ -99,6 +99,7 @@ def run_and_end(
             stdout=stream,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=heed_ctrl_c,
         )
     try:
         if ending != "success":
@@ -114,6 +115,12 @@ def run_and_end(
                 os.kill(left, signal.SIGKILL)
         process.wait()
         shutil.rmtree(temporary)
+
+
+def heed_ctrl_c() -> None:
+    """For a process that is about to run a command: a shell's background jobs ignore SIGINT, and
+    the commands that a test starts would inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _await(moment: Callable[[], bool], process: subprocess.Popen[bytes], output: Path) -> None:

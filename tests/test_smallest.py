@@ -1,4 +1,4 @@
-"""The smallest installation of docs/versions.md converts, compares, and says what it cannot do."""
+"""What docs/installation.md calls the smallest installation converts, and says what it lacks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ main()
 
 def absent() -> list[str]:
     """Modules that the page's commands do not install, of all that the package declares."""
-    page = (ROOT / "docs" / "versions.md").read_text()
+    page = (ROOT / "docs" / "installation.md").read_text()
     (line,) = re.findall(r"^pip install (numpy .*)$", page, re.MULTILINE)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = {Requirement(r).name for r in project["dependencies"]}

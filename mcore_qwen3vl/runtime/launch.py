@@ -54,6 +54,7 @@ class _Rank:
     result: Any = None
     error: BaseException | str | None = None
     ended: float | None = None  # when it answered or died, in monotonic seconds
+    died: bool = False  # from a cause of its own: not aborted, as libraries do that lost a peer
 
 
 def check_gpus(world_size: int) -> None:
@@ -233,6 +234,7 @@ def _receive(r: _Rank, heard: Callable[[Any], None]) -> None:
     except EOFError:
         r.ended = time.monotonic()
         r.process.join()
+        r.died = r.process.exitcode != -signal.SIGABRT
         r.error = f"{_death(r.process.exitcode)}\n"
         return
     if succeeded:
@@ -243,8 +245,9 @@ def _receive(r: _Rank, heard: Callable[[Any], None]) -> None:
 
 def _raise_errors(ranks: list[_Rank], timeout: float) -> None:
     failed = [r for r in ranks if r.error is not None]
-    # The first to fail is the cause; the others lost their connection to it.
-    failed.sort(key=lambda r: r.ended or 0.0)
+    # The others lost their connection to the cause: to a rank that died, which they may report
+    # before its death is noticed here, or else to the first that failed.
+    failed.sort(key=lambda r: (not r.died, r.ended or 0.0))
     for r in failed:
         if isinstance(r.error, BadInput | CheckFailed):
             raise r.error

@@ -15,6 +15,7 @@ import pytest
 
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.tiny.records import write_image_qa
+from tests.leftovers import heed_ctrl_c
 
 pytestmark = pytest.mark.slow  # every rank imports torch and megatron anew
 
@@ -47,6 +48,7 @@ def start(command: list[str], output: Path, **environment: str) -> subprocess.Po
             stdout=stream,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=heed_ctrl_c,
         )
 
 

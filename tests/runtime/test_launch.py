@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,20 @@ def test_a_rank_that_dies() -> None:
     assert failure.value.summary == (
         "rank 1: was killed (SIGKILL), as the system does when memory runs out"
     )
+
+
+def test_a_rank_that_died_comes_before_those_that_lost_it() -> None:
+    """They may report the lost connection before the death is noticed."""
+
+    def report(lost: threading.Event) -> None:
+        if dist.get_rank() == 0:
+            raise RuntimeError("Connection reset by peer")
+        lost.wait(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(RanksFailed) as failure:
+        run_layout(report, 2, threading.Event())
+    assert failure.value.summary.startswith("rank 1: was killed (SIGKILL)")
 
 
 @pytest.mark.usefixtures("impatient")

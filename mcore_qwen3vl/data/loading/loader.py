@@ -190,14 +190,24 @@ class Loader(Iterator[Batch]):
             return next(self._iterator)
         except BadInput as error:
             raise BadInput(_without_traceback(error)) from None
-        except RuntimeError as error:
-            if not str(error).startswith("DataLoader worker"):
+        except (RuntimeError, EOFError, OSError) as error:
+            if not self._is_of_a_dead_worker(error):
                 raise
             raise BadInput(
-                f"A data worker died: {error}. If the machine ran out of memory, lower "
-                "--num-workers or --packing-buffer; `mcore-qwen3vl data check`, which names each "
-                "record that cannot be used, reads the same data in one process."
+                f"A data worker died: {error or 'its connection is closed'}. If the machine ran "
+                "out of memory, lower --num-workers or --packing-buffer; `mcore-qwen3vl data "
+                "check`, which names each record that cannot be used, reads the same data in one "
+                "process."
             ) from error
+
+    def _is_of_a_dead_worker(self, error: Exception) -> bool:
+        """Whether torch noticed the death, or reading what the worker had left failed before that.
+
+        What a living worker raises, torch raises here with "Caught ... in DataLoader worker".
+        """
+        if isinstance(error, RuntimeError):
+            return str(error).startswith("DataLoader worker")
+        return self._place["num_workers"] > 0 and not str(error).startswith("Caught ")
 
     def __del__(self) -> None:
         # The workers stop at once when their iterator goes by its reference count. Left to the

@@ -11,6 +11,7 @@ import os
 import shutil
 import tarfile
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable
 from itertools import islice
@@ -189,11 +190,21 @@ def test_resume_on_another_number_of_ranks(
     assert len(seen) == len(set(seen)) == 40
 
 
-def test_a_worker_that_is_killed_is_one_message(make: MakeLoader, records: Path) -> None:
+@pytest.mark.parametrize("noticed", [True, False], ids=["noticed", "not noticed yet"])
+def test_a_worker_that_is_killed_is_one_message(
+    make: MakeLoader, records: Path, noticed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches that it has left in its queue are fetched from the process that is gone."""
     loader = make(records, num_workers=1)
     next(loader)
     (worker,) = multiprocessing.active_children()
+    if not noticed:
+        handler = "torch.utils.data._utils.signal_handling._error_if_any_worker_fails"
+        monkeypatch.setattr(handler, lambda: None)
+        monkeypatch.setattr(worker, "is_alive", lambda: True)
+        time.sleep(0.5)  # it reads ahead
     worker.kill()
+    worker.join()
     with pytest.raises(BadInput, match=r"^A data worker died: .*lower --num-workers"):
         list(islice(loader, 20))
 

@@ -203,9 +203,18 @@ def ours() -> set[str]:
     return set().union(*(_symbols(library, "--defined-only") for library in build.libraries()))
 
 
-# Neither graphs nor memory of other processes: NVIDIA's own say that there is no device.
+# Neither graphs, nor memory of other processes, nor what torch 2.15 asks of libraries of kernels
+# that a program brings along: NVIDIA's own say that there is no device.
 NOT_REPLACED = (
     "cudaGraph",
+    "cudaUserObject",
+    "cudaDeviceGetGraphMemAttribute",
+    "cudaDeviceSetGraphMemAttribute",
+    "cudaLibraryGetGlobal",
+    "cudaLibraryGetKernelCount",
+    "cudaLibraryGetManaged",
+    "cudaLibraryGetUnifiedFunction",
+    "cudaLibraryLoadFromFile",
     "cudaIpc",
     "cudaStreamBeginCapture",
     "cudaStreamEndCapture",
@@ -239,7 +248,7 @@ def test_canary_every_replaced_runtime_function_still_exists(ours: set[str]) -> 
             if library.name.startswith(("libcudart", "libcublas", "libnvrtc.so", "libcudnn")):
                 real |= _symbols(library, "--defined-only")
     known = {s for s in ours if s.startswith(("cuda", "__cuda", "cublas", "nvrtc", "cudnn"))}
-    assert known - real == OF_OTHER_VERSIONS
+    assert known - real <= OF_OTHER_VERSIONS
 
 
 def test_canary_the_functions_of_torch_distributed_that_are_replaced(
