@@ -1,5 +1,6 @@
 """``mcore-qwen3vl data``: look at training data before training on it."""
 
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +12,7 @@ from mcore_qwen3vl.cli import show, sources
 from mcore_qwen3vl.cli.options import Json, media_flags, require
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import MediaLimits
+from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.training.arguments import data_flags
 
 PATH = (
@@ -62,6 +64,14 @@ def check(
     ] = None,
     preprocess: Preprocess = None,
     trust_data: TrustData = False,
+    write_clean: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write the usable records to this .jsonl file, in the folder of the data; exit "
+            "code 0 then, whatever was left out.",
+        ),
+    ] = None,
     json: Json = False,
     *,
     media: MediaLimits,
@@ -71,10 +81,13 @@ def check(
     from mcore_qwen3vl.converters.mcore.paths import config_folder
     from mcore_qwen3vl.data import DataConfig, load_processor
     from mcore_qwen3vl.data.check import check_data, plot_report
+    from mcore_qwen3vl.data.clean import clean_file
     from mcore_qwen3vl.runtime.extras import require_extra
 
     if plot is not None:  # before the data is read
         require_extra("matplotlib", "--plot")
+    if write_clean is not None and limit is not None:
+        raise BadInput("--write-clean with --limit would leave out what is not read: drop one.")
     config = DataConfig(
         seq_length,
         packing=True,
@@ -83,27 +96,36 @@ def check(
         media=media,
     )
     folder = config_folder(hf_model)
-    report = check_data(
-        path,
-        load_processor(folder),
-        config,
-        split=split,
-        decode=decode,
-        limit=limit,
-        preprocess=preprocess,
-        architecture=Architecture.from_hf(folder) if dp > 1 else None,
-        ranks=dp,
-        micro_batches=max(1, global_batch_size // dp),
-    )
+    with nullcontext() if write_clean is None else clean_file(write_clean, path) as write:
+        report = check_data(
+            path,
+            load_processor(folder),
+            config,
+            split=split,
+            decode=decode,
+            limit=limit,
+            preprocess=preprocess,
+            architecture=Architecture.from_hf(folder) if dp > 1 else None,
+            ranks=dp,
+            micro_batches=max(1, global_batch_size // dp),
+            **({} if write is None else {"usable": write}),
+        )
     if plot is not None:
         plot_report(report, plot)
     if json:
-        console.emit_json({"samples": report.samples, **asdict(report)})
+        found = {"samples": report.samples, "summary": report.totals(), **asdict(report)}
+        console.emit_json(found)
     else:
         show.data_report(report)
         if plot is not None:
             console.output.print(f"  histograms in {plot}")
-    require(not report.bad, f"{len(report.bad)} samples of {path} cannot be used.")
+        if write_clean is not None and report.tokens:
+            wrote = f"  {len(report.tokens):,} usable records in {write_clean}"
+            console.output.print(console.plain(wrote), soft_wrap=True)
+    require(
+        not report.bad or write_clean is not None,
+        f"{len(report.bad)} samples of {path} cannot be used.",
+    )
     require(
         bool(report.tokens),
         f"No sample of {path} is usable: all {len(report.overlong)} are longer than {seq_length} "

@@ -182,10 +182,11 @@ def data_report(report: DataReport) -> None:
     for name, amount in report.summary():
         lines.add_row(name, amount)
     output.print(lines)
-    for flaw in report.bad[:PROBLEMS_SHOWN]:
-        output.print(f"  {plain(flaw.sample)}: {plain(flaw.reason)}")
-    if len(report.bad) > PROBLEMS_SHOWN:
-        output.print(f"  and {len(report.bad) - PROBLEMS_SHOWN} more; --json lists them all")
+    for flaws in (report.bad, report.overlong):
+        for flaw in flaws[:PROBLEMS_SHOWN]:
+            output.print(f"  {plain(flaw.sample)}: {plain(flaw.reason)}", soft_wrap=True)
+        if len(flaws) > PROBLEMS_SHOWN:
+            output.print(f"  and {len(flaws) - PROBLEMS_SHOWN} more; --json lists them all")
 
 
 def scores(found: Tally, written: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -70,6 +70,21 @@ class DataReport:
         """All that were read."""
         return len(self.tokens) + len(self.bad) + len(self.overlong)
 
+    def totals(self) -> dict[str, int]:
+        """Numbers of samples, and sums over those that are usable."""
+        return {
+            "samples": self.samples,
+            "usable": len(self.tokens),
+            "bad": len(self.bad),
+            "overlong": len(self.overlong),
+            "images": self.images,
+            "videos": self.videos,
+            "tokens": sum(self.tokens),
+            "trained_tokens": sum(self.trained_tokens),
+            "patches": sum(self.patches),
+            "most_tokens": max(self.tokens, default=0),
+        }
+
     def summary(self) -> list[tuple[str, str]]:
         """Rows of a table: what, and how much."""
         rows = [
@@ -128,6 +143,7 @@ def check_data(
     architecture: Architecture | None = None,
     ranks: int = 1,
     micro_batches: int = 1,
+    usable: Callable[[Any], object] = lambda sample: None,
 ) -> DataReport:
     """Read a data set once, in order.
 
@@ -142,6 +158,7 @@ def check_data(
         architecture: of the model whose work is to be divided.
         ranks: data-parallel ranks to divide it over; 1: nothing is divided.
         micro_batches: of a step and a rank.
+        usable: is given each crude sample that can be used.
 
     Raises:
         BadInput: the data set is missing or empty.
@@ -167,6 +184,7 @@ def check_data(
             kind = "" if type(error).__module__.startswith(__package__) else type(error).__name__
             report.bad.append(Flaw(sample_id(crude), f"{kind}: {error}" if kind else str(error)))
         else:
+            usable(crude)
             _record(report, plans)
             _note_peculiar(report, sample_id(crude), plans)
     _pack(report, config)

@@ -59,7 +59,8 @@ def format_of(record: Any, name: str | None = None) -> Format:
             return one
     wanted = ", ".join(key for one in offered for key in one.keys)
     raise BadSample(
-        f"the record has the keys {', '.join(map(str, record))[:80]}; none of {wanted}."
+        f"the record has the keys {', '.join(map(str, record))[:80]}; none of {wanted}. For "
+        "records of another kind, name a function that rewrites them: --preprocess MODULE:FUNCTION."
     )
 
 

@@ -1,0 +1,56 @@
+"""A JSONL file of the records that can be used, beside the file that they are from."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mcore_qwen3vl.errors import BadInput
+
+
+@contextmanager
+def clean_file(out: Path, data: Path) -> Iterator[Callable[[Any], object]]:
+    """Write records to a file that appears whole, or not at all if there is none.
+
+    Args:
+        out: JSONL file to write.
+        data: ``.jsonl`` or ``.json`` file that the records are from.
+
+    Yields:
+        What takes a crude sample, and writes its record.
+
+    Raises:
+        BadInput: `data` is another kind of data set; or `out` is there already, is no JSONL file,
+            or lies in another folder.
+    """
+    if data.suffix not in (".jsonl", ".json") or not data.is_file():
+        raise BadInput(f"--write-clean takes the records of a .jsonl or .json file, not {data}.")
+    if out.suffix != ".jsonl":
+        raise BadInput(f"--write-clean {out}: it writes one record a line; name a .jsonl file.")
+    if out.exists():
+        raise BadInput(f"--write-clean {out}: that exists already; name another file.")
+    if out.absolute().parent.resolve() != data.absolute().parent.resolve():
+        raise BadInput(
+            f"--write-clean {out}: records name images relative to their own file, so name one in "
+            f"the folder of {data}."
+        )
+    partial = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        with partial.open("wb") as lines:
+            yield lambda sample: lines.write(_line(sample["json"]))
+        if partial.stat().st_size:
+            os.replace(partial, out)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _line(record: bytes) -> bytes:
+    """JSON text on one line, its own bytes where it is on one already."""
+    text = record.strip()
+    if b"\n" in text:
+        text = json.dumps(json.loads(text), ensure_ascii=False).encode()
+    return text + b"\n"
