@@ -7,13 +7,13 @@ Imports neither torch nor megatron, so that conversion and inspection start fast
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.untrusted import parse_json, refuse_special_files
 
 ExpertLayout = Literal["published", "v5"]
 """Fused experts on disk: ``published`` is gate_up [E, H, 2I] and down [E, I, H] (transformers
@@ -100,15 +100,16 @@ class Architecture:
 
 def read_config_file(path: Path) -> dict[str, Any]:
     """The parsed ``config.json`` at `path` (the file itself or its directory)."""
+    refuse_special_files(path)
     file = path / "config.json" if path.is_dir() else path
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = parse_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise BadInput(
             f"{file} does not exist. A Hugging Face checkpoint directory holds a config.json; "
             "check the path."
         ) from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise BadInput(
             f"{file} cannot be read as JSON: {error!s:.200}. Copy the file again."
         ) from None

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.untrusted import parse_json, refuse_special_files
 
 FILE = "adapter_config.json"
 
@@ -98,14 +99,15 @@ class AdapterConfig:
         """
         path = Path(path)
         file = path / FILE if path.is_dir() else path
+        refuse_special_files(path)
         try:
-            content = json.loads(file.read_text(encoding="utf-8"))
+            content = parse_json(file.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise BadInput(
                 f"{file} does not exist. A PEFT adapter is a directory with {FILE} in it; check "
                 "the path."
             ) from None
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError) as error:
             raise BadInput(
                 f"{file} cannot be read as JSON: {error!s:.200}. Copy the file again."
             ) from None

@@ -5,7 +5,6 @@ Tensors are views of memory-mapped files; nothing is read until it is used.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -24,6 +23,7 @@ from mcore_qwen3vl.converters.storage.boxes import Selection, Shape, explicit
 from mcore_qwen3vl.converters.storage.dtypes import cast
 from mcore_qwen3vl.converters.storage.mapped import FirstBytes, bring_in
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.untrusted import parse_json, refuse_special_files
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -55,6 +55,7 @@ class HuggingFaceCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        refuse_special_files(path)
         config = read_config_file(path) if (path / "config.json").exists() else {}
         self.quantization = declared(config)
         index = _index(path)
@@ -208,8 +209,8 @@ def _index(path: Path) -> dict[str, str] | None:
             "Remove the one that is left over."
         )
     try:
-        weight_map = json.loads(file.read_bytes())["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        weight_map = parse_json(file.read_bytes())["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadInput(
             f"{file} cannot be read as an index ({error!r:.200}). Copy it again."
         ) from None

@@ -14,6 +14,7 @@ from mcore_qwen3vl.config import ExpertLayout, read_config_file
 from mcore_qwen3vl.converters.hf.checkpoint import INDEX
 from mcore_qwen3vl.converters.hf.config_file import for_weights
 from mcore_qwen3vl.converters.storage.staging import write_durably
+from mcore_qwen3vl.untrusted import refuse_links_out
 
 LARGEST = 256 * 2**20
 """Bytes; a bigger file is no companion file."""
@@ -27,8 +28,12 @@ def companion_files(path: Path) -> dict[str, Path]:
     Weights, their index, files over `LARGEST` and hidden directories (``.git``, ``.cache``) are
     left out. A link to a file counts as the file, since that is how the Hugging Face cache stores
     them; a link to a directory is not followed.
+
+    Raises:
+        BadInput: one is a link to a file outside of the checkpoint.
     """
-    found = (file for file in sorted(_walk(path)) if _is_companion(file))
+    found = [file for file in sorted(_walk(path)) if _is_companion(file)]
+    refuse_links_out(found, path)
     return {str(file.relative_to(path)): file for file in found}
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.untrusted import parse_json, refuse_special_files
 
 _ANY = {
     "tokenizer": (("tokenizer.json",), ("vocab.json", "merges.txt")),
@@ -47,15 +47,16 @@ def sentence(folder: Path) -> str | None:
 def require(folder: Path) -> None:
     """
     Raises:
-        BadInput: `folder` lacks something.
+        BadInput: `folder` lacks something, or holds what is no file.
     """
+    refuse_special_files(folder)
     if said := sentence(folder):
         raise BadInput(said)
 
 
 def _has_template(file: Path) -> bool:
     try:
-        return bool(json.loads(file.read_text(encoding="utf-8")).get("chat_template"))
+        return bool(parse_json(file.read_text(encoding="utf-8")).get("chat_template"))
     except (OSError, ValueError, AttributeError):
         return False
 

@@ -15,6 +15,7 @@ from mcore_qwen3vl.converters.legacy.torch_load import load
 from mcore_qwen3vl.converters.storage.tensor_pickle import STORAGES
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.untrusted import refuse_special_files
 
 
 def saved_arguments(folder: Path) -> Namespace:
@@ -79,6 +80,7 @@ def open_ranks(folder: Path) -> list[RankFile]:
     """
     found = []
     for path in sorted(folder.glob(f"mp_rank_*/{FILE}")):
+        refuse_special_files(path.parent)
         content = load(path)
         layout = _layout(content, path)
         models = [_state(content, model_key(vp, layout.vpp), path) for vp in range(layout.vpp)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.untrusted import refuse_special_files
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -45,12 +46,14 @@ def iteration_folder(path: Path) -> Path:
     """The folder of the newest iteration, or `path` itself if it is such a folder.
 
     Raises:
-        BadInput: the tracker is unreadable or names an iteration that is not there.
+        BadInput: the tracker is unreadable or names an iteration that is not there, or the folder
+            holds what is no file.
     """
     newest = tracked(path)
+    folder = path if newest is None else path / folder_name(newest)
+    refuse_special_files(folder)
     if newest is None:
         return path
-    folder = path / folder_name(newest)
     if not folder.is_dir():
         raise BadInput(
             f"{path / TRACKER} names {folder.name}, but {folder} does not exist. Name another "

@@ -32,6 +32,7 @@ from mcore_qwen3vl.converters.storage.restricted_pickle import (
     reconstruct,
 )
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.untrusted import refuse_special_files
 
 FILE = ".metadata"
 
@@ -61,8 +62,9 @@ def read(folder: Path) -> CheckpointIndex:
 
     Raises:
         BadInput: the file is damaged, is no checkpoint metadata, or names a class that does not
-            belong there.
+            belong there; or `folder` holds what is no file.
     """
+    refuse_special_files(folder)
     file = folder / FILE
     try:
         return _index(loads(file.read_bytes()))

@@ -7,7 +7,6 @@ Neither needs megatron-core, a model or a process group. A checkpoint directory 
 
 from __future__ import annotations
 
-import json
 import mmap
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from mcore_qwen3vl.converters.storage.boxes import fill
 from mcore_qwen3vl.converters.storage.mapped import bring_in
 from mcore_qwen3vl.converters.torch_dist import metadata
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.untrusted import parse_json
 
 ENDS = 2**16
 """Bytes at both ends of an archive that hold all of it but the tensor."""
@@ -91,13 +91,13 @@ class TorchDistCheckpoint(MegatronCheckpoint):
 def _check_backend(folder: Path) -> None:
     file = folder / "metadata.json"
     try:
-        content = json.loads(file.read_bytes())
+        content = parse_json(file.read_bytes())
         backend, version = content.get("sharded_backend"), content.get("sharded_backend_version", 1)
     except FileNotFoundError:
         raise BadInput(
             f"{folder} is not a Megatron-Core torch_dist checkpoint: it has no metadata.json."
         ) from None
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         raise BadInput(
             f"{file} cannot be read ({error!r:.200}). Copy the checkpoint again."
         ) from None

@@ -15,7 +15,6 @@ tokens, but for ``digest``, of all tokens of the sequence. Of a preference recor
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from mcore_qwen3vl.data.loading.lines import line_of
 from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.preference import SIDES
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.untrusted import parse_json
 
 _CHUNK = 1 << 22
 
@@ -126,7 +126,7 @@ class References:
 def _check_facts(scores: Path, data: Path, how: str) -> None:
     file = facts_of(scores)
     try:
-        facts = json.loads(file.read_text(encoding="utf-8"))
+        facts = parse_json(file.read_text(encoding="utf-8"))
         made_of, temperature = facts["settings"]["data"], facts["settings"]["temperature"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadInput(
@@ -150,7 +150,7 @@ def _read(data: Path, scores: Path) -> References:
     errors: dict[int, str] = {}
     with scores.open(encoding="utf-8") as lines:
         for index, line in enumerate(lines):
-            entry = json.loads(line)
+            entry = _entry(line, index, scores)
             if "error" in entry:
                 errors[index] = entry["error"]
                 entry = {side: {"log_prob": np.nan, "digest": ""} for side in SIDES}
@@ -164,6 +164,15 @@ def _read(data: Path, scores: Path) -> References:
         np.array(digests, "U16").reshape(-1, 2),
         errors,
     )
+
+
+def _entry(line: str, index: int, scores: Path) -> dict[str, Any]:
+    try:
+        return dict(parse_json(line))
+    except (ValueError, TypeError) as error:
+        raise BadInput(
+            f"{scores}:{index + 1} cannot be read ({error}): score the data again."
+        ) from error
 
 
 def _side(entry: dict[str, Any], side: str, index: int, scores: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any
 from mcore_qwen3vl.data.records.preference import SIDES
 from mcore_qwen3vl.data.scores import facts_of
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.untrusted import parse_json
 
 
 @dataclass
@@ -64,7 +65,7 @@ class Output:
         if force or not self._partial.exists():
             return
         try:
-            begun = json.loads(self._partial_facts.read_text(encoding="utf-8"))["settings"]
+            begun = parse_json(self._partial_facts.read_text(encoding="utf-8"))["settings"]
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise BadInput(
                 f"{self._partial_facts} is missing or damaged, so what {self._partial.name} was "
@@ -126,7 +127,7 @@ class Output:
 def _is_entry(line: bytes) -> bool:
     """Whether it is whole."""
     try:
-        return line.endswith(b"\n") and isinstance(json.loads(line), dict)
+        return line.endswith(b"\n") and isinstance(parse_json(line), dict)
     except ValueError:
         return False
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from mcore_qwen3vl.data.records.preference import SIDES
 from mcore_qwen3vl.data.scores import digest
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.scoring.output import OVERLONG
+from mcore_qwen3vl.untrusted import parse_json
 
 
 def line_starts(data: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -143,7 +143,7 @@ class Records:
         start, end = self._starts[record : record + 2].tolist()
         with self._data.open("rb") as file:
             file.seek(start)
-            return json.loads(file.read(end - start))
+            return parse_json(file.read(end - start))
 
     def _note(self, record: int, error: Exception) -> None:
         kind = "" if isinstance(error, BadSample | BadInput) else f"{type(error).__name__}: "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,6 +21,7 @@ from mcore_qwen3vl.data.records.preference import is_pair, parse_pair
 from mcore_qwen3vl.data.records.reading import Reading
 from mcore_qwen3vl.data.records.template import Rendered, Renderer
 from mcore_qwen3vl.data.records.time_limit import time_limit
+from mcore_qwen3vl.untrusted import parse_json
 
 _FILES = (".jsonl", ".json", ".parquet")
 
@@ -92,7 +92,7 @@ class Preparation:
         """In JSON's types, as it is read."""
         record = sample.record
         if isinstance(record, bytes):  # of a WebDataset, or what `data check` reads
-            record = json.loads(record)
+            record = parse_json(record)
         if sample.folder.parts:
             record = join_parts(sample.folder.parts, record)
         return record

@@ -5,7 +5,6 @@ Energon shards, shuffles, blends and resumes it like its own JSONL and WebDatase
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +17,8 @@ from megatron.energon.flavors.webdataset.sharder import Sharder
 from megatron.energon.flavors.webdataset.structs import DatasetSubset, ShardInfo
 from megatron.energon.source_info import SourceInfo
 from megatron.energon.wrappers.map_dataset import MapDataset
+
+from mcore_qwen3vl.untrusted import parse_json
 
 
 class Reader(Protocol):
@@ -140,7 +141,7 @@ class CrudeFactory(BaseCoreDatasetFactory[CrudeSample], Sharder):
         """With its JSON parsed, and what the data set says of it."""
         record = sample["json"]
         if isinstance(record, bytes):
-            record = json.loads(record)
+            record = parse_json(record)
         return CrudeSample({**sample, "json": record, "__subflavors__": self.subflavors})
 
     def config(self) -> dict[str, Any]:

@@ -121,6 +121,8 @@ def _elements(file: BinaryIO, path: Path) -> Iterator[tuple[int, int]]:
             _, end = decoder.raw_decode(text, start)
             if _skip(text, end) == len(text):
                 raise ValueError("the file ends within the array")
+        except RecursionError:
+            raise BadInput(f"{path}: record {count + 1} is nested too deeply. Remove it.") from None
         except ValueError as error:
             more = file.read(max(_WINDOW, room)).decode("latin-1")
             if not more:

@@ -66,7 +66,7 @@ def read_mixture(path: Path) -> list[Source]:
 def _content(path: Path) -> Any:
     try:
         return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise BadInput(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from error
 
 

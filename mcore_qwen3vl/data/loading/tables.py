@@ -6,7 +6,6 @@ shards, as on the hub: ``train-00000-of-00004.parquet``. pyarrow reads both; no 
 
 from __future__ import annotations
 
-import json
 import re
 from bisect import bisect_right
 from collections import OrderedDict
@@ -20,6 +19,7 @@ from typing import Any
 from mcore_qwen3vl.data.loading.crude import crude_sample
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.extras import require_extra
+from mcore_qwen3vl.untrusted import parse_json
 
 _BATCH = 32  # rows decoded at a time
 _KEPT = 16  # batches kept: a worker reads from a few row groups in turns, and resuming goes back
@@ -147,7 +147,7 @@ def _files(path: Path, split: str) -> list[Path]:
     if not path.is_dir():
         return [path]
     if (path / _DICT).exists():
-        names = json.loads((path / _DICT).read_text(encoding="utf-8"))["splits"]
+        names = _listed(path / _DICT, "splits")
         chosen = [name for name in names if name in _SPLITS[split]]
         if not chosen and split == "train":
             chosen = names if len(names) == 1 else []
@@ -155,8 +155,7 @@ def _files(path: Path, split: str) -> list[Path]:
             raise BadInput(f"{path} has the splits {', '.join(names)}, but none for {split}.")
         return _files(path / chosen[0], split)
     if (path / _STATE).exists():
-        state = json.loads((path / _STATE).read_text(encoding="utf-8"))
-        return [path / one["filename"] for one in state["_data_files"]]
+        return [path / one["filename"] for one in _listed(path / _STATE, "_data_files")]
     files = sorted(path.rglob("*.parquet"))
     named = {file: _split_named(file.relative_to(path)) for file in files}
     if not any(named.values()):
@@ -165,6 +164,15 @@ def _files(path: Path, split: str) -> list[Path]:
     if not chosen_files:
         raise BadInput(f"{path} has Parquet files of other splits, but none for {split}.")
     return chosen_files
+
+
+def _listed(file: Path, key: str) -> list[Any]:
+    try:
+        return list(parse_json(file.read_text(encoding="utf-8"))[key])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadInput(
+            f"{file} cannot be read ({error!r:.200}). Save the data set again."
+        ) from error
 
 
 def _split_named(file: Path) -> str | None:

@@ -12,17 +12,23 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from mcore_qwen3vl.data.records.flaws import BadSample
 
 Kind = Literal["image", "video"]
 
+# PIL reads many more; to read some of them it starts a program, as Ghostscript for EPS.
+_FORMATS = (
+    "AVIF", "BMP", "DIB", "GIF", "HEIF", "ICO", "JPEG", "JPEG2000", "PCX", "PNG", "PPM", "QOI",
+    "TGA", "TIFF", "WEBP",
+)  # fmt: skip
 _DEEP = ("I", "I;16", "I;16B", "I;16L", "I;16N", "F")  # PIL's modes of more than 8 bits
 _MOST_16_BITS = 2**16 - 1
 _ANIMATIONS = ("GIF", "PNG", "WEBP")  # other formats of several pictures hold one and its parts
@@ -124,13 +130,33 @@ def _shown(reference: Any) -> str:
 @contextmanager
 def _image(media: Media) -> Iterator[Image.Image]:
     try:
-        with media.open() as stream, Image.open(stream) as image:
+        with media.open() as stream, Image.open(stream, formats=_formats()) as image:
             yield image
+    except UnidentifiedImageError:
+        raise BadSample(
+            f"image {media.name} cannot be decoded: it is {_kind_of(media)}; "
+            f"{', '.join(_formats())} are read."
+        ) from None
     # PIL raises the first three, and `to_rgb` the last.
     except (OSError, SyntaxError, Image.DecompressionBombError, ValueError) as error:
         raise BadSample(
             f"image {media.name} cannot be decoded: {str(error).rstrip('.')}."
         ) from error
+
+
+@cache
+def _formats() -> list[str]:
+    """Those of `_FORMATS` that this PIL, with its plugins, can read."""
+    Image.init()
+    return [name for name in _FORMATS if name in Image.OPEN]
+
+
+def _kind_of(media: Media) -> str:
+    """What a file that is refused may be, by how it begins; PIL does not decode it."""
+    with media.open() as stream:
+        beginning = stream.read(16)
+    accepting = (name for name, (_, accept) in Image.OPEN.items() if accept and accept(beginning))
+    return next(accepting, "of no format that PIL knows")
 
 
 def image_size(media: Media) -> tuple[int, int]:

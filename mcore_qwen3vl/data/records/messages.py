@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.parsed import Conversation, weight_of
 from mcore_qwen3vl.data.records.shelf import Shelf
+from mcore_qwen3vl.untrusted import parse_json
 
 _REFERENCE_KEYS = {
     "image": ("image", "path", "url", "image_url", "bytes", "base64"),
@@ -78,7 +78,7 @@ def _unpacked(value: Any, key: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return parse_json(value)
     except ValueError as error:
         raise BadSample(f"{key} is text, but not JSON: {error}.") from error
 

@@ -14,9 +14,11 @@ from pathlib import Path
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf import processor_files
+from mcore_qwen3vl.converters.hf.hub import SMALL
 from mcore_qwen3vl.training.arguments.checks import check_surroundings, check_writable
 from mcore_qwen3vl.training.arguments.parser import add_arguments, hf_model_of
 from mcore_qwen3vl.training.arguments.refusal import StrictParser, refuse_unknown
+from mcore_qwen3vl.untrusted import refuse_links_out
 
 _TEXTS = (
     "--load", "--pretrained-checkpoint", "--save", "--tensorboard-dir", "--wandb-project",
@@ -45,6 +47,7 @@ def check_early(argv: Sequence[str]) -> Architecture:
     if os.environ.get("RANK", "0") == "0":
         for folder in filter(None, (args.save, args.save_hf)):
             check_writable(Path(folder))
+            refuse_links_out((file for glob in SMALL for file in model.glob(glob)), model)
     return architecture
 
 

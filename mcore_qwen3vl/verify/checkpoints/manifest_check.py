@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +26,7 @@ from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.converters.storage.progress import Meter, Progress
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.untrusted import parse_json
 from mcore_qwen3vl.verify.report.measurement import Finding
 from mcore_qwen3vl.verify.report.result import Report
 
@@ -170,13 +170,13 @@ def _find(path: Path) -> Path:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        manifest = json.loads(file.read_bytes())
+        manifest = parse_json(file.read_bytes())
         if manifest["format"] != FORMAT:
             raise BadInput(
                 f"{file} has format {manifest['format']!r}; this version reads {FORMAT}."
             )
         _check_form(manifest)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise BadInput(
             f"{file} cannot be used as a manifest ({error!r}). Restore the one that was written "
             "with the checkpoint."

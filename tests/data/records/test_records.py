@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import base64
+import os
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 from transformers.image_transforms import convert_to_rgb
 from transformers.image_utils import load_image as hf_load_image
 
@@ -271,6 +272,21 @@ def test_unreadable_media_say_so(tmp_path: Path) -> None:
         load_image(folder.resolve("image", "cut.png"))
     with pytest.raises(BadSample, match=r"cut\.mp4 cannot be decoded"):
         probe_video(folder.resolve("video", "cut.mp4"))
+
+
+def test_images_start_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PIL has Ghostscript read EPS."""
+    ghostscript = tmp_path / "gs"
+    ghostscript.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\nexit 1\n")
+    ghostscript.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # not looked for yet
+    Image.new("RGB", (64, 64)).save(tmp_path / "a.png", "EPS")
+    media = MediaFolder(tmp_path, {}).resolve("image", "a.png")
+    for read in (image_size, load_image, peculiarities):
+        with pytest.raises(BadSample, match=r"a\.png cannot be decoded: it is EPS; .*PNG"):
+            read(media)
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("suffix", ["mp4", "webm"])

@@ -1,0 +1,155 @@
+"""Files from elsewhere that are no files, lead elsewhere, or are nested beyond all reason."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mcore_qwen3vl.cli import main
+from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
+from mcore_qwen3vl.converters.legacy.files import open_ranks
+from mcore_qwen3vl.data.loading.json_file import write_index
+from mcore_qwen3vl.data.loading.mixture import read_mixture
+from mcore_qwen3vl.data.loading.tables import TableReader
+from mcore_qwen3vl.data.records.time_limit import time_limit
+from mcore_qwen3vl.data.scores import References, facts_of, file_digest, scores_of
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.training.arguments.early import check_early
+from mcore_qwen3vl.training.checkpoints.resume import damage
+from mcore_qwen3vl.untrusted import parse_json
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+def _endless(file: Path) -> None:
+    file.unlink(missing_ok=True)
+    file.symlink_to("/dev/zero")
+
+
+def _pipe(file: Path) -> None:
+    file.unlink(missing_ok=True)
+    os.mkfifo(file)
+
+
+@pytest.mark.parametrize("put", [_endless, _pipe])
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer_config.json"],
+)
+def test_no_file_in_a_hugging_face_checkpoint(
+    name: str, put: Callable[[Path], None], dense: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(dense, tmp_path / "hf")
+    put(folder / name)
+    with time_limit(5), pytest.raises(BadInput, match=f"{name} is a pipe, a socket or a device"):
+        hf_to_mcore(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("put", [_endless, _pipe])
+@pytest.mark.parametrize("name", [".metadata", "metadata.json", "__0_0.distcp"])
+def test_no_file_in_a_megatron_checkpoint(
+    name: str, put: Callable[[Path], None], dense: Path, tmp_path: Path
+) -> None:
+    hf_to_mcore(dense, tmp_path / "mcore")
+    iteration = tmp_path / "mcore" / "release"
+    put(iteration / name)
+    said = f"{name} is a pipe, a socket or a device"
+    with time_limit(5):
+        with pytest.raises(BadInput, match=said):
+            mcore_to_hf(tmp_path / "mcore", tmp_path / "out")
+        assert damage(iteration)  # what a resumed run asks
+
+
+def test_no_file_in_a_legacy_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "mp_rank_00").mkdir()
+    _pipe(tmp_path / "mp_rank_00" / "model_optim_rng.pt")
+    with time_limit(5), pytest.raises(BadInput, match="is a pipe"):
+        open_ranks(tmp_path)
+
+
+def test_links_within_the_cache_of_the_hub_and_of_weights_are_followed(
+    dense: Path, tmp_path: Path
+) -> None:
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0a1b"
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "blobs").mkdir()
+    for number, file in enumerate(sorted(dense.iterdir())):
+        shutil.copyfile(file, snapshot.parents[1] / "blobs" / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    (snapshot / "model.safetensors").unlink()
+    (snapshot / "model.safetensors").symlink_to(dense / "model.safetensors")
+    hf_to_mcore(snapshot, tmp_path / "out")
+    copied = tmp_path / "out" / "hf" / "tokenizer.json"
+    assert copied.read_bytes() == (dense / "tokenizer.json").read_bytes()
+
+
+def test_what_a_link_out_of_the_model_names_is_not_copied(dense: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(dense, tmp_path / "hf")
+    (tmp_path / "secret").write_text("{}")
+    (folder / "generation_config.json").unlink()
+    (folder / "generation_config.json").symlink_to(tmp_path / "secret")
+    said = r"generation_config\.json is a link to .*secret, outside of the model"
+    with pytest.raises(BadInput, match=said):
+        hf_to_mcore(folder, tmp_path / "out")
+    run = ["--hf-model", str(folder), "--train-iters", "1", "--data-path", str(dense), "--cpu"]
+    check_early(run)
+    for place in ("--save", "--save-hf"):
+        with pytest.raises(BadInput, match=said):
+            check_early([*run, place, str(tmp_path / "saved")])
+
+
+def _json_array(folder: Path) -> None:
+    (folder / "a.json").write_text(f"[{{}}, {DEEP}]")
+    write_index(folder / "a.json")
+
+
+def _dataset(folder: Path) -> None:
+    (folder / "dataset_dict.json").write_text(DEEP)
+    TableReader(folder)
+
+
+def _mixture(folder: Path) -> None:
+    (folder / "a.yaml").write_text(f"datasets: {DEEP}")
+    read_mixture(folder / "a.yaml")
+
+
+def _scores(folder: Path) -> None:
+    data = folder / "a.jsonl"
+    data.write_text("{}\n")
+    facts_of(scores_of(data)).write_text(DEEP)
+    scores_of(data).write_text(DEEP)
+    with pytest.raises(BadInput, match="nested too deeply"):
+        References.beside(data)
+    facts = {"settings": {"data": file_digest(data), "temperature": 1}}
+    facts_of(scores_of(data)).write_text(json.dumps(facts))
+    References.beside(data)
+
+
+@pytest.mark.parametrize("read", [_json_array, _dataset, _mixture, _scores])
+def test_deep_json(read: Callable[[Path], None], tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"nested too deeply|maximum recursion depth"):
+        read(tmp_path)
+
+
+def test_deep_records_are_bad_samples(
+    dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    deep = ('{"messages": ' + DEEP + "}", json.dumps({"messages": DEEP}))
+    (tmp_path / "a.jsonl").write_text("".join(f"{one}\n" for one in deep))
+    with pytest.raises(SystemExit) as stopped:
+        main(["data", "check", str(tmp_path / "a.jsonl"), "--hf-model", str(dense)])
+    assert stopped.value.code == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("nested too deeply") == 2
+
+
+def test_parse_json() -> None:
+    assert parse_json(b'{"a": [1]}') == {"a": [1]}
+    with pytest.raises(ValueError, match="nested too deeply"):
+        parse_json(DEEP)
