@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
+import locale
 import logging
+import os
 import re
 import shlex
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -54,6 +57,21 @@ def command_line() -> str:
 # Piped output is for grep and files: names must not be folded into eighty columns.
 output = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
 messages = Console(stderr=True, highlight=False)
+
+
+def use_utf8() -> None:
+    """Read and write UTF-8 whatever the locale, in libraries too, and in processes started here.
+
+    What a terminal of another encoding cannot show becomes ``\\xe9`` rather than an error.
+    """
+    if locale.getencoding().upper() != "UTF-8":
+        with suppress(locale.Error):
+            locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
+        os.environ["PYTHONUTF8"] = "1"
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
 
 CountProgress = Callable[[str, int, str], AbstractContextManager[Callable[[int], None]]]
 """``progress(title, total, what)`` as :func:`count_progress`."""
@@ -145,8 +163,13 @@ def quiet_libraries() -> None:
 
 
 def table(title: str, *columns: str) -> Table:
-    """A plain table; a column name that starts with ``>`` is right-aligned."""
-    made = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    """A plain table; a column name that starts with ``>`` is right-aligned.
+
+    The title is text; cells are rich's markup: `plain` what files and data say.
+    """
+    made = Table(
+        title=plain(title) or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD
+    )
     for column in columns:
         made.add_column(column.lstrip(">"), justify="right" if column.startswith(">") else "left")
     return made

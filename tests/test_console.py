@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import ast
+import io
 import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
 
 import pytest
+from rich.console import Console
 
-from mcore_qwen3vl.console import plain, quiet_libraries
+from mcore_qwen3vl.cli import show
+from mcore_qwen3vl.console import plain, quiet_libraries, table
+from mcore_qwen3vl.data.check import DataReport, Flaw
+from mcore_qwen3vl.verify.report.measurement import Finding
+from mcore_qwen3vl.verify.report.result import Report
+from mcore_qwen3vl.verify.report.terminal import render
+from mcore_qwen3vl.verify.report.write import html, junit
+
+PACKAGE = Path(show.__file__).parents[1]
 
 
 def test_notes_of_libraries_are_not_shown_and_warnings_are(
@@ -26,3 +43,84 @@ def test_text_of_others_does_not_steer_the_terminal() -> None:
     assert plain("a\x1b]0;title\x07\r\x9b2J[bold]\tb\nc") == (
         r"a\x1b]0;title\x07\x0d\x9b2J\[bold]" + "\tb\nc"
     )
+
+
+HOSTILE = "[red]a[/red]\x1b[2J<script>"
+"""A name that files and records may have, and that neither terminal nor browser shall obey."""
+
+
+def print_hostile(shown: Any) -> None:
+    file = io.StringIO()
+    Console(file=file, width=300, force_terminal=True, highlight=False).print(shown)
+    assert "\x1b[2J" not in file.getvalue()
+    assert r"[red]a[/red]\x1b[2J<script>" in file.getvalue()
+
+
+def test_titles_of_tables() -> None:
+    print_hostile(table(HOSTILE, "a" * 50))
+
+
+def test_data_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Any] = []
+    monkeypatch.setattr(show.output, "print", lambda one, **_: shown.append(one))
+    bad = [Flaw(HOSTILE, HOSTILE)]
+    show.data_report(DataReport(Path("a"), 1, peculiar={HOSTILE: [HOSTILE]}, bad=bad))
+    assert len(shown) == 2
+    for one in shown:
+        print_hostile(one)
+
+
+def test_verify() -> None:
+    found = Finding(HOSTILE, HOSTILE, context=HOSTILE, flaw=HOSTILE)
+    report = Report(HOSTILE, {HOSTILE: HOSTILE}, [found])
+    print_hostile(render(report))
+    assert "<script>" not in html(report)
+    (case,) = ElementTree.fromstring(junit(report))  # XML has no way to write an escape
+    assert r"[red]a[/red]\x1b[2J<script>" in case.attrib["name"]
+
+
+@pytest.mark.parametrize(
+    "surroundings",
+    [
+        {"PYTHONIOENCODING": "ascii"},
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    ],
+)
+def test_other_encodings(surroundings: dict[str, str], tmp_path: Path) -> None:
+    program = (
+        "from pathlib import Path\n"
+        "from mcore_qwen3vl import console\n"
+        "console.use_utf8()\n"
+        "Path('a').write_text('\\u00e9\\u2713')\n"  # as a library, without an encoding
+        "console.output.print('\\u00e9\\u2713')\n"
+    )
+    clean = {name: text for name, text in os.environ.items() if name not in ("LC_ALL", "LANG")}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**clean, **surroundings}, capture_output=True, check=False
+    )
+    assert done.stderr.decode() == ""
+    assert done.stdout == rb"\xe9\u2713" + b"\n"
+    assert (tmp_path / "a").read_bytes() == "é✓".encode()
+
+
+def test_every_text_file_has_an_encoding() -> None:
+    """Where a locale is not UTF-8, Python would take that of the locale."""
+    lacking = []
+    for file in [*PACKAGE.rglob("*.py"), *(PACKAGE / "converters").rglob("*.py")]:
+        for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(call, ast.Call) and not _has_encoding(call):
+                lacking.append(f"{file}:{call.lineno}")
+    assert lacking == []
+
+
+def _has_encoding(call: ast.Call) -> bool:
+    """Or needs none."""
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+    given = {keyword.arg for keyword in call.keywords}
+    modes = [a.value for a in call.args if isinstance(a, ast.Constant)]
+    if name in ("read_text", "write_text"):
+        return "encoding" in given or bool({"utf-8", "ascii"} & set(modes))
+    if name == "open" and len(call.args) == 1 and modes in (["r"], ["w"], ["a"]):
+        return "encoding" in given
+    return not any(one.arg == "text" and ast.unparse(one.value) == "True" for one in call.keywords)

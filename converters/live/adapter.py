@@ -70,7 +70,7 @@ def save_adapter(
         whole = {name: tensors[name] for name in saved}
         write_adapter(path, config, factors, whole, hf_config, force=force)
 
-    together(write, group)
+    together(write, path, group)
 
 
 def _on_first(

@@ -95,15 +95,15 @@ def save_hf(
     exporter = Gatherer.of_model(models, layout, group)
     files = shards.plan_shards(exporter.tensors, shards.parse_size(max_shard_size))
     with ExitStack() as stack:
-        stage = together(lambda: _prepare(stack, path, files, force, group), group)
+        stage = together(lambda: _prepare(stack, path, files, force, group), path, group)
         writer = _Writer(_from_first(stage and stage.tree, group), files)
         for number, bucket in enumerate(exporter.buckets(bucket_bytes)):
             turn = number % dist.get_world_size(group)
             gathered = exporter.gather(bucket, only=turn)
             if turn == dist.get_rank(group):
                 writer.put(gathered)
-        together(writer.finish, group)
-        together(lambda: _publish(stage, files, hf_config), group)
+        together(writer.finish, path, group)
+        together(lambda: _publish(stage, files, hf_config), path, group)
 
 
 class Gatherer:
@@ -261,8 +261,16 @@ def _publish(stage: Staging | None, files: Sequence[shards.Shard], hf_config: Pa
     stage.publish()
 
 
-def together[Result](work: Callable[[], Result], group: dist.ProcessGroup | None) -> Result:
-    """Run `work` on every rank; when it fails on one, fail on all, so that none waits for it."""
+def together[Result](
+    work: Callable[[], Result], path: str | Path, group: dist.ProcessGroup | None
+) -> Result:
+    """Run `work` on every rank; when it fails on one, fail on all, so that none waits for it.
+
+    Args:
+        work: writes the model, or a part of it.
+        path: what it writes, for the message.
+        group: the ranks.
+    """
     result: Result | None = None
     error: str | None = None
     try:
@@ -273,7 +281,7 @@ def together[Result](work: Callable[[], Result], group: dist.ProcessGroup | None
     dist.all_gather_object(errors, error, group=group)
     for rank, message in enumerate(errors):
         if message is not None:
-            raise BadInput(f"Rank {rank} could not save the model: {message}")
+            raise BadInput(f"Rank {rank} could not save the model to {path}: {message}")
     return result  # type: ignore[return-value]
 
 

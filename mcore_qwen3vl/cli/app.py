@@ -19,6 +19,7 @@ from mcore_qwen3vl.cli.options import Json, Workers, require
 from mcore_qwen3vl.cli.rehearse import rehearse
 from mcore_qwen3vl.cli.score import score
 from mcore_qwen3vl.errors import BadInput, CheckFailed, Unfinished
+from mcore_qwen3vl.whole import whole
 
 app = typer.Typer(
     help="Qwen3-VL on Megatron-Core: convert, verify, train.",
@@ -46,6 +47,7 @@ def main(arguments: list[str] | None = None) -> None:
     Under ``--json`` an error is JSON too, on standard output: ``{"error": TEXT, "exit_code": N}``.
     """
     console.json_was_written.set(False)
+    console.use_utf8()
     versions.warn()
     try:
         app(arguments)
@@ -178,8 +180,10 @@ def tiny(
 
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise BadInput(f"{path} exists and is not an empty directory: name another one.")
-    write_tiny_checkpoint(path, moe=moe, tie=tie, seed=seed)
-    console.output.print(f"wrote a tiny Qwen3-VL {'MoE' if moe else 'dense'} to {path}")
+    with whole(path) as partial:
+        write_tiny_checkpoint(partial, moe=moe, tie=tie, seed=seed)
+    said = f"wrote a tiny Qwen3-VL {'MoE' if moe else 'dense'} to {path}"
+    console.output.print(console.plain(said), soft_wrap=True)
 
 
 @app.command("demo")

@@ -118,7 +118,7 @@ def check(
     else:
         show.data_report(report)
         if plot is not None:
-            console.output.print(f"  histograms in {plot}")
+            console.output.print(f"  histograms in {console.plain(str(plot))}", soft_wrap=True)
         if write_clean is not None and report.tokens:
             wrote = f"  {len(report.tokens):,} usable records in {write_clean}"
             console.output.print(console.plain(wrote), soft_wrap=True)
@@ -159,8 +159,8 @@ def show_sample(
     config = DataConfig(seq_length, trust_data=trust_data, media=media)
     seen = read_sample(path, number, processor, config, split=split, preprocess=preprocess)
     write_page(seen, out)
-    console.output.print(
+    said = (
         f"{seen.name}: {seen.format}, {seen.tokens:,} tokens, {seen.trained:,} of them trained, "
-        f"{len(seen.media)} images and videos: {out}",
-        soft_wrap=True,
+        f"{len(seen.media)} images and videos: {out}"
     )
+    console.output.print(console.plain(said), soft_wrap=True)

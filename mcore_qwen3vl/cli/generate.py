@@ -113,4 +113,4 @@ def generate(
 
 def _print_text(_: int, text: str) -> None:
     """A stream for one prompt; a function, because ranks on GPUs are sent it."""
-    print(text, end="", flush=True)
+    print(console.visible(text), end="", flush=True)

@@ -11,6 +11,7 @@ import typer
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.whole import whole
 
 app = typer.Typer(help="Scripts that start training on a cluster.", no_args_is_help=True)
 
@@ -48,10 +49,11 @@ def copy(
     """Write all scripts to a directory, to be changed and run there."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise BadInput(f"{path} exists and is not an empty directory: name another one.")
-    path.mkdir(parents=True, exist_ok=True)
-    for file in sorted(_folder().iterdir()):
-        if file.suffix in (".sh", ".yaml") or file.name == "train.py":
-            shutil.copy(file, path)
+    with whole(path) as partial:
+        partial.mkdir(parents=True)
+        for file in sorted(_folder().iterdir()):
+            if file.suffix in (".sh", ".yaml") or file.name == "train.py":
+                shutil.copy(file, partial)
     console.output.print(
         f"{len(scripts())} scripts in {console.plain(str(path))}; "
         f"bash {console.plain(str(path / 'sft_2b.sh'))} --dry-run prints a command",

@@ -34,7 +34,9 @@ def plan(plan: ConversionPlan, as_json: bool) -> None:
     for tensor in plan.planned:
         shape = "x".join(map(str, tensor.shape))
         sources = ", ".join(tensor.sources)
-        lines.add_row(sources, tensor.target, shape, tensor.dtype, size(tensor.nbytes))
+        lines.add_row(
+            plain(sources), plain(tensor.target), shape, tensor.dtype, size(tensor.nbytes)
+        )
     output.print(lines)
     for note in plan.notes:
         output.print(plain(note))
@@ -93,7 +95,7 @@ def inspection(inspection: Inspection, *, tensors: bool) -> None:
         return
     lines = table("tensors", "name", "shape", "dtype", ">size")
     for t in inspection.tensors:
-        lines.add_row(t.name, "x".join(map(str, t.shape)), t.dtype, size(t.nbytes))
+        lines.add_row(plain(t.name), "x".join(map(str, t.shape)), t.dtype, size(t.nbytes))
     output.print(lines)
 
 
@@ -180,7 +182,7 @@ def data_report(report: DataReport) -> None:
     """What a data set holds, and the first of its flaws."""
     lines = table(str(report.path), "what", ">how much")
     for name, amount in report.summary():
-        lines.add_row(name, amount)
+        lines.add_row(plain(name), plain(amount))
     output.print(lines)
     for flaws in (report.bad, report.overlong):
         for flaw in flaws[:PROBLEMS_SHOWN]:

@@ -29,6 +29,7 @@ from mcore_qwen3vl.data.records.flaws import OverlongSample
 from mcore_qwen3vl.data.records.media import peculiarities
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.extras import require_extra
+from mcore_qwen3vl.whole import whole
 
 _BUFFERS = 4  # so many, at least, of each rank's packing buffers show how level the work is
 
@@ -259,7 +260,8 @@ def plot_report(report: DataReport, png: Path) -> None:
     """Draw the histograms.
 
     Raises:
-        BadInput: matplotlib is not installed (extra ``plots``), or there is nothing to draw.
+        BadInput: matplotlib is not installed (extra ``plots``), there is nothing to draw, or `png`
+            cannot be written.
     """
     require_extra("matplotlib", "--plot")
     from matplotlib.figure import Figure
@@ -278,7 +280,8 @@ def plot_report(report: DataReport, png: Path) -> None:
         for axis in (axes.xaxis, axes.yaxis):
             axis.get_major_locator().set_params(integer=True)
     figure.suptitle(f"{report.path.name}: {len(report.tokens):,} usable samples")
-    figure.savefig(png, dpi=150)
+    with whole(png, "Choose another --plot.") as partial:
+        figure.savefig(partial, dpi=150, format=png.suffix.lstrip(".") or "png")
 
 
 def _draw_balance(axes: Any, balance: dict[str, Balance]) -> None:

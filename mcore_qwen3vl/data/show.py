@@ -27,6 +27,7 @@ from mcore_qwen3vl.data.records.bad_samples import sample_id
 from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample
 from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.pages import templates
+from mcore_qwen3vl.whole import whole
 
 PICTURES = 16
 """Frames of a video that are shown."""
@@ -138,12 +139,8 @@ def write_page(seen: Seen, file: Path) -> None:
         BadInput: `file` cannot be written.
     """
     template = templates("mcore_qwen3vl.data").get_template("sample.html.jinja")
-    try:
-        file.write_text(template.render(seen=seen), "utf-8")
-    except OSError as error:
-        raise BadInput(
-            f"{file} cannot be written: {error.strerror}. Choose another --out."
-        ) from None
+    with whole(file, "Choose another --out.") as partial:
+        partial.write_text(template.render(seen=seen), "utf-8", "backslashreplace")
 
 
 def _runs(plan: Plan, processor: Any) -> list[Run]:

@@ -79,7 +79,7 @@ def run_demo(
         say(f"the same command again: it resumes, finishes, and exports to {format}")
         rest = train(job, folder / "rest")
         say("Hugging Face's generate, with the exported model")
-        records = [json.loads(line)["messages"] for line in data.read_text().splitlines()]
+        records = [json.loads(line)["messages"] for line in data.read_text("utf-8").splitlines()]
         exported = folder / "hf" / f"iter_{steps:07d}"
         answers = (
             answer(checkpoint, records, data.parent, adapter=exported)

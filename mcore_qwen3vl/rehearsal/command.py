@@ -171,7 +171,7 @@ def _of_script(name: Path, words: Sequence[str], gpus: int | None) -> Command:
         # The layout is checked here, for the ranks of --gpus.
         env={**clean, "LAUNCH_DIR": str(script.parent.absolute()), "CHECK_RANKS": "0"},
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         check=False,
     )
     if done.returncode:

@@ -43,7 +43,7 @@ def rehearse(flags: Sequence[str], progress: Path) -> dict[str, Any]:
     end_stage = rank.end_stage
 
     def tell(name: str) -> Any:
-        with progress.open("a") as file:
+        with progress.open("a", encoding="utf-8") as file:
             file.write(f"{name}\n")
         return end_stage(name)
 

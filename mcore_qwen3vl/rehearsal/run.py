@@ -148,7 +148,7 @@ class Rehearser:
             role.rank, prepared.gpus, device.memory_gib, device.allowance_gib, self.options.routing
         )
         progress = self._folder / "progress"
-        progress.write_text("starting\n")
+        progress.write_text("starting\n", "utf-8")
         try:
             with _watched(progress, lambda doing: self._say(f"{what}: {doing}")):
                 found, report = self._bench.call(
@@ -161,7 +161,7 @@ class Rehearser:
         return RoleOutcome(role, found, report, time.monotonic() - started, device.usable)
 
     def _last_words(self) -> str:
-        lines = self._log.read_text(errors="replace").splitlines()
+        lines = self._log.read_text("utf-8", errors="replace").splitlines()
         return " / ".join(line.strip() for line in lines[-_LOG_LINES:] if line.strip())
 
 
@@ -214,7 +214,7 @@ def _watched(progress: Path, say: Say) -> Iterator[None]:
     def watch() -> None:
         last = ""
         while not done.wait(_LOOK):
-            lines = progress.read_text().splitlines()
+            lines = progress.read_text("utf-8").splitlines()
             if lines and lines[-1] != last:
                 last = lines[-1]
                 say(last)

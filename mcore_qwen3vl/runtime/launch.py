@@ -158,7 +158,7 @@ def _run_rank(work: _Work, pipe: Connection) -> None:
     global _to_parent
     _to_parent = pipe
     end_with_parent()
-    with work.stacks.open("w") as stacks:
+    with work.stacks.open("w", encoding="utf-8") as stacks:
         faulthandler.dump_traceback_later(max(work.timeout - 1, 0.9 * work.timeout), file=stacks)
         try:
             answer = pickle.dumps((True, _call(work)))
@@ -282,6 +282,6 @@ def _stack(r: _Rank) -> str:
     """Where a hanging rank was, down to the function that it runs."""
     if not r.stacks.exists():
         return "it had not begun"
-    lines = r.stacks.read_text().splitlines()
+    lines = r.stacks.read_text("utf-8", errors="replace").splitlines()
     own = next((i for i, line in enumerate(lines) if f'"{__file__}"' in line), len(lines))
     return "\n".join(lines[:own])

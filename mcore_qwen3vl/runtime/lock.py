@@ -6,7 +6,7 @@ import fcntl
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -49,9 +49,10 @@ def _locked(file: Path, place: Path) -> TextIO:
         if _is_still(file, lock):
             break
         lock.close()  # the one who held it has removed it meanwhile
-    lock.truncate(0)
-    lock.write(f"Process {os.getpid()} on {socket.gethostname()}")
-    lock.flush()
+    # Unbuffered, and let it fail on a full disk: only the next one's message is the poorer for it.
+    with suppress(OSError):
+        os.truncate(file, 0)
+        os.write(lock.fileno(), f"Process {os.getpid()} on {socket.gethostname()}".encode())
     return lock
 
 

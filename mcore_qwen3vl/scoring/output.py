@@ -91,7 +91,9 @@ class Output:
         if force:
             self._partial.unlink(missing_ok=True)
         if not self._partial.exists():
-            self._partial_facts.write_text(json.dumps({"settings": self._settings}, indent=1))
+            self._partial_facts.write_text(
+                json.dumps({"settings": self._settings}, indent=1), "utf-8"
+            )
             self._partial.touch()
         ends = [0]
         with self._partial.open("rb") as lines:
@@ -118,7 +120,7 @@ class Output:
         """Give the files their names."""
         found = tally(self._partial)
         facts = {"settings": self._settings, "summary": asdict(found)}
-        self._partial_facts.write_text(json.dumps(facts, indent=1) + "\n")
+        self._partial_facts.write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
         os.replace(self._partial_facts, facts_of(self.path))
         os.replace(self._partial, self.path)
         return found

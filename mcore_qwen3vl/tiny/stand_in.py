@@ -32,7 +32,7 @@ def write_stand_in(
         layers: decoder layers instead of the config's.
         vision_blocks: of the tower instead of the config's; DeepStack taps the first ones.
     """
-    fields: dict[str, Any] = json.loads(config.read_text())
+    fields: dict[str, Any] = json.loads(config.read_text("utf-8"))
     text, vision = fields["text_config"], fields["vision_config"]
     for name, token in _TOKENS.items():
         fields[name] = SPECIAL_TOKENS[token]  # of the vocabulary, nothing else matters
@@ -41,12 +41,12 @@ def write_stand_in(
         vision["depth"] = vision_blocks
         vision["deepstack_visual_indexes"] = list(range(len(vision["deepstack_visual_indexes"])))
     out.mkdir(parents=True)
-    (out / "config.json").write_text(json.dumps(fields, indent=1))
+    (out / "config.json").write_text(json.dumps(fields, indent=1), "utf-8")
     write_processor(out, vision)
     file = out / "processor_config.json"
-    processor = json.loads(file.read_text())
+    processor = json.loads(file.read_text("utf-8"))
     processor["image_processor"]["size"] = {"shortest_edge": 4096, "longest_edge": _MOST_PIXELS}
-    file.write_text(json.dumps(processor))
+    file.write_text(json.dumps(processor), "utf-8")
 
 
 def write_half_images(
@@ -96,5 +96,5 @@ def write_half_images(
             record["messages"].append({"role": "assistant", "content": answers[0]})
         lines.append(json.dumps(record))
     file = folder / "train.jsonl"
-    file.write_text("\n".join(lines) + "\n")
+    file.write_text("\n".join(lines) + "\n", "utf-8")
     return file

@@ -11,7 +11,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -53,16 +53,17 @@ def main(argv: Sequence[str]) -> int:
         run = Run(args, screen)
         if args.rank == 0:
             run.introduce(screen, explicit)
-        with _only_writer(args):
+        with ExitStack() as locks:
+            if args.rank == 0:
+                _lock(args, locks)
             return run.train()
 
 
-def _only_writer(args: argparse.Namespace) -> AbstractContextManager[None]:
-    if args.rank or not args.save:
-        return nullcontext()
-    folder = Path(args.save)
-    folder.mkdir(parents=True, exist_ok=True)
-    return only_writer(folder)
+def _lock(args: argparse.Namespace, locks: ExitStack) -> None:
+    """Let no other run write where this one does."""
+    for folder in {Path(place).resolve() for place in (args.save, args.save_hf) if place}:
+        folder.mkdir(parents=True, exist_ok=True)
+        locks.enter_context(only_writer(folder))
 
 
 def _choose_device(cpu: bool) -> None:

@@ -75,7 +75,7 @@ class Bridge:
             save_hf(models, beside, hf_config=self._source, force=True)
         else:
             self._lora.export(models, beside)
-        together(lambda: move_files(beside, Path(path)), None)
+        together(lambda: move_files(beside, Path(path)), path, None)
 
 
 def move_files(source: Path, target: Path) -> None:

@@ -70,10 +70,13 @@ def test_children_hold_nothing(tmp_path: Path) -> None:
         os.kill(worker, signal.SIGKILL)
 
 
-def test_a_run_has_its_checkpoint_directory_alone(dense: Path, data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("flag", ["--save", "--save-hf"])
+def test_a_run_has_its_checkpoint_directory_alone(
+    flag: str, dense: Path, data: Path, tmp_path: Path
+) -> None:
     save = tmp_path / "save"
     save.mkdir()
-    argv = [*Job(dense, data, steps=1, batch=1).argv, "--save", str(save)]
+    argv = [*Job(dense, data, steps=1, batch=1).argv, flag, str(save)]
 
     def run() -> int:
         from mcore_qwen3vl.training.run import main

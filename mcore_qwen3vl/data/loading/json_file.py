@@ -55,7 +55,8 @@ def write_index(path: Path) -> None:
         raise BadInput(f"The data set {path} is empty.")
     size = path.stat().st_size
     partial = index_of(path).with_suffix(f".{os.getpid()}.tmp")
-    np.array([*rows, (size, size)], np.uint64).tofile(partial)
+    # Not `tofile`, which says nothing when the disk is full.
+    partial.write_bytes(np.array([*rows, (size, size)], np.uint64).tobytes())
     os.replace(partial, index_of(path))
 
 

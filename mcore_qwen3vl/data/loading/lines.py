@@ -24,7 +24,8 @@ def write_blanks(path: Path, blanks: Sequence[int]) -> None:
         blanks: for each blank line, how many records come before it; ascending.
     """
     if blanks:
-        np.array(blanks, np.int64).tofile(blanks_of(path))
+        # Not `tofile`, which says nothing when the disk is full.
+        blanks_of(path).write_bytes(np.array(blanks, np.int64).tobytes())
     else:
         blanks_of(path).unlink(missing_ok=True)
 

@@ -54,10 +54,11 @@ def show(found: Rehearsal) -> None:
     for outcome in found.outcomes:
         _error(outcome)
         for fault, names in outcome.faults.items():
-            say(f"[yellow]{outcome.role.name}, {fault}: {', '.join(names)}[/]", soft_wrap=True)
+            said = console.plain(f"{outcome.role.name}, {fault}: {', '.join(names)}")
+            say(f"[yellow]{said}[/]", soft_wrap=True)
     _remedies(found)
     style = "bold green" if found.fits else "bold red"
-    say(f"[{style}]{found.verdict}[/]")
+    say(f"[{style}]{console.plain(found.verdict)}[/]")
 
 
 def show_fits(fits: Sequence[Fit], command: Command) -> None:
@@ -76,7 +77,7 @@ def show_fits(fits: Sequence[Fit], command: Command) -> None:
             _left(fullest, 1e9),
             f"{fit.candidate.seconds:.1f}",
             "[green]fits[/]" if fit.good else "[red]no[/]",
-            " ".join(fit.candidate.flags) if fit.good else fit.found.verdict,
+            console.plain(" ".join(fit.candidate.flags) if fit.good else fit.found.verdict),
         )
     console.output.print(table)
     if command.script is not None:
@@ -102,7 +103,7 @@ def _memory(found: Rehearsal) -> None:
     for name in sorted(holders, key=lambda name: -holders[name]):
         if holders[name] >= 0.05 * scale:
             sizes = (o.held.get(name, 0) / scale for o in found.outcomes)
-            table.add_row(name, *(f"{size:.1f}" if size else "" for size in sizes))
+            table.add_row(console.plain(name), *(f"{size:.1f}" if size else "" for size in sizes))
     table.add_section()
     table.add_row("peak of tensors", *(f"{o.peak / scale:.1f}" for o in found.outcomes))
     table.add_row("allocator's reserve", *(f"{o.reserved / scale:.1f}" for o in found.outcomes))
@@ -160,7 +161,7 @@ def _waits(outcome: RoleOutcome) -> None:
         lines[wait.phase, wait.kind, wait.place.split(" < ")[0]] += wait.count
     ordered = lines.most_common()
     for line, count in ordered[:WAITS_SHOWN]:
-        table.add_row(str(count), *line)
+        table.add_row(str(count), *map(console.plain, line))
     if rest := ordered[WAITS_SHOWN:]:
         count = sum(count for _, count in rest)
         table.add_row(str(count), "", "", f"{len(rest)} more lines (--json has their callers)")
@@ -209,7 +210,8 @@ def _remedies(found: Rehearsal) -> None:
     for remedy in sorted(found.remedies, key=lambda r: not r.fits):
         verdict = "[green]fits[/]" if remedy.fits else "[red]no[/]"
         flags = " ".join(remedy.flags) or f"--gpus {remedy.gpus}"
-        table.add_row(remedy.change, gb(remedy.reserved), verdict, flags if remedy.fits else "")
+        flags = console.plain(flags if remedy.fits else "")
+        table.add_row(console.plain(remedy.change), gb(remedy.reserved), verdict, flags)
     console.output.print(table)
     if not any(remedy.fits for remedy in found.remedies):
         console.output.print("None of these fits: combine them, or use more or larger GPUs.")

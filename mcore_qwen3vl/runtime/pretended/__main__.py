@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
             rank.report.facts["bytes at the peak, by line"] = held
     print(table(rank.report), file=sys.stderr)
     if own.json:
-        own.json.write_text(json.dumps(rank.report.to_json(), indent=1))
+        own.json.write_text(json.dumps(rank.report.to_json(), indent=1), "utf-8")
     return code
 
 

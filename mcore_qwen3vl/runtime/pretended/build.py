@@ -69,7 +69,10 @@ def _compile(arguments: list[str]) -> None:
             " install gcc or clang (Debian: apt-get install gcc libc6-dev), or set CC."
         )
     done = subprocess.run(
-        [*words, *arguments, "-ldl", "-lpthread"], capture_output=True, text=True, check=False
+        [*words, *arguments, "-ldl", "-lpthread"],
+        capture_output=True,
+        encoding="utf-8",
+        check=False,
     )
     if done.returncode:
         raise BadInput(

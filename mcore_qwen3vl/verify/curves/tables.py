@@ -130,6 +130,6 @@ def whole_and_half(job: Job, folder: Path) -> tuple[list[dict[str, Any]], Path]:
     """The log of the whole run, and the checkpoints that it left, put back to half."""
     save, half = folder / "save", job.steps // 2
     whole = train(job, folder / "whole", "--save", str(save), "--save-interval", str(half))
-    (save / TRACKER).write_text(str(half))
+    (save / TRACKER).write_text(str(half), "utf-8")
     shutil.rmtree(save / f"iter_{job.steps:07d}")
     return whole, save

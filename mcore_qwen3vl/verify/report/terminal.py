@@ -6,10 +6,9 @@ import math
 from textwrap import indent
 
 from rich.console import Group
-from rich.markup import escape
 from rich.table import Table
 
-from mcore_qwen3vl.console import table
+from mcore_qwen3vl.console import plain, table
 from mcore_qwen3vl.verify.report.measurement import Finding
 from mcore_qwen3vl.verify.report.result import Report
 
@@ -17,13 +16,13 @@ from mcore_qwen3vl.verify.report.result import Report
 def render(report: Report) -> Group:
     """Something that rich prints."""
     verdict = "[bold green]equal[/]" if report.ok else "[bold red]different[/]"
-    lines: list[str | Table] = [f"{verdict}: {escape(report.title)}. {escape(report.verdict)}"]
+    lines: list[str | Table] = [f"{verdict}: {plain(report.title)}. {plain(report.verdict)}"]
     for heading, text in report.notes.items():
-        lines.append(f"[bold]{escape(heading)}[/]\n" + escape(indent(text, "  ")))
+        lines.append(f"[bold]{plain(heading)}[/]\n" + plain(indent(text, "  ")))
     if report.findings:
         lines.append(by_part(report))
     failures, shown = report.failures, report.failures_shown
-    lines += [f"  {escape(str(finding))}" for finding in failures[:shown]]
+    lines += [f"  {plain(str(finding))}" for finding in failures[:shown]]
     if len(failures) > shown:
         lines.append(f"  and {len(failures) - shown} more; --json lists them all")
     return Group(*lines)
@@ -38,13 +37,13 @@ def by_part(report: Report) -> Table:
     for summary in report.parts().values():
         worst = summary.worst
         cells = [
-            escape(summary.context),
-            summary.part,
+            plain(summary.context),
+            plain(summary.part),
             f"{summary.count:,}",
             f"{summary.failed:,}",
             number(worst),
             allowance(worst),
-            escape(worst.name) if worst.error or summary.failed else "",
+            plain(worst.name) if worst.error or summary.failed else "",
             "[bold red]WRONG[/]" if summary.failed else "[green]ok[/]",
         ]
         shown.add_row(*cells[not contexts :])

@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 from xml.etree import ElementTree
 
-from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.console import visible
 from mcore_qwen3vl.pages import templates
 from mcore_qwen3vl.verify.report import plot
 from mcore_qwen3vl.verify.report.result import Report
 from mcore_qwen3vl.verify.report.terminal import allowance, number
+from mcore_qwen3vl.whole import whole
 
 WORST_SHOWN = 30
 NEAREST_SHOWN = 10
@@ -28,31 +29,33 @@ def write_report(report: Report, folder: str | Path) -> None:
         BadInput: `folder` cannot be written.
     """
     folder = Path(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        data = json.dumps(report.to_dict(), indent=1, default=str)
-        (folder / "report.json").write_text(data + "\n", encoding="utf-8")
-        (folder / "report.html").write_text(html(report), encoding="utf-8")
-        (folder / "junit.xml").write_bytes(junit(report))
-    except OSError as error:
-        raise BadInput(
-            f"The report cannot be written to {folder}: {error.strerror}. Choose another --report."
-        ) from None
+    data = json.dumps(report.to_dict(), indent=1, default=str)
+    files = {
+        "report.json": f"{data}\n".encode(),
+        "report.html": html(report).encode(errors="backslashreplace"),
+        "junit.xml": junit(report),
+    }
+    for name, content in files.items():
+        with whole(folder / name, "Choose another --report.") as partial:
+            folder.mkdir(parents=True, exist_ok=True)
+            partial.write_bytes(content)
 
 
 def junit(report: Report) -> bytes:
     """The report in the XML form that CI systems show: a test case for each part and context."""
     parts = report.parts()
-    suite = ElementTree.Element("testsuite", name=report.title, tests=str(len(parts)))
+    title = visible(report.title)  # XML cannot hold control characters
+    suite = ElementTree.Element("testsuite", name=title, tests=str(len(parts)))
     suite.set("failures", str(sum(summary.failed > 0 for summary in parts.values())))
     for (context, part), summary in parts.items():
-        name = f"{part} ({context})" if context else part
-        case = ElementTree.SubElement(suite, "testcase", classname=report.title, name=name)
+        name = visible(f"{part} ({context})" if context else part)
+        case = ElementTree.SubElement(suite, "testcase", classname=title, name=name)
         if summary.failed:
             message = f"{summary.failed} of {summary.count} comparisons failed"
-            ElementTree.SubElement(case, "failure", message=message).text = str(summary.worst)
+            worst = visible(str(summary.worst))
+            ElementTree.SubElement(case, "failure", message=message).text = worst
     if not parts:
-        ElementTree.SubElement(suite, "error", message=report.verdict)
+        ElementTree.SubElement(suite, "error", message=visible(report.verdict))
     return ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True)
 
 

@@ -79,9 +79,9 @@ class FaultInjector:
             hf_to_mcore(source, target)
         if fault.config is not None:
             config = target / "hf" / "config.json"
-            content = json.loads(config.read_text())
+            content = json.loads(config.read_text("utf-8"))
             fault.config(content)
-            config.write_text(json.dumps(content))
+            config.write_text(json.dumps(content), "utf-8")
         return target
 
     def trace(self, fault: Fault, layout: Layout | None = None) -> Outcome:

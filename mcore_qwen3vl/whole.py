@@ -1,0 +1,45 @@
+"""Files and folders that appear whole or not at all, however full the disk is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from mcore_qwen3vl.errors import BadInput
+
+
+@contextmanager
+def whole(target: Path, remedy: str = "Make room, or name another place.") -> Iterator[Path]:
+    """A name beside `target` to write to; at the end it becomes `target`.
+
+    Args:
+        target: a file, or a folder that is empty or not there. What is no file, as
+            ``/dev/stdout``, is written to at once.
+        remedy: ends the message.
+
+    Raises:
+        BadInput: the system refuses to write; nothing is left.
+    """
+    target = Path(os.path.realpath(target))
+    if target.exists() and not (target.is_file() or target.is_dir()):
+        yield target
+        return
+    partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        yield partial
+        os.replace(partial, target)
+    except Exception as error:
+        reason = str(error.strerror if isinstance(error, OSError) else error)
+        # What is written in Rust, as safetensors and tokenizers are, has no OSError to raise.
+        if not isinstance(error, OSError) and "(os error " not in reason:
+            raise
+        raise BadInput(f"{target} cannot be written: {reason}. {remedy}") from None
+    finally:
+        if partial.is_dir():
+            shutil.rmtree(partial, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                partial.unlink()

@@ -1,0 +1,104 @@
+"""A disk that is full, as the commands meet it."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from mcore_qwen3vl.cli import main
+from mcore_qwen3vl.data.loading.index import ensure_index
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.runtime.lock import only_writer
+from mcore_qwen3vl.whole import whole
+
+
+@contextmanager
+def full_disk(room: int) -> Iterator[None]:
+    """No file grows beyond `room` bytes; the system's error is another than on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+COMMANDS = {
+    "tiny": ("tiny", "{out}"),
+    "scripts": ("launch", "copy", "{out}"),
+    "page": ("data", "show", "{data}", "1", "--hf-model", "{hf}", "--out", "{out}"),
+    "plot": ("data", "check", "{data}", "--hf-model", "{hf}", "--plot", "{out}"),
+    "report": ("verify", "tensors", "{hf}", "{hf}", "--report", "{out}"),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_nothing_half_written(
+    name: str, dense: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = {"hf": dense, "data": data, "out": tmp_path / "new" / "out"}
+    places["out"].parent.mkdir()
+    ensure_index(places["data"])
+    with full_disk(1000), pytest.raises(SystemExit) as stopped:
+        main([word.format(**places) for word in COMMANDS[name]])
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert f"{places['out']}" in said
+    assert "cannot be written: " in said
+    assert "File too large" in said
+    assert [file for file in places["out"].parent.rglob("*") if not file.is_dir()] == []
+
+
+def test_the_page_of_a_rehearsal(tmp_path: Path) -> None:
+    with (
+        full_disk(10),
+        pytest.raises(BadInput, match=r"page\.html cannot be written: File too large.*--report"),
+        whole(tmp_path / "page.html", "Choose another --report.") as partial,
+    ):
+        partial.write_text("a" * 100)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_there_is_kept(tmp_path: Path) -> None:
+    file = tmp_path / "a"
+    file.write_text("before")
+    (tmp_path / "link").symlink_to(file)
+    with full_disk(10), pytest.raises(BadInput), whole(tmp_path / "link") as partial:
+        partial.write_text("a" * 100)
+    assert file.read_text() == "before"
+    with whole(tmp_path / "link") as partial:
+        partial.write_text("after")
+    assert file.read_text() == "after"
+    assert (tmp_path / "link").is_symlink()
+    with pytest.raises(ZeroDivisionError), whole(file):
+        raise ZeroDivisionError
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["a", "link"]
+
+
+def test_a_device_stays_one(tmp_path: Path) -> None:
+    """As `--report /dev/stdout` of somebody who may rename files in /dev."""
+    os.mkfifo(tmp_path / "pipe")
+    with whole(tmp_path / "pipe") as partial:
+        assert partial == tmp_path / "pipe"
+    assert partial.is_fifo()
+
+
+def test_an_index_of_a_json_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """numpy's `tofile` leaves an empty file, without a word."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "a.json").write_text('[{"text": "a"}]')
+    with full_disk(0), pytest.raises(BadInput, match=r"neither beside it .File too large. nor in"):
+        ensure_index(tmp_path / "a.json")
+    assert not (tmp_path / "a.json.idx").exists()
+    assert ensure_index(tmp_path / "a.json") == tmp_path / "a.json"
+
+
+def test_a_lock_is_held_though_its_holder_cannot_be_written(tmp_path: Path) -> None:
+    with full_disk(0), only_writer(tmp_path):
+        assert (tmp_path / ".lock").exists()
+    assert not (tmp_path / ".lock").exists()
