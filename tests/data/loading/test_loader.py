@@ -531,3 +531,35 @@ def test_processors_of_an_older_transformers_are_refused(
     monkeypatch.delattr(Qwen3VLVideoProcessor, "get_num_of_video_patches")
     with pytest.raises(BadInput, match=r"need transformers 5\.17 or newer"):
         load_processor(processor_dir)
+
+
+GROWTH = 25_000  # bytes a batch, where an honest loader's memory and files stay as they are
+
+
+def leaks(loader: Loader, meanwhile: Callable[[], Any] = lambda: None) -> set[str]:
+    """What grows while 200 batches are read, once 100 have filled caches and pools."""
+    kept = []
+
+    def held() -> tuple[int, int]:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir("/proc/self/fd"))
+
+    for _ in islice(loader, 100):
+        pass
+    memory, files = held()
+    for _ in islice(loader, 200):
+        kept.append(meanwhile())
+    memory_now, files_now = held()
+    grown = {"memory": memory_now - memory > 200 * GROWTH, "files": files_now > files}
+    return {what for what, grows in grown.items() if grows}
+
+
+@pytest.mark.slow
+def test_nothing_grows_with_the_batches(make: MakeLoader, data: Path) -> None:
+    assert leaks(make(data, config=PACKED)) == set()
+
+
+@pytest.mark.slow
+def test_what_grows_is_found(make: MakeLoader, data: Path) -> None:
+    assert leaks(make(data, config=PACKED), lambda: b"a" * 50_000) == {"memory"}
+    assert leaks(make(data, config=PACKED), lambda: data.open("rb")) == {"files"}
