@@ -49,7 +49,7 @@ def load_processor(checkpoint: str | Path) -> Any:
         )
     require(Path(checkpoint))
     try:
-        return AutoProcessor.from_pretrained(
+        processor = AutoProcessor.from_pretrained(
             checkpoint, local_files_only=True, trust_remote_code=False
         )
     # transformers raises OSError, ValueError, KeyError and more for files that are missing.
@@ -58,6 +58,11 @@ def load_processor(checkpoint: str | Path) -> Any:
             f"{checkpoint} holds no usable processor: {' '.join(str(error).split())} Copy the "
             "tokenizer, the processor configs and chat_template.jinja from the model's repository."
         ) from error
+    videos = processor.video_processor
+    if getattr(videos, "cap_pixels_per_frame", False) is None:
+        # Frames are as large as the budgets allow, and stay so where a later version caps them.
+        videos.cap_pixels_per_frame = False
+    return processor
 
 
 @dataclass(frozen=True)

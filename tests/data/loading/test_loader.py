@@ -18,9 +18,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from filelock import FileLock
+from transformers.models.qwen3_vl import video_processing_qwen3_vl
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data import Batch, DataConfig, Loader, Source, load_processor, redistribute
@@ -563,3 +565,14 @@ def test_nothing_grows_with_the_batches(make: MakeLoader, data: Path) -> None:
 def test_what_grows_is_found(make: MakeLoader, data: Path) -> None:
     assert leaks(make(data, config=PACKED), lambda: b"a" * 50_000) == {"memory"}
     assert leaks(make(data, config=PACKED), lambda: data.open("rb")) == {"files"}
+
+
+def test_frames_are_capped_by_the_budgets_alone_and_nothing_is_said_of_it(
+    processor_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(video_processing_qwen3_vl.logger, "warning_once", said.append)
+    videos = load_processor(processor_dir).video_processor
+    frames = np.zeros((4, 3, 64, 64), np.uint8)
+    videos(videos=[frames], do_sample_frames=False, return_tensors="pt")
+    assert said == []
