@@ -14,6 +14,7 @@ from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.data.loading.index import ensure_index
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.lock import only_writer
+from mcore_qwen3vl.scoring.output import Output
 from mcore_qwen3vl.whole import whole
 
 
@@ -102,3 +103,12 @@ def test_a_lock_is_held_though_its_holder_cannot_be_written(tmp_path: Path) -> N
     with full_disk(0), only_writer(tmp_path):
         assert (tmp_path / ".lock").exists()
     assert not (tmp_path / ".lock").exists()
+
+
+def test_scores(tmp_path: Path) -> None:
+    output = Output(tmp_path / "scores", {}, block=1)
+    output.open()
+    output.append([{"line": 1}])
+    with full_disk(20), pytest.raises(BadInput, match=r"scores cannot be written: .* goes on from"):
+        output.append([{"line": 2}])
+    assert output.open() == 1

@@ -106,11 +106,21 @@ class Output:
         return blocks
 
     def append(self, entries: Sequence[dict[str, Any]]) -> None:
-        """Add a block, which stays whatever happens next."""
-        with self._partial.open("a", encoding="utf-8") as file:
-            file.writelines(f"{json.dumps(entry)}\n" for entry in entries)
-            file.flush()
-            os.fsync(file.fileno())
+        """Add a block, which stays whatever happens next.
+
+        Raises:
+            BadInput: the system refuses to write.
+        """
+        try:
+            with self._partial.open("a", encoding="utf-8") as file:
+                file.writelines(f"{json.dumps(entry)}\n" for entry in entries)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise BadInput(
+                f"{self.path} cannot be written: {error.strerror}. What was scored is kept: make "
+                "room, and the same command goes on from there."
+            ) from error
 
     def tally(self) -> Tally:
         """Of what has been written."""
