@@ -196,11 +196,11 @@ KINDS = {"dense": {}, "tied": {"tie": True}, "moe": {"moe": True}}
     [
         ("dense", "single"),
         ("dense", "tp2+sp"),
-        ("dense", "tp2"),
+        pytest.param("dense", "tp2", marks=pytest.mark.slow),
         ("dense", "dp2"),
         ("dense", "cp2"),
         ("tied", "pp2"),
-        ("moe", "ep2xdp2"),
+        pytest.param("moe", "ep2xdp2", marks=pytest.mark.slow),
         ("moe", "tp2xep2+sp"),
     ],
 )

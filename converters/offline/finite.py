@@ -1,20 +1,12 @@
-"""Weights that are NaN or infinite: they are converted as they are, and said."""
+"""Weights that are NaN or infinite are converted as they are, and named."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
-
 SHOWN = 5
 """How many tensors a note names."""
-
-
-def is_finite(values: Tensor) -> bool:
-    """Whether no value is NaN or infinite."""
-    # A finite sum has finite summands, and costs no memory. One that overflows says nothing.
-    return bool(values.sum().isfinite()) or bool(values.isfinite().all())
 
 
 def notes(results: Iterable[dict[str, Any]]) -> tuple[str, ...]:

@@ -25,10 +25,9 @@ from mcore_qwen3vl.converters.hf import hub
 from mcore_qwen3vl.converters.hf.checkpoint import INDEX, HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.hf.fp8 import SUFFIX
 from mcore_qwen3vl.converters.mapping.row import Row
-from mcore_qwen3vl.converters.offline.finite import is_finite
 from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.boxes import Box
-from mcore_qwen3vl.converters.storage.dtypes import dtype_name
+from mcore_qwen3vl.converters.storage.dtypes import all_finite, dtype_name
 
 FILE = "manifest.json"
 FORMAT = 1
@@ -66,7 +65,7 @@ class RowChecksums:
             raise AssertionError(f"{self._row.sources[source].name}: {box} comes out of order")
         self._seen[source] = rows.stop
         self._after[source].update(as_bytes(converted))
-        if not is_finite(converted):
+        if not all_finite(converted):
             self.nonfinite.add(self._row.sources[source].name)
         if stored.dtype != converted.dtype:
             self._cast[source] = True

@@ -26,7 +26,6 @@ from mcore_qwen3vl.converters.mapping.table import table
 from mcore_qwen3vl.converters.mcore.checkpoint import MegatronCheckpoint
 from mcore_qwen3vl.converters.mcore.formats import open_megatron
 from mcore_qwen3vl.converters.mcore.paths import hf_folder
-from mcore_qwen3vl.converters.offline.finite import is_finite
 from mcore_qwen3vl.converters.offline.plan import (
     ConversionPlan,
     PlannedTensor,
@@ -36,7 +35,7 @@ from mcore_qwen3vl.converters.offline.plan import (
     unit_bytes,
 )
 from mcore_qwen3vl.converters.storage.boxes import Box
-from mcore_qwen3vl.converters.storage.dtypes import cast, dtype_name, parse_dtype
+from mcore_qwen3vl.converters.storage.dtypes import all_finite, cast, dtype_name, parse_dtype
 from mcore_qwen3vl.converters.storage.staging import write_durably
 from mcore_qwen3vl.errors import BadInput
 
@@ -92,7 +91,7 @@ class ToHuggingFace:
 
         def looked_at(fill: Fill) -> Iterator[Tensor]:
             for chunk in self.stream(fill.row, fill.source, fill.dtype):
-                if not is_finite(chunk):
+                if not all_finite(chunk):
                     nonfinite.add(fill.name)
                 yield chunk
 

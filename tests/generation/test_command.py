@@ -14,6 +14,7 @@ import transformers
 
 from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.console import visible
 from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.converters.live.load import load_hf
 from mcore_qwen3vl.generation.cached_model import CachedModel, inference
@@ -104,7 +105,7 @@ def test_streams_to_the_terminal(folder: Path, capfd: Any) -> None:
     printed = capfd.readouterr()
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint(False))
     want = tokenizer.decode(first(False, "image")[0], skip_special_tokens=True)
-    assert printed.out == f"{want}\n"
+    assert printed.out == f"{visible(want)}\n"
     assert f"{FEW} new ones, ended by length" in printed.err
 
 

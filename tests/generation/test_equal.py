@@ -20,7 +20,6 @@ CLEAR_MARGIN = 1e-3
             *((True, name) for name in ("single", "tp2", "tp2+sp", "pp2", "ep2xdp2")),
         ],
         (False, "tp2+sp"),
-        (False, "pp4"),
         (True, "ep2xdp2"),
     ),
 )

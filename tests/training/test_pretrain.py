@@ -96,6 +96,7 @@ def test_a_blend_of_unindexed_tars_packed(dense: Path, corpus: Path, tmp_path: P
     assert losses[1] < losses[0]
 
 
+@pytest.mark.slow
 def test_weighted_folders_padded(dense: Path, corpus: Path, tmp_path: Path) -> None:
     words = ["0.001", str(corpus / "captions"), "0.999", str(corpus / "pages")]
     job = Job(dense, corpus, steps=3, batch=4, seq_length=256)

@@ -86,9 +86,7 @@ LAYOUTS = [
 ]
 FAST = [
     ("dense", Layout(pp=2, vpp=2)),
-    ("dense-tied", Layout(pp=2)),
     ("moe", Layout(tp=2, pp=2, ep=2, sp=True)),
-    ("moe-v5", Layout(tp=2, etp=2, sp=True)),
     ("moe-H=I", Layout()),
     ("mixed-step-v5", Layout(ep=2, dp=2)),
 ]

@@ -58,7 +58,10 @@ def in_child(work: Callable[[], object]) -> int:
     return process.exitcode
 
 
-@pytest.mark.parametrize("direction", ["hf-to-mcore", "hf-to-legacy", "mcore-to-hf"])
+@pytest.mark.parametrize(
+    "direction",
+    ["hf-to-mcore", pytest.param("hf-to-legacy", marks=pytest.mark.slow), "mcore-to-hf"],
+)
 def test_kill_at_any_point(
     directions: dict[str, tuple[Convert, Path]], tmp_path: Path, direction: str
 ) -> None:

@@ -173,7 +173,7 @@ def test_state_does_not_depend_on_when_workers_noted_theirs(
 
 
 @pytest.mark.parametrize(
-    ("old", "new"), [((2, 2), (4, 1)), slow((2, 2), (1, 4)), slow((4, 1), (2, 2))]
+    ("old", "new"), [slow((2, 2), (4, 1)), slow((2, 2), (1, 4)), slow((4, 1), (2, 2))]
 )
 def test_resume_on_another_number_of_ranks(
     old: tuple[int, int], new: tuple[int, int], make: MakeLoader, records: Path

@@ -24,7 +24,11 @@ def test_ranks_start_from_a_process_that_has_used_cuda(workbench: Workbench) -> 
     assert ranks == [(0, 2, "cuda:0", 5), (1, 2, "cuda:0", 5)]
 
 
-@pytest.mark.parametrize("under_torchrun", [True, False], ids=["torchrun", "spawned"])
+@pytest.mark.parametrize(
+    "under_torchrun",
+    [True, pytest.param(False, marks=pytest.mark.slow)],
+    ids=["torchrun", "spawned"],
+)
 def test_generate(workbench: Workbench, tiny: Path, under_torchrun: bool) -> None:
     lengths, _ = workbench.call(f"{HERE}:generate", tiny, under_torchrun)
     assert lengths == [3]

@@ -96,6 +96,7 @@ def test_a_part_that_fails_or_hangs_is_reported_and_the_next_one_runs(
     assert gpu_check.main(["--out", str(tmp_path)]) == 1
 
 
+@pytest.mark.slow
 def test_attention_is_compared_as_it_is_computed(
     gpu_check: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

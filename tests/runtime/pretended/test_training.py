@@ -86,7 +86,7 @@ ROLES |= {
 }
 
 
-FAST = ("2B", "30B-A3B, 4 layers, TP2 EP8")
+FAST = ("2B",)
 
 
 def marks(name: str) -> list[pytest.MarkDecorator]:

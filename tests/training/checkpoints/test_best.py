@@ -32,6 +32,7 @@ def saved(folder: Path) -> tuple[set[int], dict[str, Any]]:
     return {int(name[5:]) for name in names}, json.loads((folder / "validation.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_run_without_improvement_stops_and_goes_on_with_more_patience(
     job: Job, tmp_path: Path
 ) -> None:

@@ -59,9 +59,10 @@ def test_same_layout_continues_bit_for_bit(
     ("before", "after"),
     [
         pytest.param(("tp2+sp", ()), ("pp2", ()), marks=pytest.mark.slow),
-        (
+        pytest.param(
             ("dp2", (*DISTRIBUTED, "--num-workers", "1")),
             ("tp2+sp", ("--use-distributed-optimizer", "--num-workers", "2")),
+            marks=pytest.mark.slow,
         ),
         pytest.param(("pp2+E|t|tt|tL", ()), ("pp2+Ettt|tL", ()), marks=pytest.mark.slow),
         pytest.param(  # packs of equal work, divided by two ranks, go on to one in the same order

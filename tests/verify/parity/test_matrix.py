@@ -12,14 +12,11 @@ from mcore_qwen3vl.verify.parity.matrix import MATRIX, Matrix, MatrixRow
 from mcore_qwen3vl.verify.parity.reference import AFTER_STEP
 
 FAST = {
-    "dense single",
     "dense tp2xcp2+sp",
-    "dense pp4+first1+last1",
     "dense pp2+E|t|tt|tL",
     "dense dp2",
     "dense dp2 distributed optimizer, overlap",
     "dense tp2xpp2xvpp2+sp",
-    "dense tp2xpp2xcp2+sp",
     "tied pp2xvpp2xdp2 distr. opt., overlap",
     "epsilon single",
     "moe ep4xdp4 distr. opt., overlap",
@@ -28,7 +25,6 @@ FAST = {
     "moe cp2xep2",
     "moe pp2xcp2xep2+Et|t|t|tL",
     "moe tp2xep2xetp2xdp2+sp",
-    "moe tp2xpp2xep2xdp2+sp distr. opt., overlap",
     "moe-mixed pp2xep2xdp2",
     "moe tp2xep2+sp recompute uniform 4",
     "dense pp2xvpp2 recompute uniform 1",
@@ -43,7 +39,6 @@ FAST = {
     "dense tp2+sp vision frozen",
     "dense pp2 language frozen",
     "moe ep2xdp2 patterns frozen, overlap",
-    "dense tp2xpp2+sp bf16",
     "moe-all tp2xep2+sp bf16",
 }
 """Each kind of parallelism, model and option once, mostly in the layout that has the most of them;

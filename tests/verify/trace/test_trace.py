@@ -34,12 +34,12 @@ def traced(
     ("layout", "moe", "batch"),
     [
         ("single", True, "mixed"),
-        ("tp2", False, "images"),
-        ("tp4+sp", True, "padded"),
+        pytest.param("tp2", False, "images", marks=pytest.mark.slow),
+        pytest.param("tp4+sp", True, "padded", marks=pytest.mark.slow),
         # More ranks than key/value heads.
         pytest.param("tp8+sp", False, "mixed", marks=pytest.mark.slow),
         ("pp2xvpp2", False, "video"),
-        ("cp2", True, "packed"),
+        pytest.param("cp2", True, "packed", marks=pytest.mark.slow),
         ("tp2xcp2+sp", False, "padded-left"),
         ("ep2xdp2", True, "mixed"),
         ("tp2xpp2+sp", True, "text"),
