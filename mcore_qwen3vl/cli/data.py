@@ -15,13 +15,13 @@ from mcore_qwen3vl.data.config import MediaLimits
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.training.arguments import data_flags
 
-PATH = (
+DATA_SETS = (
     "JSONL, JSON or Parquet file, folder of WebDataset tars or Parquet shards, Hugging Face "
     "dataset on disk, mixture file or energon metadataset."
 )
 
 _BUFFER, _TRUST = (data_flags.TEXTS[name] for name in ("packing_buffer", "trust_data"))
-DataPath = Annotated[Path, typer.Argument(help=PATH)]
+DataPath = Annotated[Path, typer.Argument(help=DATA_SETS)]
 HfModel = Annotated[
     Path, sources.option("Checkpoint of either kind, or hub id, whose processor is used.")
 ]

@@ -10,6 +10,7 @@ import typer
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.cli import show, sources
+from mcore_qwen3vl.cli.data import DATA_SETS, Preprocess, Split, TrustData
 from mcore_qwen3vl.cli.generate import small_layout
 from mcore_qwen3vl.cli.options import (
     ConfigSource,
@@ -31,10 +32,16 @@ def score(
     checkpoint: Annotated[
         Path, sources.argument("CHECKPOINT", "Megatron-Core or Hugging Face directory, or hub id.")
     ],
-    data: Annotated[Path, typer.Argument(metavar="DATA", help="JSONL, of preference records too.")],
+    data: Annotated[
+        Path,
+        typer.Argument(metavar="DATA", help=f"{DATA_SETS} Preference records too."),
+    ],
     layout: Layout,
     out: Annotated[
-        Path | None, typer.Option(help="File to write; default: NAME.scores.jsonl beside DATA.")
+        Path | None,
+        typer.Option(
+            help="File to write; default: NAME.scores.jsonl beside NAME.jsonl, and likewise."
+        ),
     ] = None,
     entropy: Annotated[
         bool, typer.Option("--entropy", help="Also write the entropy at each trained token.")
@@ -51,6 +58,9 @@ def score(
     max_bad_fraction: Annotated[
         float, typer.Option(help="Stop when more than this share of the records is bad.")
     ] = 0.05,
+    split: Split = "train",
+    preprocess: Preprocess = None,
+    trust_data: TrustData = False,
     dtype: Dtype = "config",
     spec: Spec = "torch",
     hf_model: ConfigSource = None,
@@ -80,7 +90,8 @@ def score(
 
     request = Request(
         checkpoint, data, out, layout, spec, dtype, hf_model, lora, temperature, entropy, packing,
-        seq_length, media, packing_buffer, max_bad_fraction, force,
+        seq_length, media, packing_buffer, max_bad_fraction, force, split,
+        preprocess, trust_data,
     )  # fmt: skip
     found = run(request, on_cpu=cpu)
     if found is None:  # a later rank of torchrun's

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from megatron.energon import WorkerConfig
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig
@@ -21,9 +20,9 @@ from mcore_qwen3vl.data.encoding.pairs import check_length
 from mcore_qwen3vl.data.encoding.planning import Plan
 from mcore_qwen3vl.data.encoding.preparation import Preparation
 from mcore_qwen3vl.data.encoding.rows import Balance, Workload, all_ranks, each_rank
-from mcore_qwen3vl.data.loading.datasets import crude_samples, load_sources
+from mcore_qwen3vl.data.loading.datasets import CrudeSamples
 from mcore_qwen3vl.data.loading.measured import Size
-from mcore_qwen3vl.data.loading.sources import Source, parse_sources
+from mcore_qwen3vl.data.loading.sources import parse_sources
 from mcore_qwen3vl.data.records.bad_samples import sample_id
 from mcore_qwen3vl.data.records.flaws import OverlongSample
 from mcore_qwen3vl.data.records.media import peculiarities
@@ -167,7 +166,8 @@ def check_data(
     sources = parse_sources([str(path)], preprocess)
     preparation = Preparation(processor, config, sources)
     report = DataReport(path, config.seq_length)
-    for crude in islice(_crude_samples(sources, split, config.trust_data), limit):
+    samples = CrudeSamples(sources, split=split, trust=config.trust_data)
+    for crude in islice(samples, limit):
         try:
             raw = raw_sample(preparation, crude)
             parts = preparation.parse_each(raw)
@@ -192,15 +192,6 @@ def check_data(
     if architecture is not None and ranks > 1 and report.sizes:
         report.balance = _balance(report, config, architecture, ranks, micro_batches)
     return report
-
-
-def _crude_samples(sources: Sequence[Source], split: str, trust: bool) -> Iterator[Any]:
-    """All samples once, in order."""
-    workers = WorkerConfig(rank=0, world_size=1, num_workers=0)
-    datasets, _ = load_sources(
-        sources, split=split, training=False, shuffle=False, workers=workers, trust=trust
-    )
-    yield from crude_samples(datasets, workers)
 
 
 def _record(report: DataReport, plans: Sequence[Plan]) -> None:

@@ -1,7 +1,9 @@
 """Files of scores: what ``mcore-qwen3vl score`` writes, and training reads as its reference.
 
-``NAME.scores.jsonl`` beside ``NAME.jsonl`` has one line for each record, in order, and says which
-line of ``NAME.jsonl`` it is, from 1. Of a record:
+``NAME.scores.jsonl`` beside ``NAME.jsonl``, or ``NAME.parquet.scores.jsonl`` beside
+``NAME.parquet``, has one line for each record, in order, and says which one it is: ``line`` of a
+JSONL file, from 1, or ``record`` of another file, and ``file`` where there are several. Of a
+record:
 
     {"line": 1, "log_prob": -7.1, "tokens": 3, "token_ids": [...], "token_log_probs": [...],
      "digest": "..."}
@@ -33,7 +35,8 @@ _CHUNK = 1 << 22
 
 
 def scores_of(data: Path) -> Path:
-    """Where the scores of a JSONL file are unless another place is named."""
+    """Where the scores of a data set are unless another place is named."""
+    data = data if data.name else data.absolute()
     return data.with_name(f"{data.name.removesuffix('.jsonl')}.scores.jsonl")
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import base64
 from dataclasses import dataclass
 from io import BytesIO
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from megatron.energon import WorkerConfig
 from PIL import Image
 from torch import Tensor
 
@@ -19,7 +17,7 @@ from mcore_qwen3vl.data.encoding.encoder import raw_sample
 from mcore_qwen3vl.data.encoding.pixels import Pixels
 from mcore_qwen3vl.data.encoding.planning import Plan
 from mcore_qwen3vl.data.encoding.preparation import Preparation
-from mcore_qwen3vl.data.loading.datasets import crude_samples, load_sources
+from mcore_qwen3vl.data.loading.datasets import CrudeSamples
 from mcore_qwen3vl.data.loading.index import ensure_index
 from mcore_qwen3vl.data.loading.lines import record_of
 from mcore_qwen3vl.data.loading.sources import parse_sources
@@ -100,20 +98,11 @@ def read_sample(
     """
     sources = parse_sources([str(path)], preprocess)
     preparation = Preparation(processor, config, sources)
-    workers = WorkerConfig(rank=0, world_size=1, num_workers=0)
-    datasets, _ = load_sources(
-        sources,
-        split=split,
-        training=False,
-        shuffle=False,
-        workers=workers,
-        trust=config.trust_data,
-    )
+    samples = CrudeSamples(sources, split=split, trust=config.trust_data)
     record = record_of(ensure_index(path), number) if path.suffix == ".jsonl" else number - 1
-    crude = next(islice(crude_samples(datasets, workers), record, None), None)
-    if crude is None:
-        total = sum(len(one.dataset) for one in datasets)
-        raise BadInput(f"{path} has {total:,} records; there is no record {number:,}.")
+    if record >= len(samples):
+        raise BadInput(f"{path} has {len(samples):,} records; there is no record {number:,}.")
+    crude = samples[record]
     try:
         raw = raw_sample(preparation, crude)
         parsed = preparation.parse(raw)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from mcore_qwen3vl.data.encoding.batch import Batch
+from mcore_qwen3vl.data.records.bad_samples import Place
 from mcore_qwen3vl.model.head.module import Head
 from mcore_qwen3vl.model.inputs import to_device
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
@@ -27,11 +29,20 @@ from mcore_qwen3vl.training.step.forward import forward
 
 @dataclass
 class Found:
-    """What a rank knows of a block: scores by name of a sequence, errors by record."""
+    """What ranks know of a block: scores and digests by a sequence's name, the rest by record."""
 
     scores: dict[str, dict[str, Any]]
     errors: dict[int, str]
     digests: dict[str, str]
+    places: dict[int, Place]
+
+    def __or__(self, other: Found) -> Found:
+        return Found(
+            self.scores | other.scores,
+            self.errors | other.errors,
+            self.digests | other.digests,
+            self.places | other.places,
+        )
 
 
 class Scorer:
@@ -62,21 +73,22 @@ class Scorer:
         self._device = next(self._chunks[0].parameters()).device
 
     @torch.no_grad()
-    def block(self, records: Sequence[int]) -> list[Found] | None:
-        """Score `records`, on all ranks; the first is given what each rank has found."""
+    def block(self, records: Sequence[int]) -> Found | None:
+        """Score `records`, on all ranks; the first is given what they have found together."""
         rank, ranks = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
         mine = records[rank::ranks]
         micros = [] if self._records is None else self._records.plan(mine)
         count = self._agree(len(micros))
         read = None if self._records is None else self._records.batches(micros, count)
         outputs = self._forward(read, count)
-        found = Found(self._gathered(outputs), {}, {})
+        found = Found(self._gathered(outputs), {}, {}, {})
         if self._records is not None:
             found.errors, self._records.errors = self._records.errors, {}
             found.digests, self._records.digests = self._records.digests, {}
+            found.places, self._records.places = self._records.places, {}
         everyone: list[Any] | None = [None] * dist.get_world_size() if not dist.get_rank() else None
         dist.gather_object(found, everyone)
-        return everyone
+        return None if everyone is None else reduce(or_, everyone)
 
     def _agree(self, own: int) -> int:
         """As many micro-batches on all replicas, and as VPP wants them."""

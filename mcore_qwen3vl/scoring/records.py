@@ -1,58 +1,31 @@
-"""Records of a JSONL file as micro-batches: read, planned and packed block by block."""
+"""Records of data sets as micro-batches: read, planned and packed block by block."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.encoding.batch import Batch, Batcher
+from mcore_qwen3vl.data.encoding.encoder import raw_sample
 from mcore_qwen3vl.data.encoding.packing import best_fit
 from mcore_qwen3vl.data.encoding.pairs import plan_each
 from mcore_qwen3vl.data.encoding.pixels import Pixels
 from mcore_qwen3vl.data.encoding.planning import Plan
 from mcore_qwen3vl.data.encoding.preparation import Preparation
-from mcore_qwen3vl.data.encoding.samples import EncodedSample, RawSample
+from mcore_qwen3vl.data.encoding.samples import EncodedSample
+from mcore_qwen3vl.data.loading.datasets import CrudeSamples
 from mcore_qwen3vl.data.loading.sources import Source
+from mcore_qwen3vl.data.records.bad_samples import Place, place_of
 from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample
-from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.preference import SIDES
 from mcore_qwen3vl.data.scores import digest
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.scoring.output import OVERLONG
-from mcore_qwen3vl.untrusted import parse_json
-
-
-def line_starts(data: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Where the records of a JSONL file are.
-
-    Returns:
-        (records + 1,) int64 offsets of the lines that are not blank, and of the end; and (records,)
-        int64 numbers of these lines, from 1.
-
-    Raises:
-        BadInput: `data` is no JSONL file, or is empty.
-    """
-    if data.suffix != ".jsonl":
-        raise BadInput(f"{data} is not a .jsonl file: score reads one JSON record a line.")
-    if not data.is_file():
-        raise BadInput(f"The data set {data} does not exist; check the path.")
-    starts, numbers, end = [], [], 0
-    with data.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                starts.append(end)
-                numbers.append(number)
-            end += len(line)
-    if not starts:
-        raise BadInput(f"The data set {data} is empty.")
-    return np.array([*starts, end], np.int64), np.array(numbers, np.int64)
 
 
 @dataclass(frozen=True)
@@ -62,6 +35,7 @@ class Planned:
     record: int
     side: str  # of a pair; empty otherwise
     plan: Plan
+    source: int  # number of its data set
 
     @property
     def name(self) -> str:
@@ -76,11 +50,11 @@ class Micro:
 
 
 class Records:
-    """Reads and encodes records of one file.
+    """Reads and encodes records, as training does.
 
     Args:
-        data: JSONL file.
-        starts: offsets of :func:`line_starts`.
+        samples: the records, by their number from 0.
+        sources: the data sets that they are of.
         architecture, processor: the model's.
         config: `packing` or one sequence a row; its budgets are set on `processor`.
         width_multiple: what the length of a batch must be a multiple of.
@@ -88,19 +62,20 @@ class Records:
 
     def __init__(
         self,
-        data: Path,
-        starts: np.ndarray,
+        samples: CrudeSamples,
+        sources: Sequence[Source],
         architecture: Architecture,
         processor: Any,
         config: DataConfig,
         width_multiple: int,
     ) -> None:
-        self._data, self._starts = data, starts
+        self._samples = samples
         self._architecture, self._config = architecture, config
         self._multiple = width_multiple
-        self._preparation = Preparation(processor, config, [Source(data)])
+        self._preparation = Preparation(processor, config, sources)
         self._pad_id = processor.tokenizer.pad_token_id
-        self._folder = MediaFolder(data.parent, {})
+        self.places: dict[int, Place] = {}
+        """Where records are, of all that were read."""
         self.errors: dict[int, str] = {}
         """Why records cannot be scored, of all that were read."""
         self.digests: dict[str, str] = {}
@@ -122,11 +97,10 @@ class Records:
 
     def _plan(self, record: int) -> list[Planned]:
         """Empty where it cannot be used."""
+        crude = self._samples[record]
+        self.places[record] = place_of(crude["__sources__"][0])
         try:
-            raw = RawSample(
-                __key__=str(record), __restore_key__=(), record=self._json(record),
-                folder=self._folder, source=0,
-            )  # fmt: skip
+            raw = raw_sample(self._preparation, crude)
             plans = plan_each(self._preparation, raw)
         except OverlongSample as error:
             self.errors[record] = f"{OVERLONG}{error}"
@@ -135,15 +109,11 @@ class Records:
             self._note(record, error)
             return []
         names = SIDES if len(plans) > 1 else ("",)
-        found = [Planned(record, *one) for one in zip(names, plans, strict=True)]
+        found = [
+            Planned(record, side, plan, raw.source) for side, plan in zip(names, plans, strict=True)
+        ]
         self.digests |= {one.name: digest(one.plan.input_ids) for one in found}
         return found
-
-    def _json(self, record: int) -> Any:
-        start, end = self._starts[record : record + 2].tolist()
-        with self._data.open("rb") as file:
-            file.seek(start)
-            return parse_json(file.read(end - start))
 
     def _note(self, record: int, error: Exception) -> None:
         kind = "" if isinstance(error, BadSample | BadInput) else f"{type(error).__name__}: "
@@ -164,7 +134,7 @@ class Records:
 
     def _encoded(self, one: Planned) -> EncodedSample | None:
         try:
-            pixels = self._preparation.pixels(one.plan, 0)
+            pixels = self._preparation.pixels(one.plan, one.source)
         except Exception as error:
             self._note(one.record, error)
             return None

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Literal
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import Adapter
 from mcore_qwen3vl.converters.adapters.read import read_adapter
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits
+from mcore_qwen3vl.data.loading.datasets import CrudeSamples
+from mcore_qwen3vl.data.loading.files import fingerprint
 from mcore_qwen3vl.data.loading.loader import load_processor
+from mcore_qwen3vl.data.loading.sources import Source, parse_sources
+from mcore_qwen3vl.data.records.bad_samples import Place
 from mcore_qwen3vl.data.records.preference import SIDES
 from mcore_qwen3vl.data.scores import facts_of, file_digest, scores_of
 from mcore_qwen3vl.errors import BadInput
@@ -25,7 +28,10 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.sequence import length_multiple
 from mcore_qwen3vl.runtime.lock import only_writer
 from mcore_qwen3vl.scoring.output import OVERLONG, Output, Tally
-from mcore_qwen3vl.scoring.records import Records, line_starts
+from mcore_qwen3vl.scoring.records import Records
+
+if TYPE_CHECKING:
+    from mcore_qwen3vl.scoring.on_rank import Found
 
 LONGEST = 8192
 """Tokens of a record and of a pack, unless told; less where the model has fewer positions."""
@@ -37,7 +43,8 @@ class Request:
 
     Attributes:
         checkpoint: Megatron-Core or Hugging Face directory.
-        data: JSONL file; see :mod:`mcore_qwen3vl.data.records.parse` and ``.preference``.
+        data: any data set of training, or a mixture file, whose data sets are scored one after the
+            other, each once.
         out: file to write; None: beside `data`, where training looks for its reference.
         layout: parallel sizes.
         spec: layer spec.
@@ -52,6 +59,9 @@ class Request:
         buffer: records of a replica that are packed and written together.
         max_bad_fraction: stop when more than this share of the records is bad.
         force: replace what is there.
+        split: part of a data set that has several.
+        preprocess: hook of data sets that name none.
+        trust_data: run code that a metadataset or a WebDataset names.
     """
 
     checkpoint: Path
@@ -70,6 +80,17 @@ class Request:
     buffer: int = 128
     max_bad_fraction: float = 0.05
     force: bool = False
+    split: str = "train"
+    preprocess: str | None = None
+    trust_data: bool = False
+
+    def sources(self) -> list[Source]:
+        """The data sets."""
+        return parse_sources([str(self.data)], self.preprocess)
+
+    def samples(self) -> CrudeSamples:
+        """Their records; each process opens the files by itself."""
+        return CrudeSamples(self.sources(), split=self.split, trust=self.trust_data)
 
 
 def score(request: Request, *, on_cpu: bool = False) -> Tally | None:
@@ -107,8 +128,7 @@ class _Job:
     folder: Path
     config: DataConfig
     multiple: int
-    starts: np.ndarray
-    lines: np.ndarray
+    total: int
     adapter: Adapter | None
     output: Output
     block: int
@@ -123,7 +143,7 @@ class _Job:
         if request.buffer < 1:
             raise BadInput(f"--packing-buffer is {request.buffer}; it must be at least 1.")
         load_processor(folder)  # before a rank starts
-        starts, lines = line_starts(request.data)
+        samples = request.samples()
         adapter = None if request.lora is None else read_adapter(request.lora, folder)
         multiple = length_multiple(layout.cp, layout.tp, layout.sp)
         config = _data_config(request, architecture, multiple)
@@ -131,9 +151,9 @@ class _Job:
         out = request.out or scores_of(request.data)
         if facts_of(out) in (out, request.data) or out == request.data:
             raise BadInput(f"--out {out}: name a file that ends with .jsonl and is not the data.")
-        output = Output(out, _settings(request, config, block), block)
+        output = Output(out, _settings(request, samples.paths, config, block), block)
         return cls(
-            request, architecture, folder, config, multiple, starts, lines, adapter, output, block
+            request, architecture, folder, config, multiple, len(samples), adapter, output, block
         )
 
     def on_rank(self) -> None:
@@ -159,7 +179,7 @@ class _Job:
         first = dist.get_rank() == 0
         message = [self.output.open(force=request.force) if first else 0]
         dist.broadcast_object_list(message)
-        total = len(self.starts) - 1
+        total = self.total
         progress = console.count_progress if first else console.no_progress
         with progress(f"scoring {request.data.name}", total, "records") as advance:
             advance(min(message[0] * self.block, total))
@@ -168,28 +188,30 @@ class _Job:
                 records = range(start, min(start + self.block, total))
                 found = scorer.block(records)
                 if found is not None:
-                    entries = _entries(records, self.lines, found)
+                    entries = _entries(records, found, request.data)
                     self.output.append(entries)
-                    bad = self._report(entries, bad)
+                    bad = self._report(found, bad)
                 advance(records.stop)
 
     def _records(self) -> Records:
-        processor = load_processor(self.folder)
-        data, starts = self.request.data, self.starts
-        return Records(data, starts, self.architecture, processor, self.config, self.multiple)
+        return Records(
+            self.request.samples(),
+            self.request.sources(),
+            self.architecture,
+            load_processor(self.folder),
+            self.config,
+            self.multiple,
+        )
 
-    def _report(self, entries: Sequence[dict[str, Any]], bad: int) -> int:
+    def _report(self, found: Found, bad: int) -> int:
         """Name what could not be scored; how many are bad by now."""
-        for entry in entries:
-            if error := entry.get("error"):
-                name = f"{self.request.data}:{entry['line']}"
-                say = console.plain(f"record {name} left out: {error}")
-                console.messages.print(f"warning: {say}", soft_wrap=True)
-                bad += not error.startswith(OVERLONG)
-        total = len(self.starts) - 1
-        if bad > self.request.max_bad_fraction * total:
+        for record, error in sorted(found.errors.items()):
+            say = console.plain(f"record {found.places[record]} left out: {error}")
+            console.messages.print(f"warning: {say}", soft_wrap=True)
+            bad += not error.startswith(OVERLONG)
+        if bad > self.request.max_bad_fraction * self.total:
             raise BadInput(
-                f"{bad} of {total} records are bad, more than the accepted share of "
+                f"{bad} of {self.total} records are bad, more than the accepted share of "
                 f"{self.request.max_bad_fraction:g}. Run `mcore-qwen3vl data check` on the data "
                 "set to list them all, or raise --max-bad-fraction."
             )
@@ -215,13 +237,18 @@ def _data_config(request: Request, architecture: Architecture, multiple: int) ->
         # A packed sample is cut by CP alone; SP cuts the pack.
         length_multiple=length_multiple(request.layout.cp) if request.packing else multiple,
         media=request.media,
+        trust_data=request.trust_data,
     )
 
 
-def _settings(request: Request, config: DataConfig, block: int) -> dict[str, Any]:
+def _settings(
+    request: Request, paths: Sequence[Path], config: DataConfig, block: int
+) -> dict[str, Any]:
     """All that decides what is written."""
     return {
-        "data": file_digest(request.data),
+        "data": _data_identity(request, paths),
+        "split": request.split,
+        "preprocess": request.preprocess,
         "checkpoint": _identity(request.checkpoint),
         "lora": None if request.lora is None else _identity(request.lora),
         "layout": str(request.layout),
@@ -237,6 +264,20 @@ def _settings(request: Request, config: DataConfig, block: int) -> dict[str, Any
     }
 
 
+def _data_identity(request: Request, paths: Sequence[Path]) -> str:
+    """The bytes of a JSONL file, which training compares; otherwise the files and their times.
+
+    Args:
+        request: what to score.
+        paths: of its data sets.
+    """
+    if request.data.suffix == ".jsonl":
+        return file_digest(request.data)
+    said = [(one.reading, one.media_root, one.limits, one.max_samples) for one in request.sources()]
+    files = [fingerprint(path) for path in paths]
+    return hashlib.sha256(repr((said, files)).encode()).hexdigest()
+
+
 def _identity(folder: Path) -> dict[str, Any]:
     """A checkpoint, told from another by the sizes and times of its files."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -245,27 +286,26 @@ def _identity(folder: Path) -> dict[str, Any]:
     return {"path": str(folder.absolute()), "bytes": size, "newest": newest}
 
 
-def _entries(
-    records: Sequence[int], lines: np.ndarray, found: Sequence[Any]
-) -> list[dict[str, Any]]:
-    """The lines of a block, from what every rank has found."""
-    scores = {name: s for one in found for name, s in one.scores.items()}
-    errors = {record: error for one in found for record, error in one.errors.items()}
-    digests = {name: text for one in found for name, text in one.digests.items()}
-    return [
-        {"line": int(lines[record]), **_entry(record, scores, errors, digests)}
-        for record in records
-    ]
+def _entries(records: Sequence[int], found: Found, data: Path) -> list[dict[str, Any]]:
+    """The lines of a block."""
+    return [{**_named(found.places[one], data), **_entry(one, found)} for one in records]
 
 
-def _entry(
-    record: int, scores: dict[str, Any], errors: dict[int, str], digests: dict[str, str]
-) -> dict[str, Any]:
-    if record in errors:
-        return {"error": errors[record]}
+def _named(place: Place, data: Path) -> dict[str, Any]:
+    """Which record it is: its number, and its file where there are several."""
+    number = {"line" if place.is_line else "record": place.number}
+    if data.is_file() and data.suffix not in (".yaml", ".yml"):
+        return number
+    base = data if data.is_dir() else data.parent
+    return {"file": os.path.relpath(place.file, base), **number}
+
+
+def _entry(record: int, found: Found) -> dict[str, Any]:
+    if record in found.errors:
+        return {"error": found.errors[record]}
     sides = {
-        side: {**scores[name], "digest": digests[name]}
+        side: {**found.scores[name], "digest": found.digests[name]}
         for side in ("", *SIDES)
-        if (name := f"{record} {side}") in scores
+        if (name := f"{record} {side}") in found.scores
     }
     return sides.get("") or sides

@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import transformers
@@ -196,13 +198,17 @@ def test_a_converted_checkpoint_with_an_adapter_scores_like_pefts_model(
     check(lines(tmp_path / "out.jsonl"), hugging_face(tmp_path / "merged", folder))
 
 
-def many(folder: Path, count: int) -> Path:
+def many(folder: Path, count: int, kind: str = "jsonl") -> Path:
     """Records of all kinds, again and again, some of them bad or too long."""
     records: list[Any] = [{"messages": messages_of(k)} for _ in range(count // 5) for k in TURNS]
-    records[4] = {"messages": [{"role": "user", "content": "no answer"}]}
+    said = [{"type": "text", "text": "no answer"}]
+    records[4] = {"messages": [{"role": "user", "content": said}]}
     records[9]["messages"][1]["content"] = [{"type": "text", "text": "long " * 900}]
-    file = folder / "many.jsonl"
-    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    file = folder / f"many.{kind}"
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(records), file, row_group_size=7)
+    else:
+        file.write_text("".join(json.dumps(record) + "\n" for record in records))
     return file
 
 
@@ -250,8 +256,11 @@ def test_a_bad_record_has_its_line_in_every_command(
     assert read_sample(data, 5, load_processor(dense), DataConfig(512)).name == f"{data}:5"
 
 
-def test_a_killed_run_goes_on_to_the_same_bytes(dense: Path, folder: Path, tmp_path: Path) -> None:
-    data = many(folder, 60)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_killed_run_goes_on_to_the_same_bytes(
+    kind: str, dense: Path, folder: Path, tmp_path: Path
+) -> None:
+    data = many(folder, 60, kind)
     whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
     partial = broken.with_name("broken.jsonl.partial")
     child = os.fork()  # what it imports is imported
@@ -314,7 +323,7 @@ def test_what_is_refused(dense: Path, folder: Path, tmp_path: Path, capfd: Any) 
 
     out.write_text("")
     assert "exists: pass --force" in said(data, "--out", out)
-    assert "not a .jsonl file" in said(folder / "0.png")
+    assert "0.png is not a data set" in said(folder / "0.png")
     assert "must be above 0" in said(data, "--temperature", 0, "--out", tmp_path / "x.jsonl")
     assert "not a multiple of 4" in said(data, "--cp", 2, "--seq-length", 510, "--out", out,
                                          "--force")  # fmt: skip

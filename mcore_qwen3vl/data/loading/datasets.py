@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Sequence
 from contextlib import redirect_stdout
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -178,32 +181,74 @@ def _split_of(path: Path, split: str) -> str:
     return split if shards.get(split) else "train"
 
 
-def crude_samples(datasets: Sequence[LoadedDataset], workers: WorkerConfig) -> Iterator[Any]:
-    """All samples once, in order, their JSON not parsed where that may fail.
+@dataclass(frozen=True)
+class _Part:
+    """One data set, of whose samples some are used."""
 
-    Args:
-        datasets: of :func:`load_sources`, not for training.
-        workers: one rank, no workers.
-    """
-    for one in datasets:
-        factory: Any = one.dataset
-        if isinstance(factory, CrudeFactory):
-            for index in range(len(factory)):  # subsets begin at the first
-                yield {**factory.reader[index], "__subflavors__": factory.subflavors}
-            continue
-        subflavors = factory.subflavors
-        # Not through the factory's own loading, which parses JSON and stops at a broken line.
-        factory._load_sample = factory.load_sample = lambda sample, s=subflavors: {
-            **sample,
-            "__subflavors__": s,
-        }
+    path: Path
+    reader: Any
+    numbers: Sequence[int]
+    subflavors: Any
+
+    @classmethod
+    def of(cls, factory: Any) -> _Part:
+        """From energon's factory for one rank without workers."""
         with redirect_stdout(io.StringIO()):  # energon says how it divides the data
-            dataset = factory.build()
-        workers.worker_activate(0)
+            samples = factory.build().dataset
+        reader, offsets = samples.join_readers[0], samples.workers_slice_offsets[0]
+        numbers: Sequence[int] = range(offsets[0], offsets[-1])
+        if getattr(factory, "sample_excludes", None):
+            numbers = [number for number in numbers if reader[number] is not None]
+        return cls(Path(str(factory.path)), reader, numbers, factory.subflavors)
+
+    def read(self, place: int) -> dict[str, Any]:
+        number = self.numbers[place]
         try:
-            yield from dataset
-        finally:
-            workers.worker_deactivate()
+            return {**self.reader[number], "__subflavors__": self.subflavors}
+        except Exception as error:  # of a tar or a table: whatever their readers raise
+            raise BadInput(
+                f"Record {number + 1} of {origin(self.path)} cannot be read: {error}. The file is "
+                "damaged: write it again."
+            ) from error
+
+
+class CrudeSamples(Sequence[Any]):
+    """All samples of data sets in order, each once, their JSON not parsed where that may fail."""
+
+    def __init__(self, sources: Sequence[Source], *, split: str, trust: bool) -> None:
+        """
+        Args:
+            sources: whose samples come one data set after the other; weights and epochs do not
+                count.
+            split: part of those that have parts.
+            trust: let energon run code that a metadataset or a WebDataset names.
+
+        Raises:
+            BadInput: as :func:`load_sources`.
+        """
+        workers = WorkerConfig(rank=0, world_size=1, num_workers=0)
+        datasets, _ = load_sources(
+            sources, split=split, training=False, shuffle=False, workers=workers, trust=trust
+        )
+        self._parts = [_Part.of(one.dataset) for one in datasets]
+        self._bounds = [0, *accumulate(len(part.numbers) for part in self._parts)]
+        self.paths = [origin(part.path) for part in self._parts]
+        """Of the data sets, those of a metadataset too."""
+
+    def __len__(self) -> int:
+        return self._bounds[-1]
+
+    def __getitem__(self, number: int) -> Any:  # type: ignore[override]  # no slices
+        """The crude sample with this number, from 0.
+
+        Raises:
+            BadInput: its file is damaged.
+            IndexError: there is none.
+        """
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        part = bisect_right(self._bounds, number) - 1
+        return self._parts[part].read(number - self._bounds[part])
 
 
 def dataset_path(sample: Any) -> Path:

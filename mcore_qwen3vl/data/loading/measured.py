@@ -29,6 +29,7 @@ from megatron.energon.source_info import SourceInfo
 from megatron.energon.wrappers.map_dataset import MapDataset
 
 from mcore_qwen3vl import console
+from mcore_qwen3vl.data.loading.files import fingerprint
 from mcore_qwen3vl.data.loading.stand_in import origin, stand_ins
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.lifetime import end_with_parent
@@ -199,7 +200,7 @@ def measure(factory: MeasuredFactory, measuring: Measuring, settings: str, proce
         settings: all that the sizes depend on beside the data.
         processes: that read.
     """
-    key = hashlib.sha256((settings + _fingerprint(factory.path)).encode()).hexdigest()[:16]
+    key = hashlib.sha256((settings + fingerprint(origin(factory.path))).encode()).hexdigest()[:16]
     for folder in (origin(factory.path).parent, stand_ins()):
         file = folder / f"{origin(factory.path).name}.{key}.sizes"
         if file.exists():
@@ -270,12 +271,3 @@ def _measure_one(factory: MeasuredFactory, measuring: Measuring, index: int) -> 
     if sample is None:
         return Unusable(ABSENT, "", "", 0)
     return measuring(sample)
-
-
-def _fingerprint(path: Path) -> str:
-    """Of the files of a data set: names, sizes and times."""
-    path = origin(path)
-    files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    data = [f for f in files if f.is_file() and ".nv-meta" not in f.parts]
-    stats = [(str(f.relative_to(path.parent)), f.stat()) for f in data if ".sizes" not in f.name]
-    return json.dumps([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])

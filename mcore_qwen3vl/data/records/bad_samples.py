@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -115,19 +116,40 @@ class BadSampleGuard:
             )
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a record is."""
+
+    file: Path
+    number: int
+    """From 1: the line of a JSONL file, or the record of another file."""
+
+    @property
+    def is_line(self) -> bool:
+        """Whether it counts lines, as an editor does."""
+        return self.file.suffix == ".jsonl"
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.number}" if self.is_line else f"{self.file}[{self.number}]"
+
+
+def place_of(source: SourceInfo) -> Place:
+    """Where energon has found a sample."""
+    indexed = Path(str(source.dataset_path))
+    dataset = origin(indexed)
+    if dataset.suffix == ".jsonl":
+        return Place(dataset, line_of(indexed, int(source.index)))
+    file = dataset if source.shard_name == dataset.name else dataset / source.shard_name
+    return Place(file, int(source.index) + 1)
+
+
 def sample_id(sample: Any) -> str:
-    """Where a sample came from, counted from 1: the line of a JSONL file, or the record of another
-    file in brackets."""
+    """Where a sample came from: the line of a JSONL file, or the record of another file in
+    brackets."""
     # energon hands its error handler the raw tuple of a joined sample, or a list of samples
     inner = getattr(sample, "data", sample)
     inner = inner[0] if isinstance(inner, list | tuple) and inner else inner
     sources = get_source_info(inner)
     if not sources:
         return str(inner["__key__"] if isinstance(inner, dict) else inner)[:200]
-    source = sources[0]
-    indexed = Path(str(source.dataset_path))
-    dataset = origin(indexed)
-    if dataset.suffix == ".jsonl":
-        return f"{dataset}:{line_of(indexed, int(source.index))}"
-    file = dataset if source.shard_name == dataset.name else dataset / source.shard_name
-    return f"{file}[{int(source.index) + 1}]"
+    return str(place_of(sources[0]))
