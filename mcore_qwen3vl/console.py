@@ -73,6 +73,14 @@ def use_utf8() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def as_utf8(word: str) -> str:
+    """A word of the command line as UTF-8, whatever the locale in which Python has read it.
+
+    For text alone: the file system is asked for a path as Python has it.
+    """
+    return os.fsencode(word).decode(errors="replace")
+
+
 CountProgress = Callable[[str, int, str], AbstractContextManager[Callable[[int], None]]]
 """``progress(title, total, what)`` as :func:`count_progress`."""
 

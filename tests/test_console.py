@@ -104,6 +104,19 @@ def test_other_encodings(surroundings: dict[str, str], tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == "é✓".encode()
 
 
+def test_a_word_of_the_command_line_is_utf8_in_any_locale() -> None:
+    program = (
+        "import sys; from mcore_qwen3vl.console import as_utf8; print(ascii(as_utf8(sys.argv[1])))"
+    )
+    clean = {name: text for name, text in os.environ.items() if name not in ("LC_ALL", "LANG")}
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    for surroundings in ({}, plain):
+        printed = subprocess.check_output(
+            [sys.executable, "-c", program, "é✓"], env={**clean, **surroundings}
+        )
+        assert printed.decode().strip() == ascii("é✓")
+
+
 def test_every_text_file_has_an_encoding() -> None:
     """Where a locale is not UTF-8, Python would take that of the locale."""
     lacking = []

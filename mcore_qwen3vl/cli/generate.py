@@ -63,6 +63,7 @@ def generate(
     Unless --dp and --sp are given, there are as many replicas as the experts need, and SP is on
     wherever TP is.
     """
+    prompt = [console.as_utf8(one) for one in prompt]
     start = time.monotonic()  # the imports are most of the time that a small model takes
     console.quiet_libraries()
     if cpu:

@@ -22,9 +22,10 @@ def entry() -> None:
     use_utf8()
     if os.environ.get("RANK", "0") == "0":
         versions.warn()
-    from mcore_qwen3vl.training.run import main  # takes seconds, in which torchrun may be killed
-
     try:
+        _require_torchrun(sys.argv[1:])
+        from mcore_qwen3vl.training.run import main  # takes seconds: torchrun may be killed in them
+
         main(sys.argv[1:])
     except BadInput as error:
         if _first_on_this_node():
@@ -33,6 +34,18 @@ def entry() -> None:
     except Exception as error:
         report_crash(error, sys.argv[1:], aloud=_first_on_this_node())
         sys.exit(1)
+
+
+def _require_torchrun(flags: list[str]) -> None:
+    """
+    Raises:
+        BadInput: nothing says which rank this is and where the others are.
+    """
+    if "MASTER_ADDR" not in os.environ and not {"-h", "--help"} & set(flags):
+        raise BadInput(
+            "This program is one rank of a run. Start it with torchrun, or train on this machine "
+            "with `mcore-qwen3vl train`, which takes the same flags."
+        )
 
 
 def _first_on_this_node() -> bool:

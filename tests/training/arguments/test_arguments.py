@@ -285,6 +285,7 @@ def test_one_rank_of_a_node_reports_bad_input(
     from mcore_qwen3vl.training.__main__ import entry
 
     monkeypatch.setattr("sys.argv", ["train", "--cpu", "--hf-model", str(tmp_path / "gone")])
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     for rank in range(2):
         file = tmp_path / "attempt_0" / str(rank) / "error.json"
         file.parent.mkdir(parents=True)
@@ -293,3 +294,18 @@ def test_one_rank_of_a_node_reports_bad_input(
             entry()
         assert left.value.code == 2
     assert capsys.readouterr().err.count("error: ") == 1
+
+
+def test_without_torchrun_there_is_no_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mcore_qwen3vl.training.__main__ import entry
+
+    monkeypatch.setattr("sys.argv", ["train.py", "--cpu"])
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(SystemExit) as left:
+        entry()
+    assert left.value.code == 2
+    assert "torchrun, or train on this machine with `mcore-qwen3vl train`" in (
+        capsys.readouterr().err
+    )
