@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def shown(peaks: list[int], count: int) -> tuple[str, str]:
-    """Of the first rank and of the others, over the state of all."""
+    """Peaks of the first rank and of the others, divided by the whole state."""
     first, *others = (f"{peak / (BYTES * count):.2f}" for peak in peaks)
     return first, "-".join(sorted({min(others), max(others)}))
 

@@ -103,7 +103,7 @@ def measure(model: Path, path: Path, samples: int, rounds: int, seq_length: int)
 def measure_against(
     model: Path, jsonl: Path, path: Path, samples: int, rounds: int, seq_length: int
 ) -> dict[str, Any]:
-    """As :func:`measure`, with the processor on `jsonl` and ours on `path`: the same samples."""
+    """Run :func:`measure` on the same samples twice: the processor on `jsonl`, ours on `path`."""
     architecture = Architecture.from_hf(model)
     config = DataConfig(seq_length=seq_length, packing=True, media=LIMITS)
     loader = Loader([Source(path)], architecture, load_processor(model), config, num_workers=0)
@@ -173,7 +173,7 @@ def main() -> None:
 
 
 def arguments(text: str | None) -> argparse.Namespace:
-    """Of this benchmark and of `formats.py`; one thread from here on."""
+    """Parse the flags of this benchmark and of `formats.py`, and keep to one thread."""
     parser = argparse.ArgumentParser(description=text.splitlines()[0] if text else None)
     parser.add_argument("--hf-model", type=Path, help="checkpoint with config and processor")
     parser.add_argument("--samples", type=int, default=200)

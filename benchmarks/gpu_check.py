@@ -150,7 +150,8 @@ def parts(options: argparse.Namespace) -> Iterator[Part]:
 
 
 def python() -> list[str]:
-    """For a program that starts a process group itself; on the pretended device as its one rank."""
+    """The Python for a program that starts its own process group (on the pretended device: one
+    rank)."""
     alone = ["-m", "mcore_qwen3vl.runtime.pretended"] if preloaded() else []
     return [sys.executable, *alone]
 
@@ -354,7 +355,7 @@ def last_json(printed: str) -> dict[str, Any]:
 
 
 def worst_finding(printed: str) -> dict[str, Any]:
-    """Of a report of ``verify``: how much was compared, what failed, and the worst of it."""
+    """Read a report of ``verify``: how much was compared, what failed, and the worst of it."""
     report = last_json(printed)
     findings = report["findings"]
     failed = [f for f in findings if not f["ok"]]
@@ -369,13 +370,13 @@ def worst_kernels(printed: str) -> dict[str, Any]:
 
 
 def benchmark(printed: str) -> dict[str, Any]:
-    """Of one side: seconds a step and what follows from them."""
+    """Read one side's seconds a step and what follows from them."""
     (result,) = last_json(printed)["results"].values()
     return {name: result[name] for name in ("seconds", "tokens/s", "MFU", "peak memory GB")}
 
 
 def real_peak(printed: str) -> dict[str, Any]:
-    """Of Megatron's report after the second iteration; the fullest rank."""
+    """Read the fullest rank's peak from Megatron's report after the second iteration."""
     found = re.findall(r"after 2 iterations\).*?max allocated: ([\d.]+)", printed)
     return {"peak GB": max(map(float, found)) * 2**20 / 1e9}
 

@@ -32,7 +32,7 @@ def chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def scored(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """As `mcore-qwen3vl score --entropy`: nothing for a backward pass."""
+    """Compute what `mcore-qwen3vl score --entropy` does, without a backward pass."""
     from mcore_qwen3vl.model.head.log_probs import Columns, token_log_probs
 
     with torch.no_grad():

@@ -285,7 +285,7 @@ LIMITS = {
 """Counts that make this many tensors or pieces; a damaged file must not make billions."""
 
 LARGEST = 2**31 - 1
-"""Of every other whole number in a config."""
+"""The largest value of every other whole number in a config."""
 
 
 def _heads(text: dict[str, Any]) -> tuple[int, int, int]:

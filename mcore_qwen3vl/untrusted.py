@@ -41,7 +41,7 @@ def refuse_special_files(folder: Path) -> None:
 
 
 def refuse_links_out(files: Iterable[Path], folder: Path) -> None:
-    """For files that are copied: what they hold may be published with what was made of the model.
+    """Check files that will be copied: their content may be published with the converted model.
 
     Args:
         files: in `folder`, or below it.

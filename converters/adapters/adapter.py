@@ -76,7 +76,7 @@ def is_adapter(path: Path) -> bool:
 
 
 def whole_shape(name: str, applied: Applied) -> Shape:
-    """Of a parameter that is stored whole."""
+    """The shape of a parameter that is stored whole."""
     return applied.saved[name] if name in applied.saved else applied.slots[name].base
 
 

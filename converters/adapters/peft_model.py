@@ -159,7 +159,7 @@ def meta_model(config: dict[str, Any]) -> Any:
 
 
 def _arguments(config: AdapterConfig, peft: Any) -> dict[str, Any]:
-    """For ``LoraConfig``: the fields that decide what is adapted; it knows no others by name."""
+    """Arguments of ``LoraConfig``: the fields that decide what is adapted are all it knows."""
     content = config.to_dict()
     decided = {name: content[name] for name in content if name not in config.raw}
     decided |= {"base_model_name_or_path": None, "inference_mode": True, "init_lora_weights": True}

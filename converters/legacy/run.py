@@ -66,7 +66,7 @@ def _check_experts(folder: Path, saved: argparse.Namespace, args: argparse.Names
 
 
 def _shown(value: Any) -> str:
-    """For a message; what a file says may be endless unless it is one of these."""
+    """Shorten a value from a file for a message: only these kinds are sure to be short."""
     plain = value is None or isinstance(value, int | str)
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         plain = True

@@ -135,7 +135,7 @@ class Gatherer:
     def of_model(
         cls, models: Models, expert_layout: ExpertLayout | None, group: dist.ProcessGroup | None
     ) -> Gatherer:
-        """For the Hugging Face tensors of a model, in the order of the network."""
+        """Make the gatherer of a model's Hugging Face tensors, in the order of the network."""
         chunks = unwrap(models)
         parts = hf_parts(chunks, expert_layout=expert_layout)
         shapes = hf_shapes(table_of(chunks, expert_layout))

@@ -26,7 +26,7 @@ def export_merged(
     bucket_bytes: int = BUCKET_BYTES,
     group: dist.ProcessGroup | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """As :func:`mcore_qwen3vl.converters.live.export.export_hf`, each weight with its s·B·A added.
+    """Export like :func:`mcore_qwen3vl.converters.live.export.export_hf`, with s·B·A added.
 
     A collective. Sums are made in what was gathered, so no weight of the model is touched. They are
     those of ``lora merge`` on what ``save_adapter`` writes, within the rounding of float32.

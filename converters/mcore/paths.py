@@ -92,7 +92,7 @@ def find_hf_folder(path: Path) -> Path | None:
 
 
 def hf_folder(path: Path, *, flag: str = "--hf-config") -> Path:
-    """As `find_hf_folder`.
+    """Find the Hugging Face files of a checkpoint, or refuse; see `find_hf_folder`.
 
     Args:
         path: see there.

@@ -63,7 +63,7 @@ class DataReport:
     packed_sequences: int = 0
     sizes: list[Size] = field(default_factory=list)
     balance: dict[str, Balance] = field(default_factory=dict)
-    """Of the layout that was asked about: ``by length``, and ``by work`` as with ``--balance``."""
+    """Balance of the requested layout: ``by length``, and ``by work`` (``--balance``)."""
 
     @property
     def samples(self) -> int:
@@ -214,7 +214,7 @@ def _note_peculiar(report: DataReport, sample: str, plans: Sequence[Plan]) -> No
 
 
 def _pack(report: DataReport, config: DataConfig) -> None:
-    """As the loader would: buffer by buffer."""
+    """Pack buffer by buffer, as the loader does."""
     size = config.packing_buffer
     for start in range(0, len(report.tokens), size):
         lengths = [config.padded(length) for length in report.tokens[start : start + size]]
@@ -231,7 +231,7 @@ def _balance(
     ranks: int,
     micro_batches: int,
 ) -> dict[str, Balance]:
-    """As the loaders would divide the data, shuffled; again and again if it is small."""
+    """Divide the shuffled data as the loaders do; several epochs of it if it is small."""
     least = _BUFFERS * ranks * config.packing_buffer
     random = np.random.default_rng(0)
     epochs = -(-least // len(report.sizes))

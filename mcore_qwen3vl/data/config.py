@@ -91,7 +91,7 @@ class DataConfig:
     """With packing: packs of equal work for all data-parallel ranks at a time, from the sizes of
     all samples, which are measured once. Without, each rank packs its own part by length."""
     micro_batches: int = 1
-    """Of a step and a rank: with `balance`, those of a step are of every amount of work."""
+    """Micro-batches of a rank in a step; `balance` gives a step some of every amount of work."""
     shuffle: bool = True
     shuffle_buffer: int = 100
     max_bad_fraction: float = 0.05

@@ -46,12 +46,12 @@ def facts_of(scores: Path) -> Path:
 
 
 def digest(input_ids: np.ndarray) -> str:
-    """Of the tokens of a sequence, (T,) int64: equal for equal tokens alone, as good as always."""
+    """Hash the tokens of a sequence, (T,) int64; different tokens practically never collide."""
     return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(input_ids, dtype="<i8").tobytes())
 
 
 def file_digest(path: Path) -> str:
-    """Of a file's bytes."""
+    """Hash a file's bytes."""
     found = xxhash.xxh3_64()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):

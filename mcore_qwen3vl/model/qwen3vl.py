@@ -285,7 +285,7 @@ class Qwen3VLModel(GPTModel):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """As torch's; checkpoints of an adapted model may hold only what trains."""
+        """Load as torch does; a checkpoint of an adapted model may hold only what trains."""
         if self.adapter is None:
             return super().load_state_dict(state_dict, strict, assign)
         found = super().load_state_dict(state_dict, strict=False, assign=assign)

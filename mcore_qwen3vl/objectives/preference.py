@@ -26,7 +26,7 @@ from mcore_qwen3vl.objectives.settings import Preference
 
 @dataclass(frozen=True)
 class PairLosses:
-    """Of P pairs, each tensor (P,) float32; all but `losses` without a gradient."""
+    """Losses and rewards of P pairs, each (P,) float32; only `losses` has a gradient."""
 
     losses: Tensor
     chosen_rewards: Tensor  # beta (log p - log p0)

@@ -47,7 +47,7 @@ class Command:
         return found
 
     def number(self, flag: str, default: int) -> int:
-        """As :meth:`value`.
+        """Return a flag's value as a number; see :meth:`value`.
 
         Raises:
             BadInput: it is no whole number.
@@ -104,13 +104,13 @@ class Command:
 
     @property
     def micro_batches(self) -> int:
-        """Of one rank and one iteration."""
+        """Micro-batches of one rank in one iteration."""
         rows = self.number("--micro-batch-size", 1) * self.layout.dp
         return max(self.number("--global-batch-size", rows) // rows, 1)
 
     @property
     def micro_batch_group(self) -> int:
-        """As many micro-batches go through a virtual stage before a rank turns to its next one."""
+        """Micro-batches that pass a virtual stage before a rank turns to its next one."""
         flag = "--microbatch-group-size-per-virtual-pipeline-stage"
         return self.number(flag, 0) or self.layout.pp
 

@@ -16,7 +16,7 @@ class Gpu:
 
     name: str
     memory_gib: float
-    """As ``torch.cuda.get_device_properties`` reports it, ECC and firmware taken off."""
+    """What ``torch.cuda.get_device_properties`` reports, without ECC and firmware."""
     capability: int
     """Compute capability, 10 x major + minor."""
     tflops: float

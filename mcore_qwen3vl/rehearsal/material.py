@@ -83,7 +83,7 @@ def prepare(command: Command, folder: Path) -> Command:
 
 
 def rehearsed_micro_batches(command: Command) -> int:
-    """As many as fill the pipeline and reach its steady state; more change no peak."""
+    """Return how many micro-batches fill the pipeline; more of them do not change the peak."""
     layout = command.layout
     enough = 2 * command.micro_batch_group if layout.vpp > 1 else layout.pp + 1
     return min(command.micro_batches, enough)

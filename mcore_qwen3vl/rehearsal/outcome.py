@@ -16,7 +16,7 @@ from mcore_qwen3vl.runtime.pretended.report import Report, Stage
 from mcore_qwen3vl.training.phases import LOG
 
 SPARE = 0.05
-"""Of the GPU's memory that a run should leave; the rest is not promised by a rehearsal."""
+"""Share of the GPU's memory that a run should leave free, since a rehearsal is not exact."""
 
 
 @dataclass(frozen=True)
@@ -105,12 +105,12 @@ class RoleOutcome:
 
     @property
     def waits(self) -> int:
-        """Of the host in one iteration, without what is logged every so often."""
+        """Host synchronisations of one iteration, without those of periodic logging."""
         stage = self.iteration
         return sum(w.count for w in stage.waits if w.phase != LOG) if stage is not None else 0
 
     def to_dict(self) -> dict[str, Any]:
-        """For ``--json``; sizes in bytes."""
+        """The role's result for ``--json``; sizes in bytes."""
         stage = self.iteration
         return {
             "role": asdict(self.role),
@@ -201,7 +201,7 @@ class Rehearsal:
         return "fits"
 
     def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """The whole result for ``--json``."""
         device = self.device
         return {
             "verdict": self.verdict,

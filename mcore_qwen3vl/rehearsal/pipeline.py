@@ -29,14 +29,14 @@ class Pipeline:
     bubble: float
 
     def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """The modelled pipeline for ``--json``."""
         return {"kind of numbers": "modelled", **asdict(self)}
 
 
 def model_pipeline(
     stages: Sequence[Sequence[Durations]], micro_batches: int, group: int = 0
 ) -> Pipeline:
-    """Of stages whose FLOPs for a micro-batch are known.
+    """Model the pipeline of stages whose FLOPs for a micro-batch are known.
 
     Args:
         stages: FLOPs of each pipeline rank's virtual stages, in order.

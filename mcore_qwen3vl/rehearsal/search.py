@@ -71,7 +71,7 @@ class Fit:
         return max(self.found.outcomes, key=lambda outcome: (not outcome.ok, outcome.reserved))
 
     def to_dict(self) -> dict[str, Any]:
-        """For ``--json``; sizes in bytes."""
+        """The row for ``--json``; sizes in bytes."""
         return {
             "layout": str(self.candidate.command.layout),
             "flags": list(self.candidate.flags),

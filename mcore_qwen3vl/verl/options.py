@@ -110,7 +110,7 @@ def _get(config: Any, path: str) -> Any:
 
 
 def _refuse(option: str, remedy: str, unless: tuple[Any, ...] = ()) -> Refusal:
-    """For the option `option`, whose first part is an attribute of :class:`Configs`."""
+    """Make the refusal of `option`, whose first part is an attribute of :class:`Configs`."""
 
     def asked(configs: Configs) -> bool:
         value = _get(configs, option)

@@ -94,7 +94,7 @@ class PixelLoader:
 
 
 def _common_scale(images: Any, videos: Any) -> PixelScale | None:
-    """Of both processors, if they rescale and normalise alike."""
+    """The scaling of both processors, if they rescale and normalise alike."""
     settings = [
         (p.do_rescale, p.do_normalize, p.rescale_factor, tuple(p.image_mean), tuple(p.image_std))
         for p in (images, videos)

@@ -19,7 +19,7 @@ Row = list[list[int]]
 
 
 def each_rank(lengths: Sequence[int], capacity: int, ranks: int, buffer: int) -> Iterator[Row]:
-    """As without ``--balance``: each rank packs its own part, buffer by buffer."""
+    """Pack without ``--balance``: each rank packs its own part, buffer by buffer."""
     share = len(lengths) // ranks
     columns = []
     for rank in range(ranks):
@@ -36,7 +36,7 @@ def each_rank(lengths: Sequence[int], capacity: int, ranks: int, buffer: int) ->
 def all_ranks(
     measures: Sequence[Measure], capacity: int, ranks: int, buffer: int, rows_per_step: int
 ) -> Iterator[Row]:
-    """As with ``--balance``, with `buffer` samples for each rank; the last, partial one is left."""
+    """Pack with ``--balance``, `buffer` samples a rank at a time, without the partial rest."""
     waiting: list[int] = []
     place = carried = 0
     while place + ranks * buffer - len(waiting) <= len(measures):
@@ -86,13 +86,13 @@ class Workload:
         self.extra = [extra_work(architecture, size) for size in sizes]
         self.capacity = capacity
         self.linear = flops.language(architecture, capacity, 0)
-        """Of a pack, its padding included."""
+        """Linear layers' FLOPs of a pack, padding included."""
 
     def measures(self) -> list[Measure]:
         return [Measure(*one) for one in zip(self.lengths, self.extra, strict=True)]
 
     def balance(self, rows: Sequence[Row], rows_per_step: int) -> Balance:
-        """Of whole steps, or of all rows where they are fewer than a step's."""
+        """Balance of whole steps, or of all rows where they are fewer than a step's."""
         per_step = min(rows_per_step, len(rows))
         rows = rows[: len(rows) // per_step * per_step]
         work = np.array(

@@ -15,7 +15,7 @@ from mcore_qwen3vl.data.records.media import MediaFolder
 
 @edataclass
 class RawSample(Sample):
-    """As read."""
+    """A record as it was read."""
 
     record: Any
     folder: MediaFolder

@@ -55,7 +55,7 @@ class GroupedExperts(nn.Module):
     def forward(
         self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor
     ) -> tuple[Tensor, None]:
-        """As mcore's experts.
+        """Apply each expert to its tokens, with the interface of mcore's experts.
 
         Args:
             tokens: (T, H), those of the first expert first.

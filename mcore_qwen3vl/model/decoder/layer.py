@@ -58,7 +58,7 @@ class DeepStackLayer(TransformerLayer):
         context_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """As mcore's layer, with ``context`` and ``context_mask`` as follows.
+        """Run mcore's layer; ``context`` and ``context_mask`` carry the DeepStack features.
 
         Args:
             context: (K - k, n, H) features of the last K - k DeepStack layers, or None.

@@ -44,7 +44,7 @@ class Blocks:
 
 @lru_cache(maxsize=64)  # all layers are alike
 def _indices(blocks: Blocks, device: torch.device) -> tuple[Tensor, Tensor]:
-    """For each value of the matrix its place among the factors' values, and the inverse.
+    """Map each value of the matrix to its place among the factors' values, and back.
 
     Factors' values lie one factor after another, followed by a zero for what no factor fills.
     """

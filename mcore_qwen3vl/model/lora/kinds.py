@@ -66,7 +66,7 @@ class Kind:
 
     @property
     def whole(self) -> Region:
-        """For the factor that is not cut."""
+        """The region around the factor that is not divided."""
         return regions.summed_over(self.group) if self.expert else regions.local
 
     @property

@@ -64,7 +64,7 @@ def row(group: Any, linear: Any) -> Region:
 
 
 def summed_over(group: Any) -> Region:
-    """For a whole factor: unchanged, and its gradient is the sum of the ranks' of `group`."""
+    """Leave a whole factor unchanged, and sum its gradient over the ranks of `group`."""
     if group.size() == 1:
         return local
     return lambda factor: tensor_parallel.copy_to_tensor_model_parallel_region(factor, group=group)

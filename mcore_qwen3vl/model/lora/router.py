@@ -25,12 +25,14 @@ def adapt_router(router: Any, site: Site) -> None:
 
 
 def spare_weight_gradient(router: Any) -> None:
-    """For a router without an adapter; see :func:`_logits`."""
+    """Skip the weight gradient of a frozen router that has no adapter; see :func:`_logits`."""
     router.gating = partial(_logits, router)
 
 
 def _logits(router: Any, hidden: Tensor) -> Tensor:
-    """As ``Router.gating``, which works out the gradient of a frozen weight too.
+    """Compute the router's logits, without the gradient of a frozen weight.
+
+    ``Router.gating`` computes that gradient all the same.
 
     With Transformer Engine it is left as it is: its product takes half precision and gives
     float32, which torch's would need a float32 copy of the input for.

@@ -83,7 +83,10 @@ class Site:
         return _AddProduct.apply(output, a, matrix, scaling)
 
     def factored(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """For the input `x` (s_local, B, in): (s, B, sum of ranks) and (rows, sum of ranks)."""
+        """Return the two factors of what is added for the input `x` (s_local, B, in).
+
+        The first is (s, B, sum of ranks) and scaled, the second (rows, sum of ranks).
+        """
         a, matrix, scaling = self._product(x, x.dtype)
         return a * scaling, matrix
 

@@ -52,12 +52,14 @@ def _kind(name: str) -> str:
 
 
 def _grouped(a: Tensor, b: Tensor) -> int:
-    """Of ``F.grouped_mm``: rows (T, K) by (E, K, N), or for weights' gradients (M, T) by (T, N)."""
+    """FLOPs of ``F.grouped_mm``: rows (T, K) by (E, K, N), or for weight gradients (M, T) by
+    (T, N)."""
     return 2 * a.numel() * b.shape[-1]
 
 
 def _dense(name: str, args: Any) -> int:
-    """Of ``scaled_dot_product_attention``: PyTorch's own refuses grouped heads before 2.12."""
+    """FLOPs of ``scaled_dot_product_attention``; PyTorch's counter refuses grouped heads before
+    2.12."""
     backward = "backward" in name
     (b, heads, queries, width), (*_, keys, _), (*_, of_values) = (
         tensor.shape for tensor in args[int(backward) :][:3]
@@ -67,7 +69,7 @@ def _dense(name: str, args: Any) -> int:
 
 
 def _varlen(name: str, args: Any) -> int:
-    """Of ``torch.nn.attention.varlen``."""
+    """FLOPs of ``torch.nn.attention.varlen``."""
     backward = name.endswith("backward")
     query = args[1] if backward else args[0]  # (t, heads, D)
     bounds = [a for a in args if isinstance(a, Tensor) and a.dtype == torch.int32][:2]

@@ -135,7 +135,7 @@ def _on_host(value: Any) -> Any:
 
 
 def _nonzero(self: Tensor) -> Tensor:
-    """As CUDA's, whose result has a size that the host must wait for."""
+    """Wait as CUDA does: the host must know the size of the result."""
     torch.cuda.current_stream().synchronize()
     if self.dtype in WHOLE:
         found = host_view(self).nonzero()
@@ -147,7 +147,7 @@ def _nonzero(self: Tensor) -> Tensor:
 
 
 def _repeat_interleave(repeats: Tensor, *, output_size: int | None = None) -> Tensor:
-    """As CUDA's, which waits for the sum of `repeats` unless it is given."""
+    """Wait as CUDA does: the host must know the sum of `repeats`, unless it is given."""
     if output_size is None:
         torch.cuda.current_stream().synchronize()
     found = torch.repeat_interleave(host_view(repeats))
@@ -157,7 +157,7 @@ def _repeat_interleave(repeats: Tensor, *, output_size: int | None = None) -> Te
 
 
 def _bincount(self: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    """As CUDA's, whose result has a size that the host must wait for."""
+    """Wait as CUDA does: the host must know the size of the result."""
     torch.cuda.current_stream().synchronize()
     found = torch.bincount(host_view(self), minlength=minlength)
     if weights is not None:

@@ -12,7 +12,7 @@ import torch
 from mcore_qwen3vl.runtime.pretended.device import NOT_THE_CALLER, short_path
 
 Frames = list[dict[str, Any]]
-"""Of Python and the autograd engine, innermost first: filename, line, name."""
+"""Stack frames of Python and the autograd engine, innermost first: filename, line, name."""
 
 
 def record() -> None:
@@ -27,7 +27,7 @@ class Moment:
     """One point of the history."""
 
     seconds: float
-    """Of the host, since the first allocation."""
+    """Host time since the first allocation."""
     allocated: int
     """Bytes."""
     sizes: dict[str, int]

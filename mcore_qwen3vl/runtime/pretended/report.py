@@ -25,7 +25,7 @@ class Launch:
     kernel: str
     """Words of its mangled name; ``product`` for those of NVIDIA's libraries."""
     place: str
-    """As of a wait; ``autograd`` for the engine's own."""
+    """The line that launched it, written like a wait's; ``autograd`` for the engine's own."""
     count: int
 
 
@@ -78,5 +78,5 @@ class Report:
         raise KeyError(f"no stage {name!r}; there are {[s.name for s in self.stages]}")
 
     def to_json(self) -> dict[str, Any]:
-        """As plain dictionaries and lists."""
+        """The report as plain dictionaries and lists."""
         return asdict(self)

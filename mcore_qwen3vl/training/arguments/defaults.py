@@ -9,7 +9,7 @@ from typing import Any
 from mcore_qwen3vl.config import Architecture
 
 SEQ_LENGTH = 8192
-"""As ``data check`` has it; less where the model has fewer positions."""
+"""The default of ``data check`` too; less where the model has fewer positions."""
 
 
 DTYPES = {"bf16", "fp16", "fp32"}

@@ -32,7 +32,7 @@ _OWN_SPLIT = (
 
 
 def check_layout_flags(argv: Sequence[str], architecture: Architecture, world_size: int) -> None:
-    """As :func:`check_layout`, without importing megatron: before ranks are started.
+    """Run :func:`check_layout` before ranks are started, without importing megatron.
 
     Raises:
         BadInput: see there.

@@ -134,7 +134,7 @@ class DataProvider:
         )
 
     def _loader(self, sources: Sequence[Source], split: Any) -> Loader | None:
-        """Of a rank that reads; None on the others, which are sent its batches."""
+        """The loader of a rank that reads; None on the others, which are sent its batches."""
         if not self._reads():
             return None
         args = self._args
@@ -176,7 +176,7 @@ class DataProvider:
             self._ahead.shutdown(wait=True)
 
     def _sources(self) -> list[Source]:
-        """Of the training data."""
+        """The sources of the training data."""
         return parse_sources(
             self._args.train_data_path or self._args.data_path, self._args.preprocess
         )

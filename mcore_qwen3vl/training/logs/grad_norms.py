@@ -54,7 +54,7 @@ def _add_squares(squares: Tensor, buffer: Any, parts: dict[nn.Parameter, Any], c
 
 
 def _is_counted(parameter: nn.Parameter) -> bool:
-    """As mcore counts for the whole norm: a tied copy or a TP replica once."""
+    """Whether this copy counts: mcore's norm counts a tied copy or a TP replica once."""
     return param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(
         parameter,
         tp_group=parallel_state.get_tensor_model_parallel_group(),

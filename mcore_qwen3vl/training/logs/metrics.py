@@ -37,7 +37,7 @@ class Work:
             self.squared_frames += float(batch.visual.frame_patches.double().square().sum())
 
     def vector(self) -> list[float]:
-        """For a sum over the data-parallel ranks."""
+        """The counts in one list, to be summed over the data-parallel ranks."""
         c = self.counts
         data = (c.tokens, c.capacity, c.trained_tokens, c.images + c.videos, c.patches)
         return [

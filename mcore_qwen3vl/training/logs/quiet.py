@@ -172,7 +172,7 @@ def _logging_to(file: LogFile, errors: Any, rank: int) -> Iterator[None]:
 
 
 class _OneLine(logging.Formatter):
-    """Of Python's own warnings, what they say without where in a library."""
+    """Formats a Python warning as its message alone, without the place in a library."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = record.getMessage()

@@ -48,7 +48,7 @@ def of_pairs(preference: Preference) -> Objective:
 
 
 def answer_log_probs(batch: Batch, local: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
-    """Of every pair, summed over the trained tokens and over CP.
+    """Log-probabilities of every pair, summed over the trained tokens and over CP.
 
     Args:
         batch: sequences in the order chosen, rejected, chosen, rejected and so on.

@@ -113,7 +113,7 @@ class _Side:
         return row.take(hf.read, box)
 
     def digest(self, name: str) -> str:
-        """Of a companion file; of a quantised checkpoint's config as its values are read."""
+        """Hash a companion file; a quantised checkpoint's config without its quantisation."""
         if name == "config.json" and self.hf is not None and self.hf.quantization is not None:
             config = fp8.without(read_config_file(self.companions[name]))
             return sha256(config_file.dumps(config)).hexdigest()

@@ -15,7 +15,7 @@ from mcore_qwen3vl.whole import whole
 
 WORST_SHOWN = 30
 NEAREST_SHOWN = 10
-"""Of the comparisons that hold, but only to fill up so many lines."""
+"""The comparisons nearest to their limits fill the list up to this many lines."""
 
 
 def write_report(report: Report, folder: str | Path) -> None:

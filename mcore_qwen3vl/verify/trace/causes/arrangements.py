@@ -125,7 +125,7 @@ def _permuted(name: str, found: Tensor, right: Tensor) -> Verdict | None:
 
 
 def _order(found: Tensor, right: Tensor) -> list[int] | None:
-    """For each slice of `found`, the slice of `right` that it equals; None if one has none."""
+    """Map each slice of `found` to the slice of `right` that it equals; None if one has none."""
     places = {row.numpy().tobytes(): i for i, row in enumerate(right.contiguous())}
     order = [places.get(row.numpy().tobytes()) for row in found.contiguous()]
     known = [at for at in order if at is not None]

@@ -94,7 +94,7 @@ def _frequencies(base: float, head_dim: int) -> Tensor:
 
 
 def _axes(actual: Tensor, positions: Tensor, frequencies: Tensor) -> list[int]:
-    """For each frequency the axis whose positions give the angles that were found."""
+    """Return, for each frequency, the axis whose positions give the observed angles."""
     half = len(frequencies)
     errors = torch.stack(
         [
