@@ -88,16 +88,25 @@ def test_key_value_heads_and_vocabulary() -> None:
         Layout(tp=2).validate(odd)
 
 
-@pytest.mark.parametrize("layout", ["tp4xpp4", "tp8", "pp2xvpp2", "cp4xdp2", "pp3+first1+last2"])
-def test_dense_layouts_that_work(layout: str) -> None:
-    Layout.parse(layout).validate(DENSE)
+@pytest.mark.parametrize(
+    ("text", "ranks"),
+    [("tp4xpp4", 16), ("tp8", 8), ("pp2xvpp2", 2), ("cp4xdp2", 8), ("pp3+first1+last2", 3)],
+)
+def test_dense_layouts_that_work(text: str, ranks: int) -> None:
+    layout = Layout.parse(text)
+    layout.validate(DENSE)
+    assert (layout.world_size, str(layout)) == (ranks, text)
 
 
 @pytest.mark.parametrize(
-    "layout", ["tp2xep4xdp2+sp", "tp2xetp2xep2xdp2+sp", "ep12xdp12", "ep2xcp2"]
+    ("text", "ranks"),
+    [("tp2xep4xdp2+sp", 4), ("tp2xep2xetp2xdp2+sp", 4), ("ep12xdp12", 12), ("ep2xcp2", 2)],
 )
-def test_moe_layouts_that_work(layout: str) -> None:
-    Layout.parse(layout).validate(MOE)
+def test_moe_layouts_that_work(text: str, ranks: int) -> None:
+    """Experts are divided over ranks that there are anyway."""
+    layout = Layout.parse(text)
+    layout.validate(MOE)
+    assert (layout.world_size, str(layout)) == (ranks, text)
 
 
 def test_the_number_of_ranks_must_fit() -> None:

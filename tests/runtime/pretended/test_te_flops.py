@@ -64,5 +64,7 @@ def test_attention_is_over_the_pairs_of_each_segment(extension: SimpleNamespace)
 
 def test_without_transformer_engine_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "transformer_engine_torch", raising=False)
-    with te_flops.count_transformer_engine(Counter()):
+    with te_flops.count_transformer_engine(counted := Counter()):
         pass
+    assert not counted
+    assert "transformer_engine_torch" not in sys.modules
