@@ -14,7 +14,9 @@ from mcore_qwen3vl.runtime import cpu
 cpu.install(training=True)  # before any test module imports megatron
 
 from mcore_qwen3vl.runtime import launch  # noqa: E402
+from mcore_qwen3vl.runtime.cache import cache_folder  # noqa: E402
 from mcore_qwen3vl.runtime.pretended import Workbench  # noqa: E402
+from mcore_qwen3vl.runtime.pretended.build import cached_in  # noqa: E402
 from mcore_qwen3vl.tiny import write_tiny_checkpoint  # noqa: E402
 from mcore_qwen3vl.tiny.records import write_image_qa  # noqa: E402
 
@@ -22,6 +24,23 @@ pytest_plugins = ("tests.turns",)
 logging.getLogger("megatron").setLevel(logging.ERROR)
 launch.PATIENCE = 10.0  # a machine that is five times slower fails no test; a hang still ends
 torch.set_num_threads(1)  # the models are too small to share out, and other ranks want the cores
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What is computed from the tests' data goes with them; compiled libraries are shared."""
+    folder, own = tmp_path_factory.mktemp("cache"), cache_folder()
+    own.mkdir(parents=True, exist_ok=True)
+    for shared in own.parent.iterdir():
+        if shared != own:
+            (folder / shared.name).symlink_to(shared)
+    (folder / own.name).mkdir()
+    libraries = own / cached_in().name
+    libraries.mkdir(exist_ok=True)
+    (folder / own.name / libraries.name).symlink_to(libraries)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("XDG_CACHE_HOME", str(folder))
+        yield
 
 
 @pytest.fixture(scope="session")

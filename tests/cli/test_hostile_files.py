@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.converters.convert import hf_to_mcore
-from mcore_qwen3vl.data.loading.index import ensure_index
+from mcore_qwen3vl.data.loading.index import index_beside
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
@@ -173,7 +173,7 @@ def _own_loader(folder: Path) -> tuple[Path, str]:
         entry = tarfile.TarInfo("0.txt")
         entry.size = 1
         tar.addfile(entry, io.BytesIO(b"a"))
-    ensure_index(shards)
+    index_beside(shards)
     (shards / ".nv-meta" / "evil.py").write_text(
         f"import pathlib\npathlib.Path({str(folder / 'marker')!r}).touch()\n"
         "def load(sample):\n    return {'text': sample['txt']}\n"

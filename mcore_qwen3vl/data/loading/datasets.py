@@ -19,7 +19,7 @@ from megatron.energon.metadataset.loader_interface import DatasetBlendMode, Load
 
 from mcore_qwen3vl.data.loading import json_file
 from mcore_qwen3vl.data.loading.crude import CrudeFactory
-from mcore_qwen3vl.data.loading.index import ensure_index
+from mcore_qwen3vl.data.loading.index import ensure_index, index_beside
 from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.data.loading.stand_in import origin
 from mcore_qwen3vl.data.loading.tables import TableReader, is_table
@@ -164,12 +164,14 @@ def _check_leaves(path: Path) -> None:
                     f"{path} is an energon metadataset, which can name JSONL files and WebDatasets "
                     f"only, not {place}. Name the data sets in a mixture file (datasets:) instead."
                 )
-            if (found := ensure_index(place)) != place:
+            try:
+                index_beside(place)
+            except OSError as error:
                 raise BadInput(
-                    f"The folder of {place} cannot be written, so its index is in {found}, and "
-                    f"{path} does not name that. Put {found} into {path.name}, or name the "
-                    "data sets with their weights in --data-path."
-                )
+                    f"{path} is an energon metadataset, and energon looks for the index of {place} "
+                    f"beside it, where it cannot be written ({error.strerror}). Name the data sets "
+                    "in a mixture file (datasets:) instead: their indexes are kept in the cache."
+                ) from error
 
 
 def _split_of(path: Path, split: str) -> str:

@@ -1,6 +1,6 @@
 """Energon's indexes, made on first use, once, however many ranks arrive at the same time.
 
-An index belongs beside its data, or beside a stand-in where that folder cannot be written.
+They lie in the cache, where a stand-in of the data has its index beside it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron.energon.flavors.jsonl.ijsonl import IJsonlIndexReader, IJsonlIndex
 
 from mcore_qwen3vl.data.loading import json_file
 from mcore_qwen3vl.data.loading.lines import write_blanks
-from mcore_qwen3vl.data.loading.stand_in import make_stand_in, stand_ins
+from mcore_qwen3vl.data.loading.stand_in import data_cache, make_stand_in, origin, stand_in_of
 from mcore_qwen3vl.data.loading.tables import is_table
 from mcore_qwen3vl.errors import BadInput
 
@@ -28,47 +28,54 @@ def ensure_index(path: Path) -> Path:
     """Make the index of a JSON or JSONL file, or of a folder of tars, unless it is up to date.
 
     Args:
-        path: a ``.jsonl`` or ``.json`` file, a folder of ``.tar`` files, a table, which needs none,
-            or an energon metadataset ``.yaml``, whose own data sets must be JSONL or indexed
-            already.
+        path: a ``.jsonl`` or ``.json`` file, a folder of ``.tar`` files, or what needs no index: a
+            table, or an energon metadataset ``.yaml``.
 
     Returns:
-        What energon is to read: `path`, or its stand-in.
+        What energon is to read: `path`, if an index lies beside it, as energon's own preparation
+        leaves it, or its stand-in in the cache.
 
     Raises:
-        BadInput: nothing is there, or it is empty, or the index cannot be written.
+        BadInput: nothing is there, or it is empty, or the cache cannot be written.
     """
+    if not _needs_index(path) or _is_indexed(path):
+        return path
+    stand_in = stand_in_of(path)
+    try:
+        if not _is_indexed(stand_in):
+            make_stand_in(path)
+            _index_once(stand_in)
+    except OSError as error:
+        raise BadInput(
+            f"The index of {path} cannot be written in {data_cache()} ({error}). Make that "
+            "writable, or name another cache with XDG_CACHE_HOME."
+        ) from error
+    return stand_in
+
+
+def index_beside(path: Path) -> None:
+    """As energon's own preparation, for a metadataset, which reads its data sets where they are.
+
+    Raises:
+        BadInput: as :func:`ensure_index`.
+        OSError: the folder cannot be written.
+    """
+    if _needs_index(path) and not _is_indexed(path):
+        _index_once(path)
+
+
+def _needs_index(path: Path) -> bool:
     if not path.exists():
         raise BadInput(f"The data set {path} does not exist; check the path.")
-    if path.suffix in (".jsonl", ".json") or (path.is_dir() and not is_table(path)):
-        return _ensure(path)
-    if path.suffix not in (".yaml", ".yml") and not is_table(path):
-        raise BadInput(
-            f"{path} is not a data set. Name a .jsonl, .json or .parquet file, a folder of "
-            "WebDataset .tar files or Parquet shards, a Hugging Face dataset on disk, or a "
-            ".yaml of these."
-        )
-    return path
-
-
-def _ensure(path: Path) -> Path:
-    if _is_indexed(path):
-        return path
-    try:
-        _index_once(path)
-    except OSError as beside:
-        try:
-            stand_in = make_stand_in(path)
-            if not _is_indexed(stand_in):
-                _index_once(stand_in)
-        except OSError as error:
-            raise BadInput(
-                f"The index of {path} can be written neither beside it ({beside.strerror}) nor in "
-                f"{stand_ins()} ({error.strerror}). Make one of them writable; XDG_CACHE_HOME "
-                "names another cache."
-            ) from error
-        return stand_in
-    return path
+    if is_table(path) or path.suffix in (".yaml", ".yml"):
+        return False
+    if path.is_dir() or path.suffix in (".jsonl", ".json"):
+        return True
+    raise BadInput(
+        f"{path} is not a data set. Name a .jsonl, .json or .parquet file, a folder of "
+        "WebDataset .tar files or Parquet shards, a Hugging Face dataset on disk, or a "
+        ".yaml of these."
+    )
 
 
 def _is_indexed(path: Path) -> bool:
@@ -126,7 +133,7 @@ def _index_jsonl(path: Path) -> None:
             else:
                 blanks.append(records)
         if start == 0:
-            raise BadInput(f"The data set {path} is empty.")
+            raise BadInput(f"The data set {origin(path)} is empty.")
         write_blanks(path, blanks)
         index.append(end)
 
@@ -139,7 +146,7 @@ def _index_tars(path: Path) -> None:
     tars = sorted(str(tar.relative_to(path)) for tar in path.rglob("*.tar"))
     if not tars:
         raise BadInput(
-            f"{path} holds neither .tar nor .parquet files, nor a Hugging Face dataset "
+            f"{origin(path)} holds neither .tar nor .parquet files, nor a Hugging Face dataset "
             "(state.json, dataset_dict.json), nor an energon index (.nv-meta)."
         )
     with redirect_stdout(sys.stderr):  # a command's own output may be JSON

@@ -1,6 +1,7 @@
 """A ``.json`` file: an array of records, as LLaVA publishes them, or one record a line.
 
-Where each record lies is written beside the file once, so that any of them is read alone.
+Where each record lies is written once, beside the file's stand-in in the cache, so that any of them
+is read alone.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from mcore_qwen3vl.data.loading.crude import crude_sample
+from mcore_qwen3vl.data.loading.stand_in import origin
 from mcore_qwen3vl.errors import BadInput
 
 _WINDOW = 1 << 24  # bytes parsed at a time
@@ -22,8 +24,8 @@ _BLANK = " \t\r\n"
 
 
 def index_of(path: Path) -> Path:
-    """The file beside `path` that says where its records are: rows of (start, end), then the size
-    of `path` twice."""
+    """The file beside `path`, which may be a stand-in, that says where its records are: rows of
+    (start, end), then the size of `path` twice."""
     return path.with_name(path.name + ".idx")
 
 
@@ -41,18 +43,19 @@ def write_index(path: Path) -> None:
         BadInput: the file is empty, or neither an array nor one object a line.
         OSError: the folder cannot be written.
     """
+    data = origin(path)
     with path.open("rb") as file:
         first = _first_byte(file)
         file.seek(0)
         if first not in (b"[", b"{"):
             raise BadInput(
-                f"The data set {path} is empty."
+                f"The data set {data} is empty."
                 if not first
-                else f"{path} is neither a JSON array nor one JSON object a line."
+                else f"{data} is neither a JSON array nor one JSON object a line."
             )
-        rows = list(_lines(file) if first == b"{" else _elements(file, path))
+        rows = list(_lines(file) if first == b"{" else _elements(file, data))
     if not rows:
-        raise BadInput(f"The data set {path} is empty.")
+        raise BadInput(f"The data set {data} is empty.")
     size = path.stat().st_size
     partial = index_of(path).with_suffix(f".{os.getpid()}.tmp")
     # Not `tofile`, which says nothing when the disk is full.

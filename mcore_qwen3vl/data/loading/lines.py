@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mcore_qwen3vl.data.loading.stand_in import origin
 from mcore_qwen3vl.errors import BadInput
 
 
@@ -46,7 +47,7 @@ def record_of(path: Path, line: int) -> int:
     before = int(np.searchsorted(blanks + np.arange(len(blanks)) + 1, line))
     record = line - 1 - before
     if line_of(path, record) != line:
-        raise BadInput(f"Line {line:,} of {path} is blank.")
+        raise BadInput(f"Line {line:,} of {origin(path)} is blank.")
     return record
 
 

@@ -2,7 +2,7 @@
 
 To balance work, every rank must know the sizes of all samples of a global batch, and read its own
 alone. So each sample is measured once, before training: its tokens and patches are kept in a small
-file beside the data. With it all ranks go through the same order of samples, by number.
+file in the cache. With it all ranks go through the same order of samples, by number.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron.energon.wrappers.map_dataset import MapDataset
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.data.loading.files import fingerprint
-from mcore_qwen3vl.data.loading.stand_in import origin, stand_ins
+from mcore_qwen3vl.data.loading.stand_in import cache_of, origin
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.lifetime import end_with_parent
 
@@ -200,23 +200,24 @@ def measure(factory: MeasuredFactory, measuring: Measuring, settings: str, proce
         settings: all that the sizes depend on beside the data.
         processes: that read.
     """
-    key = hashlib.sha256((settings + fingerprint(origin(factory.path))).encode()).hexdigest()[:16]
-    for folder in (origin(factory.path).parent, stand_ins()):
-        file = folder / f"{origin(factory.path).name}.{key}.sizes"
-        if file.exists():
-            factory.sizes = Sizes.load(file)
-            return
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with FileLock(file.with_name(file.name + ".lock"), timeout=PATIENCE):
+    data = origin(factory.path)
+    key = hashlib.sha256((settings + fingerprint(data)).encode()).hexdigest()[:16]
+    name = f"{data.name}.{key}.sizes"
+    if (beside := data.with_name(name)).exists():  # of an earlier version
+        factory.sizes = Sizes.load(beside)
+        return
+    file = cache_of(data) / name
+    try:
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(file.with_name(f"{name}.lock"), timeout=PATIENCE):
                 if not file.exists():  # another rank may have done it meanwhile
                     Sizes(_measured(factory, measuring, processes)).save(file)
-        except OSError as error:
-            log.info("%s: %s", folder, error)
-            continue
+    except OSError as error:
+        log.warning("the sizes of %s cannot be kept in %s: %s", data, file.parent, error)
+        factory.sizes = Sizes(_measured(factory, measuring, processes))
+    else:
         factory.sizes = Sizes.load(file)
-        return
-    factory.sizes = Sizes(_measured(factory, measuring, processes))
 
 
 def _measured(

@@ -1,50 +1,68 @@
-"""Links to data whose own folder cannot be written, for energon to read in its place.
+"""Where the cache holds what is computed from a data set: indexes, and sizes of its samples.
 
-Energon wants an index beside the data. A stand-in lies in the cache, with the index beside it; what
-a record names is still looked for where the data really is.
+Energon wants an index beside the data. So the cache has links to the files of a data set, a
+stand-in, with the index beside them, for energon to read in its place; what a record names is still
+looked for where the data really is.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from mcore_qwen3vl.data.loading.files import fingerprint
 from mcore_qwen3vl.runtime.cache import cache_folder
 
 _ORIGIN = "origin"  # the file, beside a stand-in, that says what it stands for
 
 
-def stand_ins() -> Path:
-    """The folder of all of them."""
-    return cache_folder().absolute() / "indexes"
+def data_cache() -> Path:
+    """The folder of all data sets' folders."""
+    return cache_folder().absolute() / "data"
 
 
-def make_stand_in(path: Path) -> Path:
-    """Link a JSONL file, or all tars of a folder, from the cache.
+def cache_of(path: Path) -> Path:
+    """The folder for a data set in its present state; it need not exist.
+
+    The path, the sizes and the times of its files decide its name, so that all processes find the
+    same one, and none of them loses its index while the data change.
+    """
+    state = f"{path.absolute()} {fingerprint(path.absolute())}"
+    return data_cache() / hashlib.sha256(state.encode()).hexdigest()[:16]
+
+
+def stand_in_of(path: Path) -> Path:
+    """What energon is to read in place of a JSON or JSONL file, or of a folder of tars."""
+    return cache_of(path) / path.absolute().name
+
+
+def make_stand_in(path: Path) -> None:
+    """Link a file, or all tars of a folder, from the cache.
 
     Raises:
         OSError: the cache cannot be written.
     """
     path = path.absolute()
-    folder = stand_ins() / hashlib.sha256(str(path).encode()).hexdigest()[:16]
-    made = folder / path.name
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / _ORIGIN).write_text(str(path), encoding="utf-8")
+    made = stand_in_of(path)
+    made.parent.mkdir(parents=True, exist_ok=True)
+    partial = made.parent / f"{_ORIGIN}.{os.getpid()}"
+    partial.write_text(str(path), encoding="utf-8")
+    os.replace(partial, made.parent / _ORIGIN)  # whole for ranks that read it meanwhile
     if not path.is_dir():
         _link(made, path)
-        return made
+        return
     made.mkdir(exist_ok=True)
     for tar in path.rglob("*.tar"):
         _link(made / tar.relative_to(path), tar)
-    return made
 
 
 @cache
 def origin(path: Path) -> Path:
     """The data set that `path` stands for: `path` itself unless it is a stand-in."""
-    if not path.is_relative_to(stand_ins()):
+    if not path.is_relative_to(data_cache()):
         return path
     return Path((path.parent / _ORIGIN).read_text(encoding="utf-8"))
 

@@ -33,15 +33,15 @@ def libraries() -> list[Path]:
             f"The pretended device needs Linux with glibc, and this is {sys.platform}: run it in a "
             "Linux container. Everything else of this package works here with --cpu."
         )
-    folder = cache_folder() / f"pretended-device-{_digest()}"
-    return [_library(folder / name, parts) for name, parts in _LIBRARIES.items()]
+    return [_library(cached_in() / name, parts) for name, parts in _LIBRARIES.items()]
 
 
-def _digest() -> str:
+def cached_in() -> Path:
+    """The folder of what this source is compiled to; it need not exist."""
     content = hashlib.sha256(" ".join(_OPTIONS).encode())
     for file in sorted(SOURCES.glob("*.[ch]")):
         content.update(file.name.encode() + file.read_bytes())
-    return content.hexdigest()[:16]
+    return cache_folder() / f"pretended-device-{content.hexdigest()[:16]}"
 
 
 def _library(target: Path, parts: tuple[str, ...]) -> Path:

@@ -6,6 +6,7 @@ import copy
 import json
 import logging
 import os
+import shutil
 import signal
 from collections import Counter
 from collections.abc import Callable
@@ -87,11 +88,19 @@ def test_ranks_share_an_epoch_and_each_bad_sample_is_counted_once(
         assert len([m for m in caplog.messages if f"data.jsonl:{line} skipped" in m]) == 1
 
 
+def sizes_in(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.sizes"))
+
+
 def test_sizes_are_measured_once_and_again_when_something_changes(
-    make: Callable[..., Loader], data: Path
+    make: Callable[..., Loader], data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """They are kept in the cache; those that an earlier version left beside the data do, too."""
+    cache = data.parent / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+
     def files() -> list[Path]:
-        return sorted(data.parent.glob("*.sizes"))
+        return sizes_in(cache)
 
     make(data, 0)
     (first,) = files()
@@ -104,6 +113,9 @@ def test_sizes_are_measured_once_and_again_when_something_changes(
     data.write_text(data.read_text() + json.dumps(question(1)) + "\n")
     make(data, 0)
     assert len(files()) == 3
+    shutil.move(max(files(), key=lambda file: file.stat().st_mtime_ns), data.parent)
+    make(data, 0)
+    assert len(files()) == 2
 
 
 def test_a_signal_ends_measuring_whatever_the_rank_does_with_it(
@@ -114,13 +126,14 @@ def test_a_signal_ends_measuring_whatever_the_rank_does_with_it(
     def killed(*args: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
 
+    monkeypatch.setenv("XDG_CACHE_HOME", str(data.parent / "cache"))
     before = signal.signal(signal.SIGTERM, lambda *args: None)
     try:
         with monkeypatch.context() as patched:
             patched.setattr(measured, "_measure_one", killed)
             with pytest.raises(BadInput, match=r"measured .*data.jsonl was killed.*--no-balance"):
                 make(data, 0)
-        assert not list(data.parent.glob("*.sizes"))
+        assert not sizes_in(data.parent)
         make(data, 0)
     finally:
         signal.signal(signal.SIGTERM, before)
