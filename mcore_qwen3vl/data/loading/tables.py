@@ -21,8 +21,10 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.extras import require_extra
 from mcore_qwen3vl.untrusted import parse_json
 
-_BATCH = 32  # rows decoded at a time
-_KEPT = 16  # batches kept: a worker reads from a few row groups in turns, and resuming goes back
+_BATCH, _BATCH_BYTES = 32, 64 << 20  # most rows decoded at a time, and most bytes if one row fits
+# Most batches kept, and most bytes: a worker reads from a few row groups in turns, and goes back
+# when it resumes, and within what was packed together.
+_KEPT, _KEPT_BYTES = 16, 512 << 20
 _SPLITS = {
     "train": ("train", "training"),
     "val": ("val", "validation", "valid", "dev"),
@@ -39,6 +41,13 @@ class RowGroup:
     number: int | None  # in a Parquet file; None: all of an Arrow file
     rows: int
     first: int  # of its rows, in the file
+    bytes: int = 0  # of all its rows, decoded; 0 where they are mapped
+
+    @property
+    def batch(self) -> int:
+        """How many rows are decoded at a time."""
+        fitting = _BATCH_BYTES * self.rows // max(self.bytes, 1)
+        return max(1, min(_BATCH, fitting))
 
 
 def is_table(path: Path) -> bool:
@@ -77,13 +86,13 @@ class TableReader:
         """The crude sample of one row."""
         place = bisect_right(self._bounds, index) - 1
         group, row = self.groups[place], index - self._bounds[place]
-        batch = self._batch(place, row // _BATCH)
-        (record,) = batch.slice(row % _BATCH, 1).to_pylist()
+        batch = self._batch(place, row // group.batch)
+        (record,) = batch.slice(row % group.batch, 1).to_pylist()
         shard = str(group.file.relative_to(self.path)) if self.path.is_dir() else group.file.name
         return crude_sample(self.path, shard, index, group.first + row, _without_nulls(record))
 
     def _batch(self, place: int, number: int) -> Any:
-        """Rows of one group, `_BATCH` at a time; those between the last ones and these too."""
+        """A batch of one group; those between the last one and this are decoded too."""
         found = self._batches.get((place, number))
         if found is not None:
             self._batches.move_to_end((place, number))
@@ -94,8 +103,7 @@ class TableReader:
         for batch in rest:
             self._batches[place, upcoming] = batch
             upcoming += 1
-            if len(self._batches) > _KEPT:
-                self._batches.popitem(last=False)
+            self._forget()
             if upcoming > number:
                 break
         self._open[place] = upcoming, rest
@@ -103,13 +111,23 @@ class TableReader:
             self._open.pop(next(iter(self._open)))
         return self._batches[place, number]
 
+    def _forget(self) -> None:
+        """The batches used longest ago, but never the last one."""
+        while len(self._batches) > 1 and (len(self._batches) > _KEPT or self.held() > _KEPT_BYTES):
+            self._batches.popitem(last=False)
+
+    def held(self) -> int:
+        """Bytes of the batches that are kept."""
+        return sum(batch.nbytes for batch in self._batches.values())
+
     def _decode(self, group: RowGroup) -> Iterator[Any]:
         if group.number is None:
             table = _arrow_table(group.file)
-            return (table.slice(start, _BATCH) for start in range(0, group.rows, _BATCH))
+            return (table.slice(start, group.batch) for start in range(0, group.rows, group.batch))
         file = self._parquet_file(group.file)
         batches: Iterator[Any] = _rebatched(
-            file.iter_batches(_BATCH, row_groups=[group.number], use_threads=False)
+            file.iter_batches(group.batch, row_groups=[group.number], use_threads=False),
+            group.batch,
         )
         return batches
 
@@ -125,8 +143,8 @@ class TableReader:
         return {}
 
 
-def _rebatched(batches: Iterator[Any]) -> Iterator[Any]:
-    """`_BATCH` rows each but for the last: pyarrow cuts at the ends of column chunks too."""
+def _rebatched(batches: Iterator[Any], size: int) -> Iterator[Any]:
+    """`size` rows each but for the last: pyarrow cuts at the ends of column chunks too."""
     import pyarrow as pa
 
     waiting: list[Any] = []
@@ -134,11 +152,11 @@ def _rebatched(batches: Iterator[Any]) -> Iterator[Any]:
     for batch in batches:
         waiting.append(batch)
         rows += batch.num_rows
-        while rows >= _BATCH:
+        while rows >= size:
             table = pa.Table.from_batches(waiting)
-            yield table.slice(0, _BATCH)
-            rows -= _BATCH
-            waiting = table.slice(_BATCH).to_batches() if rows else []
+            yield table.slice(0, size)
+            rows -= size
+            waiting = table.slice(size).to_batches() if rows else []
     if rows:
         yield pa.Table.from_batches(waiting)
 
@@ -194,9 +212,9 @@ def _row_groups(file: Path) -> Iterator[RowGroup]:
         raise BadInput(f"{file} cannot be read as a table: {error}. Write it again.") from error
     first = 0
     for number in range(metadata.num_row_groups):
-        rows = metadata.row_group(number).num_rows
-        yield RowGroup(file, number, rows, first)
-        first += rows
+        group = metadata.row_group(number)
+        yield RowGroup(file, number, group.num_rows, first, group.total_byte_size)
+        first += group.num_rows
 
 
 def _arrow_table(file: Path) -> Any:

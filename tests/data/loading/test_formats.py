@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import random
 import tarfile
 from collections import Counter
 from collections.abc import Callable
@@ -217,15 +218,33 @@ def test_a_table_is_read_by_parts_in_any_order(
         assert sample["__sources__"][0].index == index
 
 
+def test_a_table_of_large_rows_is_held_in_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the number of rows; small rows are read as many at a time as before."""
+    monkeypatch.setattr(tables, "_BATCH_BYTES", 1 << 20)
+    monkeypatch.setattr(tables, "_KEPT_BYTES", 3 << 20)
+    large = [random.Random(i).randbytes(200_000) for i in range(40)] + [b"a" * 1_500_000] * 2
+    for name, rows in (("large", large), ("small", [b"a"] * 200)):
+        table = pa.table({"image": rows})
+        pq.write_table(table, tmp_path / f"{name}.parquet", row_group_size=40, use_dictionary=False)
+    reader = TableReader(tmp_path / "large.parquet")
+    assert [group.batch for group in reader.groups] == [5, 1]
+    for index in [*range(42), 3, 17, 41, 0]:
+        assert reader[index]["json"]["image"] == large[index]
+        assert 0 < reader.held() <= 3 << 20
+    small = TableReader(tmp_path / "small.parquet")
+    assert {group.batch for group in small.groups} == {32}
+
+
 @pytest.mark.parametrize("cuts", [[4, 4, 2], [1, 2, 3, 4], [7, 3], [10], [3, 1, 4, 2]])
 def test_batches_are_of_one_size_however_pyarrow_cuts_them(
-    cuts: list[int], monkeypatch: pytest.MonkeyPatch
+    cuts: list[int],
 ) -> None:
-    monkeypatch.setattr(tables, "_BATCH", 4)
     whole = pa.RecordBatch.from_pydict({"a": list(range(10))})
     starts = [sum(cuts[:i]) for i in range(len(cuts))]
     batches = [whole.slice(start, rows) for start, rows in zip(starts, cuts, strict=True)]
-    found = [b.column("a").to_pylist() for b in tables._rebatched(iter(batches))]
+    found = [b.column("a").to_pylist() for b in tables._rebatched(iter(batches), 4)]
     assert found == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
