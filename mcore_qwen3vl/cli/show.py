@@ -184,6 +184,8 @@ def data_report(report: DataReport) -> None:
     for name, amount in report.summary():
         lines.add_row(plain(name), plain(amount))
     output.print(lines)
+    for advice in report.advice():
+        output.print(f"  {plain(advice)}", soft_wrap=True)
     for flaws in (report.bad, report.overlong):
         for flaw in flaws[:PROBLEMS_SHOWN]:
             output.print(f"  {plain(flaw.sample)}: {plain(flaw.reason)}", soft_wrap=True)

@@ -31,6 +31,9 @@ from mcore_qwen3vl.runtime.extras import require_extra
 from mcore_qwen3vl.whole import whole
 
 _BUFFERS = 4  # so many, at least, of each rank's packing buffers show how level the work is
+_KEYS_NAMED = 10
+_NAMES = ("id",)  # keys that say which record it is
+_REJECTED = ("rejected_response", "rejected_messages", "rejected_images")  # ms-swift's
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,8 @@ class DataReport:
     videos: int = 0
     peculiar: dict[str, list[str]] = field(default_factory=dict)
     """Samples whose images are not read as they lie in the file, by what is done with them."""
+    unread: dict[str, list[str]] = field(default_factory=dict)
+    """Samples that have a key which is not read, by the key; ``id`` aside."""
     bad: list[Flaw] = field(default_factory=list)
     overlong: list[Flaw] = field(default_factory=list)
     packing_efficiency: float | None = None
@@ -100,6 +105,8 @@ class DataReport:
                 for what, samples in self.peculiar.items()
             ),
         ]
+        if self.unread:
+            rows.append(("keys that are not read", self._unread()))
         for name, values in (
             ("tokens a sample", self.tokens),
             ("trained tokens a sample", self.trained_tokens),
@@ -116,6 +123,24 @@ class DataReport:
                 (f"work, most over mean of the ranks, packed {way}", f"{one.micro_batch_step:.3f}")
             )
         return rows
+
+    def _unread(self) -> str:
+        names = [f"{key} ({len(samples):,})" for key, samples in self.unread.items()]
+        more = f" and {len(names) - _KEYS_NAMED:,} more" if len(names) > _KEYS_NAMED else ""
+        first = next(iter(self.unread.values()))[0]
+        return f"{', '.join(names[:_KEYS_NAMED])}{more}, the first in {first}"
+
+    def advice(self) -> list[str]:
+        """What can be done with keys that are not read."""
+        if not self.unread:
+            return []
+        said = ["Keys that are not read do no harm. --preprocess MODULE:FUNCTION can use them."]
+        if answers := [key for key in self.unread if key in _REJECTED]:
+            said.append(
+                f"{answers[0]}: if these are preference data, DPO (--loss dpo) reads them from "
+                "chosen and rejected, which --preprocess can write."
+            )
+        return said
 
     def histograms(self, bins: int = 20) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """(counts (bins,), edges (bins + 1,)) of tokens, trained tokens and patches a sample."""
@@ -188,6 +213,7 @@ def check_data(
             usable(crude)
             _record(report, plans)
             _note_peculiar(report, sample_id(crude), plans)
+            _note_unread(report, sample_id(crude), parts[0].unread)
     _pack(report, config)
     if architecture is not None and ranks > 1 and report.sizes:
         report.balance = _balance(report, config, architecture, ranks, micro_batches)
@@ -211,6 +237,12 @@ def _note_peculiar(report: DataReport, sample: str, plans: Sequence[Plan]) -> No
     media = [item.media for plan in plans for item in plan.media if item.media.kind == "image"]
     for what in [found for one in media for found in peculiarities(one)]:
         report.peculiar.setdefault(what, []).append(sample)
+
+
+def _note_unread(report: DataReport, sample: str, keys: Sequence[str]) -> None:
+    for key in keys:
+        if key not in _NAMES:
+            report.unread.setdefault(key, []).append(sample)
 
 
 def _pack(report: DataReport, config: DataConfig) -> None:

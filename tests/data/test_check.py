@@ -82,6 +82,26 @@ def test_what_is_done_with_unusual_images_is_said(
     assert rows["images transparent, composed on white"] == f"1, the first in {path}:3"
 
 
+def test_keys_that_training_does_not_read_are_counted(
+    processor: Any, write_jsonl: WriteJsonl, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = [{**question(i, image=False), "id": i} for i in range(3)]
+    rejected = {**plain[0], "rejected_response": "no", "label": True}
+    path = write_jsonl([*plain, rejected, {**plain[1], "label": False}])
+    report = check_data(path, processor, DataConfig(seq_length=200))
+    assert {key: len(samples) for key, samples in report.unread.items()} == {
+        "rejected_response": 1,
+        "label": 2,
+    }
+    shown = dict(report.summary())["keys that are not read"]
+    assert shown.startswith("rejected_response (1), label (2), the first in ")
+    assert shown.endswith("data.jsonl:4")
+    general, preference = report.advice()
+    assert "--preprocess" in general
+    assert "--loss dpo" in preference
+    assert check_data(write_jsonl(plain), processor, DataConfig(seq_length=200)).advice() == []
+
+
 def test_preference_records_are_one_sample_of_both_answers(
     processor: Any, write_jsonl: WriteJsonl
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,6 +64,27 @@ def format_of(record: Any, name: str | None = None) -> Format:
     )
 
 
+class _Observed(Mapping[str, Any]):
+    """A record that knows which of its keys were asked for."""
+
+    def __init__(self, record: Mapping[str, Any]) -> None:
+        self._record = record
+        self._read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self._read.add(key)
+        return self._record[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._record)
+
+    def __len__(self) -> int:
+        return len(self._record)
+
+    def unread(self) -> tuple[str, ...]:
+        return tuple(str(key) for key in self._record if key not in self._read)
+
+
 def parse_record(
     record: Any, folder: MediaFolder, reading: Reading | None = None
 ) -> Conversation | Document:
@@ -80,7 +101,9 @@ def parse_record(
     reading = reading or Reading()
     record = preprocessed(record, reading)
     form = format_of(record, reading.format)
-    parsed = replace(form.read(record, folder), format=form.name)
+    observed = _Observed(record)
+    parsed = form.read(observed, folder)
+    parsed = replace(parsed, format=form.name, unread=observed.unread())
     return _chosen(parsed, reading) if isinstance(parsed, Conversation) else parsed
 
 

@@ -19,6 +19,7 @@ class Conversation:
     weights: list[float]  # one a message; 0 for all but assistant turns
     tools: list[Any] | None = None
     format: str = field(default="", compare=False)  # that the record was in
+    unread: tuple[str, ...] = field(default=(), compare=False)  # keys of the record
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Document:
     parts: list[str | Media]
     weight: float = 1.0
     format: str = field(default="", compare=False)  # that the record was in
+    unread: tuple[str, ...] = field(default=(), compare=False)  # keys of the record
 
     @property
     def media(self) -> list[Media]:

@@ -172,8 +172,8 @@ def explained(directory: str) -> Iterator[None]:
     """Say what Megatron raises when it loads what does not fit the command line.
 
     Raises:
-        BadInput: the schedule changed, or the optimizer or RNG was not saved, or torch refuses
-            what a file asks for.
+        BadInput: the schedule or the learning rate changed, or the optimizer or RNG was not saved,
+            or torch refuses what a file asks for.
     """
     try:
         yield
@@ -192,6 +192,15 @@ def explained(directory: str) -> Iterator[None]:
             f"The checkpoint in {directory} was made with another schedule: {error}. Add "
             "--override-opt-param-scheduler to take the command line's, or "
             "--use-checkpoint-opt-param-scheduler to take the checkpoint's."
+        ) from error
+    except ValueError as error:
+        if "Could not find parameter group" not in str(error):
+            raise
+        raise BadInput(
+            f"The optimizer in {directory} belongs to another learning rate: Megatron tells its "
+            "parameter groups apart by --lr, --min-lr and the parts' --...-lr-mult. Give the "
+            "checkpoint's values, or start anew from its weights: "
+            f"--load {directory} --finetune, and a new --save."
         ) from error
     except KeyError as error:
         if error.args[0] not in ("optimizer", "opt_param_scheduler", "rng_state"):

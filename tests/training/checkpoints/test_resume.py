@@ -200,6 +200,7 @@ def test_training_falls_back_to_the_checkpoint_before_or_stops(
     ("flags", "message"),
     [
         (("--train-iters", "9"), "another schedule: .*--override-opt-param-scheduler"),
+        (("--lr", "7e-4"), "another learning rate: .*--load .* --finetune"),
         (("--ckpt-step", "1"), "saved without 'optimizer'. Add --no-load-optim"),
     ],
 )
