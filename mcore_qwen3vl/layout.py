@@ -203,7 +203,7 @@ class Layout:
         if training and self.tp > 1 and not self.sp:
             raise BadInput(
                 f"Megatron-Core trains MoE models under TP {self.tp} with sequence parallelism "
-                "only: add SP."
+                "only: add SP (--sp; in training --sequence-parallel)."
             )
         _check_divides(a.num_experts, "experts", self.ep, "EP")
         _check_divides(a.moe_intermediate_size, "MoE intermediate size", self.etp, "ETP")

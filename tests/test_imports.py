@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 ORDER = (
     "errors",
     "untrusted",
-    "whole",
+    "atomic",
     "machine",
     "config",
     "split",

@@ -12,6 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from mcore_qwen3vl import __version__, console, versions
+from mcore_qwen3vl.atomic import atomic_write
 from mcore_qwen3vl.cli import convert, data, launch, lora, show, sources, verify
 from mcore_qwen3vl.cli.generate import generate
 from mcore_qwen3vl.cli.memory import memory
@@ -19,7 +20,6 @@ from mcore_qwen3vl.cli.options import Json, Workers, require
 from mcore_qwen3vl.cli.rehearse import rehearse
 from mcore_qwen3vl.cli.score import score
 from mcore_qwen3vl.errors import BadInput, CheckFailed, Unfinished
-from mcore_qwen3vl.whole import whole
 
 app = typer.Typer(
     help="Qwen3-VL on Megatron-Core: convert, verify, train.",
@@ -57,8 +57,8 @@ def main(arguments: list[str] | None = None) -> None:
         if str(error.name).startswith("mcore_qwen3vl"):
             raise
         problem = (
-            f"this command needs {error.name}, which is not installed. docs/versions.md says what "
-            "a small installation can do; pip install mcore-qwen3vl brings the rest."
+            f"this command needs {error.name}, which is not installed. docs/installation.md says "
+            "what a small installation can do; pip install mcore-qwen3vl brings the rest."
         )
         _end(problem, BadInput.exit_code, arguments)
     except Unfinished as error:
@@ -180,7 +180,7 @@ def tiny(
 
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise BadInput(f"{path} exists and is not an empty directory: name another one.")
-    with whole(path) as partial:
+    with atomic_write(path) as partial:
         write_tiny_checkpoint(partial, moe=moe, tie=tie, seed=seed)
     said = f"wrote a tiny Qwen3-VL {'MoE' if moe else 'dense'} to {path}"
     console.output.print(console.plain(said), soft_wrap=True)

@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from mcore_qwen3vl import console
+from mcore_qwen3vl.atomic import atomic_write
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.whole import whole
 
 app = typer.Typer(help="Scripts that start training on a cluster.", no_args_is_help=True)
 
@@ -49,7 +49,7 @@ def copy(
     """Write all scripts to a directory, to be changed and run there."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise BadInput(f"{path} exists and is not an empty directory: name another one.")
-    with whole(path) as partial:
+    with atomic_write(path) as partial:
         partial.mkdir(parents=True)
         for file in sorted(_folder().iterdir()):
             if file.suffix in (".sh", ".yaml") or file.name == "train.py":

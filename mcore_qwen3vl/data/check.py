@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from mcore_qwen3vl.atomic import atomic_write
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.encoding.balanced import size_of
@@ -28,7 +29,6 @@ from mcore_qwen3vl.data.records.flaws import OverlongSample
 from mcore_qwen3vl.data.records.media import peculiarities
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.extras import require_extra
-from mcore_qwen3vl.whole import whole
 
 _BUFFERS = 4  # so many, at least, of each rank's packing buffers show how level the work is
 _KEYS_NAMED = 10
@@ -303,7 +303,7 @@ def plot_report(report: DataReport, png: Path) -> None:
         for axis in (axes.xaxis, axes.yaxis):
             axis.get_major_locator().set_params(integer=True)
     figure.suptitle(f"{report.path.name}: {len(report.tokens):,} usable samples")
-    with whole(png, "Choose another --plot.") as partial:
+    with atomic_write(png, "Choose another --plot.") as partial:
         figure.savefig(partial, dpi=150, format=png.suffix.lstrip(".") or "png")
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
+from mcore_qwen3vl.atomic import atomic_write
 from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.encoding.encoder import raw_sample
 from mcore_qwen3vl.data.encoding.pixels import Pixels
@@ -25,7 +26,6 @@ from mcore_qwen3vl.data.records.bad_samples import sample_id
 from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample
 from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.pages import templates
-from mcore_qwen3vl.whole import whole
 
 PICTURES = 16
 """Frames of a video that are shown."""
@@ -128,7 +128,7 @@ def write_page(seen: Seen, file: Path) -> None:
         BadInput: `file` cannot be written.
     """
     template = templates("mcore_qwen3vl.data").get_template("sample.html.jinja")
-    with whole(file, "Choose another --out.") as partial:
+    with atomic_write(file, "Choose another --out.") as partial:
         partial.write_text(template.render(seen=seen), "utf-8", "backslashreplace")
 
 

@@ -35,6 +35,9 @@ PATIENCE = 1.0
 
 _LONGEST_PATIENCE = 3600.0  # seconds; a longer limit stays as it is
 
+# Ctrl-C reaches the ranks too, and here it is lost where it comes in the middle of a fork.
+_PASSED_ON = (BadInput, CheckFailed, KeyboardInterrupt)
+
 _GRACE = 2.0  # seconds for the other ranks to report after one has failed, and for leaving
 
 
@@ -108,7 +111,8 @@ def run_layout(
         What each rank returned, in the order of ranks (pickled, so no CUDA tensors).
 
     Raises:
-        BadInput, CheckFailed: raised by a rank, as it was; or see :func:`check_gpus`.
+        BadInput, CheckFailed, KeyboardInterrupt: raised by a rank, as it was; or see
+            :func:`check_gpus`.
         RanksFailed: a rank raised anything else, died, or did not finish in time.
     """
     timeout = max(timeout, min(timeout * PATIENCE, _LONGEST_PATIENCE))
@@ -162,7 +166,7 @@ def _run_rank(work: _Work, pipe: Connection) -> None:
         faulthandler.dump_traceback_later(max(work.timeout - 1, 0.9 * work.timeout), file=stacks)
         try:
             answer = pickle.dumps((True, _call(work)))
-        except (BadInput, CheckFailed) as error:
+        except _PASSED_ON as error:
             answer = pickle.dumps((False, error))
         except BaseException:
             answer = pickle.dumps((False, traceback.format_exc()))
@@ -249,7 +253,7 @@ def _raise_errors(ranks: list[_Rank], timeout: float) -> None:
     # before its death is noticed here, or else to the first that failed.
     failed.sort(key=lambda r: (not r.died, r.ended or 0.0))
     for r in failed:
-        if isinstance(r.error, BadInput | CheckFailed):
+        if isinstance(r.error, _PASSED_ON):
             raise r.error
     hanging = [r for r in ranks if r.ended is None]
     if not failed and not hanging:

@@ -50,8 +50,8 @@ def test_the_rank_that_failed_comes_first_with_its_traceback() -> None:
     assert failure.value.summary == "rank 1: ValueError: of rank one"
 
 
-@pytest.mark.parametrize("kind", [BadInput, CheckFailed])
-def test_bad_input_stays_what_it_is(kind: type[Exception]) -> None:
+@pytest.mark.parametrize("kind", [BadInput, CheckFailed, KeyboardInterrupt])
+def test_what_is_no_failure_stays_what_it_is(kind: type[BaseException]) -> None:
     with pytest.raises(kind, match=r"^too many$"):
         run_layout(_only_on_rank_1, 2, lambda: _raise(kind("too many")))
 

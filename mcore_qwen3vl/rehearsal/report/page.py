@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from mcore_qwen3vl import console
+from mcore_qwen3vl.atomic import atomic_write
 from mcore_qwen3vl.pages import templates
 from mcore_qwen3vl.rehearsal.gpus import GIB
 from mcore_qwen3vl.rehearsal.outcome import Rehearsal, RoleOutcome
-from mcore_qwen3vl.whole import whole
 
 WIDTH, HEIGHT = 1040, 280
 LEFT, TOP, BOTTOM = 52, 22, 28
@@ -78,7 +78,7 @@ def write_page(found: Rehearsal, file: Path) -> None:
         left=LEFT,
         top=TOP,
     )
-    with whole(file, "Choose another --report.") as partial:
+    with atomic_write(file, "Choose another --report.") as partial:
         partial.write_text(page, "utf-8", "backslashreplace")
 
 

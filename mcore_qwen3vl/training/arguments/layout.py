@@ -79,5 +79,6 @@ def check_layout(args: argparse.Namespace, architecture: Architecture, world_siz
     if world_size % (tp * pp * cp):
         raise BadInput(
             f"The world size is {world_size}, which TP {tp} x PP {pp} x CP {cp} = {tp * pp * cp} "
-            "does not divide: change the number of ranks (train --processes N) or these sizes."
+            "does not divide: change the number of ranks (train --processes N, rehearse --gpus N) "
+            "or these sizes."
         )

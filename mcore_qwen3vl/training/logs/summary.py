@@ -178,7 +178,8 @@ def _writes(args: argparse.Namespace) -> str:
         every = f"every {args.save_interval} steps and " if args.save_interval else ""
         writes.append(f"checkpoints to {args.save} {every}at the end")
     if args.save_hf:
-        writes.append(f"Hugging Face checkpoints to {args.save_hf}")
+        kind = "PEFT adapters" if args.lora_rank or args.lora_init else "Hugging Face checkpoints"
+        writes.append(f"{kind} to {args.save_hf}")
     if args.log_json:
         writes.append(f"numbers to {args.log_json}")
     if args.tensorboard_dir:

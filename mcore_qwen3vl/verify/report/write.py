@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from xml.etree import ElementTree
 
+from mcore_qwen3vl.atomic import atomic_write
 from mcore_qwen3vl.console import visible
 from mcore_qwen3vl.pages import templates
 from mcore_qwen3vl.verify.report import plot
 from mcore_qwen3vl.verify.report.result import Report
 from mcore_qwen3vl.verify.report.terminal import allowance, number
-from mcore_qwen3vl.whole import whole
 
 WORST_SHOWN = 30
 NEAREST_SHOWN = 10
@@ -36,7 +36,7 @@ def write_report(report: Report, folder: str | Path) -> None:
         "junit.xml": junit(report),
     }
     for name, content in files.items():
-        with whole(folder / name, "Choose another --report.") as partial:
+        with atomic_write(folder / name, "Choose another --report.") as partial:
             folder.mkdir(parents=True, exist_ok=True)
             partial.write_bytes(content)
 

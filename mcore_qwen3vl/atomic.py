@@ -12,7 +12,7 @@ from mcore_qwen3vl.errors import BadInput
 
 
 @contextmanager
-def whole(target: Path, remedy: str = "Make room, or name another place.") -> Iterator[Path]:
+def atomic_write(target: Path, remedy: str = "Make room, or name another place.") -> Iterator[Path]:
     """A name beside `target` to write to; at the end it becomes `target`.
 
     Args:

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from mcore_qwen3vl.atomic import atomic_write
 from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.data.loading import json_file
 from mcore_qwen3vl.data.loading.index import ensure_index
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.lock import only_writer
 from mcore_qwen3vl.scoring.output import Output
-from mcore_qwen3vl.whole import whole
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def test_the_page_of_a_rehearsal(tmp_path: Path) -> None:
     with (
         full_disk(10),
         pytest.raises(BadInput, match=r"page\.html cannot be written: File too large.*--report"),
-        whole(tmp_path / "page.html", "Choose another --report.") as partial,
+        atomic_write(tmp_path / "page.html", "Choose another --report.") as partial,
     ):
         partial.write_text("a" * 100)
     assert list(tmp_path.iterdir()) == []
@@ -73,14 +73,14 @@ def test_what_was_there_is_kept(tmp_path: Path) -> None:
     file = tmp_path / "a"
     file.write_text("before")
     (tmp_path / "link").symlink_to(file)
-    with full_disk(10), pytest.raises(BadInput), whole(tmp_path / "link") as partial:
+    with full_disk(10), pytest.raises(BadInput), atomic_write(tmp_path / "link") as partial:
         partial.write_text("a" * 100)
     assert file.read_text() == "before"
-    with whole(tmp_path / "link") as partial:
+    with atomic_write(tmp_path / "link") as partial:
         partial.write_text("after")
     assert file.read_text() == "after"
     assert (tmp_path / "link").is_symlink()
-    with pytest.raises(ZeroDivisionError), whole(file):
+    with pytest.raises(ZeroDivisionError), atomic_write(file):
         raise ZeroDivisionError
     assert sorted(one.name for one in tmp_path.iterdir()) == ["a", "link"]
 
@@ -88,7 +88,7 @@ def test_what_was_there_is_kept(tmp_path: Path) -> None:
 def test_a_device_stays_one(tmp_path: Path) -> None:
     """As `--report /dev/stdout` of somebody who may rename files in /dev."""
     os.mkfifo(tmp_path / "pipe")
-    with whole(tmp_path / "pipe") as partial:
+    with atomic_write(tmp_path / "pipe") as partial:
         assert partial == tmp_path / "pipe"
     assert partial.is_fifo()
 
