@@ -36,7 +36,11 @@ def test_flags_of_a_version_without_a_list_are_left_to_megatron(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--train-itres=3"], "Did you mean --train-iters or"),
+        (["--train-itres=3"], "Did you mean --train-iters"),
+        (["--leraning-rate", "1e-5"], r"Did you mean --lr\?"),
+        (["--tp", "2"], r"Did you mean --tensor-model-parallel-size\?"),
+        (["--dryrun"], r"Did you mean --dry-run \(of a launch script\)\?"),
+        (["--lr-wrong"], r"unrecognized arguments: --lr-wrong\. mcore-qwen3vl train --help"),
         (["--train-iters", "3", "--save-interval"], None),  # Megatron's own flag, its own error
         (["--train-iters", "many"], "--train-iters: invalid int value: 'many'"),
         (["--train-iters", "3", "--max-bad-fraction", "x"], "invalid float value: 'x'"),
