@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,9 @@ pytest_plugins = ("tests.turns",)
 logging.getLogger("megatron").setLevel(logging.ERROR)
 launch.PATIENCE = 10.0  # a machine that is five times slower fails no test; a hang still ends
 torch.set_num_threads(1)  # the models are too small to share out, and other ranks want the cores
+# The first call of PyTorch in a fork makes a pool of threads anew. Two threads that make it at once
+# fail, so it is made here, before a test's fork starts any.
+os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 
 @pytest.fixture(scope="session", autouse=True)
