@@ -140,11 +140,16 @@ train() {
             --master-port "$MASTER_PORT"
         )
     fi
-    command+=("$LAUNCH_DIR/train.py" "${COMMON[@]}" "${flags[@]}")
+    flags=("${COMMON[@]}" "${flags[@]}")
+    command+=("$LAUNCH_DIR/train.py" "${flags[@]}")
     if ((dry_run)); then
         printf '%q ' "${command[@]}"
         printf '\n'
-    else
-        exec "${command[@]}"
+        return
     fi
+    # Each rank says the same, a minute later and among torchrun's pages. Only 2 is an answer: where
+    # srun starts a container, the Python here may know nothing of the package.
+    WORLD_SIZE=$((NODES * GPUS_PER_NODE)) python3 -m mcore_qwen3vl.training.arguments.early \
+        "${flags[@]}" || (($? != 2)) || exit 2
+    exec "${command[@]}"
 }

@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -226,6 +227,36 @@ def test_several_nodes_are_not_started_without_their_names() -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "MASTER_ADDR" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--lrr", "1e-5"], "error: unrecognized arguments: --lrr. Did you mean --lr "),
+        (["--data-path", "gone.jsonl"], "error: The data set gone.jsonl does not exist"),
+        (["--expert-model-parallel-size", "2"], "error: EP is 2, but this model is dense"),
+        ([], "started"),
+    ],
+)
+def test_flags_are_checked_once_before_ranks_start(
+    flags: list[str], message: str, dense: Path, data: Path, tmp_path: Path
+) -> None:
+    torchrun = tmp_path / "torchrun"
+    torchrun.write_text("#!/bin/sh\necho started\n")
+    torchrun.chmod(0o755)
+    usable = ["--hf-model", str(dense), "--data-path", str(data)]
+    layout = ["--tensor-model-parallel-size", "2"]
+    done = subprocess.run(
+        ["bash", str(LAUNCH / "sft_8b.sh"), *usable, *layout, *flags],
+        env={"PATH": f"{tmp_path}:{Path(sys.executable).parent}:/usr/bin:/bin"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == (0 if message == "started" else 2)
+    assert done.stdout.startswith(message)
+    assert len(done.stdout.splitlines()) == 1
 
 
 def test_what_a_script_sets_can_be_taken_back(tmp_path: Path) -> None:

@@ -1,21 +1,26 @@
 """What can be said of a command line at once: without torch, megatron or a rank of the run.
 
-``mcore-qwen3vl train`` asks before it starts ranks, and every rank of torchrun before it imports
-megatron, which takes seconds.
+``mcore-qwen3vl train`` asks before it starts ranks, launch scripts by ``python -m`` of this module,
+and every rank of torchrun before it imports megatron, which takes seconds.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.console import visible
 from mcore_qwen3vl.converters.hf import processor_files
 from mcore_qwen3vl.converters.hf.hub import SMALL
+from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.training.arguments.checks import check_surroundings, check_writable
+from mcore_qwen3vl.training.arguments.help import asked_words
+from mcore_qwen3vl.training.arguments.layout import check_layout_flags
 from mcore_qwen3vl.training.arguments.parser import add_arguments, hf_model_of
 from mcore_qwen3vl.training.arguments.refusal import StrictParser, refuse_unknown
 from mcore_qwen3vl.untrusted import refuse_links_out
@@ -86,3 +91,13 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         parser.add_argument(flag, nargs="*")
     parser.add_argument("--skip-train", action="store_true")
     return parser.parse_known_args(list(argv))[0]
+
+
+if __name__ == "__main__":
+    flags = sys.argv[1:]
+    try:
+        if asked_words(flags) is None:
+            check_layout_flags(flags, check_early(flags), int(os.environ["WORLD_SIZE"]))
+    except BadInput as error:
+        print(f"error: {visible(str(error))}", file=sys.stderr)
+        sys.exit(error.exit_code)
