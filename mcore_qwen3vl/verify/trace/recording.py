@@ -28,7 +28,8 @@ class Recording:
         values: by probe point: (B, S, W), zero at padding; (P, W) or (N, W).
         gradients: the same for the loss's gradient; empty where none were asked for.
         expected: logits, losses and gradients of the parameters.
-        calls: by module, its calls in order; a sample with images and videos calls the tower twice.
+        calls: by module, its calls for this micro-batch in order; a sample with images and videos
+            calls the tower twice.
     """
 
     micro: MicroBatch
@@ -60,22 +61,21 @@ def record(
         keep_calls: keep every module's arguments, so that a call can be made again.
     """
     micro = batch.micro_batches[0]
-    hooks = _RecordingHooks(len(micro.spans), keep_calls)
+    hooks = _RecordingHooks(keep_calls)
     with hooks.on(reference.network, list(points)):
         expected = reference.run(batch, gradients=gradients)
-    # Modules of the tower are called once for the images and once for the videos of a sample.
     values: dict[str, Tensor] = {}
-    of_gradients: dict[str, Tensor] = {}
+    gradients_at: dict[str, Tensor] = {}
+    copies = len(batch.micro_batches)
     for point in hooks.points:
-        calls = _calls(point, micro)
-        if calls and point.name in hooks.values:
-            values[point.name] = assemble(point, micro, hooks.values[point.name][:calls])
-            found = hooks.gradients.get(point.name, {})
-            if found:
-                shapes = hooks.values[point.name][:calls]
-                each = [found.get(i, torch.zeros_like(v)) for i, v in enumerate(shapes)]
-                of_gradients[point.name] = assemble(point, micro, each)
-    return Recording(micro, values, of_gradients, expected, dict(hooks.calls))
+        if made := hooks.values.get(point.name, []):
+            first = made[: len(made) // copies]
+            values[point.name] = assemble(point, micro, first)
+            if found := hooks.gradients.get(point.name, {}):
+                each = [found.get(i, torch.zeros_like(v)) for i, v in enumerate(first)]
+                gradients_at[point.name] = assemble(point, micro, each)
+    calls = {name: made[: len(made) // copies] for name, made in hooks.calls.items()}
+    return Recording(micro, values, gradients_at, expected, calls)
 
 
 def assemble(point: ProbePoint, micro: MicroBatch, outputs: Sequence[Tensor]) -> Tensor:
@@ -108,16 +108,10 @@ def _kinds(sample: Any) -> list[int]:
     return [kind for kind, grid in enumerate(grids) if grid is not None]
 
 
-def _calls(point: ProbePoint, micro: MicroBatch) -> int:
-    if point.rows == "tokens":
-        return len(micro.spans)
-    return sum(len(_kinds(span.sample)) for span in micro.spans)
-
-
 class _RecordingHooks:
     """Hooks that keep what passes."""
 
-    def __init__(self, samples: int, keep_calls: bool) -> None:
+    def __init__(self, keep_calls: bool) -> None:
         self.points: list[ProbePoint] = []
         self.values: dict[str, list[Tensor]] = defaultdict(list)
         self.gradients: dict[str, dict[int, Tensor]] = defaultdict(dict)
@@ -176,9 +170,8 @@ def replay(model: nn.Module, recording: Recording, point: ProbePoint, **changed:
     module = model.get_submodule(point.module)
     like = next(iter(module.parameters())).dtype
     parameters = {name: value.to(like) for name, value in changed.items()}
-    count = _calls(point, recording.micro)
     outputs = []
-    for args, kwargs, _ in recording.calls[point.module][:count]:
+    for args, kwargs, _ in recording.calls[point.module]:
         output = torch.func.functional_call(module, parameters, args, kwargs)
         outputs.append(point.spread(point.pick(output), output))
     return recording.assemble(point, outputs)

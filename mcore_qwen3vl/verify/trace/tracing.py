@@ -104,8 +104,7 @@ def trace(
         from mcore_qwen3vl.verify.trace.causes import Divergence, find_cause
 
         result.first = next(f for f in result.findings if (f.part, f.name) == first)
-        divergence = Divergence.of(reference, config, case, run, first, found)
-        result.cause = find_cause(divergence)
+        result.cause = find_cause(Divergence(reference, config, case, run, first, found))
     return result
 
 

@@ -1,56 +1,64 @@
 """Why a probe point differs, found by experiment.
 
-Everything before the first point out of tolerance agrees, so its inputs are Hugging Face's. Each
-experiment assumes one mistake, computes the point again from those inputs, and compares the outcome
-with what mcore computed. A cause is named when they agree within the point's rounding.
+Everything before the first point out of tolerance agrees, so its inputs are Hugging Face's. An
+experiment assumes one mistake, computes the point again from those inputs, and names the mistake if
+the outcome is what mcore computed, within the point's rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from itertools import chain
 
-from mcore_qwen3vl.verify.trace.causes.attention import find_attention_cause
 from mcore_qwen3vl.verify.trace.causes.divergence import Divergence
-from mcore_qwen3vl.verify.trace.causes.fusion import find_deepstack_cause, find_fusion_cause
-from mcore_qwen3vl.verify.trace.causes.gradients import find_gradient_cause
-from mcore_qwen3vl.verify.trace.causes.lora import find_lora_cause
-from mcore_qwen3vl.verify.trace.causes.norms import find_norm_cause
-from mcore_qwen3vl.verify.trace.causes.precision import find_precision_cause
-from mcore_qwen3vl.verify.trace.causes.rotary import find_rotary_cause
-from mcore_qwen3vl.verify.trace.causes.router import find_router_cause
-from mcore_qwen3vl.verify.trace.causes.vision import find_vision_cause
-from mcore_qwen3vl.verify.trace.causes.weights import find_weight_cause
-from mcore_qwen3vl.verify.trace.result import Cause
-
-EXPERIMENTS: tuple[Callable[[Divergence], Cause | None], ...] = (
-    find_gradient_cause,
-    find_weight_cause,
-    find_lora_cause,
-    find_rotary_cause,
-    find_norm_cause,
-    find_attention_cause,
-    find_router_cause,
-    find_fusion_cause,
-    find_deepstack_cause,
-    find_vision_cause,
-    find_precision_cause,
+from mcore_qwen3vl.verify.trace.causes.layers import (
+    find_attention,
+    find_lora,
+    find_norm,
+    find_router,
 )
-"""In the order in which they are tried; each declines probe points that it knows nothing about."""
+from mcore_qwen3vl.verify.trace.causes.rotary import find_rotary
+from mcore_qwen3vl.verify.trace.causes.values import find_gradient, find_precision
+from mcore_qwen3vl.verify.trace.causes.vision import find_deepstack, find_fusion, find_merger
+from mcore_qwen3vl.verify.trace.causes.weights import find_weight
+from mcore_qwen3vl.verify.trace.probe_points import ProbePoint
+from mcore_qwen3vl.verify.trace.result import ACTIVATIONS, Cause
+
+Experiment = Callable[[Divergence, ProbePoint], Iterator[Cause | None]]
+"""Yields a cause where the outcome agrees with mcore's values, None where it does not."""
+
+EXPERIMENTS: tuple[tuple[str, Experiment], ...] = (
+    (r".*", find_weight),
+    (r".*", find_lora),
+    (r".*language_model\.rotary_emb", find_rotary),
+    (r".*norm\d?", find_norm),
+    (r".*self_attn\.o_proj:input", find_attention),
+    (r".*mlp\.gate", find_router),
+    (r".*inputs_embeds", find_fusion),
+    (r".*language_model\.layers\.\d+", find_deepstack),
+    (r".*deepstack_merger_list\.\d+", find_merger),
+    (r".*", find_precision),
+)
+"""Which probe points each experiment is for, in the order in which they are tried."""
 
 
 def find_cause(divergence: Divergence) -> Cause:
-    """The first experiment whose outcome agrees with what mcore computed."""
-    for experiment in EXPERIMENTS:
-        cause = experiment(divergence)
-        if cause is not None:
-            return cause
-    return Cause(
+    """Return the first cause that explains what mcore computed; ``unknown`` if none does."""
+    point, name = divergence.point, divergence.name
+    tried = [find_gradient(divergence)]
+    if point is not None and divergence.part == ACTIVATIONS:
+        tried = [
+            find(divergence, point) for where, find in EXPERIMENTS if re.fullmatch(where, name)
+        ]
+    unknown = Cause(
         "unknown",
-        f"The inputs of {divergence.name} and its weights agree with Hugging Face's; what it "
-        "computes from them does not.",
-        f"{len(EXPERIMENTS)} kinds of experiments were made; none gave what mcore computed.",
+        f"The inputs of {name} and its weights agree with Hugging Face's; what it computes from "
+        "them does not.",
+        f"{len(tried)} kinds of experiments were made; none gave what mcore computed.",
         confirmed=False,
     )
+    return next(filter(None, chain.from_iterable(tried)), unknown)
 
 
 __all__ = ["EXPERIMENTS", "Divergence", "find_cause"]

@@ -1,157 +1,136 @@
-"""Everything that is known about the first probe point out of tolerance."""
+"""The first comparison out of tolerance, with all that the experiments need."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.adapters.adapter import Adapter
 from mcore_qwen3vl.converters.hf.checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.verify.parity.case import Case
 from mcore_qwen3vl.verify.report.measurement import measure
-from mcore_qwen3vl.verify.trace.probe_points import ProbePoint
-from mcore_qwen3vl.verify.trace.recording import Recording
-from mcore_qwen3vl.verify.trace.result import ACTIVATION_GRADIENTS, ACTIVATIONS
+from mcore_qwen3vl.verify.trace.result import ACTIVATION_GRADIENTS, GRADIENTS, Cause
 
 if TYPE_CHECKING:
     from mcore_qwen3vl.verify.trace.on_rank import RankTrace
     from mcore_qwen3vl.verify.trace.reference import ReferenceRun, TraceReference
 
 
-@dataclass(frozen=True)
 class Divergence:
-    """The first probe point out of tolerance.
+    """The first comparison out of tolerance.
 
     Attributes:
-        hf: weights that are right.
-        architecture, examined: what the two configs say, the right one first.
+        part, name: the comparison.
+        point: its probe point; None for the gradient of a parameter, the logits and the loss.
+        actual, expected: mcore's and Hugging Face's values, (rows, W); empty for logits and loss.
+        rows: which of the probe point's rows these are.
+        tolerance: the relative error that rounding explains.
+        architecture, examined: the right config, and that of the examined checkpoint.
         case: how mcore's model ran.
-        model: Hugging Face's, in float64.
-        recording: its values and calls.
-        part, name: the comparison that failed.
-        point: the probe point; None for a parameter's gradient and for the loss.
-        actual, expected: (rows, W) at the rows that were compared; empty without a probe point.
-        tolerance: relative error that rounding explains.
-        weights: mcore's weights around it, by HF name and in HF's shape; factors of LoRA too.
-        trained: parameters of `model` that have a gradient, by the same names.
-        adapter: LoRA that both models have.
+        model, trained: Hugging Face's in float64, and its parameters that have a gradient.
+        recording: what that model computed.
+        weights: mcore's weights at the point, or the gradient, by HF name and in HF's shape.
+        adapter: the LoRA adapter of both models, if any.
     """
 
-    hf: HuggingFaceCheckpoint
-    architecture: Architecture
-    examined: Architecture
-    case: Case
-    model: nn.Module
-    recording: Recording
-    part: str
-    name: str
-    point: ProbePoint | None
-    actual: Tensor
-    expected: Tensor
-    rows: Tensor
-    tolerance: float
-    weights: dict[str, Tensor]
-    trained: dict[str, nn.Parameter]
-    adapter: Adapter | None
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         truth: TraceReference,
         config: Path,
         case: Case,
         run: ReferenceRun,
         first: tuple[str, str],
-        found: Sequence[RankTrace],
-    ) -> Divergence:
-        """Put together what the ranks sent."""
-        part, name = first
-        recording, tolerances = run.exact, run.tolerances
-        checkpoint = HuggingFaceCheckpoint(truth.path)
-        point = next((p for p in run.points if p.name == name), None)
-        if point is None:
-            actual = expected = torch.empty(0)
-            rows = torch.empty(0, dtype=torch.int64)
-        else:
-            known = recording.gradients if part == ACTIVATION_GRADIENTS else recording.values
-            expected = known[name].flatten(0, -2)
-            actual = torch.full_like(expected, torch.nan)
-            for rank in found:
-                for where, columns, values in rank.pieces:
-                    actual[where, columns] = values.to(actual.dtype)
-            rows = torch.nonzero(~actual.isnan().all(1)).squeeze(1)
-            actual, expected = actual[rows], expected[rows]
-        return cls(
-            checkpoint,
-            truth.architecture,
-            Architecture.from_hf(config),
-            case,
-            run.reference.network,
-            recording,
-            part,
-            name,
-            point,
-            actual,
-            expected,
-            rows,
-            tolerances.of(part, name),
-            _whole_weights(checkpoint, truth.adapter, found),
-            run.reference.trained(),
-            truth.adapter,
-        )
+        ranks: Sequence[RankTrace],
+    ) -> None:
+        self.part, self.name = first
+        self.point = next((p for p in run.points if p.name == self.name), None)
+        self.tolerance = run.tolerances.of(*first)
+        self.architecture, self.examined = truth.architecture, Architecture.from_hf(config)
+        self.case, self.adapter = case, truth.adapter
+        self.model, self.trained = run.reference.network, run.reference.trained()
+        self.recording = run.exact
+        self.hf = HuggingFaceCheckpoint(truth.path)
+        self.published = self.architecture.expert_layout == "published"  # experts are (E, in, out)
+        self.weights = self._whole_weights(ranks)
+        self.actual, self.expected = map(_matrix, self._values(ranks))
+        self.rows = torch.nonzero(~self.actual.isnan().all(1)).squeeze(1)
+        self.actual, self.expected = self.actual[self.rows], self.expected[self.rows]
 
-    @property
-    def forward(self) -> ProbePoint | None:
-        """The probe point, if it is an activation."""
-        return self.point if self.part == ACTIVATIONS else None
+    def test(self, kind: str, explanation: str, candidate: Tensor) -> Cause | None:
+        """Return the cause if `candidate` is what mcore computed, up to rounding.
+
+        Args:
+            kind, explanation: see :class:`Cause`.
+            candidate: what Hugging Face's model computes with this mistake, (B, S, W) or (rows, W).
+        """
+        distance, before = self.distance(candidate), self.distance(self.expected)
+        evidence = (
+            f"With this mistake Hugging Face's values are {distance:.1e} from mcore's (rounding "
+            f"allows {self.tolerance:.1e}); without it {before:.1e}."
+        )
+        return Cause(kind, explanation, evidence) if distance <= self.tolerance else None
 
     def distance(self, candidate: Tensor) -> float:
         """Relative error of mcore's values against `candidate`, (B, S, W) or (rows, W)."""
-        if candidate.ndim == 3:
-            candidate = candidate.flatten(0, -2)
-        if len(candidate) != len(self.actual):
-            candidate = candidate[self.rows]
-        return measure(self.actual, candidate).relative
+        return measure(self.actual, self.select(candidate)).relative
 
-    def explains(self, candidate: Tensor) -> bool:
-        """mcore computed `candidate`, up to rounding."""
-        return self.distance(candidate) <= self.tolerance
-
-    def value(self, name: str) -> Tensor:
-        """(rows, W) what Hugging Face has at another probe point, at the same rows."""
-        return self.recording.values[name].flatten(0, -2)[self.rows]
+    def select(self, values: Tensor) -> Tensor:
+        """(B, S, W) or (all rows, W) to (rows, W), the rows that were compared."""
+        values = _matrix(values)
+        return values if len(values) == len(self.actual) else values[self.rows]
 
     def stored(self, name: str) -> Tensor:
-        """A weight of the Hugging Face checkpoint or the adapter, float32."""
+        """Read a weight of the Hugging Face checkpoint or the adapter, as float32."""
         if self.adapter is not None:
             own = {**self.adapter.saved, **self.adapter.tensors()}
             if name in own:
                 return own[name].float()
         return self.hf.read(name).float()
 
-    def evidence(self, what: str, candidate: Tensor) -> str:
-        """A sentence about an experiment that agreed."""
-        return (
-            f"{what} gives mcore's values to {self.distance(candidate):.1e} (rounding allows "
-            f"{self.tolerance:.1e}); Hugging Face's are {self.distance(self.expected):.1e} away."
-        )
+    def config_note(self, name: str) -> str:
+        """Say whether the examined checkpoint's config has the right value of an attribute."""
+        examined, right = (attrgetter(name)(a) for a in (self.examined, self.architecture))
+        if examined == right:
+            return " Its config is right."
+        shown = list(examined) if isinstance(examined, tuple) else examined
+        return f" The examined checkpoint's config gives {name.rpartition('.')[2]} as {shown}."
+
+    def _values(self, ranks: Sequence[RankTrace]) -> tuple[Tensor, Tensor]:
+        """mcore's and Hugging Face's values, NaN where no rank has any."""
+        if self.part == GRADIENTS:
+            name = self.name.partition("[")[0]
+            actual = self.weights[name].double()
+            expected = self.recording.expected.gradients[name].double()
+            if self.published and expected.ndim == 3:
+                expected = expected.transpose(1, 2)
+            return torch.where(actual.isnan(), 0, actual), expected
+        if self.point is None:
+            return torch.empty(0, 0), torch.empty(0, 0)
+        backward = self.part == ACTIVATION_GRADIENTS
+        known = self.recording.gradients if backward else self.recording.values
+        expected = _matrix(known[self.name])
+        actual = torch.full_like(expected, torch.nan)
+        for rank in ranks:
+            for rows, columns, values in rank.pieces:
+                actual[rows, columns] = values.to(actual.dtype)
+        return actual, expected
+
+    def _whole_weights(self, ranks: Sequence[RankTrace]) -> dict[str, Tensor]:
+        factors = {} if self.adapter is None else self.adapter.tensors()
+        weights: dict[str, Tensor] = {}
+        for rank in ranks:
+            for name, parts in rank.weights.items():
+                shape = factors[name].shape if name in factors else self.hf.entries[name].shape
+                whole = weights.setdefault(name, torch.full(shape, torch.nan))
+                for box, values in parts:
+                    whole[box] = values.float()
+        return weights
 
 
-def _whole_weights(
-    checkpoint: HuggingFaceCheckpoint, adapter: Adapter | None, found: Sequence[Any]
-) -> dict[str, Tensor]:
-    factors = {} if adapter is None else adapter.tensors()
-    weights: dict[str, Tensor] = {}
-    for rank in found:
-        for name, parts in rank.weights.items():
-            shape = factors[name].shape if name in factors else checkpoint.entries[name].shape
-            whole = weights.setdefault(name, torch.full(shape, torch.nan))
-            for box, values in parts:
-                whole[box] = values.float()
-    return weights
+def _matrix(values: Tensor) -> Tensor:
+    return values.reshape(-1, values.shape[-1]) if values.numel() else values

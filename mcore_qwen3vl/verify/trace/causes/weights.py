@@ -1,151 +1,223 @@
-"""A probe point differs because a weight does: which one, and what was done to it."""
+"""A weight is not the checkpoint's: which one, and what was done to it.
+
+Each known mistake is made on the right weight, and the outcome compared with mcore's bit for bit.
+"""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import permutations
 
 import torch
 from torch import Tensor
 
-from mcore_qwen3vl.converters.mapping.row import Row
 from mcore_qwen3vl.converters.mapping.table import table
-from mcore_qwen3vl.verify.trace.causes.arrangements import Verdict, arrangement
 from mcore_qwen3vl.verify.trace.causes.divergence import Divergence
+from mcore_qwen3vl.verify.trace.probe_points import ProbePoint
 from mcore_qwen3vl.verify.trace.recording import replay
 from mcore_qwen3vl.verify.trace.result import Cause
 
 SEARCH_LIMIT = 2000
-"""Tensors of the same shape that are looked through for the values that were found."""
+"""How many tensors of the same shape are searched for the values of a wrong one."""
+
+ROW_ORDERS = {
+    r"\.mlp\.gate\.": ("router order", "experts"),
+    r"\.mlp\.experts\.": ("expert order", "experts"),
+    r"(embed_tokens|lm_head)\.weight$": ("vocabulary order", "tokens"),
+    r"\.[qkv]_proj\.": ("permuted QKV", "rows"),
+    r"\.attn\.qkv\.": ("permuted vision QKV", "rows"),
+    "": ("permuted weight", "rows"),
+}
+"""By HF name: what another order of a weight's rows is called, and what a row stands for."""
+
+Verdict = tuple[str, str]
+"""The kind of a mistake, and what it did, to follow the tensor's name in a sentence."""
 
 
-def find_weight_cause(divergence: Divergence) -> Cause | None:
-    """Weights of the probe point that are not the checkpoint's, and whether they explain it."""
-    point = divergence.forward
-    if point is None or point.side == "input":
-        return None
+def find_weight(divergence: Divergence, point: ProbePoint) -> Iterator[Cause | None]:
+    """Name the weights of the probe point that differ, and test whether they explain it."""
     changed = {
-        name: found
-        for name, found in divergence.weights.items()
-        if name.startswith(f"{point.module}.") and not torch.equal(found, divergence.stored(name))
+        name: values
+        for name, values in divergence.weights.items()
+        if name.startswith(f"{point.module}.") and not torch.equal(values, divergence.stored(name))
     }
-    if not changed:
-        return None
-    verdicts = {name: _verdict(divergence, name, found) for name, found in changed.items()}
-    name = min(verdicts, key=lambda n: verdicts[n].kind == "changed values")
-    outcome = replay(
-        divergence.model, divergence.recording, point, **_in_module(divergence, changed)
-    )
+    if point.side == "input" or not changed:
+        return
+    verdicts = {name: _verdict(divergence, name, values) for name, values in changed.items()}
+    name = min(verdicts, key=lambda n: verdicts[n][0] == "changed values")
+    kind, sentence = verdicts[name]
+    parameters = _in_module(divergence, point, changed)
+    outcome = replay(divergence.model, divergence.recording, point, **parameters)
     others = f" (as well as {len(changed) - 1} more here)" if len(changed) > 1 else ""
-    confirmed = divergence.explains(outcome)
-    what = "Hugging Face's module with mcore's weight"
-    return Cause(
-        verdicts[name].kind,
-        f"{name}{others} {verdicts[name].sentence}.",
-        divergence.evidence(what, outcome)
-        if confirmed
-        else f"{what} is still {divergence.distance(outcome):.1e} from mcore's values, so the "
-        "weight alone does not explain them.",
-        confirmed,
+    explanation = f"{name}{others} {sentence}."
+    yield divergence.test(kind, explanation, outcome)
+    still = (
+        f"Hugging Face's module with mcore's weight is still {divergence.distance(outcome):.1e} "
+        "from mcore's values, so the weight alone does not explain them."
     )
+    yield Cause(kind, explanation, still, confirmed=False)
 
 
-def _in_module(divergence: Divergence, changed: dict[str, Tensor]) -> dict[str, Tensor]:
-    """By the names that the module in memory uses, experts in the layout it has."""
-    assert divergence.point is not None
-    module = divergence.model.get_submodule(divergence.point.module)
+def _in_module(
+    divergence: Divergence, point: ProbePoint, changed: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """`changed` by the names of the module in memory, experts in its layout."""
+    module = divergence.model.get_submodule(point.module)
     paths = {parameter: path for path, parameter in module.named_parameters()}
     # PEFT's wrappers keep what they adapt one or more levels down.
     bare = {path.replace("base_layer.", ""): path for path in paths.values()}
     inside: dict[str, Tensor] = {}
     for name, value in changed.items():
-        swap = value.ndim == 3 and divergence.architecture.expert_layout == "published"
-        own = bare.get(name.removeprefix(f"{divergence.point.module}."), "")
+        own = bare.get(name.removeprefix(f"{point.module}."), "")
         path = paths.get(divergence.trained[name], own) if name in divergence.trained else own
+        swap = value.ndim == 3 and divergence.published
         inside[path] = value.transpose(1, 2) if swap else value
     return inside
 
 
-def _verdict(divergence: Divergence, name: str, found: Tensor) -> Verdict:
-    """What `found` is, told from what `name` should be."""
-    expected = divergence.stored(name)
-    if name.rpartition(".")[0].endswith(("q_proj", "k_proj", "v_proj")):
-        verdict = _qkv(divergence, name)
-        if verdict is not None:
-            return verdict
-    verdict = arrangement(
-        name, found, expected, swapped=divergence.architecture.expert_layout == "published"
+def _verdict(divergence: Divergence, name: str, actual: Tensor) -> Verdict:
+    """Say what `actual` is, given what `name` should be."""
+    right = divergence.stored(name)
+    verdict = (
+        _qkv(divergence, name)
+        or _first_equal(actual, _simple(name, actual, right))
+        or _scaled(actual, right)
+        or _first_equal(actual, _rearranged(name, right, divergence.published))
+        or _permuted(name, actual, right)
+        or _other_tensor(divergence, name, actual)
     )
-    if verdict is not None:
-        return verdict
-    other = _same_values(divergence, name, found)
-    if other is not None:
-        return other
-    different = found != expected
-    largest = (found - expected).abs().max().item()
-    return Verdict(
-        "changed values",
-        f"differs in {int(different.sum())} of {found.numel()} values, by at most {largest:.2g}",
-    )
+    largest = (actual - right).abs().max().item()
+    count = int((actual != right).sum())
+    sentence = f"differs in {count} of {actual.numel()} values, by at most {largest:.2g}"
+    return verdict or ("changed values", sentence)
 
 
-def _qkv(divergence: Divergence, name: str) -> Verdict | None:
-    """How query, key and value rows were arranged in ``linear_qkv``, if not as mcore reads them."""
-    row = next(r for r in table(divergence.architecture) if name in {s.name for s in r.sources})
-    names = [source.name for source in row.sources]
-    if any(n not in divergence.weights for n in names):
-        return None
-    found = row.to_mcore(*(divergence.weights[n] for n in names))
-    right = [divergence.stored(n) for n in names]
-    for sentence, candidate in _qkv_layouts(divergence, row, right):
-        if torch.equal(found, candidate):
-            return Verdict("permuted QKV", sentence)
+def _first_equal(actual: Tensor, candidates: Iterator[tuple[str, str, Tensor]]) -> Verdict | None:
+    for kind, sentence, candidate in candidates:
+        if torch.equal(candidate, actual):
+            return kind, sentence
     return None
 
 
-def _qkv_layouts(divergence: Divergence, row: Row, qkv: list[Tensor]) -> list[tuple[str, Tensor]]:
-    q, k, v = qkv
-    a = divergence.architecture
-    size = a.head_dim
-
-    def halves_to_pairs(weight: Tensor) -> Tensor:
-        heads = weight.unflatten(0, (-1, 2, size // 2))
-        return heads.transpose(1, 2).reshape(weight.shape)
-
-    def pairs_to_halves(weight: Tensor) -> Tensor:
-        heads = weight.unflatten(0, (-1, size // 2, 2))
-        return heads.transpose(1, 2).reshape(weight.shape)
-
-    layouts = [
-        ("is laid out as all queries, all keys, all values instead of group by group", [q, k, v]),
-        ("is laid out as all queries, all values, all keys instead of group by group", [q, v, k]),
-        ("is laid out as all keys, all values, all queries", [k, v, q]),
-    ]
-    made = [(sentence, torch.cat(parts)) for sentence, parts in layouts]
-    made.append(("has keys and values swapped", row.to_mcore(q, v, k)))
-    for sentence, turn in (
-        ("has the rotary halves of each head interleaved into pairs", halves_to_pairs),
-        ("has rotary pairs of each head taken apart into halves", pairs_to_halves),
-    ):
-        made += [
-            (f"{sentence}, in queries and keys", row.to_mcore(turn(q), turn(k), v)),
-            (f"{sentence}, in queries alone", row.to_mcore(turn(q), k, v)),
-            (f"{sentence}, in keys alone", row.to_mcore(q, turn(k), v)),
-        ]
-    for tp in (2, 4, 8):
-        if all(len(part) % tp == 0 for part in qkv):
-            parts = zip(*(part.chunk(tp) for part in qkv), strict=True)
-            whole = torch.cat([torch.cat(part) for part in parts])
-            made.append((f"is laid out rank by rank as for TP {tp}, each with q, k, v", whole))
-    return made
+def _simple(name: str, actual: Tensor, right: Tensor) -> Iterator[tuple[str, str, Tensor]]:
+    missing = "missing DeepStack" if "deepstack" in name else "missing weight"
+    yield missing, "is all zeros: it was never filled", torch.zeros_like(right)
+    same = actual.flatten()[0]
+    yield (
+        "missing weight",
+        f"is {same:g} everywhere, as if freshly initialised",
+        same.expand_as(right),
+    )
+    for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
+        short = str(dtype).removeprefix("torch.")
+        yield "dtype", f"was rounded to {short}", right.to(dtype).float()
+    yield "zero-centred norm", "holds w - 1, for norms that multiply by 1 + w", right - 1
+    yield "zero-centred norm", "holds 1 + w", right + 1
 
 
-def _same_values(divergence: Divergence, name: str, found: Tensor) -> Verdict | None:
-    """Another tensor of the checkpoint that holds what this one was found to hold."""
-    shape = tuple(found.shape)
+def _scaled(actual: Tensor, right: Tensor) -> Verdict | None:
+    scale = (actual / right)[right != 0].median().item()
+    if scale == 1 or not torch.allclose(actual, right * scale, rtol=1e-6, atol=0):
+        return None
+    return "scaled weight", f"is multiplied by {scale:.6g}"
+
+
+def _rearranged(name: str, right: Tensor, published: bool) -> Iterator[tuple[str, str, Tensor]]:
+    if ".mlp.experts." in name:
+        yield from _experts(name, right, axis=2 if published else 1)
+    elif "patch_embed" in name and right.ndim == 5:
+        names = dict(
+            zip((1, 2, 3, 4), ("colour channels", "frames", "rows", "columns"), strict=True)
+        )
+        for axis, what in names.items():
+            yield "patch order", f"has its {what} in reverse order", right.flip(axis)
+        for order in permutations(names):
+            shown = ", ".join(names[axis] for axis in order)
+            moved = right.permute(0, *order).reshape(right.shape)
+            yield "patch order", f"has its patches flattened as {shown}", moved
+    elif right.ndim == 2:
+        transposed = right.T.reshape(right.shape)
+        yield "transposed weight", "holds the transposed values", transposed
+
+
+def _experts(name: str, right: Tensor, axis: int) -> Iterator[tuple[str, str, Tensor]]:
+    """`right` (E, out, in) or (E, in, out), `axis` being that of out."""
+    transposed = right.transpose(1, 2).reshape(right.shape)
+    yield "transposed expert", "holds each expert's values transposed", transposed
+    if "gate_up" in name:
+        gate, up = right.chunk(2, axis)
+        yield "swapped gate and up", "has gate and up swapped", torch.cat([up, gate], axis)
+        kind = "interleaved gate and up"
+        mixed = torch.stack([gate, up], axis + 1).flatten(axis, axis + 1)
+        yield kind, "has gate and up rows interleaved", mixed
+        apart = right.unflatten(axis, (-1, 2)).transpose(axis, axis + 1).reshape(right.shape)
+        yield kind, "was taken apart as if gate and up alternated", apart
+
+
+def _qkv(divergence: Divergence, name: str) -> Verdict | None:
+    """How query, key and value rows are arranged in ``linear_qkv``, if not group by group."""
+    if not name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+        return None
+    rows = table(divergence.architecture)
+    row = next(r for r in rows if name in {source.name for source in r.sources})
+    names = [source.name for source in row.sources]
+    if not divergence.weights.keys() >= set(names):
+        return None
+    q, k, v = (divergence.stored(n) for n in names)
+    half = divergence.architecture.head_dim // 2
+
+    def candidates() -> Iterator[tuple[str, str, Tensor]]:
+        kind, grouped = "permuted QKV", " instead of group by group"
+        yield kind, f"is laid out as all q, all k, all v{grouped}", torch.cat([q, k, v])
+        yield kind, f"is laid out as all q, all v, all k{grouped}", torch.cat([q, v, k])
+        yield kind, f"is laid out as all k, all v, all q{grouped}", torch.cat([k, v, q])
+        yield kind, "has keys and values swapped", row.to_mcore(q, v, k)
+        for shape, what in (
+            ((-1, 2, half), "has the rotary halves of each head interleaved into pairs"),
+            ((-1, half, 2), "has rotary pairs of each head taken apart into halves"),
+        ):
+            turned = [w.unflatten(0, shape).transpose(1, 2).reshape(w.shape) for w in (q, k)]
+            yield kind, f"{what}, in queries and keys", row.to_mcore(*turned, v)
+            yield kind, f"{what}, in queries alone", row.to_mcore(turned[0], k, v)
+            yield kind, f"{what}, in keys alone", row.to_mcore(q, turned[1], v)
+        for tp in (2, 4, 8):
+            ranks = zip(*(weight.tensor_split(tp) for weight in (q, k, v)), strict=True)
+            whole = torch.cat([part for rank in ranks for part in rank])
+            yield kind, f"is laid out rank by rank as for TP {tp}, each with q, k, v", whole
+
+    actual = row.to_mcore(*(divergence.weights[n] for n in names))
+    return _first_equal(actual, candidates())
+
+
+def _permuted(name: str, actual: Tensor, right: Tensor) -> Verdict | None:
+    """Whole slices of the first or the second axis are in another order."""
+    for axis in range(min(right.ndim, 2)):
+        order = _order(actual.transpose(0, axis), right.transpose(0, axis))
+        if order is not None:
+            moved = [f"{at} at {i}" for i, at in enumerate(order) if i != at]
+            more = f" and {len(moved) - 4} more" if len(moved) > 4 else ""
+            names = (ROW_ORDERS[part] for part in ROW_ORDERS if re.search(part, name))
+            kind, what = next(names) if axis == 0 else ("permuted weight", "columns")
+            return kind, f"has its {what} in another order: {', '.join(moved[:4])}{more}"
+    return None
+
+
+def _order(actual: Tensor, right: Tensor) -> list[int] | None:
+    """Map each slice of `actual` to the slice of `right` that it equals; None if one has none."""
+    places = {row.numpy().tobytes(): i for i, row in enumerate(right.contiguous())}
+    order = [places.get(row.numpy().tobytes(), -1) for row in actual.contiguous()]
+    return None if -1 in order or len(set(order)) < len(order) else order
+
+
+def _other_tensor(divergence: Divergence, name: str, actual: Tensor) -> Verdict | None:
+    """Another tensor of the checkpoint has the values of this one."""
+    shape = tuple(actual.shape)
     alike = [n for n, e in divergence.hf.entries.items() if tuple(e.shape) == shape and n != name]
     for other in alike[:SEARCH_LIMIT]:
-        if not torch.equal(divergence.hf.read(other, (slice(1),)).float(), found[:1]):
-            continue
-        if torch.equal(divergence.stored(other), found):
-            return Verdict(_kind_of_mix_up(name, other), f"holds the values of {other}")
+        start = divergence.hf.read(other, (slice(1),)).float()
+        if torch.equal(start, actual[:1]) and torch.equal(divergence.stored(other), actual):
+            return _kind_of_mix_up(name, other), f"holds the values of {other}"
     return None
 
 
@@ -157,4 +229,4 @@ def _kind_of_mix_up(name: str, other: str) -> str:
         return "swapped gate and up"
     if name.startswith("model.visual."):
         return "wrong vision weights"
-    return "weights of another layer" if pair == {name.split(".")[-2]} else "mixed-up weights"
+    return "weights of another layer" if len(pair) == 1 else "mixed-up weights"

@@ -1,0 +1,143 @@
+"""A module with the right weights and a wrong outcome: norm, attention, router, LoRA."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_qwen3vl.verify.trace.causes.divergence import Divergence
+from mcore_qwen3vl.verify.trace.probe_points import ProbePoint
+from mcore_qwen3vl.verify.trace.recording import replay
+from mcore_qwen3vl.verify.trace.result import Cause
+
+EPSILONS = (0.0, 1e-12, 1e-8, 1e-6, 1e-5)
+"""Epsilons of other models' norms, tried beside that of the examined config."""
+
+
+def find_norm(divergence: Divergence, point: ProbePoint) -> Iterator[Cause | None]:
+    """There is no norm, or one with another epsilon."""
+    calls = divergence.recording.calls[point.module]
+    inputs = divergence.recording.assemble(point, [args[0] for args, _, _ in calls])
+    yield divergence.test("missing norm", f"{point.name} passes its input on unchanged.", inputs)
+    module = divergence.model.get_submodule(point.module)
+    attribute = "eps" if hasattr(module, "eps") else "variance_epsilon"
+    note = divergence.config_note("rms_norm_eps")
+    what = f"to the mean square where the model adds {getattr(module, attribute):g}.{note}"
+    for epsilon in (divergence.examined.rms_norm_eps, *EPSILONS):
+        with _changed(module, attribute, epsilon):
+            outcome = replay(divergence.model, divergence.recording, point)
+        yield divergence.test("norm epsilon", f"{point.name} adds {epsilon:g} {what}", outcome)
+
+
+def find_attention(divergence: Divergence, point: ProbePoint) -> Iterator[Cause | None]:
+    """There is no causal mask or no rotary embedding, or another softmax scale."""
+    a = divergence.architecture
+    per_head = a.hidden_size // a.num_attention_heads
+    module: Any = divergence.model.get_submodule(point.module.rpartition(".")[0])
+    unmasked, right = {"attention_mask": None}, module.scaling
+    experiments: tuple[tuple[str, str, dict[str, Any], float], ...] = (
+        ("causal mask", "Every token sees those after it.", unmasked, right),
+        ("rotary not applied", "Queries and keys are not rotated.", {"rotated": False}, right),
+        ("softmax scale", "Scores are not scaled.", {}, 1.0),
+        ("softmax scale", "Scores are scaled by 1 / sqrt(hidden / heads).", {}, per_head**-0.5),
+    )
+    for kind, explanation, changes, scale in experiments:
+        with _changed(module, "scaling", scale):
+            outcome = _attend(divergence, point, module, **changes)
+        yield divergence.test(kind, explanation, outcome)
+
+
+@torch.no_grad()
+def _attend(
+    divergence: Divergence, point: ProbePoint, module: Any, rotated: bool = True, **changes: None
+) -> Tensor:
+    """Call the attention module again and return what goes into its output projection."""
+    kept: list[Tensor] = []
+    hook = module.o_proj.register_forward_pre_hook(lambda _, args: kept.append(args[0]))
+    try:
+        for args, kwargs, _ in divergence.recording.calls[point.module.rpartition(".")[0]]:
+            cosine, sine = kwargs["position_embeddings"]
+            if not rotated:
+                cosine, sine = torch.ones_like(cosine), torch.zeros_like(sine)
+            module(*args, **{**kwargs, "position_embeddings": (cosine, sine), **changes})
+    finally:
+        hook.remove()
+    return divergence.recording.assemble(point, kept)
+
+
+def find_router(divergence: Divergence, point: ProbePoint) -> Iterator[Cause | None]:
+    """There is another number of experts, another score function, or a tie."""
+    calls = divergence.recording.calls[point.module]
+    logits = divergence.recording.assemble(point, [output[0] for _, _, output in calls])
+    logits = divergence.select(logits)
+    right = divergence.architecture.num_experts_per_tok
+    count = int((divergence.actual != 0).sum(1).median())
+    probabilities, sigmoid = logits.softmax(1), logits.sigmoid()
+    ways = (
+        (
+            "router top-k",
+            f"{count} experts a token are chosen instead of {right}",
+            probabilities,
+            1,
+        ),
+        ("router scores", "the chosen experts' weights do not add up to 1", probabilities, 0),
+        ("router scores", "a sigmoid replaces the softmax", sigmoid, 1),
+        ("router scores", "a sigmoid replaces the softmax, not normalised", sigmoid, 0),
+    )
+    note = divergence.config_note("num_experts_per_tok")
+    for kind, what, scores, normalised in ways:
+        top = scores.topk(count, dim=1)
+        values = top.values / top.values.sum(1, keepdim=True) if normalised else top.values
+        outcome = torch.zeros_like(scores).scatter(1, top.indices, values)
+        yield divergence.test(kind, f"At {point.name} {what}.{note}", outcome)
+    yield _near_tie(divergence, logits, right)
+
+
+def _near_tie(divergence: Divergence, logits: Tensor, count: int) -> Cause | None:
+    """Tokens whose last chosen and first rejected expert are closer than rounding."""
+    differ = ((divergence.actual != 0) != (divergence.expected != 0)).any(1)
+    ranked = logits[differ].sort(dim=1, descending=True).values
+    gaps = ranked[:, count - 1] - ranked[:, count]
+    scale = float(logits.abs().max())
+    if not len(gaps) or float(gaps.max()) > divergence.tolerance * scale:
+        return None
+    return Cause(
+        "router tie",
+        f"{len(gaps)} tokens choose another expert at {divergence.name} because two experts score "
+        f"alike (at most {float(gaps.max()):.1e} apart): rounding decides, not a mistake.",
+        f"Logits reach {scale:.2g} and may be off by {divergence.tolerance:.1e} of that.",
+    )
+
+
+def find_lora(divergence: Divergence, point: ProbePoint) -> Iterator[Cause | None]:
+    """The adapter is left out, or multiplied by another number than alpha / r."""
+    factors = {} if divergence.adapter is None else divergence.adapter.factors
+    scalings = [f.scaling for n, f in factors.items() if n.startswith(f"{point.module}.")]
+    if point.side == "input" or not scalings:
+        return
+    parameters = divergence.model.get_submodule(point.module).named_parameters()
+    zeros = {name: torch.zeros_like(p) for name, p in parameters if "lora_B" in name}
+    base = divergence.select(replay(divergence.model, divergence.recording, point, **zeros))
+    what = f"{point.name} computes what the base model does: its adapter is left out."
+    yield divergence.test("adapter not applied", what, base)
+    if len(scalings) == 1:
+        # How much of the adapter's part mcore has, by least squares.
+        right, actual = divergence.expected - base, divergence.actual - base
+        ratio = float((right * actual).sum() / right.square().sum())
+        factor = f"{ratio * scalings[0]:.6g} instead of {scalings[0]:.6g}"
+        what = f"The adapter of {point.name} is multiplied by {factor}."
+        yield divergence.test("adapter scaling", what, base + ratio * right)
+
+
+@contextmanager
+def _changed(module: Any, name: str, value: float) -> Iterator[None]:
+    right = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, right)

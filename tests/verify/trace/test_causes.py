@@ -1,0 +1,84 @@
+"""Mistakes in the code, beyond those of a conversion: each is named for what it is."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mcore_qwen3vl.model import fusion, qwen3vl
+from mcore_qwen3vl.model.decoder import attention, norm, rope
+from mcore_qwen3vl.verify.parity.case import Case
+from mcore_qwen3vl.verify.trace.fault_injection import FaultInjector
+from mcore_qwen3vl.verify.trace.tracing import trace
+
+patch = mock.patch.object
+add_to, fuse, forward = fusion.DeepStack.add_to, fusion.fuse, rope.InterleavedMRoPE.forward
+
+
+def attend(**changes: Any) -> AbstractContextManager[Any]:
+    def changed(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return F.scaled_dot_product_attention(*args, **{**kwargs, **changes})
+
+    return patch(attention, "F", SimpleNamespace(scaled_dot_product_attention=changed))
+
+
+def deepstack(change: Callable[[Any], Any]) -> AbstractContextManager[Any]:
+    def changed(self: Any, layer: int, hidden: Any) -> Any:
+        return add_to(replace(self, features=change(self.features)), layer, hidden)
+
+    return patch(fusion.DeepStack, "add_to", changed)
+
+
+def from_0(self: Any, ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return forward(self, torch.arange(ids.shape[2]).expand_as(ids))
+
+
+def no_norm(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def with_epsilon(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return F.rms_norm(x, self.weight.shape, self.weight, 1e-5)
+
+
+SIGMOID = {"moe_router_score_function": "sigmoid"}
+IN_CODE: tuple[tuple[str, str, AbstractContextManager[Any], dict[str, Any]], ...] = (
+    ("causal mask", "o_proj:input", attend(is_causal=False), {}),
+    ("softmax scale", "o_proj:input", attend(scale=1.0), {}),
+    ("position ids", "rotary_emb", patch(rope.InterleavedMRoPE, "forward", from_0), {}),
+    ("missing norm", "input_layernorm", patch(norm.RMSNorm, "forward", no_norm), {}),
+    ("norm epsilon", "input_layernorm", patch(norm.RMSNorm, "forward", with_epsilon), {}),
+    ("features not fused", "inputs_embeds", patch(qwen3vl, "fuse", lambda text, *_: text), {}),
+    ("dtype", "inputs_embeds", patch(qwen3vl, "fuse", lambda *a: fuse(*a).bfloat16().float()), {}),
+    ("DeepStack layer", "layers.0", deepstack(lambda features: features[::-1]), {}),
+    ("DeepStack order", "layers.0", deepstack(lambda f: tuple(x.flip(0) for x in f)), {}),
+    (
+        "no gradient",
+        "deepstack_merger_list.2",
+        deepstack(lambda features: tuple(x.detach() for x in features)),
+        {"gradients": True},
+    ),
+    ("router scores", "mlp.gate", nullcontext(), {"config": SIGMOID}),
+    ("router scores", "mlp.gate", nullcontext(), {"config": {"moe_router_pre_softmax": True}}),
+)
+
+
+@pytest.mark.parametrize(("kind", "place", "mistake", "how"), IN_CODE)
+def test_named(
+    injector: FaultInjector, kind: str, place: str, mistake: Any, how: dict[str, Any]
+) -> None:
+    case = Case(config=how["config"]) if "config" in how else None
+    with mistake:
+        result = trace(
+            injector.reference(moe=case is not None),
+            case=case,
+            gradients=how.get("gradients", False),
+        )
+    assert (result.first.name.endswith(place), result.cause.kind) == (True, kind), result.verdict
+    assert result.cause.confirmed
