@@ -19,21 +19,19 @@ from datasets import Dataset, DatasetDict, Features, List, Value
 from datasets import Image as ImageFeature
 from datasets.utils.logging import disable_progress_bar
 
-from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.data import DataConfig, Loader, Source, load_processor, parse_sources
+from mcore_qwen3vl.data import DataConfig, parse_sources
 from mcore_qwen3vl.data.check import check_data
 from mcore_qwen3vl.data.loading import json_file, tables
 from mcore_qwen3vl.data.loading.tables import TableReader
 from mcore_qwen3vl.errors import BadInput
 from tests.data.conftest import question
-from tests.data.loading.test_loader import same
+from tests.data.loading.conftest import MakeLoader, same
 from tests.turns import slow_except
 
 disable_progress_bar()
 
 COUNT = 45
 RECORDS = [question(i, image=i % 3 > 0, words=i) for i in range(COUNT)]
-IN_ORDER = DataConfig(seq_length=256, shuffle=False)
 MESSAGES = List({"role": Value("string"), "content": Value("string")})
 
 
@@ -119,16 +117,6 @@ TABLES = ("parquet_of_bytes", "saved", "saved_dict", "shards")
 
 
 @pytest.fixture
-def loader(architecture: Architecture, processor_dir: Path) -> Callable[..., Loader]:
-    def make(*sources: Source | Path, config: DataConfig = IN_ORDER, **options: Any) -> Loader:
-        named = [one if isinstance(one, Source) else Source(one) for one in sources]
-        processor = load_processor(processor_dir)
-        return Loader(named, architecture, processor, config, **{"num_workers": 0, **options})
-
-    return make
-
-
-@pytest.fixture
 def written(tmp_path: Path, media: Path) -> Callable[[str], Path]:
     (tmp_path / "media").symlink_to(media)
     return lambda name: WRITERS[name](tmp_path, media)
@@ -141,9 +129,9 @@ QUICK = ("array", "saved", "tars")
 
 @pytest.mark.parametrize("name", slow_except(OTHERS, *QUICK))
 def test_the_same_batches_from_every_kind_of_file(
-    name: str, written: Callable[[str], Path], loader: Callable[..., Loader]
+    name: str, written: Callable[[str], Path], make: MakeLoader
 ) -> None:
-    plain, other = loader(written("jsonl")), loader(written(name))
+    plain, other = make(written("jsonl")), make(written(name))
     for _ in range(COUNT + 2):
         ours, theirs = next(other), next(plain)
         assert torch.equal(ours.input_ids, theirs.input_ids)
@@ -166,16 +154,16 @@ RESUMED = [(config, name) for config in CONFIGS for name in WRITERS]
     slow_except(RESUMED, ("plain", "array"), ("plain", "saved"), ("balanced", "tars")),
 )
 def test_stopped_and_resumed_the_batches_are_the_same_bitwise(
-    name: str, config: str, written: Callable[[str], Path], loader: Callable[..., Loader],
+    name: str, config: str, written: Callable[[str], Path], make: MakeLoader,
     tmp_path: Path,
 ) -> None:  # fmt: skip
     path = written(name)
     options = {"config": CONFIGS[config], "dp_rank": 1, "dp_size": 2}
-    uninterrupted = loader(path, **options)
+    uninterrupted = make(path, **options)
     for _ in range(4):
         next(uninterrupted)
     torch.save(uninterrupted.state_dict(), tmp_path / "state.pt")
-    resumed = loader(path, **options)
+    resumed = make(path, **options)
     resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     for _ in range(6):
         assert same(next(resumed), next(uninterrupted))
@@ -185,15 +173,15 @@ def test_stopped_and_resumed_the_batches_are_the_same_bitwise(
 @pytest.mark.parametrize("name", TABLES)
 @pytest.mark.parametrize("config", [SHUFFLED, BALANCED], ids=["plain", "balanced"])
 def test_resumed_with_workers(
-    name: str, config: DataConfig, written: Callable[[str], Path], loader: Callable[..., Loader]
+    name: str, config: DataConfig, written: Callable[[str], Path], make: MakeLoader
 ) -> None:
     path = written(name)
     options = {"config": config, "dp_rank": 0, "dp_size": 2, "num_workers": 2}
-    uninterrupted = loader(path, **options)
+    uninterrupted = make(path, **options)
     for _ in range(5):
         next(uninterrupted)
     state = uninterrupted.state_dict()
-    resumed = loader(path, **options)
+    resumed = make(path, **options)
     resumed.load_state_dict(state)
     for _ in range(5):
         assert same(next(resumed), next(uninterrupted))
@@ -292,32 +280,32 @@ def test_an_array_is_indexed_whatever_its_strings_hold(
     ],
 )
 def test_a_broken_array_is_refused_with_its_place(
-    text: str, said: str, loader: Callable[..., Loader], tmp_path: Path
+    text: str, said: str, make: MakeLoader, tmp_path: Path
 ) -> None:
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(BadInput, match=said):
-        loader(tmp_path / "a.json")
+        make(tmp_path / "a.json")
     assert not json_file.index_of(tmp_path / "a.json").exists()
 
 
 def test_broken_files_and_missing_splits_are_refused(
-    written: Callable[[str], Path], loader: Callable[..., Loader], tmp_path: Path,
+    written: Callable[[str], Path], make: MakeLoader, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     (tmp_path / "broken.parquet").write_bytes(b"PAR1 no more PAR1")
     with pytest.raises(BadInput, match=r"broken\.parquet cannot be read as a table"):
-        loader(tmp_path / "broken.parquet")
+        make(tmp_path / "broken.parquet")
     with pytest.raises(BadInput, match="splits test, train, but none for val"):
-        loader(written("saved_dict"), split="val")
+        make(written("saved_dict"), split="val")
     with pytest.raises(BadInput, match="of other splits, but none for test"):
-        loader(written("shards"), split="test")
+        make(written("shards"), split="test")
     assert len(TableReader(tmp_path / "hub", "val")) == 1
     pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "none.parquet")
     with pytest.raises(BadInput, match="is empty"):
-        loader(tmp_path / "none.parquet")
+        make(tmp_path / "none.parquet")
     monkeypatch.setattr("mcore_qwen3vl.runtime.extras.find_spec", lambda name: None)
     with pytest.raises(BadInput, match=r"needs the package pyarrow: pip install .*\[data\]"):
-        loader(tmp_path / "dict")
+        make(tmp_path / "dict")
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -334,11 +322,9 @@ def test_bad_rows_are_counted_and_named(name: str, written: Callable[[str], Path
     assert report.formats == {"messages": COUNT - 1}
 
 
-def test_kinds_of_files_blend(
-    written: Callable[[str], Path], loader: Callable[..., Loader]
-) -> None:
+def test_kinds_of_files_blend(written: Callable[[str], Path], make: MakeLoader) -> None:
     sources = parse_sources(["3", str(written("array")), "1", str(written("saved"))])
-    stream = loader(*sources)
+    stream = make(*sources)
     files = Counter("json" if ".json[" in next(stream).names[0] else "hf" for _ in range(160))
     assert 98 < files["json"] < 142  # 120 expected, deviation 5.5
 
@@ -353,7 +339,7 @@ def write_mixture(tmp_path: Path) -> Callable[..., Path]:
 
 
 def test_a_mixture_says_everything_of_its_data_sets(
-    written: Callable[[str], Path], loader: Callable[..., Loader],
+    written: Callable[[str], Path], make: MakeLoader,
     write_mixture: Callable[..., Path], tmp_path: Path,
 ) -> None:  # fmt: skip
     elsewhere = tmp_path / "elsewhere"
@@ -367,7 +353,7 @@ def test_a_mixture_says_everything_of_its_data_sets(
         "  - {path: elsewhere/b.jsonl, epochs: 1, media: media, system: Look., train_on: last,\n"
         "     image_max_tokens: 4}\n"
     )
-    stream = loader(*parse_sources([str(mixture)]))
+    stream = make(*parse_sources([str(mixture)]))
     batches = [next(stream) for _ in range(2 * 6 + 7)]
     names = Counter(name.rsplit("/", 1)[-1] for batch in batches for name in batch.names)
     assert {name: c for name, c in names.items() if "arrow" in name} == {

@@ -1,0 +1,55 @@
+"""Loaders over real files, and comparisons of what they give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.data import Batch, DataConfig, Loader, Source, load_processor
+from tests.data.conftest import WriteJsonl, chat, question
+
+MakeLoader = Callable[..., Loader]
+
+PACKED = DataConfig(seq_length=256, packing=True, packing_buffer=8, shuffle_buffer=7)
+IN_ORDER = DataConfig(seq_length=256, shuffle=False)
+
+
+@pytest.fixture
+def make(architecture: Architecture, processor_dir: Path) -> MakeLoader:
+    def make_loader(
+        *sources: Source | Path, config: DataConfig = IN_ORDER, **options: Any
+    ) -> Loader:
+        named = [one if isinstance(one, Source) else Source(one) for one in sources]
+        processor = load_processor(processor_dir)
+        return Loader(named, architecture, processor, config, **{"num_workers": 0, **options})
+
+    return make_loader
+
+
+def lines(batch: Batch) -> list[int]:
+    """The lines of a batch's samples in their JSONL, from 0; names count from 1."""
+    return [int(name.rsplit(":", 1)[1]) - 1 for name in batch.names]
+
+
+def same(left: Batch, right: Batch) -> bool:
+    for name in ("input_ids", "labels", "loss_weights", "position_ids"):
+        if not torch.equal(getattr(left, name), getattr(right, name)):
+            return False
+    if left.visual is None or right.visual is None:
+        if left.visual is not right.visual:
+            return False
+    elif not torch.equal(left.visual.pixel_values, right.visual.pixel_values):
+        return False
+    return left.names == right.names and left.counts == right.counts
+
+
+@pytest.fixture
+def records(write_jsonl: WriteJsonl) -> Path:
+    mixed = [question(i, image=i % 3 > 0, words=i) for i in range(40)]
+    mixed.append({**chat(("user", "<video>?"), ("assistant", "a")), "videos": ["media/clip.mp4"]})
+    return write_jsonl(mixed)
