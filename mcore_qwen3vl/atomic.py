@@ -12,8 +12,27 @@ from mcore_qwen3vl.errors import BadInput
 
 
 @contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """A name beside `target` to write a file or folder to; at the end it becomes `target`.
+
+    Raises:
+        OSError: the system refuses to write; nothing is left.
+    """
+    partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        yield partial
+        os.replace(partial, target)
+    finally:
+        if partial.is_dir():
+            shutil.rmtree(partial, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                partial.unlink()
+
+
+@contextmanager
 def atomic_write(target: Path, remedy: str = "Make room, or name another place.") -> Iterator[Path]:
-    """A name beside `target` to write to; at the end it becomes `target`.
+    """Like :func:`replacing`, with an error that names `target` and the remedy.
 
     Args:
         target: a file, or a folder that is empty or not there. What is no file, as
@@ -27,19 +46,26 @@ def atomic_write(target: Path, remedy: str = "Make room, or name another place."
     if target.exists() and not (target.is_file() or target.is_dir()):
         yield target
         return
-    partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        yield partial
-        os.replace(partial, target)
+        with replacing(target) as partial:
+            yield partial
     except Exception as error:
         reason = str(error.strerror if isinstance(error, OSError) else error)
         # What is written in Rust, as safetensors and tokenizers are, has no OSError to raise.
         if not isinstance(error, OSError) and "(os error " not in reason:
             raise
         raise BadInput(f"{target} cannot be written: {reason}. {remedy}") from None
-    finally:
-        if partial.is_dir():
-            shutil.rmtree(partial, ignore_errors=True)
-        else:
-            with suppress(OSError):
-                partial.unlink()
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """Like :func:`atomic_write`, for a folder that must not be there yet, or be empty.
+
+    Raises:
+        BadInput: `target` is there and holds something, or the system refuses to write.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise BadInput(f"{target} exists and is not an empty directory: name another one.")
+    with atomic_write(target) as partial:
+        partial.mkdir(parents=True)
+        yield partial

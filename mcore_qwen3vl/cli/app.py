@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from mcore_qwen3vl import __version__, console, versions
-from mcore_qwen3vl.atomic import atomic_write
+from mcore_qwen3vl.atomic import new_folder
 from mcore_qwen3vl.cli import convert, data, launch, lora, show, sources, verify
 from mcore_qwen3vl.cli.generate import generate
 from mcore_qwen3vl.cli.memory import memory
@@ -178,9 +178,7 @@ def tiny(
     console.quiet_libraries()
     from mcore_qwen3vl.tiny import write_tiny_checkpoint
 
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise BadInput(f"{path} exists and is not an empty directory: name another one.")
-    with atomic_write(path) as partial:
+    with new_folder(path) as partial:
         write_tiny_checkpoint(partial, moe=moe, tie=tie, seed=seed)
     said = f"wrote a tiny Qwen3-VL {'MoE' if moe else 'dense'} to {path}"
     console.output.print(console.plain(said), soft_wrap=True)

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from mcore_qwen3vl import console
-from mcore_qwen3vl.atomic import atomic_write
+from mcore_qwen3vl.atomic import new_folder
 from mcore_qwen3vl.errors import BadInput
 
 app = typer.Typer(help="Scripts that start training on a cluster.", no_args_is_help=True)
@@ -47,10 +47,7 @@ def copy(
     path: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to make.")],
 ) -> None:
     """Write all scripts to a directory, to be changed and run there."""
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise BadInput(f"{path} exists and is not an empty directory: name another one.")
-    with atomic_write(path) as partial:
-        partial.mkdir(parents=True)
+    with new_folder(path) as partial:
         for file in sorted(_folder().iterdir()):
             if file.suffix in (".sh", ".yaml") or file.name == "train.py":
                 shutil.copy(file, partial)

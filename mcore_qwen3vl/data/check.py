@@ -183,7 +183,7 @@ def check_data(
         architecture: of the model whose work is to be divided.
         ranks: data-parallel ranks to divide it over; 1: nothing is divided.
         micro_batches: of a step and a rank.
-        usable: is given each crude sample that can be used.
+        usable: called with each crude sample that can be used.
 
     Raises:
         BadInput: the data set is missing or empty.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from mcore_qwen3vl.atomic import replacing
 from mcore_qwen3vl.errors import BadInput
 
 
@@ -38,14 +38,10 @@ def clean_file(out: Path, data: Path) -> Iterator[Callable[[Any], object]]:
             f"--write-clean {out}: records name images relative to their own file, so name one in "
             f"the folder of {data}."
         )
-    partial = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    try:
-        with partial.open("wb") as lines:
-            yield lambda sample: lines.write(_line(sample["json"]))
-        if partial.stat().st_size:
-            os.replace(partial, out)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing(out) as partial, partial.open("wb") as lines:
+        yield lambda sample: lines.write(_line(sample["json"]))
+    if not out.stat().st_size:
+        out.unlink()
 
 
 def _line(record: bytes) -> bytes:

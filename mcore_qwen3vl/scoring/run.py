@@ -16,9 +16,9 @@ from mcore_qwen3vl.converters.adapters.adapter import Adapter
 from mcore_qwen3vl.converters.adapters.read import read_adapter
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits
 from mcore_qwen3vl.data.loading.datasets import CrudeSamples
-from mcore_qwen3vl.data.loading.files import fingerprint
 from mcore_qwen3vl.data.loading.loader import load_processor
 from mcore_qwen3vl.data.loading.sources import Source, parse_sources
+from mcore_qwen3vl.data.loading.stand_in import fingerprint
 from mcore_qwen3vl.data.records.bad_samples import Place
 from mcore_qwen3vl.data.records.preference import SIDES
 from mcore_qwen3vl.data.scores import facts_of, file_digest, scores_of

@@ -11,7 +11,7 @@ import pytest
 import typer
 
 from mcore_qwen3vl.cli import app
-from mcore_qwen3vl.data.records.hooks import GROUP as HOOKS
+from mcore_qwen3vl.data.records.reading import GROUP as HOOKS
 from mcore_qwen3vl.runtime.pretended.__main__ import make_parser
 from mcore_qwen3vl.training.arguments.parser import add_arguments
 from mcore_qwen3vl.training.step.losses import GROUP as LOSSES

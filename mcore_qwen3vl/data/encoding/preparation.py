@@ -13,12 +13,11 @@ from mcore_qwen3vl.data.encoding.planning import Plan, Planner
 from mcore_qwen3vl.data.encoding.samples import RawSample
 from mcore_qwen3vl.data.loading.datasets import SOURCE, dataset_path
 from mcore_qwen3vl.data.loading.sources import Source
-from mcore_qwen3vl.data.records.hooks import find_hook
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.parse import join_parts, parse_record, preprocessed
 from mcore_qwen3vl.data.records.parsed import Conversation, Document
 from mcore_qwen3vl.data.records.preference import is_pair, parse_pair
-from mcore_qwen3vl.data.records.reading import Reading
+from mcore_qwen3vl.data.records.reading import Reading, find_hook
 from mcore_qwen3vl.data.records.template import Rendered, Renderer
 from mcore_qwen3vl.data.records.time_limit import time_limit
 from mcore_qwen3vl.untrusted import parse_json

@@ -185,7 +185,7 @@ def _split_of(path: Path, split: str) -> str:
 
 @dataclass(frozen=True)
 class _Part:
-    """One data set, of whose samples some are used."""
+    """One data set, and which of its samples are used."""
 
     path: Path
     reader: Any
@@ -194,7 +194,7 @@ class _Part:
 
     @classmethod
     def of(cls, factory: Any) -> _Part:
-        """From energon's factory for one rank without workers."""
+        """Take the samples of energon's factory, made for one rank without workers."""
         with redirect_stdout(io.StringIO()):  # energon says how it divides the data
             samples = factory.build().dataset
         reader, offsets = samples.join_readers[0], samples.workers_slice_offsets[0]
@@ -220,8 +220,7 @@ class CrudeSamples(Sequence[Any]):
     def __init__(self, sources: Sequence[Source], *, split: str, trust: bool) -> None:
         """
         Args:
-            sources: whose samples come one data set after the other; weights and epochs do not
-                count.
+            sources: the data sets, read one after the other; weights and epochs do not count.
             split: part of those that have parts.
             trust: let energon run code that a metadataset or a WebDataset names.
 
@@ -235,7 +234,7 @@ class CrudeSamples(Sequence[Any]):
         self._parts = [_Part.of(one.dataset) for one in datasets]
         self._bounds = [0, *accumulate(len(part.numbers) for part in self._parts)]
         self.paths = [origin(part.path) for part in self._parts]
-        """Of the data sets, those of a metadataset too."""
+        """Where the data sets are, those of a metadataset too."""
 
     def __len__(self) -> int:
         return self._bounds[-1]

@@ -54,7 +54,7 @@ def ensure_index(path: Path) -> Path:
 
 
 def index_beside(path: Path) -> None:
-    """As energon's own preparation, for a metadataset, which reads its data sets where they are.
+    """Make an index beside the data, where a metadataset needs it, as energon's preparation does.
 
     Raises:
         BadInput: as :func:`ensure_index`.

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from mcore_qwen3vl.atomic import replacing
 from mcore_qwen3vl.data.loading.crude import crude_sample
 from mcore_qwen3vl.data.loading.stand_in import origin
 from mcore_qwen3vl.errors import BadInput
@@ -57,10 +58,9 @@ def write_index(path: Path) -> None:
     if not rows:
         raise BadInput(f"The data set {data} is empty.")
     size = path.stat().st_size
-    partial = index_of(path).with_suffix(f".{os.getpid()}.tmp")
-    # Not `tofile`, which says nothing when the disk is full.
-    partial.write_bytes(np.array([*rows, (size, size)], np.uint64).tobytes())
-    os.replace(partial, index_of(path))
+    with replacing(index_of(path)) as partial:
+        # Not `tofile`, which says nothing when the disk is full.
+        partial.write_bytes(np.array([*rows, (size, size)], np.uint64).tobytes())
 
 
 class JsonReader:

@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import multiprocessing
-import os
 import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -29,8 +28,8 @@ from megatron.energon.source_info import SourceInfo
 from megatron.energon.wrappers.map_dataset import MapDataset
 
 from mcore_qwen3vl import console
-from mcore_qwen3vl.data.loading.files import fingerprint
-from mcore_qwen3vl.data.loading.stand_in import cache_of, origin
+from mcore_qwen3vl.atomic import replacing
+from mcore_qwen3vl.data.loading.stand_in import cache_of, fingerprint, origin
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.lifetime import end_with_parent
 
@@ -85,12 +84,10 @@ class Sizes(Sequence[Size | Unusable]):
 
     def save(self, file: Path) -> None:
         """Whole, or not at all."""
-        partial = file.with_name(f"{file.name}.{os.getpid()}.tmp")
         said = json.dumps({index: asdict(size) for index, size in self._unusable.items()})
-        with partial.open("wb") as stream:
+        with replacing(file) as partial, partial.open("wb") as stream:
             unusable = np.frombuffer(said.encode(), np.uint8)
             np.savez(stream, table=self._table, unusable=unusable)
-        os.replace(partial, file)
 
     def __len__(self) -> int:
         return len(self._table)

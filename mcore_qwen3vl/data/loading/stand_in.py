@@ -8,15 +8,34 @@ looked for where the data really is.
 from __future__ import annotations
 
 import hashlib
-import os
+import json
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from mcore_qwen3vl.data.loading.files import fingerprint
+from mcore_qwen3vl.atomic import replacing
 from mcore_qwen3vl.runtime.cache import cache_folder
 
 _ORIGIN = "origin"  # the file, beside a stand-in, that says what it stands for
+_SUFFIXES = (".tar", ".parquet", ".arrow")
+_NAMES = ("state.json", "dataset_dict.json")  # of Hugging Face datasets on disk
+
+
+def fingerprint(path: Path) -> str:
+    """Names, sizes and times of the files of a data set, which may be a file or a folder."""
+    stats = [(str(file.relative_to(path.parent)), file.stat()) for file in _data_files(path)]
+    return json.dumps([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
+
+
+def _data_files(path: Path) -> list[Path]:
+    """The files of a data set, without the indexes, scores and logs that lie beside them."""
+    if not path.is_dir():
+        return [path]
+    return sorted(
+        file
+        for file in path.rglob("*")
+        if (file.suffix in _SUFFIXES or file.name in _NAMES) and file.is_file()
+    )
 
 
 def data_cache() -> Path:
@@ -48,9 +67,8 @@ def make_stand_in(path: Path) -> None:
     path = path.absolute()
     made = stand_in_of(path)
     made.parent.mkdir(parents=True, exist_ok=True)
-    partial = made.parent / f"{_ORIGIN}.{os.getpid()}"
-    partial.write_text(str(path), encoding="utf-8")
-    os.replace(partial, made.parent / _ORIGIN)  # whole for ranks that read it meanwhile
+    with replacing(made.parent / _ORIGIN) as partial:  # whole for ranks that read it meanwhile
+        partial.write_text(str(path), encoding="utf-8")
     if not path.is_dir():
         _link(made, path)
         return

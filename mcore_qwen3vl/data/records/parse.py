@@ -9,11 +9,10 @@ from typing import Any
 
 from mcore_qwen3vl.data.records.documents import CAPTION_KEYS, read_caption, read_interleaved
 from mcore_qwen3vl.data.records.flaws import BadSample
-from mcore_qwen3vl.data.records.hooks import find_hook
 from mcore_qwen3vl.data.records.media import Kind, MediaFolder
 from mcore_qwen3vl.data.records.messages import read_conversations, read_messages
 from mcore_qwen3vl.data.records.parsed import Conversation, Document
-from mcore_qwen3vl.data.records.reading import Reading
+from mcore_qwen3vl.data.records.reading import Reading, find_hook
 
 _IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
 _VIDEO_SUFFIXES = ("mp4", "mkv", "webm", "mov", "avi")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mcore_qwen3vl.atomic import replacing
 from mcore_qwen3vl.converters.mcore.paths import folder_name
 from mcore_qwen3vl.training.feed import state as data_state
 from mcore_qwen3vl.training.logs.progress import LOSSES
@@ -123,7 +123,6 @@ class Validations:
         if dist.get_rank() or not self._args.save:
             return
         file = Path(self._args.save) / FILE
-        partial = file.with_suffix(f".{os.getpid()}.tmp")
         content = {"best": self.best, "losses": self._losses, "kept": self._kept}
-        partial.write_text(json.dumps(content) + "\n", encoding="utf-8")
-        os.replace(partial, file)
+        with replacing(file) as partial:
+            partial.write_text(json.dumps(content) + "\n", encoding="utf-8")

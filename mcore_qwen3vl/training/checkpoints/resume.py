@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import pickle
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from mcore_qwen3vl.atomic import replacing
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.companions import copy_companions
 from mcore_qwen3vl.converters.mcore.formats import format_of
@@ -161,10 +160,8 @@ def save_companions(args: argparse.Namespace) -> None:
     folder, source = Path(args.save) / HF_FOLDER, Path(args.hf_model)
     if folder.exists():
         return
-    partial = folder.with_name(f".{HF_FOLDER}.{os.getpid()}.tmp")
-    shutil.rmtree(partial, ignore_errors=True)
-    copy_companions(source, partial)
-    partial.rename(folder)
+    with replacing(folder) as partial:
+        copy_companions(source, partial)
 
 
 @contextmanager

@@ -3,7 +3,6 @@ always has it; read back when training resumes, for any number of data-parallel 
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from mcore_qwen3vl.atomic import replacing
 from mcore_qwen3vl.converters.storage.unpickling import refused_by_torch
 from mcore_qwen3vl.data.loading.loader import Loader
 from mcore_qwen3vl.data.loading.sources import Source
@@ -52,10 +52,9 @@ def save(
     folder = folder_of(checkpoints, iteration)
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"rank_{dp_rank:05d}.pt"
-    partial = file.with_suffix(f".{os.getpid()}.tmp")
     own = {SOURCES: _described(sources), GLOBAL_BATCH: global_batch}
-    torch.save({**loader.state_dict(position), **own}, partial)
-    os.replace(partial, file)
+    with replacing(file) as partial:
+        torch.save({**loader.state_dict(position), **own}, partial)
 
 
 def load(

@@ -13,10 +13,9 @@ from mcore_qwen3vl.data import DataConfig
 from mcore_qwen3vl.data.check import check_data
 from mcore_qwen3vl.data.encoding.planning import Plan, Planner
 from mcore_qwen3vl.data.records.flaws import BadSample
-from mcore_qwen3vl.data.records.hooks import find_hook
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.parse import FORMATS, format_of, parse_record
-from mcore_qwen3vl.data.records.reading import Reading
+from mcore_qwen3vl.data.records.reading import Reading, find_hook
 from mcore_qwen3vl.data.records.template import Renderer
 from mcore_qwen3vl.errors import BadInput
 from tests.data.conftest import WriteJsonl, chat, question
