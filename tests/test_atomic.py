@@ -16,6 +16,10 @@ from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.data.loading import json_file
 from mcore_qwen3vl.data.loading.index import ensure_index
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.rehearsal.gpus import find_gpu
+from mcore_qwen3vl.rehearsal.outcome import Device, Rehearsal
+from mcore_qwen3vl.rehearsal.report.page import write_page
 from mcore_qwen3vl.runtime.lock import only_writer
 from mcore_qwen3vl.scoring.output import Output
 
@@ -60,12 +64,11 @@ def test_nothing_half_written(
 
 
 def test_the_page_of_a_rehearsal(tmp_path: Path) -> None:
-    with (
-        full_disk(10),
-        pytest.raises(BadInput, match=r"page\.html cannot be written: File too large.*--report"),
-        atomic_write(tmp_path / "page.html", "Choose another --report.") as partial,
-    ):
-        partial.write_text("a" * 100)
+    device = Device(find_gpu("h100-80gb"), 80.0, 2.0)
+    found = Rehearsal([], None, "8b", Layout(), 1, device, 1, 1, [])
+    said = r"page\.html cannot be written: File too large.*--report"
+    with full_disk(10), pytest.raises(BadInput, match=said):
+        write_page(found, tmp_path / "page.html")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -99,7 +102,7 @@ def test_an_index_of_a_json_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "a.json").write_text('[{"text": "a"}]')
     with full_disk(0), pytest.raises(BadInput, match=r"cannot be written in .*File too large"):
         ensure_index(tmp_path / "a.json")
-    assert not [*tmp_path.rglob("*.idx")]
+    assert not [*tmp_path.rglob("*.idx"), *tmp_path.rglob("*.tmp")]
     assert json_file.is_indexed(ensure_index(tmp_path / "a.json"))
 
 

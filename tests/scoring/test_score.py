@@ -294,7 +294,7 @@ def test_a_damaged_beginning_is_computed_again_or_refused(
 ) -> None:
     data, whole, broken = many(folder, 24), tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
     assert run(command(dense, data, whole)) == 0
-    _, settings = (json.loads(facts_of(whole).read_text())[key] for key in ("summary", "settings"))
+    settings = json.loads(facts_of(whole).read_text())["settings"]
     partial, facts = (tmp_path / f"broken.jsonl.partial{end}" for end in ("", ".json"))
     good = whole.read_bytes().splitlines(keepends=True)
     partial.write_bytes(b"".join(good[:9]) + b'{"index": 9, "lo\n' + b"".join(good[10:20]))

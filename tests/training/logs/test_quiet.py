@@ -40,7 +40,7 @@ def test_prints_and_notes_go_to_the_file_and_warnings_to_the_terminal_too(
         logging.getLogger("some.library").info("noted")
         for _ in range(2):
             logging.getLogger("some.library").warning("a library warns")
-        warnings.warn("one that is not an object", FutureWarning, stacklevel=1)
+        warnings.warn("of no use", FutureWarning, stacklevel=1)
         for _ in tqdm(range(2)):
             pass
         logging.getLogger("mcore_qwen3vl.data").warning("bad sample")
