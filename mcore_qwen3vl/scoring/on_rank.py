@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial, reduce
 from operator import or_
 from typing import Any
@@ -16,33 +15,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from mcore_qwen3vl.data.encoding.batch import Batch
-from mcore_qwen3vl.data.records.bad_samples import Place
 from mcore_qwen3vl.model.head.module import Head
 from mcore_qwen3vl.model.inputs import to_device
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
-from mcore_qwen3vl.scoring.records import Records
+from mcore_qwen3vl.scoring.records import Found, Records
 from mcore_qwen3vl.training.feed.batches import SharedBatches
 from mcore_qwen3vl.training.feed.groups import host_group, reads, stages_group
 from mcore_qwen3vl.training.feed.stages import StageFeed
 from mcore_qwen3vl.training.step.forward import forward
-
-
-@dataclass
-class Found:
-    """What ranks know of a block: scores and digests by a sequence's name, the rest by record."""
-
-    scores: dict[str, dict[str, Any]]
-    errors: dict[int, str]
-    digests: dict[str, str]
-    places: dict[int, Place]
-
-    def __or__(self, other: Found) -> Found:
-        return Found(
-            self.scores | other.scores,
-            self.errors | other.errors,
-            self.digests | other.digests,
-            self.places | other.places,
-        )
 
 
 class Scorer:
@@ -81,17 +61,14 @@ class Scorer:
         count = self._agree(len(micros))
         read = None if self._records is None else self._records.batches(micros, count)
         outputs = self._forward(read, count)
-        found = Found(self._gathered(outputs), {}, {}, {})
-        if self._records is not None:
-            found.errors, self._records.errors = self._records.errors, {}
-            found.digests, self._records.digests = self._records.digests, {}
-            found.places, self._records.places = self._records.places, {}
+        found = Found() if self._records is None else self._records.take_found()
+        found.scores = self._gathered(outputs)
         everyone: list[Any] | None = [None] * dist.get_world_size() if not dist.get_rank() else None
         dist.gather_object(found, everyone)
         return None if everyone is None else reduce(or_, everyone)
 
     def _agree(self, own: int) -> int:
-        """As many micro-batches on all replicas, and as VPP wants them."""
+        """Return how many micro-batches all replicas run: the most, in groups if VPP wants them."""
         most = torch.tensor(own, device=self._device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         stages = mpu.get_pipeline_model_parallel_world_size() if len(self._chunks) > 1 else 1

@@ -123,7 +123,7 @@ class Output:
             ) from error
 
     def tally(self) -> Tally:
-        """Of what has been written."""
+        """Count what has been written."""
         return tally(self._partial)
 
     def finish(self) -> Tally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -49,6 +49,28 @@ class Micro:
     sequences: tuple[Planned, ...]
 
 
+@dataclass
+class Found:
+    """What ranks know of a block."""
+
+    scores: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Log-probabilities and more of each sequence, by its name."""
+    errors: dict[int, str] = field(default_factory=dict)
+    """Why records cannot be scored, by their number."""
+    digests: dict[str, str] = field(default_factory=dict)
+    """Hashes of the tokens of each sequence, by its name."""
+    places: dict[int, Place] = field(default_factory=dict)
+    """Where records are, by their number."""
+
+    def __or__(self, other: Found) -> Found:
+        return Found(
+            self.scores | other.scores,
+            self.errors | other.errors,
+            self.digests | other.digests,
+            self.places | other.places,
+        )
+
+
 class Records:
     """Reads and encodes records, as training does.
 
@@ -74,12 +96,12 @@ class Records:
         self._multiple = width_multiple
         self._preparation = Preparation(processor, config, sources)
         self._pad_id = processor.tokenizer.pad_token_id
-        self.places: dict[int, Place] = {}
-        """Where records are, of all that were read."""
-        self.errors: dict[int, str] = {}
-        """Why records cannot be scored, of all that were read."""
-        self.digests: dict[str, str] = {}
-        """Of the tokens of each sequence that was planned, by its name."""
+        self._found = Found()
+
+    def take_found(self) -> Found:
+        """Give what is known of the records that were read since the last call, but the scores."""
+        found, self._found = self._found, Found()
+        return found
 
     def plan(self, records: Sequence[int]) -> list[Micro]:
         """Which sequences of `records` share a micro-batch."""
@@ -98,12 +120,12 @@ class Records:
     def _plan(self, record: int) -> list[Planned]:
         """Empty where it cannot be used."""
         crude = self._samples[record]
-        self.places[record] = place_of(crude["__sources__"][0])
+        self._found.places[record] = place_of(crude["__sources__"][0])
         try:
             raw = raw_sample(self._preparation, crude)
             plans = plan_each(self._preparation, raw)
         except OverlongSample as error:
-            self.errors[record] = f"{OVERLONG}{error}"
+            self._found.errors[record] = f"{OVERLONG}{error}"
             return []
         except Exception as error:  # as the loader does: whatever a record raises is its flaw
             self._note(record, error)
@@ -112,12 +134,12 @@ class Records:
         found = [
             Planned(record, side, plan, raw.source) for side, plan in zip(names, plans, strict=True)
         ]
-        self.digests |= {one.name: digest(one.plan.input_ids) for one in found}
+        self._found.digests |= {one.name: digest(one.plan.input_ids) for one in found}
         return found
 
     def _note(self, record: int, error: Exception) -> None:
         kind = "" if isinstance(error, BadSample | BadInput) else f"{type(error).__name__}: "
-        self.errors[record] = f"{kind}{error}"
+        self._found.errors[record] = f"{kind}{error}"
 
     def _batch(self, micro: Micro) -> Batch:
         samples = [found for one in micro.sequences if (found := self._encoded(one)) is not None]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.config import Architecture
@@ -28,10 +28,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.sequence import length_multiple
 from mcore_qwen3vl.runtime.lock import only_writer
 from mcore_qwen3vl.scoring.output import OVERLONG, Output, Tally
-from mcore_qwen3vl.scoring.records import Records
-
-if TYPE_CHECKING:
-    from mcore_qwen3vl.scoring.on_rank import Found
+from mcore_qwen3vl.scoring.records import Found, Records
 
 LONGEST = 8192
 """Tokens of a record and of a pack, unless told; less where the model has fewer positions."""
