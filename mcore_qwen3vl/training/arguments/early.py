@@ -49,10 +49,11 @@ def check_early(argv: Sequence[str]) -> Architecture:
     model = hf_model_of(argv)
     architecture = Architecture.from_hf(model)
     processor_files.require(model)
-    if os.environ.get("RANK", "0") == "0":
-        for folder in filter(None, (args.save, args.save_hf)):
-            check_writable(Path(folder))
-            refuse_links_out((file for glob in SMALL for file in model.glob(glob)), model)
+    targets = [Path(folder) for folder in (args.save, args.save_hf) if folder]
+    if targets and os.environ.get("RANK", "0") == "0":
+        for folder in targets:
+            check_writable(folder)
+        refuse_links_out((file for glob in SMALL for file in model.glob(glob)), model)
     return architecture
 
 
