@@ -11,7 +11,6 @@ import typer
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.cli import sources
-from mcore_qwen3vl.cli.manifest import verify_manifest
 from mcore_qwen3vl.cli.options import (
     Json,
     ReportFolder,
@@ -21,11 +20,9 @@ from mcore_qwen3vl.cli.options import (
     layout_flags,
 )
 from mcore_qwen3vl.cli.trace import verify_trace
-from mcore_qwen3vl.errors import Unfinished
 from mcore_qwen3vl.layout import Layout
 
 app = typer.Typer(help="Check that two things are the same.", no_args_is_help=True)
-app.command("manifest")(verify_manifest)
 app.command("trace")(verify_trace)
 
 
@@ -81,6 +78,23 @@ def verify_tensors(
     conclude(comparison, report, json)
 
 
+@app.command("manifest")
+def verify_manifest(
+    path: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Checkpoint that convert hf-to-mcore wrote.")
+    ],
+    workers: Workers = None,
+    report: ReportFolder = None,
+    json: Json = False,
+) -> None:
+    """Compare every tensor with the checksums in DIR/manifest.json, without the source."""
+    from mcore_qwen3vl.verify.checkpoints.manifest_check import check_manifest
+
+    with console.byte_progress("checking") as progress:
+        checked = check_manifest(path, workers=workers, progress=progress)
+    conclude(checked, report, json)
+
+
 @app.command("parity")
 @layout_flags()
 def verify_parity(
@@ -121,25 +135,19 @@ def verify_parity(
     With --lora the reference is PEFT's model, and only the adapter is trained.
     """
     console.quiet_libraries()
-    from mcore_qwen3vl.runtime.launch import RanksLate
     from mcore_qwen3vl.verify.parity.comparison import verify_parity as verify
 
-    try:
-        result = verify(
-            hf,
-            layout,
-            None if batches is None else batches.split(","),
-            gradients=gradients,
-            dtype=dtype,
-            device=device,
-            spec=spec,
-            lora=lora,
-            compile_pointwise=compile_pointwise,
-            timeout=timeout,
-            progress=console.count_progress,
-        )
-    except RanksLate as late:
-        raise Unfinished(
-            f"{late.summary}, so nothing is known. Pass a larger --timeout.", str(late)
-        ) from late
+    result = verify(
+        hf,
+        layout,
+        None if batches is None else batches.split(","),
+        gradients=gradients,
+        dtype=dtype,
+        device=device,
+        spec=spec,
+        lora=lora,
+        compile_pointwise=compile_pointwise,
+        timeout=timeout,
+        progress=console.count_progress,
+    )
     conclude(result, report, json)

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from mcore_qwen3vl.errors import BadInput, CheckFailed, Unfinished
 from mcore_qwen3vl.runtime import cpu
-from mcore_qwen3vl.runtime.lifetime import end_with_parent, scratch_folder
+from mcore_qwen3vl.runtime.lifetime import death, end_with_parent, scratch_folder
 from mcore_qwen3vl.runtime.pretended.preload import preloaded
 
 PATIENCE = 1.0
@@ -43,10 +43,6 @@ _GRACE = 2.0  # seconds for the other ranks to report after one has failed, and 
 
 class RanksFailed(Unfinished):
     """One or more ranks raised, died or hung; the message holds each one's traceback."""
-
-
-class RanksLate(RanksFailed):
-    """No rank failed, and one or more did not finish in time."""
 
 
 @dataclass
@@ -239,7 +235,7 @@ def _receive(r: _Rank, heard: Callable[[Any], None]) -> None:
         r.ended = time.monotonic()
         r.process.join()
         r.died = r.process.exitcode != -signal.SIGABRT
-        r.error = f"{_death(r.process.exitcode)}\n"
+        r.error = f"{death(r.process.exitcode)}\n"
         return
     if succeeded:
         r.result = value
@@ -265,7 +261,8 @@ def _raise_errors(ranks: list[_Rank], timeout: float) -> None:
         )
     late = [f"rank {ranks.index(r)} did not finish within {timeout:g} s" for r in hanging]
     stacks = [f"{line}:\n{_stack(r)}" for line, r in zip(late, hanging, strict=True)]
-    raise RanksLate(late[0], "\n".join(stacks))
+    said = f"{late[0]}, so nothing is known. Pass a larger --timeout."
+    raise RanksFailed(said, "\n".join(stacks))
 
 
 def _last_words(r: _Rank) -> str:
@@ -273,13 +270,6 @@ def _last_words(r: _Rank) -> str:
     lines = str(r.error).splitlines()
     traced = (line for line in lines[1:] if line and not line.startswith(" "))
     return next(traced, lines[0])
-
-
-def _death(code: int) -> str:
-    """In words, of a negative exit code the signal."""
-    if code != -signal.SIGKILL:
-        return f"died with exit code {code}"
-    return "was killed (SIGKILL), as the system does when memory runs out"
 
 
 def _stack(r: _Rank) -> str:

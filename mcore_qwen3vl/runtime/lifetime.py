@@ -26,6 +26,15 @@ rm -rf -- "$1" || { sleep 1; rm -rf -- "$1"; }
 killed at the same time, and one may still write a file while the folder goes."""
 
 
+def death(code: int) -> str:
+    """Say how a process ended whose exit code is `code`: a signal's number, negated, or its own."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name
+    hint = ", as the system does when memory runs out" if name == "SIGKILL" else ""
+    return f"was killed by {name}{hint}"
+
+
 def end_with_parent(parent: int | None = None) -> None:
     """Have the kernel kill this process once the one that started it has ended, in whichever way.
 

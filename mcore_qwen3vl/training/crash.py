@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mcore_qwen3vl.console import visible
+from mcore_qwen3vl.runtime.lifetime import death
 from mcore_qwen3vl.training.logs.quiet import LogFile, log_of
 
 
@@ -55,8 +56,5 @@ def death_of_a_rank(failures: Mapping[int, Any]) -> str:
         if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM  # torchrun's own to others
     }
     rank, failure = min((killed or failures).items(), key=lambda one: one[1].timestamp)
-    if rank not in killed:
-        return f"rank {rank} ended with exit code {failure.exitcode}"
-    name = signal.Signals(-failure.exitcode).name
-    hint = ", as the system does when memory runs out" if name == "SIGKILL" else ""
-    return f"rank {rank} was killed by {name}{hint}; the others cannot go on without it"
+    said = f"rank {rank} {death(failure.exitcode)}"
+    return f"{said}; the others cannot go on without it" if rank in killed else said

@@ -58,9 +58,12 @@ def test_roundtrip_writes_its_findings(checkpoint, tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("impatient")
-def test_too_little_time_is_exit_code_3(dense, capsys):
-    words = ("--batches", "text", "--no-gradients", "--timeout", 0.01)
-    assert run("verify", "parity", dense, *words) == 3
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [("parity", ("--batches", "text", "--no-gradients")), ("trace", ("--batch", "text"))],
+)
+def test_too_little_time_is_exit_code_3(command, words, dense, capsys):
+    assert run("verify", command, dense, *words, "--timeout", 0.01) == 3
     (message,) = capsys.readouterr().err.splitlines()
     assert "rank 0 did not finish within 0.01 s, so nothing is known" in message
     assert "Pass a larger --timeout" in message

@@ -86,7 +86,7 @@ def _checked(loss: Loss, found: Any) -> tuple[Tensor, Tensor]:
 def _described(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
-    return f"a {type(value).__name__}"
+    return f"a value of type {type(value).__name__}"
 
 
 def cross_entropy(losses: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -49,8 +49,8 @@ def test_a_module_function_is_found() -> None:
     [
         (torch.ones([]), "a tensor of shape ()"),
         ((torch.ones(2), torch.ones([])), "a tensor of shape (2,), a tensor of shape ()"),
-        ((torch.ones([]), 3), "a int"),
-        (None, "a NoneType"),
+        ((torch.ones([]), 3), "a value of type int"),
+        (None, "a value of type NoneType"),
     ],
 )
 def test_what_is_no_pair_of_scalars_is_refused(found: Any, told: str) -> None:
