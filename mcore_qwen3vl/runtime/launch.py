@@ -202,7 +202,8 @@ def _in_process_group(work: _Work) -> Any:
         store=dist.FileStore(str(work.scratch / "store"), work.world_size),
         rank=work.rank,
         world_size=work.world_size,
-        timeout=timedelta(seconds=work.timeout),
+        # Later than in the parent, which says more of who is late.
+        timeout=timedelta(seconds=work.timeout + _GRACE),
     )
     result = work.fn(*work.args)
     dist.barrier()  # a rank that leaves early would break the others' collectives
