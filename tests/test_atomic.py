@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import sys
@@ -99,8 +100,8 @@ def test_a_device_stays_one(tmp_path: Path) -> None:
 def test_an_index_of_a_json_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """numpy's `tofile` leaves an empty file, without a word."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "a.json").write_text('[{"text": "a"}]')
-    with full_disk(0), pytest.raises(BadInput, match=r"cannot be written in .*File too large"):
+    (tmp_path / "a.json").write_text(json.dumps([{"text": "a"}] * 100))
+    with full_disk(1000), pytest.raises(BadInput, match=r"cannot be written in .*File too large"):
         ensure_index(tmp_path / "a.json")
     assert not [*tmp_path.rglob("*.idx"), *tmp_path.rglob("*.tmp")]
     assert json_file.is_indexed(ensure_index(tmp_path / "a.json"))
