@@ -7,7 +7,7 @@ import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -20,6 +20,8 @@ from mcore_qwen3vl.cli.options import Json, Workers, require
 from mcore_qwen3vl.cli.rehearse import rehearse
 from mcore_qwen3vl.cli.score import score
 from mcore_qwen3vl.errors import BadInput, CheckFailed, Unfinished
+
+_UsageError: Any = typer.BadParameter.__base__  # Typer brings a copy of click, and names not all
 
 app = typer.Typer(
     help="Qwen3-VL on Megatron-Core: convert, verify, train.",
@@ -44,15 +46,19 @@ app.command(
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code.
 
-    Under ``--json`` an error is JSON too, on standard output: ``{"error": TEXT, "exit_code": N}``.
+    Under ``--json`` an error is JSON too, on standard output, and not said again on standard error:
+    ``{"error": TEXT, "exit_code": N}``.
     """
+    wants_json = "--json" in (sys.argv if arguments is None else arguments)
     console.json_was_written.set(False)
     console.use_utf8()
     versions.warn()
     try:
-        app(arguments)
+        sys.exit(app(arguments, standalone_mode=not wants_json) or 0)
+    except _UsageError as error:  # Typer itself prints it unless told that we do
+        _end(error.format_message(), BadInput.exit_code, wants_json)
     except (BadInput, CheckFailed) as error:
-        _end(str(error), error.exit_code, arguments)
+        _end(str(error), error.exit_code, wants_json)
     except ModuleNotFoundError as error:  # a smaller installation than this command needs
         if str(error.name).startswith("mcore_qwen3vl"):
             raise
@@ -60,23 +66,23 @@ def main(arguments: list[str] | None = None) -> None:
             f"this command needs {error.name}, which is not installed. docs/installation.md says "
             "what a small installation can do; pip install mcore-qwen3vl brings the rest."
         )
-        _end(problem, BadInput.exit_code, arguments)
+        _end(problem, BadInput.exit_code, wants_json)
     except Unfinished as error:
         trace = Path(tempfile.gettempdir()) / f"mcore-qwen3vl-{os.getpid()}.txt"
         trace.write_text(str(error), encoding="utf-8")
         said = f"{error.summary.rstrip('.')}. Details: {trace}"
-        _end(said, error.exit_code, arguments)
+        _end(said, error.exit_code, wants_json)
     except OSError as error:  # the disk, where no command could say more
-        _end(str(error), BadInput.exit_code, arguments)
+        _end(str(error), BadInput.exit_code, wants_json)
     except KeyboardInterrupt:
         console.messages.print("interrupted")
         sys.exit(130)
 
 
-def _end(error: str, code: int, arguments: list[str] | None) -> NoReturn:
-    console.messages.print(f"[bold red]error:[/] {console.plain(error)}", soft_wrap=True)
-    wants_json = "--json" in (sys.argv if arguments is None else arguments)
-    if wants_json and not console.json_was_written.get():
+def _end(error: str, code: int, wants_json: bool) -> NoReturn:
+    if not wants_json:
+        console.messages.print(f"[bold red]error:[/] {console.plain(error)}", soft_wrap=True)
+    elif not console.json_was_written.get():
         console.emit_json({"error": error, "exit_code": code})
     sys.exit(code)
 

@@ -21,7 +21,7 @@ DATA_SETS = (
 )
 
 _BUFFER, _TRUST = (data_flags.TEXTS[name] for name in ("packing_buffer", "trust_data"))
-DataPath = Annotated[Path, typer.Argument(help=DATA_SETS)]
+DataPath = Annotated[Path, sources.data_argument(DATA_SETS)]
 HfModel = Annotated[
     Path, sources.option("Checkpoint of either kind, or hub id, whose processor is used.")
 ]

@@ -57,7 +57,8 @@ def rehearse(
         bool,
         typer.Option(
             "--fit",
-            help="Search layouts for these GPUs until three fit; not with --report.",
+            help="Search layouts for these GPUs until three fit, beside the run's own; not with "
+            "--report.",
         ),
     ] = False,
     json: Json = False,

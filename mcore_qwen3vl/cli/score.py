@@ -32,10 +32,7 @@ def score(
     checkpoint: Annotated[
         Path, sources.argument("CHECKPOINT", "Megatron-Core or Hugging Face directory, or hub id.")
     ],
-    data: Annotated[
-        Path,
-        typer.Argument(metavar="DATA", help=f"{DATA_SETS} Preference records too."),
-    ],
+    data: Annotated[Path, sources.data_argument(f"{DATA_SETS} Preference records too.")],
     layout: Layout,
     out: Annotated[
         Path | None,

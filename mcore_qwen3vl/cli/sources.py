@@ -1,9 +1,15 @@
-"""Arguments and options that name a checkpoint: a path, or a Hugging Face hub id."""
+"""Arguments and options that name a checkpoint or a data set.
+
+A path that is not there is refused as the command line is read, before torch is imported.
+"""
 
 from pathlib import Path
 from typing import Any
 
 import typer
+
+from mcore_qwen3vl.data.loading.sources import require_data_set
+from mcore_qwen3vl.errors import BadInput
 
 
 def argument(metavar: str, help: str) -> Any:
@@ -12,8 +18,8 @@ def argument(metavar: str, help: str) -> Any:
 
 
 def config_argument(metavar: str, help: str) -> Any:
-    """A config, or what holds one; no weights are downloaded."""
-    return typer.Argument(metavar=metavar, help=help, parser=_config)
+    """A config, what holds one, or a name; no weights are downloaded."""
+    return typer.Argument(metavar=metavar, help=help, parser=_resolved)
 
 
 def option(help: str) -> Any:
@@ -26,13 +32,30 @@ def adapter_option(help: str) -> Any:
     return typer.Option(metavar="ADAPTER", help=help, parser=_checkpoint)
 
 
-def _checkpoint(name: str) -> Path:
-    from mcore_qwen3vl.converters.hf.hub import resolve
+def data_argument(help: str) -> Any:
+    """A data set of any kind."""
+    return typer.Argument(metavar="DATA", help=help, parser=_data_set)
 
-    return resolve(name)
+
+def _checkpoint(name: str) -> Path:
+    return _there(_resolved(name, weights=True))
 
 
 def _config(name: str) -> Path:
+    return _there(_resolved(name))
+
+
+def _data_set(name: str) -> Path:
+    return require_data_set(Path(name))
+
+
+def _resolved(name: str, *, weights: bool = False) -> Path:
     from mcore_qwen3vl.converters.hf.hub import resolve
 
-    return resolve(name, weights=False)
+    return resolve(name, weights=weights)
+
+
+def _there(path: Path) -> Path:
+    if not path.exists():
+        raise BadInput(f"{path} does not exist: check the path, or name a hub id, OWNER/NAME.")
+    return path

@@ -25,13 +25,14 @@ TRIED = 9
 """Rehearsals at most."""
 ESTIMATE_OFF = 1.15
 """What the estimate says of memory may be this much too high."""
+_RECOMPUTE = "--recompute-granularity"
 _REPLACED = (
     *("--tensor-model-parallel-size", "--sequence-parallel", "--pipeline-model-parallel-size"),
     *("--num-virtual-stages-per-pipeline-rank", "--context-parallel-size"),
     *("--expert-model-parallel-size", "--expert-tensor-parallel-size"),
     *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"),
     "--pipeline-model-parallel-layout",
-    *("--recompute-granularity", "--recompute-method", "--recompute-num-layers"),
+    *(_RECOMPUTE, "--recompute-method", "--recompute-num-layers"),
     *OWN_SPLIT,
 )
 
@@ -42,7 +43,7 @@ class Candidate:
 
     Attributes:
         command: with its flags.
-        flags: to append to the run's own, which they set or take back.
+        flags: to append to the run's own, which they set or take back; none: it is the run's own.
         seconds: of a step, modelled.
         estimate: bytes of the fullest rank, modelled.
     """
@@ -51,6 +52,11 @@ class Candidate:
     flags: tuple[str, ...]
     seconds: float
     estimate: float
+
+    @property
+    def own(self) -> bool:
+        """It is the run's own layout."""
+        return not self.flags
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,7 @@ class Fit:
         """The row for ``--json``; sizes in bytes."""
         return {
             "layout": str(self.candidate.command.layout),
+            "own": self.candidate.own,
             "flags": list(self.candidate.flags),
             "fits": self.good,
             "verdict": self.found.verdict,
@@ -87,6 +94,8 @@ class Fit:
 def search(rehearser: Rehearser, command: Command, a: Architecture) -> list[Fit]:
     """Rehearse candidates, the fastest first, until three fit with something to spare.
 
+    The run's own layout is rehearsed in any case, if it is one for these GPUs.
+
     Returns:
         All that were rehearsed, in that order.
 
@@ -95,25 +104,35 @@ def search(rehearser: Rehearser, command: Command, a: Architecture) -> list[Fit]
     """
     usable = rehearser.options.device(command).usable
     ranked = sorted(candidates(command, a, rehearser.options.gpu), key=lambda c: c.seconds)
-    possible = [c for c in ranked if c.estimate <= ESTIMATE_OFF * usable]
-    if not possible:
+    if all(c.estimate > ESTIMATE_OFF * usable for c in ranked):
         raise BadInput(
             f"No layout of this model fits on {command.gpus} GPUs; {len(ranked)} were "
             "estimated. Use more or larger GPUs, or a shorter --seq-length."
         )
+    possible = [c for c in ranked if c.own or c.estimate <= ESTIMATE_OFF * usable]
     tried: list[Fit] = []
-    for candidate in possible[:TRIED]:
+    for number, candidate in enumerate(possible):
+        done = number >= TRIED or sum(fit.good for fit in tried) >= WANTED
+        if done and not candidate.own:
+            continue
         found = rehearser.rehearse(
             candidate.command, stop_at_failure=True, what=f"{candidate.command.layout}, "
         )
         tried.append(Fit(candidate, found))
-        if sum(fit.good for fit in tried) == WANTED:
-            break
     return tried
 
 
 def candidates(command: Command, a: Architecture, gpu: Gpu) -> Iterator[Candidate]:
-    """Every layout of powers of two, TP and EP up to a node, with and without full recompute."""
+    """Every layout of powers of two, TP and EP up to a node, with and without full recompute.
+
+    The run's own is one of them, with virtual stages and a split of its own as it has them.
+    """
+    try:
+        checked(command)
+    except BadInput:
+        pass
+    else:
+        yield _candidate(command, (), a, gpu, command.value(_RECOMPUTE) == "full")
     sizes = [2**n for n in range(12) if 2**n <= command.gpus]
     experts = [n for n in sizes if n <= NODE] if a.is_moe else [1]
     bare = command.without(*_REPLACED)
@@ -122,6 +141,8 @@ def candidates(command: Command, a: Architecture, gpu: Gpu) -> Iterator[Candidat
             continue
         flags = _flags(tp, pp, cp, ep, recompute, a.is_moe)
         made = bare.plus(*flags)
+        if made.layout == command.layout and made.value(_RECOMPUTE) == command.value(_RECOMPUTE):
+            continue
         try:
             checked(made)
         except BadInput:

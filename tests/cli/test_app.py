@@ -96,11 +96,46 @@ def test_a_difference_is_exit_code_1(checkpoint, tmp_path, capsys):
     assert printed.err == ""
 
 
-def test_under_json_an_error_is_json_too(tmp_path, capsys):
-    assert run("inspect", tmp_path / "nothing", "--json") == 2
-    found = json.loads(capsys.readouterr().out)
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["inspect", "gone"], "gone does not exist"),
+        (["inspect", "gone", "--tabel"], "No such option: --tabel"),
+        (["verify", "tensors"], "Missing argument 'A'"),
+        (["inspect", ".", "--workers", "many"], "Invalid value for '--workers'"),
+    ],
+)
+def test_under_json_an_error_is_json_alone(words, said, capsys):
+    assert run(*words, "--json") == 2
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
     assert found["exit_code"] == 2
-    assert "nothing" in found["error"]
+    assert said in found["error"]
+    assert printed.err == ""
+
+
+def test_a_path_that_is_not_there_is_refused_without_torch(dense):
+    code = (
+        "import sys, mcore_qwen3vl.cli as cli\n"
+        "for words in sys.argv[1:]:\n"
+        "    try: cli.main(words.split())\n"
+        "    except SystemExit as left: print(left.code, 'torch' in sys.modules)"
+    )
+    commands = (
+        "generate gone --prompt hi --cpu",
+        f"generate {dense} --lora gone --prompt hi --cpu",
+        f"score gone {__file__} --cpu",
+        f"score {dense} gone --cpu",
+        f"data check gone --hf-model {dense}",
+        f"data check {__file__} --hf-model gone",
+        f"data show gone 1 --hf-model {dense}",
+        "verify parity gone",
+    )
+    done = subprocess.run([sys.executable, "-c", code, *commands], capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["2 False"] * len(commands)
+    assert [line.count("gone does not exist") for line in done.stderr.splitlines()] == [1] * len(
+        commands
+    )
 
 
 def test_version_and_short_help(capsys):

@@ -13,28 +13,27 @@ import pytest
 from mcore_qwen3vl.runtime.pretended import Workbench
 from mcore_qwen3vl.tiny import tiny_config
 
-Command = Callable[..., tuple[int, dict[str, Any], str]]
+Command = Callable[..., tuple[int, Any]]
 
 
 @pytest.fixture
 def command(
     workbench: Workbench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Command:
-    """``mcore-qwen3vl rehearse``: its exit code, what --json says, and standard error."""
+    """``mcore-qwen3vl rehearse``: its exit code and what --json says."""
     from mcore_qwen3vl.cli import main
     from mcore_qwen3vl.rehearsal import run
 
     # Imports take fifteen seconds, and the workbench has done them.
     monkeypatch.setattr(run, "Workbench", lambda *_: nullcontext(workbench))
 
-    def call(*words: object) -> tuple[int, dict[str, Any], str]:
+    def call(*words: object) -> tuple[int, Any]:
         code = 0
         try:
             main(["rehearse", "--json", *map(str, words)])
         except SystemExit as left:
             code = int(left.code or 0)
-        printed = capsys.readouterr()
-        return code, json.loads(printed.out) if printed.out else {}, printed.err
+        return code, json.loads(capsys.readouterr().out)
 
     return call
 

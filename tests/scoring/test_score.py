@@ -300,7 +300,7 @@ def test_a_damaged_beginning_is_computed_again_or_refused(
     partial.write_bytes(b"".join(good[:9]) + b'{"index": 9, "lo\n' + b"".join(good[10:20]))
     facts.write_text(json.dumps({"settings": settings})[:40])
     assert run(command(dense, data, broken)) == 2
-    assert "is missing or damaged" in capfd.readouterr().err
+    assert "is missing or damaged" in capfd.readouterr().out
     facts.write_text(json.dumps({"settings": settings}))
     assert run(command(dense, data, broken)) == 0
     assert broken.read_bytes() == whole.read_bytes()
@@ -310,7 +310,7 @@ def test_an_output_has_one_writer(dense: Path, folder: Path, tmp_path: Path, cap
     out = tmp_path / "out.jsonl"
     with held_elsewhere(out) as number:
         assert run(command(dense, many(folder, 12), out)) == 2
-    assert f"Process {number} on" in capfd.readouterr().err
+    assert f"Process {number} on" in capfd.readouterr().out
     assert not out.exists()
 
 

@@ -16,6 +16,7 @@ from megatron.energon.flavors.jsonl.ijsonl import IJsonlIndexReader, IJsonlIndex
 
 from mcore_qwen3vl.data.loading import json_file
 from mcore_qwen3vl.data.loading.lines import write_blanks
+from mcore_qwen3vl.data.loading.sources import require_data_set
 from mcore_qwen3vl.data.loading.stand_in import data_cache, make_stand_in, origin, stand_in_of
 from mcore_qwen3vl.data.loading.tables import is_table
 from mcore_qwen3vl.errors import BadInput
@@ -65,8 +66,7 @@ def index_beside(path: Path) -> None:
 
 
 def _needs_index(path: Path) -> bool:
-    if not path.exists():
-        raise BadInput(f"The data set {path} does not exist; check the path.")
+    require_data_set(path)
     if is_table(path) or path.suffix in (".yaml", ".yml"):
         return False
     if path.is_dir() or path.suffix in (".jsonl", ".json"):

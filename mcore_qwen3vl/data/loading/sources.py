@@ -10,7 +10,7 @@ from mcore_qwen3vl.data.loading.mixture import is_mixture, read_mixture
 from mcore_qwen3vl.data.loading.source import Source
 from mcore_qwen3vl.errors import BadInput
 
-__all__ = ["Source", "parse_sources"]
+__all__ = ["Source", "parse_sources", "require_data_set"]
 
 
 def parse_sources(words: Sequence[str], preprocess: str | None = None) -> list[Source]:
@@ -56,6 +56,17 @@ def parse_sources(words: Sequence[str], preprocess: str | None = None) -> list[S
         else source
         for source in sources
     ]
+
+
+def require_data_set(path: Path) -> Path:
+    """`path` itself.
+
+    Raises:
+        BadInput: there is nothing.
+    """
+    if not path.exists():
+        raise BadInput(f"The data set {path} does not exist; check the path.")
+    return path
 
 
 def _expanded(path: Path, weight: float) -> list[Source]:

@@ -68,10 +68,11 @@ def show_fits(fits: Sequence[Fit], command: Command) -> None:
         "modelled by a roofline",
         *("layout", ">held", ">reserved", ">left", ">s a step", "", "append"),
     )
+    own = ", as given" if command.script is None else ", this script"
     for fit in sorted(fits, key=lambda fit: not fit.good):
         fullest = fit.fullest
         table.add_row(
-            str(fit.candidate.command.layout),
+            str(fit.candidate.command.layout) + own * fit.candidate.own,
             gb(fullest.peak),
             gb(fullest.reserved),
             _left(fullest, 1e9),

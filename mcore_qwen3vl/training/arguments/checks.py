@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.data.loading.sources import parse_sources
+from mcore_qwen3vl.data.loading.sources import parse_sources, require_data_set
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.compiler import c_compiler
 from mcore_qwen3vl.runtime.extras import require_extra
@@ -160,8 +160,7 @@ def check_surroundings(args: argparse.Namespace) -> None:
     if missing:
         raise BadInput(" ".join(missing))
     for source in [*parse_sources(train), *parse_sources(args.valid_data_path or train)]:
-        if not source.path.exists():
-            raise BadInput(f"The data set {source.path} does not exist; check the path.")
+        require_data_set(source.path)
     _check_kinds(args)
     _check_loggers(args)
 
