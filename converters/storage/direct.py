@@ -1,8 +1,9 @@
 """Write large files past the page cache, from any offset and in pieces of any size.
 
-A buffered write costs the processor two to four times as much as moving the data, in pages that
-nothing reads again and that push useful ones out. Whole blocks therefore go straight to the disk
-from an aligned buffer. The bytes before the first and after the last whole block are written the
+A buffered write fills pages that nothing reads again and that push useful ones out. Writing 400 MB
+and syncing them costs 0.05 s of processor time directly and 0.34 s buffered (0.13 to 0.58; five
+interleaved pairs), and a third of the time. Whole blocks therefore go straight to the disk from an
+aligned buffer. The bytes before the first and after the last whole block are written the
 usual way; where a file system knows no direct writing, everything is.
 """
 

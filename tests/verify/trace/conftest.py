@@ -1,6 +1,6 @@
 import pytest
 
-from mcore_qwen3vl.verify.trace.fault_injection import FaultInjector
+from tests.verify.trace.fault_injection import FaultInjector
 
 
 @pytest.fixture(scope="session")

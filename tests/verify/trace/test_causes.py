@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from mcore_qwen3vl.model import fusion, qwen3vl
 from mcore_qwen3vl.model.decoder import attention, norm, rope
 from mcore_qwen3vl.verify.parity.case import Case
-from mcore_qwen3vl.verify.trace.fault_injection import FaultInjector
 from mcore_qwen3vl.verify.trace.tracing import trace
+from tests.verify.trace.fault_injection import FaultInjector
 
 patch = mock.patch.object
 add_to, fuse, forward = fusion.DeepStack.add_to, fusion.fuse, rope.InterleavedMRoPE.forward

@@ -3,8 +3,8 @@
 import pytest
 
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.verify.trace.fault_injection import FaultInjector
-from mcore_qwen3vl.verify.trace.faults import FAULTS, Fault
+from tests.verify.trace.fault_injection import FaultInjector
+from tests.verify.trace.faults import FAULTS, Fault
 
 BY_NAME = {fault.name: fault for fault in FAULTS}
 

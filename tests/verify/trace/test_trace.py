@@ -17,11 +17,11 @@ from mcore_qwen3vl.model import fusion
 from mcore_qwen3vl.model.decoder import rope
 from mcore_qwen3vl.verify.parity.batches import build_batch
 from mcore_qwen3vl.verify.trace import on_rank
-from mcore_qwen3vl.verify.trace.fault_injection import FaultInjector
 from mcore_qwen3vl.verify.trace.probe_points import TEXT, data_path
 from mcore_qwen3vl.verify.trace.reference import MARGIN
 from mcore_qwen3vl.verify.trace.result import ACTIVATION_GRADIENTS, ACTIVATIONS, GRADIENTS, Trace
 from mcore_qwen3vl.verify.trace.tracing import trace
+from tests.verify.trace.fault_injection import FaultInjector
 
 
 def traced(

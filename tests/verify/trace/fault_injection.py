@@ -1,7 +1,7 @@
 """Fault injection: a converted checkpoint with a fault, and whether the trace names it.
 
-``python -m mcore_qwen3vl.verify.trace.fault_injection`` prints the table; it needs no GPU and
-downloads nothing.
+``python -m tests.verify.trace.fault_injection`` prints the table. It needs no GPU and downloads
+nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
-from mcore_qwen3vl.verify.trace.faults import FAULTS, Fault
+from tests.verify.trace.faults import FAULTS, Fault
 
 if TYPE_CHECKING:  # imports transformers, which is slow
     from mcore_qwen3vl.verify.trace.reference import TraceReference
