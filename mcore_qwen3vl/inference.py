@@ -47,7 +47,9 @@ def hf_folder_of(checkpoint: Path, hf: Path | None, command: str) -> Path:
         return hf_folder(checkpoint, flag="--hf-model")
     folder = hf or checkpoint
     if not (folder / "config.json").is_file():
-        raise BadInput(f"{folder} has no config.json: name a checkpoint directory.")
+        below = sorted(file.parent for file in folder.glob("*/config.json"))
+        remedy = f"did you mean {below[-1]}?" if below else "name a checkpoint directory."
+        raise BadInput(f"{folder} has no config.json: {remedy}")
     return folder
 
 

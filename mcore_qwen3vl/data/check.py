@@ -27,13 +27,13 @@ from mcore_qwen3vl.data.loading.sources import parse_sources
 from mcore_qwen3vl.data.records.bad_samples import sample_id
 from mcore_qwen3vl.data.records.flaws import OverlongSample
 from mcore_qwen3vl.data.records.media import peculiarities
+from mcore_qwen3vl.data.records.preference import written_otherwise
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.extras import require_extra
 
 _BUFFERS = 4  # so many, at least, of each rank's packing buffers show how level the work is
 _KEYS_NAMED = 10
 _NAMES = ("id",)  # keys that say which record it is
-_REJECTED = ("rejected_response", "rejected_messages", "rejected_images")  # ms-swift's
 
 
 @dataclass(frozen=True)
@@ -135,12 +135,7 @@ class DataReport:
         if not self.unread:
             return []
         said = ["Keys that are not read do no harm. --preprocess MODULE:FUNCTION can use them."]
-        if answers := [key for key in self.unread if key in _REJECTED]:
-            said.append(
-                f"{answers[0]}: if these are preference data, DPO (--loss dpo) reads them from "
-                "chosen and rejected, which --preprocess can write."
-            )
-        return said
+        return [*said, *filter(None, [written_otherwise(self.unread)])]
 
     def histograms(self, bins: int = 20) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """(counts (bins,), edges (bins + 1,)) of tokens, trained tokens and patches a sample."""

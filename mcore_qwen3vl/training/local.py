@@ -14,7 +14,7 @@ from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.training.arguments.checks import check_device
 from mcore_qwen3vl.training.arguments.common import add_common
 from mcore_qwen3vl.training.arguments.early import check_early
-from mcore_qwen3vl.training.arguments.help import print_help
+from mcore_qwen3vl.training.arguments.help import PROGRAM, print_help
 from mcore_qwen3vl.training.arguments.layout import check_layout_flags
 from mcore_qwen3vl.training.arguments.parser import add_arguments, is_cpu
 from mcore_qwen3vl.training.crash import death_of_a_rank, report_crash
@@ -30,7 +30,7 @@ def show_help(words: Sequence[str]) -> None:
 
         main(["--help", *words])
     parser = argparse.ArgumentParser(
-        prog="mcore-qwen3vl train [--processes N]",
+        prog=PROGRAM,
         usage="%(prog)s --hf-model DIR --data-path PATH [FLAG...]",
         description="Train on this machine with Megatron's loop, one rank a GPU (--cpu: one).",
         epilog="Every Megatron flag works too: --help WORD shows the flags about a word; "

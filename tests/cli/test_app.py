@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from mcore_qwen3vl import __version__
 from mcore_qwen3vl.cli import main
@@ -262,6 +263,24 @@ def test_without_a_gpu_it_is_one_line(checkpoint, capsys, monkeypatch):
         "error: On CUDA each rank needs a GPU: this machine has none, the layout 1 rank. "
         "Run on the CPU (verify: --device cpu).\n"
     )
+
+
+def test_parity_names_the_weights_that_are_nan(dense, tmp_path, capsys):
+    broken = tmp_path / "broken"
+    shutil.copytree(dense, broken)
+    name = "model.language_model.layers.1.mlp.down_proj.weight"
+    tensors = load_file(broken / "model.safetensors")
+    tensors[name][2, 3] = float("nan")
+    save_file(tensors, broken / "model.safetensors", {"format": "pt"})
+    assert run("verify", "parity", broken, "--batches", "text", "--no-gradients") == 2
+    assert f"broken: 1 tensor has NaN or infinite values: {name}." in capsys.readouterr().err
+
+
+def test_help_about_a_word_names_the_command(capsys):
+    assert run("train", "--help", "lr") == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("usage: mcore-qwen3vl train [--processes N] --hf-model DIR")
+    assert "--lr-decay-style" in printed
 
 
 def test_a_layout_that_does_not_fit_starts_no_rank(checkpoint, capsys, monkeypatch):

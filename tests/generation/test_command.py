@@ -17,8 +17,10 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.console import visible
 from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.converters.live.load import load_hf
+from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.generation.cached_model import CachedModel, inference
 from mcore_qwen3vl.generation.prompts import prompts_from_inputs
+from mcore_qwen3vl.inference import hf_folder_of
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.build import build_chunks
 from mcore_qwen3vl.runtime.launch import run_layout
@@ -212,3 +214,10 @@ def test_adapters_and_lora_runs_are_told_from_models(
     for path in (run_of_lora, next(run_of_lora.glob("release"))):
         assert run(str(path), "--prompt", "?") == 2
         assert "is a LoRA run, and its checkpoints hold no base weights" in capsys.readouterr().err
+
+
+def test_of_a_folder_of_exports_the_last_is_named(dense: Path, tmp_path: Path) -> None:
+    for iteration in (4, 12):
+        (tmp_path / f"iter_{iteration:07d}").symlink_to(dense)
+    with pytest.raises(BadInput, match=r"has no config.json: did you mean .*/iter_0000012\?$"):
+        hf_folder_of(tmp_path, None, "generate")

@@ -24,6 +24,7 @@ from mcore_qwen3vl.data.encoding.samples import EncodedSample, RawSample
 from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.data.records.bad_samples import sample_id
 from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample
+from mcore_qwen3vl.data.records.preference import written_otherwise
 from mcore_qwen3vl.data.scores import References
 
 
@@ -97,9 +98,8 @@ class PairTaskEncoder(Qwen3VLTaskEncoder):
         with self.guard.skipping(sample):
             plans = plan_each(self.preparation, sample)
             if len(plans) == 1:
-                raise BadSample(
-                    "it is not a preference record: --loss dpo needs chosen and rejected."
-                )
+                said = "it is not a preference record: --loss dpo needs chosen and rejected."
+                raise BadSample(f"{said} {written_otherwise(sample.record)}".rstrip())
             chosen, rejected = plans
             check_length(self.config, plans)
             found = self._references_of(sample)

@@ -11,7 +11,7 @@ the shared messages count.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from mcore_qwen3vl.data.records.reading import Reading
 SIDES = ("chosen", "rejected")
 PREFERENCE = "preference"
 """What the format is called."""
+_OTHERWISE = ("rejected_response", "rejected_messages", "rejected_images")  # ms-swift's
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,21 @@ class Pair:
 def is_pair(record: Any) -> bool:
     """Whether a JSON record is a preference record."""
     return isinstance(record, Mapping) and any(side in record for side in SIDES)
+
+
+def written_otherwise(keys: Iterable[str]) -> str:
+    """What to do with a record of these keys, if another program takes it for a preference record.
+
+    Returns:
+        A sentence, or nothing.
+    """
+    key = next((key for key in keys if key in _OTHERWISE), None)
+    return (
+        ""
+        if key is None
+        else f"{key}: if these are preference data, DPO (--loss dpo) reads them from chosen and "
+        "rejected, which --preprocess can write."
+    )
 
 
 def parse_pair(record: Any, folder: MediaFolder, reading: Reading | None = None) -> Pair:

@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from mcore_qwen3vl.errors import BadInput
 
+PROGRAM = "mcore-qwen3vl train [--processes N]"
 ASKS = frozenset({"-h", "--help"})
 
 
@@ -44,6 +45,7 @@ def print_megatron_help(words: Sequence[str] = ()) -> NoReturn:
     from mcore_qwen3vl.training.arguments.parser import add_arguments
 
     parser = argparse.ArgumentParser(
+        prog=PROGRAM,
         description="Qwen3-VL training. --help WORD shows the flags about a word.",
         allow_abbrev=False,
         add_help=False,

@@ -42,7 +42,7 @@ def show_summary(
     rows = summary(args, a, explicit, lora)
     if not screen.is_terminal:  # a table would be padded to its widest row
         for name, text in rows:
-            screen.print(f"{name:11}{text}", markup=False, soft_wrap=True)
+            screen.print(f"{name:12}{text}", markup=False, soft_wrap=True)
         return
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
@@ -67,6 +67,7 @@ def summary(
         ("layout", _layout(args)),
         ("precision", _precision(args)),
         ("data", _data(args)),
+        *([("validation", _validation(args))] if args.valid_data_path else []),
         ("schedule", _schedule(args)),
         ("memory", _memory(args, a)),
         ("writes", _writes(args)),
@@ -156,6 +157,19 @@ def _data(args: argparse.Namespace) -> str:
     if args.kept_global_batch:
         batch += ", as the run that is resumed"
     return f"{paths}; {rows}; {batch}"
+
+
+def _validation(args: argparse.Namespace) -> str:
+    paths = " ".join(map(str, args.valid_data_path))
+    if not args.eval_iters:
+        return f"{paths}, which is never read: --eval-iters N evaluates on N batches"
+    batch = f"{args.eval_iters} batches of {args.global_batch_size}"
+    ends = []
+    if args.early_stop_patience is not None:
+        ends.append(f"the run ends after {args.early_stop_patience} without a lower loss")
+    if args.keep_best:
+        ends.append("the checkpoint with the lowest loss is kept")
+    return "; ".join([f"{paths}; {batch} every {args.eval_interval} steps", *ends])
 
 
 def _schedule(args: argparse.Namespace) -> str:

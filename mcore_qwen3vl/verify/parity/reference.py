@@ -17,6 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.offline.finite import notes
+from mcore_qwen3vl.converters.storage.dtypes import all_finite
+from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.verify.parity.batches import Batch, MicroBatch, Sample, media
 
 AFTER_STEP = "logits after a step"
@@ -78,6 +81,9 @@ class Reference:
         path: checkpoint directory.
         dtype: of weights and computation.
         device: where it runs; results come back to the CPU.
+
+    Raises:
+        BadInput: a weight is NaN or infinite.
     """
 
     def __init__(
@@ -92,6 +98,10 @@ class Reference:
         self.model: Any = model_class.from_pretrained(
             path, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
         ).to(device)
+        weights = self.model.named_parameters()
+        nonfinite = [name for name, weight in weights if not all_finite(weight.detach())]
+        for note in notes([{"nonfinite": nonfinite}]):
+            raise BadInput(f"{path}: {note} What a model computes with them cannot be compared.")
         self.model.eval()
 
     def run(self, batch: Batch, *, gradients: bool = True) -> Expected:

@@ -26,8 +26,9 @@ def test_a_run_is_quiet_and_keeps_megatrons_log(dense: Path, data: Path, tmp_pat
     log = train(job, tmp_path / "run")
     assert [entry["iteration"] for entry in log] == [2, 4]
     lines = (tmp_path / "run" / "output.txt").read_text().splitlines()
-    names = ("model", "weights", "layout", "precision", "data", "schedule", "memory", "writes")
-    assert tuple(line.split()[0] for line in lines[:8]) == names
+    names = ("model", "weights", "layout", "precision", "data", "validation")
+    names += ("schedule", "memory", "writes")
+    assert tuple(line.split()[0] for line in lines[:9]) == names
     steps = [line for line in lines if line.startswith("step ")]
     assert [line.split()[1] for line in steps if "/" in line.split()[1]] == ["1/4", "2/4", "4/4"]
     assert f"loss {log[0]['lm loss']:.4f}  grad norm" in steps[1]
@@ -68,6 +69,13 @@ def test_the_summary_says_what_was_chosen(dense: Path, tmp_path: Path) -> None:
     assert found["precision"].startswith("fp32")
     assert "padded to the longest of a batch, at most 4096" in found["data"]
     assert found["memory"].startswith("not estimated")
+    assert "validation" not in found
+    valid = ("--valid-data-path", "b.jsonl")
+    found = rows(dense, "--cpu", *valid, "--eval-iters", "3", "--early-stop-patience", "2")
+    assert found["validation"] == (
+        "b.jsonl; 3 batches of 1 every 1000 steps; the run ends after 2 without a lower loss"
+    )
+    assert "which is never read: --eval-iters N" in rows(dense, "--cpu", *valid)["validation"]
     assert found["writes"] == "no checkpoint (--save DIR); Megatron's own log is not kept " + (
         "(--verbose: here)"
     )
