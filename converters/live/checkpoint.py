@@ -53,6 +53,8 @@ def load_checkpoint(models: Sequence[Any], path: str | Path, *, whole: bool = Tr
         )
     except CheckpointingException as error:
         raise _not_this_model(folder, str(error)) from error
+    except UnpicklingError as error:  # a file that earlier Megatrons wrote
+        raise refused_by_torch(folder / "common.pt", error) from None
     except CheckpointException as error:  # torch's, around what failed on each rank
         failures = [failure[0] for failure in error.failures.values()]
         refused = next((f for f in failures if isinstance(f, BadInput)), None)

@@ -292,6 +292,14 @@ def test_an_object_of_a_checkpoint_that_names_code(
     assert not places["marker"].exists()
 
 
+def test_a_file_of_earlier_megatrons_that_names_code(places: dict[str, Path], capfd: Any) -> None:
+    hf_to_mcore(places["good"], places["out"])
+    torch.save({"args": Code(places["marker"])}, places["out"] / "release" / "common.pt")
+    message = refused(["generate", "{out}", "--cpu", *PROMPT], places, capfd)
+    assert "common.pt asks for" in message
+    assert "weights_only" not in message
+
+
 def _trainer(argv: list[str]) -> Callable[[], int]:
     def train() -> int:
         from mcore_qwen3vl.training.run import main as run

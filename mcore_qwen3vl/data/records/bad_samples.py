@@ -112,7 +112,7 @@ class BadSampleGuard:
                 f"{len(self._bad)} of about {self._records} records are bad, more than the "
                 f"accepted share of {self._max_fraction:g} (--max-bad-fraction), and a data worker "
                 f"has not read all of them yet. The last one is {name}: {kind}{error} Run "
-                "`mcore-qwen3vl data check` on the data set, which lists what is wrong with records."
+                "`mcore-qwen3vl data check` on the data set, which lists what is wrong with each."
             )
 
 

@@ -317,7 +317,7 @@ def test_preference_records_of_another_program_are_named(
     records = [question(i, image=False) for i in range(4)]
     path = write_jsonl([{**record, "rejected_response": "no"} for record in records])
     loader = make(path, config=DataConfig(seq_length=256, pairs=True, shuffle=False))
-    with pytest.raises(BadInput, match=r"not a preference record: .* rejected_response: .* from ch"):
+    with pytest.raises(BadInput, match=r"not a preference record: .* rejected_response: .* chosen"):
         next(loader)
 
 
