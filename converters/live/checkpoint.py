@@ -11,7 +11,7 @@ from mcore_qwen3vl.converters.mcore.checkpoint import NOT_THE_MODEL
 from mcore_qwen3vl.converters.mcore.formats import format_of
 from mcore_qwen3vl.converters.mcore.paths import iteration_folder, require_whole_model
 from mcore_qwen3vl.converters.storage.unpickling import refused_by_torch
-from mcore_qwen3vl.converters.torch_dist.metadata import guard_reads
+from mcore_qwen3vl.converters.torch_dist.metadata import guard_reads, read
 from mcore_qwen3vl.errors import BadInput
 
 
@@ -63,6 +63,7 @@ def load_checkpoint(models: Sequence[Any], path: str | Path, *, whole: bool = Tr
         for failure in failures:
             if isinstance(failure, UnpicklingError):
                 raise refused_by_torch(folder, failure) from None
+        read(folder)  # torch before 2.13 goes on without metadata that was refused
         raise _not_this_model(folder, str(failures[0])) from error
     extra = {key for key in extra if whole and not NOT_THE_MODEL.match(key)}
     for keys, problem in ((lacking, "lacks"), (extra, "holds beside the model")):

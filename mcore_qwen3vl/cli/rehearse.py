@@ -61,6 +61,13 @@ def rehearse(
             "--report.",
         ),
     ] = False,
+    constants: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="JSON with assumptions of the modelled step time, e.g. launch_us; see the docs.",
+        ),
+    ] = None,
     json: Json = False,
     report: Annotated[
         Path | None,
@@ -69,7 +76,7 @@ def rehearse(
         ),
     ] = None,
 ) -> None:
-    """Run two training iterations on a simulated GPU: peak memory, waits, launches, traffic.
+    """Run two training iterations on a simulated GPU: memory, launches, traffic, modelled time.
 
     After the options, name a launch script (its path, or its name in `launch list`) and the flags
     to append, or give the flags of train. A --hf-model that holds only a config.json is enough.
@@ -84,6 +91,7 @@ def rehearse(
     from mcore_qwen3vl.rehearsal.report.terminal import show, show_fits
     from mcore_qwen3vl.rehearsal.run import Options, Rehearser, checked
     from mcore_qwen3vl.rehearsal.search import search
+    from mcore_qwen3vl.rehearsal.step_time import Constants
 
     if fit and report is not None:
         raise BadInput(
@@ -92,7 +100,8 @@ def rehearse(
         )
     command = read_command(context.args, gpus)
     kinds = tuple(word.strip() for word in roles.split(","))
-    options = Options(find_gpu(gpu), memory_gib, allowance_gib, kinds, routing)
+    assumed = Constants() if constants is None else Constants.read(constants)
+    options = Options(find_gpu(gpu), memory_gib, allowance_gib, kinds, routing, assumed)
     architecture = checked(command) if not fit else architecture_of(command)
     if fit:
         with console.progress("searching") as say, Rehearser(options, say) as rehearser:

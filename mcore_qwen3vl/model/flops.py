@@ -68,3 +68,17 @@ def vision(a: Architecture, patches: float, squared_frames: float, trained: Trai
     linears = (1 + into_tower + trained.vision) * tower
     linears += (1 + into_tower + trained.aligner) * mergers
     return MULTIPLY_ADD * (linears * patches + (FORWARD_AND_BACKWARD if into_tower else 1) * core)
+
+
+def model(
+    a: Architecture,
+    tokens: float,
+    squared_lengths: float,
+    patches: float,
+    squared_frames: float,
+    trained: Trained = ALL,
+) -> float:
+    """FLOPs of both for one step; see :func:`language` and :func:`vision`."""
+    return language(a, tokens, squared_lengths, trained) + vision(
+        a, patches, squared_frames, trained
+    )

@@ -23,16 +23,18 @@ class Gpu:
     """Dense bf16 peak, of NVIDIA's data sheets, as is the next."""
     nvlink_gb_per_s: float
     """In one direction, to all GPUs of the node together."""
+    memory_tb_per_s: float
+    """Of the GPU's own memory."""
 
 
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("a100-40gb", 39.4, 80, 312, 300),
-        Gpu("a100-80gb", 79.1, 80, 312, 300),
-        Gpu("h100-80gb", 79.1, 90, 989, 450),
-        Gpu("h200-141gb", 139.7, 90, 989, 450),
-        Gpu("b200-180gb", 178.3, 100, 2250, 900),
+        Gpu("a100-40gb", 39.4, 80, 312, 300, 1.555),
+        Gpu("a100-80gb", 79.1, 80, 312, 300, 2.039),
+        Gpu("h100-80gb", 79.1, 90, 989, 450, 3.35),
+        Gpu("h200-141gb", 139.7, 90, 989, 450, 4.8),
+        Gpu("b200-180gb", 178.3, 100, 2250, 900, 8.0),
     )
 }
 

@@ -1,4 +1,4 @@
-"""What a rehearsal found. Numbers are measured, except what :mod:`.pipeline` models."""
+"""What a rehearsal found: measured, except what :mod:`.pipeline` and :mod:`.step_time` model."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from mcore_qwen3vl.rehearsal import holders
 from mcore_qwen3vl.rehearsal.gpus import GIB, Gpu
 from mcore_qwen3vl.rehearsal.pipeline import Pipeline
 from mcore_qwen3vl.rehearsal.roles import Role
+from mcore_qwen3vl.rehearsal.step_time import StepTime
 from mcore_qwen3vl.runtime.pretended.report import Report, Stage
 from mcore_qwen3vl.training.phases import LOG
 
@@ -97,6 +98,11 @@ class RoleOutcome:
         return whole[-1] if whole and self.ok else None
 
     @property
+    def work(self) -> list[dict[str, dict[str, float]]]:
+        """Of a micro-batch: :meth:`mcore_qwen3vl.training.pretended_stages.Work.of_iteration`."""
+        return list(self.report.facts["work"])
+
+    @property
     def faults(self) -> dict[str, list[str]]:
         """Parameters and buffers that something is wrong with, by what it is."""
         names = ("without gradient", "not on the device")
@@ -131,6 +137,7 @@ class RoleOutcome:
             "launches": stage and stage.counters["launches"],
             "waits": stage and [asdict(wait) for wait in stage.waits],
             "flops": stage and stage.flops,
+            "bytes of other kernels": stage and stage.moved,
             "traffic": stage and [asdict(t) for t in stage.traffic],
             "seconds of the host": round(self.seconds, 1),
             "memory of the host": self.found["host bytes"],
@@ -171,6 +178,7 @@ class Rehearsal:
     notes: list[str]
     outcomes: list[RoleOutcome] = field(default_factory=list)
     pipeline: Pipeline | None = None
+    step: StepTime | None = None
     remedies: list[Remedy] = field(default_factory=list)
 
     @property
@@ -219,6 +227,7 @@ class Rehearsal:
             "memory": memory_line(self.outcomes),
             "roles": [outcome.to_dict() for outcome in self.outcomes],
             "pipeline": None if self.pipeline is None else self.pipeline.to_dict(),
+            "step": None if self.step is None else self.step.to_dict(),
             "what would fit (measured)": [asdict(remedy) for remedy in self.remedies],
         }
 

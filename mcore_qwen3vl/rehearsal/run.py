@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -18,11 +18,14 @@ from mcore_qwen3vl.rehearsal.material import architecture_of, prepare, rehearsed
 from mcore_qwen3vl.rehearsal.outcome import Device, Rehearsal, RoleOutcome
 from mcore_qwen3vl.rehearsal.pipeline import Pipeline, model_pipeline
 from mcore_qwen3vl.rehearsal.roles import Role, roles_of
+from mcore_qwen3vl.rehearsal.step_time import Constants, Model, RankWork, StepTime
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
+from mcore_qwen3vl.runtime.pretended.flops import flops_of
 from mcore_qwen3vl.runtime.pretended.preload import Routing, Settings
 from mcore_qwen3vl.runtime.pretended.workbench import As, Failed, Workbench
 from mcore_qwen3vl.schedule import Durations
 from mcore_qwen3vl.training.arguments.layout import check_layout_flags
+from mcore_qwen3vl.training.phases import BACKWARD, FORWARD
 
 IMPORTS = (
     "mcore_qwen3vl.rehearsal.on_rank",
@@ -48,6 +51,7 @@ class Options:
         allowance_gib: for context and NCCL; None: :func:`.gpus.allowance_gib`.
         roles: see :func:`.roles.roles_of`.
         routing: how tokens are spread over experts.
+        constants: of the modelled step.
     """
 
     gpu: Gpu
@@ -55,6 +59,7 @@ class Options:
     allowance_gib: float | None = None
     roles: tuple[str, ...] = ("all",)
     routing: Routing = "uniform"
+    constants: Constants = field(default_factory=Constants)
 
     def device(self, command: Command) -> Device:
         """The memory that a rank of `command` has."""
@@ -132,8 +137,29 @@ class Rehearser:
             rehearsal.outcomes.append(self._role(prepared, role, place))
             if stop_at_failure and not rehearsal.fits:
                 break
-        rehearsal.pipeline = _pipeline(rehearsal, command.micro_batch_group)
+        if len(rehearsal.outcomes) == len(roles_of(command, a)) and rehearsal.fits:
+            rehearsal.pipeline = _pipeline(rehearsal, command.micro_batch_group)
+            rehearsal.step = self._step(rehearsal, command)
         return rehearsal
+
+    def _step(self, rehearsal: Rehearsal, command: Command) -> StepTime:
+        model = Model(self.options.gpu, self.options.constants, command.flags)
+        ranks = [
+            RankWork(
+                outcome.role.name,
+                outcome.role.stages,
+                outcome.work,
+                outcome.iteration,
+                rehearsal.rehearsed_micro_batches,
+                outcome.report.facts["tokens"],
+                outcome.report.facts["useful flops"],
+            )
+            for outcome in rehearsal.outcomes
+            if outcome.iteration is not None
+        ]
+        layout = command.layout
+        group = command.micro_batch_group
+        return model.step(ranks, command.micro_batches, group, command.gpus, layout.dp)
 
     def _prepare(self, command: Command) -> Command:
         self._made += 1
@@ -197,12 +223,14 @@ def _check_groups(command: Command) -> None:
 
 
 def _pipeline(rehearsal: Rehearsal, group: int) -> Pipeline | None:
-    """Where every role was rehearsed."""
-    stages = [o for outcome in rehearsal.outcomes for o in [outcome] * outcome.role.stages]
-    work = [o.report.facts["work"] for o in stages if o.iteration is not None]
-    if rehearsal.layout.pp == 1 or len(work) != rehearsal.layout.pp:
+    """The pipeline of a rehearsal that has one, and all of whose roles went through."""
+    if rehearsal.layout.pp == 1:
         return None
-    flops = [[Durations(*chunk) for chunk in chunks] for chunks in work]
+    stages = [o for outcome in rehearsal.outcomes for o in [outcome] * outcome.role.stages]
+    flops = [
+        [Durations(*(flops_of(chunk[d]) for d in (FORWARD, BACKWARD))) for chunk in o.work]
+        for o in stages
+    ]
     return model_pipeline(flops, rehearsal.micro_batches, group)
 
 

@@ -1,10 +1,11 @@
-"""Layouts for a number of GPUs: the fastest by the roofline among those that are seen to fit."""
+"""Layouts for a number of GPUs: rehearsed in the order of a roofline until enough fit."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import inf
 from typing import Any
 
 from mcore_qwen3vl.config import Architecture
@@ -44,7 +45,7 @@ class Candidate:
     Attributes:
         command: with its flags.
         flags: to append to the run's own, which they set or take back; none: it is the run's own.
-        seconds: of a step, modelled.
+        seconds: of a step, by the roofline.
         estimate: bytes of the fullest rank, modelled.
     """
 
@@ -72,6 +73,11 @@ class Fit:
         return self.found.fits and not any(outcome.tight for outcome in self.found.outcomes)
 
     @property
+    def seconds(self) -> float | None:
+        """Of a step, modelled from what was rehearsed; None if it does not run."""
+        return self.found.step.seconds if self.found.step else None
+
+    @property
     def fullest(self) -> RoleOutcome:
         """The role that failed, or that has least to spare."""
         return max(self.found.outcomes, key=lambda outcome: (not outcome.ok, outcome.reserved))
@@ -87,7 +93,7 @@ class Fit:
             "peak (measured)": self.fullest.peak,
             "reserved (measured)": self.fullest.reserved,
             "usable": self.fullest.usable,
-            "seconds a step (modelled)": self.candidate.seconds,
+            "seconds a step (modelled)": self.seconds,
         }
 
 
@@ -97,7 +103,8 @@ def search(rehearser: Rehearser, command: Command, a: Architecture) -> list[Fit]
     The run's own layout is rehearsed in any case, if it is one for these GPUs.
 
     Returns:
-        All that were rehearsed, in that order.
+        All that were rehearsed: those that fit, the fastest by the modelled step first, and then
+        the others.
 
     Raises:
         BadInput: no layout divides this model over these GPUs, or none may fit.
@@ -119,7 +126,7 @@ def search(rehearser: Rehearser, command: Command, a: Architecture) -> list[Fit]
             candidate.command, stop_at_failure=True, what=f"{candidate.command.layout}, "
         )
         tried.append(Fit(candidate, found))
-    return tried
+    return sorted(tried, key=lambda fit: (not fit.good, fit.seconds or inf))
 
 
 def candidates(command: Command, a: Architecture, gpu: Gpu) -> Iterator[Candidate]:

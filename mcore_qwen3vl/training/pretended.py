@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.data.loading.loader import Loader
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.model import flops
 from mcore_qwen3vl.runtime.pretended import rank as this_rank
 from mcore_qwen3vl.runtime.pretended.rank import Rank
+from mcore_qwen3vl.training.logs import metrics
 from mcore_qwen3vl.training.phases import FINALIZE, FORWARD_BACKWARD, LOG
 from mcore_qwen3vl.training.pretended_stages import Work
 
@@ -32,7 +34,8 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda model, optimizer: None)
     Stages: ``model and optimizer``, then ``iteration 1`` and so on. Facts: ``batch``: the shapes of
     the first one; ``parameters``: how many values this rank trains; ``without gradient`` and
     ``not on the device``: names of parameters and buffers that are at fault; ``work``: see
-    :meth:`.pretended_stages.Work.of_iteration`.
+    :meth:`.pretended_stages.Work.of_iteration`; ``tokens`` and ``useful flops``: of this rank's
+    samples in the last iteration, as in a log's tokens/s and MFU.
 
     Args:
         argv: the flags.
@@ -69,7 +72,7 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda model, optimizer: None)
         mock.patch.object(run.Run, "_report", watch.in_phase(LOG, run.Run._report)),
         mock.patch.object(schedules, "forward_step", watch.work.forward(schedules.forward_step)),
         mock.patch.object(schedules, "backward_step", watch.work.backward(schedules.backward_step)),
-        count_transformer_engine(rank.flops.counts),
+        count_transformer_engine(rank.work.counts),
         shapes_from_neighbours(),
         patterns_of_other_stages(),
     ):
@@ -83,7 +86,9 @@ class _Watch:
         self._rank = rank
         self._on_setup = on_setup
         self._facts = rank.report.facts
-        self.work = Work(rank.flops)
+        self.work = Work(rank)
+        self.data: Any = None
+        self._samples = metrics.Work()
         self._reached: set[str] = set()
 
     def setup(self, original: Any) -> Any:
@@ -127,14 +132,28 @@ class _Watch:
                 )
             done += 1
             self._facts["work"] = self.work.of_iteration()
+            self._facts |= self._useful()
             self._facts["without gradient"] = self._without_gradient(model)
             self._rank.end_stage(f"iteration {done}")
             return result
 
         return train_step
 
+    def _useful(self) -> dict[str, float]:
+        done, self._samples = self._samples, metrics.Work()
+        useful = flops.model(
+            self.data._architecture,
+            done.counts.tokens,
+            done.squared_lengths,
+            done.counts.patches,
+            done.squared_frames,
+            self.data.trained,
+        )
+        return {"tokens": done.counts.tokens, "useful flops": useful}
+
     def show(self, batch: Batch) -> None:
-        """The first batch's shapes, for the report."""
+        """Count a batch; the first one's shapes are for the report."""
+        self._samples.add(batch)
         pixels = None if batch.visual is None else tuple(batch.visual.pixel_values.shape)
         packs = None if batch.cu_seqlens is None else len(batch.cu_seqlens) - 1
         shapes = {"tokens": tuple(batch.input_ids.shape), "packed": packs, "patches": pixels}
@@ -200,6 +219,10 @@ def _own_data(base: Any, watch: _Watch) -> Any:
                     "first rank of the group, which does the same work."
                 )
             return True
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            watch.data = self
 
         def _share(self, loader: Any, host_group: Any, feed: Any, *on_batch: Any) -> Any:
             later = parallel_state.get_pipeline_model_parallel_rank() > 0

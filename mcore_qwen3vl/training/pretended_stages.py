@@ -8,6 +8,7 @@ have.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +21,8 @@ from mcore_qwen3vl.model.flops import Trained
 from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.fusion import FusionPlan
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
-from mcore_qwen3vl.runtime.pretended.flops import CountFlops
+from mcore_qwen3vl.runtime.pretended.rank import Rank
+from mcore_qwen3vl.training.phases import BACKWARD, FORWARD
 
 
 @contextmanager
@@ -75,31 +77,40 @@ def shapes_from_neighbours() -> Iterator[None]:
 
 
 class Work:
-    """FLOPs of each virtual stage of this rank, forward and backward told apart."""
+    """What each virtual stage of this rank does, forward and backward told apart."""
 
-    def __init__(self, flops: CountFlops) -> None:
-        self._flops = flops
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
         self._stage_of = WeakTensorKeyDictionary()  # which virtual stage an output is of
-        self._counts: dict[int, list[int]] = {}  # micro-batches, forward, backward
+        self._done: Counter[int] = Counter()  # micro-batches of each virtual stage
+        self._work: defaultdict[tuple[int, str], Counter[str]] = defaultdict(Counter)
 
-    def of_iteration(self) -> list[tuple[float, float]]:
-        """Forward and backward of a micro-batch, for each virtual stage; then it starts anew."""
-        counts, self._counts = self._counts, {}
-        return [
-            (forward / done, backward / done)
-            for _, (done, forward, backward) in sorted(counts.items())
+    def of_iteration(self) -> list[dict[str, dict[str, float]]]:
+        """``forward`` and ``backward`` of a micro-batch for each virtual stage; then starts anew.
+
+        Returns:
+            See :meth:`.rank.Rank.tally`; the mean of the micro-batches.
+        """
+        found = [
+            {
+                direction: {k: n / done for k, n in self._work[stage, direction].items()}
+                for direction in (FORWARD, BACKWARD)
+            }
+            for stage, done in sorted(self._done.items())
         ]
+        self._done.clear()
+        self._work.clear()
+        return found
 
     def forward(self, original: Any) -> Any:
         """mcore's ``forward_step``, counted."""
 
         def forward_step(*args: Any, vp_stage: int | None = None, **kwargs: Any) -> Any:
-            before = self._flops.counts.total()
-            result = original(*args, vp_stage=vp_stage, **kwargs)
-            counts = self._counts.setdefault(vp_stage or 0, [0, 0, 0])
-            counts[0] += 1
-            counts[1] += self._flops.counts.total() - before
-            self._stage_of[_only(result[0])] = vp_stage or 0
+            stage = vp_stage or 0
+            with self._counted(stage, FORWARD):
+                result = original(*args, vp_stage=vp_stage, **kwargs)
+            self._done[stage] += 1
+            self._stage_of[_only(result[0])] = stage
             return result
 
         return forward_step
@@ -108,12 +119,16 @@ class Work:
         """mcore's ``backward_step``, counted."""
 
         def backward_step(input_tensor: Any, output_tensor: Any, *args: Any) -> Any:
-            stage, before = self._stage_of[_only(output_tensor)], self._flops.counts.total()
-            result = original(input_tensor, output_tensor, *args)
-            self._counts[stage][2] += self._flops.counts.total() - before
-            return result
+            with self._counted(self._stage_of[_only(output_tensor)], BACKWARD):
+                return original(input_tensor, output_tensor, *args)
 
         return backward_step
+
+    @contextmanager
+    def _counted(self, stage: int, direction: str) -> Iterator[None]:
+        before = self._rank.tally()
+        yield
+        self._work[stage, direction] += self._rank.tally() - before
 
 
 def _only(output: Any) -> Any:

@@ -60,6 +60,14 @@ def test_two_stages_of_a_model_that_is_only_a_config(
     assert ("EXPERT_MODEL_PARALLEL_GROUP", "all_to_all") in moved
     assert found["pipeline"]["kind of numbers"] == "modelled"
     assert 0 < found["pipeline"]["bubble"] < 0.5
+    step = found["step"]
+    assert step["kind of numbers"] == "modelled"
+    for role in step["roles"]:
+        assert sum(role["seconds"].values()) == pytest.approx(step["seconds"], rel=1e-3)
+        assert {"GEMM", "host", "waiting for other stages"} <= role["seconds"].keys()
+    assert 0 < step["mfu"] < 0.1  # tiny kernels, which the host cannot launch fast enough
+    # 16 packs, most of whose 512 tokens are real
+    assert 0.7 < step["tokens_per_s"] * step["seconds"] / (16 * 512) <= 1
     _check_page(page.read_text(), first)
 
 

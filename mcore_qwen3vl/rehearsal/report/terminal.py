@@ -51,6 +51,7 @@ def show(found: Rehearsal) -> None:
         _waits(outcome)
         _traffic(outcome)
     _pipeline(found)
+    _step(found)
     for outcome in found.outcomes:
         _error(outcome)
         for fault, names in outcome.faults.items():
@@ -62,21 +63,21 @@ def show(found: Rehearsal) -> None:
 
 
 def show_fits(fits: Sequence[Fit], command: Command) -> None:
-    """Print the layouts that were rehearsed, those that fit first."""
+    """Print the layouts that were rehearsed."""
     table = _table(
         f"Layouts on {command.gpus} GPUs: GB of the fullest role, rehearsed; seconds of a step, "
-        "modelled by a roofline",
+        "modelled",
         *("layout", ">held", ">reserved", ">left", ">s a step", "", "append"),
     )
     own = ", as given" if command.script is None else ", this script"
-    for fit in sorted(fits, key=lambda fit: not fit.good):
+    for fit in fits:
         fullest = fit.fullest
         table.add_row(
             str(fit.candidate.command.layout) + own * fit.candidate.own,
             gb(fullest.peak),
             gb(fullest.reserved),
             _left(fullest, 1e9),
-            f"{fit.candidate.seconds:.1f}",
+            "" if fit.seconds is None else f"{fit.seconds:.1f}",
             "[green]fits[/]" if fit.good else "[red]no[/]",
             console.plain(" ".join(fit.candidate.flags) if fit.good else fit.found.verdict),
         )
@@ -190,6 +191,31 @@ def _pipeline(found: Rehearsal) -> None:
         f"Modelled from the FLOPs of the stages ({each} TFLOP a micro-batch): the busiest stage "
         f"has {pipeline.imbalance:.2f} times the mean, and a rank waits {pipeline.bubble:.1%} of "
         f"an iteration of {found.micro_batches} micro-batches for the others."
+    )
+
+
+def _step(found: Rehearsal) -> None:
+    step = found.step
+    if step is None:
+        return
+    unit, scale = ("ms", 1e3) if step.seconds < 1 else ("s", 1.0)
+    table = _table(
+        f"Modelled: {unit} of a step of {found.micro_batches} "
+        f"micro-batch{'es' * (found.micro_batches > 1)}, by what they go to",
+        "",
+        *(f">{role.name}" for role in step.roles),
+    )
+    for name in dict.fromkeys(name for role in step.roles for name in role.seconds):
+        spent = [role.seconds.get(name, 0.0) for role in step.roles]
+        shown = (f"{s * scale:.2f} ({s / step.seconds:.0%})" if s else "" for s in spent)
+        if max(spent) >= 0.001 * step.seconds:
+            table.add_row(name, *shown)
+    console.output.print(table)
+    console.output.print(
+        f"Modelled: {step.seconds * scale:.2f} {unit} a step, {step.tokens_per_s:,.0f} tokens/s, "
+        f"{step.tokens_per_s / found.gpus:,.0f} and {step.tflops:.0f} TFLOP/s on each GPU, "
+        f"MFU {step.mfu:.0%}. --constants FILE replaces what is assumed.",
+        soft_wrap=True,
     )
 
 

@@ -52,8 +52,10 @@ def main(argv: Sequence[str]) -> int:
     own = make_parser().parse_args(argv)
     start_again(Settings(own.memory_gib, capability=own.capability, late_events=own.late_events))
     from mcore_qwen3vl.runtime.pretended import peak
+    from mcore_qwen3vl.runtime.pretended.flops import count_compiled
     from mcore_qwen3vl.runtime.pretended.rank import one_rank
 
+    count_compiled()
     with one_rank(own.rank, own.world_size) as rank:
         if own.peak:
             peak.record()

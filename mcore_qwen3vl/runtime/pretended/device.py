@@ -19,6 +19,7 @@ COUNTERS = (
     *("h2d_bytes", "d2h_bytes", "d2d_bytes", "mallocs", "frees", "used", "peak_used"),
     *("pinned", "peak_pinned", "waits", "unknown_calls"),
 )
+_STARTED = [COUNTERS.index(name) for name in ("launches", "memsets", "d2d")]
 WAITS = (
     *("device synchronize", "stream synchronize", "event synchronize", "blocking copy"),
     *("copy to pageable", "copy from pageable", "cudaFree"),
@@ -54,6 +55,10 @@ class Device:
     def counters(self) -> dict[str, int]:
         """All counts since the process began, by the names of :data:`COUNTERS`; sizes in bytes."""
         return {name: int(self._counts[i]) for i, name in enumerate(COUNTERS)}
+
+    def launched(self) -> int:
+        """Kernels, copies on the device and memsets since the process began."""
+        return sum(int(self._counts[i]) for i in _STARTED)
 
     def waits(self) -> list[Wait]:
         """Each wait of the host so far, by phase, kind and place."""

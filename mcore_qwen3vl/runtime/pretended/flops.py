@@ -1,13 +1,18 @@
-"""Floating-point operations of the matrix products and attention kernels that a rank launches.
+"""The work that a rank launches: FLOPs of products and attention, bytes of all other kernels.
 
-Counted from the operators' shapes, by PyTorch's own formulas where it has them. A multiply and an
-add are two; recomputed work counts again, unlike in an MFU.
+FLOPs are counted from the operators' shapes, by PyTorch's own formulas where it has them. A
+multiply and an add are two; recomputed work counts again, unlike in an MFU. Every other operator
+that launches something is counted by the bytes of its tensors, which it reads and writes once.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial, wraps
+from inspect import isfunction
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -17,20 +22,59 @@ from torch.utils.flop_counter import flop_registry
 from mcore_qwen3vl.runtime.pretended.integers import host_view
 
 KINDS = ("gemm", "attention", "convolution")
+BYTES = "bytes"
+"""The key of the bytes, beside :data:`KINDS`."""
+FUSED = "fused"
+"""The key of the launches that ``torch.compile`` would save; see :func:`count_compiled`."""
 BACKWARD_OVER_FORWARD = 2.5  # five products instead of two: the scores are computed again
 _GEMMS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
 
 
-class CountFlops(TorchDispatchMode):
-    """Adds up, by the names in :data:`KINDS`, what runs inside."""
+class CountWork(TorchDispatchMode):
+    """Adds up, by :data:`KINDS`, :data:`BYTES` and :data:`FUSED`, what runs inside."""
 
-    def __init__(self) -> None:
+    active: CountWork | None = None
+
+    def __init__(self, launched: Callable[[], int] = lambda: 0) -> None:
+        """
+        Args:
+            launched: how many kernels and copies were started so far.
+        """
         super().__init__()
         self.counts: Counter[str] = Counter()
+        self._launched = launched
+        self._within_one = False
+
+    def __enter__(self) -> Self:
+        CountWork.active = self
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        CountWork.active = None
+
+    @contextmanager
+    def one_kernel(self, tensors: Iterable[Any]) -> Iterator[list[Any]]:
+        """Count what runs inside as one kernel, which reads `tensors` and writes what is yielded.
+
+        Products and attention count as ever.
+        """
+        if self._within_one:
+            yield []
+            return
+        made: list[Any] = []
+        before, self._within_one = self._launched(), True
+        try:
+            yield made
+        finally:
+            self._within_one = False
+        self.counts[BYTES] += sum(size_of([*tensors, *made]))
+        self.counts[FUSED] += max(self._launched() - before - 1, 0)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        before = self._launched()
         result = func(*args, **(kwargs or {}))
         packet = func._overloadpacket
         formula = flop_registry.get(packet)
@@ -42,7 +86,59 @@ class CountFlops(TorchDispatchMode):
             self.counts["gemm"] += _grouped(*args[:2])
         elif formula is not None:
             self.counts[_kind(packet.__name__)] += formula(*args, **(kwargs or {}), out_val=result)
+        elif not self._within_one and self._launched() > before:  # unlike a view
+            self.counts[BYTES] += _moved(func, args, result)
         return result
+
+
+def _moved(func: Any, args: Any, result: Any) -> int:
+    """Bytes of the tensors that an operator reads, and of those that it writes."""
+    pairs = zip(func._schema.arguments, args, strict=False)
+    changed = [a for argument, a in pairs if argument.alias_info and argument.alias_info.is_write]
+    made = [] if changed else [result]
+    return sum(size_of(args)) + sum(size_of([*changed, *made]))
+
+
+def size_of(values: Iterable[Any]) -> Iterator[int]:
+    """Bytes of each tensor in nested lists and tuples."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value.numel() * value.element_size()
+        elif isinstance(value, list | tuple):
+            yield from size_of(value)
+
+
+def count_compiled() -> None:
+    """From now on what ``torch.compile`` is given counts as one kernel, though it runs as written.
+
+    The pretended device has no compiler by default: it would compile for most of a rehearsal.
+    """
+    compile_function = torch.compile
+
+    def counted(function: Any = None, **options: Any) -> Any:
+        if function is None:
+            return partial(counted, **options)
+        compiled = compile_function(function, **options)
+        if not isfunction(function):
+            return compiled
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if CountWork.active is None:
+                return compiled(*args, **kwargs)
+            with CountWork.active.one_kernel([args, list(kwargs.values())]) as made:
+                result = compiled(*args, **kwargs)
+                made.append(result)
+            return result
+
+        return call
+
+    torch.compile = counted  # type: ignore[assignment]
+
+
+def flops_of(work: Mapping[str, float]) -> float:
+    """Those of all kinds in counted work."""
+    return sum(work.get(kind, 0) for kind in KINDS)
 
 
 def _kind(name: str) -> str:

@@ -24,7 +24,7 @@ REPLACED = ("init_process_group", "new_group", "_store_based_barrier")
 """Functions of ``torch.distributed.distributed_c10d`` that :func:`install` replaces."""
 
 _SMALL = 1 << 20  # elements of integer tensors whose values are filled in
-_traffic: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+_traffic: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 1])
 
 
 def traffic() -> list[Traffic]:
@@ -78,6 +78,8 @@ def install() -> None:
         group = new(ranks, backend="pretended", group_desc=group_desc)
         if isinstance(group, OneRankGroup):
             _name(group, group_desc or "group", backend or dist.get_backend())
+            members = dist.get_process_group_ranks(group)
+            group.span = members[-1] - members[0] + 1
         return group
 
     init_process_group.pretended = True  # type: ignore[attr-defined]
@@ -131,11 +133,13 @@ class OneRankGroup(_ProcessGroup):
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
         self._size = size
+        self.span = size  # ranks from the first member to the last one
 
     def _did(self, operation: str, tensors: Sequence[Tensor], result: Any = ()) -> Done:
         entry = _traffic[f"{self.description}[{self._size}]", operation]
         entry[0] += 1
         entry[1] += sum(t.numel() * t.element_size() for t in tensors)
+        entry[2] = self.span
         return Done(result)
 
     def size(self) -> int:

@@ -15,7 +15,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.connections import order_transfers
 from mcore_qwen3vl.runtime.pretended import groups
 from mcore_qwen3vl.runtime.pretended.device import COUNTERS, Device
-from mcore_qwen3vl.runtime.pretended.flops import CountFlops
+from mcore_qwen3vl.runtime.pretended.flops import BYTES, FUSED, KINDS, CountWork
 from mcore_qwen3vl.runtime.pretended.integers import TrueIntegers, answer_sizes
 from mcore_qwen3vl.runtime.pretended.preload import Routing, preloaded
 from mcore_qwen3vl.runtime.pretended.report import Report, Stage, Traffic, Wait
@@ -32,7 +32,7 @@ class Rank:
     def __init__(self) -> None:
         self.device = Device()
         self.report = Report()
-        self.flops = CountFlops()
+        self.work = CountWork(self.device.launched)
         self._started = time.monotonic()
         self._before = dict.fromkeys(COUNTERS, 0)
         self._waits: Counter[Wait] = Counter()
@@ -51,14 +51,30 @@ class Rank:
             counters=change,
             waits=self._new_waits(),
             traffic=self._new_traffic(),
-            flops=dict(self.flops.counts),
+            flops={kind: n for kind, n in self.work.counts.items() if kind in KINDS},
+            moved=self.work.counts[BYTES],
+            fused=self.work.counts[FUSED],
             launches=self.device.new_launches(),
         )
-        self.flops.counts.clear()
+        self.work.counts.clear()
         self._before = counters
         self._started = time.monotonic()
         self.report.stages.append(stage)
         return stage
+
+    def tally(self) -> Counter[str]:
+        """The work of this stage so far.
+
+        Returns:
+            By :data:`.flops.KINDS` and :data:`.flops.BYTES`; ``launches``, without those that
+            compiled functions save, and ``waits``; and by group and operation, with a line break
+            between them, the bytes of :class:`.Traffic`.
+        """
+        now = self.device.counters()
+        host = {name: now[name] - self._before[name] for name in ("launches", "waits")}
+        host["launches"] -= self.work.counts[FUSED]
+        sent = {f"{t.group}\n{t.operation}": t.size for t in groups.traffic()}
+        return Counter({**self.work.counts, **host, **sent})
 
     def _new_waits(self) -> list[Wait]:
         now = Counter({replace(wait, count=0): wait.count for wait in self.device.waits()})
@@ -107,7 +123,7 @@ def one_rank(rank: int = 0, world_size: int = 1, routing: Routing = "uniform") -
     answer_sizes()
     current = Rank()
     try:
-        with TrueIntegers(routing), current.flops:
+        with TrueIntegers(routing), current.work:
             yield current
     finally:
         current = None

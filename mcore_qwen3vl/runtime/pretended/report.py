@@ -39,6 +39,8 @@ class Traffic:
     calls: int
     size: int
     """Bytes of the tensors."""
+    span: int = 1
+    """Ranks from the first of the group to its last one, both counted."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,10 @@ class Stage:
     traffic: list[Traffic]
     flops: dict[str, int]
     """By the names of :data:`.flops.KINDS`."""
+    moved: int = 0
+    """Bytes that all other kernels read and write."""
+    fused: int = 0
+    """Launches among the counters that ``torch.compile`` saves on a GPU."""
     launches: list[Launch] = field(default_factory=list)
     """Empty unless :meth:`.device.Device.watch_launches` was called."""
 

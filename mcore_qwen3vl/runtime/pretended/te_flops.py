@@ -1,44 +1,50 @@
-"""FLOPs of what Transformer Engine launches by itself, past PyTorch's operators."""
+"""The work that Transformer Engine launches by itself, past PyTorch's operators."""
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from mcore_qwen3vl.runtime.pretended.flops import BACKWARD_OVER_FORWARD, segmented
+from mcore_qwen3vl.runtime.pretended.flops import BACKWARD_OVER_FORWARD, BYTES, segmented, size_of
 
 _EXTENSION = "transformer_engine_torch"
 
 
 @contextmanager
 def count_transformer_engine(counts: Counter[str]) -> Iterator[None]:
-    """Inside, its products and attention kernels add to `counts`; without it nothing happens."""
+    """Inside, its kernels add to `counts`; without Transformer Engine nothing happens."""
     extension = sys.modules.get(_EXTENSION)
+    products: dict[str, tuple[str, Callable[..., float]]] = {
+        "generic_gemm": ("gemm", _product),
+        "te_general_grouped_gemm": ("gemm", _products),
+        "fused_attn_fwd": ("attention", _attention),
+        "fused_attn_bwd": ("attention", lambda *a: BACKWARD_OVER_FORWARD * _attention(*a)),
+    }
 
-    def adding(name: str, kind: str, flops: Callable[..., float]) -> Any:
-        if extension is None:
-            return nullcontext()
-        original = getattr(extension, name)
+    def counted(name: str, original: Any) -> Any:
+        kind, amount = products.get(name, (BYTES, None))
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            counts[kind] += int(flops(*args))
-            return original(*args, **kwargs)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if amount is not None:
+                counts[kind] += int(amount(*args))
+            result = original(*args, **kwargs)
+            if amount is None:
+                counts[kind] += sum(size_of([args, list(kwargs.values()), result]))
+            return result
 
-        return mock.patch.object(extension, name, counted)
+        return call
 
-    with (
-        adding("generic_gemm", "gemm", _product),
-        adding("te_general_grouped_gemm", "gemm", _products),
-        adding("fused_attn_fwd", "attention", _attention),
-        adding("fused_attn_bwd", "attention", lambda *a: BACKWARD_OVER_FORWARD * _attention(*a)),
-    ):
+    with ExitStack() as patches:
+        for name, value in list(vars(extension).items()) if extension is not None else ():
+            if callable(value) and not isinstance(value, type):
+                patches.enter_context(mock.patch.object(extension, name, counted(name, value)))
         yield
 
 

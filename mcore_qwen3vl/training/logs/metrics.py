@@ -113,8 +113,7 @@ class Metrics:
     ) -> dict[str, float]:
         tokens, capacity, trained, media, patches, skipped, dropped, lengths, frames = total
         a = self._architecture
-        operations = flops.language(a, tokens, lengths, self.trained)
-        operations += flops.vision(a, patches, frames, self.trained)
+        operations = flops.model(a, tokens, lengths, patches, frames, self.trained)
         tflops = operations / seconds / dist.get_world_size() / 1e12
         report = {
             "tokens/s": tokens / seconds,

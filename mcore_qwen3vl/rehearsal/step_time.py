@@ -1,0 +1,309 @@
+"""Seconds of a training step, modelled from the work that a rehearsal counted.
+
+Each micro-batch takes, in each direction and virtual stage, as long as the GPU needs for it, or as
+the host needs to launch it, whichever is longer. The GPU's part is the sum of products, attention,
+all other kernels (by the bytes that they move) and exchanges. :func:`mcore_qwen3vl.schedule.play`
+puts the micro-batches in the order of the pipeline; what an iteration does once, as the optimizer's
+step, follows. The data-parallel exchange counts where it outlasts the one micro-batch that Megatron
+overlaps it with.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.rehearsal.gpus import Gpu
+from mcore_qwen3vl.runtime.pretended.flops import BYTES, KINDS
+from mcore_qwen3vl.runtime.pretended.report import Stage, Traffic
+from mcore_qwen3vl.schedule import Durations, play
+from mcore_qwen3vl.training.phases import BACKWARD, FORWARD
+
+GEMM, ATTENTION, MEMORY, HOST = "GEMM", "attention", "other kernels (memory)", "host"
+ONCE, GRADIENTS, IDLE = "optimizer and finalization", "DP exchange", "waiting for other stages"
+_DATA_PARALLEL = ("DATA_PARALLEL_GROUP", "EXPERT_DATA_PARALLEL_GROUP")
+_COPIES = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
+"""How often a tensor crosses the links of a ring, times (n - 1) / n."""
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What cannot be counted without a GPU: assumptions, each of which a file can replace.
+
+    Attributes:
+        gemm: share of the GPU's dense bf16 peak that products reach (cuBLAS on large ones).
+        attention: the same of attention kernels (FlashAttention 2 on an H100).
+        memory: share of the memory's bandwidth that other kernels reach.
+        link: share of the links' bandwidth that NCCL reaches.
+        network_gb_per_s: of each GPU to other nodes, in one direction (400 Gb/s).
+        gpus_per_node: those that NVLink connects.
+        launch_us: microseconds of the host for one kernel.
+        wait_us: microseconds that a wait of the host costs, until kernels follow again.
+        tp_overlap: share of the TP exchange hidden by ``--tp-comm-overlap``.
+    """
+
+    gemm: float = 0.7
+    attention: float = 0.4
+    memory: float = 0.8
+    link: float = 0.75
+    network_gb_per_s: float = 50.0
+    gpus_per_node: int = 8
+    launch_us: float = 8.0
+    wait_us: float = 20.0
+    tp_overlap: float = 0.7
+
+    @classmethod
+    def read(cls, file: Path) -> Constants:
+        """Those of a JSON file; what it does not name keeps its default.
+
+        Raises:
+            BadInput: it cannot be read, or a name or a value is wrong.
+        """
+        try:
+            found = json.loads(file.read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            raise BadInput(f"--constants {file} cannot be read: {error}") from None
+        known = [field.name for field in fields(cls)]
+        if not isinstance(found, dict) or not set(found) <= set(known):
+            raise BadInput(f"--constants {file} may set {', '.join(known)}, in one JSON object.")
+        for name, value in found.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+                raise BadInput(f"--constants {file}: {name} is {value!r}, not a number above 0.")
+        return cls(**found)
+
+
+@dataclass(frozen=True)
+class RoleTime:
+    """One role's share of the step.
+
+    Attributes:
+        name: of the role.
+        seconds: by what they go to; they add up to the step.
+    """
+
+    name: str
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A modelled step.
+
+    Attributes:
+        seconds: of one step.
+        tokens_per_s: real tokens, padding left out, of all GPUs.
+        tflops: useful TFLOP/s of a GPU, recomputed work left out.
+        mfu: their share of the GPU's dense bf16 peak.
+        roles: in the order of the pipeline.
+        constants: what was assumed.
+    """
+
+    seconds: float
+    tokens_per_s: float
+    tflops: float
+    mfu: float
+    roles: list[RoleTime]
+    constants: Constants
+
+    def to_dict(self) -> dict[str, Any]:
+        """The modelled step for ``--json``."""
+        return {"kind of numbers": "modelled", **asdict(self)}
+
+
+@dataclass(frozen=True)
+class RankWork:
+    """What was counted on the rank of one role.
+
+    Attributes:
+        name: of the role.
+        stages: pipeline stages that are like it.
+        chunks: ``forward`` and ``backward`` of a micro-batch by virtual stage, see
+            :meth:`mcore_qwen3vl.training.pretended_stages.Work.of_iteration`.
+        iteration: all of the rehearsed iteration.
+        micro_batches: of it.
+        tokens, useful_flops: of it, of this data-parallel rank.
+    """
+
+    name: str
+    stages: int
+    chunks: Sequence[Mapping[str, Mapping[str, float]]]
+    iteration: Stage
+    micro_batches: int
+    tokens: float
+    useful_flops: float
+
+
+class Model:
+    """Turns counted work into seconds on one kind of GPU."""
+
+    def __init__(self, gpu: Gpu, constants: Constants, flags: Iterable[str]) -> None:
+        self._gpu = gpu
+        self._constants = constants
+        self._flags = set(flags)
+
+    def step(
+        self, ranks: Sequence[RankWork], micro_batches: int, group: int, gpus: int, dp: int
+    ) -> StepTime:
+        """Model a step of all GPUs.
+
+        Args:
+            ranks: one of each role, in the order of the pipeline.
+            micro_batches: of an iteration.
+            group: see :func:`mcore_qwen3vl.schedule.play`.
+            gpus: of the run.
+            dp: data-parallel size, CP left out.
+        """
+        parts = [self._of_rank(rank, micro_batches) for rank in ranks]
+        order = [
+            [Durations(*(sum(spent.values()) for spent in chunk)) for chunk in part.chunks]
+            for rank, part in zip(ranks, parts, strict=True)
+            for _ in range(rank.stages)
+        ]
+        after = max(sum(part.after.values()) for part in parts)
+        seconds = play(order, micro_batches, group) + after
+        scale = dp * micro_batches / ranks[0].micro_batches / seconds
+        tflops = ranks[0].useful_flops * scale / gpus / 1e12
+        roles = [
+            RoleTime(rank.name, _filled(part.total(micro_batches), seconds))
+            for rank, part in zip(ranks, parts, strict=True)
+        ]
+        tokens = ranks[0].tokens * scale
+        return StepTime(seconds, tokens, tflops, tflops / self._gpu.tflops, roles, self._constants)
+
+    def _of_rank(self, rank: RankWork, micro_batches: int) -> _Parts:
+        spans = {f"{t.group}\n{t.operation}": t for t in rank.iteration.traffic}
+        chunks = [
+            (self._spent(chunk[FORWARD], spans), self._spent(chunk[BACKWARD], spans))
+            for chunk in rank.chunks
+        ]
+        inside: defaultdict[str, float] = defaultdict(float)
+        for direction in (work for chunk in rank.chunks for work in chunk.values()):
+            for key, amount in direction.items():
+                inside[key] += amount * rank.micro_batches
+        left = {k: n - inside[k] for k, n in _totals(rank.iteration).items() if n > inside[k]}
+        transfers = {k: left.pop(k) for k in list(left) if k.endswith(("\nsend", "\nrecv"))}
+        after = {ONCE: sum(self._spent(left, spans).values())}
+        sent = sum(self._exchange(spans[k], n) for k, n in transfers.items() if k.endswith("send"))
+        if len(rank.chunks) == 1:  # virtual stages overlap their transfers
+            after[_link("PIPELINE_MODEL_PARALLEL")] = sent / rank.micro_batches * micro_batches
+        after[GRADIENTS] = self._gradients(rank.iteration.traffic, chunks)
+        return _Parts(chunks, after)
+
+    def _spent(self, work: Mapping[str, float], spans: Mapping[str, Traffic]) -> dict[str, float]:
+        """Seconds of a piece of work, by what they go to."""
+        c, gpu = self._constants, self._gpu
+        peak = gpu.tflops * 1e12
+        products = work.get("gemm", 0) + work.get("convolution", 0)
+        spent = {
+            GEMM: products / (c.gemm * peak),
+            ATTENTION: work.get("attention", 0) / (c.attention * peak),
+            MEMORY: work.get(BYTES, 0) / (c.memory * gpu.memory_tb_per_s * 1e12),
+        }
+        for key, size in work.items():
+            if key in spans and not _overlapped(spans[key]):
+                name = _link(spans[key].group)
+                spent[name] = spent.get(name, 0.0) + self._exchange(spans[key], size)
+        busy = sum(spent.values())
+        host = work.get("launches", 0) * c.launch_us * 1e-6
+        waits = work.get("waits", 0) * c.wait_us * 1e-6
+        return spent | {HOST: max(host - busy, 0.0) + waits}
+
+    def _exchange(self, t: Traffic, size: float) -> float:
+        """Seconds that a group takes to exchange `size` bytes."""
+        c = self._constants
+        ranks = _ranks(t)
+        if ranks == 1 or t.group.partition("[")[0].endswith("(gloo)"):
+            return 0.0
+        apart = max((t.span - 1) // (ranks - 1), 1)
+        near = max(min(ranks, c.gpus_per_node // apart), 1)  # members on one node
+        nvlink = c.link * self._gpu.nvlink_gb_per_s * 1e9
+        network = c.link * c.network_gb_per_s * 1e9
+        if t.operation == "all_to_all":  # each GPU sends over its own card
+            return size / ranks * ((near - 1) / nvlink + (ranks - near) / network)
+        copies = _COPIES[t.operation] * (ranks - 1) / ranks if t.operation in _COPIES else 1.0
+        # Rings leave a node by as many cards as it has members.
+        bandwidth = nvlink if near == ranks else min(nvlink, near * network)
+        seconds = size * copies / bandwidth
+        hidden = "--tp-comm-overlap" in self._flags and t.group.startswith("TENSOR_MODEL_PARALLEL")
+        return seconds * (1 - c.tp_overlap) if hidden else seconds
+
+    def _gradients(
+        self, traffic: Iterable[Traffic], chunks: Sequence[Sequence[Mapping[str, float]]]
+    ) -> float:
+        """What of the data-parallel exchange is not hidden behind a micro-batch."""
+        gather = scatter = 0.0
+        for t in traffic:
+            if _overlapped(t):
+                if t.operation == "all_gather":
+                    gather += self._exchange(t, t.size)
+                else:
+                    scatter += self._exchange(t, t.size)
+        forward, backward = (
+            sum(sum(chunk[direction].values()) for chunk in chunks) for direction in (0, 1)
+        )
+        if "--overlap-param-gather" in self._flags:
+            gather = max(gather - forward, 0.0)
+        if "--overlap-grad-reduce" in self._flags:
+            scatter = max(scatter - backward, 0.0)
+        return gather + scatter
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Seconds of a rank: of a micro-batch by virtual stage and direction, and once a step."""
+
+    chunks: list[tuple[dict[str, float], dict[str, float]]]
+    after: dict[str, float]
+
+    def total(self, micro_batches: int) -> dict[str, float]:
+        total: dict[str, float] = {}
+        for spent in (direction for chunk in self.chunks for direction in chunk):
+            for name, seconds in spent.items():
+                total[name] = total.get(name, 0.0) + micro_batches * seconds
+        for name, seconds in self.after.items():
+            total[name] = total.get(name, 0.0) + seconds
+        return total
+
+
+def _filled(spent: dict[str, float], seconds: float) -> dict[str, float]:
+    """With the time in which the rank waits, and without what takes none."""
+    spent = {**spent, IDLE: seconds - sum(spent.values())}
+    return {name: value for name, value in spent.items() if value > 1e-6}
+
+
+def _totals(stage: Stage) -> dict[str, float]:
+    """An iteration as :meth:`.rank.Rank.tally` has it, without the overlapped exchange."""
+    traffic = {f"{t.group}\n{t.operation}": t.size for t in stage.traffic if not _overlapped(t)}
+    counters = stage.counters
+    host = {"launches": counters["launches"] - stage.fused, "waits": counters["waits"]}
+    flops = {kind: stage.flops.get(kind, 0) for kind in KINDS}
+    return {**flops, BYTES: stage.moved, **host, **traffic}
+
+
+def _overlapped(t: Traffic) -> bool:
+    """Whether it is the exchange of gradients and weights between data-parallel ranks."""
+    return t.group.startswith(_DATA_PARALLEL) and t.size > 1 << 20
+
+
+def _ranks(t: Traffic) -> int:
+    return int(t.group.rpartition("[")[2].rstrip("]"))
+
+
+def _link(group: str) -> str:
+    """The name of an exchange, from its group's."""
+    name = group.partition("[")[0].partition(" ")[0].removesuffix("_GROUP")
+    short = {
+        "TENSOR_MODEL_PARALLEL": "TP",
+        "TENSOR_AND_CONTEXT_PARALLEL": "TP",
+        "CONTEXT_PARALLEL": "CP",
+        "EXPERT_MODEL_PARALLEL": "EP",
+        "EXPERT_TENSOR_AND_MODEL_PARALLEL": "EP",
+        "EXPERT_TENSOR_PARALLEL": "TP",
+        "PIPELINE_MODEL_PARALLEL": "PP",
+    }
+    return f"{short.get(name, name.lower())} exchange"

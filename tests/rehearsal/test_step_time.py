@@ -1,0 +1,99 @@
+"""The modelled step, against the same sums by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.rehearsal.gpus import find_gpu
+from mcore_qwen3vl.rehearsal.step_time import Constants, Model, RankWork, StepTime
+from mcore_qwen3vl.runtime.pretended.report import Stage, Traffic
+
+GPU = replace(find_gpu("h100"), tflops=1000.0, memory_tb_per_s=2.0, nvlink_gb_per_s=400.0)
+PLAIN = Constants(
+    gemm=0.5, attention=0.25, memory=0.5, link=0.5, network_gb_per_s=40, launch_us=10, wait_us=30
+)
+TP = Traffic("TENSOR_MODEL_PARALLEL_GROUP[4]", "all_gather", 2, 0, 4)
+EP = Traffic("EXPERT_MODEL_PARALLEL_GROUP[16]", "all_to_all", 2, 0, 16)
+DP = Traffic("DATA_PARALLEL_GROUP_WITH_CP[2]", "reduce_scatter", 1, 8 * 10**9, 9)
+FORWARD = {"gemm": 1e14, "attention": 5e13, "bytes": 5e10, "launches": 10}
+BACKWARD = {"gemm": 2e14, "attention": 1e14, "bytes": 1e11, "launches": 20}
+
+
+def stage(*traffic: Traffic, **changes: Any) -> Stage:
+    """Two micro-batches and an optimizer that moves 1e10 bytes."""
+    flops = {"gemm": int(6e14), "attention": int(3e14)}
+    counters = {"launches": 60, "waits": 0}
+    made = Stage("iteration 2", 1, 0, 0, 0, counters, [], list(traffic), flops, moved=int(3.1e11))
+    return replace(made, **changes)
+
+
+def modelled(
+    *flags: str,
+    found: Stage | None = None,
+    forward: dict[str, float] = FORWARD,
+    stages: int = 1,
+    constants: Constants = PLAIN,
+) -> StepTime:
+    chunks = [{"forward": forward, "backward": BACKWARD}]
+    rank = RankWork("rank", stages, chunks, found or stage(), 2, 16_000, 8e14)
+    return Model(GPU, constants, flags).step([rank], micro_batches=6, group=0, gpus=4, dp=4)
+
+
+def test_work_takes_what_the_gpu_needs() -> None:
+    step = modelled()
+    (role,) = step.roles
+    assert role.seconds == pytest.approx(
+        {"GEMM": 3.6, "attention": 3.6, "other kernels (memory)": 0.9}
+        | {"optimizer and finalization": 0.01}
+    )
+    assert step.seconds == pytest.approx(8.11)
+    assert step.tokens_per_s == pytest.approx(16_000 * 3 * 4 / 8.11)
+    assert step.tflops == pytest.approx(800 * 3 / 8.11)
+    assert step.mfu == pytest.approx(step.tflops / 1000)
+
+
+def test_the_host_counts_where_it_is_slower() -> None:
+    forward = {**FORWARD, "launches": 1e5, "waits": 1e3}  # a second, and 30 ms
+    found = stage(counters={"launches": 200_040, "waits": 2_000})
+    spent = modelled(found=found, forward=forward).roles[0].seconds
+    assert spent["host"] == pytest.approx(6 * (1 - 0.2 - 0.2 - 0.05 + 0.03))
+
+
+def test_exchanges_by_link() -> None:
+    forward = {**FORWARD, "TENSOR_MODEL_PARALLEL_GROUP[4]\nall_gather": 4e10}
+    forward["EXPERT_MODEL_PARALLEL_GROUP[16]\nall_to_all"] = 1.6e10
+    found = stage(replace(TP, size=8 * 10**10), replace(EP, size=32 * 10**9))
+    spent = modelled(found=found, forward=forward).roles[0].seconds
+    assert spent["TP exchange"] == pytest.approx(6 * 4e10 * 3 / 4 / 200e9)
+    # Seven of the other fifteen are on the same node.
+    assert spent["EP exchange"] == pytest.approx(6 * 1e9 * (7 / 200e9 + 8 / 20e9))
+    hidden = modelled("--tp-comm-overlap", found=found, forward=forward).roles[0].seconds
+    assert hidden["TP exchange"] == pytest.approx(0.3 * spent["TP exchange"])
+
+
+def test_the_data_parallel_exchange_hides_behind_a_micro_batch() -> None:
+    exposed = modelled(found=stage(DP)).roles[0].seconds
+    assert exposed["DP exchange"] == pytest.approx(4e9 / 20e9)
+    assert "DP exchange" not in modelled("--overlap-grad-reduce", found=stage(DP)).roles[0].seconds
+
+
+def test_stages_wait_for_each_other() -> None:
+    step = modelled(stages=2)
+    assert step.seconds == pytest.approx(7 * 1.35 + 0.01)
+    assert step.roles[0].seconds["waiting for other stages"] == pytest.approx(1.35)
+    assert sum(step.roles[0].seconds.values()) == pytest.approx(step.seconds)
+
+
+def test_constants_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "constants.json"
+    file.write_text('{"gemm": 1.0}')
+    assert Constants.read(file) == Constants(gemm=1.0)
+    for text in ('{"gem": 1.0}', '{"gemm": 0}', '{"gemm": true}', "[1]", "{"):
+        file.write_text(text)
+        with pytest.raises(BadInput, match="--constants"):
+            Constants.read(file)
