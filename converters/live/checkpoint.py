@@ -63,7 +63,7 @@ def load_checkpoint(models: Sequence[Any], path: str | Path, *, whole: bool = Tr
         for failure in failures:
             if isinstance(failure, UnpicklingError):
                 raise refused_by_torch(folder, failure) from None
-        read(folder)  # torch before 2.13 goes on without metadata that was refused
+        read(folder)  # torch 2.11 goes on without metadata that was refused
         raise _not_this_model(folder, str(failures[0])) from error
     extra = {key for key in extra if whole and not NOT_THE_MODEL.match(key)}
     for keys, problem in ((lacking, "lacks"), (extra, "holds beside the model")):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron.energon import WorkerConfig, get_savable_loader
+from packaging.version import Version
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.processor_files import require
@@ -29,6 +30,7 @@ from mcore_qwen3vl.machine import usable_cores
 from mcore_qwen3vl.model.flops import ALL, Trained
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
 
+OLDEST_TRANSFORMERS = "5.18"
 _PREFETCHED = 2  # batches that a data worker keeps ready
 _BACK = 2  # batches that a state may lie behind what was read
 
@@ -37,14 +39,14 @@ def load_processor(checkpoint: str | Path) -> Any:
     """The HF processor (tokenizer, image and video processor, chat template) of a checkpoint.
 
     Raises:
-        BadInput: the directory lacks one of its files; or transformers is older than 5.17, whose
+        BadInput: the directory lacks one of its files; or transformers is older than 5.18, whose
             processors write and count videos otherwise.
     """
-    from transformers import AutoProcessor, Qwen3VLVideoProcessor
+    from transformers import AutoProcessor
 
-    if not hasattr(Qwen3VLVideoProcessor, "get_num_of_video_patches"):
+    if Version(installed := version("transformers")) < Version(OLDEST_TRANSFORMERS):
         raise BadInput(
-            f"Data and prompts need transformers 5.17 or newer; {version('transformers')} is "
+            f"Data and prompts need transformers {OLDEST_TRANSFORMERS} or newer; {installed} is "
             "installed, which is enough for model, conversion, checks and VERL. Upgrade it."
         )
     require(Path(checkpoint))

@@ -22,6 +22,7 @@ import torch
 from transformers.models.qwen3_vl import video_processing_qwen3_vl
 
 from mcore_qwen3vl.data import DataConfig, Loader, Source, load_processor, redistribute
+from mcore_qwen3vl.data.loading import loader
 from mcore_qwen3vl.data.loading.sources import parse_sources
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.launch import run_layout
@@ -372,10 +373,8 @@ def test_processors_of_an_older_transformers_are_refused(
     processor_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They write other text for videos, and cannot say how many patches one will have."""
-    from transformers import Qwen3VLVideoProcessor
-
-    monkeypatch.delattr(Qwen3VLVideoProcessor, "get_num_of_video_patches")
-    with pytest.raises(BadInput, match=r"need transformers 5\.17 or newer"):
+    monkeypatch.setattr(loader, "version", {"transformers": "5.17.0"}.get)
+    with pytest.raises(BadInput, match=r"5\.18 or newer; 5\.17\.0 is"):
         load_processor(processor_dir)
 
 
