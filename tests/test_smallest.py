@@ -67,7 +67,7 @@ def test_it_converts_and_compares(moe: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [("tiny", "model"), ("demo",), ("generate", "model", "--prompt", "Why?")]
+    "words", [("tiny", "model"), ("demo",), ("generate", ".", "--prompt", "Why?")]
 )
 def test_what_is_missing_for_a_command_is_named(words: tuple[str, ...], tmp_path: Path) -> None:
     ran = run(*words)

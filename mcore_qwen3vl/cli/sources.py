@@ -8,7 +8,6 @@ from typing import Any
 
 import typer
 
-from mcore_qwen3vl.data.loading.sources import require_data_set
 from mcore_qwen3vl.errors import BadInput
 
 
@@ -46,6 +45,8 @@ def _config(name: str) -> Path:
 
 
 def _data_set(name: str) -> Path:
+    from mcore_qwen3vl.data.loading.sources import require_data_set
+
     return require_data_set(Path(name))
 
 

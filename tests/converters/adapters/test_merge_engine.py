@@ -93,7 +93,7 @@ def test_a_full_disk_is_one_error(
     monkeypatch.setattr(os, "pwrite", full)
     arguments = ("lora", "merge", source.base, source.folder, target, "--workers", 1, "--json")
     assert command(*arguments) == 2
-    message = " ".join(capsys.readouterr().err.split())
+    message = json.loads(capsys.readouterr().out)["error"]
     assert "No space left on device" in message
     assert "running the same command again continues from there" in message
     assert not target.exists()

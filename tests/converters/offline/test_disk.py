@@ -85,8 +85,7 @@ def test_writing_fails(
     monkeypatch.setattr(os, call, failing)
     assert command(direction, source, target) == 2
     failing.mend()
-    message = " ".join(capsys.readouterr().err.split())
-    assert message.count("error:") == 1
+    message = json.loads(capsys.readouterr().out)["error"]
     assert os.strerror(code) in message
     assert "running the same command again continues from there" in message
     assert "Traceback" not in message
@@ -124,7 +123,7 @@ def test_source_is_cut_short_while_it_is_read(
     for file, (content, stat) in sound.items():
         file.write_bytes(content)
         os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    message = " ".join(capsys.readouterr().err.split())
+    message = json.loads(capsys.readouterr().out)["error"]
     assert "a mapped file cannot be read" in message
     assert "running the same command again continues from there" in message
     assert not target.exists()
