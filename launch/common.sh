@@ -87,6 +87,17 @@ refuse() {
     exit 2
 }
 
+# usage: the comments at the top of the script and of this file.
+usage() {
+    local file
+    for file in "$0" "$LAUNCH_DIR/common.sh"; do
+        sed -n '1,/^[^#]/s/^#\( \|$\)//p' "$file"
+        echo
+    done
+    printf 'Flags to append: mcore-qwen3vl train --help [WORD]\n'
+    exit
+}
+
 # check_ranks FLAGS...: refuse a number of nodes that the layout or the global batch does not divide.
 check_ranks() {
     if [[ -n ${SLURM_JOB_ID:-} && $NODES != "${SLURM_NNODES:-$NODES}" ]]; then
@@ -119,7 +130,11 @@ check_ranks() {
 train() {
     local flags=() dry_run=0 flag
     for flag in "$@"; do
-        if [[ $flag == --dry-run ]]; then dry_run=1; else flags+=("$flag"); fi
+        case $flag in
+            --dry-run) dry_run=1 ;;
+            -h | --help) usage ;;
+            *) flags+=("$flag") ;;
+        esac
     done
     if [[ ${MOE_MODEL:-0} == 1 && $(value_of --spec te "${flags[@]}") == te ]]; then flags+=("${MOE_TE[@]}"); fi
     if [[ ${CHECK_RANKS:-1} == 1 ]]; then check_ranks "${flags[@]}"; fi

@@ -3,7 +3,7 @@
 # Qwen3-VL-8B, full fine-tuning at 8k packed: one node of 8xH100-80GB.
 #
 # Layout: TP 4 with SP leaves half of the GPU to longer packs and larger pictures, without recompute.
-# TP 2 fits too (63.1 GB reserved, 24 % left), with a step that is modelled 10 % shorter.
+# TP 2 fits too (63.1 GB reserved, 24 % left), with a step that is modelled 14 % shorter.
 # Memory of a GPU, rehearsed with the torch spec: 42.5 GB reserved of 83.0, 41.6 held (weights 5.2,
 # gradients 10.5, optimizer 15.7, logits and loss 1.0, the rest 9.2).
 NODES=${NODES:-${SLURM_NNODES:-1}}

@@ -220,6 +220,20 @@ def test_ranks_that_cannot_be_divided_are_refused(
     assert re.search(message, refused.value.stderr)
 
 
+def test_help_is_about_the_script_and_starts_nothing() -> None:
+    done = subprocess.run(
+        ["bash", str(LAUNCH / "sft_8b.sh"), "--lr", "1e-5", "--help"],
+        env={"PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.startswith("Qwen3-VL-8B, full fine-tuning")
+    assert "MASTER_PORT" in done.stdout
+    assert "train --help [WORD]" in done.stdout
+    assert "SBATCH" not in done.stdout
+
+
 def test_several_nodes_are_not_started_without_their_names() -> None:
     """Each would wait for others at its own address."""
     command = ["bash", str(LAUNCH / "sft_8b.sh")]
