@@ -110,6 +110,20 @@ class StepTime:
     roles: list[RoleTime]
     constants: Constants
 
+    @property
+    def unit(self) -> tuple[str, float]:
+        """What its seconds are shown in, and how many of those a second has."""
+        return ("ms", 1e3) if self.seconds < 1 else ("s", 1.0)
+
+    def summary(self, gpus: int) -> str:
+        """How long it takes, and what that makes on each of `gpus`."""
+        unit, scale = self.unit
+        return (
+            f"{self.seconds * scale:.2f} {unit} a step, {self.tokens_per_s:,.0f} tokens/s, "
+            f"{self.tokens_per_s / gpus:,.0f} and {self.tflops:.0f} TFLOP/s on each GPU, "
+            f"MFU {self.mfu:.0%}"
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """The modelled step for ``--json``."""
         return {"kind of numbers": "modelled", **asdict(self)}

@@ -77,6 +77,8 @@ def _check_page(text: str, role: dict[str, Any]) -> None:
     assert "https://" not in text
     assert text.count("<svg") == 2
     assert "Qwen3-VL config" in text.partition("</h1>")[0]  # the folder of its config.json
+    assert re.search(r"<dt>step</dt><dd>modelled: [\d.]+ m?s a step, [\d,]+ tokens/s", text)
+    assert "waiting for other stages" in text
     assert "<dt>command</dt>" in text.partition("<dt>layout")[0]
     assert all(name in unescape(text) for name in role["held at the peak"])
     assert re.search(r'<polygon points="[\d., ]+" fill="#3b6fd4">', text)

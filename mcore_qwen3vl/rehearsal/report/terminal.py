@@ -198,7 +198,7 @@ def _step(found: Rehearsal) -> None:
     step = found.step
     if step is None:
         return
-    unit, scale = ("ms", 1e3) if step.seconds < 1 else ("s", 1.0)
+    unit, scale = step.unit
     table = _table(
         f"Modelled: {unit} of a step of {found.micro_batches} "
         f"micro-batch{'es' * (found.micro_batches > 1)}, by what they go to",
@@ -212,9 +212,7 @@ def _step(found: Rehearsal) -> None:
             table.add_row(name, *shown)
     console.output.print(table)
     console.output.print(
-        f"Modelled: {step.seconds * scale:.2f} {unit} a step, {step.tokens_per_s:,.0f} tokens/s, "
-        f"{step.tokens_per_s / found.gpus:,.0f} and {step.tflops:.0f} TFLOP/s on each GPU, "
-        f"MFU {step.mfu:.0%}. --constants FILE replaces what is assumed.",
+        f"Modelled: {step.summary(found.gpus)}. --constants FILE replaces what is assumed.",
         soft_wrap=True,
     )
 
