@@ -7,6 +7,7 @@ Files are downloaded by huggingface_hub into its cache and read there.
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 
 from mcore_qwen3vl.errors import BadInput
@@ -63,8 +64,11 @@ def _snapshot(repo: str, revision: str | None, weights: bool) -> Path:
     from huggingface_hub import constants, errors, snapshot_download
 
     patterns = [*SMALL, *(WEIGHTS if weights else ())]
+    offline = constants.HF_HUB_OFFLINE
+    # Unless told, huggingface_hub 1 looks up on the hub even what names a commit in the cache.
+    download = partial(snapshot_download, local_files_only=offline)
     try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
+        return Path(download(repo, revision=revision, allow_patterns=patterns))
     except errors.GatedRepoError:
         why = "its terms must be accepted first: on its page, then log in with `hf auth login`"
     except errors.RepositoryNotFoundError:
@@ -76,8 +80,7 @@ def _snapshot(repo: str, revision: str | None, weights: bool) -> Path:
         why = f"it has no revision {revision}"
     except Exception as error:
         # What goes wrong on the network has many classes, of several libraries.
-        if constants.HF_HUB_OFFLINE or isinstance(error, errors.LocalEntryNotFoundError):
-            offline = constants.HF_HUB_OFFLINE
+        if offline or isinstance(error, errors.LocalEntryNotFoundError):
             why = (
                 f"{'HF_HUB_OFFLINE is set' if offline else 'the hub cannot be reached'}, and the "
                 f"cache {constants.HF_HUB_CACHE} does not hold all of it. Run `hf download {repo}` "
