@@ -98,6 +98,14 @@ usage() {
     exit
 }
 
+# check_switches: refuse a switch of the environment that is neither on nor off.
+check_switches() {
+    local name
+    for name in FP8 TP_OVERLAP DEEPEP; do
+        [[ ${!name:-0} == [01] ]] || refuse "$name is '${!name}': 1 switches it on, 0 off."
+    done
+}
+
 # check_ranks FLAGS...: refuse a number of nodes that the layout or the global batch does not divide.
 check_ranks() {
     if [[ -n ${SLURM_JOB_ID:-} && $NODES != "${SLURM_NNODES:-$NODES}" ]]; then
@@ -129,6 +137,7 @@ check_ranks() {
 # train FLAGS...: run launch/train.py on NODES x GPUS_PER_NODE ranks, or print how.
 train() {
     local flags=() dry_run=0 flag
+    check_switches
     for flag in "$@"; do
         case $flag in
             --dry-run) dry_run=1 ;;
@@ -141,7 +150,7 @@ train() {
     local command=(torchrun --nnodes "$NODES" --nproc-per-node "$GPUS_PER_NODE")
     if [[ -n ${SLURM_JOB_ID:-} ]]; then
         local head_node
-        head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+        head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
         command=(
             srun --ntasks-per-node=1 --kill-on-bad-exit=1 "${command[@]}" --rdzv-backend c10d
             --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$head_node:$MASTER_PORT"

@@ -41,6 +41,7 @@ def load_checkpoint(models: Sequence[Any], path: str | Path, *, whole: bool = Tr
             f"{folder} is of {format.title}, which loads only under its own layout. Export it "
             "first: mcore-qwen3vl convert mcore-to-hf."
         )
+    read(folder)  # torch tries other files where metadata is refused, and logs each failure
     state = {f"model{i}": model.sharded_state_dict() for i, model in enumerate(models)}
     try:
         # In mcore's words the model's keys are tested: `unexpected` are those that the checkpoint
@@ -63,7 +64,6 @@ def load_checkpoint(models: Sequence[Any], path: str | Path, *, whole: bool = Tr
         for failure in failures:
             if isinstance(failure, UnpicklingError):
                 raise refused_by_torch(folder, failure) from None
-        read(folder)  # torch 2.11 goes on without metadata that was refused
         raise _not_this_model(folder, str(failures[0])) from error
     extra = {key for key in extra if whole and not NOT_THE_MODEL.match(key)}
     for keys, problem in ((lacking, "lacks"), (extra, "holds beside the model")):

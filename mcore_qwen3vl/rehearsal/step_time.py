@@ -11,6 +11,7 @@ overlaps it with.
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -26,6 +27,7 @@ from mcore_qwen3vl.training.phases import BACKWARD, FORWARD
 
 GEMM, ATTENTION, MEMORY, HOST = "GEMM", "attention", "other kernels (memory)", "host"
 ONCE, GRADIENTS, IDLE = "optimizer and finalization", "DP exchange", "waiting for other stages"
+_SHARES = ("gemm", "attention", "memory", "link", "tp_overlap")
 _DATA_PARALLEL = ("DATA_PARALLEL_GROUP", "EXPERT_DATA_PARALLEL_GROUP")
 _COPIES = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
 """How often a tensor crosses the links of a ring, times (n - 1) / n."""
@@ -69,11 +71,17 @@ class Constants:
         except (OSError, ValueError) as error:
             raise BadInput(f"--constants {file} cannot be read: {error}") from None
         known = [field.name for field in fields(cls)]
-        if not isinstance(found, dict) or not set(found) <= set(known):
-            raise BadInput(f"--constants {file} may set {', '.join(known)}, in one JSON object.")
+        if not isinstance(found, dict):
+            raise BadInput(f"--constants {file} holds no JSON object.")
         for name, value in found.items():
+            if name not in known:
+                names = ", ".join(known)
+                raise BadInput(f"--constants {file}: {name} is not one of {names}.")
+            most = 1 if name in _SHARES else math.inf
             if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
                 raise BadInput(f"--constants {file}: {name} is {value!r}, not a number above 0.")
+            if value > most:
+                raise BadInput(f"--constants {file}: {name} is {value}, and a share is at most 1.")
         return cls(**found)
 
 
@@ -119,9 +127,9 @@ class StepTime:
         """How long it takes, and what that makes on each of `gpus`."""
         unit, scale = self.unit
         return (
-            f"{self.seconds * scale:.2f} {unit} a step, {self.tokens_per_s:,.0f} tokens/s, "
-            f"{self.tokens_per_s / gpus:,.0f} and {self.tflops:.0f} TFLOP/s on each GPU, "
-            f"MFU {self.mfu:.0%}"
+            f"{self.seconds * scale:.2f} {unit} a step, {self.tokens_per_s:,.0f} tokens/s without "
+            f"padding; on each GPU {self.tokens_per_s / gpus:,.0f} tokens/s and {self.tflops:.0f} "
+            f"TFLOP/s, MFU {self.mfu:.0%}"
         )
 
     def to_dict(self) -> dict[str, Any]:

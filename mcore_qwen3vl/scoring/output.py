@@ -119,7 +119,7 @@ class Output:
         except OSError as error:
             raise BadInput(
                 f"{self.path} cannot be written: {error.strerror}. What was scored is kept: make "
-                "room, and the same command goes on from there."
+                "room and run the same command again, which continues."
             ) from error
 
     def tally(self) -> Tally:

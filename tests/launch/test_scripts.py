@@ -208,6 +208,7 @@ def test_nodes_off_slurm() -> None:
         ("sft_30b_a3b", ("--expert-model-parallel-size", "32"), {}, "divided by EP 32 x ETP 1"),
         ("sft_235b_a22b", (), {"NODES": "3"}, "divided by TP 4 x PP 8 x CP 2 = 64"),
         ("sft_8b", (), {"NODES": "four"}, "'four' is not a number"),
+        ("sft_8b", (), {"FP8": "true"}, "FP8 is 'true': 1 switches it on"),
     ],
 )  # fmt: skip
 def test_ranks_that_cannot_be_divided_are_refused(

@@ -93,7 +93,14 @@ def test_constants_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "constants.json"
     file.write_text('{"gemm": 1.0}')
     assert Constants.read(file) == Constants(gemm=1.0)
-    for text in ('{"gem": 1.0}', '{"gemm": 0}', '{"gemm": true}', "[1]", "{"):
+    for text, message in (
+        ('{"gem": 1.0}', "gem is not one of gemm, "),
+        ('{"gemm": 0}', "gemm is 0, not"),
+        ('{"gemm": true}', "gemm is True, not"),
+        ('{"gemm": 60}', "at most 1"),
+        ("[1]", "no JSON object"),
+        ("{", "cannot be read"),
+    ):
         file.write_text(text)
-        with pytest.raises(BadInput, match="--constants"):
+        with pytest.raises(BadInput, match=f"--constants .*{message}"):
             Constants.read(file)

@@ -77,7 +77,7 @@ def show_fits(fits: Sequence[Fit], command: Command) -> None:
             gb(fullest.peak),
             gb(fullest.reserved),
             _left(fullest, 1e9),
-            "" if fit.seconds is None else f"{fit.seconds:.1f}",
+            "" if fit.seconds is None else f"{fit.seconds:.3g}",
             "[green]fits[/]" if fit.good else "[red]no[/]",
             console.plain(" ".join(fit.candidate.flags) if fit.good else fit.found.verdict),
         )
@@ -212,7 +212,8 @@ def _step(found: Rehearsal) -> None:
             table.add_row(name, *shown)
     console.output.print(table)
     console.output.print(
-        f"Modelled: {step.summary(found.gpus)}. --constants FILE replaces what is assumed.",
+        f"Modelled, not compared with a real GPU: {step.summary(found.gpus)}. --constants FILE "
+        "replaces what is assumed.",
         soft_wrap=True,
     )
 

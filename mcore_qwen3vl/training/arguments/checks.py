@@ -169,7 +169,11 @@ def _check_kinds(args: argparse.Namespace) -> None:
     """Megatron would begin from random weights where ``--load`` holds none of its checkpoints."""
     if not (args.load_hf or args.load or args.pretrained_checkpoint):
         return
-    from mcore_qwen3vl.converters.mcore.formats import require_huggingface, require_megatron
+    from mcore_qwen3vl.converters.mcore.formats import (
+        is_megatron,
+        require_huggingface,
+        require_megatron,
+    )
 
     if args.load_hf:
         require_huggingface(
@@ -178,6 +182,11 @@ def _check_kinds(args: argparse.Namespace) -> None:
         )
     for folder in filter(None, (args.load, args.pretrained_checkpoint)):
         require_megatron(Path(folder), instead="use --load-hf")
+        if folder != args.save and not is_megatron(Path(folder)):  # a first run fills --save
+            raise BadInput(
+                f"{folder} holds no checkpoint of Megatron's to begin from: check the path of "
+                f"{'--load' if folder == args.load else '--pretrained-checkpoint'}."
+            )
 
 
 def check_writable(folder: Path) -> None:

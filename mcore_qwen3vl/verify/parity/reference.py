@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.hf.checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.offline.finite import notes
 from mcore_qwen3vl.converters.storage.dtypes import all_finite
 from mcore_qwen3vl.errors import BadInput
@@ -83,7 +84,7 @@ class Reference:
         device: where it runs; results come back to the CPU.
 
     Raises:
-        BadInput: a weight is NaN or infinite.
+        BadInput: a file is damaged, or a weight is NaN or infinite.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Reference:
     ) -> None:
         import transformers
 
+        HuggingFaceCheckpoint(path)  # which says what is wrong with its files
         self.architecture = Architecture.from_hf(path)
         self.device = device
         kind = "Moe" if self.architecture.is_moe else ""

@@ -209,6 +209,16 @@ def test_a_checkpoint_of_the_other_kind(dense: Path, tmp_path: Path) -> None:
             check_surroundings(parsed(dense, *data, flag, str(path)))
 
 
+def test_a_place_without_a_checkpoint_is_refused(dense: Path, tmp_path: Path) -> None:
+    data, empty = ("--data-path", str(dense)), str(tmp_path)
+    for flag in ("--load", "--pretrained-checkpoint"):
+        with pytest.raises(BadInput, match=f"holds no checkpoint .* path of {flag}"):
+            check_surroundings(parsed(dense, *data, flag, empty))
+    check_surroundings(
+        parsed(dense, *data, "--load", empty, "--save", empty, "--save-interval", "5")
+    )
+
+
 def test_all_that_is_missing_is_said_at_once(dense: Path) -> None:
     wanted = r"No training data: .* No length of the run: give --train"
     with pytest.raises(BadInput, match=wanted):

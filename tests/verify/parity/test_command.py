@@ -17,6 +17,7 @@ from mcore_qwen3vl.verify.parity.batches import RECIPES
 from mcore_qwen3vl.verify.parity.matrix import Matrix
 from mcore_qwen3vl.verify.report.measurement import Finding, Measurement
 from mcore_qwen3vl.verify.report.result import Report
+from tests.converters.checkpoints import copy
 
 
 def run(*arguments: Any) -> int:
@@ -40,6 +41,18 @@ def test_a_layout_that_holds_and_one_that_does_not(
     assert "2 of 2 comparisons failed" in printed.out
     assert printed.err == ""
     assert "FAILED" in (tmp_path / "report.html").read_text()
+
+
+def test_a_damaged_checkpoint_is_no_failed_check(
+    matrix: Matrix, tmp_path: Path, capsys: Any
+) -> None:
+    broken = copy(matrix.reference("dense").path, tmp_path / "broken")
+    file = next(broken.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-100])
+    assert run(broken, "--no-gradients") == 2
+    message = capsys.readouterr().err
+    assert file.name in message
+    assert message.count("\n") == 1
 
 
 def test_a_layout_that_cannot_be(matrix: Matrix, capsys: Any) -> None:
