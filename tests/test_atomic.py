@@ -117,6 +117,6 @@ def test_scores(tmp_path: Path) -> None:
     output = Output(tmp_path / "scores", {}, block=1)
     output.open()
     output.append([{"line": 1}])
-    with full_disk(20), pytest.raises(BadInput, match=r"scores cannot be written: .* goes on from"):
+    with full_disk(20), pytest.raises(BadInput, match=r"scores cannot be written: .* continues"):
         output.append([{"line": 2}])
     assert output.open() == 1
