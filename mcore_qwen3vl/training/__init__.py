@@ -1,1 +1,1 @@
-"""What ``megatron.training`` asks for: arguments, model, data and loss providers."""
+"""The training run: arguments, and the model, data and loss providers of ``megatron.training``."""

@@ -12,10 +12,11 @@ from mcore_qwen3vl.training.crash import report_crash
 
 
 def entry() -> None:
-    """Train as the command line says; bad input is one line on stderr and exit code 2.
+    """Train as the command line says.
 
-    So is the first crash, with exit code 1; each rank's own traceback is in its log. A rank ends
-    with the torchrun that started it, which otherwise leaves it on its GPU when killed.
+    Bad input prints one line on stderr and exits with code 2. The first rank to crash prints one
+    line and exits with code 1; each rank's traceback is in its own log. A rank ends together with
+    the torchrun that started it; otherwise a killed torchrun would leave it on its GPU.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent(os.getppid())
@@ -24,7 +25,8 @@ def entry() -> None:
         versions.warn()
     try:
         _require_torchrun(sys.argv[1:])
-        from mcore_qwen3vl.training.run import main  # takes seconds: torchrun may be killed in them
+        # Takes seconds, during which torchrun may be killed.
+        from mcore_qwen3vl.training.run import main
 
         main(sys.argv[1:])
     except BadInput as error:
@@ -37,9 +39,10 @@ def entry() -> None:
 
 
 def _require_torchrun(flags: list[str]) -> None:
-    """
+    """Refuse to start without torchrun's environment.
+
     Raises:
-        BadInput: nothing says which rank this is and where the others are.
+        BadInput: the environment does not say which rank this is and where the others are.
     """
     if "MASTER_ADDR" not in os.environ and not {"-h", "--help"} & set(flags):
         raise BadInput(
@@ -49,7 +52,7 @@ def _require_torchrun(flags: list[str]) -> None:
 
 
 def _first_on_this_node() -> bool:
-    """Whether no other rank that torchrun started here has reported its error; they are alike."""
+    """Return whether no other rank of this node has reported an error; theirs would be alike."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # ATTEMPT/LOCAL_RANK/error.json
     if file is None:
         return True
@@ -57,7 +60,7 @@ def _first_on_this_node() -> bool:
         (Path(file).parents[1] / "reported").touch(exist_ok=False)
     except FileExistsError:
         return False
-    except OSError:  # say it twice rather than not at all
+    except OSError:  # better reported twice than not at all
         return True
     return True
 

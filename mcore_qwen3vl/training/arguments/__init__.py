@@ -1,1 +1,1 @@
-"""Command-line flags: ours beside Megatron's, and what the model's config fixes."""
+"""Command-line flags: ours, Megatron's, and those that the model's config sets."""

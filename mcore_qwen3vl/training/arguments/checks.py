@@ -1,4 +1,4 @@
-"""Refusing flags that do not fit together, or the machine, before anything is built."""
+"""Checks, before anything is built, that flags fit one another and the machine."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from mcore_qwen3vl.runtime.extras import require_extra
 
 
 def check(args: argparse.Namespace, architecture: Architecture) -> None:
-    """Combinations of flags that Megatron's own validation lets through.
+    """Refuse combinations of flags that Megatron's own validation lets through.
 
     Raises:
-        BadInput: naming the flags and the remedy.
+        BadInput: flags do not fit together; the message names them and the remedy.
     """
     if args.packing and args.micro_batch_size != 1:
         raise BadInput(
@@ -62,7 +62,7 @@ def check(args: argparse.Namespace, architecture: Architecture) -> None:
 
 
 def _check_best(args: argparse.Namespace) -> None:
-    """What ``--early-stop-patience`` and ``--keep-best`` need, and cannot go with."""
+    """Check what ``--early-stop-patience`` and ``--keep-best`` need, and do not go with."""
     patience = args.early_stop_patience
     if patience is None and not args.keep_best:
         return
@@ -109,7 +109,7 @@ def _check_uncompiled(args: argparse.Namespace) -> None:
 
 
 def _check_torch_spec(args: argparse.Namespace) -> None:
-    """What mcore would do in silence: ignore flags, and treat stacked experts as no matrices."""
+    """Refuse what mcore would silently ignore, or do to stacked experts, which are no matrices."""
     ignored = {
         "--fp8-format": args.fp8,
         "--tp-comm-overlap": args.tp_comm_overlap,
@@ -128,10 +128,10 @@ def _check_torch_spec(args: argparse.Namespace) -> None:
 
 
 def check_device(cpu: bool) -> None:
-    """Before megatron is imported, whose CUDA modules would say it in hundreds of lines.
+    """Check for a GPU before importing megatron, whose CUDA modules would print hundreds of lines.
 
     Raises:
-        BadInput: no GPU, and the CPU was not asked for.
+        BadInput: there is no GPU, and `cpu` is false.
     """
     if cpu:
         return
@@ -142,10 +142,10 @@ def check_device(cpu: bool) -> None:
 
 
 def check_surroundings(args: argparse.Namespace) -> None:
-    """Data and packages that the run will want, before it has built a model.
+    """Check, before a model is built, that the run's data, checkpoints and packages exist.
 
     Raises:
-        BadInput: one of them is not there.
+        BadInput: one of them is missing, or a flag that names it.
     """
     train = args.train_data_path or args.data_path
     missing = []
@@ -166,7 +166,10 @@ def check_surroundings(args: argparse.Namespace) -> None:
 
 
 def _check_kinds(args: argparse.Namespace) -> None:
-    """Megatron would begin from random weights where ``--load`` holds none of its checkpoints."""
+    """Check which kind of checkpoint each flag names.
+
+    Megatron would start from random weights if ``--load`` held none of its checkpoints.
+    """
     if not (args.load_hf or args.load or args.pretrained_checkpoint):
         return
     from mcore_qwen3vl.converters.mcore.formats import (
@@ -190,9 +193,10 @@ def _check_kinds(args: argparse.Namespace) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """
+    """Check that `folder` can be written to or created.
+
     Raises:
-        BadInput: nothing can be written to `folder`, or where it would be made.
+        BadInput: it cannot.
     """
     folder = folder.absolute()
     there = next(place for place in (folder, *folder.parents) if place.exists())
@@ -224,6 +228,6 @@ def _check_loggers(args: argparse.Namespace) -> None:
 
 
 def complaint(error: Exception) -> BadInput:
-    """What Megatron's validation raised, as one line; a bare assertion shows its condition."""
+    """Turn an error of Megatron's validation into one line; a bare assertion shows its source."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return BadInput(f"Megatron refuses these flags: {str(error) or frame.line}")

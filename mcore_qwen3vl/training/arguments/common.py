@@ -1,4 +1,4 @@
-"""The flags of Megatron's that most runs set, in our words and with the values taken here."""
+"""The Megatron flags that most runs set, with our own help texts and defaults."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ COMMON = (
 
 
 def add_common(group: argparse._ArgumentGroup) -> None:
-    """Add them to a parser that lacks Megatron's own, to be printed."""
+    """Add the common flags to a parser without Megatron's, for printing its help."""
     for flag, metavar, text in COMMON:
         shape = {"action": "store_true"} if metavar is None else {"metavar": metavar}
         group.add_argument(flag, help=text, **shape)  # type: ignore[arg-type]

@@ -8,13 +8,13 @@ from typing import Any, get_args, get_type_hints
 
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits
 
-# Set by Megatron's own flags, by what the layout needs, or by the loss.
+# Set by Megatron's own flags, by the layout's needs, or by the loss.
 _SET_ELSEWHERE = (
     *("seq_length", "micro_batch_size", "length_multiple", "micro_batches", "media"),
     *("pairs", "references"),
 )
 
-_DECIDED_LATER = ("balance",)  # unless given: by the other flags
+_DECIDED_LATER = ("balance",)  # if not given, other flags decide
 _OF_CHECKPOINT = "default: the checkpoint's processor's"
 TEXTS = {
     "packing": "put several samples into a sequence (THD); default: one sample a row, padded",
@@ -53,7 +53,7 @@ PREPROCESS = (
 
 
 def add_data_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add the flags to `group`."""
+    """Add a flag for each field of the data config, and ``--preprocess``."""
     group.add_argument("--preprocess", metavar="MODULE:FUNCTION", help=PREPROCESS)
     for owner in (DataConfig, MediaLimits):
         types = get_type_hints(owner)
@@ -77,7 +77,7 @@ def _add(group: argparse._ArgumentGroup, name: str, kind: Any, default: Any) -> 
 
 
 def _value_type(kind: Any) -> dict[str, Any]:
-    """``type`` or ``choices`` of a flag, from ``T``, ``T | None`` or ``Literal[...]``."""
+    """Return a flag's ``type`` or ``choices``, from ``T``, ``T | None`` or ``Literal[...]``."""
     options = [option for option in get_args(kind) if option is not type(None)]
     if options and isinstance(options[0], str):
         return {"choices": options}

@@ -1,4 +1,4 @@
-"""What a run takes where the command line says nothing and Megatron has no value."""
+"""Defaults for arguments that the command line leaves out and Megatron has no value for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from mcore_qwen3vl.config import Architecture
 
 SEQ_LENGTH = 8192
-"""The default of ``data check`` too; less where the model has fewer positions."""
+"""Default row length, for ``data check`` too; less if the model has fewer positions."""
 
 
 DTYPES = {"bf16", "fp16", "fp32"}
@@ -18,7 +18,10 @@ DTYPES = {"bf16", "fp16", "fp32"}
 def run_defaults(
     architecture: Architecture, explicit: Collection[str], *, cpu: bool
 ) -> dict[str, Any]:
-    """Values by ``dest`` name of what is not `explicit`; they are stated by :func:`statement`."""
+    """Return the default of each argument not in `explicit`, by ``dest`` name.
+
+    :func:`statement` reports them to the user.
+    """
     defaults: dict[str, Any] = {
         "micro_batch_size": 1,
         "seq_length": min(SEQ_LENGTH, architecture.max_position_embeddings),
@@ -26,16 +29,16 @@ def run_defaults(
         "log_interval": 10,
     }
     if not {"seq_length", "packing"} & set(explicit):
-        defaults["pad_to_longest"] = True  # rows of that length would be padding for the most part
+        defaults["pad_to_longest"] = True  # rows of the full length would be mostly padding
     if not cpu and not DTYPES & set(explicit):
-        defaults["bf16"] = True  # fused attention, and Transformer Engine's for packs, want it
+        defaults["bf16"] = True  # fused attention and Transformer Engine's packed attention need it
     if "save" in explicit:
         defaults["save_interval"] = 500
     return {name: value for name, value in defaults.items() if name not in explicit}
 
 
 def statement(args: argparse.Namespace, explicit: Collection[str]) -> str | None:
-    """The flags that were not given, with the values that Megatron has worked out; None: none."""
+    """Return the flags that were not given, with the values in use; None if all were given."""
     names = ["micro_batch_size", "global_batch_size", "seq_length", "lr", "log_interval"]
     if args.save:
         names.append("save_interval")

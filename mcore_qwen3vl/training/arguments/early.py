@@ -1,7 +1,8 @@
-"""What can be said of a command line at once: without torch, megatron or a rank of the run.
+"""Quick checks of a command line, which need no torch, no megatron and no ranks.
 
-``mcore-qwen3vl train`` asks before it starts ranks, launch scripts by ``python -m`` of this module,
-and every rank of torchrun before it imports megatron, which takes seconds.
+``mcore-qwen3vl train`` runs them before it starts ranks, launch scripts run them with
+``python -m`` of this module, and every rank runs them before it imports megatron, which takes
+seconds.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ _LISTS = ("--data-path", "--train-data-path", "--valid-data-path")
 
 
 def check_early(argv: Sequence[str]) -> Architecture:
-    """Refuse a command line that no run can come of.
+    """Refuse a command line with which no run can start.
 
     Returns:
         The model's shape.
 
     Raises:
-        BadInput: a flag is unknown, missing or without a value that it can have; or the model, the
-            data or the place to save cannot be used.
+        BadInput: a flag is unknown or missing or has an invalid value; or the model, the data or
+            the folder to save to cannot be used.
     """
     check_names(argv)
     args = _arguments(argv)
@@ -58,10 +59,12 @@ def check_early(argv: Sequence[str]) -> Architecture:
 
 
 def check_names(argv: Sequence[str]) -> None:
-    """
+    """Refuse flags that neither we nor the installed Megatron know.
+
+    Does nothing for a Megatron version whose flags are not listed here: its own parser decides.
+
     Raises:
-        BadInput: a flag is neither ours nor one of the installed Megatron's, if that is a version
-            whose flags are listed here; others are left to Megatron's own parser.
+        BadInput: a flag is unknown.
     """
     listed = flag_list(version("megatron-core"))
     if not listed.exists():
@@ -75,15 +78,16 @@ def check_names(argv: Sequence[str]) -> None:
 
 
 def flag_list(megatron: str) -> Path:
-    """The flags of a version of megatron-core, one a line; not there for all versions."""
+    """Return the file that lists a megatron-core version's flags, one a line; it may not exist."""
     return Path(__file__).with_name(f"megatron-core-{megatron}.txt")
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Our flags, and those of Megatron's that :func:`check_surroundings` wants to see."""
+    """Parse our flags and the Megatron flags that :func:`check_surroundings` reads."""
     parser = StrictParser(allow_abbrev=False, add_help=False)
     add_arguments(parser)
-    parser._option_string_actions["--hf-model"].required = False  # missing with others
+    # Not an error of its own, so that it is reported together with other missing flags.
+    parser._option_string_actions["--hf-model"].required = False
     for flag in _TEXTS:
         parser.add_argument(flag)
     for flag in _NUMBERS:

@@ -1,4 +1,4 @@
-"""What a command line itself sets, and refusing what contradicts the model's config."""
+"""The arguments that a command line sets, and a check that none contradicts the model's config."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mcore_qwen3vl.errors import BadInput
 
 
 def explicit_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
-    """The arguments that `argv` itself sets, by ``dest`` name, without any default."""
+    """Return the arguments that `argv` itself sets, by ``dest`` name, without any default."""
     defaults = [(action, action.default) for action in parser._actions]
     for action, _ in defaults:
         action.default = argparse.SUPPRESS
@@ -26,12 +26,12 @@ def check_explicit(
     """Refuse flags that contradict the checkpoint's config.
 
     Args:
-        parser: names the flag of each argument.
-        explicit: what the command line sets (:func:`explicit_arguments`).
-        fixed: what the config says; a different value would be a different model.
+        parser: knows the flag of each argument.
+        explicit: the arguments that the command line sets (:func:`explicit_arguments`).
+        fixed: the arguments that the config sets; another value would be another model.
 
     Raises:
-        BadInput: naming every such flag, its value and the config's.
+        BadInput: flags contradict the config; the message names each, its value and the config's.
     """
     flags = {action.dest: action.option_strings[0] for action in parser._actions if action.dest}
     wrong = [

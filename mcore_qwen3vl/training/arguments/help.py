@@ -1,4 +1,4 @@
-"""``--help [WORD...]`` of a training command: the flags by group, all or those about a word."""
+"""``--help [WORD...]`` of a training command: all flags by group, or those about a word."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ ASKS = frozenset({"-h", "--help"})
 
 
 def asked_words(argv: Sequence[str]) -> list[str] | None:
-    """The words after ``--help`` or ``-h``, in lower case; None if no help is asked for."""
+    """Return the words after ``--help`` or ``-h`` in lower case; None if no help is asked for."""
     place = next((at for at, word in enumerate(argv) if word in ASKS), None)
     return None if place is None else [word.lower().lstrip("-") for word in argv[place + 1 :]]
 
 
 def print_help(parser: argparse.ArgumentParser, words: Sequence[str] = ()) -> None:
-    """Print the help of `parser`, of the flags that have all `words` in name, text or group.
+    """Print the help for the flags whose name, text or group contains each of `words`.
 
     Raises:
-        BadInput: no flag has.
+        BadInput: there is no such flag.
     """
     for group in parser._action_groups:
         kept = [a for a in group._group_actions if _is_about(a, group.title or "", words)]
@@ -39,7 +39,7 @@ def print_help(parser: argparse.ArgumentParser, words: Sequence[str] = ()) -> No
 
 
 def print_megatron_help(words: Sequence[str] = ()) -> NoReturn:
-    """Print Megatron's flags and ours, as :func:`print_help`, and exit; imports megatron."""
+    """Print Megatron's flags and ours with :func:`print_help`, and exit; imports megatron."""
     from megatron.training.arguments import add_megatron_arguments
 
     from mcore_qwen3vl.training.arguments.parser import add_arguments
@@ -61,7 +61,7 @@ def _is_about(action: argparse.Action, group: str, words: Sequence[str]) -> bool
 
 
 def _make_printable(action: argparse.Action) -> None:
-    """argparse formats help with ``%``; some of Megatron's texts hold a bare one."""
+    """Escape a bare ``%``, which some of Megatron's help texts have and argparse would format."""
     help = action.help or ""
     try:
         help % {**vars(action), "prog": "", "type": ""}

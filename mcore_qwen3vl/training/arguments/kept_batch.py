@@ -1,7 +1,7 @@
-"""The global batch of a run that is resumed, where the command line does not say one.
+"""The global batch size of a resumed run, if the command line does not give one.
 
-By default it is a micro-batch for each data-parallel rank, so that another number of ranks would
-train with another one, and count other samples into the schedule, without a word.
+Megatron's default is one micro-batch per data-parallel rank. Resuming with another number of ranks
+would then silently change the global batch size, and with it how the schedule counts samples.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from mcore_qwen3vl.errors import BadInput
 
 @dataclass(frozen=True)
 class KeptBatch:
-    """The global batch that a checkpoint was trained with."""
+    """The global batch size that a checkpoint was trained with."""
 
     size: int
     load: str
 
     @classmethod
     def of(cls, explicit: Mapping[str, Any]) -> KeptBatch | None:
-        """
+        """Read the global batch size from the checkpoint that the run resumes.
+
         Args:
-            explicit: what the command line sets, by ``dest`` name.
+            explicit: the arguments that the command line sets, by ``dest`` name.
 
         Returns:
-            None where a size is given, where nothing is resumed, and for checkpoints of versions
-            that did not store it.
+            None if the command line gives a size, if nothing is resumed, or if an earlier version
+            wrote the checkpoint without it.
         """
         from mcore_qwen3vl.training.checkpoints.resume import latest_iteration
         from mcore_qwen3vl.training.feed import state
@@ -43,13 +44,15 @@ class KeptBatch:
         return None if size is None else cls(size, load)
 
     def check(self, args: argparse.Namespace, world_size: int) -> None:
-        """
+        """Check that the data-parallel ranks can divide this global batch among them.
+
         Args:
-            args: of the run that goes on; its layout divides `world_size`.
+            args: the resumed run's arguments; TP x PP x CP divides `world_size`.
             world_size: number of ranks.
 
         Raises:
-            BadInput: its ranks cannot take this many samples.
+            BadInput: the size is not a multiple of the micro-batch size times the data-parallel
+                size.
         """
         sizes = ("tensor_model", "pipeline_model", "context")
         ranks = world_size

@@ -35,7 +35,7 @@ def check_layout_flags(argv: Sequence[str], architecture: Architecture, world_si
     """Run :func:`check_layout` before ranks are started, without importing megatron.
 
     Raises:
-        BadInput: see there.
+        BadInput: see :func:`check_layout`.
     """
     parser = StrictParser(allow_abbrev=False, add_help=False)
     for flag in _SIZES:
@@ -50,10 +50,10 @@ def check_layout_flags(argv: Sequence[str], architecture: Architecture, world_si
 
 
 def check_layout(args: argparse.Namespace, architecture: Architecture, world_size: int) -> None:
-    """Check that model and ranks divide as the flags say.
+    """Check that the model and the ranks can be divided as the flags say.
 
     Raises:
-        BadInput: they do not; the message names both numbers and what to change.
+        BadInput: they cannot; the message names both numbers and what to change.
     """
     tp, pp, cp = (
         args.tensor_model_parallel_size,
@@ -74,7 +74,7 @@ def check_layout(args: argparse.Namespace, architecture: Architecture, world_siz
         last=None if own_split else args.decoder_last_pipeline_num_layers,
         split=args.pipeline_model_parallel_layout,
     )
-    # What training forbids beyond that is said by its flag, in `checks`.
+    # `checks` refuses what only training forbids, by its flag.
     layout.validate(architecture, training=False)
     if world_size % (tp * pp * cp):
         raise BadInput(

@@ -1,8 +1,9 @@
-"""Our command-line flags beside Megatron's, and how both are parsed.
+"""Our command-line flags, and how they are parsed together with Megatron's.
 
 Every Megatron flag works. ``--hf-model`` supplies the architecture, so no size is ever typed.
-Reused as they are: ``--data-path [WEIGHT PATH]...`` or ``--train-data-path``/``--valid-data-path``,
-``--num-workers``, ``--spec te|torch``, ``--seq-length``, ``--micro-batch-size``.
+We reuse these Megatron flags: ``--data-path [WEIGHT PATH]...`` or
+``--train-data-path``/``--valid-data-path``, ``--num-workers``, ``--spec te|torch``,
+``--seq-length``, ``--micro-batch-size``.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ SPECS = ("te", "torch")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add our flags to Megatron's `parser`, as its ``extra_args_provider``."""
+    """Add our flags to Megatron's `parser`; has the signature of an ``extra_args_provider``."""
     _add_model_arguments(parser.add_argument_group("qwen3-vl model"))
     _add_training_arguments(parser.add_argument_group("qwen3-vl training"))
     add_lora_arguments(parser.add_argument_group("qwen3-vl lora"))
@@ -166,15 +167,15 @@ def _add_training_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def is_cpu(argv: Sequence[str]) -> bool:
-    """Whether ``--cpu`` is among the flags; asked before Megatron may be imported."""
+    """Return whether ``--cpu`` is among the flags; needed before Megatron may be imported."""
     return "--cpu" in argv
 
 
 def hf_model_of(argv: Sequence[str]) -> Path:
-    """The folder with the config that ``--hf-model`` means.
+    """Return the folder with the config that ``--hf-model`` names.
 
     Raises:
-        BadInput: one of our flags is missing or has a value that it cannot have.
+        BadInput: one of our flags is missing or has an invalid value.
     """
     own = StrictParser(allow_abbrev=False, add_help=False)
     known, _ = add_arguments(own).parse_known_args(list(argv))
@@ -182,7 +183,7 @@ def hf_model_of(argv: Sequence[str]) -> Path:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, frozenset[str]]:
-    """Parse and validate `argv` with Megatron, and set its global state.
+    """Parse and validate `argv` with Megatron, and set Megatron's global state.
 
     Returns:
         The arguments, and the ``dest`` names of those that the command line sets.
@@ -204,7 +205,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, frozenset[str]]:
 
 
 def validate(argv: Sequence[str], world_size: int) -> argparse.Namespace:
-    """What :func:`parse` would give on `world_size` ranks; touches no global state.
+    """Return the arguments of :func:`parse` for `world_size` ranks, without touching global state.
 
     Raises:
         BadInput: a flag is unknown, contradicts the model's config or does not fit the others.
@@ -238,8 +239,8 @@ class ArgumentSetup:
         self.architecture = Architecture.from_hf(self.hf_model)
 
     def prepare(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Megatron's ``extra_args_provider``."""
-        # Instead of a screen of all of Megatron's flags from every rank.
+        """Add our flags and defaults to `parser`; Megatron's ``extra_args_provider``."""
+        # By default every rank would print a screenful of all Megatron flags.
         parser.error = refuse_by(parser)  # type: ignore[assignment, method-assign]
         explicit = explicit_arguments(add_arguments(parser), self.argv)
         fixed = architecture_arguments(self.architecture)
@@ -257,7 +258,7 @@ class ArgumentSetup:
             spec=[spec],
         )
         if explicit.get("save"):
-            # The command that started a run resumes it.
+            # The same command starts a run and resumes it.
             parser.set_defaults(load=explicit["save"])
         kept = self._kept = KeptBatch.of(explicit)
         if kept is not None:
@@ -269,7 +270,7 @@ class ArgumentSetup:
         return parser
 
     def finish(self, args: argparse.Namespace) -> None:
-        """Checks and values that need Megatron's validation to have run."""
+        """Check and set what depends on Megatron's own validation, which has run."""
         from megatron.training.vocab_utils import calculate_padded_vocab_size
 
         args.hf_model = str(self.hf_model)
@@ -284,7 +285,7 @@ class ArgumentSetup:
 
 
 def _train_data_path(argv: Sequence[str]) -> list[str]:
-    """Beside ``--valid-data-path`` Megatron wants ``--data-path`` to be called another name."""
+    """Rename ``--data-path``: with ``--valid-data-path`` Megatron wants ``--train-data-path``."""
     if "--valid-data-path" not in argv:
         return list(argv)
     return ["--train-data-path" if word == "--data-path" else word for word in argv]
@@ -302,31 +303,31 @@ def _spec(value: list[str] | None, cpu: bool) -> str:
 def _loop_defaults() -> dict[str, Any]:
     return {
         "dataloader_type": "external",
-        # One division by the global batch, which is ours: see ForwardStep.normalise.
+        # We divide once by the global batch's normaliser: see ForwardStep.normalise.
         "calculate_per_token_loss": True,
         # SIGTERM and Ctrl-C end a run with a checkpoint.
         "exit_signal_handler": True,
         "eval_iters": 0,
         "eval_interval": 1000,
         "ckpt_format": "torch_dist",
-        # States the optimizer so that another layout can resume it exactly; where it is gathered,
-        # on the first DP rank alone, not on all of them.
+        # Stores the optimizer so that another layout can resume it exactly. If its state has to be
+        # gathered, the first DP rank alone does it, not all of them.
         "dist_ckpt_optim_fully_reshardable": True,
         "distrib_optim_fully_reshardable_mem_efficient": True,
         "enable_one_logger": False,
-        # It keeps every batch of an iteration to run it again; NaNs are caught in the gradients.
+        # It would keep every batch of an iteration for a rerun; we catch NaNs in the gradients.
         "rerun_mode": "disabled",
     }
 
 
 def _te_spec_defaults() -> dict[str, Any]:
-    # The head is Megatron's own linear layer, which takes this kernel from Apex.
+    # The output layer is Megatron's own linear layer, which takes this kernel from Apex.
     apex = find_spec("fused_weight_gradient_mlp_cuda") is not None
     return {"gradient_accumulation_fusion": apex}
 
 
 def _torch_spec_defaults() -> dict[str, Any]:
-    """Without Transformer Engine: no kernel that only it or Apex brings."""
+    """Return the defaults without Transformer Engine: no kernel that needs it or Apex."""
     return {
         "transformer_impl": "local",
         "gradient_accumulation_fusion": False,
@@ -347,7 +348,7 @@ def _cpu_defaults() -> dict[str, Any]:
 
 @contextmanager
 def _megatron_reads(argv: Sequence[str]) -> Iterator[None]:
-    """Megatron parses ``sys.argv``: show it `argv` meanwhile, and say its complaints as ours."""
+    """Give Megatron `argv` as ``sys.argv``, which it parses, and turn its errors into ours."""
     saved = sys.argv
     sys.argv = [saved[0], *argv]
     try:

@@ -1,4 +1,4 @@
-"""A parser's complaints about a command line, as one line of ours."""
+"""Errors about a command line, as one line each with a hint."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from mcore_qwen3vl.errors import BadInput
 
-_UNKNOWN = "unrecognized arguments: "  # as argparse begins
+_UNKNOWN = "unrecognized arguments: "  # argparse's message begins so
 _HELP = "mcore-qwen3vl train --help WORD shows the flags about a word."
 _ELSEWHERE = {
     "--batch-size": "--global-batch-size",
@@ -29,12 +29,12 @@ _ELSEWHERE = {
     "--tp": "--tensor-model-parallel-size",
     "--warmup-steps": "--lr-warmup-iters",
 }
-"""Flags of other trainers, and of our other commands, with what they are called in training."""
-_SIMILAR = 0.75  # of 1; less alike is rarely what was meant
+"""Flags of other trainers and of our other commands, with the training flag for each."""
+_SIMILAR = 0.75  # of 1; a less similar flag is rarely the one meant
 
 
 def refuse_by(parser: argparse.ArgumentParser) -> Callable[[str], NoReturn]:
-    """An error of `parser` as ours, with the flags that a misspelt one may mean."""
+    """Return an ``error`` method for `parser` that raises ``BadInput`` and suggests known flags."""
 
     def refuse(message: str) -> NoReturn:
         if message.startswith(_UNKNOWN):
@@ -45,13 +45,14 @@ def refuse_by(parser: argparse.ArgumentParser) -> Callable[[str], NoReturn]:
 
 
 def refuse_unknown(words: Collection[str], known: Collection[str]) -> NoReturn:
-    """
+    """Refuse unknown arguments, and suggest the flags that misspelt ones may mean.
+
     Args:
-        words: what no flag of a command line takes.
+        words: the arguments that no flag takes.
         known: all flags.
 
     Raises:
-        BadInput: always; with the flags that the misspelt ones may mean.
+        BadInput: always.
     """
     flags = [word.partition("=")[0] for word in words if word.startswith("--")]
     close = list(dict.fromkeys(meant for flag in flags for meant in _meant(flag, known)))
@@ -60,7 +61,7 @@ def refuse_unknown(words: Collection[str], known: Collection[str]) -> NoReturn:
 
 
 def _meant(flag: str, known: Collection[str]) -> list[str]:
-    """The flags that `flag` may stand for, the likeliest first."""
+    """Return the flags that `flag` may stand for, the likeliest first."""
     if flag in _ELSEWHERE:
         return [_ELSEWHERE[flag]]
     alike = get_close_matches(flag, [*_ELSEWHERE, *known], 2, _SIMILAR)
@@ -68,7 +69,7 @@ def _meant(flag: str, known: Collection[str]) -> list[str]:
 
 
 class StrictParser(argparse.ArgumentParser):
-    """One whose errors are ours."""
+    """An argument parser that raises ``BadInput`` instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         refuse_by(self)(message)

@@ -1,4 +1,4 @@
-"""``--FLAG none``: taking back what a script set, where Megatron has no value for that."""
+"""``--FLAG none``: unset a flag that a script set, where Megatron has no value for "unset"."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RESETTABLE = frozenset(
 
 
 def without_flags(argv: Sequence[str], names: frozenset[str]) -> list[str]:
-    """`argv` without the flags `names` and their values."""
+    """Return `argv` without the flags `names` and their values."""
     kept, dropping = [], False
     for word in argv:
         if word.startswith("--"):
@@ -30,9 +30,9 @@ def without_flags(argv: Sequence[str], names: frozenset[str]) -> list[str]:
 
 
 def take_back(argv: Sequence[str]) -> list[str]:
-    """`argv` without each flag that a later ``--FLAG none`` takes back, and without that.
+    """Remove each ``--FLAG none`` and the earlier uses of that flag from `argv`.
 
-    What follows such a ``none`` may set the flag again.
+    A later ``--FLAG VALUE`` sets the flag again.
     """
     kept: list[str] = []
     for word in argv:

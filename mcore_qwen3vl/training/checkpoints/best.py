@@ -1,7 +1,7 @@
 """Validation losses of a run: which step was the best, and whether it is time to stop.
 
-They are in ``validation.json`` in ``--save``, so that a run that resumes goes on counting. Every
-rank is told the same losses, and so decides the same.
+They are kept in ``validation.json`` in ``--save``, so that a resumed run goes on counting. Every
+rank receives the same losses, and so decides the same.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ FILE = "validation.json"
 
 
 class Validations:
-    """What ``--early-stop-patience`` and ``--keep-best`` go by."""
+    """The validation losses by which ``--early-stop-patience`` and ``--keep-best`` decide."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         """
         Args:
-            args: of :func:`mcore_qwen3vl.training.arguments.parser.parse`.
+            args: the arguments that :func:`mcore_qwen3vl.training.arguments.parser.parse` returns.
         """
         self._args = args
         self._wanted = args.keep_best or args.early_stop_patience is not None
         self._losses: list[tuple[int, float]] = []  # by iteration, ascending
-        self._kept: int | None = None  # the best step, if only that keeps its checkpoint
+        self._kept: int | None = None  # the best step, if its checkpoint is kept only for that
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """Iteration and loss; None before the first validation. Of equal ones the first."""
+        """Iteration and loss of the first lowest loss; None before the first validation."""
         return min(
             self._losses,
             key=lambda entry: math.inf if math.isnan(entry[1]) else entry[1],
@@ -56,7 +56,7 @@ class Validations:
         return len(self._losses) - 1 - self._losses.index(self.best) >= patience
 
     def resume(self, iteration: int) -> None:
-        """Take up the losses of the run that is resumed, up to its checkpoint; a collective."""
+        """Read the resumed run's losses up to its checkpoint's iteration; a collective."""
         if not self._wanted:
             return
         found: list[Any] = [None]
@@ -69,16 +69,16 @@ class Validations:
             self._kept = found[0]["kept"] if self._args.load == self._args.save else None
 
     def add(self, iteration: int, losses: Mapping[str, Any]) -> None:
-        """Note a validation; a collective.
+        """Record a validation's loss; a collective.
 
         Args:
-            iteration: after which it was.
-            losses: of Megatron's ``evaluate``; the last rank has them.
+            iteration: the last iteration before the validation.
+            losses: result of Megatron's ``evaluate``; only the last rank needs it.
         """
         known = self._losses and self._losses[-1][0] == iteration  # Megatron validates twice there
         if known or not self._wanted:
             return
-        # No other rank is asked than the last one, which has a loss.
+        # The last rank has the loss and broadcasts it.
         shared = [next((float(losses[name]) for name in LOSSES if name in losses), math.nan)]
         dist.broadcast_object_list(shared, src=dist.get_world_size() - 1)
         self._losses.append((iteration, shared[0]))
@@ -90,13 +90,12 @@ class Validations:
         return f"best validation loss {self.best[1]:.4f} after step {self.best[0]}{kept}"
 
     def is_best(self, iteration: int) -> bool:
-        """Whether the checkpoint of this iteration is to be kept as the best."""
+        """Return whether to keep this iteration's checkpoint as the best."""
         return bool(self._args.keep_best and self.best and self.best[0] == iteration)
 
     @contextmanager
     def due(self, iteration: int) -> Iterator[None]:
-        """Inside, Megatron saves after this iteration if it is the best, and leaves if no better
-        one is waited for any more."""
+        """Make Megatron save after the best iteration so far, and exit when patience runs out."""
         args = self._args
         before = args.save_interval, args.exit_interval
         if self.is_best(iteration):
@@ -107,8 +106,10 @@ class Validations:
         args.save_interval, args.exit_interval = before
 
     def keep(self, iteration: int) -> None:
-        """If it is the best, keep this iteration's checkpoint, which is there, in place of that of
-        the best before it; a collective."""
+        """Keep this iteration's checkpoint, if it is the best, and remove that of the best before.
+
+        The checkpoint has been written. A collective.
+        """
         if not self.is_best(iteration):
             return
         before, interval = self._kept, self._args.save_interval

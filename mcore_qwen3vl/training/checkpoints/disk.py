@@ -1,4 +1,4 @@
-"""A disk that fails while a checkpoint is written: why, what is left, and how to go on."""
+"""An error message for a disk that fails during a save: why, what is left and how to go on."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ _PROBE = 2**20  # bytes
 
 @contextmanager
 def explained_save(directory: str, iteration: int) -> Iterator[None]:
-    """Around the saving of a checkpoint, on every rank.
+    """Explain a disk's failure while a checkpoint is saved; every rank saves inside this.
 
-    What was written of it is removed, as far as it can be: the room is wanted.
+    The partial checkpoint is removed, as far as possible, to free its space.
 
     Raises:
-        BadInput: the disk is why it failed. Anything else is raised as it was.
+        BadInput: the disk made the save fail. Other errors pass through.
     """
     try:
         yield
     except (Exception, CheckpointException) as error:
         save = Path(directory)
         reason = _reason(error)
-        if isinstance(error, CheckpointException):  # which is raised on every rank
+        if isinstance(error, CheckpointException):  # raised on every rank
             reason = _first_of_any(reason or _probe(save))
         if reason is None:
             raise
@@ -60,7 +60,7 @@ def explained_save(directory: str, iteration: int) -> Iterator[None]:
 
 
 def _reason(error: BaseException | None) -> str | None:
-    """What the system said, if an error or one that it came from is the disk's."""
+    """Return the system's message if `error`, or an error that caused it, came from the disk."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _OF_DISKS:
             return error.strerror
@@ -69,14 +69,14 @@ def _reason(error: BaseException | None) -> str | None:
 
 
 def _first_of_any(reason: str | None) -> str | None:
-    """One that a rank has; before another makes room by clearing up."""
+    """Return some rank's reason; gathered before any rank frees space by removing files."""
     everyone: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, reason)
     return next(filter(None, everyone), None)
 
 
 def _probe(folder: Path) -> str | None:
-    """What the system says to a megabyte; Megatron's writers drop what it said to them."""
+    """Write a megabyte and return the system's error, which Megatron's writers do not pass on."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(_PROBE))

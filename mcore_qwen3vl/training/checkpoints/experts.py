@@ -1,8 +1,8 @@
-"""Resuming with experts divided where they were not, or the other way round.
+"""Resume with expert parallelism from a checkpoint without it, or the other way round.
 
-mcore gives experts an optimizer of their own where EP divides them, and one to all parameters
-where it does not; a checkpoint holds the groups of each. What is said of a group (learning rates,
-weight decay, step) does not depend on that, nor does the place of the tensors in the checkpoint.
+mcore gives experts an optimizer of their own if EP divides them, and otherwise one optimizer to all
+parameters. A checkpoint holds the parameter groups of each optimizer. A group's values (learning
+rates, weight decay, step) do not depend on that, nor do the tensors' places in the checkpoint.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def take_other_chains(optimizer: Any) -> None:
     """Let a chain of distributed optimizers load the state of a chain of another length.
 
     Args:
-        optimizer: mcore's. What is no chain, or is not distributed, stays as it is.
+        optimizer: mcore's optimizer. It stays as it is unless it is a chain of distributed ones.
     """
     parts = getattr(optimizer, "chained_optimizers", [])
     if not parts or not all(isinstance(part, DistributedOptimizer) for part in parts):
@@ -32,12 +32,12 @@ def take_other_chains(optimizer: Any) -> None:
 
 
 def regrouped(state: dict[Any, Any], parts: int) -> dict[Any, Any]:
-    """`state` for a chain of `parts` optimizers.
+    """Rearrange `state` for a chain of `parts` optimizers.
 
     Args:
-        state: of a chain of any length as it was saved, with ``param_state`` as it was asked for;
-            one optimizer's alone, or those of several by number.
-        parts: how many are to load it.
+        state: one optimizer's state, or the states of several by number. All but ``param_state``
+            is as the checkpoint has it; ``param_state`` is as this chain requested it.
+        parts: number of optimizers that will load it.
     """
     numbers = sorted(key for key in state if isinstance(key, int))
     saved = [state] if "optimizer" in state else [state[number] for number in numbers]
@@ -48,7 +48,7 @@ def regrouped(state: dict[Any, Any], parts: int) -> dict[Any, Any]:
     said = {key: value for key, value in saved[0].items() if key not in (*numbers, "param_state")}
     said |= {"optimizer": {**saved[0]["optimizer"], "param_groups": [*both, *groups]}}
     asked = [state] if parts == 1 else [state.get(number, {}) for number in range(parts)]
-    # A rank may own nothing of a small optimizer.
+    # A rank may own none of a small optimizer's parameters.
     owned = [{key: one[key] for key in ("param_state",) if key in one} for one in asked]
     chain = {number: {**said, **own} for number, own in enumerate(owned)}
     return chain[0] if parts == 1 else chain

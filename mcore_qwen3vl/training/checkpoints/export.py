@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints out of a running job."""
+"""Export of Hugging Face checkpoints from a running job."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def export(
     """Write ``--save-hf`` ``/iter_NNNNNNN``: weights, config, tokenizer and processor.
 
     Args:
-        args: of :func:`mcore_qwen3vl.training.arguments.parser.parse`.
+        args: the arguments that :func:`mcore_qwen3vl.training.arguments.parser.parse` returns.
         model: this rank's pipeline chunks.
-        optimizer: whose overlapped parameter gathers are waited for.
-        iteration: named in the folder.
-        lora: a PEFT adapter is written instead.
+        optimizer: its overlapped parameter gathers are finished first.
+        iteration: appears in the folder's name.
+        lora: if given, a PEFT adapter is written instead.
 
     Returns:
         The folder.
@@ -45,5 +45,5 @@ def export(
 
 
 def export_folder(args: argparse.Namespace, iteration: int) -> Path:
-    """Where the export of an iteration goes."""
+    """Return the folder for the export of an iteration."""
     return Path(args.save_hf) / f"iter_{iteration:07d}"

@@ -1,11 +1,11 @@
-"""The distributed optimizer's state, of which each rank saves and loads what it owns.
+"""Save and load the distributed optimizer's state so that each rank handles only what it owns.
 
 mcore's "fully reshardable" format stores float32 weights and moments under the parameters' own keys
-and shapes, so that any layout can read them. Its writer gathers what the data-parallel ranks own on
-the first of them, and its reader makes every rank read all of it. Neither is needed: a rank owns a
+and shapes, so that any layout can read them. Its writer gathers the data-parallel ranks' shards on
+the first of them, and its reader makes every rank read all of it. Neither is needed. A rank owns a
 range of the flattened parameter, which is a few boxes of the tensor, and torch's distributed
-checkpoints hold and read any boxes. Here those are declared, as views of the state that trains.
-Keys, shapes and values are mcore's, so each of the two readers takes what either writer wrote.
+checkpoints can hold and read any boxes. We declare those boxes, as views of the training state.
+Keys, shapes and values are mcore's, so mcore's reader and ours can each read both writers' files.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ USED = (
     "_set_main_param_and_optimizer_states",
     "_is_distopt_quantized_param",
 )
-"""Methods of mcore's ``DistributedOptimizer`` that are replaced here, and called."""
+"""Methods of mcore's ``DistributedOptimizer`` that we replace (the first two) or call."""
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -47,14 +47,14 @@ HALVES = (torch.bfloat16, torch.float16)
 def keep_own_parts(optimizer: Any) -> None:
     """Let each data-parallel rank save and load its own part, where mcore would gather all parts.
 
-    Where the state that trains is no float32 tensor on the device mcore's way is left, with a
-    warning.
+    If the training state is no float32 tensor on the device, mcore's way stays, with a warning.
 
     Args:
-        optimizer: mcore's, chained or not. What is not distributed in it stays as it is.
+        optimizer: mcore's optimizer, chained or not. Parts that are not distributed stay as they
+            are.
 
     Raises:
-        BadInput: the installed megatron-core has no such methods.
+        BadInput: the installed megatron-core lacks one of the methods in :data:`USED`.
     """
     for part in _distributed(optimizer):
         if missing := [name for name in USED if not hasattr(part, name)]:
@@ -76,18 +76,18 @@ def keep_own_parts(optimizer: Any) -> None:
 
 @torch.no_grad()
 def check_state_of_weights(optimizer: Any, directory: str) -> None:
-    """Refuse float32 weights that are not those of a model in 16 bits; a collective.
+    """Refuse float32 weights that do not round to the model's 16-bit weights; a collective.
 
-    mcore gathers what buckets of gradients hold without the padding at their ends, and reads it as
-    if the padding were there: what follows such an end is stored shifted. Buckets end so where
-    their size does not divide by the data-parallel size and by 128.
+    mcore's writer gathers the gradient buckets without the padding at their ends, but reads the
+    result as if the padding were there. Everything after such an end is stored shifted. A bucket
+    is padded if its size is not a multiple of the data-parallel size and of 128.
 
     Args:
-        optimizer: mcore's, after it and its model were loaded.
-        directory: where from.
+        optimizer: mcore's optimizer, after it and its model were loaded.
+        directory: the checkpoint directory, for the message.
 
     Raises:
-        BadInput: on every rank, if any of them holds such a weight.
+        BadInput: any rank holds such a weight; raised on every rank.
     """
     device = torch.cuda.current_device()
     wrong, total = torch.zeros((), dtype=torch.int64, device=device), 0
@@ -122,7 +122,7 @@ def _distributed(optimizer: Any) -> Iterator[DistributedOptimizer]:
 
 
 def _other_state(optimizer: DistributedOptimizer) -> str | None:
-    """Why the state is no float32 tensor of the rank's range, if so."""
+    """Return the flag because of which the state is no float32 tensor on the device, or None."""
     if optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
         return "--use-precision-aware-optimizer"
     offloaded = isinstance(optimizer.optimizer, HybridDeviceOptimizer)
@@ -130,7 +130,7 @@ def _other_state(optimizer: DistributedOptimizer) -> str | None:
 
 
 class _Parts:
-    """In place of two methods of one optimizer."""
+    """Replaces the methods :data:`SAVE` and :data:`LOAD` of one optimizer."""
 
     def __init__(self, optimizer: DistributedOptimizer) -> None:
         self._optimizer = optimizer
@@ -142,12 +142,12 @@ class _Parts:
         is_loading: bool = False,
         metadata: dict[str, Any] | None = None,
     ) -> dict[int, dict[str, list[ShardedTensor]]]:
-        """Where each box of this rank's state lies in the whole tensors.
+        """Declare where each box of this rank's state lies in the whole tensors.
 
         Args:
-            model_sharded_state_dict: of the model whose parameters are optimized.
-            is_loading: the boxes' memory is to be filled, and :meth:`take` follows.
-            metadata: how mcore would gather.
+            model_sharded_state_dict: sharded state dict of the model that is trained.
+            is_loading: whether the boxes' memory will be filled, and :meth:`take` called then.
+            metadata: how mcore would gather; not used.
 
         Raises:
             ValueError: a parameter is not in `model_sharded_state_dict`, or is not made of boxes.
@@ -171,10 +171,10 @@ class _Parts:
 
     @torch.no_grad()
     def take(self, state_dict: Mapping[int, Mapping[str, Any]]) -> None:
-        """Put what was read into the optimizer, unless it is there: it was read in place.
+        """Put the loaded state into the optimizer, where it was not already loaded in place.
 
         Args:
-            state_dict: of :meth:`declare`, without what the checkpoint lacks.
+            state_dict: the result of :meth:`declare`, without what the checkpoint lacks.
         """
         asked, self._asked = self._asked, []
         for number, (parameter, _) in enumerate(_owned(self._optimizer)):
@@ -182,14 +182,14 @@ class _Parts:
             self._optimizer._set_main_param_and_optimizer_states(parameter, read)
 
     def _tensors(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """The weight and the moments of a range, by their names in checkpoints, each (n,)."""
+        """Return the weight and moments of a range by their names in checkpoints, each (n,)."""
         found = self._optimizer._get_main_param_and_optimizer_states(parameter)
         names = ("param", *self._optimizer.optimizer_state_keys)
         return {name: found[name].detach().view(-1) for name in names}
 
 
 def _owned(optimizer: DistributedOptimizer) -> Iterator[tuple[nn.Parameter, range]]:
-    """Parameters that this rank has a part of, and which of its flattened elements."""
+    """Yield each parameter that this rank owns a part of, with the range of flattened elements."""
     for buffer in optimizer.gbuf_ranges:
         for buckets in buffer.values():
             for bucket in buckets:
@@ -199,14 +199,14 @@ def _owned(optimizer: DistributedOptimizer) -> Iterator[tuple[nn.Parameter, rang
 
 @dataclass(frozen=True)
 class _Box:
-    """A box of a stored tensor, and where a rank's flat range has it."""
+    """A box of a stored tensor, and its place in the flat range that a rank owns."""
 
     place: ShardedTensor  # without data
-    first: int  # of the range's elements
+    first: int  # index in the range of the box's first element
     strides: Shape
 
     def of(self, name: str, tensor: Tensor) -> ShardedTensor:
-        """With the values of one state of the range, (n,), as a view."""
+        """Return the box as a view of `tensor`: one state of the range, (n,)."""
         first = tensor.storage_offset() + self.first
         data = tensor.as_strided(self.place.local_shape, self.strides, first)
         key = f"optimizer.state.{name}.{self.place.key}"
@@ -216,12 +216,12 @@ class _Box:
 def _boxes(
     entry: ShardedTensor | ShardedTensorFactory, span: range, instance: int
 ) -> Iterator[_Box]:
-    """What a range of a parameter is made of.
+    """Yield the boxes that make up a range of a parameter.
 
     Args:
-        entry: the parameter's description.
-        span: of its flattened elements.
-        instance: of the distributed optimizer, each of which has all elements once.
+        entry: the parameter's entry in the sharded state dict.
+        span: range of its flattened elements.
+        instance: number of the distributed optimizer's instance; each has all elements once.
     """
     whole = torch.empty(entry.data.shape, device="meta")
     pieces = [(piece, _extent_of(piece.data, whole)) for piece in _pieces(entry, whole)]
@@ -233,14 +233,18 @@ def _boxes(
             inside, sizes = _corner_and_sizes(both.stored)
             at = (a + b for a, b in zip(extent.offsets, inside, strict=True))
             first = sum(a * stride for a, stride in zip(at, whole.stride(), strict=True))
-            chosen = whole.dim() - piece.data.dim()  # an expert of several
+            chosen = whole.dim() - piece.data.dim()  # axes that select one of several experts
             place = _place(piece, inside[chosen:], sizes[chosen:], instance)
             stacked = (1,) * piece.prepend_axis_num
             yield _Box(place, first - span.start, (*stacked, *piece.data.stride()))
 
 
 def _pieces(entry: ShardedTensor | ShardedTensorFactory, whole: Tensor) -> list[ShardedTensor]:
-    """The stored tensors that a parameter is divided into, with views of `whole` as data."""
+    """Return the stored tensors that a parameter is divided into, with views of `whole` as data.
+
+    Raises:
+        ValueError: they are not boxes that together make up the parameter.
+    """
     if not isinstance(entry, ShardedTensorFactory):
         return [replace(entry, data=whole, dtype=whole.dtype)]
     pieces = list(nested_values(entry.build_fn(entry.key, whole, entry.replica_id, None)))
@@ -255,7 +259,7 @@ def _pieces(entry: ShardedTensor | ShardedTensorFactory, whole: Tensor) -> list[
 
 
 def _extent_of(view: Tensor, whole: Tensor) -> Extent:
-    """The box of a row-major tensor that a view is, of which leading axes may be chosen away."""
+    """Return the box of row-major `whole` that `view` covers; `view` may lack leading axes."""
     rest, corner = int(view.storage_offset()), []
     for stride in whole.stride():
         at, rest = divmod(rest, stride)
@@ -268,7 +272,7 @@ def _corner_and_sizes(box: Box) -> tuple[Shape, Shape]:
 
 
 def _place(piece: ShardedTensor, inside: Shape, sizes: Shape, instance: int) -> ShardedTensor:
-    """`sizes` elements at `inside` of a piece, as a part of the stored tensor."""
+    """Describe the box of `sizes` elements at `inside` of a piece, as part of the stored tensor."""
     stacked = piece.prepend_axis_num
     corner = (*(0 for _ in range(stacked)), *inside)
     pipeline, tensor, _ = piece.replica_id
@@ -276,12 +280,12 @@ def _place(piece: ShardedTensor, inside: Shape, sizes: Shape, instance: int) -> 
         key=piece.key,
         data=None,
         dtype=piece.dtype,
-        # Beside an irregular grid mcore wants the stacked axes too.
+        # For an irregular grid, mcore wants the prepended axes here too.
         local_shape=(*(1 for _ in range(stacked)), *sizes),
         global_shape=piece.global_shape,
         global_offset=tuple(a + b for a, b in zip(piece.global_offset, corner, strict=True)),
         axis_fragmentations=None,
-        # Data-parallel ranks have copies of the model; of the state each has its own elements.
+        # Data-parallel ranks hold copies of the model, but each its own elements of the state.
         replica_id=(pipeline, tensor, instance),
         allow_shape_mismatch=piece.allow_shape_mismatch,
     )

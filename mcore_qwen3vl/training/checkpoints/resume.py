@@ -1,8 +1,9 @@
-"""What surrounds Megatron's own loading and saving.
+"""Checks and extras around Megatron's own loading and saving.
 
 A run that was killed while writing, or a full disk, leaves a checkpoint whose files are missing,
-short or empty. On thousands of ranks that is better found by one of them before Megatron starts
-reading. And a checkpoint is of more use with the model's config, tokenizer and processor beside it.
+short or empty. With thousands of ranks, one of them should find that before Megatron starts
+reading. A checkpoint is also more useful with the model's config, tokenizer and processor beside
+it.
 """
 
 from __future__ import annotations
@@ -36,24 +37,24 @@ _ZIP = b"PK\x03\x04"  # every stored tensor starts with a zip's first bytes
 
 
 def latest_iteration(directory: str | Path) -> int | None:
-    """The iteration that the tracker names; None if there is no tracker, or it says `release`.
+    """Return the iteration in the tracker file; None if there is no tracker or it says `release`.
 
     Raises:
-        BadInput: the tracker says neither.
+        BadInput: the tracker holds neither an iteration nor `release`.
     """
     newest = tracked(Path(directory))
     return newest if isinstance(newest, int) else None
 
 
 def readable_iteration(directory: str | Path, *, fallback: bool) -> int | None:
-    """The newest iteration up to the latest whose checkpoint is complete.
+    """Return the newest iteration, not beyond the tracker's, whose checkpoint is complete.
 
     Args:
-        directory: as Megatron's ``--load``.
-        fallback: go on to older ones when the latest is damaged.
+        directory: the checkpoint directory, as Megatron's ``--load``.
+        fallback: whether to try older checkpoints when the latest is damaged.
 
     Returns:
-        None when the directory holds no iteration.
+        The iteration; None if the tracker names none.
 
     Raises:
         BadInput: the latest is damaged and `fallback` is off, or all are damaged.
@@ -80,7 +81,7 @@ def readable_iteration(directory: str | Path, *, fallback: bool) -> int | None:
 
 
 def choose_checkpoint(args: argparse.Namespace) -> None:
-    """Point Megatron at the newest checkpoint of ``--load`` that can be read; all ranks call this.
+    """Make Megatron load the newest readable checkpoint of ``--load``; all ranks call this.
 
     Raises:
         BadInput: see :func:`readable_iteration` and
@@ -107,10 +108,10 @@ def choose_checkpoint(args: argparse.Namespace) -> None:
 
 
 def _check_named(args: argparse.Namespace) -> None:
-    """Look at the checkpoint of ``--ckpt-step`` before Megatron reads it.
+    """Check the checkpoint of ``--ckpt-step`` before Megatron reads it.
 
     Raises:
-        BadInput: it is damaged, or names code.
+        BadInput: it is damaged, or its metadata names code to run.
     """
     folder = Path(args.load) / folder_name(args.ckpt_step)
     if args.ckpt_format != "torch_dist" or not folder.is_dir():
@@ -120,7 +121,7 @@ def _check_named(args: argparse.Namespace) -> None:
 
 
 def _newest(args: argparse.Namespace) -> int | None:
-    """The iteration to load; None leaves it to Megatron."""
+    """Return the iteration to load; None leaves the choice to Megatron."""
     newest = tracked(Path(args.load))
     if newest is None:
         return None
@@ -134,7 +135,7 @@ def _newest(args: argparse.Namespace) -> int | None:
 
 
 def check_companions(directory: str | Path, architecture: Architecture) -> None:
-    """Refuse to save beside the checkpoints of another model.
+    """Refuse to save beside another model's checkpoints.
 
     Raises:
         BadInput: the ``hf`` folder of `directory` describes another model.
@@ -152,10 +153,10 @@ def check_companions(directory: str | Path, architecture: Architecture) -> None:
 
 
 def save_companions(args: argparse.Namespace) -> None:
-    """Put what ``--hf-model`` holds besides weights into the ``hf`` folder of ``--save``.
+    """Copy the files of ``--hf-model`` other than weights into the ``hf`` folder of ``--save``.
 
-    As a conversion does, so that the checkpoints can be exported, compared and generated with as
-    they are. One rank calls this; the folder appears whole or not at all.
+    A conversion does the same. With them, the checkpoints can be exported, compared and used for
+    generation as they are. One rank calls this; the folder appears whole or not at all.
     """
     folder, source = Path(args.save) / HF_FOLDER, Path(args.hf_model)
     if folder.exists():
@@ -166,17 +167,17 @@ def save_companions(args: argparse.Namespace) -> None:
 
 @contextmanager
 def explained(directory: str) -> Iterator[None]:
-    """Say what Megatron raises when it loads what does not fit the command line.
+    """Explain Megatron's errors about a checkpoint that does not fit the command line.
 
     Raises:
-        BadInput: the schedule or the learning rate changed, or the optimizer or RNG was not saved,
-            or torch refuses what a file asks for.
+        BadInput: the schedule or the learning rate changed, the optimizer, its schedule or the RNG
+            was not saved, or torch refuses to unpickle a file.
     """
     try:
         yield
     except (pickle.UnpicklingError, CheckpointException) as error:
         failures: list[BaseException] = [error]
-        if isinstance(error, CheckpointException):  # around what failed on each rank
+        if isinstance(error, CheckpointException):  # wraps each rank's error
             failures = [failure[0] for failure in error.failures.values()]
         for failure in failures:
             if isinstance(failure, pickle.UnpicklingError):
@@ -209,7 +210,7 @@ def explained(directory: str) -> Iterator[None]:
 
 
 def damage(folder: Path) -> str | None:
-    """Why a torch_dist checkpoint cannot be read, or None. Reads headers, not tensors."""
+    """Return why a torch_dist checkpoint cannot be read, or None. Reads headers, not tensors."""
     marker = folder / "metadata.json"
     if not marker.exists() or marker.stat().st_size == 0:
         return f"{marker} is missing or empty"

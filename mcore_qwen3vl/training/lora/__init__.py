@@ -1,1 +1,1 @@
-"""Training adapters with Megatron's loop: flags, the model, its checkpoints, PEFT directories."""
+"""LoRA training in Megatron's loop: flags, the model, its checkpoints and PEFT directories."""

@@ -1,4 +1,4 @@
-"""The weights beside an adapter: read at every start, and told apart from others at a resume."""
+"""The base weights of an adapter: read at every start, and compared when a run resumes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,13 @@ _INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
 class Identity(TypedDict):
-    """Base weights: where they came from, and the sum of their bits under every layout."""
+    """Identifies base weights by the sum of their bits, which is the same under every layout.
+
+    Attributes:
+        path: where they were read from.
+        dtype: their dtype.
+        sum: the sum of their bits, read as integers.
+    """
 
     path: str
     dtype: str
@@ -33,8 +39,8 @@ class Base:
     """The weights that a LoRA run leaves as they are.
 
     Args:
-        args: of :func:`mcore_qwen3vl.training.arguments.parser.parse`; of them ``load_hf`` and
-            ``pretrained_checkpoint`` say where the weights are.
+        args: the arguments that :func:`mcore_qwen3vl.training.arguments.parser.parse` returns;
+            ``load_hf`` or ``pretrained_checkpoint`` says where the weights are.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -45,7 +51,7 @@ class Base:
         self._total: int | None = None
 
     def load(self, chunk: Qwen3VLModel) -> None:
-        """Fill one pipeline chunk, which has no adapter yet; of Megatron's formats a collective.
+        """Fill one pipeline chunk, which has no adapter yet; for Megatron's formats a collective.
 
         Raises:
             BadInput: the checkpoint cannot be read or is of another model.
@@ -64,7 +70,7 @@ class Base:
         self._add(chunk)
 
     def identity(self) -> Identity | None:
-        """What tells these weights from others; a collective. None where none were read."""
+        """Return what identifies these weights, or None if none were read; a collective."""
         if self.path is None or self._sum is None:
             return None
         if self._total is None:
@@ -73,10 +79,10 @@ class Base:
         return Identity(path=str(self.path), dtype=self._dtype, sum=self._total)
 
     def check(self, folder: Path) -> None:
-        """Compare with those that the checkpoints beside `folder` were trained on; a collective.
+        """Compare with the base that the checkpoints beside `folder` were trained on; a collective.
 
         Raises:
-            BadInput: they are others.
+            BadInput: the base weights differ.
         """
         mine, file = self.identity(), folder / FILE
         if mine is None or not file.is_file():
@@ -90,7 +96,7 @@ class Base:
 
     @torch.no_grad()
     def _add(self, chunk: Qwen3VLModel) -> None:
-        """Add the bits of what this rank answers for, as integers, which no order changes."""
+        """Add up the bits of this rank's share as integers, so that the order does not matter."""
         weights = next(chunk.parameters())
         if self._sum is None:
             self._sum = torch.zeros((), dtype=torch.int64, device=weights.device)
@@ -102,5 +108,5 @@ class Base:
 
 
 def save_identity(folder: Path, identity: Identity) -> None:
-    """Beside the adapter's config; one rank calls this."""
+    """Write `identity` beside the adapter's config; one rank calls this."""
     (folder / FILE).write_text(json.dumps(identity, indent=2) + "\n", encoding="utf-8")

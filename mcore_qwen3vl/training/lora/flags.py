@@ -1,4 +1,4 @@
-"""``--lora-*``: an adapter's config from the command line, as PEFT's own fields."""
+"""The ``--lora-*`` flags, and the PEFT adapter config that they describe."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mcore_qwen3vl.converters.adapters.presets import EXPERTS, ROUTER, Preset, p
 from mcore_qwen3vl.errors import BadInput
 
 RANK = 16
-"""Where ``--lora-rank`` is not given; vLLM takes no larger one unless told to."""
+"""Default of ``--lora-rank``; vLLM takes no larger one by default."""
 
 _PLAIN = re.compile(r"[\w.\-]+")
 _ASKING = ("lora_rank", "lora_target", "lora_config", "lora_init")
 _DETAILS = ("lora_alpha", "lora_dropout", "lora_modules_to_save", "lora_rslora")
 _PARAMETERS = (".weight", "gate_up_proj", "experts.down_proj")
-"""How names end that PEFT takes for parameters, not for modules."""
+"""Suffixes of the names that PEFT takes for parameters, not for modules."""
 
 _EMBEDDINGS = ("embed_tokens", "lm_head")
 
@@ -60,10 +60,10 @@ def add_lora_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def asked(args: argparse.Namespace) -> bool:
-    """Whether this is a LoRA run.
+    """Return whether this is a LoRA run.
 
     Raises:
-        BadInput: a flag says how, but none says that.
+        BadInput: a flag sets a detail of LoRA, but none asks for LoRA.
     """
     if any(getattr(args, name) is not None for name in _ASKING):
         return True
@@ -76,10 +76,10 @@ def asked(args: argparse.Namespace) -> bool:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Combinations of a LoRA run's flags with others.
+    """Check a LoRA run's flags against the others.
 
     Raises:
-        BadInput: naming the flags and the remedy.
+        BadInput: flags do not fit together; the message names them and the remedy.
     """
     if not asked(args):
         return
@@ -102,14 +102,15 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 def adapter_config(args: argparse.Namespace, architecture: Architecture) -> AdapterConfig:
-    """What the flags ask for.
+    """Return the adapter config that the flags ask for.
 
     Args:
-        args: of :func:`mcore_qwen3vl.training.arguments.parser.parse`; :func:`asked` holds.
+        args: the arguments that :func:`mcore_qwen3vl.training.arguments.parser.parse` returns, for
+            which :func:`asked` is true.
         architecture: the model's shape.
 
     Raises:
-        BadInput: flags contradict one another, or a file does not say what PEFT understands.
+        BadInput: flags contradict one another, or a config file is not valid for PEFT.
     """
     source = args.lora_config or args.lora_init
     if source is None:
@@ -132,9 +133,10 @@ def adapter_config(args: argparse.Namespace, architecture: Architecture) -> Adap
 
 
 def require_tying(config: AdapterConfig, architecture: Architecture, where: str) -> None:
-    """
+    """Refuse to untie the output layer and the embedding of a model that ties them.
+
     Raises:
-        BadInput: `config` trains a head and an embedding apart that the model ties.
+        BadInput: `config` trains separate copies of the two.
     """
     if config != _tied(config, architecture):
         raise BadInput(
@@ -169,7 +171,7 @@ def _from_flags(args: argparse.Namespace, architecture: Architecture) -> Adapter
 def _targets(
     names: tuple[str, ...], architecture: Architecture
 ) -> tuple[str | tuple[str, ...] | None, tuple[str, ...] | None]:
-    """``target_modules`` and ``target_parameters``."""
+    """Return ``target_modules`` and ``target_parameters``."""
     presets = [name for name in names if name in get_args(Preset)]
     if presets:
         if len(names) > 1:
@@ -186,7 +188,7 @@ def _targets(
 
 
 def _tied(config: AdapterConfig, architecture: Architecture) -> AdapterConfig:
-    """Tied embeddings stay tied."""
+    """Return `config` with PEFT's weight tying on, if it trains embeddings that the model ties."""
     whole = config.modules_to_save or ()
     named = any(name.rpartition(".")[2] in _EMBEDDINGS for name in whole)
     if not (architecture.tie_word_embeddings and named):

@@ -1,4 +1,4 @@
-"""How many parameters a LoRA run trains, in the groups that memory is estimated by."""
+"""Number of parameters that a LoRA run trains, by the groups of the memory estimate."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from mcore_qwen3vl.converters.mapping.parameters import Group
 
 
 def trained_parameters(config: AdapterConfig, hf_config: HFConfig) -> Counter[Group]:
-    """Values of the factors and of what is trained whole, as ``mapping.parameters.count`` has them.
+    """Count the trained values, in LoRA factors and in modules trained whole.
 
-    Factors are counted as if TP did not cut them, which is a little too many.
+    The groups are those of ``mapping.parameters.count``. Factors are counted as if TP did not
+    divide them, which is slightly too many.
 
     Raises:
         BadInput: see ``resolve_targets``.

@@ -1,4 +1,4 @@
-"""A LoRA run: the model that is built, what its checkpoints hold, what it exports."""
+"""A LoRA run: the model that it builds, the contents of its checkpoints, and its exports."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from mcore_qwen3vl.training.lora.flags import adapter_config, asked
 
 
 class LoraRun:
-    """What the flags of a LoRA run come to.
+    """A LoRA run as its flags describe it.
 
     Attributes:
-        config: of the adapter.
-        targets: what it adapts, of the whole model.
-        parameters: how many train, over the whole model.
+        config: the adapter's config.
+        targets: the matrices that it adapts, of the whole model.
+        parameters: number of trained parameters, in the whole model.
 
     Args:
-        args: of :func:`mcore_qwen3vl.training.arguments.parser.parse`.
+        args: the arguments that :func:`mcore_qwen3vl.training.arguments.parser.parse` returns.
         architecture: the model's shape.
 
     Raises:
-        BadInput: they contradict one another or the model; or ``--lora-init`` cannot be read.
+        BadInput: flags contradict one another or the model; or ``--lora-init`` cannot be read.
     """
 
     def __init__(self, args: argparse.Namespace, architecture: Architecture) -> None:
@@ -59,15 +59,15 @@ class LoraRun:
 
     @classmethod
     def of(cls, args: argparse.Namespace, architecture: Architecture) -> LoraRun | None:
-        """None where no flag asks for LoRA."""
+        """Build the LoRA run that the flags describe; None if no flag asks for LoRA."""
         return cls(args, architecture) if asked(args) else None
 
     def freezing(self) -> Freezing:
-        """What the provider gives to :meth:`adapt` for every chunk, and applies then."""
+        """Return what the provider passes to :meth:`adapt` for each chunk and then applies."""
         return freezing()
 
     def adapt(self, chunk: Qwen3VLModel, choice: Freezing) -> None:
-        """Put the adapter into a chunk that has the base weights; a resumed one is loaded later."""
+        """Add the adapter to a chunk that has the base weights; a resume loads its values later."""
         attach(chunk, self.targets, dropout=self.config.lora_dropout)
         if self._start is None:
             initialize_factors(chunk, self._args.seed)
@@ -81,7 +81,7 @@ class LoraRun:
         save_adapter(model, folder, config=self.config, hf_config=self._args.hf_model, force=True)
 
     def save_config(self) -> None:
-        """Write what :func:`check_checkpoint` reads, beside the checkpoints; a collective."""
+        """Write, beside the checkpoints, what :func:`check_checkpoint` reads; a collective."""
         identity = self.base.identity()
         if dist.get_rank() != 0:
             return
@@ -95,7 +95,7 @@ class LoraRun:
 def _parameters(
     targets: Mapping[str, TargetSpec], saved: Mapping[str, Shape], architecture: Architecture
 ) -> int:
-    """Those of both factors and of what trains whole; a tied head is the embedding."""
+    """Count the parameters of both factors and of what trains whole, a tied head only once."""
     tied = architecture.tie_word_embeddings and EMBEDDING in saved
     whole = [shape for name, shape in saved.items() if not (tied and name == HEAD)]
     factors = [shape for spec in targets.values() for shape in (spec.a_shape, spec.b_shape)]
@@ -108,9 +108,10 @@ def _naming_its_base(config: AdapterConfig, base: str | None) -> AdapterConfig:
 
 
 def keep_trained(original: Any, args: Any, model: Any, *rest: Any, **kwargs: Any) -> dict[str, Any]:
-    """In place of ``generate_state_dict``: only what trains of each chunk, saved or asked for.
+    """Replace ``generate_state_dict``: keep only the trained entries of each chunk.
 
-    The optimizer's part, which Megatron derives from the model's, has no other.
+    That holds for saving and for loading. The optimizer's part, which Megatron derives from the
+    model's, has no others.
     """
     from megatron.core.utils import unwrap_model
 
@@ -123,12 +124,12 @@ def keep_trained(original: Any, args: Any, model: Any, *rest: Any, **kwargs: Any
 
 
 def check_checkpoint(args: argparse.Namespace, lora: LoraRun | None) -> None:
-    """Refuse the checkpoints of another kind of run, of another adapter or of another base.
+    """Refuse checkpoints of another kind of run, of another adapter or of another base.
 
     A collective.
 
     Raises:
-        BadInput: naming what to do instead.
+        BadInput: they do not belong to this run; the message says what to do instead.
     """
     if args.load is None or not checkpoint_exists(args.load):
         return
@@ -155,7 +156,7 @@ def check_checkpoint(args: argparse.Namespace, lora: LoraRun | None) -> None:
 
 
 def _shape(config: AdapterConfig) -> tuple[Any, ...]:
-    """All that decides which values a checkpoint has, and what they mean."""
+    """Return the fields that decide which values a checkpoint has, and what they mean."""
     ordered = (
         tuple(sorted(value)) if isinstance(value, tuple) else value
         for value in (config.target_modules, config.target_parameters, config.modules_to_save)
