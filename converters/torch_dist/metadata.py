@@ -132,7 +132,8 @@ class _Admitting(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         _record_of(module, name)
-        return super().find_class(module, name)
+        # Python 3.13 alone calls the module of paths so.
+        return super().find_class("pathlib" if module == "pathlib._local" else module, name)
 
 
 def _hostile(file: Path, named: Refused) -> BadInput:
@@ -183,6 +184,7 @@ PLAIN: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): make_ordered_dict,
     ("torch.serialization", "_get_layout"): _Enum,
     ("pathlib", "PosixPath"): _Enum,
+    ("pathlib._local", "PosixPath"): _Enum,  # as Python 3.13 writes it
     ("builtins", "set"): make_set,
     ("__builtin__", "set"): make_set,
     ("copyreg", "_reconstructor"): reconstruct,

@@ -206,6 +206,15 @@ def test_fields_of_a_newer_torch_do_not_matter(
         assert properties == TensorProperties.create_from_tensor(tensor)
 
 
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
+def test_a_path_as_any_python_writes_it(module: str, unguarded: None) -> None:
+    """torch stores the folder's path; Python 3.13 pickles it under another module's name."""
+    stored = f"c{module}\nPosixPath\n(Va\nVb\ntR.".encode()
+    metadata.loads(stored)
+    metadata.guard_reads()
+    assert filesystem.pickle.load(io.BytesIO(stored)) == Path("a/b")
+
+
 def test_torch_reads_our_checkpoint(tiny: Tiny, tmp_path: Path) -> None:
     """With torch's reader and nothing of Megatron or of this project."""
     hf_to_mcore(tiny("moe"), tmp_path / "mcore")
