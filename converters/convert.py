@@ -1,7 +1,7 @@
 """Convert checkpoints between Hugging Face and Megatron-Core, without a GPU and in little memory.
 
-`plan_*` checks everything that can be checked without moving data and says what would be done; the
-conversion itself then runs the plan.
+The `plan_*` functions check all that can be checked without moving data and report what would be
+done; the conversion then carries out that plan.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ def plan_hf_to_mcore(
     layout: Layout | None = None,
     spec: str | None = None,
 ) -> ConversionPlan:
-    """Check a Hugging Face checkpoint and say how it would be converted; writes nothing.
+    """Check a Hugging Face checkpoint and plan its conversion; write nothing.
 
     Args:
         src: checkpoint directory.
         dtype: "keep", "bf16", "fp16" or "fp32".
-        make_vocab_size_divisible_by, tp: pad the vocabulary as Megatron does for these flags.
-        format: what Megatron's ``--ckpt-format`` calls it: "torch_dist" loads under any layout,
+        make_vocab_size_divisible_by, tp: the vocabulary is padded as Megatron pads it for these
+            flags.
+        format: the value of Megatron's ``--ckpt-format``: "torch_dist" loads under any layout,
             "torch" (legacy) under one only.
-        layout: for a format of one layout, the parallel sizes, whose TP then decides the padding
-            in place of `tp`; CP, DP and SP do not matter. Default: one rank.
-        spec: for such a format, the layer spec whose parameter names are written: "te" (the
-            default) or "torch".
+        layout: the parallel sizes, for a format that is written for one layout. Its TP replaces
+            `tp` in the padding; CP, DP and SP do not matter. Default: one rank.
+        spec: the layer spec whose parameter names are written, for a format that is written for
+            one layout: "te" (the default) or "torch".
 
     Raises:
-        BadInput: anything about the input or the options that cannot be converted exactly.
+        BadInput: the input cannot be converted exactly with these options.
     """
     formats.require_huggingface(Path(src))
     per_layout = formats.named(format).per_layout
@@ -80,14 +81,14 @@ def write(
     progress: Progress | None = None,
     strict: bool = False,
 ) -> ConversionResult:
-    """Carry out the plan that `plan` makes, once `dst` is known to be free.
+    """Check that `dst` may be written, make the plan and carry it out.
 
     Args:
-        plan: makes the plan; see the `plan_*` functions.
+        plan: returns the plan; see the `plan_*` functions.
         dst, force, workers, progress, strict: see `hf_to_mcore`.
 
     Raises:
-        BadInput: `plan` raises it; or see `hf_to_mcore`.
+        BadInput: `plan` raised it, or the reasons given at `hf_to_mcore` apply.
     """
     check_target(Path(dst), force=force, replaceable=formats.is_checkpoint)
     return execute(
@@ -116,14 +117,14 @@ def hf_to_mcore(
         src, dtype, make_vocab_size_divisible_by, tp, format, layout, spec: see `plan_hf_to_mcore`.
         dst: directory to write; it appears complete or not at all.
         force: replace `dst` if it is a checkpoint.
-        workers: threads; default two per core, at most `engine.MOST_WORKERS`.
-        progress: called with bytes done, bytes in all and the tensor at hand.
-        strict: write nothing if a value is NaN or infinite, which otherwise is a note.
+        workers: number of threads; default: two per core, at most `engine.MOST_WORKERS`.
+        progress: called with the bytes done, the bytes in all and the name of the current tensor.
+        strict: write nothing if a value is NaN or infinite. Otherwise the result's notes say so.
 
     Raises:
-        BadInput: see `plan_hf_to_mcore`; or `dst` exists; or reading or writing failed, in which
-            case running again continues where this run stopped.
-        CheckFailed: under `strict`; it names the tensors.
+        BadInput: the reasons given at `plan_hf_to_mcore`; or `dst` exists; or reading or writing
+            failed, in which case running again continues where this run stopped.
+        CheckFailed: a value is NaN or infinite and `strict` is set; the message names the tensors.
     """
     plan = partial(
         plan_hf_to_mcore,
@@ -146,18 +147,18 @@ def plan_mcore_to_hf(
     max_shard_size: str = "5GB",
     expert_layout: LayoutChoice = "source",
 ) -> ConversionPlan:
-    """Check a Megatron-Core checkpoint and say how it would be exported; writes nothing.
+    """Check a Megatron-Core checkpoint and plan its export; write nothing.
 
     Args:
         src: checkpoint directory, or the folder of one iteration.
-        hf_config: directory with the HF config and tokenizer; default ``src/hf``.
+        hf_config: directory with the HF config and tokenizer; default: ``src/hf``.
         dtype: "keep", "bf16", "fp16" or "fp32".
         max_shard_size: largest safetensors file, like "5GB".
-        expert_layout: "source" keeps layout and config as the checkpoint came; "published" and
+        expert_layout: "source" keeps the layout of the experts and the config; "published" and
             "v5" convert both, for transformers 4.57 and 5.
 
     Raises:
-        BadInput: anything about the input or the options that cannot be converted exactly.
+        BadInput: the input cannot be converted exactly with these options.
     """
     formats.require_megatron(Path(src))
     return to_hf.plan(
@@ -201,14 +202,14 @@ def plan_hf_to_hf(
     max_shard_size: str = "5GB",
     expert_layout: LayoutChoice = "source",
 ) -> ConversionPlan:
-    """Check a Hugging Face checkpoint and say how it would be rewritten; writes nothing.
+    """Check a Hugging Face checkpoint and plan how to rewrite it; write nothing.
 
     Args:
         src: checkpoint directory.
         dtype, max_shard_size, expert_layout: see `plan_mcore_to_hf`.
 
     Raises:
-        BadInput: anything about the input or the options that cannot be converted exactly.
+        BadInput: the input cannot be converted exactly with these options.
     """
     formats.require_huggingface(Path(src))
     return hf_copy.plan(

@@ -1,4 +1,4 @@
-"""Say what a LoRA adapter is: what it adapts, how large it is, and whether a model takes it."""
+"""Inspect a LoRA adapter: what it adapts, how large it is, and whether it fits a model."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from mcore_qwen3vl.errors import BadInput
 
 @dataclass(frozen=True)
 class AdapterPart:
-    """Parameters that are adapted alike, or stored whole, in one line.
+    """Parameters with the same rank, scaling and shapes in all layers, summarised in one line.
 
     Attributes:
-        name: of the parameter, layers left out; PEFT's key where no model is known.
-        count: how many there are.
-        r: rank; None for what is stored whole, or where no model is known.
-        scaling: as in `Factors`.
-        shapes: of A and B, or of the tensor.
+        name: name of the parameter with layer numbers replaced by ``*``; PEFT's key if the model
+            is not known.
+        count: number of such parameters.
+        r: rank; None for a tensor that is stored whole, or if the model is not known.
+        scaling: see `Factors`; None where `r` is None.
+        shapes: shapes of A and B, or of the one tensor.
     """
 
     name: str
@@ -41,17 +42,19 @@ class AdapterPart:
 
 @dataclass(frozen=True)
 class AdapterInspection:
-    """What `inspect_adapter` found.
+    """The result of `inspect_adapter`.
 
     Attributes:
         kind: "adapter".
-        base: directory of the model that the adapter was checked against; None: it was not.
+        base: directory of the model that the adapter was checked against; None if it was not
+            checked.
         config: content of ``adapter_config.json``.
-        roles: of the factors of fused experts; None where there are none, or no model is known.
-        parts: what is adapted and what is stored whole.
-        parameters: values in it.
+        roles: roles of the factors of fused experts; None if there are none, or if the model is
+            not known.
+        parts: the adapted parameters and those stored whole.
+        parameters: number of values in the adapter.
         nbytes: bytes of tensor data.
-        notes: what it names in vain, and what vLLM would not serve.
+        notes: names in the config that match nothing, and what vLLM would not serve.
     """
 
     path: str
@@ -71,9 +74,9 @@ def inspect_adapter(path: str | Path, hf_config: str | Path | None = None) -> Ad
     """Inspect a PEFT adapter directory, and check it against its model if that is known.
 
     Args:
-        path: the directory.
-        hf_config: directory of the model's ``config.json``; default: what the adapter calls its
-            base, if that is a directory here.
+        path: directory of the adapter.
+        hf_config: directory of the model's ``config.json``; default: the base that the adapter's
+            config names, if it is a local directory.
 
     Raises:
         BadInput: the adapter is damaged, or does not fit the model.
@@ -111,7 +114,7 @@ def inspect_adapter(path: str | Path, hf_config: str | Path | None = None) -> Ad
 
 
 def base_directory(config: AdapterConfig) -> Path | None:
-    """The model that an adapter says it was made for, if it is a directory here."""
+    """Return the base model that an adapter's config names, if it is a local directory."""
     named = config.raw.get("base_model_name_or_path")
     if not isinstance(named, str) or not (Path(named) / "config.json").is_file():
         return None
@@ -119,10 +122,10 @@ def base_directory(config: AdapterConfig) -> Path | None:
 
 
 def require_base(config: AdapterConfig, hf_config: str | Path | None) -> Path:
-    """`hf_config`, or what the adapter calls its base.
+    """Return `hf_config`, or else the base that the adapter's config names.
 
     Raises:
-        BadInput: neither is a directory here.
+        BadInput: `hf_config` is None and the base is not a local directory.
     """
     found = Path(hf_config) if hf_config is not None else base_directory(config)
     if found is None:

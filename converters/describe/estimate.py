@@ -1,4 +1,4 @@
-"""What a conversion will take, from a config alone: no weights are read, none need be there."""
+"""The time and memory that a conversion will take, from a config alone; weights are not needed."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ from mcore_qwen3vl.converters.offline.plan import group_units, unit_bytes
 from mcore_qwen3vl.errors import BadInput
 
 BASE_BYTES = 2**30
-"""What the process may take besides the slices its workers hold."""
+"""Bytes that the process may use besides the slices that its workers hold."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A conversion in either direction, on paper.
+    """The estimated cost of a conversion in either direction.
 
     Attributes:
         pieces: rows of the mapping table: one layer of a tensor, one expert of one layer.
-        units: work that is noted when finished, so that a later run does not repeat it.
+        units: number of units of work. A finished unit is journalled, so that a later run does not
+            repeat it.
         nbytes: bytes of tensor data, read once and written once.
-        largest_slice: the piece of which a worker holds most at a time.
-        largest_slice_bytes: how much that is.
-        memory_bound_bytes: 1 GiB and one such slice for each worker; the page cache apart.
-        seconds: reading and writing everything at `disk_gb_per_s` (10^9 bytes); None without it.
+        largest_slice: mcore key of the piece of which a worker holds the most bytes at a time.
+        largest_slice_bytes: the bytes of that piece that a worker holds at a time.
+        memory_bound_bytes: 1 GiB plus one such slice for each worker, without the page cache.
+        seconds: time to read and write everything at `disk_gb_per_s` (10^9 bytes); None if that is
+            None.
     """
 
     model: str
@@ -50,10 +52,10 @@ class Estimate:
 def estimate(
     config: str | Path, *, workers: int | None = None, disk_gb_per_s: float | None = None
 ) -> Estimate:
-    """Lay out the conversion of the model that a ``config.json``, or its directory, describes.
+    """Estimate the conversion of the model that a ``config.json``, or its directory, describes.
 
     Raises:
-        BadInput: the config is not one of Qwen3-VL, or an option is no positive number.
+        BadInput: the config does not describe a Qwen3-VL model, or an option is not positive.
     """
     if (workers is not None and workers < 1) or not (disk_gb_per_s is None or disk_gb_per_s > 0):
         raise BadInput("--workers and --disk-gb-per-s must be positive.")
@@ -81,7 +83,7 @@ def estimate(
 
 
 def slice_bytes(row: Row, dtype: torch.dtype) -> int:
-    """The most of one row that is in a worker's hands at a time, in either direction."""
+    """Return the most bytes of one row that a worker holds at a time, in either direction."""
     whole = row.shape[0]
     height = whole if row.rearrangement.transposed else min(max_rows(row, dtype), whole)
     return height * prod(row.shape[1:]) * dtype.itemsize

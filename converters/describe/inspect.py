@@ -1,4 +1,4 @@
-"""Say what a path is: which checkpoint, of which model, how large, made of what."""
+"""Inspect a path: the kind of checkpoint, its model, size and tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mcore_qwen3vl.errors import BadInput
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor as it is stored: HF's name, or mcore's key with layers stacked."""
+    """One tensor as it is stored: HF's name, or mcore's key (with layers stacked)."""
 
     name: str
     shape: Shape
@@ -30,18 +30,18 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What `inspect_path` found.
+    """The result of `inspect_path`.
 
     Attributes:
         kind: "huggingface", "megatron" or "config" (a config without weights).
         architecture: the model's shape.
         expert_layout: declared layout of the fused experts; None for a dense model.
-        iteration: name of the mcore iteration folder; None elsewhere.
-        tensors: what is stored; for a config, what its weights would be.
+        iteration: name of the iteration's folder in a Megatron checkpoint; else None.
+        tensors: the stored tensors; for a config, the tensors that its weights would have.
         parameters: parameter count by part of the model, without vocabulary padding.
         active_parameters: parameters used for one token (top-k experts), all parts.
-        padded_vocab_size: rows of the mcore embedding; None elsewhere.
-        files: files of weights.
+        padded_vocab_size: rows of the embedding in a Megatron checkpoint; else None.
+        files: number of weight files.
         nbytes: bytes of tensor data.
     """
 
@@ -66,7 +66,7 @@ class Inspection:
         return tuple(sorted({tensor.dtype for tensor in self.tensors}))
 
     def mapping(self) -> list[Row]:
-        """The rows of its mapping, with this checkpoint's vocabulary padding."""
+        """Return the rows of the mapping, with this checkpoint's vocabulary padding."""
         return table(self.architecture, padded_vocab_size=self.padded_vocab_size)
 
 

@@ -1,4 +1,4 @@
-"""The mapping, folded so that a person can read it: one line for what all layers do alike."""
+"""The mapping in a readable form: one line for rows that are the same in all layers."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 @dataclass(frozen=True)
 class MappingLine:
-    """Rows of the mapping that differ in the layer, block or expert alone.
+    """Rows of the mapping that differ only in the layer, block or expert.
 
     Attributes:
         hf: names of the Hugging Face tensors that make one mcore piece, in the order of the
             transform; ``layers.{0..35}`` stands for each of these layers.
-        hf_shapes: shape of each of them, whole (fused experts with their first axis).
+        hf_shapes: shape of each whole HF tensor (fused experts with their first axis).
         mcore: sharded checkpoint key of the mcore tensor, written in the same way.
-        shape: shape of one piece: one layer's, one expert's.
+        shape: shape of one piece: one layer, or one expert.
         stacked: sizes of the axes on which the pieces are stacked before `shape`: (layers,),
             (experts,), (layers, experts) or ().
-        transform: how `hf` become the piece.
-        tp_axis: axis of `shape` that tensor parallelism cuts; None where every rank holds all.
-        tp_parts: equal parts along `tp_axis` that are each cut (2 for gate and up).
+        transform: how the tensors in `hf` become the piece, in a few words.
+        tp_axis: axis of `shape` that tensor parallelism cuts; None if every rank holds the piece.
+        tp_parts: number of equal parts along `tp_axis` that are each cut (2 for gate and up).
         cut_by: ``TP``, or ``ETP`` for an expert; None where `tp_axis` is None.
-        rows: how many rows of the mapping this line stands for.
+        rows: number of mapping rows that this line stands for.
     """
 
     hf: tuple[str, ...]
@@ -56,7 +56,7 @@ def mapping_lines(rows: Iterable[Row]) -> list[MappingLine]:
 
 
 def describe(rearrangement: Rearrangement) -> str:
-    """The transform in a few words."""
+    """Return the name of the transform, in a few words."""
     if rearrangement.transposed:
         return "transpose"
     if rearrangement.padding:
@@ -87,7 +87,7 @@ def _line(group: Sequence[Row]) -> MappingLine:
 
 
 def _folded(names: Sequence[str]) -> str:
-    """One name for all: where their numbers differ, the numbers in braces."""
+    """Return one name for all `names`, with the numbers in braces if there are several."""
     numbers = sorted({int(match[0]) for name in names if (match := _NUMBER.search(name))})
     if len(numbers) < 2:
         return names[0]
@@ -95,7 +95,7 @@ def _folded(names: Sequence[str]) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """``0..3,7`` for 0, 1, 2, 3 and 7."""
+    """Return ``0..3,7`` for 0, 1, 2, 3 and 7."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][1] == number - 1:

@@ -30,27 +30,27 @@ SINGLE = "model.safetensors"
 
 
 def is_huggingface(path: Path) -> bool:
-    """Whether `path` holds safetensors weights, by their files' names."""
+    """Return whether `path` holds safetensors weights, judging by the names of its files."""
     return (path / SINGLE).is_file() or (path / INDEX).is_file()
 
 
 class HuggingFaceCheckpoint:
     """The tensors of one Hugging Face checkpoint directory.
 
-    Every header is read and checked on construction (sizes against the file, the index against the
-    headers); tensor data is not.
+    Construction reads and checks every header (sizes against the file, the index against the
+    headers), but no tensor data.
 
     Attributes:
         path: the directory.
-        entries: what each tensor of the model is, by HF name.
-        scales: the factors of quantised tensors.
+        entries: the header of each tensor of the model, by HF name.
+        scales: the headers of the scale tensors that belong to quantised tensors, by name.
         split: the fused tensors among `entries` that the files hold expert by expert.
-        quantization: the ``quantization_config``, if there is one.
+        quantization: the ``quantization_config``, or None.
 
     Raises:
-        BadInput: no safetensors files, a file that is cut short or not safetensors, an index that
-            names absent or outside files, or disagrees with what the files hold; or the checkpoint
-            is quantised in a way that is not understood (see `quantization`).
+        BadInput: there are no safetensors files; a file is cut short or not safetensors; the index
+            names a file that is absent or in another directory, or disagrees with the files; or
+            the quantisation is of a kind that is not understood (see `fp8.declared`).
     """
 
     def __init__(self, path: Path) -> None:
@@ -76,9 +76,9 @@ class HuggingFaceCheckpoint:
         return [self.path / file for file in self._files]
 
     def stored(self, name: str, box: Selection = ()) -> Tensor:
-        """`box` of a tensor as the file has it: a view of the file, read-only by convention.
+        """Return `box` of a tensor as the file has it: a view of the file, not to be written to.
 
-        Of fused experts that are stored one by one it is a copy.
+        For fused experts that are stored one by one, it is a copy.
         """
         if (split := self.split.get(name)) is not None:
             return split.take(box, self.stored)
@@ -87,13 +87,13 @@ class HuggingFaceCheckpoint:
         return bring_in(self._files[entry.file].get_tensor(name)[box])
 
     def read(self, name: str, box: Selection = (), dtype: torch.dtype | None = None) -> Tensor:
-        """`box` of a tensor, by default all of it; read-only by convention.
+        """Return `box` of a tensor, by default all of it; the result is not to be written to.
 
         Args:
             name: HF name.
-            box: a slice for each of the leading axes; for the first of three, an index will do.
-            dtype: of the result; default: the entry's, which makes it a view of the file unless
-                the tensor is quantised.
+            box: a slice for each of the leading axes; the first of three axes may have an index.
+            dtype: dtype of the result; default: the entry's, in which case the result is a view
+                of the file unless the tensor is quantised.
 
         Raises:
             BadInput: a value does not fit `dtype`.
@@ -199,7 +199,7 @@ def _only_file(path: Path) -> str:
 
 
 def _index(path: Path) -> dict[str, str] | None:
-    """Tensor name -> file name, or None for a single-file checkpoint."""
+    """Return a map from tensor name to file name, or None for a single-file checkpoint."""
     file = path / INDEX
     if not file.exists():
         return None
@@ -236,13 +236,13 @@ def _check_target(index: Path, name: str, target: Any) -> None:
 
 
 def open_safetensors(file: Path) -> Any:
-    """``safe_open`` of a file.
+    """Open a file with ``safe_open``.
 
     Raises:
-        BadInput: it is not a complete safetensors file, or may not be read.
+        BadInput: the file is not a complete safetensors file, or may not be read.
     """
     try:
-        with file.open("rb"):  # safetensors calls every file that it may not open absent
+        with file.open("rb"):  # safetensors reports a file that it may not open as absent
             return safe_open(file, framework="pt")
     except PermissionError as error:
         raise BadInput(f"{file} cannot be read: {error.strerror}. Check its mode.") from None

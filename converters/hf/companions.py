@@ -17,20 +17,20 @@ from mcore_qwen3vl.converters.storage.staging import write_durably
 from mcore_qwen3vl.untrusted import refuse_links_out
 
 LARGEST = 256 * 2**20
-"""Bytes; a bigger file is no companion file."""
+"""Largest size of a companion file, in bytes."""
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".distcp")
 
 
 def companion_files(path: Path) -> dict[str, Path]:
-    """Every small file of an HF checkpoint that is not weights, by relative path.
+    """Return every small file of an HF checkpoint that is not weights, by relative path.
 
     Weights, their index, files over `LARGEST` and hidden directories (``.git``, ``.cache``) are
-    left out. A link to a file counts as the file, since that is how the Hugging Face cache stores
-    them; a link to a directory is not followed.
+    left out. A link to a file counts as the file, since the Hugging Face cache stores files as
+    links; a link to a directory is not followed.
 
     Raises:
-        BadInput: one is a link to a file outside of the checkpoint.
+        BadInput: a file is a link that leads out of the checkpoint.
     """
     found = [file for file in sorted(_walk(path)) if _is_companion(file)]
     refuse_links_out(found, path)
@@ -45,14 +45,14 @@ def copy_companions(
     dtype: torch.dtype | None = None,
     untied: bool = False,
 ) -> None:
-    """Copy the companion files of an HF checkpoint, durably, to go beside weights written here.
+    """Copy the companion files of an HF checkpoint, durably, to go beside converted weights.
 
     Args:
         source: directory of the checkpoint, or of its config.
-        target: directory to write into; made if it is not there.
-        layout: of the experts beside which the files go, if it changed.
-        dtype: of all weights beside which they go, if it changed.
-        untied: the embeddings were tied and are apart now.
+        target: directory to write into; created if absent.
+        layout: the experts' layout in the converted weights, if it changed.
+        dtype: dtype of all converted weights, if it changed.
+        untied: whether the embeddings were tied and no longer are.
 
     Raises:
         BadInput: the config cannot be read.
@@ -71,7 +71,7 @@ def copy_companions(
 
 
 def digest(file: Path) -> str:
-    """SHA-256 of a file's content, in hexadecimal."""
+    """Return the SHA-256 of a file's content, in hexadecimal."""
     with file.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 

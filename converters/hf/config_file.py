@@ -1,6 +1,6 @@
-"""Rewrite a ``config.json``: to the other expert layout's form, to another dtype, unquantised.
+"""Rewrite a ``config.json`` for another expert layout, another dtype, or without quantisation.
 
-The layout of the experts and the form of the config travel together, since the config is what
+The layout of the experts and the form of the config change together, since the form of the config
 declares the layout. Fields that mean the same in both forms are left as they are.
 """
 
@@ -17,7 +17,7 @@ from mcore_qwen3vl.converters.hf import fp8
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 
 VERSIONS = {"published": "4.57.0", "v5": "5.17.0"}
-"""``transformers_version`` written into a converted config: the oldest that has this form."""
+"""The ``transformers_version`` written into a converted config: the oldest with this form."""
 
 Config = dict[str, Any]
 
@@ -29,16 +29,16 @@ def for_weights(
     dtype: torch.dtype | None = None,
     untied: bool = False,
 ) -> bytes | None:
-    """The ``config.json`` that goes beside weights written here, none of which are quantised.
+    """Return the ``config.json`` for converted weights, which are never quantised.
 
     Args:
-        config: what the weights came with.
-        layout: of their experts, if it changed.
-        dtype: all of theirs, if it changed.
-        untied: the embeddings were tied and are apart now.
+        config: the config that the source weights came with.
+        layout: the experts' new layout, if it changed.
+        dtype: new dtype of all weights, if it changed.
+        untied: whether the embeddings were tied and no longer are.
 
     Returns:
-        None if `config` is right as it is.
+        The file's content, or None if `config` is right as it is.
     """
     wanted = fp8.without(config)
     if untied:
@@ -51,7 +51,7 @@ def for_weights(
 
 
 def with_layout(config: Config, layout: ExpertLayout) -> Config:
-    """`config` in the form that transformers 4.57 (``published``) or 5 (``v5``) writes."""
+    """Return `config` in the form that transformers 4.57 (``published``) or 5 (``v5``) writes."""
     config = deepcopy(config)
     text, vision = config["text_config"], config["vision_config"]
     (_published if layout == "published" else _v5)(text, vision, config["model_type"])
@@ -64,7 +64,7 @@ def with_layout(config: Config, layout: ExpertLayout) -> Config:
 
 
 def with_dtype(config: Config, dtype: str) -> Config:
-    """`config` declaring `dtype` (torch's name) wherever it declares one, and at the top level."""
+    """Return `config` with `dtype` (torch's name) wherever it has a dtype, and at the top level."""
     config = deepcopy(config)
     for section in (config, config["text_config"], config["vision_config"]):
         for key in ("dtype", "torch_dtype"):
@@ -76,7 +76,7 @@ def with_dtype(config: Config, dtype: str) -> Config:
 
 
 def with_untied_embeddings(config: Config) -> Config:
-    """`config` of a model with a head of its own."""
+    """Return `config` with ``tie_word_embeddings`` false."""
     config = {**deepcopy(config), "tie_word_embeddings": False}
     if "tie_word_embeddings" in config["text_config"]:
         config["text_config"]["tie_word_embeddings"] = False
@@ -84,7 +84,7 @@ def with_untied_embeddings(config: Config) -> Config:
 
 
 def dumps(config: Config) -> bytes:
-    """A config file's content, as ``save_pretrained`` formats it."""
+    """Return the content of a config file, formatted as ``save_pretrained`` does."""
     return (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
 
 
@@ -94,7 +94,7 @@ def _published(text: Config, vision: Config, model_type: str) -> None:
     text["rope_scaling"] = rope
     if "num_local_experts" in text:
         text["num_experts"] = text.pop("num_local_experts")
-    vision.pop("rope_parameters", None)  # 4.57 has the tower's rotary base in code
+    vision.pop("rope_parameters", None)  # the vision tower's rotary base is in 4.57's code
     vision["model_type"] = model_type
 
 
@@ -109,7 +109,7 @@ def _v5(text: Config, vision: Config, model_type: str) -> None:
 
 
 def _same_dtype_key(config: Config) -> None:
-    """``dtype`` in place of ``torch_dtype``, which transformers dropped at 4.56."""
+    """Rename ``torch_dtype``, which transformers dropped at 4.56, to ``dtype``."""
     for section in (config, config["text_config"], config["vision_config"]):
         if "torch_dtype" in section:
             section.setdefault("dtype", section["torch_dtype"])

@@ -1,9 +1,9 @@
 """Quantised Hugging Face checkpoints: one kind is read, every other is refused by name.
 
-Read is FP8 as Qwen publishes it: ``quant_method: fp8`` in ``config.json``, weights as
-float8_e4m3fn, and for each of them a tensor ``<name>_scale_inv`` with one factor for each block of
-128 x 128 values (the last blocks may be cut short); fused experts have a grid of factors for each
-expert. A value is the stored number times its block's factor, multiplied in float32.
+The kind that is read is FP8 as Qwen publishes it: ``quant_method: fp8`` in ``config.json``, and
+weights as float8_e4m3fn. Each weight has a tensor ``<name>_scale_inv`` with one factor for each
+block of 128 x 128 values (the last blocks may be smaller); fused experts have a grid of factors for
+each expert. A value is the stored number times its block's factor, multiplied in float32.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mcore_qwen3vl.errors import BadInput
 BLOCK = 128
 SUFFIX = "_scale_inv"
 DEQUANTIZED = torch.bfloat16
-"""dtype of what was FP8, unless another is asked for."""
+"""Default dtype of dequantised tensors."""
 
 SCALES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -36,26 +36,26 @@ UNDERSTOOD = {
     "scale_fmt": "float",
     "expert_dtype": "fp8",
 }
-"""``quantization_config``; the first two must be there."""
+"""Accepted values in ``quantization_config``; the first two fields are required."""
 
 SKIPPED = ("modules_to_not_convert", "ignored_layers")
-"""Fields of ``quantization_config`` with the modules that are left as they were."""
+"""Fields of ``quantization_config`` that list modules which are not quantised."""
 
 LEFTOVER = re.compile(
     r"(weight|input|output|activation|[qkv])_(scale|zero_point)(_\d)?$|_scale_inv$|_scales?$"
     r"|\.(scales|biases|qweight|qzeros|g_idx|SCB|weight_packed|weight_shape|weight_format|absmax)$"
     r"|\.(quant_state|quant_map|nested_|weight\.)"
 )
-"""Names of what quantisers store beside weights."""
+"""Names of the tensors that quantisers store beside weights."""
 
 _VALUES = torch.arange(256, dtype=torch.uint8).view(FP8).float().numpy()
 
 
 def declared(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The ``quantization_config`` that a ``config.json`` holds, once it is one that is understood.
+    """Return the ``quantization_config`` of a ``config.json``, or None if there is none.
 
     Raises:
-        BadInput: it is another; the message names what it says.
+        BadInput: the quantisation is of a kind that is not understood; the message names it.
     """
     sections = (config, config.get("text_config"), config.get("vision_config"))
     found = [
@@ -89,7 +89,7 @@ def declared(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def without(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` as a checkpoint has it that is not quantised."""
+    """Return `config` without its declarations of quantisation."""
     keys = ("quantization_config", "compression_config")
     return {
         name: without(value) if name in ("text_config", "vision_config") else value
@@ -101,19 +101,19 @@ def without(config: Mapping[str, Any]) -> dict[str, Any]:
 def pair(
     stored: Mapping[str, TensorHeader], quantization: Mapping[str, Any] | None
 ) -> tuple[dict[str, TensorHeader], dict[str, TensorHeader]]:
-    """Give each FP8 tensor its factors.
+    """Match each FP8 tensor with the tensor of its factors.
 
     Args:
-        stored: every tensor as the files have it.
-        quantization: what `declared` found.
+        stored: header of every tensor in the files.
+        quantization: what `declared` returned.
 
     Returns:
-        The model's tensors, those in FP8 with `scale` set and with the dtype they are read as; and
-        the factors' own entries.
+        The headers of the model's tensors, with `scale` and the dtype to read set on those in FP8;
+        and the headers of the factors.
 
     Raises:
-        BadInput: FP8 without factors or declaration, factors of another shape, or tensors that
-            belong to another quantisation.
+        BadInput: an FP8 tensor has no factors or factors of the wrong shape or dtype, the config
+            does not declare it as quantised, or a tensor belongs to another kind of quantisation.
     """
     tensors, scales = {}, {}
     for name, entry in stored.items():
@@ -143,14 +143,15 @@ def dequantize(
     dtype: torch.dtype,
     name: str,
 ) -> Tensor:
-    """Values of a box of one FP8 matrix, or of several that are stacked.
+    """Return the values of a box of one FP8 matrix or of a stack of FP8 matrices.
 
     Args:
-        stored: (..., rows, columns), float8_e4m3fn.
-        factors: (..., all rows / 128, all columns / 128), rounded up: of the whole matrices.
-        rows, columns: where in its matrix the box lies.
-        dtype: of the result.
-        name: for messages.
+        stored: the box, (..., rows, columns), float8_e4m3fn.
+        factors: factors of the whole matrices, (..., all rows / 128, all columns / 128), rounded
+            up.
+        rows, columns: where the box lies in its matrix.
+        dtype: dtype of the result.
+        name: the tensor's name, for messages.
 
     Raises:
         BadInput: a factor is not finite, or a value does not fit `dtype`.
@@ -163,7 +164,7 @@ def dequantize(
         for block in range(rows.start // BLOCK, -(-rows.stop // BLOCK)):
             first = max(block * BLOCK - rows.start, 0)
             part = matrix[first : (block + 1) * BLOCK - rows.start]
-            # torch converts from FP8 several times slower than numpy looks values up.
+            # A table look-up in numpy is several times faster than torch's conversion from FP8.
             values = torch.from_numpy(np.take(_VALUES, part.view(torch.uint8).numpy()))
             values *= grid[block].float()[across]
             out[first : first + len(part)] = cast(values, dtype, name)

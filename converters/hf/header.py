@@ -1,4 +1,4 @@
-"""What a safetensors header says of a tensor."""
+"""What a safetensors header says about a tensor."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class TensorHeader:
     """One tensor as a safetensors header declares it.
 
     Attributes:
-        file: the file that holds it.
-        dtype: what `HuggingFaceCheckpoint.read` gives, unless asked for another.
-        shape: its shape.
-        stored: dtype in the file; differs where the tensor is quantised.
-        scale: name of the tensor with the factors of a quantised one.
+        file: name of the file that holds the tensor.
+        dtype: default dtype of what `HuggingFaceCheckpoint.read` returns.
+        shape: shape of the tensor.
+        stored: dtype in the file; differs from `dtype` if the tensor is quantised.
+        scale: name of the tensor that holds a quantised tensor's factors, else None.
     """
 
     file: str

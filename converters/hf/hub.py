@@ -1,7 +1,7 @@
-"""Checkpoints by Hugging Face hub id: the one place that turns what a user names into a directory.
+"""Checkpoints by Hugging Face hub id: the one place that turns a path or hub id into a directory.
 
-The library works on directories; commands and flags pass what they are given through `resolve`.
-Files are downloaded by huggingface_hub into its cache and read there.
+The library works on directories; commands and flags pass their values through `resolve`.
+huggingface_hub downloads files into its cache, and they are read there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from mcore_qwen3vl.errors import BadInput
 
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?")
-"""``owner/name`` or ``owner/name@revision``, the revision a branch, tag or commit."""
+"""``owner/name`` or ``owner/name@revision``, where the revision is a branch, tag or commit."""
 
 SMALL = ("*.json", "*.txt", "*.jinja", "*.model")
 """Config, tokenizer, processor and chat template."""
@@ -22,20 +22,20 @@ WEIGHTS = ("*.safetensors",)
 
 
 def resolve(source: str | Path, *, weights: bool = True) -> Path:
-    """The directory that `source` means.
+    """Return the directory that `source` names, downloading it if it is a hub id.
 
     Args:
-        source: a path, which wins if it exists, or a hub id: ``Qwen/Qwen3-VL-2B-Instruct``, or
-            ``...@revision``.
-        weights: fetch the weights too; else only what is beside them.
+        source: a path or a hub id (``Qwen/Qwen3-VL-2B-Instruct``, or ``...@revision``). An
+            existing path has precedence.
+        weights: whether to fetch the weights too, or only the files beside them.
 
     Returns:
-        `source` itself unless it is a hub id; then the snapshot in huggingface_hub's cache, whose
-        files are links. Files that are in the cache are not fetched again, and with
-        ``HF_HUB_OFFLINE=1`` no others are.
+        `source` itself if it is a path; for a hub id, the snapshot in huggingface_hub's cache,
+        whose files are links. Files in the cache are not fetched again, and with
+        ``HF_HUB_OFFLINE=1`` nothing is fetched.
 
     Raises:
-        BadInput: a hub id that cannot be had.
+        BadInput: the repository of a hub id cannot be fetched and is not in the cache.
     """
     path = Path(source)
     named = HUB_ID.fullmatch(str(source))
@@ -51,7 +51,7 @@ def resolve(source: str | Path, *, weights: bool = True) -> Path:
 
 
 def identity(path: Path) -> dict[str, str]:
-    """Where a checkpoint comes from: hub id and commit for a snapshot in the cache, else a path."""
+    """Return a checkpoint's origin: hub id and commit of a snapshot in the cache, else its path."""
     path = path.resolve()
     repository = path.parent.parent.name
     if path.parent.name == "snapshots" and repository.startswith("models--"):
@@ -65,7 +65,7 @@ def _snapshot(repo: str, revision: str | None, weights: bool) -> Path:
 
     patterns = [*SMALL, *(WEIGHTS if weights else ())]
     offline = constants.HF_HUB_OFFLINE
-    # Unless told, huggingface_hub 1 looks up on the hub even what names a commit in the cache.
+    # By default huggingface_hub 1 asks the hub even about a commit that is in the cache.
     download = partial(snapshot_download, local_files_only=offline)
     try:
         return Path(download(repo, revision=revision, allow_patterns=patterns))
@@ -79,7 +79,7 @@ def _snapshot(repo: str, revision: str | None, weights: bool) -> Path:
     except errors.RevisionNotFoundError:
         why = f"it has no revision {revision}"
     except Exception as error:
-        # What goes wrong on the network has many classes, of several libraries.
+        # Network errors have many classes, from several libraries.
         if offline or isinstance(error, errors.LocalEntryNotFoundError):
             why = (
                 f"{'HF_HUB_OFFLINE is set' if offline else 'the hub cannot be reached'}, and the "

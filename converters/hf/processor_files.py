@@ -1,4 +1,4 @@
-"""The files beside a config that prepare data: tokenizer, processors, chat template."""
+"""The files that prepare data: tokenizer, processors, chat template."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _ANY = {
     "video processor": (("video_preprocessor_config.json",), ("processor_config.json",)),
     "chat template": (("chat_template.jinja",), ("chat_template.json",)),
 }
-"""What is needed, and the sets of files of which one will do; those of the hub's come first."""
+"""What is needed, and the sets of files that each provide it; the set on the hub comes first."""
 
 _TEMPLATE_INSIDE = ("tokenizer_config.json", "processor_config.json")
 
 
 def missing(folder: Path) -> dict[str, tuple[str, ...]]:
-    """What `folder` lacks, and the files that would supply it."""
+    """Return what `folder` lacks, with the files that would provide it."""
     lacking: dict[str, tuple[str, ...]] = {}
     for what, choices in _ANY.items():
         if any(all((folder / name).is_file() for name in files) for files in choices):
@@ -31,7 +31,7 @@ def missing(folder: Path) -> dict[str, tuple[str, ...]]:
 
 
 def sentence(folder: Path) -> str | None:
-    """What `folder` lacks and what to do, or None if it is whole."""
+    """Return a sentence on what `folder` lacks and the remedy, or None if it lacks nothing."""
     lacking = missing(folder)
     if not lacking:
         return None
@@ -45,10 +45,7 @@ def sentence(folder: Path) -> str | None:
 
 
 def require(folder: Path) -> None:
-    """
-    Raises:
-        BadInput: `folder` lacks something, or holds what is no file.
-    """
+    """Raise BadInput if `folder` lacks one of these files, or holds a special file."""
     refuse_special_files(folder)
     if said := sentence(folder):
         raise BadInput(said)
@@ -62,6 +59,6 @@ def _has_template(file: Path) -> bool:
 
 
 def notes(folder: Path) -> tuple[str, ...]:
-    """What a conversion says about a checkpoint without them; nothing if they are there."""
+    """Return a conversion's note on missing processor files; empty if none are missing."""
     lacking = sentence(folder)
     return (f"Weights and config are converted. {lacking}",) if lacking else ()

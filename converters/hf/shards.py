@@ -1,7 +1,7 @@
 """Lay out safetensors files: which tensor goes to which file at which byte.
 
-The layout is decided before a byte is written, so that workers, or the ranks of a running model,
-can fill the files in any order and the result is the same.
+The layout is decided before any data is written, so that workers, or the ranks of a running model,
+can fill the files in any order with the same result.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ UNITS = {"B": 1} | {
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What is known of a tensor before it is written."""
+    """The dtype and shape of a tensor that is to be written."""
 
     dtype: torch.dtype
     shape: Shape
@@ -67,7 +67,7 @@ class Shard:
         return len(text).to_bytes(8, "little") + text
 
     def offset(self, name: str) -> int:
-        """Where the data of tensor `name` starts in the file."""
+        """Return the byte at which the data of tensor `name` starts in the file."""
         return len(self.header) + self._spans[name][0]
 
     @property
@@ -79,7 +79,7 @@ class Shard:
         return len(self.header) + self.data_bytes
 
     def create(self, folder: Path) -> None:
-        """Make the file at its full size with its header; the data is zero until it is filled."""
+        """Create the file at its full size with its header; the data is zero until filled."""
         with (folder / self.file).open("wb") as handle:
             handle.write(self.header)
             handle.truncate(self.size)
@@ -95,10 +95,10 @@ class Shard:
 
 
 def parse_size(text: str) -> int:
-    """Bytes in "5GB" (decimal, as Hugging Face counts), "5GiB" (binary) or "5000000".
+    """Return the bytes in "5GB" (decimal, as Hugging Face counts), "5GiB" (binary) or "5000000".
 
     Raises:
-        BadInput: not a size, or zero.
+        BadInput: the text is not a size, or the size is zero.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B)?", text.strip())
     size = int(float(match[1]) * UNITS.get(match[2] or "B", 0)) if match else 0
@@ -108,9 +108,9 @@ def parse_size(text: str) -> int:
 
 
 def plan_shards(tensors: Mapping[str, TensorSpec], max_shard_size: int) -> list[Shard]:
-    """Fill files with tensors in order, as huggingface_hub does.
+    """Assign tensors to files in order, as huggingface_hub does.
 
-    No file has more than `max_shard_size` bytes of data, except one of a single larger tensor.
+    No file has more than `max_shard_size` bytes of data, unless it holds a single larger tensor.
     """
     split = split_state_dict_into_shards_factory(
         dict(tensors),
@@ -127,14 +127,14 @@ def plan_shards(tensors: Mapping[str, TensorSpec], max_shard_size: int) -> list[
 def fill_shard(
     folder: Path, shard: Shard, data: Iterable[tuple[int, Iterable[torch.Tensor]]]
 ) -> None:
-    """Write tensors, or parts of them, into a file that `Shard.create` made; durably.
+    """Write tensors, or parts of them, durably into a file that `Shard.create` made.
 
-    Several may fill one file at once, each its own bytes.
+    Several callers may fill one file at once if their bytes do not overlap.
 
     Args:
-        folder: where the file is.
-        shard: its layout.
-        data: where in the file to write, and chunks whose memory follows one another from there.
+        folder: the folder of the file.
+        shard: the layout of the file.
+        data: offsets in the file, each with the chunks to write one after another from there.
 
     Raises:
         OSError: writing failed.
@@ -148,7 +148,7 @@ def fill_shard(
 
 
 def index_json(shards: Iterable[Shard]) -> bytes:
-    """The content of ``model.safetensors.index.json``."""
+    """Return the content of ``model.safetensors.index.json``."""
     shards = list(shards)
     index = {
         "metadata": {"total_size": sum(shard.data_bytes for shard in shards)},

@@ -1,8 +1,8 @@
-"""Experts stored one by one, shown as the fused tensors that they make.
+"""Experts stored one by one, presented as fused tensors.
 
 Quantised MoE checkpoints often hold ``experts.{e}.gate_proj.weight`` (I, H), ``up_proj`` (I, H) and
 ``down_proj`` (H, I) in place of the fused ``experts.gate_up_proj`` and ``experts.down_proj``. The
-reader of Hugging Face checkpoints puts the fused ones together as they are read, a box at a time.
+reader of Hugging Face checkpoints assembles the fused tensors on reading, a box at a time.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class SplitExperts:
     """How one fused tensor is stored.
 
     Attributes:
-        parts: for each expert, the names of the matrices that make it, one below the other.
-        shape: of the fused tensor.
+        parts: for each expert, the names of its matrices, stacked by rows.
+        shape: shape of the fused tensor.
         height: rows of each matrix.
-        swapped: the fused tensor has each expert transposed (the published layout).
+        swapped: whether the fused tensor has each expert transposed (the published layout).
     """
 
     parts: tuple[tuple[str, ...], ...]
@@ -41,7 +41,7 @@ class SplitExperts:
     swapped: bool
 
     def take(self, box: Selection, get: Callable[[str, Selection], Tensor]) -> Tensor:
-        """`box` of the fused tensor, where ``get(name, box)`` reads a box of one matrix."""
+        """Return `box` of the fused tensor; ``get(name, box)`` reads a box of one matrix."""
         expert, rows, columns = explicit(box, self.shape)
         if self.swapped:
             rows, columns = columns, rows
@@ -66,18 +66,18 @@ class SplitExperts:
 def fuse(
     entries: Mapping[str, TensorHeader], config: dict[str, Any]
 ) -> tuple[dict[str, TensorHeader], dict[str, SplitExperts]]:
-    """Replace experts that are stored one by one by the fused tensors they make.
+    """Replace experts that are stored one by one with the fused tensors they make up.
 
     Args:
-        entries: every tensor of the checkpoint.
+        entries: header of every tensor of the checkpoint.
         config: content of ``config.json``, which declares the layout of the fused tensors.
 
     Returns:
-        The entries with fused tensors in them, and how each of those is stored.
+        The headers with fused tensors among them, and how each fused tensor is stored.
 
     Raises:
-        BadInput: an expert is missing, or is not like the others; or the config contradicts
-            itself.
+        BadInput: an expert is missing, or differs in shape or dtype from the others; experts are
+            stored both one by one and fused; or the config contradicts itself.
     """
     found: dict[str, set[int]] = {}
     fused: dict[str, TensorHeader] = {}
@@ -113,7 +113,7 @@ def _check_numbers(prefix: str, experts: set[int]) -> None:
 
 
 def _alike(names: list[list[str]], entries: Mapping[str, TensorHeader]) -> TensorHeader:
-    """The first of `names`, once it is certain that all of them have its shape and dtype."""
+    """Check that all tensors in `names` have the same shape and dtype; return the first header."""
     first: TensorHeader | None = None
     for name in (name for expert in names for name in expert):
         entry = entries.get(name)

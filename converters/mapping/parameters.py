@@ -1,6 +1,6 @@
-"""How many parameters a model has, by part: sums over the table, without vocabulary padding.
+"""The number of parameters of a model, by part: sums over the table, without vocabulary padding.
 
-Inspection, FLOPs and the estimate of memory all count here.
+Inspection, FLOPs and the memory estimate all take their counts from here.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _PARTS = (
     (".router.", "router"),
     (".mlp.linear", "mlp"),
 )
-"""What an mcore key has in it, and the part that it belongs to; the first that is found counts."""
+"""Substrings of mcore keys and the parts that they belong to; the first match counts."""
 
 
 class Group(NamedTuple):
-    """Parameters that are alike in all that decides which ranks hold them.
+    """Parameters that are held by the same ranks under any layout.
 
     Attributes:
         part: ``vision``, ``embedding``, ``output layer``, ``attention``, ``mlp``, ``router``,
             ``experts`` or ``norms``.
-        layer: of the decoder; None outside of it.
-        divided: over TP, or ETP if they are experts'; if not, every rank of TP has them all.
+        layer: decoder layer; None outside the decoder's layers.
+        divided: whether TP (ETP for experts) divides them; otherwise every TP rank holds them all.
     """
 
     part: str
@@ -44,8 +44,8 @@ class Group(NamedTuple):
 
 @cache
 def count(architecture: Architecture) -> Counter[Group]:
-    """The number of parameters in each group, in the order of the table; not to be changed."""
-    # Both layouts of the experts have as many.
+    """Count the parameters of each group, in the order of the table. Do not change the result."""
+    # Both expert layouts have the same number of parameters.
     rows = table(architecture, expert_layout=architecture.expert_layout or "v5")
     counts: Counter[Group] = Counter()
     for row in rows:
@@ -54,7 +54,7 @@ def count(architecture: Architecture) -> Counter[Group]:
 
 
 def by_part(architecture: Architecture) -> Counter[str]:
-    """The number of parameters in each part; 0 in those that the model does not have."""
+    """Count the parameters of each part; a part that the model lacks has 0."""
     counts: Counter[str] = Counter()
     for group, number in count(architecture).items():
         counts[group.part] += number
@@ -62,17 +62,17 @@ def by_part(architecture: Architecture) -> Counter[str]:
 
 
 def total(architecture: Architecture) -> int:
-    """All parameters, a tied head counted once."""
+    """Count all parameters; a tied head and the embedding count once."""
     return count(architecture).total()
 
 
 def active(architecture: Architecture) -> int:
-    """Parameters used for one token: all parts, with the top k of each layer's experts."""
+    """Count the parameters used for one token: all parts, but only the top k experts a layer."""
     return total(architecture) - by_part(architecture)["experts"] + active_experts(architecture)
 
 
 def active_experts(architecture: Architecture) -> int:
-    """Parameters of the experts used for one token, in all layers together."""
+    """Count the parameters of the experts used for one token, summed over layers."""
     if not architecture.num_experts:
         return 0
     experts = by_part(architecture)["experts"]

@@ -13,7 +13,7 @@ from mcore_qwen3vl.converters.mapping.transforms import Rearrangement, identity
 from mcore_qwen3vl.converters.storage.boxes import Box, Shape
 
 LAYERS = "decoder.layers."
-"""How the keys of all decoder layers start."""
+"""Prefix of the keys of all decoder layers."""
 
 CHUNK_BYTES = 16 * 2**20
 """Tensors move in pieces of this size, except a transposed expert, which moves whole."""
@@ -26,7 +26,7 @@ class SourceTensor:
     Attributes:
         name: HF tensor name.
         shape: shape of the whole HF tensor.
-        index: the slice of the first axis that is meant; None is the whole tensor.
+        index: index on the first axis; None for the whole tensor.
     """
 
     name: str
@@ -43,15 +43,15 @@ class Row:
     """One piece of one mcore tensor and the HF tensors it is made of.
 
     Attributes:
-        key: mcore sharded checkpoint key, equal for all pieces of the same tensor.
+        key: mcore sharded checkpoint key, the same for all pieces of a tensor.
         global_shape: shape of the whole mcore tensor, stacked axes first.
-        offset: where this piece lies on the stacked axes: (), (layer,), (expert,) or
+        offset: position of this piece on the stacked axes: (), (layer,), (expert,) or
             (layer, expert).
-        sources: the HF tensors, in the order `rearrangement` counts them.
-        rearrangement: how they become the piece.
+        sources: the HF tensors, in the order in which `rearrangement` numbers them.
+        rearrangement: how the HF tensors become the piece.
         tp_axis: the axis of the piece that tensor parallelism cuts (ETP for an expert), or None
-            where every rank holds all of it.
-        tp_parts: equal parts along `tp_axis` that are each cut (2 for gate and up).
+            if every rank holds the whole piece.
+        tp_parts: number of equal parts along `tp_axis` that are each cut (2 for gate and up).
     """
 
     key: str
@@ -64,7 +64,7 @@ class Row:
 
     @property
     def shape(self) -> Shape:
-        """Shape of this piece, stacked axes left out."""
+        """Shape of this piece, without the stacked axes."""
         return self.global_shape[len(self.offset) :]
 
     @property
@@ -80,15 +80,15 @@ class Row:
         return int(own) if own.isdigit() else self.offset[0]
 
     def to_mcore(self, *hf: Tensor) -> Tensor:
-        """The piece, of shape `shape`, from the HF pieces (each of its source's `piece_shape`)."""
+        """Make the piece, of shape `shape`, from HF pieces (each of its source's `piece_shape`)."""
         return self.rearrangement.to_mcore(*hf)
 
     def to_hf(self, mcore: Tensor) -> tuple[Tensor, ...]:
-        """The HF pieces, one per source, from the whole piece; inverse of `to_mcore`."""
+        """Make the HF pieces, one per source, from the whole piece; inverse of `to_mcore`."""
         return self.rearrangement.to_hf(mcore)
 
     def take(self, fetch: Callable[[str, Box], Tensor], box: Box) -> Tensor:
-        """Only `box` of the piece, reading only what it covers.
+        """Make `box` of the piece, fetching only what it covers.
 
         Args:
             fetch: ``fetch(name, box)`` returns that box of the whole HF tensor `name`; one expert
@@ -106,11 +106,11 @@ class Row:
 
 
 def max_rows(row: Row, dtype: torch.dtype) -> int:
-    """Rows of one chunk of `row`."""
+    """Return the most rows that one chunk of `row` may have."""
     width = row.numel // row.shape[0] * dtype.itemsize
     return max(CHUNK_BYTES // max(width, 1), 1)
 
 
 def same(key: str, name: str, shape: Shape) -> Row:
-    """The row of a tensor that is the same on both sides and is on no stacked axis."""
+    """Return the row of a tensor that is the same on both sides and not stacked."""
     return Row(key, shape, (), (SourceTensor(name, shape),), identity(shape[0]))

@@ -2,8 +2,8 @@
 
 Offline conversion, live load, export, verification and inspection all read it; there is no second
 mapping. mcore names are the keys of ``sharded_state_dict()`` with Transformer Engine's names, which
-is what megatron-core writes to a ``torch_dist`` checkpoint: layers stacked on a first axis, experts
-on the next. A row is one piece of such a tensor: one layer of it, one expert of one layer.
+megatron-core also writes to a ``torch_dist`` checkpoint: layers are stacked on the first axis and
+experts on the next. A row is one piece of such a tensor: one layer, or one expert of one layer.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ def table(
     padded_vocab_size: int | None = None,
     value_head: bool = False,
 ) -> list[Row]:
-    """Every row of a model, in the order of the network.
+    """Return every row of a model, in the order of the network.
 
     Args:
         architecture: the model's shape.
         expert_layout: layout of the fused experts on the HF side; default: the one declared.
         padded_vocab_size: rows of the mcore embedding and output layer; default: not padded.
-        value_head: the output layer gives one value a token, as a critic's; in HF's names the
-            ``score`` of a token classifier.
+        value_head: whether the output layer gives one value per token, as a critic's does; HF
+            calls it ``score``, as in a token classifier.
 
     Raises:
-        BadInput: a MoE model whose expert layout is neither given nor declared, or a padded
-            vocabulary smaller than the vocabulary.
+        BadInput: the expert layout of a MoE model is neither given nor declared, or the padded
+            vocabulary is smaller than the vocabulary.
     """
     layout = expert_layout or architecture.expert_layout
     if any(architecture.moe_layers) and layout is None:
@@ -62,26 +62,26 @@ def table(
 
 
 def padded_vocab_size(vocab_size: int, *, make_vocab_size_divisible_by: int, tp: int) -> int:
-    """Megatron's rule: up to the next multiple of ``make_vocab_size_divisible_by * tp``."""
+    """Round up to a multiple of ``make_vocab_size_divisible_by * tp``, as Megatron does."""
     multiple = make_vocab_size_divisible_by * tp
     return -(-vocab_size // multiple) * multiple
 
 
 def hf_shapes(rows: list[Row]) -> dict[str, Shape]:
-    """Name and shape of every HF tensor that `rows` consume."""
+    """Return the name and shape of every HF tensor that `rows` consume."""
     return {source.name: source.shape for row in rows for source in row.sources}
 
 
 def mcore_shapes(rows: list[Row]) -> dict[str, Shape]:
-    """Key and shape of every mcore tensor that `rows` make."""
+    """Return the key and shape of every mcore tensor that `rows` make."""
     return {row.key: row.global_shape for row in rows}
 
 
 def extra_state_keys(a: Architecture) -> Iterator[str]:
-    """Keys of the ``_extra_state`` objects that strict loading looks for.
+    """Yield the keys of the ``_extra_state`` objects that strict loading looks for.
 
-    Transformer Engine's modules each keep one (FP8 scales, empty otherwise): linear layers, and
-    the norms that are not fused into one. The key ends in the place among layers and experts.
+    Each Transformer Engine module has one (FP8 scales, or empty): linear layers, and norms that are
+    not fused into a linear layer. The key ends in the position among layers and experts.
     """
     yield "decoder.final_layernorm._extra_state/shard_0_1"
     for layer in range(a.num_hidden_layers):
@@ -100,7 +100,7 @@ def extra_state_keys(a: Architecture) -> Iterator[str]:
 
 
 def _shard(place: list[tuple[int, int]]) -> str:
-    """mcore ``ShardedObject.unique_key``: index on each axis, then the size of each."""
+    """Return the end of mcore's ``ShardedObject.unique_key``: index, then size, of each axis."""
     return f"shard_{'.'.join(str(at) for at, _ in place)}_{'.'.join(str(n) for _, n in place)}"
 
 
@@ -110,7 +110,7 @@ VALUE_HEAD = "score.weight"
 
 
 def _ends(a: Architecture, padded: int, value_head: bool) -> Iterator[Row]:
-    """What is not a layer: embedding, final norm and, unless tied, the output layer."""
+    """Yield the rows outside the layers: embedding, output layer unless tied, and final norm."""
     vocabulary = [(EMBEDDING, f"{TEXT}embed_tokens.weight")]
     if value_head:
         yield same("output_layer.weight", VALUE_HEAD, (1, a.hidden_size))
@@ -130,10 +130,10 @@ def _ends(a: Architecture, padded: int, value_head: bool) -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class _Layer:
-    """Where one decoder layer's tensors go.
+    """One decoder layer and whether its tensors are stacked with those of other layers.
 
-    mcore stacks the layers when all are alike; where MoE and dense layers mix, each layer has keys
-    of its own (``TransformerBlock.sharded_state_dict``, non-homogeneous layers).
+    mcore stacks the layers if all are alike. In a model with both MoE and dense layers, each layer
+    has its own keys (``TransformerBlock.sharded_state_dict``, non-homogeneous layers).
     """
 
     index: int

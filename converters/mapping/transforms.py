@@ -1,8 +1,8 @@
 """Pure tensor rearrangements between Hugging Face and Megatron-Core, each with an exact inverse.
 
-Every weight of Qwen3-VL in mcore is row blocks of Hugging Face tensors laid one after another,
-sometimes transposed (published experts), sometimes followed by zero rows (vocabulary padding).
-Saying it that way, as data, gives the forward direction, the inverse and any slice from one place.
+Every mcore weight of Qwen3-VL is a sequence of row blocks of Hugging Face tensors, sometimes
+transposed (published experts), sometimes followed by zero rows (vocabulary padding). This
+description, as data, gives the forward direction, the inverse and any slice from one place.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from mcore_qwen3vl.converters.storage.boxes import Box
 
 Fetch = Callable[[int, Box], Tensor]
-"""``fetch(source, box)``: that box of HF tensor number `source`, read however the caller likes."""
+"""``fetch(source, box)`` returns a box of HF tensor number `source`."""
 
 
 class Block(NamedTuple):
@@ -30,13 +30,14 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Rearrangement:
-    """How one mcore tensor is made of one or more HF tensors.
+    """How one mcore tensor is made from one or more HF tensors.
 
     Attributes:
-        blocks: what fills the mcore rows, from the first row down. Each HF row is used once.
-        padding: zero rows after the last block.
-        transposed: the HF tensors are stored with their two axes swapped; `blocks` count rows
-            after the swap.
+        blocks: the HF rows that fill the mcore rows, from the first row down. Each HF row is used
+            once.
+        padding: number of zero rows after the last block.
+        transposed: whether the HF tensors are stored with their two axes swapped; `blocks` count
+            rows after the swap.
     """
 
     blocks: tuple[Block, ...]
@@ -49,13 +50,13 @@ class Rearrangement:
         return sum(stop - start for _, start, stop in self.blocks) + self.padding
 
     def to_mcore(self, *hf: Tensor) -> Tensor:
-        """The mcore tensor, contiguous, made of whole HF tensors."""
+        """Make the whole mcore tensor, contiguous, from whole HF tensors."""
         columns = hf[0].T.shape[1:] if self.transposed else hf[0].shape[1:]
         box = (slice(0, self.rows), *(slice(0, n) for n in columns))
         return self.take(lambda source, part: hf[source][part], box).contiguous()
 
     def to_hf(self, mcore: Tensor) -> tuple[Tensor, ...]:
-        """The whole HF tensors back from the whole mcore tensor; padding rows are dropped."""
+        """Make the whole HF tensors from the whole mcore tensor; padding rows are dropped."""
         parts: list[list[tuple[int, Tensor]]] = [[] for _ in range(self.source_count)]
         row = 0
         for source, start, stop in self.blocks:
@@ -66,7 +67,7 @@ class Rearrangement:
         return tuple((t.T if self.transposed else t).contiguous() for t in whole)
 
     def take(self, fetch: Fetch, box: Box) -> Tensor:
-        """Only `box` of the mcore tensor, fetching no more of the HF tensors than it covers.
+        """Make `box` of the mcore tensor, fetching only the parts of HF tensors that it covers.
 
         The result may be a view of what `fetch` returned.
         """
@@ -77,15 +78,15 @@ class Rearrangement:
             part = fetch(source, (*columns, rows) if self.transposed else (rows, *columns))
             parts.append(part.T if self.transposed else part)
         if missing := box[0].stop - box[0].start - sum(len(p) for p in parts):
-            # A box inside the padding fetches nothing; the first row still tells dtype and width.
+            # A box inside the padding fetches nothing; the first row gives dtype and width.
             like = parts[0] if parts else self.take(fetch, (slice(0, 1), *columns))
             parts.append(like.new_zeros(missing, *like.shape[1:]))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def stream(self, fetch: Fetch, columns: Box, max_rows: int) -> Iterator[Tensor]:
-        """The mcore tensor's rows in order, at most `max_rows` at a time, none of them copied.
+        """Yield the mcore tensor's rows in order, at most `max_rows` at a time, without a copy.
 
-        Each chunk lies in one block, so what `fetch` returns is passed on as it is (transposed
+        Each chunk lies in one block, so what `fetch` returns is yielded as it is (transposed
         tensors as a transposed view).
         """
         row = 0
@@ -99,7 +100,7 @@ class Rearrangement:
     def stream_back(
         self, source: int, fetch: Callable[[Box], Tensor], columns: Box, max_rows: int
     ) -> Iterator[Tensor]:
-        """HF tensor number `source`, in order, from boxes of the mcore tensor.
+        """Yield the rows of HF tensor number `source` in order, from boxes of the mcore tensor.
 
         A transposed tensor comes in one chunk, since each of its rows touches every mcore row.
         """
@@ -116,7 +117,7 @@ class Rearrangement:
                 yield fetch((slice(first, min(first + max_rows, stop)), *columns))
 
     def spans(self, start: int, stop: int) -> Iterator[Block]:
-        """The parts of `blocks` that fill mcore rows ``start:stop``, in order, padding left out."""
+        """Yield the parts of `blocks` that fill mcore rows ``start:stop``, in order, no padding."""
         row = 0
         for block in self.blocks:
             first = max(start, row) - row
@@ -131,27 +132,27 @@ class Rearrangement:
 
 
 def identity(rows: int) -> Rearrangement:
-    """The same tensor on both sides."""
+    """Return the rearrangement of a tensor that is the same on both sides."""
     return Rearrangement((Block(0, 0, rows),))
 
 
 def transpose(rows: int) -> Rearrangement:
-    """mcore (rows, columns) from HF (columns, rows): published experts."""
+    """Return the transpose: mcore (rows, columns) from HF (columns, rows), published experts."""
     return Rearrangement((Block(0, 0, rows),), transposed=True)
 
 
 def concatenate(*rows: int) -> Rearrangement:
-    """HF tensors of these row counts one after another: gate, then up, as mcore's gated linear."""
+    """Concatenate HF tensors of these row counts, as mcore's gated linear does: gate, then up."""
     return Rearrangement(tuple(Block(source, 0, n) for source, n in enumerate(rows)))
 
 
 def pad_rows(rows: int, padded: int) -> Rearrangement:
-    """Zero rows appended up to `padded`: an embedding whose vocabulary must divide by TP."""
+    """Append zero rows up to `padded`, for an embedding whose vocabulary TP must divide."""
     return Rearrangement((Block(0, 0, rows),), padding=padded - rows)
 
 
 def qkv(heads: int, kv_heads: int, head_dim: int) -> Rearrangement:
-    """Query, key and value projections grouped per KV head, as mcore ``linear_qkv`` wants them.
+    """Group query, key and value projections by KV head, as mcore's ``linear_qkv`` expects.
 
     Group g holds the ``heads / kv_heads`` query heads that share KV head g, then key head g, then
     value head g, so that TP cuts between groups.

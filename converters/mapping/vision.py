@@ -10,13 +10,13 @@ from mcore_qwen3vl.converters.storage.boxes import Shape
 
 
 def vision_rows(v: VisionArchitecture) -> Iterator[Row]:
-    """The tower keeps its HF names and tensors, under ``visual.`` instead of ``model.visual.``."""
+    """Yield the vision tower's rows, in the order of `vision_shapes`."""
     for name, shape in vision_shapes(v).items():
         yield same(f"visual.{name}", f"model.visual.{name}", shape)
 
 
 def vision_shapes(v: VisionArchitecture) -> dict[str, Shape]:
-    """Names and shapes of HF ``Qwen3VLVisionModel``'s parameters."""
+    """Return the names and shapes of the parameters of HF's ``Qwen3VLVisionModel``."""
     hidden, merged = v.hidden_size, v.hidden_size * v.spatial_merge_size**2
     shapes: dict[str, Shape] = {
         "patch_embed.proj.weight": (
@@ -38,7 +38,7 @@ def vision_shapes(v: VisionArchitecture) -> dict[str, Shape]:
         }
         norms = {"norm1": hidden, "norm2": hidden}
         shapes |= _weights_and_biases(f"blocks.{block}.", norms, linears)
-    mergers = {"merger.": hidden}  # normalised before the patches are merged, the others after
+    mergers = {"merger.": hidden}  # its norm precedes the patch merge; the others' follow it
     mergers |= {
         f"deepstack_merger_list.{i}.": merged for i in range(len(v.deepstack_visual_indexes))
     }

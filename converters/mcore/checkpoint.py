@@ -1,4 +1,4 @@
-"""A Megatron checkpoint of any format, read as the table's tensors from the chunks it stores."""
+"""A Megatron checkpoint of any format: assembles the table's tensors from the stored chunks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mcore_qwen3vl.converters.storage.mapped import bring_in
 from mcore_qwen3vl.errors import BadInput
 
 NOT_THE_MODEL = re.compile(r"^(optimizer|chained_\d+|rng_state|rerun_state|opt_param_scheduler)")
-"""Keys that a training checkpoint holds beside the model's."""
+"""Keys of a training checkpoint that are not the model's."""
 
 
 class MegatronCheckpoint(ABC):
@@ -43,16 +43,16 @@ class MegatronCheckpoint(ABC):
 
     @property
     def files(self) -> list[Path]:
-        """The files that tell this checkpoint from another."""
+        """The files whose identity distinguishes this checkpoint from another."""
         return self.data_files
 
     @abstractmethod
     def _tensor(self, key: str, chunk: Chunk) -> Tensor:
-        """The values of one chunk, a view of the file."""
+        """Return the values of one chunk, a view of the file."""
 
     @abstractmethod
     def _unfilled(self, key: str) -> BadInput:
-        """What to say when chunks do not make up the tensor."""
+        """Return the error for chunks that do not fill the tensor."""
 
     @property
     def vocab_size(self) -> int:
@@ -64,7 +64,7 @@ class MegatronCheckpoint(ABC):
         return embedding.shape[0]
 
     def model_keys(self) -> set[str]:
-        """Keys of the model's own tensors, optimizer state and the like left out."""
+        """Return the keys of the model's tensors, without optimizer state and the like."""
         return {key for key in self.index.tensors if not NOT_THE_MODEL.match(key)}
 
     def require(self, rows: Iterable[Row]) -> None:
@@ -97,12 +97,12 @@ class MegatronCheckpoint(ABC):
         return self.index.tensors[key].dtype
 
     def tensor(self, key: str) -> Tensor:
-        """The whole tensor under `key`."""
+        """Return the whole tensor under `key`."""
         shape = self.index.tensors[key].shape
         return self._read(key, (), (0,) * len(shape), shape)
 
     def read(self, row: Row, box: Box) -> Tensor:
-        """A box of one row's piece: a view of the file where one chunk covers it, else a copy.
+        """Return a box of a row's piece: a view of the file if one chunk covers it, else a copy.
 
         Raises:
             BadInput: the chunks do not fill the box, or a chunk is damaged.
@@ -130,9 +130,9 @@ class MegatronCheckpoint(ABC):
 
 
 def _by_corner(tensor: ChunkedTensor) -> dict[Shape, list[Chunk]]:
-    """Chunks by what they may overlap: all of them, one layer, one expert of one layer.
+    """Index the chunks by corner: () for all, (layer,), and (layer, expert).
 
-    Megatron stores each layer and each expert apart, so a chunk is one slice thick there.
+    Megatron stores each layer and each expert separately, so a chunk has size 1 on those axes.
     """
     table: dict[Shape, list[Chunk]] = defaultdict(list)
     for chunk in tensor.chunks:

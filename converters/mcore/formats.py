@@ -1,6 +1,6 @@
-"""The formats of Megatron checkpoints that are known here, each in a folder of its own.
+"""The registry of Megatron checkpoint formats, each of which has its own folder.
 
-Whatever reads a Megatron checkpoint asks here, and needs no word about one format or another.
+Code that reads a Megatron checkpoint asks this module and names no format itself.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from mcore_qwen3vl.errors import BadInput
 
 DEFAULT = "torch_dist"
 
-# Each has a FORMAT. Named rather than imported: they build on this package. To do without one,
-# remove its folder and its line here.
+# Each module has a FORMAT. They are imported by name, since they themselves import this package.
+# To drop a format, remove its folder and its line here.
 MODULES = (
     "mcore_qwen3vl.converters.legacy.format",
     "mcore_qwen3vl.converters.torch_dist.format",
@@ -31,13 +31,13 @@ MODULES = (
 
 @dataclass(frozen=True)
 class PerLayout:
-    """What only a format has that is written for one parallel layout and loads under no other.
+    """The functions of a format that is written for one parallel layout and loads under no other.
 
     Attributes:
-        plan: ``plan(source, layout, spec, *, dtype, make_vocab_size_divisible_by)`` lays out the
+        plan: ``plan(source, layout, spec, *, dtype, make_vocab_size_divisible_by)`` plans the
             conversion of a Hugging Face checkpoint; see `convert.plan_hf_to_mcore`.
-        check_run: ``check_run(folder, args)`` refuses a run with Megatron's arguments `args` that
-            could not load the checkpoint in `folder`.
+        check_run: ``check_run(folder, args)`` raises BadInput if a run with Megatron's arguments
+            `args` could not load the checkpoint in `folder`.
     """
 
     plan: Callable[..., Any]
@@ -49,12 +49,13 @@ class Format:
     """One format of Megatron checkpoints.
 
     Attributes:
-        name: what Megatron's ``--ckpt-format`` calls it.
-        title: what a sentence calls it.
-        recognises: whether the folder of an iteration is of this format, by its files' names.
-        open: the checkpoint at a path (its directory, or the folder of one iteration), of the
-            model that the architecture describes.
-        per_layout: None for a format that loads under any layout.
+        name: its value of Megatron's ``--ckpt-format``.
+        title: its name in messages.
+        recognises: tells whether an iteration's folder has this format, by its files' names.
+        open: opens the checkpoint at a path (its directory, or the folder of one iteration) of a
+            model with the given architecture.
+        per_layout: the functions of a format that is written for one layout; None if the format
+            loads under any layout.
     """
 
     name: str
@@ -66,16 +67,13 @@ class Format:
 
 @cache
 def formats() -> dict[str, Format]:
-    """Every known format, by name."""
+    """Return every known format, by name."""
     found = (import_module(module).FORMAT for module in MODULES)
     return {format.name: format for format in found}
 
 
 def named(name: str) -> Format:
-    """
-    Raises:
-        BadInput: no format has this name.
-    """
+    """Return the format with this name; raise BadInput if there is none."""
     if name not in formats():
         raise BadInput(
             f"checkpoint format {name!r} is not known here; {' and '.join(sorted(formats()))} "
@@ -85,40 +83,37 @@ def named(name: str) -> Format:
 
 
 def format_of(path: Path) -> Format:
-    """The format of a Megatron checkpoint or one iteration of it; `DEFAULT` if none fits.
+    """Return the format of a Megatron checkpoint or of one iteration; `DEFAULT` if none matches.
 
     Raises:
-        BadInput: its tracker is unreadable or names an iteration that is not there.
+        BadInput: the tracker is unreadable or names an iteration that does not exist.
     """
     folder = iteration_folder(path)
     return next((f for f in formats().values() if f.recognises(folder)), formats()[DEFAULT])
 
 
 def open_megatron(path: Path, architecture: Architecture) -> MegatronCheckpoint:
-    """The checkpoint at `path`, in whatever format it is.
+    """Open the checkpoint at `path`, whatever its format.
 
     Args:
         path: checkpoint directory, or the folder of one iteration.
-        architecture: the model that it should be.
+        architecture: the architecture that the checkpoint's model should have.
 
     Raises:
-        BadInput: it is of no known format, damaged or incomplete.
+        BadInput: the checkpoint has no known format, or is damaged or incomplete.
     """
     return format_of(path).open(path, architecture)
 
 
 def is_megatron(path: Path) -> bool:
-    """Whether `path` looks like a Megatron checkpoint or one iteration of it."""
+    """Return whether `path` looks like a Megatron checkpoint or one iteration of it."""
     return (path / TRACKER).is_file() or any(f.recognises(path) for f in formats().values())
 
 
 def require_huggingface(
     path: Path, *, instead: str = "`mcore-qwen3vl convert mcore-to-hf` makes one of it"
 ) -> None:
-    """
-    Raises:
-        BadInput: `path` is a Megatron checkpoint; the message says what to do `instead`.
-    """
+    """Raise BadInput if `path` is a Megatron checkpoint; the message says what to do `instead`."""
     if is_megatron(path):
         raise BadInput(
             f"{path} is a Megatron-Core checkpoint, but a Hugging Face one is needed here: "
@@ -129,10 +124,7 @@ def require_huggingface(
 def require_megatron(
     path: Path, *, instead: str = "`mcore-qwen3vl convert hf-to-mcore` makes one of it"
 ) -> None:
-    """
-    Raises:
-        BadInput: `path` is a Hugging Face checkpoint; the message says what to do `instead`.
-    """
+    """Raise BadInput if `path` is a Hugging Face checkpoint; the message ends in `instead`."""
     if is_huggingface(path) and not is_megatron(path):
         raise BadInput(
             f"{path} is a Hugging Face checkpoint, but a Megatron-Core one is needed here: "
@@ -141,5 +133,5 @@ def require_megatron(
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether `path` looks like a Megatron or a Hugging Face checkpoint."""
+    """Return whether `path` looks like a Megatron or a Hugging Face checkpoint."""
     return is_megatron(path) or is_huggingface(path)

@@ -1,4 +1,4 @@
-"""What a Megatron checkpoint holds: tensors made of chunks, pickled objects, and where they lie."""
+"""The index of a Megatron checkpoint: tensors made of chunks, pickled objects, and their places."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ChunkedTensor:
 
 @dataclass
 class CheckpointIndex:
-    """What a checkpoint holds: tensors and pickled objects, by key."""
+    """The tensors and pickled objects of a checkpoint, by key."""
 
     tensors: dict[str, ChunkedTensor] = field(default_factory=dict)
     objects: dict[str, FileRange] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The names in a Megatron checkpoint directory: the tracker, the iterations' folders, ``hf/``."""
+"""Names in a Megatron checkpoint directory: the tracker, the iterations' folders, ``hf/``."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 HF_FOLDER = "hf"
 LORA_FOLDER = "lora"
-"""Beside the checkpoints of a LoRA run: the config of its adapter."""
+"""Folder in a LoRA run's checkpoint directory that holds the adapter's config."""
 
 
 def tracked(path: Path) -> str | int | None:
-    """What the tracker in `path` names: an iteration, or `RELEASE`; None if there is no tracker.
+    """Return what the tracker in `path` names: an iteration, `RELEASE`, or None without a tracker.
 
     Raises:
-        BadInput: the tracker is unreadable, or says something else.
+        BadInput: the tracker is unreadable, or names neither an iteration nor `RELEASE`.
     """
     tracker = path / TRACKER
     if not tracker.is_file():
@@ -38,16 +38,16 @@ def tracked(path: Path) -> str | int | None:
 
 
 def folder_name(iteration: str | int) -> str:
-    """The folder of an iteration, or of `RELEASE`, in its checkpoint directory."""
+    """Return the name of the folder of an iteration, or of `RELEASE`."""
     return f"iter_{iteration:07d}" if isinstance(iteration, int) else iteration
 
 
 def iteration_folder(path: Path) -> Path:
-    """The folder of the newest iteration, or `path` itself if it is such a folder.
+    """Return the folder of the newest iteration, or `path` itself if it has no tracker.
 
     Raises:
-        BadInput: the tracker is unreadable or names an iteration that is not there, or the folder
-            holds what is no file.
+        BadInput: the tracker is unreadable or names an iteration that does not exist, or the
+            folder holds a special file.
     """
     newest = tracked(path)
     folder = path if newest is None else path / folder_name(newest)
@@ -63,10 +63,7 @@ def iteration_folder(path: Path) -> Path:
 
 
 def require_whole_model(path: Path) -> None:
-    """
-    Raises:
-        BadInput: `path`, or the run that it is an iteration of, trains an adapter alone.
-    """
+    """Raise BadInput if `path`, or the run whose iteration it is, trains only an adapter."""
     for folder in (path, path.parent):
         if (folder / LORA_FOLDER / "adapter_config.json").is_file():
             raise BadInput(
@@ -77,13 +74,11 @@ def require_whole_model(path: Path) -> None:
 
 
 def find_hf_folder(path: Path) -> Path | None:
-    """The folder that holds the HF config of `path`, and the files beside it.
+    """Return the folder of the HF config and the files beside it, or None if there is none.
 
     Args:
-        path: a Megatron checkpoint, one iteration of it, or an HF checkpoint, which is its own.
-
-    Returns:
-        None if there is none.
+        path: a Megatron checkpoint, one iteration of it, or an HF checkpoint, which is its own
+            config folder.
     """
     for folder in (path / HF_FOLDER, path, iteration_folder(path).parent / HF_FOLDER):
         if (folder / "config.json").is_file():
@@ -92,11 +87,11 @@ def find_hf_folder(path: Path) -> Path | None:
 
 
 def hf_folder(path: Path, *, flag: str = "--hf-config") -> Path:
-    """Find the Hugging Face files of a checkpoint, or refuse; see `find_hf_folder`.
+    """Return the folder of the HF config of a checkpoint; see `find_hf_folder`.
 
     Args:
-        path: see there.
-        flag: what names another folder, for the message.
+        path: see `find_hf_folder`.
+        flag: the option with which the user can name another folder, for the message.
 
     Raises:
         BadInput: there is no such folder.
@@ -111,14 +106,14 @@ def hf_folder(path: Path, *, flag: str = "--hf-config") -> Path:
 
 
 def config_folder(path: Path, *, flag: str = "--hf-config") -> Path:
-    """Where config, tokenizer and processor of a checkpoint of either kind are, or should be.
+    """Return the folder where a checkpoint's config, tokenizer and processor are, or should be.
 
     Args:
-        path: an HF checkpoint, which is its own, or a Megatron one.
+        path: an HF checkpoint, which is its own config folder, or a Megatron checkpoint.
         flag: see `hf_folder`.
 
     Raises:
-        BadInput: a Megatron checkpoint without such a folder.
+        BadInput: a Megatron checkpoint has no such folder.
     """
     if (path / TRACKER).is_file():
         return hf_folder(path, flag=flag)

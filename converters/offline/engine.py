@@ -1,6 +1,6 @@
-"""Run a plan: its units on a few threads, journalled, into a directory that appears when complete.
+"""Run a plan's units on a few threads, with a journal; the target appears when it is complete.
 
-The work is reading, writing and copying memory, during which Python's lock is free.
+The units read, write and copy memory. Python's global lock is free meanwhile, so threads suffice.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ MOST_WORKERS = 8
 
 
 def default_workers() -> int:
-    """Threads: two per core that this process may use, at most `MOST_WORKERS`.
+    """Return two threads per core that this process may use, at most `MOST_WORKERS`.
 
-    While one waits for the disk, another can use its core.
+    While one thread waits for the disk, another can use its core.
     """
     return min(2 * usable_cores(), MOST_WORKERS)
 
 
 @dataclass(frozen=True)
 class ConversionResult:
-    """What a conversion did.
+    """The result of a conversion.
 
     Attributes:
         direction: "hf-to-mcore", "mcore-to-hf", "hf-to-hf" or "lora merge".
-        source, target: where from and where to.
-        tensors: tensors written, as the target counts them.
+        source, target: paths of the source and the target.
+        tensors: number of tensors in the target; in mcore, stacked layers are one tensor.
         nbytes: bytes of tensor data.
-        files: files of tensor data.
-        companion_files: files copied besides: config, tokenizer, processor.
+        files: number of files with tensor data.
+        companion_files: other files that were copied: config, tokenizer, processor.
         dtypes: dtypes written.
         expert_layout: layout of the fused experts on the HF side; None for a dense model.
-        resumed_units: units that an interrupted run had finished.
+        resumed_units: number of units that an interrupted run had finished.
         seconds: wall time.
         notes: what the user should know, one sentence each.
     """
@@ -71,10 +71,10 @@ def execute(
     progress: Progress | None = None,
     strict: bool = False,
 ) -> ConversionResult:
-    """Run a plan. `dst` appears by rename when everything is durably written.
+    """Run a plan; `dst` appears by a rename once everything is durably written.
 
     Raises:
-        BadInput, CheckFailed: see `convert.hf_to_mcore`.
+        BadInput, CheckFailed: for the reasons given at `convert.hf_to_mcore`.
     """
     started = time.monotonic()
     _keep_apart(plan, dst)
@@ -111,7 +111,7 @@ def execute(
 def _run_units(
     plan: ConversionPlan, stage: Staging, workers: int, progress: Progress | None
 ) -> int:
-    """Do what the journal does not have yet; returns how many units it had."""
+    """Run the units that the journal does not list as finished; return how many it lists."""
     kept = {
         unit.name
         for unit in plan.units
@@ -151,7 +151,7 @@ class _Stopped(Exception):
 
 
 def _keep_apart(plan: ConversionPlan, dst: Path) -> None:
-    """Refuse a target inside its source or around it, which --force would delete."""
+    """Raise BadInput if source and target overlap, since --force would then delete the source."""
     source, target = Path(plan.source).resolve(), dst.resolve()
     if source == target or source in target.parents or target in source.parents:
         raise BadInput(

@@ -1,4 +1,4 @@
-"""Weights that are NaN or infinite are converted as they are, and named."""
+"""The note on weights that are NaN or infinite, which are converted unchanged."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ from collections.abc import Iterable
 from typing import Any
 
 SHOWN = 5
-"""How many tensors a note names."""
+"""The most tensors that a note names."""
 
 
 def notes(results: Iterable[dict[str, Any]]) -> tuple[str, ...]:
-    """
-    Args:
-        results: of units of work, with the names of their tensors under ``nonfinite``.
+    """Return one sentence that names the tensors with NaN or infinite values, or an empty tuple.
 
-    Returns:
-        One sentence with the names, or nothing.
+    Args:
+        results: results of units of work, which list the names of such tensors under
+            ``nonfinite``.
     """
     names = sorted({name for result in results for name in result.get("nonfinite", ())})
     if not names:

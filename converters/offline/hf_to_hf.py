@@ -1,4 +1,4 @@
-"""Hugging Face to Hugging Face: the other layout of experts, another dtype, other files."""
+"""Hugging Face to Hugging Face: another layout of experts, another dtype, other shards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def plan(
     max_shard_size: str = "5GB",
     expert_layout: LayoutChoice = "source",
 ) -> ConversionPlan:
-    """Check an HF checkpoint and lay out its copy; see `convert.plan_hf_to_hf`."""
+    """Check an HF checkpoint and plan its copy; see `convert.plan_hf_to_hf`."""
     wanted = parse_dtype(dtype)
     architecture = Architecture.from_hf(source)
     layout = chosen_layout(architecture, expert_layout)
@@ -55,10 +55,10 @@ def plan(
 
 
 def open_checkpoint(source: Path, architecture: Architecture) -> HuggingFaceCheckpoint:
-    """The checkpoint, once it is certain to hold the model that its config describes.
+    """Open a checkpoint and check that it holds the model that its config describes.
 
     Raises:
-        BadInput: it does not, or is damaged.
+        BadInput: the checkpoint holds other tensors, or is damaged.
     """
     checkpoint = HuggingFaceCheckpoint(source)
     checkpoint.require(table(architecture))
@@ -73,12 +73,12 @@ def stream_copy(
     *,
     swapped: bool,
 ) -> Iterator[Tensor]:
-    """HF piece `number` of `row` as `dtype`, from a checkpoint that has a tensor of that name.
+    """Yield HF piece `number` of `row` as `dtype`, read from the tensor of that name.
 
     Args:
         checkpoint: the source.
         row, number, dtype: see `to_hf.Stream`.
-        swapped: the source has the last two axes of fused experts the other way round.
+        swapped: whether to swap the last two axes of fused experts.
     """
     source = row.sources[number]
     if source.index is not None:
@@ -92,7 +92,7 @@ def stream_copy(
 
 
 def layout_notes(layout: str | None) -> tuple[str, ...]:
-    """Who cannot load experts of a layout."""
+    """Return a note if vLLM cannot load experts of this layout."""
     if layout != "v5":
         return ()
     return (

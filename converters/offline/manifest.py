@@ -1,10 +1,10 @@
 """``manifest.json``: what a converted checkpoint was made from, with a checksum of every tensor.
 
-Checksums are of the Hugging Face side, as the conversion read it and after any cast, so that a
-checkpoint can be checked later without its source (`verify manifest`), and so that anyone can check
-a Hugging Face checkpoint against the manifest with a few lines of their own. One is taken for each
-tensor, over its bytes in row-major order, little-endian; a fused expert tensor has one for each
-expert, in order, because that is how such tensors are moved.
+Checksums are of the Hugging Face tensors, as the conversion read them and after any cast. So a
+converted checkpoint can be checked later without its source (`verify manifest`), and anyone can
+check a Hugging Face checkpoint against the manifest with a few lines of code. A checksum covers one
+tensor's bytes in row-major order, little-endian. A fused expert tensor has one checksum per expert,
+in order, because the conversion moves one expert at a time.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ CHECKSUM = "xxh3_128"
 SOURCE_CHECKSUM = f"source_{CHECKSUM}"
 
 Checksum = tuple[str, int | None, str, str | None]
-"""HF tensor, expert (None: the whole tensor), checksum, and that of the bytes before a cast."""
+"""HF tensor, expert (None: the whole tensor), checksum, and checksum before a cast (or None)."""
 
 
 class RowChecksums:
-    """Checksums of the HF pieces that one row is made of, taken while they are read.
+    """Checksums of the HF pieces of one table row, computed while the pieces are read.
 
-    Each piece must come in order, whole rows at a time. What was seen before is passed over:
-    vocabulary padding looks at a first row again.
+    Each piece must come in order, in whole tensor rows. Rows that come a second time are ignored:
+    vocabulary padding reads the first row again.
     """
 
     def __init__(self, row: Row) -> None:
@@ -52,10 +52,10 @@ class RowChecksums:
         self._cast = [False for _ in row.sources]
         self._seen = [0 for _ in row.sources]
         self.nonfinite: set[str] = set()
-        """HF tensors in which a value that is written is NaN or infinite."""
+        """Names of the HF tensors that hold a NaN or infinite value as written."""
 
     def add(self, source: int, box: Box, stored: Tensor, converted: Tensor) -> None:
-        """Take in `box` of piece number `source`: as the file has it, and as it is written."""
+        """Add `box` of piece number `source`, as `stored` in the file and as `converted`."""
         rows, *columns = box
         if rows.start < self._seen[source]:
             return
@@ -72,7 +72,7 @@ class RowChecksums:
             self._before[source].update(as_bytes(stored))
 
     def finish(self) -> list[Checksum]:
-        """The checksums, once every piece has been seen to its end."""
+        """Return the checksums, after checking that every piece was read to its end."""
         found: list[Checksum] = []
         for number, source in enumerate(self._row.sources):
             if self._seen[number] != source.piece_shape[0]:
@@ -83,7 +83,7 @@ class RowChecksums:
 
 
 def summed(sums: Sequence[RowChecksums]) -> dict[str, Any]:
-    """What a unit of work found in its rows, once they were read to their end, for its journal."""
+    """Return a finished unit's checksums and non-finite tensors, in the form of the journal."""
     return {
         "checksums": [one for row in sums for one in row.finish()],
         "nonfinite": sorted({name for row in sums for name in row.nonfinite}),
@@ -91,7 +91,7 @@ def summed(sums: Sequence[RowChecksums]) -> dict[str, Any]:
 
 
 def describe(checkpoint: HuggingFaceCheckpoint) -> dict[str, Any]:
-    """What tells this Hugging Face checkpoint from another."""
+    """Return what distinguishes this Hugging Face checkpoint from another."""
     config = (checkpoint.path / "config.json").read_bytes()
     index = checkpoint.path / INDEX
     files = [*checkpoint.files, *([index] if index.exists() else [])]
@@ -108,13 +108,13 @@ def dumps(
     dtype: torch.dtype | None,
     checksums: Iterable[Checksum],
 ) -> bytes:
-    """The manifest's content; equal for equal input, whenever and however often it was resumed.
+    """Return the manifest's content; it depends only on the input, not on time or on resumed runs.
 
     Args:
         checkpoint: the source.
-        facts: what the conversion chose.
-        dtype: the one dtype that was written; None: the source's.
-        checksums: of all pieces, the experts of a tensor in order.
+        facts: choices of the conversion, which are copied into the manifest.
+        dtype: the one dtype that was written; None if each tensor kept its own.
+        checksums: checksums of all pieces, with the experts of a tensor in order.
     """
     tensors: dict[str, dict[str, Any]] = {}
     for name, expert, after, before in checksums:
@@ -148,7 +148,7 @@ def dumps(
 def _tensor(
     checkpoint: HuggingFaceCheckpoint, name: str, dtype: torch.dtype | None
 ) -> dict[str, Any]:
-    """All but the checksums of what is converted."""
+    """Return the manifest's entry for a tensor, without the checksums of its converted values."""
     entry = checkpoint.entries[name]
     tensor: dict[str, Any] = {
         "shape": list(entry.shape),
@@ -169,7 +169,7 @@ def _tensor(
 
 
 def _scale(checkpoint: HuggingFaceCheckpoint, name: str) -> dict[str, Any]:
-    """The factors of a quantised tensor."""
+    """Return the manifest's entry for the factors of a quantised tensor."""
     factors = checkpoint.stored(name)
     return {
         "name": name,

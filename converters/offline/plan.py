@@ -1,4 +1,4 @@
-"""What a conversion will do, before it does it: units of work, bytes, and what comes from where."""
+"""The plan of a conversion: its units of work, its bytes, and the sources of every tensor."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from mcore_qwen3vl.converters.storage.boxes import Shape
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """One line of a dry run: a tensor of the result and where it comes from.
+    """One line of a dry run: a tensor of the result and its sources.
 
-    The experts of one layer are one line.
+    The experts of one layer share one line.
     """
 
     sources: tuple[str, ...]
@@ -29,7 +29,7 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class Unit:
-    """Work that one worker does without a break; the journal notes when it is finished."""
+    """The work that one worker does in one go; the journal records each finished unit."""
 
     name: str
     nbytes: int
@@ -37,29 +37,29 @@ class Unit:
 
 
 class Conversion(Protocol):
-    """One direction: how its units are done. Both directions run on the same engine."""
+    """One direction of conversion: how its units are run. All directions use the same engine."""
 
     def prepare(self, tree: Path) -> None:
-        """Make what must exist before units run and is not there yet."""
+        """Create whatever must exist before units run and does not exist yet."""
 
     def is_done(self, unit: Unit, tree: Path, result: Any) -> bool:
-        """Whether what the journal says of a finished unit is still so."""
+        """Return whether the journal's record of a finished unit still holds."""
 
     def run(self, unit: Unit, tree: Path, moved: Callable[[int, str], None]) -> Any:
-        """Do one unit durably; `moved(bytes, name)` reports. Returns JSON for the journal."""
+        """Do one unit durably, report with `moved(bytes, name)`, return JSON for the journal."""
 
     def finish(self, tree: Path, results: dict[str, Any]) -> None:
-        """Write what depends on all units; `results` are by unit name, in the plan's order."""
+        """Write what depends on all units; `results` is by unit name, in the plan's order."""
 
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """A conversion that is ready to run; its inputs are checked.
+    """A conversion that is ready to run; its inputs have been checked.
 
     Attributes:
-        planned: what a dry run prints.
+        planned: the lines that a dry run prints.
         units: the work, in order.
-        identity: JSON that tells this plan from another; a resumed run must have the same.
+        identity: JSON that distinguishes this plan from another; a resumed run must have the same.
         notes: what the user should know, one sentence each.
     """
 
@@ -76,7 +76,7 @@ class ConversionPlan:
 
     @property
     def tensors(self) -> int:
-        """Tensors written, as the target counts them: stacked layers are one in mcore."""
+        """Number of tensors in the target; in mcore, stacked layers are one tensor."""
         return len({tensor.target.split("[")[0] for tensor in self.planned})
 
     @property
@@ -95,7 +95,7 @@ class ConversionPlan:
 
 
 def file_identity(files: Iterable[Path]) -> list[list[Any]]:
-    """Name, size and time of files: whether a source is still the one a journal was begun with."""
+    """Return name, size and time of files, to tell whether a source has changed since a run."""
     stats = ((file, file.stat()) for file in sorted(files))
     return [[file.name, stat.st_size, stat.st_mtime_ns] for file, stat in stats]
 
@@ -103,7 +103,7 @@ def file_identity(files: Iterable[Path]) -> list[list[Any]]:
 def group_units(
     work: Iterable[tuple[Any, int]], unit_bytes: int, name: Callable[[int], str]
 ) -> Iterator[Unit]:
-    """Consecutive work in units of about `unit_bytes`."""
+    """Group consecutive work into units of about `unit_bytes`."""
     group: list[Any] = []
     size = number = 0
     for item, nbytes in work:
@@ -117,5 +117,5 @@ def group_units(
 
 
 def unit_bytes(total: int) -> int:
-    """Unit size for `total` bytes: enough units to share out, few enough files."""
+    """Return the unit size for `total` bytes: enough units for all workers, but not many files."""
     return min(max(total // 64, 256 * 2**20), 2 * 2**30)

@@ -1,7 +1,7 @@
 """Megatron-Core to Hugging Face: the plan and its units. Each unit fills part of one shard.
 
-Every conversion that ends in a Hugging Face checkpoint is laid out here (`lay_out`); what differs
-is where the tensors come from (`Stream`).
+`lay_out` plans every conversion whose target is a Hugging Face checkpoint; they differ in where the
+tensors come from (`Stream`).
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from mcore_qwen3vl.errors import BadInput
 LayoutChoice = Literal["source", "published", "v5"]
 
 Stream = Callable[[Row, int, torch.dtype], Iterator[Tensor]]
-"""``stream(row, number, dtype)``: HF piece `number` of a row, in chunks in its memory's order."""
+"""``stream(row, number, dtype)`` yields HF piece `number` of a row in chunks, in memory order."""
 
 
 @dataclass(frozen=True)
 class Fill:
-    """One row's part of one HF tensor and where in the shard it goes."""
+    """One row's part of one HF tensor and its offset in the shard."""
 
     row: Row
     source: int
@@ -65,14 +65,14 @@ class Fill:
 
 @dataclass(frozen=True)
 class ToHuggingFace:
-    """Does the units of one conversion; see `plan.Conversion`."""
+    """A conversion to Hugging Face; see `plan.Conversion`."""
 
     stream: Stream
     shards: tuple[Shard, ...]
-    hf_config: Path  # directory of config and companion files
-    layout: ExpertLayout | None  # to turn the experts into; None: as `hf_config` has them
-    dtype: torch.dtype | None  # to write everything in; None: the source's own
-    untied: bool  # `hf_config` ties the embeddings, and they are written apart
+    hf_config: Path  # directory of the config and the companion files
+    layout: ExpertLayout | None  # form to convert the config to; None: it stays as it is
+    dtype: torch.dtype | None  # dtype of all tensors; None: each keeps its own
+    untied: bool  # whether `hf_config` ties the embeddings but they are written separately
 
     def prepare(self, tree: Path) -> None:
         for shard in self.shards:
@@ -118,7 +118,7 @@ class ToHuggingFace:
 def stream_hf(
     checkpoint: MegatronCheckpoint, row: Row, source: int, dtype: torch.dtype
 ) -> Iterator[Tensor]:
-    """HF piece number `source` of `row` as `dtype`, a chunk at a time, in the order of its memory.
+    """Return HF piece number `source` of `row` as `dtype`, in chunks, in memory order.
 
     Chunks are views of the checkpoint where possible.
     """
@@ -138,7 +138,7 @@ def plan(
     max_shard_size: str = "5GB",
     expert_layout: LayoutChoice = "source",
 ) -> ConversionPlan:
-    """Check an mcore checkpoint and lay out its export; see `convert.plan_mcore_to_hf`."""
+    """Check an mcore checkpoint and plan its export; see `convert.plan_mcore_to_hf`."""
     wanted = parse_dtype(dtype)
     folder = hf_config_dir or hf_folder(source)
     architecture = Architecture.from_hf(folder)
@@ -178,23 +178,24 @@ def lay_out(
     untied: bool = False,
     notes: tuple[str, ...] = (),
 ) -> ConversionPlan:
-    """The plan of a conversion that writes a Hugging Face checkpoint.
+    """Plan a conversion that writes a Hugging Face checkpoint.
 
     Args:
         direction, source, notes: see `ConversionPlan`.
-        rows: whose HF tensors are written.
-        stream: where their content comes from.
-        origin: what an HF tensor comes from, and with which dtype.
+        rows: the rows whose HF tensors are written.
+        stream: yields the values of the HF pieces.
+        origin: returns the name and dtype of the source of an HF tensor.
         hf_config: directory of the config and the other files that go beside the weights.
-        files: what is read besides those.
-        dtype: of all tensors written; None: their own.
+        files: other files that the conversion reads.
+        dtype: dtype of all tensors written; None: each keeps its own.
         max_shard_size: largest safetensors file, like "5GB".
-        layout: of the experts written.
-        form: to turn the config into; None: as it is.
-        untied: the config ties the embeddings, and they are written apart.
+        layout: layout of the experts written.
+        form: form to convert the config to; None: it stays as it is.
+        untied: whether the config ties the embeddings but they are written separately.
 
     Raises:
-        BadInput: the size is none, or the config cannot be read.
+        BadInput: `max_shard_size` is not a size, or a companion file is a link that leads out of
+            its directory.
     """
     limit = shards.parse_size(max_shard_size)
     origins = {named.name: origin(row, named) for row in rows for named in row.sources}
@@ -236,10 +237,10 @@ def _notes(padding: int) -> tuple[str, ...]:
 
 
 def chosen_layout(architecture: Architecture, choice: LayoutChoice) -> ExpertLayout | None:
-    """The layout of the experts to write; None for a dense model.
+    """Return the layout of the experts to write; None for a dense model.
 
     Raises:
-        BadInput: no such choice.
+        BadInput: `choice` is not a `LayoutChoice`.
     """
     if choice not in get_args(LayoutChoice):
         raise BadInput(f"expert layout {choice!r} is not source, published or v5.")

@@ -43,12 +43,12 @@ OBJECTS = "__0_objects.distcp"
 
 @dataclass(frozen=True)
 class ToMcore:
-    """Does the units of one conversion; see `plan.Conversion`."""
+    """A conversion to ``torch_dist``; see `plan.Conversion`."""
 
     source: HuggingFaceCheckpoint
     architecture: Architecture
     tensors: dict[str, ChunkedTensor]  # by mcore key, without chunks
-    dtype: torch.dtype | None  # to write everything in; None: the source's own
+    dtype: torch.dtype | None  # dtype of all tensors; None: each keeps its own
     facts: dict[str, Any]  # other choices that the manifest states
 
     def prepare(self, tree: Path) -> None:
@@ -90,7 +90,7 @@ class ToMcore:
         self.accompany(tree, results)
 
     def accompany(self, tree: Path, results: dict[str, Any]) -> None:
-        """Write what goes beside the weights in any mcore format; the tracker comes last."""
+        """Write the files beside the weights in any mcore format; the tracker comes last."""
         copy_companions(self.source.path, tree / HF_FOLDER, dtype=self.dtype)
         checksums = (found for result in results.values() for found in result.get("checksums", ()))
         content = manifest.dumps(self.source, self.facts, self.dtype, checksums)
@@ -98,14 +98,14 @@ class ToMcore:
         write_durably(tree / TRACKER, RELEASE.encode())
 
     def checksums(self, row: Row) -> RowChecksums:
-        """Checksums of the HF pieces of `row`, by reading them to their end."""
+        """Read the HF pieces of `row` to their end and return their checksums."""
         sums = RowChecksums(row)
         for _ in self._chunks(row, self.tensors[row.key].dtype, sums):
             pass
         return sums
 
     def _chunks(self, row: Row, dtype: torch.dtype, sums: RowChecksums) -> Iterator[Tensor]:
-        """The row's piece in order, a chunk at a time; views of the source where possible."""
+        """Return the chunks of the row's piece in order; views of the source where possible."""
 
         def fetch(source: int, box: Box) -> Tensor:
             named = row.sources[source]
@@ -128,7 +128,7 @@ def plan(
     make_vocab_size_divisible_by: int = 1,
     tp: int = 1,
 ) -> ConversionPlan:
-    """Check an HF checkpoint and lay out its conversion; see `convert.plan_hf_to_mcore`."""
+    """Check an HF checkpoint and plan its conversion; see `convert.plan_hf_to_mcore`."""
     if make_vocab_size_divisible_by < 1 or tp < 1:
         raise BadInput("--make-vocab-size-divisible-by and --tp must be at least 1.")
     wanted = parse_dtype(dtype)
@@ -150,7 +150,7 @@ def plan(
         "iteration": RELEASE,
         "expert_layout": architecture.expert_layout,
         "vocabulary": {"rows": architecture.vocab_size, "padded_to": padded},
-        "quantization": checkpoint.quantization,  # of the source; the tensors here have none
+        "quantization": checkpoint.quantization,  # the source's; the target is not quantised
     }
     return ConversionPlan(
         direction="hf-to-mcore",
@@ -183,7 +183,7 @@ def plan(
 def dequantized_notes(
     checkpoint: HuggingFaceCheckpoint, dtype: torch.dtype | None
 ) -> tuple[str, ...]:
-    """What a user should know whose FP8 checkpoint is written as `dtype`."""
+    """Return a note if FP8 tensors are written dequantised, as `dtype`."""
     stored = [entry.stored for entry in checkpoint.entries.values()]
     count = stored.count(fp8.FP8)
     if not count:
@@ -195,10 +195,10 @@ def dequantized_notes(
 def _targets(
     checkpoint: HuggingFaceCheckpoint, rows: list[Row], wanted: torch.dtype | None
 ) -> dict[str, ChunkedTensor]:
-    """dtype and shape of each mcore tensor.
+    """Return the dtype and shape of each mcore tensor.
 
     Raises:
-        BadInput: HF tensors of different dtypes would share one mcore tensor, under "keep".
+        BadInput: no dtype is `wanted`, and HF tensors of different dtypes share an mcore tensor.
     """
     tensors: dict[str, ChunkedTensor] = {}
     first: dict[str, str] = {}
@@ -236,7 +236,7 @@ def _planned(rows: list[Row], tensors: dict[str, ChunkedTensor]) -> Iterator[Pla
 
 
 def _objects(architecture: Architecture) -> Iterator[tuple[str, bytes]]:
-    """The pickled objects of a checkpoint: empty ``_extra_state`` and Megatron's common state."""
+    """Yield a checkpoint's pickled objects: Megatron's common state and empty ``_extra_state``."""
     common = {"iteration": 0, "checkpoint_version": 3.0, "content_metadata": {}}
     yield "common_state/shard_0_1", _saved([common])
     empty = _saved([None])

@@ -1,9 +1,9 @@
 """One tensor as ``torch.save`` stores it, written and read as a stream.
 
-A ``.distcp`` file is such archives one after another. ``torch.save`` needs the whole tensor in
-memory and checksums it at a quarter of a gigabyte a second; the archive is a plain, uncompressed
-zip file, so it is written here chunk by chunk with `zipfile`. Reading finds the tensor's bytes in
-the mapped file without copying them.
+A ``.distcp`` file is a sequence of such archives. ``torch.save`` needs the whole tensor in memory
+and checksums it at a quarter of a gigabyte a second. The archive is a plain, uncompressed zip file,
+so this module writes it chunk by chunk with `zipfile`. Reading finds the tensor's bytes in the
+mapped file without copying them.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from mcore_qwen3vl.converters.storage.tensor_pickle import (
 )
 
 FOLDER = "archive"
-EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest a zip file can say: the bytes depend on nothing else
+EPOCH = (1980, 1, 1, 0, 0, 0)  # zip's earliest date; a fixed date keeps the bytes reproducible
 
 
 LARGEST_PICKLE = 2**16
-"""Bytes of the pickle that describes one tensor; 150 are usual."""
+"""Most bytes accepted for the pickle that describes one tensor; it usually has 150."""
 
 
 class BadArchive(Exception):
-    """The archive is damaged, or holds something else than was asked for."""
+    """The archive is damaged, or does not hold what was asked for."""
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor."""
+    """Return a tensor's values as bytes, in row-major order; copy only if it is not contiguous."""
     return memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())
 
 
 class Writable(Protocol):
-    """What an archive is appended to: a binary file, or a `DirectFile`."""
+    """The stream that an archive is appended to: a binary file, or a `DirectFile`."""
 
     def write(self, data: Any, /) -> int: ...
 
@@ -58,8 +58,9 @@ def write_tensor(
     """Append the archive of one contiguous tensor to `stream`.
 
     Args:
-        stream: never sought.
-        chunks: contiguous tensors of `dtype` whose memory, in order, is the tensor's.
+        stream: file to write to; it is never seeked.
+        dtype, shape: dtype and shape of the tensor.
+        chunks: tensors of `dtype` that hold the tensor's values in order.
     """
     write_archive(stream, Described(dtype, shape), [(prod(shape) * dtype.itemsize, chunks)])
 
@@ -70,9 +71,9 @@ def write_archive(
     """Append the archive of `value` to `stream`, as ``torch.save`` would write it.
 
     Args:
-        stream: never sought.
-        value: what the archive holds, with a `Described` for each tensor.
-        storages: number of bytes and memory of the tensors, in the order of their `storage`.
+        stream: file to write to; it is never seeked.
+        value: the object to store, with a `Described` in place of each tensor.
+        storages: number of bytes and chunks of each tensor, in the order of `Described.storage`.
     """
     with zipfile.ZipFile(_Unseekable(stream), "w") as archive:
         _add(archive, "data.pkl", [dumps(value)])
@@ -83,10 +84,10 @@ def write_archive(
 
 
 def read_tensor(view: memoryview) -> Tensor:
-    """The tensor in an archive, sharing `view`'s memory.
+    """Return the tensor in an archive, sharing `view`'s memory.
 
-    Everything is checked before use, since the archive may come from anywhere: the places of its
-    parts against each other, the tensor's extent against the data that is there.
+    The archive is not trusted: the offsets of its parts are checked against each other, and the
+    tensor's extent against its data, before use.
 
     Raises:
         BadArchive: the archive is damaged, or holds anything but one strided CPU tensor.
@@ -101,7 +102,7 @@ def read_tensor(view: memoryview) -> Tensor:
 
 
 class Archive:
-    """The parts of an archive that is being read. Raises `BadArchive` where it is damaged."""
+    """The parts of an archive that is being read; its methods raise `BadArchive` on damage."""
 
     def __init__(self, view: memoryview) -> None:
         self._view = view
@@ -113,7 +114,7 @@ class Archive:
             self._parts.setdefault(part.filename, []).append(part)
 
     def small(self, name: str, largest: int) -> bytes:
-        """The content of a part of at most `largest` bytes; its checksum is compared."""
+        """Return the content of a part of at most `largest` bytes, after checking its checksum."""
         part = self._part(name)
         if part.file_size > largest:
             raise BadArchive(f"{name} has {part.file_size} bytes")
@@ -121,22 +122,25 @@ class Archive:
             return self._zip.read(part)
 
     def data(self, key: str) -> memoryview:
-        """The memory of a tensor, uncopied; its checksum is not compared."""
+        """Return the data of a tensor without a copy; its checksum is not checked."""
         part = self._part(f"data/{key}")
         with _damage():
             start = _data_start(self._view, part)
         return self._view[start : start + part.file_size]
 
     def check_byte_order(self) -> None:
-        """Old archives do not state it; all machines were little-endian."""
+        """Raise BadArchive if the archive is big-endian.
+
+        Old archives do not state the byte order; all machines were little-endian.
+        """
         stated = any(name.endswith("/byteorder") for name in self._parts)
         if stated and self.small("byteorder", LARGEST_PICKLE) != b"little":
             raise BadArchive("it was written by a big-endian machine")
 
     def check(self) -> None:
-        """Check that all parts are whole and lie where the directory puts them; data is not read.
+        """Check that all parts are complete and where the directory says; do not read tensor data.
 
-        Each part's own header could put it elsewhere.
+        A part's own header could contradict the directory.
         """
         for name, parts in self._parts.items():
             if len(parts) != 1:
@@ -146,7 +150,7 @@ class Archive:
             with _damage():
                 _data_start(self._view, parts[0])
                 if "/data/" not in name:
-                    self._zip.read(parts[0])  # and compares its checksum
+                    self._zip.read(parts[0])  # this also checks its checksum
 
     def _part(self, name: str) -> zipfile.ZipInfo:
         found = self._parts.get(f"{self._folder}/{name}", [])
@@ -157,7 +161,7 @@ class Archive:
 
 @contextmanager
 def _damage() -> Iterator[None]:
-    """What reading a damaged archive may raise, as one exception."""
+    """Turn the exceptions of reading a damaged archive into BadArchive."""
     try:
         yield
     except (zipfile.BadZipFile, zlib.error, OSError, Refused, *FAILURES) as error:
@@ -165,10 +169,10 @@ def _damage() -> Iterator[None]:
 
 
 def _data_start(view: memoryview, part: zipfile.ZipInfo) -> int:
-    """Where the bytes of `part` begin.
+    """Return the offset of the bytes of `part`.
 
-    A local header whose lengths are wrong would move the data by some bytes, so what comes right
-    after it must be what a zip file has there.
+    A local header with wrong lengths would shift the data, so the bytes right after the data must
+    be what a zip file has there.
     """
     at = part.header_offset
     name, extra = struct.unpack("<HH", view[at + 26 : at + 30])
@@ -194,7 +198,7 @@ def _add(
 
 
 class _Unseekable(io.RawIOBase):
-    """Makes `zipfile` count offsets from here and put sizes after the data, not before it."""
+    """A stream that makes `zipfile` count offsets from 0 and write sizes after the data."""
 
     def __init__(self, stream: Writable) -> None:
         self._stream = stream
@@ -230,7 +234,7 @@ class _View(io.RawIOBase):
         return self._at
 
     def read(self, size: int = -1) -> bytes:
-        """Never reserves more than there is, whatever `size` a damaged file asks for."""
+        """Read at most what is left, so that a damaged file's `size` reserves no more memory."""
         stop = len(self._view) if size is None or size < 0 else self._at + size
         part = bytes(self._view[self._at : stop])
         self._at += len(part)

@@ -1,4 +1,4 @@
-"""Boxes of a tensor: where two meet, and whether many fill the whole once each."""
+"""Boxes of a tensor: where two overlap, and whether many cover the whole exactly once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Box = tuple[slice, ...]
 """One slice with explicit start and stop per axis."""
 
 Selection = tuple[int | slice, ...]
-"""What indexes the leading axes of a tensor: a slice for each; a number takes its axis away."""
+"""An index of the leading axes of a tensor: a slice keeps its axis, a number removes it."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class Extent:
 
 @dataclass(frozen=True)
 class Overlap:
-    """What a stored box and a wanted one share, seen from each."""
+    """The overlap of a stored box and a wanted one, in the coordinates of each."""
 
     stored: Box
     wanted: Box
 
 
 def explicit(box: Selection, shape: Shape) -> tuple[Any, ...]:
-    """`box` with a slice for every axis that it leaves out, and no bound left open."""
+    """Return `box` with a slice for every axis, and explicit bounds in every slice."""
     whole = (*box, *(slice(None) for _ in shape[len(box) :]))
     return tuple(
         slice(*place.indices(size)) if isinstance(place, slice) else place
@@ -43,7 +43,7 @@ def explicit(box: Selection, shape: Shape) -> tuple[Any, ...]:
 
 
 def overlap(wanted: Extent, stored: Extent) -> Overlap | None:
-    """Where the two meet, or None."""
+    """Return the overlap of the two boxes, or None."""
     of_stored, of_wanted = [], []
     for at, n, first, count in zip(
         wanted.offsets, wanted.sizes, stored.offsets, stored.sizes, strict=True
@@ -57,15 +57,16 @@ def overlap(wanted: Extent, stored: Extent) -> Overlap | None:
 
 
 def flat_range(shape: Shape, start: int, stop: int) -> Iterator[Extent]:
-    """The boxes that elements `start` to `stop` of a flattened row-major tensor are made of.
+    """Yield the boxes that make up elements `start` to `stop` of a flattened row-major tensor.
 
     Args:
-        shape: of the tensor.
-        start: the first element.
-        stop: the first one after them.
+        shape: shape of the tensor.
+        start: index of the first element.
+        stop: index after the last element.
 
     Yields:
-        In order: rows that are whole as one box, and before and after it those of a part of a row.
+        In order: the boxes of a partial first row, one box of all whole rows, and the boxes of a
+        partial last row.
     """
     if start >= stop:
         return
@@ -92,12 +93,15 @@ def _of_row(shape: Shape, row: int, start: int, stop: int) -> Iterator[Extent]:
 
 
 def fill(boxes: Sequence[Extent], shape: Shape) -> bool:
-    """Whether `boxes`, which lie inside `shape`, cover every element exactly once."""
+    """Return whether `boxes`, which lie inside `shape`, cover every element exactly once."""
     return sum(prod(box.sizes) for box in boxes) == prod(shape) and _disjoint(boxes, 0)
 
 
 def _disjoint(boxes: Sequence[Extent], axis: int) -> bool:
-    """Cuts between boxes along one axis after the other; grids fall apart without comparing."""
+    """Return whether no two boxes overlap from `axis` on.
+
+    Boxes are separated along one axis after another, so that a grid needs no pairwise comparison.
+    """
     if len(boxes) < 2:
         return True
     if axis == len(boxes[0].sizes):
@@ -106,7 +110,7 @@ def _disjoint(boxes: Sequence[Extent], axis: int) -> bool:
 
 
 def _groups(boxes: Sequence[Extent], axis: int) -> Iterator[list[Extent]]:
-    """The boxes in groups that do not meet along `axis`."""
+    """Yield the boxes in groups that do not overlap along `axis`."""
     group: list[Extent] = []
     reach = 0
     for box in sorted(boxes, key=lambda box: box.offsets[axis]):

@@ -1,4 +1,4 @@
-"""dtypes: their names in commands, files and pickles, and casts that lose no finite value."""
+"""dtypes: their names in commands, files and pickles, and casts that never overflow silently."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from mcore_qwen3vl.errors import BadInput
 
 
 class ModelDtype(NamedTuple):
-    """One dtype that a model's tensors may have, and what it is called.
+    """One dtype that a model's tensors may have, and its names.
 
     Attributes:
-        dtype: torch's.
-        option: what commands call it.
-        safetensors: what safetensors files call it.
+        dtype: torch's dtype.
+        option: its name in commands.
+        safetensors: its name in safetensors files.
         storage: the class that stands for it in torch's pickles.
     """
 
@@ -32,14 +32,14 @@ MODEL_DTYPES = (
 )
 
 DTYPES = {known.option: known.dtype for known in MODEL_DTYPES}
-"""By what commands call them."""
+"""dtypes by their names in commands."""
 
 
 def parse_dtype(name: str) -> torch.dtype | None:
-    """None for "keep".
+    """Return the dtype that commands call `name`; None for "keep".
 
     Raises:
-        BadInput: an unknown name.
+        BadInput: the name is unknown.
     """
     if name == "keep":
         return None
@@ -53,7 +53,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """`tensor` as `dtype`, the same object if it has it already.
+    """Return `tensor` as `dtype`; the same object if it already has that dtype.
 
     Raises:
         BadInput: a finite value would become infinite.
@@ -72,8 +72,8 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
 
 
 def all_finite(tensor: torch.Tensor) -> bool:
-    """Whether no value is NaN or infinite; in a twentieth of the time of ``isfinite().all()``."""
+    """Return whether no value is NaN or infinite, 20 times as fast as ``isfinite().all()``."""
     if not tensor.numel():
         return True
-    low, high = tensor.aminmax()  # NaN if any value is
+    low, high = tensor.aminmax()  # both are NaN if any value is NaN
     return bool(low.isfinite() & high.isfinite())

@@ -1,8 +1,8 @@
-"""Memory-mapped files: a page that cannot be read is an error, not a signal that ends the process.
+"""Memory-mapped files: an unreadable page raises an error instead of a fatal signal.
 
-The disk may fail, or someone may cut the file short, while it is mapped; the first touch of such a
-page then raises SIGBUS. Linux (5.14 on) can be asked to bring pages in and say instead. It also
-reads ahead further than faults do.
+While a file is mapped, the disk may fail or the file may be cut short; the first access to such a
+page then raises SIGBUS. Linux (from 5.14) can load pages on request and report an error instead.
+It also reads further ahead than page faults do.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def bring_in(tensor: Tensor) -> Tensor:
-    """Read what a view of a mapped file covers; returns `tensor`.
+    """Load the pages that a view of a mapped file covers; return `tensor`.
 
-    A view whose elements lie far apart is left to be read as it is used.
+    The pages of a view whose elements lie far apart are not loaded here, but when it is used.
 
     Raises:
         OSError: a page cannot be read.
@@ -43,10 +43,10 @@ def bring_in(tensor: Tensor) -> Tensor:
 
 
 class FirstBytes:
-    """Reads the first byte of a tensor before `safetensors` does so in the mapped file."""
+    """Reads a tensor's first byte from the file, before `safetensors` reads it from the mapping."""
 
     def __init__(self, file: Path) -> None:
-        """`file` is one that `safe_open` has accepted."""
+        """Read the offsets in `file`, which `safe_open` has accepted."""
         self._file = file.open("rb", buffering=0)
         length = int.from_bytes(self._file.read(8), "little")
         header = json.loads(self._file.read(length))
@@ -58,9 +58,6 @@ class FirstBytes:
         }
 
     def check(self, name: str) -> None:
-        """
-        Raises:
-            OSError: the byte cannot be read.
-        """
+        """Raise OSError if the first byte of tensor `name` cannot be read."""
         if name in self._at and not os.pread(self._file.fileno(), 1, self._at[name]):
             raise OSError(errno.EIO, LOST)

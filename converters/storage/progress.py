@@ -1,4 +1,4 @@
-"""How far a long operation has come."""
+"""Reports on the progress of a long operation."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import threading
 from collections.abc import Callable
 
 Progress = Callable[[int, int, str], None]
-"""Called as work proceeds with bytes done, bytes in all, and the tensor being written."""
+"""Called as work proceeds with the bytes done, the bytes in all, and the name of a tensor."""
 
 
 class Meter:
-    """Adds up what several workers move."""
+    """A thread-safe sum of the bytes that several workers have moved."""
 
     def __init__(self, total: int, progress: Progress | None) -> None:
         self._total, self._done, self._progress = total, 0, progress

@@ -1,9 +1,9 @@
-"""Unpickling what an allow-list admits, in memory and time proportional to the data.
+"""Unpickle only what an allow-list admits, in memory and time proportional to the data.
 
 `pickle.Unpickler` calls nothing that `find_class` refuses, but a few bytes can still make it
-reserve gigabytes (a memo index, a byte array's length), hash shared nested tuples for ever, or
-change the attributes of an admitted class. The interpreter written in Python keeps its memo in a
-dictionary and lets each of those be refused.
+reserve gigabytes (a memo index, a byte array's length), hash shared nested tuples forever, or
+change the attributes of an admitted class. The unpickler written in Python keeps its memo in a
+dictionary, and a subclass can refuse each of the others.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ class Refused(Exception):
 
 
 KEYS = (str, int, Record)
-"""What may be a dictionary's key or a set's member: their hashes take no time."""
+"""Types allowed as dictionary keys and set members, since their hashes are cheap."""
 
 FAILURES = (
     *(pickle.UnpicklingError, LookupError, TypeError, ValueError, EOFError, AttributeError),
     *(OverflowError, MemoryError, RuntimeError, AssertionError),
     struct.error,
 )
-"""What reading a damaged pickle may raise."""
+"""The exceptions that reading a damaged pickle may raise."""
 
 PYTHONS: Any = pickle._Unpickler
-"""The interpreter written in Python; `pickle.Unpickler` is the one in C."""
+"""The unpickler written in Python; `pickle.Unpickler` is the one written in C."""
 
 
 class RestrictedUnpickler(PYTHONS):
-    """Base class; override `find_class` and, where needed, ``persistent_load``.
+    """A base class; override `find_class` and, where needed, ``persistent_load``.
 
-    Raises one of `FAILURES` on damaged data, and whatever the overrides raise.
+    ``load`` raises one of `FAILURES` on damaged data, and whatever the overrides raise.
     """
 
     stack: list[Any]
@@ -97,7 +97,7 @@ class RestrictedUnpickler(PYTHONS):
 
 
 def make_set(members: list[Any] | None = None) -> set[Any]:
-    """`set` as a pickle may call it; empties `members`, lest a pickle copy one list many times."""
+    """Make a set for a pickle; empty `members`, lest the pickle copy one list many times."""
     if members is None:
         return set()
     _check_keys(members)
@@ -107,19 +107,19 @@ def make_set(members: list[Any] | None = None) -> set[Any]:
 
 
 def make_ordered_dict() -> OrderedDict[Any, Any]:
-    """`OrderedDict` as a pickle may call it; what it holds is set afterwards."""
+    """Make an empty `OrderedDict` for a pickle, which sets the items afterwards."""
     return OrderedDict()
 
 
 def make_tuple(members: tuple[Any, ...] = ()) -> tuple[Any, ...]:
-    """``torch.Size`` as a pickle may call it; copies nothing."""
+    """Stand in for ``torch.Size`` in a pickle; return `members` itself, without a copy."""
     if not isinstance(members, tuple):
         raise pickle.UnpicklingError(f"a {type(members).__name__} as a size")
     return members
 
 
 def reconstruct(cls: Callable[[], Any], *_: Any) -> Any:
-    """``copyreg._reconstructor`` for admitted classes."""
+    """Stand in for ``copyreg._reconstructor`` in a pickle, for admitted classes."""
     return cls()
 
 

@@ -1,9 +1,9 @@
 """Write a directory so that it appears complete or not at all, and resume after an interruption.
 
-Work happens in a hidden directory beside the target: ``tree/`` grows into the result and
-``journal`` notes each finished unit of work. The target appears by one rename. A run that finds
-the remains of an interrupted one with the same plan continues from its journal; remains of another
-plan are cleared away.
+Work happens in a hidden directory beside the target: ``tree/`` becomes the result and ``journal``
+records each finished unit of work. The target appears by one rename. A run that finds the remains
+of an interrupted run with the same plan continues from its journal; remains of another plan are
+deleted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Staging:
 
     Attributes:
         tree: the directory to fill.
-        done: results of the finished units, by unit name; an interrupted run's to begin with.
+        done: results of the finished units, by unit name; at first those of an interrupted run.
     """
 
     def __init__(self, target: Path, fingerprint: str, *, force: bool) -> None:
@@ -40,7 +40,7 @@ class Staging:
         self._start(fingerprint)
 
     def finish(self, unit: str, result: Any) -> None:
-        """Note that `unit` is durably written."""
+        """Record in the journal that `unit` is durably written, with its `result`."""
         line = json.dumps({"unit": unit, "result": result}) + "\n"
         with self._lock, self._journal.open("a", encoding="utf-8") as journal:
             journal.write(line)
@@ -49,7 +49,7 @@ class Staging:
             self.done[unit] = result
 
     def publish(self) -> None:
-        """Make the target appear; with `force`, in place of what was there."""
+        """Rename the tree to the target; with `force`, replace an existing target."""
         for folder, _, _ in self.tree.walk():
             sync_folder(folder)
         if self._force and self.target.exists():
@@ -71,7 +71,7 @@ class Staging:
         self.tree.mkdir(exist_ok=True)
 
     def _read_journal(self) -> list[str]:
-        """Its whole lines; the last one is dropped if the run died while writing it."""
+        """Return the journal's complete lines; drop a last line that a run died while writing."""
         if not self._journal.exists() or not self.tree.exists():
             return []
         text = self._journal.read_text(encoding="utf-8", errors="replace")
@@ -79,26 +79,27 @@ class Staging:
 
 
 Replaceable = Callable[[Path], bool]
-"""Whether an existing directory is one that ``--force`` may delete."""
+"""Tells whether ``--force`` may delete an existing directory."""
 
 
 @contextmanager
 def staging(
     target: Path, fingerprint: str, *, force: bool, replaceable: Replaceable
 ) -> Iterator[Staging]:
-    """A `Staging` that no other process uses at the same time.
+    """Yield a `Staging` that no other process uses at the same time.
 
-    When the body raises `BadInput` the work is cleared away; any other end leaves it for resuming.
+    If the body raises `BadInput`, the work is deleted; after any other exception it is kept, so
+    that a later run can resume it.
 
     Args:
-        target: the directory that shall appear.
-        fingerprint: tells this work from any other; only remains of the same are continued.
-        force: put it in place of what is there, if that is `replaceable`.
+        target: the directory to write.
+        fingerprint: identifies the plan; only the remains of a run with the same are resumed.
+        force: whether to replace an existing target, if it is `replaceable`.
         replaceable: see `Replaceable`.
 
     Raises:
-        BadInput: the target exists and `force` is not given, or is not `replaceable`; another run
-            is writing it; or the directory cannot be made.
+        BadInput: the target exists and `force` is not set, or the target is not `replaceable`;
+            another process is writing it; or its directory cannot be created.
     """
     target = Path(os.path.abspath(target))
     check_target(target, force=force, replaceable=replaceable)
@@ -125,11 +126,11 @@ def check_target(target: Path, *, force: bool, replaceable: Replaceable) -> None
 
     Args:
         target: the directory to write.
-        force: it may be replaced, if `replaceable` says so.
+        force: whether an existing target may be replaced, if it is `replaceable`.
         replaceable: see `Replaceable`.
 
     Raises:
-        BadInput: it exists and `force` is not given, or is not `replaceable`.
+        BadInput: the target exists and `force` is not set, or it is not `replaceable`.
     """
     if not target.exists() and not target.is_symlink():
         return

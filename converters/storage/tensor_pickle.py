@@ -1,4 +1,4 @@
-"""How torch's pickles describe tensors, whose memory lies outside the pickle: written and read."""
+"""Read and write torch's pickled descriptions of tensors, whose data lies outside the pickle."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ STORAGES = {known.dtype: known.storage for known in MODEL_DTYPES}
 
 @dataclass(frozen=True)
 class Described:
-    """Pickles as the contiguous CPU tensor that it describes, whose memory is outside the pickle.
+    """A stand-in that pickles as the contiguous CPU tensor that it describes, without its data.
 
     Attributes:
-        dtype, shape: the tensor's.
-        storage: number of its memory in the archive.
+        dtype, shape: dtype and shape of the tensor.
+        storage: number of the tensor's storage in the archive.
     """
 
     dtype: torch.dtype
@@ -54,7 +54,7 @@ class Described:
 
 @dataclass(frozen=True)
 class _Storage:
-    """Stands for a tensor's memory."""
+    """A stand-in for a tensor's storage."""
 
     dtype: torch.dtype
     count: int
@@ -69,26 +69,26 @@ class _Pickler(pickle.Pickler):
 
 
 def dumps(value: Any) -> bytes:
-    """`value`, which may hold `Described` tensors, as ``torch.save`` pickles it."""
+    """Pickle `value`, which may hold `Described` tensors, as ``torch.save`` does."""
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=2).dump(value)
     return buffer.getvalue()
 
 
 def contiguous_stride(shape: Shape) -> Shape:
-    """Elements from one index to the next along each axis."""
+    """Return the stride of each axis of a contiguous tensor, in elements."""
     return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 @dataclass(frozen=True)
 class ReadTensor:
-    """What a pickle says of a tensor, found to lie inside its memory.
+    """A pickle's description of a tensor, checked to lie inside its storage.
 
     Attributes:
-        dtype: its dtype.
-        key: name of its memory in the archive.
-        nbytes: bytes of that memory.
-        offset, shape, stride: where in it the tensor lies, counted in values.
+        dtype: dtype of the tensor.
+        key: name of the storage in the archive.
+        nbytes: bytes of the storage.
+        offset, shape, stride: place of the tensor in the storage, counted in values.
     """
 
     dtype: torch.dtype
@@ -99,10 +99,10 @@ class ReadTensor:
     stride: Shape
 
     def over(self, data: memoryview) -> Tensor:
-        """The tensor, a view of its memory `data`.
+        """Return the tensor, a view of its storage's `data`.
 
         Raises:
-            UnpicklingError: `data` has another size than the pickle says.
+            UnpicklingError: the size of `data` is not what the pickle says.
         """
         if len(data) != self.nbytes:
             raise pickle.UnpicklingError(f"{len(data)} bytes of data instead of {self.nbytes}")
@@ -114,7 +114,7 @@ class ReadTensor:
 
 
 class _Memory(NamedTuple):
-    """What a pickle says of a tensor's memory."""
+    """A pickle's description of a tensor's storage."""
 
     dtype: torch.dtype
     key: str
@@ -122,14 +122,14 @@ class _Memory(NamedTuple):
 
 
 class TensorUnpickler(RestrictedUnpickler):
-    """Admits tensors and nothing else; a tensor is read as what `tensor` makes of it.
+    """An unpickler that admits only tensors; override `tensor` to replace them in the result.
 
     Raises:
         Refused: the pickle names something else.
     """
 
     def tensor(self, read: ReadTensor) -> Any:
-        """What stands for a tensor in the result."""
+        """Return what represents a tensor in the result."""
         return read
 
     def find_class(self, module: str, name: str) -> Any:
@@ -145,7 +145,7 @@ class TensorUnpickler(RestrictedUnpickler):
         return found
 
     def storage(self, module: str, name: str) -> torch.dtype | None:
-        """The dtype for which the storage class of this name stands, if that may occur."""
+        """Return the dtype of the storage class of this name; None if it is not admitted."""
         return _DTYPES.get(f"{module}.{name}")
 
     def persistent_load(self, pid: Any) -> _Memory:

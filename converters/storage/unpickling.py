@@ -1,4 +1,4 @@
-"""What torch says of a file that it will not unpickle, in one sentence."""
+"""A one-sentence error for a file that torch refuses to unpickle."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _NAMED = re.compile(r"GLOBAL (\S+)")
 
 
 def refused_by_torch(place: str | Path, error: pickle.UnpicklingError) -> BadInput:
-    """An error of ``torch.load(weights_only=True)``, without its pages on how to switch that off.
+    """Shorten an error of ``torch.load(weights_only=True)``, which says how to switch that off.
 
     Args:
-        place: what was read.
-        error: torch's.
+        place: the file, or part of it, that was read.
+        error: torch's error.
     """
     if named := _NAMED.search(str(error)):
         return BadInput(

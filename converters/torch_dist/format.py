@@ -1,4 +1,4 @@
-"""Megatron-Core's ``torch_dist`` in the registry of formats."""
+"""The registry's entry for Megatron-Core's ``torch_dist`` format."""
 
 from __future__ import annotations
 

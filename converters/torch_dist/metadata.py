@@ -1,8 +1,8 @@
-"""The ``.metadata`` file of torch's distributed checkpoints, read and written without surprises.
+"""The ``.metadata`` file of torch's distributed checkpoints: a safe reader and a portable writer.
 
-It is a pickle of torch classes. Reading never builds those classes: the few names that occur are
-replaced by inert records and every other name is refused, so a hostile file cannot run code, and a
-file written by a newer torch, whose classes carry more fields, reads all the same. Writing keeps to
+The file is a pickle of torch classes. The reader never builds those classes: it replaces the few
+expected names with inert records and refuses every other name. So a hostile file cannot run code,
+and a file of a newer torch, whose classes have more fields, can still be read. The writer uses only
 the fields that the oldest supported torch knows.
 """
 
@@ -38,7 +38,7 @@ FILE = ".metadata"
 
 
 def dumps(index: CheckpointIndex) -> bytes:
-    """`index` as the content of a ``.metadata`` file."""
+    """Return the content of the ``.metadata`` file for `index`."""
     described: dict[str, Any] = {}
     storage: dict[dcp.MetadataIndex, filesystem._StorageInfo] = {}
     for key, tensor in index.tensors.items():
@@ -61,8 +61,8 @@ def read(folder: Path) -> CheckpointIndex:
     """Read ``folder/.metadata``.
 
     Raises:
-        BadInput: the file is damaged, is no checkpoint metadata, or names a class that does not
-            belong there; or `folder` holds what is no file.
+        BadInput: the file is damaged, is not checkpoint metadata, or names a class that does not
+            belong there; or `folder` holds a special file.
     """
     refuse_special_files(folder)
     file = folder / FILE
@@ -78,18 +78,17 @@ def read(folder: Path) -> CheckpointIndex:
 
 
 def loads(data: bytes) -> Any:
-    """The pickle's content with every class replaced by an inert `Record`."""
+    """Return the pickle's content with every class replaced by an inert `Record`."""
     return _Unpickler(data).load()
 
 
 def guard_reads() -> None:
-    """Make torch and Megatron refuse what `read` refuses, in this process, from now on.
+    """Make torch and Megatron in this process refuse the classes that `read` refuses.
 
     Both read ``.metadata`` with ``FileSystemReader.read_metadata``, which unpickles whatever the
-    file names. They read the files of every torch, too. Calling this again changes nothing.
-
-    Raises (from torch's own calls):
-        BadInput: the file names a class or function that does not belong there.
+    file names. The patch also lets them read the files of every torch version. A second call
+    changes nothing. Afterwards torch's own calls raise BadInput if the file names a class or
+    function that does not belong there.
     """
     filesystem.pickle = _GuardedPickle  # type: ignore[assignment]
     _keep_to_old_fields()
@@ -98,14 +97,14 @@ def guard_reads() -> None:
 _get_state = dcp.TensorProperties.__getstate__
 _set_state = dcp.TensorProperties.__setstate__
 _FIELDS = 5
-"""How many fields ``TensorProperties`` has in torch 2.0 to 2.14."""
+"""The number of fields of ``TensorProperties`` in torch 2.0 to 2.14."""
 
 
 def _keep_to_old_fields() -> None:
-    """Let torch's ``TensorProperties`` have no ``strides``, which torch 2.15 adds and never reads.
+    """Remove ``strides`` from torch's ``TensorProperties``; torch 2.15 adds but never reads it.
 
-    megatron-core 0.19 hands all fields to ``torch.empty``, which knows no strides, and torch before
-    2.15 cannot read a file that has them.
+    megatron-core 0.19 passes all fields to ``torch.empty``, which has no such argument, and torch
+    before 2.15 cannot read a file that has the field.
     """
     properties: Any = dcp.TensorProperties
     if hasattr(properties, "strides"):
@@ -115,7 +114,7 @@ def _keep_to_old_fields() -> None:
 
 
 class _GuardedPickle:
-    """Stands in for the module ``pickle`` in torch's reader and writer of ``.metadata``."""
+    """A stand-in for the module ``pickle`` in torch's reader and writer of ``.metadata``."""
 
     dump = staticmethod(pickle.dump)
 
@@ -128,7 +127,7 @@ class _GuardedPickle:
 
 
 class _Admitting(pickle.Unpickler):
-    """Builds torch's own classes, and only those that `_Unpickler` has a record for."""
+    """An unpickler that builds torch's own classes, but only those that `_Unpickler` admits."""
 
     def find_class(self, module: str, name: str) -> Any:
         _record_of(module, name)
@@ -148,7 +147,7 @@ def _storage_info(data: FileRange) -> filesystem._StorageInfo:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes ``TensorProperties`` with the fields that every torch reads."""
+    """A pickler that writes ``TensorProperties`` with the fields that every torch reads."""
 
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, dcp.TensorProperties):
@@ -159,7 +158,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Enum(Record):
-    """Enumerations pickle as a call with the value; the value is not needed."""
+    """A stand-in for objects that pickle as a call with a value; the value is not needed."""
 
 
 DCP = "torch.distributed.checkpoint"
@@ -173,8 +172,8 @@ RECORDS = {
         "TensorProperties",
         "TensorStorageMetadata",
     },
-    # Megatron keeps the ranks' save plans beside the metadata, to reuse them at the next save, and
-    # with --ckpt-assume-constant-structure where those plans put their files.
+    # Megatron keeps the ranks' save plans beside the metadata, to reuse them at the next save. With
+    # --ckpt-assume-constant-structure it also keeps the prefix of the files that they write.
     f"{DCP}.filesystem": {"_StorageInfo", "_StoragePrefix"},
     f"{DCP}.planner": {"SavePlan", "TensorWriteData", "WriteItem"},
 }
@@ -203,10 +202,10 @@ class _Unpickler(RestrictedUnpickler):
 
 
 def _record_of(module: str, name: str) -> Any:
-    """Return what stands for a class or function that a sound file names.
+    """Return the stand-in for a class or function that an undamaged file may name.
 
     Raises:
-        Refused: a sound file does not name it.
+        Refused: no undamaged file names this class or function.
     """
     if (module, name) in CLASSES:
         return CLASSES[module, name]
@@ -239,7 +238,7 @@ def _index(metadata: Any) -> CheckpointIndex:
 
 
 def _ranges(storage: dict[Any, Record]) -> dict[tuple[str, Shape | None], FileRange]:
-    """Where each chunk and object is: one range each, none of them shared."""
+    """Return the range of each chunk and object, after checking that no two ranges overlap."""
     ranges: dict[tuple[str, Shape | None], FileRange] = {}
     for at, info in storage.items():
         key, offset = at["fqn"], at.state.get("offset")

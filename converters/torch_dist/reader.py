@@ -1,6 +1,6 @@
-"""Megatron-Core's ``torch_dist`` checkpoints: a lazy reader and a streaming writer.
+"""Read Megatron-Core's ``torch_dist`` checkpoints lazily.
 
-Neither needs megatron-core, a model or a process group. A checkpoint directory holds
+The reader needs no megatron-core, model or process group. A checkpoint directory holds
 ``latest_checkpointed_iteration.txt`` ("release" or a number) and one folder per iteration with
 ``.metadata``, ``metadata.json`` and ``.distcp`` files of tensors, each in its own archive.
 """
@@ -24,14 +24,15 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.untrusted import parse_json
 
 ENDS = 2**16
-"""Bytes at both ends of an archive that hold all of it but the tensor."""
+"""Bytes at each end of an archive; the two ends hold everything but the tensor's data."""
 
 
 class TorchDistCheckpoint(MegatronCheckpoint):
-    """The tensors of one ``torch_dist`` checkpoint of any iteration, written at any layout.
+    """The tensors of one iteration of a ``torch_dist`` checkpoint, written under any layout.
 
     Raises:
-        BadInput: not a ``torch_dist`` checkpoint, damaged metadata, or an absent data file.
+        BadInput: the path is not a ``torch_dist`` checkpoint, the metadata is damaged, a data file
+            is absent or cut short, or the chunks do not fill a tensor exactly once.
     """
 
     def __init__(self, path: Path) -> None:

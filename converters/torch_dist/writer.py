@@ -18,9 +18,9 @@ from mcore_qwen3vl.converters.storage.direct import DirectFile
 
 @dataclass
 class DistcpFile:
-    """One ``.distcp`` file being written, tensor after tensor.
+    """One ``.distcp`` file being written, tensor after tensor, without keeping data in memory.
 
-    Use as a context manager; `index` then says what the file holds. Nothing is kept in memory.
+    Use it as a context manager; `index` records what the file holds.
     """
 
     path: Path
@@ -44,7 +44,7 @@ class DistcpFile:
         self._stream.sync()
 
     def write_row(self, row: Row, dtype: torch.dtype, chunks: Iterable[Tensor]) -> None:
-        """Append one row's piece; `chunks` are its memory in order."""
+        """Append one row's piece; `chunks` hold its values in order."""
         start = self._stream.tell()
         sizes = (*(1 for _ in row.offset), *row.shape)
         write_tensor(self._stream, dtype, sizes, chunks)
