@@ -1,4 +1,4 @@
-"""What a user would start, as flags and a number of GPUs: from a launch script, or as typed."""
+"""A training run as flags and a number of GPUs, from a launch script or as typed."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from mcore_qwen3vl.training.arguments.refusal import StrictParser
 from mcore_qwen3vl.training.arguments.resets import take_back, without_flags
 
 INSTALLED = Path(mcore_qwen3vl.__file__).parent / "launch"
-"""The scripts that the package brings along."""
+"""The launch scripts that are installed with the package."""
 
 _ENTRY = "train.py"
 
 
 @dataclass(frozen=True)
 class Command:
-    """A run: the flags of ``launch/train.py``, the last of which wins, and all ranks."""
+    """A run: the flags of ``launch/train.py``, where the last one wins, and the number of GPUs."""
 
     flags: tuple[str, ...]
     gpus: int
     script: str | None = None
     notes: tuple[str, ...] = ()
-    """What was taken that the user did not say."""
+    """Choices that were made for the user."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "flags", tuple(take_back(self.flags)))
 
     def value(self, flag: str, default: str | None = None) -> str | None:
-        """What `flag` is set to; for one without a value, ``""`` if it is there."""
+        """Return the value of `flag`, ``""`` if it is there without one, or else `default`."""
         found = default
         for i, word in enumerate(self.flags):
             name, equals, value = word.partition("=")
@@ -50,7 +50,7 @@ class Command:
         """Return a flag's value as a number; see :meth:`value`.
 
         Raises:
-            BadInput: it is no whole number.
+            BadInput: the value is not a whole number.
         """
         value = self.value(flag)
         if value is None:
@@ -60,11 +60,11 @@ class Command:
         return int(value)
 
     def without(self, *names: str) -> Command:
-        """The same without these flags and their values."""
+        """Return the same command without these flags and their values."""
         return replace(self, flags=tuple(without_flags(self.flags, frozenset(names))))
 
     def plus(self, *words: object) -> Command:
-        """The same with words appended, which come before what was said earlier."""
+        """Return the same command with words appended, which override earlier ones."""
         return replace(self, flags=(*self.flags, *map(str, words)))
 
     def noting(self, note: str) -> Command:
@@ -72,13 +72,13 @@ class Command:
 
     @property
     def model(self) -> str:
-        """What ``--hf-model`` names; of a published config, its size."""
+        """The value of ``--hf-model``; for a published config, its size."""
         named = self.value("--hf-model", "") or ""
         return Path(named).stem if Path(named).parent == SHAPES else named
 
     @property
     def layout(self) -> Layout:
-        """Parallel sizes, DP from the number of GPUs; not checked."""
+        """The parallel sizes, not checked. DP follows from the number of GPUs."""
         tp = self.number("--tensor-model-parallel-size", 1)
         pp = self.number("--pipeline-model-parallel-size", 1)
         cp = self.number("--context-parallel-size", 1)
@@ -110,24 +110,24 @@ class Command:
 
     @property
     def micro_batch_group(self) -> int:
-        """Micro-batches that pass a virtual stage before a rank turns to its next one."""
+        """Micro-batches that a rank runs through a virtual stage before it turns to the next."""
         flag = "--microbatch-group-size-per-virtual-pipeline-stage"
         return self.number(flag, 0) or self.layout.pp
 
 
 def read_command(words: Sequence[str], gpus: int | None) -> Command:
-    """The run that `words` start: a launch script and what is appended, or the flags of `train`.
+    """Return the run that `words` start: a launch script with further flags, or `train`'s flags.
 
-    A script of ``launch/`` that is given no ``--hf-model`` takes the published config of the size
-    in its name. Where Transformer Engine is not installed the ``torch`` spec is taken.
+    A script of ``launch/`` without ``--hf-model`` takes the published config of the size in its
+    name. If Transformer Engine is not installed, the ``torch`` spec is used.
 
     Args:
-        words: of the command line.
-        gpus: of the whole run; None: what the script starts.
+        words: words of the command line.
+        gpus: number of GPUs of the whole run; None: as many as the script starts.
 
     Raises:
         BadInput: there is no such script, it fails, it does not start ``launch/train.py``, or the
-            number of GPUs is not said.
+            number of GPUs or the model is not given.
     """
     if gpus is not None and gpus < 1:
         raise BadInput(f"--gpus is {gpus}; a run has at least one.")
@@ -148,7 +148,7 @@ def read_command(words: Sequence[str], gpus: int | None) -> Command:
 
 
 def _of_torch_spec(command: Command, words: Sequence[str], gpus: int | None) -> Command:
-    if command.script is not None:  # which knows the flags that go with a spec
+    if command.script is not None:  # the script knows the flags that go with a spec
         command = _of_script(Path(words[0]), [*words[1:], "--spec", "torch"], gpus)
     else:
         command = command.plus("--spec", "torch")
@@ -168,7 +168,7 @@ def _of_script(name: Path, words: Sequence[str], gpus: int | None) -> Command:
     clean = {n: v for n, v in os.environ.items() if not n.startswith("SLURM_")}
     done = subprocess.run(
         ["bash", str(script), *words, "--dry-run"],
-        # The layout is checked here, for the ranks of --gpus.
+        # This package checks the layout itself, for the ranks of --gpus.
         env={**clean, "LAUNCH_DIR": str(script.parent.absolute()), "CHECK_RANKS": "0"},
         capture_output=True,
         encoding="utf-8",

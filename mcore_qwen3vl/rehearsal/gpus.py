@@ -1,4 +1,4 @@
-"""The GPUs that a run can be rehearsed for, and what of them PyTorch does not get."""
+"""The GPUs that a run can be rehearsed for, and their memory that PyTorch does not get."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Gpu:
     capability: int
     """Compute capability, 10 x major + minor."""
     tflops: float
-    """Dense bf16 peak, of NVIDIA's data sheets, as is the next."""
+    """Dense bf16 peak in TFLOP/s. This and the bandwidths are from NVIDIA's data sheets."""
     nvlink_gb_per_s: float
-    """In one direction, to all GPUs of the node together."""
+    """Bandwidth in one direction, to all GPUs of the node together."""
     memory_tb_per_s: float
-    """Of the GPU's own memory."""
+    """Bandwidth of the GPU's own memory."""
 
 
 GPUS = {
@@ -43,14 +43,14 @@ CONTEXT_GIB = 0.6
 NCCL_GROUP_GIB = 0.6
 """NCCL's buffers for one process group (0.53 to 0.67 GiB in nccl issue 964)."""
 NCCL_ALL_TO_ALL_GIB = 3.1
-"""Those of a group whose ranks all exchange (3.1 GiB for 8 H100 in nccl issue 1685)."""
+"""NCCL's buffers for a group with all-to-all (3.1 GiB for 8 H100 in nccl issue 1685)."""
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU of this name, or of the only name that begins so.
+    """Return the only GPU whose name begins with `name`.
 
     Raises:
-        BadInput: none, or several.
+        BadInput: no such GPU, or several.
     """
     found = [gpu for key, gpu in GPUS.items() if key.startswith(name.lower())]
     if len(found) != 1:
@@ -62,10 +62,10 @@ def find_gpu(name: str) -> Gpu:
 
 
 def allowance_gib(layout: Layout) -> float:
-    """What context and NCCL are taken to need of each GPU; an assumption, no measurement.
+    """Return the GiB that the context and NCCL are assumed, not measured, to take of each GPU.
 
-    One buffer for each of TP, PP, CP and DP (with CP) that spans several ranks, and that of an
-    exchange between all ranks for EP.
+    There is one NCCL buffer for each of TP, PP, CP and DP (with CP) that spans several ranks, and
+    an all-to-all buffer for EP.
     """
     groups = sum(size > 1 for size in (layout.tp, layout.pp, layout.cp, layout.dp * layout.cp))
     exchange = NCCL_ALL_TO_ALL_GIB if layout.ep > 1 else 0.0

@@ -1,4 +1,4 @@
-"""What a piece of device memory is for, from who allocated it."""
+"""The purpose of a piece of device memory, from the code that allocated it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BATCH = "batch"
 LOGITS = "logits and loss"
 BACKWARD = "backward, temporary"
 
-_HOLDERS = (  # the first that the innermost file outside PyTorch contains
+_HOLDERS = (  # path part, holder: the first part that the innermost file outside PyTorch contains
     ("megatron/core/optimizer/", f"{OPTIMIZER}, temporary"),
     ("training/step/multi_tensor", f"{OPTIMIZER}, temporary"),
     ("megatron/core/distributed/", GRADIENTS),
@@ -49,7 +49,7 @@ _HOLDERS = (  # the first that the innermost file outside PyTorch contains
     ("megatron/training/", "Megatron's loop"),
     ("mcore_qwen3vl/", "model, other"),
 )
-# What allocates for its caller, which is asked instead.
+# Files that allocate for their callers: the next caller's file counts instead.
 _TRANSPARENT = (
     "mcore_qwen3vl/runtime/pretended/",
     "mcore_qwen3vl/rehearsal/",
@@ -62,10 +62,10 @@ _TRANSPARENT = (
 
 
 def holder(frames: Frames) -> str:
-    """The class of an allocation that its owner is not known of.
+    """Return the holder of an allocation whose owner is not known.
 
     Args:
-        frames: innermost first.
+        frames: the allocation's stack frames, innermost first.
     """
     for frame in frames:
         found = _of_file(frame["filename"])

@@ -1,4 +1,4 @@
-"""Model and data that are made up for a rehearsal: only their sizes matter."""
+"""The made-up model and data of a rehearsal, of which only the sizes matter."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _NOT_REHEARSED = (
     *("--lr-decay-iters", "--lr-decay-samples"),
 )
 ITERATIONS = 2
-"""Adam's moments are allocated in the first; the second is the one that counts."""
+"""The first iteration allocates Adam's moments; the second is the one that counts."""
 
 
 def architecture_of(command: Command) -> Architecture:
-    """The shape that ``--hf-model`` gives: a directory, a config file or a hub id.
+    """Return the shape of ``--hf-model``: a directory, a config file or a hub id.
 
     Raises:
-        BadInput: there is none.
+        BadInput: there is no such model.
     """
     return Architecture.from_hf(_model(command))
 
@@ -46,15 +46,15 @@ def _model(command: Command) -> Path:
 
 
 def prepare(command: Command, folder: Path) -> Command:
-    """The command as it is rehearsed: two short iterations, random weights, data from `folder`.
+    """Return the command to rehearse: two short iterations, random weights, data from `folder`.
 
     With ``--data-path`` the user's own data and processor are used. Otherwise both are made up:
-    conversations of which half is one or more images, sixteen to a pack, in a byte-level
-    vocabulary of our own; they go through the real encoding, packing and batching.
+    conversations half of whose tokens are one or more images, sixteen to a pack, in a byte-level
+    vocabulary of our own. They go through the real encoding, packing and batching.
 
     Args:
-        command: what the user would start.
-        folder: made; for model and data.
+        command: the user's command.
+        folder: an existing folder for the made-up model and data.
 
     Raises:
         BadInput: ``--data-path`` without a processor, or sequences too short to make data for.
@@ -78,7 +78,7 @@ def prepare(command: Command, folder: Path) -> Command:
         )
     return prepared.plus(
         *("--train-iters", ITERATIONS, "--num-workers", 0, "--global-batch-size", batch),
-        "--no-balance",  # nothing is to be read twice
+        "--no-balance",  # so that nothing is read twice
     )
 
 
@@ -90,7 +90,7 @@ def rehearsed_micro_batches(command: Command) -> int:
 
 
 def sample_of(command: Command) -> tuple[int, int]:
-    """Made-up samples: tokens of each, and tokens along the side of its images."""
+    """Return the tokens of each made-up sample, and those along the side of its images."""
     tokens = command.number("--seq-length", SEQ_LENGTH)
     if command.value("--packing") is not None:
         tokens = max(tokens // SAMPLES_OF_A_PACK, SHORTEST)

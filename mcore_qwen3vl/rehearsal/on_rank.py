@@ -1,4 +1,4 @@
-"""One role's rehearsal, in the process that is this rank on the pretended device."""
+"""One role's rehearsal, in the process that acts as its rank on the pretended device."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from mcore_qwen3vl.runtime.pretended import rank as this_rank
 from mcore_qwen3vl.runtime.pretended.device import NOT_THE_CALLER, short_path
 from mcore_qwen3vl.training import pretended
 
-_PLACES = 3  # of an error
+_PLACES = 3  # Python frames reported for an error
 
 
 def rehearse(flags: Sequence[str], progress: Path) -> dict[str, Any]:
-    """Train on this rank, and say what held the memory.
+    """Train on this rank, and report what held the memory.
 
     Args:
-        flags: of ``launch/train.py``.
-        progress: file whose last line says what is going on.
+        flags: flags of ``launch/train.py``.
+        progress: file to which the name of each stage is appended when the stage ends.
 
     Returns:
-        ``peak``, ``refused`` and ``over time``: :class:`~.peak.Moment` as dictionaries;
-        ``error``: None, or what stopped it; ``parameters``: values by part; ``host bytes``.
+        ``peak``, ``refused`` (or None) and ``over time`` (a list): :class:`~.peak.Moment` as
+        dictionaries; ``error``: None, or what stopped the run; ``parameters``: their number by
+        part; ``retries`` of the allocator; ``host bytes``: peak memory of this process.
 
     Raises:
         BadInput: the flags or the data cannot be used.
@@ -84,7 +85,7 @@ def _described(error: BaseException) -> dict[str, Any]:
 
 
 def _owners(model: list[nn.Module], optimizer: Any) -> dict[int, str]:
-    """Addresses of the storages that last, and what they are for."""
+    """Return the holder of each lasting storage, by its address."""
     owners: dict[int, str] = {}
 
     def own(tensors: Iterable[Any], name: str) -> None:
@@ -96,14 +97,14 @@ def _owners(model: list[nn.Module], optimizer: Any) -> dict[int, str]:
     own(parameters, holders.WEIGHTS)
     own((getattr(p, "main_grad", None) for p in parameters), holders.GRADIENTS)
     own((p.grad for p in parameters), holders.GRADIENTS)
-    # Megatron's wrapper has an attribute of the name `buffers`.
+    # Megatron's wrapper has an attribute named `buffers`.
     own((b for chunk in model for b in nn.Module.buffers(chunk)), holders.BUFFERS)
     own(_optimizer_tensors(optimizer), holders.OPTIMIZER)
     return owners
 
 
 def _optimizer_tensors(optimizer: Any) -> Iterator[Any]:
-    """Main weights and states, of the optimizers that Megatron chains."""
+    """Yield the main weights and states of the optimizers that Megatron chains."""
     from mcore_qwen3vl.training.step.optimizer import parts_of
 
     for one in parts_of(optimizer):

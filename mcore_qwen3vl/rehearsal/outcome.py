@@ -1,4 +1,4 @@
-"""What a rehearsal found: measured, except what :mod:`.pipeline` and :mod:`.step_time` model."""
+"""A rehearsal's results: measured, except what :mod:`.pipeline` and :mod:`.step_time` model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SPARE = 0.05
 
 @dataclass(frozen=True)
 class Device:
-    """The memory that a role was rehearsed on."""
+    """A GPU as it was rehearsed, and its memory."""
 
     gpu: Gpu
     memory_gib: float
@@ -30,20 +30,20 @@ class Device:
 
     @property
     def usable(self) -> int:
-        """Bytes that PyTorch's allocator can have."""
+        """Bytes available to PyTorch's allocator."""
         return int((self.memory_gib - self.allowance_gib) * GIB)
 
 
 @dataclass(frozen=True)
 class RoleOutcome:
-    """One role's two iterations.
+    """The results of one role's two iterations.
 
     Attributes:
-        role: which ranks it stands for.
-        found: of :func:`.on_rank.rehearse`.
+        role: the rehearsed role.
+        found: what :func:`.on_rank.rehearse` returned.
         report: the device's record.
-        seconds: of the host.
-        usable: bytes that the allocator could have.
+        seconds: host time that the rehearsal took.
+        usable: bytes available to PyTorch's allocator.
     """
 
     role: Role
@@ -66,57 +66,57 @@ class RoleOutcome:
 
     @property
     def peak(self) -> int:
-        """Most bytes that tensors took; out of memory: with those that were refused."""
+        """Most bytes that tensors took; if out of memory, bytes held when one was refused."""
         moment = self.found["refused"] if self.out_of_memory else None
         return int((moment or self.found["peak"])["allocated"])
 
     @property
     def held(self) -> dict[str, int]:
-        """Bytes by holder at that moment, largest first."""
+        """Bytes by holder at the moment of :attr:`peak`, largest first."""
         moment = self.found["refused"] if self.out_of_memory else None
         return dict((moment or self.found["peak"])["sizes"])
 
     @property
     def reserved(self) -> int:
-        """Most bytes that the allocator took from the device."""
+        """Most bytes that the allocator reserved on the device."""
         return max((stage.reserved for stage in self.report.stages), default=0)
 
     @property
     def spare(self) -> int:
-        """Bytes between that and what the device has; below 0 it does not fit."""
+        """Usable bytes that were not reserved; below 0 the role does not fit."""
         return self.usable - self.reserved
 
     @property
     def tight(self) -> bool:
-        """It fits, with less than `SPARE` left, or after the allocator gave cached blocks back."""
+        """Whether it fits with less than `SPARE` left, or after the allocator freed its cache."""
         return self.ok and (self.spare < SPARE * self.usable or self.found["retries"] > 0)
 
     @property
     def iteration(self) -> Stage | None:
-        """The last whole iteration."""
+        """The last whole iteration; None if there is none or the role failed."""
         whole = [s for s in self.report.stages if s.name.startswith("iteration")]
         return whole[-1] if whole and self.ok else None
 
     @property
     def work(self) -> list[dict[str, dict[str, float]]]:
-        """Of a micro-batch: :meth:`mcore_qwen3vl.training.pretended_stages.Work.of_iteration`."""
+        """A micro-batch's :meth:`mcore_qwen3vl.training.pretended_stages.Work.of_iteration`."""
         return list(self.report.facts["work"])
 
     @property
     def faults(self) -> dict[str, list[str]]:
-        """Parameters and buffers that something is wrong with, by what it is."""
+        """The names of faulty parameters and buffers, by fault."""
         names = ("without gradient", "not on the device")
         facts = self.report.facts
         return {name: facts[name] for name in names if self.ok and facts.get(name)}
 
     @property
     def waits(self) -> int:
-        """Host synchronisations of one iteration, without those of periodic logging."""
+        """Host syncs of one iteration, without those of periodic logging."""
         stage = self.iteration
         return sum(w.count for w in stage.waits if w.phase != LOG) if stage is not None else 0
 
     def to_dict(self) -> dict[str, Any]:
-        """The role's result for ``--json``; sizes in bytes."""
+        """Return the role's results for ``--json``; sizes in bytes."""
         stage = self.iteration
         return {
             "role": asdict(self.role),
@@ -145,7 +145,7 @@ class RoleOutcome:
 
 
 def memory_line(outcomes: Sequence[RoleOutcome]) -> str:
-    """The fullest role in one line, as it stands in the headers of the launch scripts."""
+    """Return one line about the fullest role, as in the headers of the launch scripts."""
     fullest = max(outcomes, key=lambda outcome: outcome.reserved)
     parts = [holders.WEIGHTS, holders.GRADIENTS, holders.OPTIMIZER, holders.LOGITS]
     sizes = {name: fullest.held.get(name, 0) for name in parts}
@@ -159,12 +159,12 @@ def memory_line(outcomes: Sequence[RoleOutcome]) -> str:
 
 @dataclass
 class Rehearsal:
-    """All roles of one run.
+    """The results of all rehearsed roles of one run.
 
     Attributes:
         command: all flags of the training run.
-        script: the launch script that they come from.
-        model: of ``--hf-model``: a directory, or the size of a published config.
+        script: the launch script that the flags come from.
+        model: value of ``--hf-model``, or the size of a published config.
     """
 
     command: list[str]
@@ -192,12 +192,12 @@ class Rehearsal:
 
     @property
     def fits(self) -> bool:
-        """Every role went through."""
+        """Whether every rehearsed role ran to its end."""
         return all(outcome.ok for outcome in self.outcomes)
 
     @property
     def verdict(self) -> str:
-        """One sentence."""
+        """The result in one sentence."""
         for outcome in self.outcomes:
             if outcome.out_of_memory:
                 return f"does not fit: {outcome.role.name} runs out of memory"
@@ -209,7 +209,7 @@ class Rehearsal:
         return "fits"
 
     def to_dict(self) -> dict[str, Any]:
-        """The whole result for ``--json``."""
+        """Return the whole result for ``--json``."""
         device = self.device
         return {
             "verdict": self.verdict,
@@ -234,16 +234,16 @@ class Rehearsal:
 
 @dataclass(frozen=True)
 class Remedy:
-    """A neighbouring option that was rehearsed too.
+    """A changed run that was rehearsed too.
 
     Attributes:
-        change: what is different, in words.
-        flags: to append.
-        gpus: of the changed run.
-        fits: whether its roles went through.
-        peak: most bytes that tensors took, on the role that took most or failed.
-        reserved: most bytes of the allocator, on the same.
-        why_not: what stopped it.
+        change: the change in words.
+        flags: flags to append.
+        gpus: number of GPUs of the changed run.
+        fits: whether its roles ran to their ends.
+        peak: most bytes that tensors took, on the role that failed or reserved most.
+        reserved: most bytes that the allocator reserved, on the same role.
+        why_not: what stopped the changed run; empty if it fits.
     """
 
     change: str

@@ -1,8 +1,7 @@
-"""Imbalance of the pipeline and its bubble: modelled from FLOPs, which were counted.
+"""The pipeline's imbalance and bubble, modelled from counted FLOPs.
 
-A micro-batch is taken to last, in each virtual stage, forward and backward, as long as its share of
-the FLOPs says, and transfers to last no time; :mod:`mcore_qwen3vl.schedule` then plays the
-iteration.
+A micro-batch is assumed to take time in proportion to its FLOPs in each virtual stage and
+direction, and transfers to take none; :mod:`mcore_qwen3vl.schedule` then simulates the iteration.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from mcore_qwen3vl.schedule import Durations, play
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Modelled.
+    """The modelled pipeline.
 
     Attributes:
-        flops: of each stage for one micro-batch, recomputed work included.
-        imbalance: of the busiest stage over the mean.
+        flops: FLOPs of each stage for one micro-batch, recomputed work included.
+        imbalance: FLOPs of the busiest stage over the mean.
         bubble: share of an iteration in which a rank waits, on average.
     """
 
@@ -29,7 +28,7 @@ class Pipeline:
     bubble: float
 
     def to_dict(self) -> dict[str, Any]:
-        """The modelled pipeline for ``--json``."""
+        """Return the modelled pipeline for ``--json``."""
         return {"kind of numbers": "modelled", **asdict(self)}
 
 
@@ -40,7 +39,7 @@ def model_pipeline(
 
     Args:
         stages: FLOPs of each pipeline rank's virtual stages, in order.
-        micro_batches: of an iteration.
+        micro_batches: micro-batches of an iteration.
         group: see :func:`mcore_qwen3vl.schedule.play`.
     """
     flops = [sum(chunk.both for chunk in chunks) for chunks in stages]

@@ -1,4 +1,4 @@
-"""What would make a run fit: its neighbours, each rehearsed."""
+"""What would make a run fit: its neighbours, which differ in one option, are rehearsed too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mcore_qwen3vl.rehearsal.outcome import Rehearsal, Remedy
 from mcore_qwen3vl.rehearsal.run import Rehearser, checked, with_flags
 
 GPUS_OF_A_NODE = 8
-"""TP does not go beyond: its exchange needs NVLink."""
+"""The largest TP, because its exchange needs NVLink."""
 FULL_RECOMPUTE = (
     *("--recompute-granularity", "full"),
     *("--recompute-method", "uniform"),
@@ -18,14 +18,15 @@ FULL_RECOMPUTE = (
 )
 
 Change = tuple[str, tuple[object, ...], int]
-"""In words, flags to append, number of GPUs."""
+"""A change in words, the flags to append for it, and the number of GPUs."""
 
 
 def suggest_remedies(rehearser: Rehearser, command: Command, found: Rehearsal) -> list[Remedy]:
-    """Rehearse the neighbours of a run that is out of memory; of any other run none.
+    """Rehearse the neighbours of a run that is out of memory; for any other run, return none.
 
-    One change at a time, and where none of them helps, full recompute with each of the others. A
-    neighbour fits if all of its roles do; the first that does not is reported.
+    Each neighbour has one change. If none of them fits, full recompute is tried together with each
+    of the others. A neighbour fits if all of its roles do; else its first role that fails is
+    reported.
     """
     if not any(outcome.out_of_memory for outcome in found.outcomes):
         return []
@@ -46,7 +47,7 @@ def _recomputes(command: Command) -> bool:
 
 
 def neighbours(command: Command) -> Iterator[Change]:
-    """One step in each direction that the model and the number of GPUs allow."""
+    """Yield one change in each direction; the model or the GPUs may still not allow it."""
     layout, gpus = command.layout, command.gpus
     if not _recomputes(command):
         yield "recompute of the vision tower", ("--recompute-vision",), gpus

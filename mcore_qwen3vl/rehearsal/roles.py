@@ -1,4 +1,4 @@
-"""The ranks of a run that differ in what they hold: one of each is rehearsed."""
+"""The kinds of ranks of a run, by what they hold; one rank of each kind is rehearsed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OWN_SPLIT = (
     "--account-for-embedding-in-pipeline-split",
     "--account-for-loss-in-pipeline-split",
 )
-"""Splits over the pipeline under which any two stages may differ."""
+"""Flags of pipeline splits in which any two stages may differ."""
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class Role:
     """One rank that stands for all that do the same.
 
     Attributes:
-        name: for people.
-        rank: the first of its TP x CP group, with data-parallel rank 0.
+        name: name to show.
+        rank: global rank: the first of its TP x CP group, with data-parallel rank 0.
         stage: pipeline stage, from 0.
-        stages: how many pipeline stages are like this one.
+        stages: number of pipeline stages like this one.
     """
 
     name: str
@@ -35,11 +35,11 @@ class Role:
 
 
 def roles_of(command: Command, a: Architecture, chosen: Sequence[str] = ("all",)) -> list[Role]:
-    """The distinct roles of a run, in the order of the pipeline.
+    """Return the distinct roles of a run, in the order of the pipeline.
 
-    A rank with several virtual stages holds all of its own. Middle stages whose virtual stages have
-    equally many layers each are one role; the first of them keeps the most micro-batches and stands
-    for the others. Ranks of one TP, CP, DP or EP group are taken to be alike.
+    A role has all virtual stages of its rank. Middle stages are one role if their virtual stages
+    have equally many layers; the first of them keeps the most micro-batches and stands for the
+    others. Ranks of one TP, CP, DP or EP group are assumed to be alike.
 
     Args:
         command: the run.

@@ -1,15 +1,16 @@
-"""Seconds of a training step under a layout: a roofline, modelled from the model's shape alone.
+"""A roofline of a training step's seconds under a layout, from the model's shape alone.
 
-* Compute: the step's FLOPs (:mod:`mcore_qwen3vl.model.flops`, a third more under full
-  recompute) at half of the GPU's dense bf16 peak; the vision tower on the first pipeline stage.
-* TP with SP: two all-gathers and two reduce-scatters of the hidden states a layer and direction,
-  and two more all-gathers backwards. CP: keys and values gathered, and their gradients scattered.
-  EP: tokens sent and returned, in both directions. None of it overlaps with compute.
-* DP: gradients in fp32 and weights in bf16 once a step; it overlaps with compute, and counts where
-  it takes longer.
-* Bandwidth: NVLink's within 8 GPUs, 50 GB/s a GPU (400 Gb/s) beyond. No latency, no kernel launch.
-* The pipeline: all micro-batches on the slowest stage, and once every other one, which virtual
-  stages divide.
+* Compute: the step's FLOPs (:mod:`mcore_qwen3vl.model.flops`, a third more under full recompute)
+  run at half of the GPU's dense bf16 peak. The vision tower runs on the first pipeline stage.
+* TP with SP: each layer has two all-gathers and two reduce-scatters of the hidden states in each
+  direction, and two more all-gathers in the backward pass. CP gathers keys and values and scatters
+  their gradients. EP sends and returns tokens in both directions. Nothing overlaps with compute.
+* DP: gradients in fp32 and weights in bf16 are exchanged once a step. The exchange overlaps with
+  compute, and counts if it takes longer.
+* Bandwidth: NVLink's within 8 GPUs, 50 GB/s a GPU (400 Gb/s) beyond. Latency and kernel launches
+  are left out.
+* Pipeline: all micro-batches pass the slowest stage, and one passes all other stages, whose time
+  virtual stages divide.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from mcore_qwen3vl.rehearsal.gpus import Gpu
 from mcore_qwen3vl.training import memory
 
 EFFICIENCY = 0.5
-NETWORK = 50e9  # bytes a second and GPU
+NETWORK = 50e9  # bytes per second and GPU
 NODE = 8
 HALF, SINGLE = 2, 4  # bytes
 RECOMPUTE = 4 / 3
@@ -31,12 +32,12 @@ RECOMPUTE = 4 / 3
 
 @dataclass(frozen=True)
 class Step:
-    """What one optimizer step works on.
+    """The sizes of one optimizer step.
 
     Attributes:
         seq_length: tokens of a row or pack.
-        rows: of a micro-batch.
-        micro_batches: of a rank.
+        rows: rows of a micro-batch.
+        micro_batches: micro-batches of a rank.
         sample: tokens of a sample, half of which are image tokens.
         image: tokens of an image.
     """
@@ -49,7 +50,7 @@ class Step:
 
 
 def step_seconds(a: Architecture, layout: Layout, gpu: Gpu, step: Step, recompute: bool) -> float:
-    """Modelled seconds of a step."""
+    """Return the modelled seconds of a step."""
     tokens = step.seq_length * step.rows
     language, vision = _micro_batch_flops(a, step, tokens)
     divided = layout.tp * layout.cp
@@ -71,7 +72,7 @@ def _micro_batch_flops(a: Architecture, step: Step, tokens: int) -> tuple[float,
 
 
 def _exchange(a: Architecture, layout: Layout, gpu: Gpu, tokens: int, recompute: bool) -> float:
-    """Seconds of all layers for one micro-batch, outside DP."""
+    """Return the seconds of all exchanges but DP's, over all layers, for one micro-batch."""
     forward = 2 if recompute else 1
     local = tokens / layout.cp
     hidden = local * a.hidden_size * HALF
@@ -90,7 +91,7 @@ def _exchange(a: Architecture, layout: Layout, gpu: Gpu, tokens: int, recompute:
 
 
 def _gradients(a: Architecture, layout: Layout, gpu: Gpu) -> float:
-    """Seconds of the data-parallel exchange of the fullest stage."""
+    """Return the seconds of the data-parallel exchange, on the stage where it takes longest."""
     span = layout.tp * layout.cp * layout.dp
     seconds = []
     for stage in range(layout.pp):
@@ -107,6 +108,6 @@ def _gradients(a: Architecture, layout: Layout, gpu: Gpu) -> float:
 
 
 def _moved(size: float, parts: float, span: int, gpu: Gpu) -> float:
-    """Seconds to exchange `size` bytes between `parts` ranks that lie within `span` GPUs."""
+    """Return the seconds to exchange `size` bytes between `parts` ranks within `span` GPUs."""
     bandwidth = gpu.nvlink_gb_per_s * 1e9 if span <= NODE else NETWORK
     return size * (parts - 1) / parts / bandwidth

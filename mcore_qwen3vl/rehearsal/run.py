@@ -1,4 +1,4 @@
-"""Rehearsing a run: each role in a process of its own."""
+"""The rehearsal of a run, each role in a process of its own."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Options:
-    """What is rehearsed on, and what of it.
+    """What to rehearse, and on which GPU.
 
     Attributes:
         gpu: the kind of GPU.
-        memory_gib: its memory; None: as the kind has.
-        allowance_gib: for context and NCCL; None: :func:`.gpus.allowance_gib`.
-        roles: see :func:`.roles.roles_of`.
+        memory_gib: the GPU's memory; None: that of its kind.
+        allowance_gib: memory for context and NCCL; None: :func:`.gpus.allowance_gib`.
+        roles: the roles to rehearse, see :func:`.roles.roles_of`.
         routing: how tokens are spread over experts.
-        constants: of the modelled step.
+        constants: assumptions of the modelled step.
     """
 
     gpu: Gpu
@@ -62,7 +62,7 @@ class Options:
     constants: Constants = field(default_factory=Constants)
 
     def device(self, command: Command) -> Device:
-        """The memory that a rank of `command` has."""
+        """Return the GPU that a rank of `command` has, and its memory."""
         allowance = self.allowance_gib
         if allowance is None:
             allowance = allowance_gib(command.layout)
@@ -78,14 +78,14 @@ class Options:
 class Rehearser:
     """One process with all imports done, from which every role's process is forked.
 
-    Use it as a context manager; close it before another one is needed.
+    Use it as a context manager, and close it before opening another one.
     """
 
     def __init__(self, options: Options, say: Say = lambda text: None) -> None:
         """
         Args:
-            options: of every rehearsal.
-            say: is told what is going on.
+            options: the options of every rehearsal.
+            say: called with a line of progress.
 
         Raises:
             BadInput: the pretended device cannot run here.
@@ -108,12 +108,12 @@ class Rehearser:
     def rehearse(
         self, command: Command, *, stop_at_failure: bool = False, what: str = ""
     ) -> Rehearsal:
-        """All chosen roles of a run.
+        """Rehearse all chosen roles of a run.
 
         Args:
             command: the run.
-            stop_at_failure: leave the other roles out.
-            what: said before the role.
+            stop_at_failure: leave out the other roles once one has failed.
+            what: text before the role's name in lines of progress.
 
         Raises:
             BadInput: the command, its layout, its model or its data cannot be used.
@@ -192,10 +192,10 @@ class Rehearser:
 
 
 def checked(command: Command) -> Architecture:
-    """The model's shape, once it is known to divide as the flags say.
+    """Return the model's shape, after checking that model and batch divide as the flags say.
 
     Raises:
-        BadInput: it does not, or there is no such model.
+        BadInput: model or batch do not divide so, or there is no such model.
     """
     a = architecture_of(command)
     check_layout_flags(command.flags, a, command.gpus)
@@ -212,7 +212,7 @@ def checked(command: Command) -> Architecture:
 
 
 def _check_groups(command: Command) -> None:
-    """What Megatron's interleaved schedule says at the first step."""
+    """Check what Megatron's interleaved schedule would check at the first step."""
     group, stages, count = command.micro_batch_group, command.layout.pp, command.micro_batches
     if group < stages or 0 < count % group < stages:
         raise BadInput(
@@ -223,7 +223,7 @@ def _check_groups(command: Command) -> None:
 
 
 def _pipeline(rehearsal: Rehearsal, group: int) -> Pipeline | None:
-    """The pipeline of a rehearsal that has one, and all of whose roles went through."""
+    """Model the pipeline of a rehearsal whose roles all ran to their ends; None: PP is 1."""
     if rehearsal.layout.pp == 1:
         return None
     stages = [o for outcome in rehearsal.outcomes for o in [outcome] * outcome.role.stages]
@@ -236,7 +236,7 @@ def _pipeline(rehearsal: Rehearsal, group: int) -> Pipeline | None:
 
 @contextmanager
 def _watched(progress: Path, say: Say) -> Iterator[None]:
-    """Say the last line of a file whenever it changes."""
+    """Call `say` with the last line of a file whenever it changes."""
     done = Event()
 
     def watch() -> None:
@@ -257,5 +257,5 @@ def _watched(progress: Path, say: Say) -> Iterator[None]:
 
 
 def with_flags(command: Command, gpus: int, flags: Sequence[object]) -> Command:
-    """A neighbouring command."""
+    """Return the command with flags appended, for `gpus` GPUs."""
     return replace(command.plus(*flags), gpus=gpus)

@@ -1,4 +1,4 @@
-"""Layouts for a number of GPUs: rehearsed in the order of a roofline until enough fit."""
+"""The search for layouts: candidates are rehearsed in the order of a roofline until enough fit."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from mcore_qwen3vl.training.arguments.resets import NONE
 
 WANTED = 3
 TRIED = 9
-"""Rehearsals at most."""
+"""The most candidates to rehearse; the run's own layout may be one more."""
 ESTIMATE_OFF = 1.15
-"""What the estimate says of memory may be this much too high."""
+"""The estimate of memory may be too high by this factor."""
 _RECOMPUTE = "--recompute-granularity"
 _REPLACED = (
     *("--tensor-model-parallel-size", "--sequence-parallel", "--pipeline-model-parallel-size"),
@@ -43,10 +43,10 @@ class Candidate:
     """A layout of the same run.
 
     Attributes:
-        command: with its flags.
-        flags: to append to the run's own, which they set or take back; none: it is the run's own.
-        seconds: of a step, by the roofline.
-        estimate: bytes of the fullest rank, modelled.
+        command: the run with this layout's flags.
+        flags: flags to append to the run's own, to override them; empty for the run's own layout.
+        seconds: seconds of a step, by the roofline.
+        estimate: modelled bytes of the fullest rank.
     """
 
     command: Command
@@ -56,7 +56,7 @@ class Candidate:
 
     @property
     def own(self) -> bool:
-        """It is the run's own layout."""
+        """Whether it is the run's own layout."""
         return not self.flags
 
 
@@ -69,21 +69,21 @@ class Fit:
 
     @property
     def good(self) -> bool:
-        """It fits, with something to spare on every role."""
+        """Whether it fits, with memory to spare on every role."""
         return self.found.fits and not any(outcome.tight for outcome in self.found.outcomes)
 
     @property
     def seconds(self) -> float | None:
-        """Of a step, modelled from what was rehearsed; None if it does not run."""
+        """Seconds of a step, modelled from the rehearsal; None if the layout does not run."""
         return self.found.step.seconds if self.found.step else None
 
     @property
     def fullest(self) -> RoleOutcome:
-        """The role that failed, or that has least to spare."""
+        """The role that failed, or else the one with the least memory to spare."""
         return max(self.found.outcomes, key=lambda outcome: (not outcome.ok, outcome.reserved))
 
     def to_dict(self) -> dict[str, Any]:
-        """The row for ``--json``; sizes in bytes."""
+        """Return the row for ``--json``; sizes in bytes."""
         return {
             "layout": str(self.candidate.command.layout),
             "own": self.candidate.own,
@@ -98,16 +98,15 @@ class Fit:
 
 
 def search(rehearser: Rehearser, command: Command, a: Architecture) -> list[Fit]:
-    """Rehearse candidates, the fastest first, until three fit with something to spare.
+    """Rehearse candidates, the fastest first, until three fit with memory to spare.
 
-    The run's own layout is rehearsed in any case, if it is one for these GPUs.
+    The run's own layout is rehearsed in any case, if it is valid on these GPUs.
 
     Returns:
-        All that were rehearsed: those that fit, the fastest by the modelled step first, and then
-        the others.
+        All rehearsed candidates: those that fit first, then the others, each by the modelled step.
 
     Raises:
-        BadInput: no layout divides this model over these GPUs, or none may fit.
+        BadInput: no layout divides this model over these GPUs, or none is estimated to fit.
     """
     usable = rehearser.options.device(command).usable
     ranked = sorted(candidates(command, a, rehearser.options.gpu), key=lambda c: c.seconds)
@@ -130,9 +129,9 @@ def search(rehearser: Rehearser, command: Command, a: Architecture) -> list[Fit]
 
 
 def candidates(command: Command, a: Architecture, gpu: Gpu) -> Iterator[Candidate]:
-    """Every layout of powers of two, TP and EP up to a node, with and without full recompute.
+    """Yield layouts of powers of two, TP and EP up to a node, with and without full recompute.
 
-    The run's own is one of them, with virtual stages and a split of its own as it has them.
+    The run's own layout is among them, with its virtual stages and its own pipeline split.
     """
     try:
         checked(command)
@@ -174,7 +173,7 @@ def _flags(tp: int, pp: int, cp: int, ep: int, recompute: bool, moe: bool) -> tu
 
 
 def _resets(command: Command, flags: Sequence[str]) -> Iterator[str]:
-    """What takes back the flags of `command` that have no place beside `flags`."""
+    """Yield the words that take back layout flags of `command` that are not in `flags`."""
     for name in _REPLACED:
         if name not in flags and command.value(name) is not None:
             yield from (name, "1" if name.endswith("-parallel-size") else NONE)

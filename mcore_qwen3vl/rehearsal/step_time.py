@@ -1,11 +1,10 @@
 """Seconds of a training step, modelled from the work that a rehearsal counted.
 
-Each micro-batch takes, in each direction and virtual stage, as long as the GPU needs for it, or as
-the host needs to launch it, whichever is longer. The GPU's part is the sum of products, attention,
-all other kernels (by the bytes that they move) and exchanges. :func:`mcore_qwen3vl.schedule.play`
-puts the micro-batches in the order of the pipeline; what an iteration does once, as the optimizer's
-step, follows. The data-parallel exchange counts where it outlasts the one micro-batch that Megatron
-overlaps it with.
+In each direction and virtual stage, a micro-batch takes the GPU's time or the host's time to launch
+it, whichever is longer. The GPU's time is the sum of matmuls, attention, all other kernels (by the
+bytes that they move) and exchanges. :func:`mcore_qwen3vl.schedule.play` simulates the pipeline with
+these times; work that an iteration does once, such as the optimizer's step, follows. If Megatron
+overlaps the data-parallel exchange with a micro-batch, only the part that outlasts it counts.
 """
 
 from __future__ import annotations
@@ -30,22 +29,22 @@ ONCE, GRADIENTS, IDLE = "optimizer and finalization", "DP exchange", "waiting fo
 _SHARES = ("gemm", "attention", "memory", "link", "tp_overlap")
 _DATA_PARALLEL = ("DATA_PARALLEL_GROUP", "EXPERT_DATA_PARALLEL_GROUP")
 _COPIES = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
-"""How often a tensor crosses the links of a ring, times (n - 1) / n."""
+"""How often a tensor crosses the links of a ring of n ranks, in units of (n - 1) / n."""
 
 
 @dataclass(frozen=True)
 class Constants:
-    """What cannot be counted without a GPU: assumptions, each of which a file can replace.
+    """Assumptions about what cannot be counted without a GPU; a file can replace each of them.
 
     Attributes:
-        gemm: share of the GPU's dense bf16 peak that products reach (cuBLAS on large ones).
-        attention: the same of attention kernels (FlashAttention 2 on an H100).
+        gemm: share of the GPU's dense bf16 peak that matmuls reach (cuBLAS on large ones).
+        attention: share of that peak that attention kernels reach (FlashAttention 2 on an H100).
         memory: share of the memory's bandwidth that other kernels reach.
         link: share of the links' bandwidth that NCCL reaches.
-        network_gb_per_s: of each GPU to other nodes, in one direction (400 Gb/s).
-        gpus_per_node: those that NVLink connects.
-        launch_us: microseconds of the host for one kernel.
-        wait_us: microseconds that a wait of the host costs, until kernels follow again.
+        network_gb_per_s: bandwidth of each GPU to other nodes, in one direction (400 Gb/s).
+        gpus_per_node: GPUs that NVLink connects.
+        launch_us: microseconds that the host needs to launch one kernel.
+        wait_us: microseconds that a host sync costs, until kernels follow again.
         tp_overlap: share of the TP exchange hidden by ``--tp-comm-overlap``.
     """
 
@@ -61,10 +60,10 @@ class Constants:
 
     @classmethod
     def read(cls, file: Path) -> Constants:
-        """Those of a JSON file; what it does not name keeps its default.
+        """Read constants from a JSON file; those that it does not name keep their defaults.
 
         Raises:
-            BadInput: it cannot be read, or a name or a value is wrong.
+            BadInput: the file cannot be read, or a name or a value is wrong.
         """
         try:
             found = json.loads(file.read_text("utf-8"))
@@ -90,8 +89,8 @@ class RoleTime:
     """One role's share of the step.
 
     Attributes:
-        name: of the role.
-        seconds: by what they go to; they add up to the step.
+        name: name of the role.
+        seconds: seconds by activity, which add up to the step.
     """
 
     name: str
@@ -103,12 +102,12 @@ class StepTime:
     """A modelled step.
 
     Attributes:
-        seconds: of one step.
-        tokens_per_s: real tokens, padding left out, of all GPUs.
-        tflops: useful TFLOP/s of a GPU, recomputed work left out.
-        mfu: their share of the GPU's dense bf16 peak.
-        roles: in the order of the pipeline.
-        constants: what was assumed.
+        seconds: seconds of one step.
+        tokens_per_s: tokens a second of all GPUs, without padding.
+        tflops: useful TFLOP/s of a GPU, without recomputed work.
+        mfu: `tflops` as a share of the GPU's dense bf16 peak.
+        roles: the roles' shares, in the order of the pipeline.
+        constants: the assumptions.
     """
 
     seconds: float
@@ -120,11 +119,11 @@ class StepTime:
 
     @property
     def unit(self) -> tuple[str, float]:
-        """What its seconds are shown in, and how many of those a second has."""
+        """The unit to show the step's times in, and how many of it a second has."""
         return ("ms", 1e3) if self.seconds < 1 else ("s", 1.0)
 
     def summary(self, gpus: int) -> str:
-        """How long it takes, and what that makes on each of `gpus`."""
+        """Return a sentence with the step's time, its throughput and that of each of `gpus`."""
         unit, scale = self.unit
         return (
             f"{self.seconds * scale:.2f} {unit} a step, {self.tokens_per_s:,.0f} tokens/s without "
@@ -133,22 +132,22 @@ class StepTime:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The modelled step for ``--json``."""
+        """Return the modelled step for ``--json``."""
         return {"kind of numbers": "modelled", **asdict(self)}
 
 
 @dataclass(frozen=True)
 class RankWork:
-    """What was counted on the rank of one role.
+    """The work that was counted on one role's rank.
 
     Attributes:
-        name: of the role.
-        stages: pipeline stages that are like it.
-        chunks: ``forward`` and ``backward`` of a micro-batch by virtual stage, see
+        name: name of the role.
+        stages: number of pipeline stages like this one.
+        chunks: ``forward`` and ``backward`` work of a micro-batch by virtual stage, see
             :meth:`mcore_qwen3vl.training.pretended_stages.Work.of_iteration`.
-        iteration: all of the rehearsed iteration.
-        micro_batches: of it.
-        tokens, useful_flops: of it, of this data-parallel rank.
+        iteration: the whole rehearsed iteration.
+        micro_batches: micro-batches of that iteration.
+        tokens, useful_flops: those of that iteration on this data-parallel rank.
     """
 
     name: str
@@ -161,7 +160,7 @@ class RankWork:
 
 
 class Model:
-    """Turns counted work into seconds on one kind of GPU."""
+    """A model that turns counted work into seconds on one kind of GPU."""
 
     def __init__(self, gpu: Gpu, constants: Constants, flags: Iterable[str]) -> None:
         self._gpu = gpu
@@ -174,11 +173,11 @@ class Model:
         """Model a step of all GPUs.
 
         Args:
-            ranks: one of each role, in the order of the pipeline.
-            micro_batches: of an iteration.
+            ranks: one rank of each role, in the order of the pipeline.
+            micro_batches: micro-batches of an iteration.
             group: see :func:`mcore_qwen3vl.schedule.play`.
-            gpus: of the run.
-            dp: data-parallel size, CP left out.
+            gpus: number of GPUs of the run.
+            dp: data-parallel size, CP not included.
         """
         parts = [self._of_rank(rank, micro_batches) for rank in ranks]
         order = [
@@ -217,7 +216,7 @@ class Model:
         return _Parts(chunks, after)
 
     def _spent(self, work: Mapping[str, float], spans: Mapping[str, Traffic]) -> dict[str, float]:
-        """Seconds of a piece of work, by what they go to."""
+        """Return the seconds that a piece of work takes, by activity."""
         c, gpu = self._constants, self._gpu
         peak = gpu.tflops * 1e12
         products = work.get("gemm", 0) + work.get("convolution", 0)
@@ -236,7 +235,7 @@ class Model:
         return spent | {HOST: max(host - busy, 0.0) + waits}
 
     def _exchange(self, t: Traffic, size: float) -> float:
-        """Seconds that a group takes to exchange `size` bytes."""
+        """Return the seconds that a group takes to exchange `size` bytes."""
         c = self._constants
         ranks = _ranks(t)
         if ranks == 1 or t.group.partition("[")[0].endswith("(gloo)"):
@@ -245,10 +244,10 @@ class Model:
         near = max(min(ranks, c.gpus_per_node // apart), 1)  # members on one node
         nvlink = c.link * self._gpu.nvlink_gb_per_s * 1e9
         network = c.link * c.network_gb_per_s * 1e9
-        if t.operation == "all_to_all":  # each GPU sends over its own card
+        if t.operation == "all_to_all":  # each GPU sends over its own network card
             return size / ranks * ((near - 1) / nvlink + (ranks - near) / network)
         copies = _COPIES[t.operation] * (ranks - 1) / ranks if t.operation in _COPIES else 1.0
-        # Rings leave a node by as many cards as it has members.
+        # Rings leave a node by as many network cards as it has members.
         bandwidth = nvlink if near == ranks else min(nvlink, near * network)
         seconds = size * copies / bandwidth
         hidden = "--tp-comm-overlap" in self._flags and t.group.startswith("TENSOR_MODEL_PARALLEL")
@@ -257,7 +256,7 @@ class Model:
     def _gradients(
         self, traffic: Iterable[Traffic], chunks: Sequence[Sequence[Mapping[str, float]]]
     ) -> float:
-        """What of the data-parallel exchange is not hidden behind a micro-batch."""
+        """Return the seconds of the data-parallel exchange that no micro-batch hides."""
         gather = scatter = 0.0
         for t in traffic:
             if _overlapped(t):
@@ -277,7 +276,12 @@ class Model:
 
 @dataclass(frozen=True)
 class _Parts:
-    """Seconds of a rank: of a micro-batch by virtual stage and direction, and once a step."""
+    """Seconds of a rank by activity.
+
+    Attributes:
+        chunks: seconds of a micro-batch, by virtual stage and direction.
+        after: seconds of what happens once a step.
+    """
 
     chunks: list[tuple[dict[str, float], dict[str, float]]]
     after: dict[str, float]
@@ -293,13 +297,13 @@ class _Parts:
 
 
 def _filled(spent: dict[str, float], seconds: float) -> dict[str, float]:
-    """With the time in which the rank waits, and without what takes none."""
+    """Add the time in which the rank waits for others, and drop activities without time."""
     spent = {**spent, IDLE: seconds - sum(spent.values())}
     return {name: value for name, value in spent.items() if value > 1e-6}
 
 
 def _totals(stage: Stage) -> dict[str, float]:
-    """An iteration as :meth:`.rank.Rank.tally` has it, without the overlapped exchange."""
+    """Return an iteration's work like :meth:`.rank.Rank.tally`, less the overlapped exchange."""
     traffic = {f"{t.group}\n{t.operation}": t.size for t in stage.traffic if not _overlapped(t)}
     counters = stage.counters
     host = {"launches": counters["launches"] - stage.fused, "waits": counters["waits"]}
@@ -308,7 +312,7 @@ def _totals(stage: Stage) -> dict[str, float]:
 
 
 def _overlapped(t: Traffic) -> bool:
-    """Whether it is the exchange of gradients and weights between data-parallel ranks."""
+    """Return whether `t` is the exchange of gradients and weights between data-parallel ranks."""
     return t.group.startswith(_DATA_PARALLEL) and t.size > 1 << 20
 
 
@@ -317,7 +321,7 @@ def _ranks(t: Traffic) -> int:
 
 
 def _link(group: str) -> str:
-    """The name of an exchange, from its group's."""
+    """Return the name of an exchange, from its group's name."""
     name = group.partition("[")[0].partition(" ")[0].removesuffix("_GROUP")
     short = {
         "TENSOR_MODEL_PARALLEL": "TP",

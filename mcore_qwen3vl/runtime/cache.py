@@ -1,4 +1,4 @@
-"""Where files are kept that can be made again."""
+"""The folder for files that can be made again."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/mcore-qwen3vl`` (``~/.cache/mcore-qwen3vl``); it need not exist."""
+    """Return ``$XDG_CACHE_HOME/mcore-qwen3vl`` (``~/.cache/mcore-qwen3vl``); it need not exist."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mcore-qwen3vl"

@@ -1,4 +1,4 @@
-"""The C compiler that Triton wants for every kernel which it makes."""
+"""The C compiler that Triton needs for every kernel that it compiles."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import shutil
 
 
 def c_compiler() -> str | None:
-    """The one that Triton would take; None: there is none."""
+    """Return the C compiler that Triton would use; None: there is none."""
     return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
 
 
 def compile_where_possible() -> None:
-    """Let ``torch.compile``, with which Megatron fuses, do nothing where there is no compiler.
+    """Disable ``torch.compile``, which Megatron uses for fusions, where there is no compiler.
 
-    Its functions then run one kernel after another, where the warm-up before training would fail.
+    Fused functions then run one kernel after another. Otherwise the warm-up before training would
+    fail.
     """
     if c_compiler() is None:
         import torch

@@ -1,4 +1,4 @@
-"""How many queues of a GPU a process takes, which must be said before CUDA starts."""
+"""The number of GPU queues that a process uses, which must be set before CUDA starts."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ BLACKWELL = 10
 
 
 def order_transfers() -> None:
-    """Before Blackwell one queue, unless the environment says otherwise.
+    """Set one queue on GPUs before Blackwell, unless the environment sets a number.
 
-    Megatron orders its overlapped transfers by it there. Blackwell does without, and is slow with
-    one.
+    Megatron needs a single queue there to order its overlapped transfers. Blackwell does not need
+    it, and is slow with it. A GPU that is not known counts as older.
     """
     major = _compute_capability()
     if major is None or major < BLACKWELL:
@@ -21,7 +21,10 @@ def order_transfers() -> None:
 
 
 def _compute_capability() -> int | None:
-    """The first GPU's, by the driver's management library, since CUDA would start to answer."""
+    """Return the first GPU's major compute capability; None: not known.
+
+    It asks the driver's management library, because asking CUDA would start it.
+    """
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

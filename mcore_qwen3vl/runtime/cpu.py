@@ -1,9 +1,9 @@
 """Megatron-Core on CPU with gloo.
 
-mcore assumes CUDA. :func:`install` replaces what it looks for and does not find, each replacement
-with its reason, so that every layout runs on a laptop with the code that runs on GPUs. It is never
-applied by itself: call it before megatron is imported, or start ranks with
-:func:`mcore_qwen3vl.runtime.launch.run_layout`, which does.
+mcore assumes CUDA. :func:`install` replaces what mcore misses on the CPU, with a reason for each
+replacement. Every layout then runs on a laptop with the code that runs on GPUs. Importing this
+module replaces nothing: call :func:`install` before megatron is imported, or start ranks with
+:func:`mcore_qwen3vl.runtime.launch.run_layout`, which calls it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Replacement:
 
 
 class NullStream:
-    """A stream or event on a device that runs in order: nothing to wait for."""
+    """A stream or event of a device that runs everything in order, so that nothing waits."""
 
     def __init__(self, *args: object, **kwargs: object) -> None: ...
 
@@ -127,7 +127,7 @@ def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
 
 
 def _constant(value: Any) -> Callable[[Any], Any]:
-    """Replace by `value`, whatever was there."""
+    """Return a function that ignores the original and returns `value`."""
     return lambda original: value
 
 
@@ -145,7 +145,7 @@ def _manual_seed(seed: int) -> None:
 
 def _initialize_without_cuda(initialize: Callable[..., Any]) -> Callable[..., Any]:
     def initialize_on_cpu(*args: Any, **kwargs: Any) -> Any:
-        # Process groups are only set up where there is a device.
+        # Megatron sets up process groups only where there is a device.
         with mock.patch.object(torch.cuda, "device_count", return_value=1):
             return initialize(*args, **{**kwargs, "allow_no_cuda": True})
 
@@ -161,8 +161,8 @@ _MAKERS = (
 _NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
 _SPELT = "schedules, gradient clipping and the optimizers spell CUDA out: it means the CPU"
 
-# Each by itself: a torch function mode, which sees them all, would be asked about every other
-# operator too, and take a fifth of the time of a small model.
+# Each function is replaced separately. A torch function mode would cover them all, but would also
+# intercept every other operator, which takes a fifth of a small model's time.
 DEVICE_REPLACEMENTS = (
     *(Replacement("torch", name, _made_on_cpu, _SPELT) for name in _MAKERS),
     *(Replacement("torch.Tensor", name, _made_on_cpu, _SPELT) for name in _NEW),
@@ -184,7 +184,7 @@ TORCH_REPLACEMENTS = (
     Replacement(_CUDA, "set_rng_state", _constant(_set_rng_state), _RNG),
     Replacement("torch.cuda.random", "get_rng_state", _constant(_get_rng_state), _RNG),
     Replacement("torch.cuda.random", "set_rng_state", _constant(_set_rng_state), _RNG),
-    # Not manual_seed_all: torch.manual_seed calls that one.
+    # manual_seed_all stays, because torch.manual_seed calls it.
     Replacement(_CUDA, "manual_seed", _constant(_manual_seed), _RNG),
     Replacement(_CUDA, "Stream", _constant(NullStream), _STREAM),
     Replacement(_CUDA, "Event", _constant(NullStream), _STREAM),
@@ -251,23 +251,23 @@ TRAINING_REPLACEMENTS = (
         "orders CUDA queues before Blackwell through CUDA_DEVICE_MAX_CONNECTIONS",
     ),
 )
-"""What Megatron's training loop asks for beside megatron-core."""
+"""What Megatron's training loop needs beyond :data:`MEGATRON_REPLACEMENTS`."""
 
 originals: dict[tuple[str, str], Any] = {}
-"""What each replacement stands for, by (module, name). Empty until :func:`install` ran."""
+"""The replaced originals, by (module, name). Empty until :func:`install` runs."""
 
 
 def install(*, training: bool = False) -> None:
     """Make megatron-core run on the CPU in this process and in those forked from it.
 
-    What is installed already is left as it is, so it may be called again.
+    It may be called again: what is replaced already stays.
 
     Args:
-        training: ``megatron.training`` too, which takes seconds to import.
+        training: also replace what ``megatron.training`` needs; importing it takes seconds.
 
     Raises:
-        BadInput: megatron was imported before, its version is not a tested one, a replaced symbol
-            is gone, or CUDA is in use in this process.
+        BadInput: megatron is already imported, its version is untested, a symbol to replace is
+            missing, or this process already uses CUDA.
     """
     if not originals:
         _install_core()
@@ -278,20 +278,20 @@ def install(*, training: bool = False) -> None:
 def _install_core() -> None:
     _check_environment()
     _apply(TORCH_REPLACEMENTS)
-    # ``with torch.device(...)`` looks up the functions that make tensors at its first use.
+    # ``with torch.device(...)`` keeps the tensor factories of its first use: the originals, here.
     importlib.import_module("torch.utils._device")._device_constructors()
     _apply(DEVICE_REPLACEMENTS)
     # mcore compiles small functions at import, which costs more than the tests that run them.
     torch._dynamo.config.disable = True
     _apply(MEGATRON_REPLACEMENTS)
     logging.getLogger(_TP_RANDOM).addFilter(
-        # Said whenever the RNG tracker forks, since CPU and device generator are one here.
+        # Logged whenever the RNG tracker forks, since CPU and device share one generator here.
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
 
 
 def installed() -> bool:
-    """Whether :func:`install` ran in this process."""
+    """Return whether :func:`install` ran in this process."""
     return bool(originals)
 
 

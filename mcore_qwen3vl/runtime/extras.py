@@ -10,13 +10,14 @@ _EXTRAS = {"matplotlib": "plots", "pyarrow": "data", "tensorboard": "logging"}
 
 
 def require_extra(package: str, what: str) -> None:
-    """
+    """Raise an error that names the extra to install, if a package is missing.
+
     Args:
         package: matplotlib, pyarrow or tensorboard.
-        what: needs it; the sentence begins with this.
+        what: what needs the package; the message begins with it.
 
     Raises:
-        BadInput: it is not installed.
+        BadInput: the package is not installed.
     """
     if find_spec(package) is None:
         raise BadInput(

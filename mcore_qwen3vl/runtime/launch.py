@@ -1,9 +1,9 @@
 """Run a function on every rank of a layout, one process per rank.
 
-On the CPU ranks are forked: from a process that has imported torch and megatron that takes
-milliseconds; a fresh interpreter needs about fifteen seconds for the imports alone. On CUDA they
+On the CPU, ranks are forked. A fork of a process that has imported torch and megatron takes
+milliseconds; a fresh interpreter needs about fifteen seconds for the imports alone. On CUDA, ranks
 are fresh interpreters, because CUDA does not survive a fork, and merely asking whether there is a
-GPU is enough to have started it.
+GPU may start it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PATIENCE = 1.0
 
 _LONGEST_PATIENCE = 3600.0  # seconds; a longer limit stays as it is
 
-# Ctrl-C reaches the ranks too, and here it is lost where it comes in the middle of a fork.
+# Ctrl-C reaches the ranks too. This process loses it if it comes in the middle of a fork.
 _PASSED_ON = (BadInput, CheckFailed, KeyboardInterrupt)
 
 _GRACE = 2.0  # seconds for the other ranks to report after one has failed, and for leaving
@@ -53,13 +53,13 @@ class _Rank:
     result: Any = None
     error: BaseException | str | None = None
     ended: float | None = None  # when it answered or died, in monotonic seconds
-    died: bool = False  # from a cause of its own: not aborted, as libraries do that lost a peer
+    died: bool = False  # of its own cause: libraries abort a rank that has lost a peer
 
 
 def check_gpus(world_size: int) -> None:
-    """Before anything slow: on CUDA each rank has a GPU of its own.
+    """Check, before anything slow begins, that each rank has a GPU of its own.
 
-    Call it where ranks will be on CUDA only: to count GPUs may start CUDA in this process.
+    Call it only if the ranks will run on CUDA: counting GPUs may start CUDA in this process.
 
     Raises:
         BadInput: there are fewer GPUs than ranks.
@@ -74,11 +74,11 @@ def check_gpus(world_size: int) -> None:
         )
 
 
-_to_parent: Connection | None = None  # in a rank
+_to_parent: Connection | None = None  # set on ranks only
 
 
 def tell(what: Any) -> None:
-    """Say how far it is, on a rank: `heard` of :func:`run_layout` is called with `what`."""
+    """Report progress from a rank: :func:`run_layout` calls its `heard` with `what`."""
     if _to_parent is not None:
         _to_parent.send_bytes(pickle.dumps((None, what)))
 
@@ -95,20 +95,19 @@ def run_layout(
 
     Args:
         fn: any callable, closures included; it learns its rank from ``torch.distributed``. On
-            ``cuda`` it is pickled: a function or method that a module defines.
+            ``cuda`` it is pickled, so it must be a function or method that a module defines.
         world_size: number of ranks.
-        args: passed on, by fork and not by pickle; on ``cuda`` picklable.
-        timeout: seconds until all ranks are killed, times `PATIENCE`.
+        args: arguments of `fn`. On ``cpu`` they pass by fork; on ``cuda`` they must be picklable.
+        timeout: seconds until all ranks are killed; multiplied by `PATIENCE`.
         device: ``cpu``: gloo, one thread a rank, with the CPU backend installed. ``cuda``: NCCL,
             one GPU a rank.
-        heard: is called here with what a rank gives to :func:`tell`.
+        heard: called in this process with what a rank passes to :func:`tell`.
 
     Returns:
-        What each rank returned, in the order of ranks (pickled, so no CUDA tensors).
+        What each rank returned, in rank order. Results are pickled, so they hold no CUDA tensors.
 
     Raises:
-        BadInput, CheckFailed, KeyboardInterrupt: raised by a rank, as it was; or see
-            :func:`check_gpus`.
+        BadInput, CheckFailed, KeyboardInterrupt: a rank raised it, or see :func:`check_gpus`.
         RanksFailed: a rank raised anything else, died, or did not finish in time.
     """
     timeout = max(timeout, min(timeout * PATIENCE, _LONGEST_PATIENCE))
@@ -130,7 +129,7 @@ def run_layout(
             _collect(ranks, timeout, heard)
         finally:
             for r in ranks:
-                if r.ended is not None:  # may clean up after itself
+                if r.ended is not None:  # it may still be cleaning up
                     r.process.join(_GRACE)
                 r.process.kill()
                 r.process.join()
@@ -150,7 +149,7 @@ class _Work:
 
     @property
     def stacks(self) -> Path:
-        """Where this rank leaves its stack if it does not finish."""
+        """The file in which this rank leaves its stack if it does not finish."""
         return self.scratch / f"stack-{self.rank}"
 
 
@@ -178,7 +177,7 @@ def _call(work: _Work) -> Any:
         "WORLD_SIZE": str(work.world_size),
     }
     if work.device == "cpu":
-        # More threads would oversubscribe the machine, and OpenMP's do not survive a fork.
+        # More threads would oversubscribe the machine, and OpenMP threads do not survive a fork.
         torch.set_num_threads(1)
     elif preloaded():
         return _on_pretended_device(work)
@@ -188,7 +187,7 @@ def _call(work: _Work) -> Any:
 
 
 def _on_pretended_device(work: _Work) -> Any:
-    """Each process has a device of its own, and the others' messages are made up."""
+    """Run `work` on this process's pretended device; messages of other ranks are made up."""
     from mcore_qwen3vl.runtime.pretended.rank import one_rank
 
     with one_rank(work.rank, work.world_size):
@@ -198,11 +197,11 @@ def _on_pretended_device(work: _Work) -> Any:
 def _in_process_group(work: _Work) -> Any:
     dist.init_process_group(
         "gloo" if work.device == "cpu" else "nccl",
-        # A file and not a TCP server: that would be a thread in the process that forks.
+        # A file, because a TCP server would be a thread in the process that forks.
         store=dist.FileStore(str(work.scratch / "store"), work.world_size),
         rank=work.rank,
         world_size=work.world_size,
-        # Later than in the parent, which says more of who is late.
+        # The parent's limit comes first: its report says more about which rank is late.
         timeout=timedelta(seconds=work.timeout + _GRACE),
     )
     result = work.fn(*work.args)
@@ -246,8 +245,8 @@ def _receive(r: _Rank, heard: Callable[[Any], None]) -> None:
 
 def _raise_errors(ranks: list[_Rank], timeout: float) -> None:
     failed = [r for r in ranks if r.error is not None]
-    # The others lost their connection to the cause: to a rank that died, which they may report
-    # before its death is noticed here, or else to the first that failed.
+    # Put the cause first. It is a rank that died, even if others reported the lost connection
+    # before its death was noticed here; else it is the first rank that failed.
     failed.sort(key=lambda r: (not r.died, r.ended or 0.0))
     for r in failed:
         if isinstance(r.error, _PASSED_ON):
@@ -267,14 +266,14 @@ def _raise_errors(ranks: list[_Rank], timeout: float) -> None:
 
 
 def _last_words(r: _Rank) -> str:
-    """What it raised, without the traceback, or how it died."""
+    """Return what the rank raised, without the traceback, or how it died."""
     lines = str(r.error).splitlines()
     traced = (line for line in lines[1:] if line and not line.startswith(" "))
     return next(traced, lines[0])
 
 
 def _stack(r: _Rank) -> str:
-    """Where a hanging rank was, down to the function that it runs."""
+    """Return the stack of a hanging rank, innermost first, down to the function that it runs."""
     if not r.stacks.exists():
         return "it had not begun"
     lines = r.stacks.read_text("utf-8", errors="replace").splitlines()

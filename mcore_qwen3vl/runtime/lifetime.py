@@ -1,4 +1,4 @@
-"""Nothing outlives the process that it was made for: no other process, no temporary folder."""
+"""Child processes and temporary folders that do not outlive the process they were made for."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ trap '' HUP INT QUIT TERM
 read -r _
 rm -rf -- "$1" || { sleep 1; rm -rf -- "$1"; }
 """
-"""Ends its wait when the last process that holds the other end of the pipe has ended. The ranks are
-killed at the same time, and one may still write a file while the folder goes."""
+"""The script waits until the last process that holds the other end of the pipe has ended. Ranks are
+killed at the same time, and one may still write a file during the removal: hence the second try."""
 
 
 def death(code: int) -> str:
-    """Say how a process ended whose exit code is `code`: a signal's number, negated, or its own."""
+    """Say how a process ended, given its exit code (negative: the number of a signal)."""
     if code >= 0:
         return f"ended with exit code {code}"
     name = signal.Signals(-code).name
@@ -36,14 +36,14 @@ def death(code: int) -> str:
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process once the one that started it has ended, in whichever way.
+    """Have the kernel kill this process when its parent ends, however the parent ends.
 
-    Call it first in a process that works for another one. Linux takes the thread that started it
-    for the parent: that thread must stay until the process has ended. Other systems have nothing
-    of the kind, and nothing is done there.
+    Call it first in a process that works for another one. Linux treats the thread that started the
+    process as its parent, so that thread must outlive the process. Other systems offer nothing
+    similar, and this function does nothing there.
 
     Args:
-        parent: process ID of the parent; None: as :mod:`multiprocessing` knows it.
+        parent: process ID of the parent; None: the one that :mod:`multiprocessing` knows.
     """
     if sys.platform != "linux":
         return
@@ -58,13 +58,13 @@ def end_with_parent(parent: int | None = None) -> None:
 
 @contextmanager
 def scratch_folder(prefix: str = "mcore-qwen3vl-", parent: Path | None = None) -> Iterator[Path]:
-    """A temporary folder, which is removed even where this process is killed.
+    """Make a temporary folder that is removed even if this process is killed.
 
-    A shell waits for that beside it. Forked processes keep the folder until they have ended too.
+    A shell waits until this process, and those forked from it, have ended.
 
     Args:
-        prefix: how its name begins.
-        parent: where it is made; None: in the system's temporary folder.
+        prefix: beginning of the folder's name.
+        parent: folder in which it is made; None: the system's temporary folder.
     """
     temporary = tempfile.TemporaryDirectory(prefix=prefix, dir=parent)
     remover = subprocess.Popen(
@@ -73,7 +73,7 @@ def scratch_folder(prefix: str = "mcore-qwen3vl-", parent: Path | None = None) -
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         cwd="/",
-        start_new_session=True,  # a terminal's signals, and its end, are not for it
+        start_new_session=True,  # a terminal's signals and its closing must not end it
     )
     try:
         with temporary as folder:
@@ -86,12 +86,12 @@ def scratch_folder(prefix: str = "mcore-qwen3vl-", parent: Path | None = None) -
 def leave_at_once(code: int = 0) -> NoReturn:
     """End this process and those that it started with :mod:`multiprocessing`.
 
-    Without the rest of the interpreter's own end, which takes seconds once PyTorch is imported.
+    The rest of the interpreter's shutdown is skipped: it takes seconds once PyTorch is imported.
 
     Args:
         code: the exit code.
     """
-    # What atexit would call: it shuts managers down, and joins children.
+    # This is what atexit would call: it shuts down managers and joins children.
     util._exit_function()  # type: ignore[attr-defined]
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""One process writes a place at a time; the next one is told who does."""
+"""A lock that lets one process at a time write to a place and names its holder to the next."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from mcore_qwen3vl.errors import BadInput
 
 @contextmanager
 def only_writer(place: Path) -> Iterator[None]:
-    """Hold ``PLACE.lock`` (in `place`, if that is a folder) meanwhile.
+    """Hold ``PLACE.lock``, or ``PLACE/.lock`` if `place` is a folder, while the body runs.
 
-    The lock is this process's, not its children's, and goes with it however it ends. Where the file
-    system has no locks, nothing is held.
+    The lock belongs to this process, not to its children, and is released however the process ends.
+    Where the file system has no locks, nothing is locked.
 
     Raises:
-        BadInput: another process holds it; the message says which.
+        BadInput: another process holds the lock; the message names it.
     """
     file = place / ".lock" if place.is_dir() else place.with_name(f"{place.name}.lock")
     lock = _locked(file, place)
     try:
         yield
     finally:
-        file.unlink(missing_ok=True)  # before it is released, so that it is still ours
+        file.unlink(missing_ok=True)  # before the lock is released, while the file is still ours
         lock.close()
 
 
@@ -44,12 +44,12 @@ def _locked(file: Path, place: Path) -> TextIO:
             raise BadInput(
                 f"{holder} is writing to {place}. Wait until it has ended, or name another place."
             ) from None
-        except OSError:  # the file system has none
+        except OSError:  # the file system has no locks
             pass
         if _is_still(file, lock):
             break
-        lock.close()  # the one who held it has removed it meanwhile
-    # Unbuffered, and let it fail on a full disk: only the next one's message is the poorer for it.
+        lock.close()  # the previous holder has removed the file meanwhile
+    # Unbuffered. It may fail on a full disk: then only the message to the next process says less.
     with suppress(OSError):
         os.truncate(file, 0)
         os.write(lock.fileno(), f"Process {os.getpid()} on {socket.gethostname()}".encode())

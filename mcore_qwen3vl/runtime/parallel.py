@@ -12,9 +12,9 @@ def initialize(layout: Layout, *, seed: int = 1234) -> None:
     ``torch.distributed`` must be initialised with ``layout.world_size`` ranks.
 
     Raises:
-        BadInput: the number of ranks differs.
+        BadInput: the number of ranks is not ``layout.world_size``.
     """
-    # Here, because megatron must not be imported before the CPU backend is installed.
+    # Imported here, because megatron must not be imported before the CPU backend is installed.
     import torch.distributed as dist
     from megatron.core import parallel_state, tensor_parallel
 

@@ -1,1 +1,1 @@
-"""A rehearsal as it is shown: on the terminal, and as a page."""
+"""A rehearsal's results on the terminal and as a page."""

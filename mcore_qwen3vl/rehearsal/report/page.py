@@ -1,4 +1,4 @@
-"""A rehearsal as one HTML page with memory over time; it needs no network and no other file."""
+"""A rehearsal as one HTML page with memory over time, which needs no network or other file."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ LEFT, TOP, BOTTOM = 52, 22, 28
 LINE = 15
 """Pixels from one line of labels to the next."""
 LETTER = 6.5
-"""Width of a letter of a label, about."""
+"""Approximate width of a letter of a label, in pixels."""
 FAR = 10
-"""The GPU's memory is in the picture unless the peak is less than this part of it."""
+"""The GPU's memory is in the picture if it is less than this many times the peak."""
 SERIES = 9
-"""Holders with a colour of their own; the smaller ones are drawn together."""
+"""Number of holders with a colour of their own; the smaller ones are drawn together."""
 COLOURS = (
     *("#3b6fd4", "#c4320a", "#12805c", "#b54fb0", "#c08a00", "#1796a8", "#7a5af8", "#8a6d3b"),
     *("#5c8a2f", "#98a2b3"),
@@ -40,7 +40,7 @@ class Area:
 
 @dataclass(frozen=True)
 class Mark:
-    """Where a stage begins; `y` is the line of its label."""
+    """The beginning of a stage; `y` is the line of its label."""
 
     x: float
     y: float
@@ -53,11 +53,11 @@ class Plot:
 
     areas: list[Area]
     limit: float | None
-    """y of what the device has for tensors; None if that is far above the picture."""
+    """y of the memory usable for tensors; None if it is far above the picture."""
     ticks: list[tuple[float, str]]
     marks: list[Mark]
     floor: float
-    """y of no memory."""
+    """y of zero memory."""
     height: float
 
 
@@ -83,7 +83,7 @@ def write_page(found: Rehearsal, file: Path) -> None:
 
 
 def plot(outcome: RoleOutcome) -> Plot:
-    """Stacked areas, the largest holder at the bottom; x is the order of allocations."""
+    """Return stacked areas, the largest holder at the bottom; x is the order of allocations."""
     moments: list[dict[str, Any]] = outcome.found["over time"]
     largest: dict[str, int] = {}
     for moment in moments:
@@ -123,9 +123,9 @@ def _ticks(top: float, y: Any) -> list[tuple[float, str]]:
 
 
 def _marks(outcome: RoleOutcome, moments: list[dict[str, Any]], step: float) -> list[Mark]:
-    """Where each stage begins, by the host's time; labels that would overlap are on other lines."""
+    """Return where each stage begins, by host time; labels that would overlap get other lines."""
     marks: list[Mark] = []
-    ends: list[float] = []  # of the labels, by line
+    ends: list[float] = []  # x at which the last label of each line ends
     ended = 0.0
     for stage in outcome.report.stages[:-1]:
         start = next((i for i, m in enumerate(moments) if m["seconds"] >= ended), 0)

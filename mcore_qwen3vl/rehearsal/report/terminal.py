@@ -1,4 +1,4 @@
-"""A rehearsal as tables on the terminal."""
+"""A rehearsal's results as tables on the terminal."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ TRAFFIC_SHOWN = 8
 
 
 def gb(size: float) -> str:
-    """Bytes in GB, as the docs and scripts have it."""
+    """Return bytes as text in GB, in the format of the docs and scripts."""
     return f"{size / 1e9:.1f}"
 
 
 def _table(title: str, *columns: str) -> Table:
-    """Under a title that is not folded to the table's width."""
+    """Print a title, which is not folded to the table's width, and return the table below it."""
     console.output.print(f"[bold]{title}[/]")
     return console.table("", *columns)
 
 
 def heading(found: Rehearsal) -> str:
-    """Where it runs, and how much memory that has."""
+    """Return a line with the layout, the GPUs and their memory."""
     device = found.device
     return (
         f"{found.layout}, {found.gpus} x {device.gpu.name}: {gb(device.memory_gib * GIB)} GB, "
@@ -40,7 +40,7 @@ def heading(found: Rehearsal) -> str:
 
 
 def show(found: Rehearsal) -> None:
-    """Print it to standard output."""
+    """Print the results to standard output."""
     say = console.output.print
     say(heading(found))
     for note in found.notes:
@@ -63,7 +63,7 @@ def show(found: Rehearsal) -> None:
 
 
 def show_fits(fits: Sequence[Fit], command: Command) -> None:
-    """Print the layouts that were rehearsed."""
+    """Print the rehearsed layouts."""
     table = _table(
         f"Layouts on {command.gpus} GPUs: GB of the fullest role, rehearsed; seconds of a step, "
         "modelled",
@@ -93,7 +93,7 @@ def show_fits(fits: Sequence[Fit], command: Command) -> None:
 
 
 def _memory(found: Rehearsal) -> None:
-    """One column a role, so that what holds the memory can be compared."""
+    """Print one column for each role, so that the holders of memory can be compared."""
     columns = [f">{outcome.role.name}" for outcome in found.outcomes]
     small = max(outcome.reserved for outcome in found.outcomes) < 1e9
     unit, scale = ("MB", 1e6) if small else ("GB", 1e9)

@@ -1,20 +1,20 @@
-"""A simulated CUDA device: our CUDA branches run, and are measured, without a GPU.
+"""A simulated CUDA device, on which CUDA code runs and is measured without a GPU.
 
-Underneath PyTorch, CUDA is replaced by a small library of ours, compiled on first use. Tensors are
-real ``cuda`` tensors in PyTorch's own caching allocator, control flow is real, and kernels do
-nothing. One process is one rank of any number; the others do what it does. It tells
+Underneath PyTorch, a small library of ours, compiled on first use, replaces CUDA. Tensors are real
+``cuda`` tensors in PyTorch's own caching allocator, control flow is real, and kernels do nothing.
+One process is one rank of any number; the other ranks are assumed to do what it does. It shows
 
 * whether a program runs: device placement, forking, shapes, arguments of kernels' entry points;
-* the peak memory, and what it holds, of models far larger than the host;
-* each wait of the host for the device, with its Python line;
-* launches, and the bytes that each process group is handed by each operation.
+* the peak memory of models far larger than the host, and what that memory holds;
+* each host sync, with its Python line;
+* launches, and the bytes that each operation hands to each process group.
 
-What it cannot tell: results, speed, what depends on time, hangs between ranks, errors inside
-kernels. Floats hold whatever is in memory, mostly zeros; integers and booleans are true.
+It cannot show results, speed, anything that depends on time, hangs between ranks, or errors inside
+kernels. Floats hold whatever is in memory, mostly zeros; integers and booleans have true values.
 
-``python -m mcore_qwen3vl.runtime.pretended --help`` runs a program on it. :class:`Workbench` runs
-functions, each in a process of its own that has nothing to import any more. Linux with glibc and a
-C compiler only.
+``python -m mcore_qwen3vl.runtime.pretended`` runs a program on it, see ``--help``.
+:class:`Workbench` runs functions, each in a process of its own that has done its imports. The
+device needs Linux with glibc and a C compiler.
 """
 
 from mcore_qwen3vl.runtime.pretended.preload import Settings, preloaded, start_again
@@ -22,7 +22,7 @@ from mcore_qwen3vl.runtime.pretended.report import Report, Stage, Wait
 from mcore_qwen3vl.runtime.pretended.workbench import As, Failed, Workbench
 
 TESTED_VERSIONS = {"torch": ("2.13.0",), "megatron-core": ("0.19.2",), "CUDA": ("13.0",)}
-"""On these, x86-64 and glibc, the tests passed, with the ``torch`` spec."""
+"""Versions on which the tests passed, on x86-64 with glibc and the ``torch`` spec."""
 
 __all__ = [
     "TESTED_VERSIONS",

@@ -20,7 +20,7 @@ the module mcore_qwen3vl.training.pretended with the flags of launch/train.py.""
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The flags before PROGRAM; what follows it is its own."""
+    """Return the parser of the flags before PROGRAM; those after it are the program's own."""
     parser = argparse.ArgumentParser(
         prog="python -m mcore_qwen3vl.runtime.pretended",
         description="Run a program as one rank on a simulated CUDA device.",
@@ -48,7 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the program; the exit code is its own."""
+    """Run the program and return its exit code."""
     own = make_parser().parse_args(argv)
     start_again(Settings(own.memory_gib, capability=own.capability, late_events=own.late_events))
     from mcore_qwen3vl.runtime.pretended import peak
@@ -92,7 +92,7 @@ def _run(program: str, arguments: list[str], is_module: bool) -> int:
 
 
 def table(report: Report) -> str:
-    """The stages as text, with the waits of the last stage but ``end``."""
+    """Return the stages as text, with the details of the last stage before ``end``."""
     lines = [f"{'stage':24} {'s':>7} {'allocated':>10} {'peak':>7} {'reserved':>8} GB"]
     lines[0] += f"{'launches':>9} {'waits':>6}"
     lines += [_row(stage) for stage in report.stages]

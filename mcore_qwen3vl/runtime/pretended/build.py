@@ -1,4 +1,4 @@
-"""The two libraries that stand for CUDA: compiled on demand, kept by the hash of their source."""
+"""The two libraries that replace CUDA, compiled on demand and cached by their source's hash."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.cache import cache_folder
 
 SOURCES = Path(__file__).parent / "stub"
-_LIBRARIES = {  # soname: source files; the soname makes it the driver for whoever opens that name
+_LIBRARIES = {  # soname: source files; whoever opens the driver by this name gets our library
     "libcuda.so.1": ("count", "memory", "kernels", "device", "driver", "libraries", "lookup"),
     "libnvidia-ml.so.1": ("nvml",),
 }
@@ -21,12 +21,12 @@ _OPTIONS = ("-shared", "-fPIC", "-O2", "-w")
 
 
 def libraries() -> list[Path]:
-    """The compiled libraries, from the cache if this source was compiled before.
+    """Return the compiled libraries, from the cache if this source was compiled before.
 
     They are kept in ``$XDG_CACHE_HOME/mcore-qwen3vl`` (``~/.cache/mcore-qwen3vl``).
 
     Raises:
-        BadInput: not Linux, no C compiler, it fails, or the cache cannot be written.
+        BadInput: this is not Linux, there is no C compiler, it fails, or the cache is not writable.
     """
     if sys.platform != "linux":
         raise BadInput(
@@ -37,7 +37,7 @@ def libraries() -> list[Path]:
 
 
 def cached_in() -> Path:
-    """The folder of what this source is compiled to; it need not exist."""
+    """Return the cache folder of this source's libraries; it need not exist."""
     content = hashlib.sha256(" ".join(_OPTIONS).encode())
     for file in sorted(SOURCES.glob("*.[ch]")):
         content.update(file.name.encode() + file.read_bytes())

@@ -1,4 +1,4 @@
-"""What the device counted, and where in Python the host waited for it."""
+"""The device's counters, and the Python lines of host syncs and launches."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ WAITS = (
     *("device synchronize", "stream synchronize", "event synchronize", "blocking copy"),
     *("copy to pageable", "copy from pageable", "cudaFree"),
 )
-_PLACES = 3  # Python frames kept of a wait or a launch
-_WORDS = 5  # kept of a kernel's name
-_LENGTH = re.compile(r"\d+")  # of the identifier that follows it
+_PLACES = 3  # Python frames kept for a host sync or a launch
+_WORDS = 5  # words kept of a kernel's name
+_LENGTH = re.compile(r"\d+")  # the length of the identifier that follows it in a mangled name
 NOT_THE_CALLER = ("/torch/", "/mcore_qwen3vl/runtime/pretended/", "<")
 
 
 class Device:
-    """The pretended device of this process. One object at a time records."""
+    """The pretended device of this process. Only the latest object records."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(None)
@@ -40,12 +40,12 @@ class Device:
         self._waits: Counter[tuple[str, str, str]] = Counter()
         self._launches: Counter[tuple[str, str, str]] = Counter()
         self._phase = "other"
-        # Kept, because the library calls it as long as it lives.
+        # Kept alive, because the library goes on calling it.
         self._callback = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_ulonglong)(self._waited)
         self._library.pretended_on_wait(self._callback)
 
     def set_memory(self, gib: float, context_gib: float | None = None) -> None:
-        """Change how much memory it has, in GiB, and, before it is used, what the context takes."""
+        """Change the device's memory and, before its first use, the context's share, in GiB."""
         self._library.pretended_set_memory(ctypes.c_double(gib))
         if context_gib is not None:
             taken = int(context_gib * (1 << 30))
@@ -53,32 +53,32 @@ class Device:
                 self._counts[COUNTERS.index(name)] = taken
 
     def counters(self) -> dict[str, int]:
-        """All counts since the process began, by the names of :data:`COUNTERS`; sizes in bytes."""
+        """Return the counts since the process began, by :data:`COUNTERS`; sizes in bytes."""
         return {name: int(self._counts[i]) for i, name in enumerate(COUNTERS)}
 
     def launched(self) -> int:
-        """Kernels, copies on the device and memsets since the process began."""
+        """Return the number of kernels, copies on the device and memsets so far."""
         return sum(int(self._counts[i]) for i in _STARTED)
 
     def waits(self) -> list[Wait]:
-        """Each wait of the host so far, by phase, kind and place."""
+        """Return the host syncs so far, by phase, kind and place."""
         return [Wait(*key, count) for key, count in self._waits.items()]
 
     def watch_launches(self, on: bool = True) -> None:
-        """Count kernels by name and place from now on, which takes a few times as long."""
-        # Kept, because the library calls it as long as it lives.
+        """Count kernels by name and place from now on; the program gets a few times slower."""
+        # Kept alive, because the library goes on calling it.
         kind = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
         self._on_launch = kind(self._launched) if on else kind()
         self._library.pretended_on_launch(self._on_launch)
 
     def new_launches(self) -> list[Launch]:
-        """What was launched since the last call of this, most frequent first."""
+        """Return the launches since the last call of this method, most frequent first."""
         found, self._launches = self._launches, Counter()
         return [Launch(*key, count) for key, count in found.most_common()]
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Waits inside are booked under `name`."""
+        """Record host syncs and launches inside under `name`."""
         before, self._phase = self._phase, name
         try:
             yield
@@ -94,7 +94,7 @@ class Device:
 
 
 def _place(frame: FrameType | None) -> str:
-    """The innermost frames outside PyTorch, innermost first."""
+    """Return the innermost frames outside PyTorch as text, innermost first."""
     places: list[str] = []
     while frame and len(places) < _PLACES:
         file = frame.f_code.co_filename
@@ -106,7 +106,7 @@ def _place(frame: FrameType | None) -> str:
 
 @cache
 def _readable(mangled: str) -> str:
-    """The words of a mangled C++ name that tell kernels apart."""
+    """Return the words of a mangled C++ name that tell kernels apart."""
     words: list[str] = []
     at = 0
     while found := _LENGTH.search(mangled, at):
@@ -120,7 +120,7 @@ def _readable(mangled: str) -> str:
 
 
 def short_path(file: str) -> str:
-    """A file inside its package, whatever the package is installed in."""
+    """Return a file's path from its package on, wherever the package is installed."""
     return file.rpartition("site-packages/")[2] if "site-packages/" in file else _tail(file)
 
 

@@ -1,8 +1,8 @@
-"""The work that a rank launches: FLOPs of products and attention, bytes of all other kernels.
+"""The work that a rank launches: FLOPs of matmuls and attention, bytes of all other kernels.
 
 FLOPs are counted from the operators' shapes, by PyTorch's own formulas where it has them. A
-multiply and an add are two; recomputed work counts again, unlike in an MFU. Every other operator
-that launches something is counted by the bytes of its tensors, which it reads and writes once.
+multiply-add counts as two; recomputed work counts again, unlike in an MFU. Every other operator
+that launches something counts the bytes of its tensors, which it reads or writes once.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ BYTES = "bytes"
 """The key of the bytes, beside :data:`KINDS`."""
 FUSED = "fused"
 """The key of the launches that ``torch.compile`` would save; see :func:`count_compiled`."""
-BACKWARD_OVER_FORWARD = 2.5  # five products instead of two: the scores are computed again
+BACKWARD_OVER_FORWARD = 2.5  # five matmuls instead of two: the scores are recomputed
 _GEMMS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
 
 
 class CountWork(TorchDispatchMode):
-    """Adds up, by :data:`KINDS`, :data:`BYTES` and :data:`FUSED`, what runs inside."""
+    """A mode that adds up what runs inside, by :data:`KINDS`, :data:`BYTES` and :data:`FUSED`."""
 
     active: CountWork | None = None
 
     def __init__(self, launched: Callable[[], int] = lambda: 0) -> None:
         """
         Args:
-            launched: how many kernels and copies were started so far.
+            launched: returns the number of kernels and copies started so far.
         """
         super().__init__()
         self.counts: Counter[str] = Counter()
@@ -55,9 +55,9 @@ class CountWork(TorchDispatchMode):
 
     @contextmanager
     def one_kernel(self, tensors: Iterable[Any]) -> Iterator[list[Any]]:
-        """Count what runs inside as one kernel, which reads `tensors` and writes what is yielded.
+        """Count what runs inside as one kernel that reads `tensors` and writes the yielded list.
 
-        Products and attention count as ever.
+        Matmuls and attention still count by their FLOPs.
         """
         if self._within_one:
             yield []
@@ -92,7 +92,7 @@ class CountWork(TorchDispatchMode):
 
 
 def _moved(func: Any, args: Any, result: Any) -> int:
-    """Bytes of the tensors that an operator reads, and of those that it writes."""
+    """Return the bytes of the tensors that an operator reads and of those that it writes."""
     pairs = zip(func._schema.arguments, args, strict=False)
     changed = [a for argument, a in pairs if argument.alias_info and argument.alias_info.is_write]
     made = [] if changed else [result]
@@ -100,7 +100,7 @@ def _moved(func: Any, args: Any, result: Any) -> int:
 
 
 def size_of(values: Iterable[Any]) -> Iterator[int]:
-    """Bytes of each tensor in nested lists and tuples."""
+    """Yield the bytes of each tensor in nested lists and tuples."""
     for value in values:
         if isinstance(value, Tensor):
             yield value.numel() * value.element_size()
@@ -109,9 +109,9 @@ def size_of(values: Iterable[Any]) -> Iterator[int]:
 
 
 def count_compiled() -> None:
-    """From now on what ``torch.compile`` is given counts as one kernel, though it runs as written.
+    """Count each function given to ``torch.compile`` from now on as one kernel.
 
-    The pretended device has no compiler by default: it would compile for most of a rehearsal.
+    It runs as written: compilation is off by default, because it would take most of a rehearsal.
     """
     compile_function = torch.compile
 
@@ -137,7 +137,7 @@ def count_compiled() -> None:
 
 
 def flops_of(work: Mapping[str, float]) -> float:
-    """Those of all kinds in counted work."""
+    """Return the FLOPs of all :data:`KINDS` in counted work."""
     return sum(work.get(kind, 0) for kind in KINDS)
 
 
@@ -148,14 +148,18 @@ def _kind(name: str) -> str:
 
 
 def _grouped(a: Tensor, b: Tensor) -> int:
-    """FLOPs of ``F.grouped_mm``: rows (T, K) by (E, K, N), or for weight gradients (M, T) by
-    (T, N)."""
+    """Return the FLOPs of ``F.grouped_mm``.
+
+    The operands are (T, K) and (E, K, N), or for weight gradients (M, T) and (T, N).
+    """
     return 2 * a.numel() * b.shape[-1]
 
 
 def _dense(name: str, args: Any) -> int:
-    """FLOPs of ``scaled_dot_product_attention``; PyTorch's counter refuses grouped heads before
-    2.12."""
+    """Return the FLOPs of ``scaled_dot_product_attention``.
+
+    Before 2.12, PyTorch's own counter refuses grouped heads.
+    """
     backward = "backward" in name
     (b, heads, queries, width), (*_, keys, _), (*_, of_values) = (
         tensor.shape for tensor in args[int(backward) :][:3]
@@ -165,7 +169,7 @@ def _dense(name: str, args: Any) -> int:
 
 
 def _varlen(name: str, args: Any) -> int:
-    """FLOPs of ``torch.nn.attention.varlen``."""
+    """Return the FLOPs of ``torch.nn.attention.varlen``."""
     backward = name.endswith("backward")
     query = args[1] if backward else args[0]  # (t, heads, D)
     bounds = [a for a in args if isinstance(a, Tensor) and a.dtype == torch.int32][:2]
@@ -175,15 +179,15 @@ def _varlen(name: str, args: Any) -> int:
 
 
 def segmented(query: Tensor, of_queries: Tensor, of_keys: Tensor, *, causal: bool) -> float:
-    """Two products over the pairs of a query and a key in each segment.
+    """Return the FLOPs of attention's two matmuls over the query-key pairs of each segment.
 
-    Causal attention, of which our segments' queries are the last ones, sees what is not above the
+    Our queries are the last positions of their segment. Causal attention sees what is not above the
     diagonal: half of the square of the queries, and all keys before them.
 
     Args:
         query: (..., heads, D).
         of_queries, of_keys: bounds of the segments, on the device.
-        causal: whether it is.
+        causal: whether attention is causal.
     """
     queries, keys = (host_view(bounds).diff().double() for bounds in (of_queries, of_keys))
     pairs = float((queries * keys).sum())

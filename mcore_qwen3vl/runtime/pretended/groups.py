@@ -1,8 +1,8 @@
-"""Process groups of which only this rank exists: the others do, and send, what it does.
+"""Process groups in which only this rank exists; the others are assumed to send what it sends.
 
-On host tensors that is exact: everybody gathers this rank's values. Device tensors are counted;
-small integers among them are filled in too. A broadcast from another rank brings nothing, so
-rehearse ranks that read their batches themselves.
+Host tensors get the values that follow: a gather returns this rank's values for every member.
+Device tensors are only counted, but small integer ones are filled in too. A broadcast from another
+rank brings nothing, so rehearse ranks that read their own batches.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ from mcore_qwen3vl.runtime.pretended.report import Traffic
 REPLACED = ("init_process_group", "new_group", "_store_based_barrier")
 """Functions of ``torch.distributed.distributed_c10d`` that :func:`install` replaces."""
 
-_SMALL = 1 << 20  # elements of integer tensors whose values are filled in
+_SMALL = 1 << 20  # elements; device tensors of fewer integers are filled in
 _traffic: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 1])
 
 
 def traffic() -> list[Traffic]:
-    """What every group was handed so far."""
+    """Return what every group was handed so far."""
     return [Traffic(*key, *counts) for key, counts in _traffic.items()]
 
 
 def install() -> None:
-    """From now on ``torch.distributed`` makes groups of this kind, whatever backend is asked for.
+    """Make ``torch.distributed`` create groups of this kind, whatever backend is requested.
 
-    Their size is WORLD_SIZE's or that of ``init_process_group``, their names what was asked for.
+    The world size is the one passed to ``init_process_group``, else WORLD_SIZE. Groups still report
+    the backend that was requested.
 
     Raises:
-        BadInput: the installed PyTorch lacks a function that this replaces.
+        BadInput: the installed PyTorch lacks a function that this one replaces.
     """
     if getattr(c10d.init_process_group, "pretended", False):
         return
@@ -83,7 +84,7 @@ def install() -> None:
         return group
 
     init_process_group.pretended = True  # type: ignore[attr-defined]
-    c10d._store_based_barrier = lambda *args, **kwargs: None  # it waits for ranks that are not
+    c10d._store_based_barrier = lambda *args, **kwargs: None  # it waits for ranks that do not exist
     for module in (dist, c10d):
         module.init_process_group = init_process_group  # type: ignore[attr-defined]
         module.new_group = new_group  # type: ignore[attr-defined]
@@ -94,14 +95,14 @@ def _make(store: Any, rank: int, size: int, timeout: Any) -> OneRankGroup:
 
 
 def _name(group: Any, description: str, backend: Any) -> None:
-    """Let ``get_backend`` answer what was asked for; "cpu:gloo,cuda:nccl" by its first."""
+    """Let ``get_backend`` return the requested backend: the first of "cpu:gloo,cuda:nccl"."""
     asked = str(backend).split(",")[0].split(":")[-1]
     c10d._world.pg_map[group] = (asked, c10d._world.pg_map[group][1])
     group.description = description + (" (gloo)" if asked == "gloo" else "")
 
 
 class Done(dist.Work):
-    """Work that is done."""
+    """Work that is already finished."""
 
     def __init__(self, result: Iterable[Tensor] = ()) -> None:
         super().__init__()
@@ -122,7 +123,7 @@ class Done(dist.Work):
         return self._future
 
 
-_ProcessGroup: Any = dist.ProcessGroup  # the stubs know overloads that Python is not called with
+_ProcessGroup: Any = dist.ProcessGroup  # its type stubs have overloads that Python never calls
 
 
 class OneRankGroup(_ProcessGroup):
@@ -149,7 +150,7 @@ class OneRankGroup(_ProcessGroup):
         return "pretended"
 
     def _get_backend(self, device: torch.device) -> OneRankGroup:
-        """The group itself: torch 2.15 asks it whether it takes several messages as one."""
+        """Return the group itself, which torch 2.15 asks whether it can coalesce messages."""
         return self
 
     @property
@@ -237,7 +238,7 @@ class OneRankGroup(_ProcessGroup):
     def recv(self, tensors: Any, source: int, tag: int = 0) -> Done:
         for tensor in tensors:
             if _has_values(tensor):
-                tensor.zero_()  # nobody sent anything; and not what was in memory
+                tensor.zero_()  # nothing was sent, and what was in memory must not count
         return self._did("recv", tensors, tensors)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Done:

@@ -1,10 +1,10 @@
-"""Integers and booleans on the device are true; floats hold whatever is in memory.
+"""True values for integers and booleans on the device; floats hold whatever is in memory.
 
 Lengths, indices, masks, splits and ``nonzero`` are then what they would be on a GPU, and so are the
-shapes that follow from them. What is derived from floats: comparisons are false, and top-k takes
-the columns in turn, so that routing is balanced; with skewed routing every other row chooses among
-the first quarter of the columns only, which makes an expert there see 2.5 times its share. A float
-that the host reads is at least 0, so that no square root fails of what happened to be in memory.
+shapes that follow from them. Comparisons of floats are false, and top-k takes the columns in turn,
+so that routing is balanced. With skewed routing every other row chooses only among the first
+quarter of the columns, so that an expert there sees 2.5 times its share. A float that the host
+reads is at least 0, so that no square root fails on what happened to be in memory.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _IN_TURN = {aten.topk.default, aten.sort.default, aten.sort.stable, aten.argsort
 
 
 class TrueIntegers(TorchDispatchMode):
-    """Computes integer results of device operators on the host, into the same memory."""
+    """A mode that computes integer results of device operators on the host, into their memory."""
 
     def __init__(self, routing: Routing = "uniform") -> None:
         super().__init__()
@@ -88,17 +88,17 @@ class TrueIntegers(TorchDispatchMode):
             kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
             true = func(*tree_map(_on_host, args), **tree_map(_on_host, kwargs))
             if mutates:
-                return  # wrote into the memory itself
+                return  # the operator wrote into that memory itself
             for output, value in zip(_many(result), _many(true), strict=True):
                 if _is_whole(output) and output.shape == value.shape:
                     host_view(output).copy_(value)
 
 
 def _columns(shape: torch.Size, columns: int, routing: Routing) -> Tensor:
-    """(..., k) indices: row r takes columns r * k, r * k + 1, … modulo their number.
+    """Return indices (..., k): row r takes columns r * k, r * k + 1, … modulo their number.
 
-    Skewed, even rows do so among themselves, and odd ones modulo a quarter of the number (or k,
-    where that is more).
+    With skewed routing, even and odd rows count separately, and odd rows take theirs modulo a
+    quarter of the number (or k, if that is more).
     """
     width = shape[-1]
     rows, slots = torch.arange(shape.numel() // width)[:, None], torch.arange(width)
@@ -118,7 +118,7 @@ def _many(value: Any) -> Any:
 
 
 def host_view(tensor: Tensor) -> Tensor:
-    """A CPU tensor in the memory of a device tensor, which is host memory in truth."""
+    """Return a CPU tensor in the memory of a device tensor, which is really host memory."""
     storage = tensor.untyped_storage()
     if not storage.nbytes():
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
@@ -135,7 +135,7 @@ def _on_host(value: Any) -> Any:
 
 
 def _nonzero(self: Tensor) -> Tensor:
-    """Wait as CUDA does: the host must know the size of the result."""
+    """Synchronize as CUDA does, because the host must know the size of the result."""
     torch.cuda.current_stream().synchronize()
     if self.dtype in WHOLE:
         found = host_view(self).nonzero()
@@ -147,7 +147,7 @@ def _nonzero(self: Tensor) -> Tensor:
 
 
 def _repeat_interleave(repeats: Tensor, *, output_size: int | None = None) -> Tensor:
-    """Wait as CUDA does: the host must know the sum of `repeats`, unless it is given."""
+    """Synchronize as CUDA does, unless the sum of `repeats` is given: the host must know it."""
     if output_size is None:
         torch.cuda.current_stream().synchronize()
     found = torch.repeat_interleave(host_view(repeats))
@@ -157,7 +157,7 @@ def _repeat_interleave(repeats: Tensor, *, output_size: int | None = None) -> Te
 
 
 def _bincount(self: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    """Wait as CUDA does: the host must know the size of the result."""
+    """Synchronize as CUDA does, because the host must know the size of the result."""
     torch.cuda.current_stream().synchronize()
     found = torch.bincount(host_view(self), minlength=minlength)
     if weights is not None:
@@ -170,7 +170,7 @@ def _bincount(self: Tensor, weights: Tensor | None = None, minlength: int = 0) -
 def _prod(
     self: Tensor, dim: int, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """CUDA's compiles a kernel for integers when it is called, which is more than is here."""
+    """Compute the product on the host: for integers CUDA compiles a kernel, impossible here."""
     found = host_view(self).prod(dim, keepdim, dtype=dtype)
     result = torch.empty_like(found, device=self.device)
     if result.dtype in WHOLE:
@@ -182,7 +182,7 @@ _library: Any = None
 
 
 def answer_sizes() -> None:
-    """Operators whose output size is computed by a kernel are answered from the host."""
+    """Answer from the host the operators that depend on kernels' results, such as ``nonzero``."""
     global _library
     if _library is None:
         _library = torch.library.Library("aten", "IMPL")

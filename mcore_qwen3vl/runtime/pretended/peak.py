@@ -1,4 +1,4 @@
-"""What the device's memory held when it held most, and over time."""
+"""What the device's memory held at its peak, and over time."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ class Moment:
 
 
 class History:
-    """What PyTorch's allocator did since :func:`record`; freed when this object is."""
+    """The history of PyTorch's allocator since :func:`record`, freed with this object."""
 
     def __init__(
         self, classify: Callable[[Frames], str], owners: Mapping[int, str] | None = None
     ) -> None:
         """
         Args:
-            classify: from an allocation's frames to a class.
-            owners: classes of what lives at the end, by the address of its storage; they come
-                before `classify`.
+            classify: returns an allocation's class from its frames.
+            owners: class of each storage that is alive at the end, by its address; it takes
+                precedence over `classify`.
         """
         trace = torch.cuda.memory._snapshot()["device_traces"][0]
         self._trace = [e for e in trace if e["action"] in ("alloc", "free_completed", "oom")]
@@ -61,16 +61,16 @@ class History:
         ]
 
     def peak(self) -> Moment:
-        """When most was allocated; of zero bytes if nothing was."""
+        """Return the moment when most was allocated; one of zero bytes if nothing was."""
         return next(iter(self._moments(1)), Moment(0.0, 0, {}))
 
     def refused(self) -> Moment | None:
-        """When an allocation was refused for good; None if none was."""
+        """Return the moment when an allocation was last refused for good; None if none was."""
         last = max((i for i, e in enumerate(self._trace) if e["action"] == "oom"), default=None)
         return None if last is None else self._snapshots([last])[0]
 
     def over_time(self, points: int = 400) -> list[Moment]:
-        """The peak of each of so many stretches with equally many events."""
+        """Return the peak of each of `points` stretches with equally many events."""
         return self._moments(points)
 
     def _moments(self, stretches: int) -> list[Moment]:
@@ -85,7 +85,7 @@ class History:
         return self._snapshots([i for _, i in best.values()])
 
     def _snapshots(self, indices: list[int]) -> list[Moment]:
-        """At some events, in ascending order."""
+        """Return the moments of the events at `indices`, in the order of events."""
         moments, wanted = [], set(indices)
         sizes: Counter[str] = Counter()
         started = self._trace[0]["time_us"] if self._trace else 0
@@ -98,7 +98,7 @@ class History:
         return moments
 
     def _changes(self) -> Iterator[tuple[int, str, int]]:
-        """(event, class, bytes more) of each event; what was there before is not known."""
+        """Yield (index, class, added bytes) of each event; frees of older memory add nothing."""
         live: dict[int, tuple[str, int]] = {}
         for i, event in enumerate(self._trace):
             if event["action"] == "alloc":
@@ -112,7 +112,7 @@ class History:
 
 
 def line(frames: Frames) -> str:
-    """The innermost line outside PyTorch; ``autograd`` where there is none."""
+    """Return the innermost line outside PyTorch, or ``autograd`` if there is none."""
     for frame in frames:
         if not any(part in frame["filename"] for part in NOT_THE_CALLER):
             return f"{short_path(frame['filename'])}:{frame['line']} {frame['name']}"

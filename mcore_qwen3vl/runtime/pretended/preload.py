@@ -1,4 +1,4 @@
-"""Programs start with the device preloaded, because PyTorch finds CUDA as it is loaded."""
+"""Starting a program with the device preloaded, since PyTorch finds CUDA when it is loaded."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ Routing = Literal["uniform", "skewed"]
 
 @dataclass(frozen=True)
 class Settings:
-    """What the device is like."""
+    """The properties of the device."""
 
     memory_gib: float = 80.0
-    """Its memory in GiB."""
+    """Device memory in GiB."""
     context_mib: float = 600.0
-    """What the context and loaded kernels take of it, in MiB."""
+    """Device memory that the context and loaded kernels take, in MiB."""
     capability: int = 90
     """Compute capability, 10 x major + minor."""
     late_events: bool = False
-    """Events complete only when the host waits: the most memory that tensors in use by several
-    streams can add up to. Otherwise at once, which is the least."""
+    """Whether events complete only when the host waits for them. The peak is then an upper bound of
+    what tensors in use by several streams take; if events complete at once, it is the least."""
 
     def environment(self, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """The variables for a program that shall find this device.
+        """Return the environment variables with which a program finds this device.
 
         Raises:
-            BadInput: it cannot run here, see :func:`.build.libraries`.
+            BadInput: the device cannot run here, see :func:`.build.libraries`.
         """
         driver, *others = libraries()
         words = [*map(str, (driver, *others)), *inherited.get("LD_PRELOAD", "").split(":")]
@@ -49,25 +49,25 @@ class Settings:
             "CUDA_VISIBLE_DEVICES": "0",
             # Transformer Engine's permutations are Triton kernels, whose launcher links the driver.
             "TRITON_LIBCUDA_PATH": str(driver.parent),
-            # A context must not be made by asking whether there is a device: see Workbench.
+            # Asking whether there is a device must not make a context, see Workbench.
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         }
 
 
 def preloaded() -> bool:
-    """Whether this process runs on the pretended device."""
+    """Return whether this process runs on the pretended device."""
     return "pretended-device" in os.environ.get("LD_PRELOAD", "") and hasattr(
         ctypes.CDLL(None), "pretended_counters"
     )
 
 
 def start_again(settings: Settings | None = None) -> None:
-    """Replace this process by itself on the pretended device; returns where it runs on it already.
+    """Restart this process on the pretended device, unless it runs on it already.
 
-    Call it before anything has side effects, as the first thing in a program.
+    Call it first in a program, before anything has side effects.
 
     Raises:
-        BadInput: it cannot run here, see :func:`.build.libraries`.
+        BadInput: the device cannot run here, see :func:`.build.libraries`.
     """
     if not preloaded():
         os.environ |= (settings or Settings()).environment()

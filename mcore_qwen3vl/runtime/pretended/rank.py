@@ -20,14 +20,14 @@ from mcore_qwen3vl.runtime.pretended.integers import TrueIntegers, answer_sizes
 from mcore_qwen3vl.runtime.pretended.preload import Routing, preloaded
 from mcore_qwen3vl.runtime.pretended.report import Report, Stage, Traffic, Wait
 
-_LEVELS = {"used", "peak_used", "pinned", "peak_pinned"}  # counters that are not summed up
+_LEVELS = {"used", "peak_used", "pinned", "peak_pinned"}  # counters of a level, not of events
 
 current: Rank | None = None
-"""The rank that this process is, once :func:`one_rank` was entered."""
+"""The rank that this process is; None outside :func:`one_rank`."""
 
 
 class Rank:
-    """Records the stages of this process's program."""
+    """This process's rank, which records the stages of its program."""
 
     def __init__(self) -> None:
         self.device = Device()
@@ -63,12 +63,12 @@ class Rank:
         return stage
 
     def tally(self) -> Counter[str]:
-        """The work of this stage so far.
+        """Return the work of this stage so far.
 
         Returns:
-            By :data:`.flops.KINDS` and :data:`.flops.BYTES`; ``launches``, without those that
-            compiled functions save, and ``waits``; and by group and operation, with a line break
-            between them, the bytes of :class:`.Traffic`.
+            The counts of :class:`.CountWork`; ``launches``, without those that compiled functions
+            save, and ``waits``; and the bytes of each :class:`.Traffic`, by group and operation
+            with a line break between them.
         """
         now = self.device.counters()
         host = {name: now[name] - self._before[name] for name in ("launches", "waits")}
@@ -93,13 +93,13 @@ class Rank:
 
 @contextmanager
 def one_rank(rank: int = 0, world_size: int = 1, routing: Routing = "uniform") -> Iterator[Rank]:
-    """Be one rank of `world_size`; ``torch.distributed`` is not initialised yet.
+    """Act as one rank of `world_size`, without initialising ``torch.distributed``.
 
-    Inside, integers on the device are true and process groups are :class:`.groups.OneRankGroup`.
+    Inside, device integers have true values and process groups are :class:`.groups.OneRankGroup`.
 
     Args:
-        rank: which one.
-        world_size: how many there are.
+        rank: this process's rank.
+        world_size: number of ranks.
         routing: how tokens are spread over experts, see :mod:`.integers`.
 
     Raises:

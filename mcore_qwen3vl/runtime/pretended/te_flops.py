@@ -1,4 +1,4 @@
-"""The work that Transformer Engine launches by itself, past PyTorch's operators."""
+"""The work that Transformer Engine launches directly, without PyTorch's operators."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _EXTENSION = "transformer_engine_torch"
 
 @contextmanager
 def count_transformer_engine(counts: Counter[str]) -> Iterator[None]:
-    """Inside, its kernels add to `counts`; without Transformer Engine nothing happens."""
+    """Add the work of Transformer Engine's kernels to `counts`, if it is imported."""
     extension = sys.modules.get(_EXTENSION)
     products: dict[str, tuple[str, Callable[..., float]]] = {
         "generic_gemm": ("gemm", _product),
@@ -49,7 +49,11 @@ def count_transformer_engine(counts: Counter[str]) -> Iterator[None]:
 
 
 def _product(a: Any, transposed: bool, b: Any, *_: Any) -> float:
-    """`a`, as PyTorch sees it, is contracted along its last axis if transposed, or its others."""
+    """Return the FLOPs of one matmul.
+
+    `a`, with its axes as in PyTorch, is contracted along its last axis if transposed, else along
+    the others.
+    """
     last = a.size()[-1]
     size = a.size().numel()
     contracted = last if transposed else size / max(last, 1)

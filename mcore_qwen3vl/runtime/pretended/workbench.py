@@ -1,7 +1,7 @@
-"""Many short rehearsals from one process that has done the imports.
+"""Many short rehearsals, forked from one process that has done the imports.
 
-PyTorch and Megatron take fifteen seconds to import, most rehearsals less. The process imports, and
-forks one child for each call; a child makes its CUDA context itself, as a fresh program would.
+PyTorch and Megatron take fifteen seconds to import; most rehearsals take less. One process imports
+them and forks a child for each call. A child makes its own CUDA context, as a fresh program would.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Failed(RuntimeError):
 
 @dataclass(frozen=True)
 class As:
-    """Which rank a call is, and what its device is like.
+    """The rank that a call acts as, and its device.
 
     Attributes:
-        rank: which one.
-        world_size: how many there are.
-        memory_gib: of the device; None: that of the settings.
-        context_gib: what the context takes of it; None: that of the settings.
-        routing: see :mod:`.integers`.
+        rank: rank of the call.
+        world_size: number of ranks.
+        memory_gib: device memory; None: that of the settings.
+        context_gib: device memory that the context takes; None: that of the settings.
+        routing: how tokens are spread over experts, see :mod:`.integers`.
     """
 
     rank: int = 0
@@ -64,12 +64,12 @@ class Workbench:
     ) -> None:
         """
         Args:
-            imports: modules that are imported once, for all calls.
-            settings: of the device.
+            imports: modules to import once, for all calls.
+            settings: properties of the device.
             log: file for what the programs print; None: standard error.
 
         Raises:
-            BadInput: it cannot run here, see :func:`.build.libraries`.
+            BadInput: the device cannot run here, see :func:`.build.libraries`.
         """
         environment = {**os.environ, **(settings or Settings()).environment()}
         program = f"import sys; from {__name__} import serve; serve(*sys.argv[1:])"
@@ -84,7 +84,7 @@ class Workbench:
         return self
 
     def __exit__(self, kind: object, *exception: object) -> None:
-        if kind is not None:  # a call may be going on, for minutes
+        if kind is not None:  # a call may still be running, for minutes
             self._process.kill()
         self.close()
 
@@ -100,17 +100,17 @@ class Workbench:
         """Run ``function(*args)`` as one rank.
 
         Args:
-            function: of a module, or ``module:function``.
-            args: picklable.
-            place: which rank, on which device.
-            where: or the fields of :class:`As`.
+            function: a function that a module defines, or ``module:function``.
+            args: its arguments, which must be picklable.
+            place: rank and device of the call.
+            where: the fields of :class:`As`, instead of `place`.
 
         Returns:
-            What it returned (picklable), and what the device recorded; the last stage is ``end``.
+            The function's result (picklable), and the device's record, whose last stage is ``end``.
 
         Raises:
-            BadInput, CheckFailed: raised by the function, as it was.
-            Failed: it raised anything else, or the process died.
+            BadInput, CheckFailed: the function raised it.
+            Failed: the function raised anything else, or the process died.
         """
         if callable(function):
             function = f"{function.__module__}:{function.__qualname__}"
@@ -134,7 +134,7 @@ def _send(stream: BinaryIO | Any, message: Any) -> None:
 
 
 def serve(parent: str, *imports: str) -> None:
-    """Answer calls from stdin until it ends, or the process of ID `parent` does."""
+    """Answer calls from stdin until stdin ends or the process with the ID `parent` does."""
     from mcore_qwen3vl.runtime.pretended.flops import count_compiled
 
     end_with_parent(int(parent))
@@ -154,10 +154,10 @@ def serve(parent: str, *imports: str) -> None:
 
 @contextmanager
 def _answering_for_the_device() -> Iterator[None]:
-    """Modules may ask for the device's properties inside: no CUDA context is made here for it.
+    """Answer modules that ask for the device's properties, without making a CUDA context here.
 
     megatron-core 0.20 asks for name and capability while it is imported. PyTorch would make a
-    context in this process, and then no fork of it could use CUDA. A fork of its own asks instead.
+    context in this process, and then no fork of it could use CUDA. A separate fork asks instead.
     """
     import torch
 
@@ -177,13 +177,13 @@ def _answering_for_the_device() -> Iterator[None]:
 
 
 def _plain(properties: Any) -> dict[str, Any]:
-    """The properties that are numbers or text; the others cannot be pickled."""
+    """Return the properties that are numbers or text; the others cannot be pickled."""
     found = {n: getattr(properties, n) for n in dir(properties) if not n.startswith("_")}
     return {name: value for name, value in found.items() if isinstance(value, int | float | str)}
 
 
 def _in_a_fork(run: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
-    """Return what `run` returns in a fork: a result, and what went wrong or None."""
+    """Call `run` in a fork and return its result and error; one of them is None."""
     readable, writable = os.pipe()
     server = os.getpid()
     child = os.fork()
@@ -199,7 +199,7 @@ def _in_a_fork(run: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
     _, status = os.waitpid(child, 0)
     if not answer:
         return None, f"died with status {os.waitstatus_to_exitcode(status)}"
-    return pickle.loads(answer)  # of our own fork
+    return pickle.loads(answer)  # written by our own fork
 
 
 def _run(function: str, args: Sequence[Any], place: As) -> tuple[Any, Any]:
