@@ -1,4 +1,4 @@
-"""A rank that fails says so in one line; how it came about is in its log."""
+"""A failing rank prints one line; its traceback goes to its log."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from mcore_qwen3vl.training.logs.quiet import LogFile, log_of
 
 
 def report_crash(error: Exception, flags: Sequence[str], *, aloud: bool = True) -> None:
-    """Write a rank's traceback to its log, and print what it raised, and where the log is.
+    """Write a rank's traceback to its log, and print the error and where the log is.
 
     Without ``--save`` there is no log, so the traceback is printed.
 
     Args:
-        error: what the rank raised.
+        error: the rank's error.
         flags: the command line.
-        aloud: print it too; not, where another rank has.
+        aloud: whether to print; not if another rank has done so.
     """
     rank = int(os.environ.get("RANK", "0"))
     place = log_of(flags, rank)
@@ -45,15 +45,15 @@ def report_crash(error: Exception, flags: Sequence[str], *, aloud: bool = True) 
 
 
 def death_of_a_rank(failures: Mapping[int, Any]) -> str:
-    """What to say of ranks that failed: which was killed, if one was, or which ended first.
+    """Describe a run's failure: the rank that was killed, if any, or else the first that ended.
 
     Args:
-        failures: torchrun's, by rank.
+        failures: torchrun's failures, by rank.
     """
     killed = {
         rank: failure
         for rank, failure in failures.items()
-        if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM  # torchrun's own to others
+        if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM  # torchrun's signal
     }
     rank, failure = min((killed or failures).items(), key=lambda one: one[1].timestamp)
     said = f"rank {rank} {death(failure.exitcode)}"

@@ -1,7 +1,7 @@
-"""Where the run is woven into ``megatron.training``, whose loop has no callbacks.
+"""Hooks into ``megatron.training``, whose loop has no callbacks.
 
-Some of its module-level functions are wrapped, by name, and nothing is copied; a Megatron that
-lacks one of them is refused at the start instead of training without it.
+We wrap some of its module-level functions by name, and copy nothing. If the installed Megatron
+lacks one of them, the run refuses to start instead of training without the hook.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.training.late import Late
 
 Wrapper = Callable[..., Any]
-"""``(original, *args, **kwargs) -> result``, in place of ``original(*args, **kwargs)``."""
+"""A function ``(original, *args, **kwargs) -> result`` that replaces ``original``."""
 
 
 def wrap(module: Any, wrappers: dict[str, Wrapper]) -> None:
-    """Replace functions of `module` by wrappers that are given the original.
+    """Replace functions of `module` by wrappers, each of which receives the original.
 
     Raises:
         BadInput: the installed Megatron has no such function.
@@ -43,16 +43,16 @@ def wrap(module: Any, wrappers: dict[str, Wrapper]) -> None:
 
 
 def results_queue(original: Any, mp_mode: str = "spawn") -> queue.Queue[Any]:
-    """In place of ``filesystem_async.get_write_results_queue``, for saves that this process awaits.
+    """Replace ``filesystem_async.get_write_results_queue``, for saves that this process waits for.
 
-    Megatron's is held by a process of its own, which imports the program anew (600 MB for each
-    rank) and stays for ever once its rank is killed. A save in the background needs that.
+    Megatron's queue lives in a process of its own, which imports the program again (600 MB per
+    rank) and never ends if its rank is killed. Only a save in the background needs that.
     """
     return queue.Queue()
 
 
 class Signals:
-    """Which ranks have received a signal, as all of them knew it a step ago."""
+    """Tells all ranks, one step late, which of them have received a signal."""
 
     def __init__(self) -> None:
         self._gathered: Late | None = None
@@ -60,12 +60,12 @@ class Signals:
     def gather(
         self, original: Any, item: Any, dtype: torch.dtype, group: Any = None, *_: Any, **__: Any
     ) -> list[Any]:
-        """In place of ``dist_signal_handler.all_gather_item``, without a wait.
+        """Replace ``dist_signal_handler.all_gather_item``, without a host sync.
 
-        Megatron's waits for the device once a rank of the world, each iteration.
+        Megatron's version takes one host sync per rank of the world in every iteration.
 
         Returns:
-            Every rank's item of the last call; nothing but zeros the first time.
+            Every rank's item of the call before; zeros in the first call.
         """
         own = torch.full((1,), item, dtype=dtype, device=torch.cuda.current_device())
         everyone = own.new_empty(dist.get_world_size(group))
@@ -75,7 +75,7 @@ class Signals:
 
 
 class Stats:
-    """The largest of the model-parallel ranks' numbers, some of which may have none."""
+    """Reduces a number to its maximum over the model-parallel ranks; some ranks may have none."""
 
     def __init__(self) -> None:
         self._everyone_has: bool | None = None
@@ -83,16 +83,17 @@ class Stats:
     def reduce(
         self, original: Any, stat: float | Tensor | None, group: Any = None
     ) -> float | Tensor | None:
-        """In place of ``reduce_max_stat_across_model_parallel_group``.
+        """Replace ``reduce_max_stat_across_model_parallel_group``.
 
-        Megatron's waits for the device three times. This one does not, where every rank has a
-        number, which is asked once: the gradient norm is of all ranks, the learning rate the same.
+        Megatron's version takes three host syncs. This one takes none if every rank has a number,
+        which the first call finds out. No reduction is needed then: the gradient norm is already
+        that of all ranks, and the learning rate is the same everywhere.
 
         Returns:
-            None if no rank has one.
+            The maximum; None if no rank has a number.
         """
         group = mpu.get_model_parallel_group() if group is None else group
-        missing = -1.0  # as Megatron marks a rank that has none
+        missing = -1.0  # Megatron's own mark for a rank that has none
         if self._everyone_has is None:
             self._everyone_has = not _largest(stat is None, group).item()
         if self._everyone_has:
@@ -112,6 +113,9 @@ def _largest(stat: float | bool | Tensor, group: Any) -> Tensor:
 
 
 def success_of_all(original: Any, success: bool, group: Any = None, *, fp16: bool) -> bool:
-    """In place of ``logical_and_across_model_parallel_group``: only fp16's scaler skips a step."""
+    """Replace ``logical_and_across_model_parallel_group``, which only fp16 needs.
+
+    A rank's step fails only if fp16's loss scaler skips it.
+    """
     everyone: bool = original(success, group=group) if fp16 else success
     return everyone

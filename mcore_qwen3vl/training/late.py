@@ -1,4 +1,4 @@
-"""What the device will have told the host by the next step, so that no step waits for it."""
+"""Async host copies: values that are read one step later, so that no step needs a host sync."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class Late:
-    """Numbers of a device tensor, on their way to the host.
+    """An async host copy of a tensor's values.
 
     Args:
-        values: 1-D.
+        values: 1-D tensor, on any device.
     """
 
     def __init__(self, values: Tensor) -> None:
@@ -24,29 +24,31 @@ class Late:
             self._event.record()
 
     def read(self) -> list[float]:
-        """Waits if they have not arrived; a step later they have."""
+        """Return the values; waits if they have not arrived, which a step later they have."""
         if self._event is not None and not self._event.query():
             self._event.synchronize()
         return list(self._values.tolist())
 
 
 class NormCheck:
-    """Stops a run at a gradient norm that is no number, a step late, but before it is saved.
+    """Stops a run at a non-finite gradient norm: one step late, but before that step is saved.
 
-    Megatron's own check waits twice for each bucket of gradients, inside the backward pass.
+    Megatron's own check takes two host syncs per gradient bucket, inside the backward pass.
     """
 
     def __init__(self) -> None:
         self._pending: tuple[int, Late] | None = None
 
     def add(self, norm: float | Tensor | None, iteration: int) -> None:
-        """
+        """Check the norm that was added before, and start copying this one to the host.
+
         Args:
-            norm: of this iteration, one value; None: nothing trains on this rank's pipeline.
-            iteration: its number.
+            norm: gradient norm of this iteration, one value; None if nothing trains on this rank's
+                pipeline.
+            iteration: number of the iteration.
 
         Raises:
-            FloatingPointError: the norm before is infinite or no number.
+            FloatingPointError: the norm added before is infinite or NaN.
         """
         self.settle()
         if norm is not None:
@@ -54,10 +56,10 @@ class NormCheck:
             self._pending = iteration, Late(values)
 
     def settle(self) -> None:
-        """Check what was added last, which may have to be waited for.
+        """Check the norm that was added last, waiting for it if necessary.
 
         Raises:
-            FloatingPointError: it is infinite or no number.
+            FloatingPointError: it is infinite or NaN.
         """
         pending, self._pending = self._pending, None
         if pending is None:

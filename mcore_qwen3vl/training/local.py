@@ -1,4 +1,4 @@
-"""Training on this machine: ``mcore-qwen3vl train`` is torchrun for one node."""
+"""Training on this machine: ``mcore-qwen3vl train`` acts as torchrun for one node."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from mcore_qwen3vl.training.arguments.parser import add_arguments, is_cpu
 from mcore_qwen3vl.training.crash import death_of_a_rank, report_crash
 
 SHUTDOWN_SECONDS = 600
-"""What a step and a checkpoint may take after SIGTERM; torchrun's 30 s would kill a rank in it."""
+"""Time for a step and a checkpoint after SIGTERM; after torchrun's 30 s a rank would be killed."""
 
 
 def show_help(words: Sequence[str]) -> None:
-    """Print the common flags and ours, or those about `words`, of Megatron's hundreds too."""
+    """Print the common flags and ours, or with `words` those of all flags that are about them."""
     if words:
         from mcore_qwen3vl.training.run import main
 
@@ -42,7 +42,7 @@ def show_help(words: Sequence[str]) -> None:
 
 
 def default_processes(flags: Sequence[str]) -> int:
-    """One rank a GPU, or one on the CPU."""
+    """Return the number of ranks: one per GPU, or one on the CPU."""
     if is_cpu(flags):
         return 1
     import torch
@@ -51,18 +51,18 @@ def default_processes(flags: Sequence[str]) -> int:
 
 
 def train_locally(flags: Sequence[str], processes: int | None = None) -> int:
-    """Train on this machine: be torchrun, without its pages about a rank that failed.
+    """Train on this machine as torchrun would, without its long report about a failed rank.
 
     Args:
-        flags: those of :mod:`mcore_qwen3vl.training.arguments.parser` and Megatron's.
-        processes: ranks; default: :func:`default_processes`.
+        flags: our flags (:mod:`mcore_qwen3vl.training.arguments.parser`) and Megatron's.
+        processes: number of ranks; default: :func:`default_processes`.
 
     Returns:
         The exit code: 0 done, 1 a rank crashed, 2 bad input, 128 + N stopped by signal N.
 
     Raises:
-        BadInput: see :func:`check_early`; or no GPU and no ``--cpu``, or a layout that does not fit
-            the model.
+        BadInput: see :func:`check_early`; or there is neither a GPU nor ``--cpu``, or the layout
+            does not fit the model.
     """
     architecture = check_early(flags)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun sets it, without its warning
@@ -73,7 +73,7 @@ def train_locally(flags: Sequence[str], processes: int | None = None) -> int:
 
 
 def _run_here(flags: Sequence[str]) -> int:
-    """One rank needs no other process: that saves importing torch twice, one after the other."""
+    """Run a single rank in this process, which saves importing torch a second time."""
     from mcore_qwen3vl.training.run import main
 
     with socket.socket() as free:

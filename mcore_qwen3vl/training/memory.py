@@ -1,11 +1,11 @@
-"""How much GPU memory a layout needs: arithmetic to choose a layout by, not a measurement.
+"""Estimate of the GPU memory that a layout needs: a formula for choosing one, not a measurement.
 
 ``mcore-qwen3vl memory`` prints it.
 
-Weights, gradients and optimizer states are exact; activations follow Korthikanti et al.,
+Weights, gradients and optimizer states are exact. Activations follow Korthikanti et al.,
 "Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198), adapted to
 grouped queries, gated MLPs, experts and an attention kernel that stores no scores.
-Allocator fragmentation, NCCL buffers and the CUDA context come on top.
+Allocator fragmentation, NCCL buffers and the CUDA context are not included.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from mcore_qwen3vl.training.lora.parameters import trained_parameters
 Recompute = Literal["none", "cheap", "full"]
 
 TrainedCounts = Counter[parameters.Group]
-"""How many parameters of each group are trained, where not all are: a LoRA run's.
+"""Number of trained parameters in each group, for a LoRA run, which does not train all.
 
-Its activations are the model's: the factors need the inputs that the weights would have needed.
+Such a run keeps the model's activations: the factors need the same inputs as the weights.
 """
 
 WEIGHT = 2  # bytes: bf16
 GRADIENT = 4  # fp32 accumulation
 OPTIMIZER = 12  # fp32 main weight and Adam's two moments
 ACTIVATION = 2  # bf16
-LOGIT = 8  # in a chunk of the head: bf16, float32, and the gradient in bf16
+LOGIT = 8  # in a chunk of the head: in bf16, in float32, and its gradient in bf16
 GB = 1e9
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One micro-batch."""
+    """The size of a micro-batch."""
 
     seq_length: int
     micro_batch_size: int = 1
@@ -62,7 +62,7 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Sum of all parts, in bytes."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.logits
 
     def __str__(self) -> str:
@@ -78,16 +78,16 @@ def estimate(
     recompute: Recompute = "cheap",
     trained: TrainedCounts | None = None,
 ) -> Memory:
-    """Memory of the fullest rank under the distributed optimizer with bf16 weights.
+    """Estimate the memory of the fullest rank, with the distributed optimizer and bf16 weights.
 
     Args:
         a: the model's shape.
         layout: all parallel sizes.
         work: the micro-batch.
-        recompute: ``none`` is --keep-activations; ``cheap``: outputs of norms, SwiGLU and rotary
-            embedding are made again; ``full``: every decoder layer and vision block keeps its input
-            only.
-        trained: see `TrainedCounts`; None: everything.
+        recompute: ``none``: nothing is recomputed, as with --keep-activations; ``cheap``: the
+            outputs of norms, SwiGLU and rotary embedding are recomputed; ``full``: every decoder
+            layer and vision block keeps its input only.
+        trained: see `TrainedCounts`; None if everything trains.
     """
     stages = by_stage(a, layout, work, recompute, trained)
     return max(stages, key=lambda memory: memory.total)
@@ -100,12 +100,12 @@ def by_stage(
     recompute: Recompute = "cheap",
     trained: TrainedCounts | None = None,
 ) -> list[Memory]:
-    """:func:`estimate` for a rank of each pipeline stage, in order."""
+    """Return :func:`estimate` for a rank of each pipeline stage, in order."""
     return [_stage(a, layout, work, recompute, stage, trained) for stage in range(layout.pp)]
 
 
 def of_arguments(args: argparse.Namespace, a: Architecture) -> Memory:
-    """:func:`estimate` for validated Megatron arguments."""
+    """Return :func:`estimate` for validated Megatron arguments."""
     work = Workload(args.seq_length, args.micro_batch_size)
     recompute: Recompute = "none" if args.keep_activations else "cheap"
     if args.recompute_granularity == "full":
@@ -116,7 +116,7 @@ def of_arguments(args: argparse.Namespace, a: Architecture) -> Memory:
 
 
 def layout_of(args: argparse.Namespace) -> Layout:
-    """The layout that validated Megatron arguments describe."""
+    """Return the layout that validated Megatron arguments describe."""
     return Layout(
         tp=args.tensor_model_parallel_size,
         pp=args.pipeline_model_parallel_size,
@@ -161,7 +161,7 @@ def _stage(
 
 
 def stage_layers(a: Architecture, layout: Layout) -> list[list[int]]:
-    """The decoder layers of each pipeline rank, those of its VPP chunks together."""
+    """Return the decoder layers of each pipeline rank, all its VPP chunks together."""
     held = layout.virtual_stages(a.num_hidden_layers)
     return [[n for layers in held[rank :: layout.pp] for n in layers] for rank in range(layout.pp)]
 
@@ -169,13 +169,16 @@ def stage_layers(a: Architecture, layout: Layout) -> list[list[int]]:
 def rank_parameters(
     a: Architecture, layout: Layout, stage: int, counts: TrainedCounts | None = None
 ) -> tuple[float, float]:
-    """Parameters that one rank of a pipeline stage holds: (outside the experts, in them).
+    """Count the parameters that one rank of a pipeline stage holds.
 
     Args:
         a: the model's shape.
         layout: all parallel sizes.
-        stage: of the pipeline.
-        counts: of which parameters; default: the model's.
+        stage: index of the pipeline stage.
+        counts: the parameters to count, by group; default: all of the model's.
+
+    Returns:
+        The number outside the experts, and the number in them.
     """
     layers = stage_layers(a, layout)[stage]
     shared = experts = 0.0
@@ -190,7 +193,7 @@ def rank_parameters(
 
 
 def _outside_layers(group: parameters.Group, a: Architecture, layout: Layout, stage: int) -> bool:
-    """Whether a pipeline stage holds these parameters, which are of no decoder layer."""
+    """Return whether the group is outside the decoder layers and on this pipeline stage."""
     first, last = stage == 0, stage == layout.pp - 1
     if group.layer is not None:
         return False
@@ -210,7 +213,10 @@ def _activations(
     stage: int,
     trained: TrainedCounts,
 ) -> float:
-    """Stored activations of one rank: decoder layers of all micro-batches in flight, and vision."""
+    """Return the bytes of stored activations on one rank.
+
+    They are those of the decoder layers for all micro-batches in flight, and of the vision tower.
+    """
     held = layout.virtual_stages(a.num_hidden_layers)[stage :: layout.pp]
     cheap = recompute == "cheap"
     each = [
@@ -228,15 +234,15 @@ def _activations(
 
 
 def in_flight(layout: Layout, stage: int, kept: Sequence[float]) -> float:
-    """The most that a pipeline rank keeps at once under (interleaved) 1F1B.
+    """Return the most that a pipeline rank keeps at once under (interleaved) 1F1B.
 
     Args:
         layout: all parallel sizes.
         stage: the pipeline rank.
-        kept: what each of its virtual stages keeps of one micro-batch.
+        kept: bytes that each of its virtual stages keeps for one micro-batch.
     """
     most = now = 0.0
-    # Beyond twice as many micro-batches as ranks nothing new happens.
+    # More micro-batches than twice the number of ranks do not raise the maximum.
     for work in order_of_work(stage, layout.pp, layout.vpp, 2 * layout.pp, layout.pp):
         now += kept[work.chunk] if work.forward else -kept[work.chunk]
         most = max(most, now)
@@ -251,13 +257,14 @@ def _layer_activations(
     # Inputs of both norms; q, k, v; the attention's output.
     values = 2 * h * local + (2 * query + 2 * key) * tokens / layout.tp
     inner = 2  # gate and up
-    if not cheap:  # what is made again: inputs of the two blocks, q and k rotated, and the product
+    # Recomputed if cheap: inputs of the two blocks, q and k rotated, and the product.
+    if not cheap:
         values += 2 * h * local + (query + key) * tokens / layout.tp
         inner += 1
     if not moe:
         return ACTIVATION * (values + inner * a.intermediate_size * tokens / layout.tp)
-    # Rows that arrive at this rank's experts on average; each is the input of the experts and
-    # their output before the weighted sum.
+    # Rows that this rank's experts receive on average. Each row is kept twice: as the experts'
+    # input and as their output before the weighted sum.
     rows = a.num_experts_per_tok * tokens / layout.tp * layout.etp
     values += rows * (2 * h + 3 * a.moe_intermediate_size / layout.etp)
     return ACTIVATION * values
@@ -266,13 +273,16 @@ def _layer_activations(
 def _vision_activations(
     a: Architecture, layout: Layout, work: Workload, recompute: Recompute
 ) -> float:
-    """The tower's, whose patches are divided over the TP x CP group."""
+    """Return the bytes of the vision tower's activations on one rank of the TP x CP group.
+
+    The group's ranks divide the patches among them.
+    """
     v = a.vision
     tokens = work.seq_length * work.micro_batch_size * work.visual_share
     patches = tokens * v.spatial_merge_size**2 / (layout.tp * layout.cp)
     if recompute == "full":
         return ACTIVATION * patches * v.depth * v.hidden_size
-    # Inputs of both norms, q and k rotated, v, the attention's output, and what goes into the
-    # activation function; what comes out of it and of the norms is made again.
+    # Inputs of both norms, q and k rotated, v, the attention's output, and the activation
+    # function's input. The outputs of the norms and of the activation function are recomputed.
     per_patch = v.depth * ((2 + 3 + 1) * v.hidden_size + v.intermediate_size)
     return ACTIVATION * patches * per_patch

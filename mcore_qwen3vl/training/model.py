@@ -1,4 +1,4 @@
-"""The model provider: one pipeline chunk as Megatron's flags and the HF config describe it."""
+"""The model provider, which builds a pipeline chunk from Megatron's flags and the HF config."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from mcore_qwen3vl.training.preference.flags import is_preference
 
 @dataclass
 class _Fields(TransformerConfig):
-    """What the flags say, before the config derives one field from another."""
+    """The flags' values, before the config derives one field from another."""
 
     def __post_init__(self) -> None: ...
 
 
 def fields_from_flags(args: argparse.Namespace) -> dict[str, Any]:
-    """The ``TransformerConfig`` fields that Megatron's arguments set."""
+    """Return the ``TransformerConfig`` fields that Megatron's arguments set."""
     given = core_transformer_config_from_args(args, _Fields)
     return {field.name: getattr(given, field.name) for field in fields(TransformerConfig)}
 
@@ -40,13 +40,13 @@ def model_provider(
     on_trained: Callable[[Trained], None] = lambda trained: None,
     **config_overrides: Any,
 ) -> Callable[..., Qwen3VLModel]:
-    """The provider for ``megatron.training.pretrain``.
+    """Return the model provider for ``megatron.training.pretrain``.
 
     Args:
-        args: of :func:`mcore_qwen3vl.training.arguments.parser.parse`.
+        args: the arguments that :func:`mcore_qwen3vl.training.arguments.parser.parse` returns.
         architecture: the model's shape.
-        lora: what is trained instead of the model's own weights.
-        on_trained: is told how much trains, once the last chunk of a rank is built.
+        lora: the LoRA run, if an adapter trains instead of the model's own weights.
+        on_trained: called with how much trains, once the last chunk of a rank is built.
         config_overrides: ``TransformerConfig`` fields that no flag sets.
 
     Returns:
@@ -55,8 +55,8 @@ def model_provider(
     """
     fields_of_all = {**fields_from_flags(args), **config_overrides}
     if args.pad_to_longest or (is_preference(args) and not args.packing):
-        # Stages would otherwise transfer --seq-length tokens of --micro-batch-size rows, whatever
-        # the batch has.
+        # Otherwise stages would transfer --seq-length tokens of --micro-batch-size rows, whatever
+        # the batch's shape.
         fields_of_all["variable_seq_lengths"] = True
     if args.compile_pointwise:
         pointwise.switch_on()
@@ -100,5 +100,5 @@ def model_provider(
 
 
 def resuming(args: argparse.Namespace) -> bool:
-    """Whether ``--load`` holds a checkpoint, which then comes before ``--load-hf``."""
+    """Return whether ``--load`` holds a checkpoint, which takes precedence over ``--load-hf``."""
     return args.load is not None and checkpoint_exists(args.load)

@@ -1,7 +1,7 @@
-"""Phases of an iteration to which waits of the host are booked; the rest is ``other``."""
+"""Phases of an iteration by which host syncs are counted; all others count as ``other``."""
 
 FORWARD_BACKWARD, FINALIZE = "forward and backward", "finalize gradients"
 LOG = "log"
-"""What follows an iteration counts to the next one: after the first, and every --log-interval."""
+"""Logging counts towards the next iteration: after the first one and every --log-interval."""
 FORWARD, BACKWARD = "forward", "backward"
-"""Parts of a micro-batch's work."""
+"""The two parts of a micro-batch's work."""

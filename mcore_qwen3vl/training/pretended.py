@@ -1,8 +1,8 @@
-"""One rank of a training run on the pretended device, with its own entry and flags.
+"""One rank of a training run on the pretended device, with its own entry point.
 
-``python -m mcore_qwen3vl.runtime.pretended --world-size 8 -m mcore_qwen3vl.training.pretended``
-followed by the flags of ``launch/train.py``. The rank must be the first of its TP x CP group; on a
-later pipeline stage, to which nobody sends batches, it reads them itself.
+Run ``python -m mcore_qwen3vl.runtime.pretended --world-size 8 -m mcore_qwen3vl.training.pretended``
+followed by the flags of ``launch/train.py``. The rank must be the first of its TP x CP group. On a
+later pipeline stage it reads the batches itself, because no first stage sends them.
 """
 
 from __future__ import annotations
@@ -29,20 +29,24 @@ OnSetup = Callable[[list[nn.Module], Any], None]
 
 
 def main(argv: Sequence[str], on_setup: OnSetup = lambda model, optimizer: None) -> None:
-    """Train as the flags say, and report to the rank that this process is.
+    """Train as the flags say, and record the stages and facts in this process's rank.
 
-    Stages: ``model and optimizer``, then ``iteration 1`` and so on. Facts: ``batch``: the shapes of
-    the first one; ``parameters``: how many values this rank trains; ``without gradient`` and
-    ``not on the device``: names of parameters and buffers that are at fault; ``work``: see
-    :meth:`.pretended_stages.Work.of_iteration`; ``tokens`` and ``useful flops``: of this rank's
-    samples in the last iteration, as in a log's tokens/s and MFU.
+    The stages are ``model and optimizer``, then ``iteration 1`` and so on. The facts are:
+
+    - ``batch``: the shapes of the first batch.
+    - ``parameters``: number of values that this rank trains.
+    - ``without gradient``: names of trained parameters that received no gradient.
+    - ``not on the device``: names of parameters and buffers that are not on the device.
+    - ``work``: see :meth:`.pretended_stages.Work.of_iteration`.
+    - ``tokens`` and ``useful flops``: those of this rank's samples in the last iteration, counted
+      as for the log's tokens/s and MFU.
 
     Args:
         argv: the flags.
-        on_setup: is shown the model's chunks and the optimizer before the first iteration.
+        on_setup: called with the model's chunks and the optimizer before the first iteration.
 
     Raises:
-        BadInput: as :func:`mcore_qwen3vl.training.run.main`; or this process is no pretended rank,
+        BadInput: see :func:`mcore_qwen3vl.training.run.main`; or this process is no pretended rank,
             or not the first of its TP x CP group.
     """
     rank = this_rank.current
@@ -80,7 +84,7 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda model, optimizer: None)
 
 
 class _Watch:
-    """Wraps Megatron's functions: stages, phases, and what is wrong with parameters."""
+    """Wraps Megatron's functions to record stages and phases, and to check the parameters."""
 
     def __init__(self, rank: Rank, on_setup: OnSetup) -> None:
         self._rank = rank
@@ -152,7 +156,7 @@ class _Watch:
         return {"tokens": done.counts.tokens, "useful flops": useful}
 
     def show(self, batch: Batch) -> None:
-        """Count a batch; the first one's shapes are for the report."""
+        """Count a batch, and report the shapes of the first one."""
         self._samples.add(batch)
         pixels = None if batch.visual is None else tuple(batch.visual.pixel_values.shape)
         packs = None if batch.cu_seqlens is None else len(batch.cu_seqlens) - 1
@@ -191,13 +195,13 @@ def _buffers(model: list[nn.Module]) -> dict[str, Tensor]:
 
 
 def _own_data(base: Any, watch: _Watch) -> Any:
-    """A data provider whose ranks read their batches themselves on every pipeline stage."""
+    """Derive a data provider that reads batches itself on every pipeline stage."""
     from megatron.core import parallel_state
 
     from mcore_qwen3vl.training.feed.batches import without_pixels
 
     class OwnFeed:
-        """In place of the first stage: batches as it sends them."""
+        """Replaces the feed from the first stage: yields batches as that stage would send them."""
 
         is_source = False
 

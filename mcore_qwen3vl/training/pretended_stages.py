@@ -1,9 +1,9 @@
-"""What one pipeline stage knows from the others, where there are none.
+"""Stand-ins for what a pipeline stage learns from other stages, which a simulated rank lacks.
 
-Tensors under variable-length transfers (``--pad-to-longest``, or DeepStack features that later
-stages need): a stage learns the shape of what comes from its neighbour. On the pretended device
-that shape is zeros, and the tensor empty: it is given here the shape that the neighbour's would
-have.
+With variable-length transfers (``--pad-to-longest``, or DeepStack features that later stages need)
+a stage receives the shape of each tensor from its neighbour. On the pretended device that shape is
+all zeros and the tensor is empty. Here such a tensor gets the shape that a real neighbour would
+send.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mcore_qwen3vl.training.phases import BACKWARD, FORWARD
 
 @contextmanager
 def patterns_of_other_stages() -> Iterator[None]:
-    """Inside, ``--freeze`` may name what this stage has nothing of: another one may, unseen."""
+    """Let ``--freeze`` name parts that this stage lacks, because an absent stage may have them."""
     check = Freezing.check
 
     def of_one_stage(self: Freezing) -> Trained:
@@ -40,10 +40,10 @@ def patterns_of_other_stages() -> Iterator[None]:
 
 @contextmanager
 def shapes_from_neighbours() -> Iterator[None]:
-    """Inside, empty tensors that a stage received get their shape when they are used."""
+    """Give the empty tensors that a stage receives their shape, when they are used."""
     from megatron.core.pipeline_parallel import schedules
 
-    sent = WeakTensorKeyDictionary()  # to the shapes of what was sent, which is freed then
+    sent = WeakTensorKeyDictionary()  # output -> shape that it had when it was sent; freed then
     free, backward = schedules.deallocate_output_tensor, schedules.custom_backward
     receive = Qwen3VLModel._receive
 
@@ -62,7 +62,7 @@ def shapes_from_neighbours() -> Iterator[None]:
         if received is not None and not received.numel():
             batch = _micro_batch_size()
             rows = self._deepstack_in * len(plan.destination)
-            # A leaf, whose gradient is sent back: its shape is changed in place.
+            # Changed in place: it is a leaf, whose gradient is sent back.
             received.data = received.new_empty(
                 seq_len + -(-rows // batch), batch, self.config.hidden_size
             )
@@ -77,19 +77,20 @@ def shapes_from_neighbours() -> Iterator[None]:
 
 
 class Work:
-    """What each virtual stage of this rank does, forward and backward told apart."""
+    """Counts the work of each virtual stage of this rank, forward and backward separately."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
-        self._stage_of = WeakTensorKeyDictionary()  # which virtual stage an output is of
+        self._stage_of = WeakTensorKeyDictionary()  # output -> its virtual stage
         self._done: Counter[int] = Counter()  # micro-batches of each virtual stage
         self._work: defaultdict[tuple[int, str], Counter[str]] = defaultdict(Counter)
 
     def of_iteration(self) -> list[dict[str, dict[str, float]]]:
-        """``forward`` and ``backward`` of a micro-batch for each virtual stage; then starts anew.
+        """Return each virtual stage's ``forward`` and ``backward`` work, and reset the counts.
 
         Returns:
-            See :meth:`.rank.Rank.tally`; the mean of the micro-batches.
+            For each virtual stage, the work of one micro-batch: the mean over the iteration's. See
+            :meth:`.rank.Rank.tally` for its keys.
         """
         found = [
             {
@@ -103,7 +104,7 @@ class Work:
         return found
 
     def forward(self, original: Any) -> Any:
-        """mcore's ``forward_step``, counted."""
+        """Wrap mcore's ``forward_step`` to count its work."""
 
         def forward_step(*args: Any, vp_stage: int | None = None, **kwargs: Any) -> Any:
             stage = vp_stage or 0
@@ -116,7 +117,7 @@ class Work:
         return forward_step
 
     def backward(self, original: Any) -> Any:
-        """mcore's ``backward_step``, counted."""
+        """Wrap mcore's ``backward_step`` to count its work."""
 
         def backward_step(input_tensor: Any, output_tensor: Any, *args: Any) -> Any:
             with self._counted(self._stage_of[_only(output_tensor)], BACKWARD):
@@ -132,7 +133,7 @@ class Work:
 
 
 def _only(output: Any) -> Any:
-    """The tensor of an output, which some schedules keep in a list."""
+    """Return the tensor of an output, which some schedules keep in a list."""
     return output[0] if isinstance(output, list) else output
 
 

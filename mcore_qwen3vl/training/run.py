@@ -60,16 +60,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _lock(args: argparse.Namespace, locks: ExitStack) -> None:
-    """Let no other run write where this one does."""
+    """Lock the folders that this run writes to against other runs."""
     for folder in {Path(place).resolve() for place in (args.save, args.save_hf) if place}:
         folder.mkdir(parents=True, exist_ok=True)
         locks.enter_context(only_writer(folder))
 
 
 def _choose_device(cpu: bool) -> None:
-    """Before megatron is imported."""
+    """Prepare for the CPU or for GPUs; must run before megatron is imported."""
     if cpu:
-        # What megatron and torch miss on CUDA is not missing here.
+        # Warnings of megatron and torch about missing CUDA extensions do not matter here.
         warnings.filterwarnings("ignore", module="megatron")
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
         from mcore_qwen3vl.runtime.cpu import install
@@ -82,13 +82,13 @@ def _choose_device(cpu: bool) -> None:
 
 
 class Run:
-    """The state of one run that Megatron's loop does not hold."""
+    """The state of a run that Megatron's loop does not hold."""
 
     def __init__(self, args: argparse.Namespace, screen: Console | None) -> None:
         """
         Args:
-            args: of :func:`mcore_qwen3vl.training.arguments.parser.parse`.
-            screen: of :func:`mcore_qwen3vl.training.logs.quiet.quiet`.
+            args: the arguments that :func:`mcore_qwen3vl.training.arguments.parser.parse` returns.
+            screen: the terminal from :func:`mcore_qwen3vl.training.logs.quiet.quiet`, or None.
         """
         from mcore_qwen3vl.config import Architecture
         from mcore_qwen3vl.training.checkpoints.best import Validations
@@ -110,12 +110,12 @@ class Run:
         self._new_validation = True
         self._interrupted = False
         self._on_disk: tuple[str, int] | None = None
-        # As Megatron's own log, that of the last rank, which knows the loss.
+        # The last rank shows progress, as with Megatron's own log: it knows the loss.
         last = args.rank == args.world_size - 1
         self.progress = RunProgress(screen if last else None)
 
     def introduce(self, screen: Console | None, explicit: Collection[str]) -> None:
-        """Say what the run will do; one rank calls this."""
+        """Print what the run will do; one rank calls this."""
         from mcore_qwen3vl.training.logs.summary import show_summary
 
         taken = statement(self.args, explicit)
@@ -155,9 +155,10 @@ class Run:
         return 0
 
     def _interrupt_as_sigterm(self) -> None:
-        """Ctrl-C reaches every process of the terminal; this rank then saves as for SIGTERM.
+        """Make Ctrl-C act as SIGTERM, after which the rank saves.
 
-        Its data workers, which are forked and inherit the handler, go on until the rank ends them.
+        Ctrl-C reaches every process of the terminal. The data workers, which are forked and inherit
+        the handler, ignore it and go on until the rank ends them.
         """
         rank = os.getpid()
 
@@ -171,7 +172,7 @@ class Run:
             signal.signal(signal.SIGINT, handler)
 
     def _stopped_by(self) -> int:
-        """128 and the signal, or 0 if it was a limit."""
+        """Return 128 + N if signal N stopped the run, or 0 if a limit did."""
         from megatron.training.global_vars import get_signal_handler
 
         if self._interrupted:
@@ -206,15 +207,15 @@ class Run:
         if not self.args.async_save:
             wrap(filesystem_async, {"get_write_results_queue": results_queue})
 
-        # Would compile a helper for GPT data sets, which are not used, by a Makefile that
-        # megatron-core's wheel lacks; the first rank would exit for it.
+        # Would compile a helper for GPT data sets, which we do not use, with a Makefile that
+        # megatron-core's wheel lacks; the first rank would exit because of that.
         wrap(datasets, {"compile_helpers": lambda original: None})
-        # Does not wait for the device, where Megatron's does once a rank of the world.
+        # Needs no host sync; Megatron's version takes one per rank of the world.
         wrap(dist_signal_handler, {"all_gather_item": Signals().gather})
-        # Copies a bounded part of the gradients at a time.
+        # Copies only a bounded part of the gradients at a time.
         gradients = import_module("megatron.core.distributed.finalize_model_grads")
         wrap(gradients, {"_allreduce_non_tensor_model_parallel_grads": reduce_in_pieces})
-        # Holds only what trains.
+        # Checkpoints hold only what trains.
         keep = {"generate_state_dict": keep_trained} if self.lora else {}
         wrap(checkpointing, keep)
         wrap(
@@ -226,26 +227,26 @@ class Run:
                 "save_checkpoint_and_time": self._save_checkpoint,
                 # After each iteration: exports to Hugging Face.
                 "checkpoint_and_decide_exit": self._after_iteration,
-                # Is no part of the speed in our log.
+                # Its time does not count in the speed that we log.
                 "evaluate_and_print_results": self._validate,
-                # Knows the losses of a validation, which that one only prints.
+                # Returns the losses of a validation, which the function above only prints.
                 "evaluate": self._evaluate,
-                # Also writes --log-json, and stops at a gradient norm that is no number.
+                # Also writes --log-json, and stops at a non-finite gradient norm.
                 "training_log": self._log,
-                # Adds the learning rates by part.
+                # Adds the parts' own learning rates.
                 "get_megatron_optimizer_config": self._optimizer_config,
-                # Do not wait for the device.
+                # Without host syncs.
                 "reduce_max_stat_across_model_parallel_group": Stats().reduce,
                 "logical_and_across_model_parallel_group": partial(
                     success_of_all, fp16=self.args.fp16
                 ),
-                # Makes torch's Adam fused and resumable, saves the state in the ranks' own parts,
-                # and asks the device for no loss scale.
+                # Makes torch's Adam fused and resumable, saves the state in each rank's own part,
+                # and keeps the loss scale on the host.
                 "get_megatron_optimizer": self._optimizer,
             },
         )
         by_adapter = is_preference(self.args) and reference_of(self.args) == "adapter"
-        # Also for a run that follows another one in its process.
+        # Set either way, because an earlier run in this process may have set it.
         wrap(
             training,
             {"get_forward_backward_func": with_reference if by_adapter else _as_it_is},
@@ -260,7 +261,7 @@ class Run:
                 self.architecture,
                 self.lora,
                 self._note_trained,
-                # No method: Megatron copies the config deeply, and a method's object with it.
+                # Not a method: Megatron deep-copies the config, and with it a method's object.
                 finalize_model_grads_func=lambda *args, **kw: self._finalize_gradients(*args, **kw),
             ),
         )
@@ -309,7 +310,7 @@ class Run:
         from mcore_qwen3vl.training.checkpoints.disk import explained_save
         from mcore_qwen3vl.training.checkpoints.resume import save_companions
 
-        # A run that had nothing left to do, or whose last step was its best.
+        # Already saved: the run had nothing left to do, or its last step was its best.
         if (self.args.save, iteration) == self._on_disk:
             return
         self.norms.settle()
@@ -325,7 +326,7 @@ class Run:
 
     def _validate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(original).bind(*args, **kwargs).arguments
-        # At its end Megatron validates once more, even right after the last interval.
+        # Megatron validates once more at the end, even right after the last interval.
         self._new_validation = given["iteration"] != self._validated_at
         self._validated_at = given["iteration"]
         with self.metrics.paused():
@@ -337,9 +338,10 @@ class Run:
         found = original(*args, **kwargs)
         losses = found[0]
         iteration = self._validated_at
-        if losses is not None:  # the time was not up meanwhile
+        if losses is not None:  # None if the run's time was up meanwhile
             self.validations.add(iteration, losses)
-            if self._on_disk == (self.args.save, iteration):  # the last one follows the last save
+            # The last validation follows the last save.
+            if self._on_disk == (self.args.save, iteration):
                 self.validations.keep(iteration)
         if losses and self._new_validation and is_last_rank():
             numbers = {f"validation {name}": float(loss) for name, loss in losses.items()}
@@ -385,9 +387,9 @@ class Run:
     def _finalize_gradients(
         self, model: list[Any], num_tokens: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Megatron's, divided by our normaliser; now the gradients are whole and can be measured.
+        """Finalize gradients as Megatron does, divide them by our normaliser, and report norms.
 
-        Its own `num_tokens` must be an integer, which a sum of weights is not.
+        Megatron's own `num_tokens` must be an integer, which a sum of weights is not.
         """
         from megatron.core.distributed import finalize_model_grads
 
@@ -427,7 +429,7 @@ class Run:
         return original(losses, totals, rate, iteration, *rest, **kw)
 
     def _check_norm(self, norm: Any, iteration: int, *, now: bool) -> None:
-        """A step late, unless `now`. In fp16 the loss scaler skips such steps."""
+        """Check the norm, a step late unless `now`. In fp16 the loss scaler skips such steps."""
         if self.args.fp16:
             return
         self.norms.add(norm, iteration)
@@ -450,7 +452,7 @@ class Run:
 
 
 def _objective(args: argparse.Namespace) -> Any:
-    """What the run minimises."""
+    """Return the objective that the run minimises."""
     from mcore_qwen3vl.training.preference.flags import is_preference, preference_of
     from mcore_qwen3vl.training.preference.objective import of_pairs
     from mcore_qwen3vl.training.step.losses import find_loss, of_tokens

@@ -78,7 +78,7 @@ def check_names(argv: Sequence[str]) -> None:
 
 
 def flag_list(megatron: str) -> Path:
-    """Return the file that lists a megatron-core version's flags, one a line; it may not exist."""
+    """Return the file of a megatron-core version's flags, one per line; it may not exist."""
     return Path(__file__).with_name(f"megatron-core-{megatron}.txt")
 
 

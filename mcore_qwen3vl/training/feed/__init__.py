@@ -1,1 +1,1 @@
-"""From the data loader to the ranks of a run."""
+"""The way of batches from the data loader to the ranks of a run."""

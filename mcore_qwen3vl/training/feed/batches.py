@@ -1,8 +1,8 @@
-"""One stream of batches for all ranks that work on the same micro-batch.
+"""Broadcast of batches to all ranks that work on the same micro-batch.
 
-While the device works on one, a thread of the host reads the next, sends what is small of it to
-the other ranks, and puts the pixels where the device can fetch them by itself. The copies to the
-device, and the broadcast of pixels, run on a stream of their own beside the computation.
+While the device works on one batch, a host thread reads the next, sends its small tensors to the
+other ranks, and puts the pixels in pinned memory. The copies to the device and the broadcast of
+pixels run on a stream of their own, beside the computation.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from mcore_qwen3vl.training.feed.stages import StageFeed
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A batch on the host of one rank, or what stops the run."""
+    """A batch on the host of one rank, or the error that stops the run."""
 
-    light: Batch | BadInput
-    pixels_follow: bool  # over the device
-    visual: VisualInputs | None  # on the rank that read them
+    light: Batch | BadInput  # without pixels
+    pixels_follow: bool  # whether the device group broadcasts the pixels
+    visual: VisualInputs | None  # with pixels, on the rank that read them
 
 
 class SharedBatches:
     """Batches of one loader, for every rank of a TP x CP group and every chunk of a rank.
 
-    The first rank of the group reads; what is small goes to the others over the host, the tensors
-    with a patch axis over the device. Later pipeline stages get what the first one read, through
-    its first rank, with shapes in place of those tensors.
+    The first rank of the group reads. It sends small tensors to the others from host to host, and
+    tensors with a patch axis from device to device. Later pipeline stages get what the first stage
+    read, through its first rank, with shapes in place of the tensors with a patch axis.
     """
 
     def __init__(
@@ -56,16 +56,16 @@ class SharedBatches:
     ) -> None:
         """
         Args:
-            loader: on the first rank of the first stage's group; None on the others.
-            device: where the model is.
+            loader: the data loader, on the first rank of the first stage's group; None on others.
+            device: the model's device.
             group: the TP x CP group.
-            host_group: the same ranks over gloo; with `ahead`, of nothing else.
-            feed: between the first ranks of all pipeline stages; None on other ranks, or when there
-                is one stage.
-            chunks: virtual pipeline stages of this rank, each of which gets every batch.
-            on_batch: are shown each batch once, on the host and without pixels.
-            ahead: one thread, which reads the next batch while this one is worked on; several
-                streams may share it. None: batches are read when they are asked for.
+            host_group: the same ranks over gloo; with `ahead`, nothing else may use it.
+            feed: connects the first ranks of all pipeline stages; None on other ranks, or if there
+                is only one stage.
+            chunks: number of virtual pipeline stages of this rank, each of which gets every batch.
+            on_batch: functions that are called once with each batch, on the host, without pixels.
+            ahead: one thread, which reads the next batch while this one is in use; several streams
+                may share it. If None, batches are read on demand.
         """
         self._loader = loader
         self._device = device
@@ -80,7 +80,7 @@ class SharedBatches:
         self._waiting: list[deque[Batch]] = [deque() for _ in range(chunks)]
 
     def chunk(self, index: int) -> Iterator[Batch]:
-        """The stream of one virtual pipeline stage."""
+        """Yield the batches of one virtual pipeline stage."""
         while True:
             if not self._waiting[index]:
                 batch = self._next()
@@ -89,11 +89,13 @@ class SharedBatches:
             yield self._waiting[index].popleft()
 
     def position(self) -> Any:
-        """Where the loader stood before it read ahead, for its ``state_dict``; None where it did
-        not."""
+        """Return the loader's position before it read ahead, for its ``state_dict``.
+
+        It is None if nothing was read ahead, or this rank has no loader.
+        """
         if self._upcoming is None:
             return None
-        self._upcoming.exception()  # it reads no more
+        self._upcoming.exception()  # waits until the thread has finished reading
         return self._position
 
     def _next(self) -> Batch:
@@ -113,23 +115,23 @@ class SharedBatches:
         return self._handed_over(batch)
 
     def _first(self, ahead: Executor) -> _Prepared:
-        """On the caller's thread, because it starts the loader's processes.
+        """Prepare the first batch on the caller's thread, because it starts the loader's processes.
 
-        A process that another thread forks takes down what this one's has, and hangs where that is
-        a converter of PyAV's, whose own threads are not in it.
+        A process forked by another thread tears down this thread's state when it starts. It hangs
+        if that state has a PyAV converter, because the converter's own threads were not forked.
         """
         ahead.submit(int).result()  # other streams' messages go first, as on the other ranks
         return self._prepare()
 
     def _prepare(self) -> _Prepared:
-        """All that the host does for a batch; on every rank in the same order."""
+        """Do the host's work for a batch; on every rank in the same order."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # each thread has its own
         read, visual = self._read(), None
         if isinstance(read, Batch) and read.visual is not None and self._loader is not None:
             visual, read = read.visual, replace(read, visual=without_pixels(read.visual))
             if self._device.type == "cuda":
-                visual = visual.pin_memory()  # nothing is done where torch's loader has
+                visual = visual.pin_memory()  # does nothing if torch's loader has done so
         if self._feed is not None and self._feed.is_source:
             self._feed.send(read)
         message = [(read, self._loader is not None)]
@@ -138,7 +140,7 @@ class SharedBatches:
         light: Any
         light, pixels_follow = message[0]
         if isinstance(light, Batch) and self._device.type == "cuda":
-            # What another rank sent is not pinned yet.
+            # A batch from another rank is not pinned yet.
             pinned = replace(light, visual=None).pin_memory()
             light = replace(pinned, visual=light.visual, cu_seqlens=light.cu_seqlens)
         return _Prepared(light, pixels_follow, visual)
@@ -161,7 +163,7 @@ class SharedBatches:
         return torch.cuda.stream(self._copies)
 
     def _handed_over(self, batch: Batch) -> Batch:
-        """To the stream that computes, which begins when the copies are done."""
+        """Hand the batch to the compute stream, which starts on it when the copies are done."""
         if self._copies is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._copies)
@@ -170,7 +172,7 @@ class SharedBatches:
         return batch
 
     def _read(self) -> Batch | BadInput | None:
-        """The next batch, or what stops the run: the other ranks must hear of it too."""
+        """Return the next batch, or the error that stops the run, which other ranks need too."""
         if self._loader is not None:
             try:
                 return next(self._loader)
@@ -180,11 +182,11 @@ class SharedBatches:
         return received
 
     def _to_device(self, batch: Batch) -> Batch:
-        """All but cu_seqlens, whose values the host needs."""
+        """Move the batch to the device, except cu_seqlens, whose values the host needs."""
         return replace(batch.to(self._device, non_blocking=True), cu_seqlens=batch.cu_seqlens)
 
     def _patches(self, full: Tensor | None, shape: Tensor) -> Tensor:
-        """The first rank's `full` on all ranks; the others know its `shape` only."""
+        """Broadcast the first rank's `full` to all ranks, which know only its `shape`."""
         if full is None:
             full = torch.empty_like(shape, device=self._device)
         else:
@@ -202,5 +204,5 @@ def _checked(message: Any) -> Batch:
 
 
 def without_pixels(visual: VisualInputs) -> VisualInputs:
-    """Shapes and dtypes in place of the tensors with a row a patch, the rest as it is."""
+    """Replace the tensors that have a row per patch by meta tensors of the same shape and dtype."""
     return replace(visual, **{n: getattr(visual, n).to("meta") for n in PER_PATCH})

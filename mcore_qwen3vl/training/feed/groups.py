@@ -1,4 +1,4 @@
-"""Which ranks read, and the groups over which batches reach the others."""
+"""The ranks that read data, and the groups over which batches reach the others."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from mcore_qwen3vl.data.loading.measured import PATIENCE
 
 
 def reads() -> bool:
-    """Whether this is the first rank of a first stage."""
+    """Return whether this is the first rank of a first pipeline stage."""
     return _is_first_of_stage() and parallel_state.get_pipeline_model_parallel_rank() == 0
 
 
 def _is_first_of_stage() -> bool:
-    """Whether this rank is the first of its TP x CP group."""
+    """Return whether this rank is the first of its TP x CP group."""
     return bool(parallel_state.get_tensor_and_context_parallel_rank() == 0)
 
 
 def host_group() -> dist.ProcessGroup:
-    """This rank's TP x CP group, over gloo: one of its own, which a thread may use."""
+    """Create a gloo group of this rank's TP x CP group, for use by a thread."""
     group = parallel_state.get_tensor_and_context_parallel_group()
     mine = _over_gloo(dist.get_process_group_ranks(group))
     assert mine is not None
@@ -31,9 +31,13 @@ def host_group() -> dist.ProcessGroup:
 
 
 def stages_group() -> dist.ProcessGroup | None:
-    """This rank's pipeline group over gloo if it is the first of its stage and there are several.
+    """Create a gloo group of the stages' first ranks, if there are several stages.
 
-    A group of its own even where that one is on gloo: its messages must not meet activations.
+    It is a new group even if the pipeline group uses gloo: its messages must not mix with
+    activations.
+
+    Returns:
+        None if this rank is not the first of its stage.
     """
     group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() == 1:
@@ -42,12 +46,16 @@ def stages_group() -> dist.ProcessGroup | None:
 
 
 def wait_for_measuring() -> None:
-    """Wait for the ranks that read, which may first measure all data: longer than others wait."""
+    """Wait for the ranks that read, with a long timeout: they may first measure all data."""
     dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE)))
 
 
 def _over_gloo(ranks: Sequence[int]) -> dist.ProcessGroup | None:
-    """A new group of these ranks; every rank of the run calls, those of none with no ranks."""
+    """Create a gloo group of `ranks`, which are empty if this rank is in none; all ranks call this.
+
+    Returns:
+        The group; None if `ranks` is empty.
+    """
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, tuple(ranks))
     mine, _ = dist.new_subgroups_by_enumeration(

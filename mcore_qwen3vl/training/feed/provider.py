@@ -1,4 +1,4 @@
-"""The data provider: loaders for the ranks that read, one stream for each pipeline chunk."""
+"""The data provider: loaders on the ranks that read, and a stream for each pipeline chunk."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from mcore_qwen3vl.training.preference.flags import is_preference, reference_of
 
 
 def data_config(args: argparse.Namespace) -> DataConfig:
-    """How Megatron's flags and ours say samples become batches.
+    """Derive from Megatron's flags and ours how samples become batches.
 
     Raises:
-        BadInput: the sequence length does not divide by the layout.
+        BadInput: the layout does not divide the sequence length.
     """
     cp, tp = args.context_parallel_size, args.tensor_model_parallel_size
     local = _tokens_of_a_product(args)
@@ -46,7 +46,7 @@ def data_config(args: argparse.Namespace) -> DataConfig:
         )
     given = vars(args)
     chosen = {f.name: given[f.name] for f in fields(DataConfig) if f.name in given}
-    # A packed sample is cut by CP alone; SP cuts the pack.
+    # CP divides each packed sample; SP divides the pack.
     chosen["length_multiple"] = length_multiple(cp) if args.packing else whole
     chosen["pairs"] = is_preference(args)
     if args.balance is None:
@@ -59,7 +59,7 @@ def data_config(args: argparse.Namespace) -> DataConfig:
 
 
 def _tokens_of_a_product(args: argparse.Namespace) -> int:
-    """What the tokens of a rank must be a multiple of, for linear layers in FP8 or FP4."""
+    """Return what a rank's token count must be a multiple of, for linear layers in FP8 or FP4."""
     if args.fp8:
         return get_fp8_align_size(Fp8Recipe(args.fp8_recipe))
     return get_fp4_align_size(Fp4Recipe(args.fp4_recipe)) if args.fp4 else 1
@@ -78,9 +78,9 @@ class DataProvider:
     ) -> None:
         """
         Args:
-            args: of :func:`mcore_qwen3vl.training.arguments.parser.parse`.
+            args: the arguments that :func:`mcore_qwen3vl.training.arguments.parser.parse` returns.
             architecture: the model's shape.
-            on_batch: is shown each training batch.
+            on_batch: called with each training batch.
         """
         self._args = args
         self._architecture = architecture
@@ -88,14 +88,14 @@ class DataProvider:
         self._ahead = ThreadPoolExecutor(1, "read ahead") if args.num_workers > 0 else None
         self._streams: tuple[SharedBatches, SharedBatches | None] | None = None
         self.train_loader: Loader | None = None
-        """On ranks that read."""
+        """The loader of the training data; None on ranks that do not read."""
         self.trained = ALL
-        """How much trains, for the work of a pack."""
+        """How much of the model trains, from which a pack's work is computed."""
 
     def __call__(
         self, sample_counts: Sequence[int], vp_stage: int | None = None
     ) -> tuple[Iterator[Batch], Iterator[Batch] | None, None]:
-        """The streams of one virtual pipeline stage: training, validation, no test."""
+        """Return the streams of one virtual pipeline stage: training, validation, and no test."""
         if self._streams is None:
             self._streams = self._build()
         train, valid = self._streams
@@ -134,7 +134,7 @@ class DataProvider:
         )
 
     def _loader(self, sources: Sequence[Source], split: Any) -> Loader | None:
-        """The loader of a rank that reads; None on the others, which are sent its batches."""
+        """Return the loader on a rank that reads; None on the others, which receive its batches."""
         if not self._reads():
             return None
         args = self._args
@@ -152,11 +152,11 @@ class DataProvider:
         )
 
     def _reads(self) -> bool:
-        """Whether this is the first rank of a first stage."""
+        """Return whether this rank reads; see :func:`.groups.reads`."""
         return reads()
 
     def save_state(self, directory: str, iteration: int) -> None:
-        """Save where this data-parallel rank's training data stands."""
+        """Save this data-parallel rank's position in the training data."""
         if self.train_loader:
             position = self._streams[0].position() if self._streams else None
             dp_rank = parallel_state.get_data_parallel_rank()
@@ -171,12 +171,12 @@ class DataProvider:
             )
 
     def close(self) -> None:
-        """Wait for the batch that is read ahead: on all ranks, before their groups go."""
+        """Wait for the batch that is read ahead; all ranks must, before groups are destroyed."""
         if self._ahead is not None:
             self._ahead.shutdown(wait=True)
 
     def _sources(self) -> list[Source]:
-        """The sources of the training data."""
+        """Return the sources of the training data."""
         return parse_sources(
             self._args.train_data_path or self._args.data_path, self._args.preprocess
         )

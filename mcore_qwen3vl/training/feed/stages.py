@@ -1,7 +1,7 @@
-"""What the first pipeline stage reads, for the stages that have no vision tower.
+"""Broadcast of the first pipeline stage's batches to later stages, which have no vision tower.
 
-Only the first stage runs data workers: a later one that read for itself would decode images it has
-no use for, and one unreadable file there alone would shift its stream against the others'.
+Only the first stage runs data workers. A later stage that read for itself would decode images it
+does not need, and a file that only it cannot read would put its stream out of step with the others.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch import Tensor
 
 
 class StageFeed:
-    """Messages from the first rank of a group to all others, for which the first never waits.
+    """Messages from the first rank of a group to all others, sent without blocking the first.
 
-    It must not: it would wait for stages that wait for its activations. Hence a thread.
+    A thread sends them: a blocking send would wait for stages that wait for its activations.
     """
 
     def __init__(self, group: dist.ProcessGroup, tag: int) -> None:
         """
         Args:
-            group: one rank of each pipeline stage, in order, over gloo; of feeds alone.
-            tag: tells several feeds of one group apart.
+            group: a gloo group of one rank of each pipeline stage, in order; only feeds use it.
+            tag: distinguishes several feeds over one group.
         """
         self._group = group
         self._tag = tag
@@ -46,12 +46,12 @@ class StageFeed:
         self._queue.put(pickle.dumps(message))
 
     def receive(self) -> Any:
-        """The first stage's next message."""
+        """Return the first stage's next message."""
         size = torch.empty(1, dtype=torch.int64)
         self._transfer(dist.recv, size, 0)
         payload = torch.empty(int(size), dtype=torch.uint8)
         self._transfer(dist.recv, payload, 0)
-        return pickle.loads(payload.numpy().tobytes())  # of a rank of this run
+        return pickle.loads(payload.numpy().tobytes())  # from a rank of this run
 
     def _deliver(self) -> None:
         while True:

@@ -1,5 +1,8 @@
-"""Where the data stood, beside each checkpoint: saved before it, so that a complete checkpoint
-always has it; read back when training resumes, for any number of data-parallel ranks."""
+"""The position in the data, saved beside each checkpoint.
+
+It is saved first, so that a complete checkpoint always has it. When training resumes, it can be
+read for any number of data-parallel ranks.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,11 @@ from mcore_qwen3vl.errors import BadInput
 FOLDER = "dataloader"
 SOURCES = "sources"
 GLOBAL_BATCH = "global_batch_size"
-"""What a file holds beside the loader's own state: the data that it stands in, and the number of
-samples of a step."""
+"""Keys in a file besides the loader's own state: its data sources, and the samples per step."""
 
 
 def folder_of(checkpoints: str | Path, iteration: int) -> Path:
-    """Where the states of `iteration` are, below the checkpoint directory."""
+    """Return the folder of an iteration's states, below the checkpoint directory."""
     return Path(checkpoints) / FOLDER / f"iter_{iteration:07d}"
 
 
@@ -38,16 +40,16 @@ def save(
     position: Any = None,
     global_batch: int | None = None,
 ) -> None:
-    """Write one data-parallel rank's state; appears whole or not at all.
+    """Write one data-parallel rank's state; the file appears whole or not at all.
 
     Args:
-        loader: whose state it is.
-        checkpoints: directory.
-        iteration: of the checkpoint.
-        dp_rank: of this rank.
-        sources: the data that it reads.
-        position: of :meth:`Loader.position`, to go on from there; None: from where it stands.
-        global_batch: samples of a step, for :func:`global_batch_of`.
+        loader: the loader whose state is saved.
+        checkpoints: the checkpoint directory.
+        iteration: iteration of the checkpoint.
+        dp_rank: this rank's data-parallel rank.
+        sources: the data that the loader reads.
+        position: result of :meth:`Loader.position` to save; None: the loader's current position.
+        global_batch: samples per step, for :func:`global_batch_of`.
     """
     folder = folder_of(checkpoints, iteration)
     folder.mkdir(parents=True, exist_ok=True)
@@ -65,7 +67,7 @@ def load(
     dp_size: int,
     sources: Sequence[Source] = (),
 ) -> None:
-    """Let `loader` continue where the checkpoint of `iteration` was written.
+    """Let `loader` continue from where it stood at the checkpoint of `iteration`.
 
     Raises:
         BadInput: no state was saved with that checkpoint, or it does not fit this run or its data.
@@ -93,13 +95,13 @@ def load(
 
 
 def global_batch_of(checkpoints: str | Path, iteration: int) -> int | None:
-    """Samples of a step of the run that wrote a checkpoint; None where that was not stored."""
+    """Return the samples per step of the run that wrote a checkpoint; None if not stored."""
     file = next(folder_of(checkpoints, iteration).glob("rank_*.pt"), None)
     return None if file is None else _read(file).get(GLOBAL_BATCH)
 
 
 def _described(sources: Sequence[Source]) -> list[tuple[str, int | None]]:
-    """Names, and the bytes of files: whatever they are called, data of that size are the same."""
+    """Return names and file sizes in bytes; the same sizes mean the same data, under any name."""
     return [(s.path.name, s.path.stat().st_size if s.path.is_file() else None) for s in sources]
 
 

@@ -1,1 +1,1 @@
-"""What a run reports about itself."""
+"""Reports of a run: summary, progress, metrics and logs."""

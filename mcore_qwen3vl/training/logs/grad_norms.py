@@ -17,7 +17,9 @@ NAMES = tuple(PARTS)
 
 
 def part_grad_norms(model: list[Any]) -> dict[str, Tensor]:
-    """The 2-norm of each part's gradient over all ranks; called by all, after the reduction.
+    """Return the 2-norm of each part's gradient over all ranks.
+
+    All ranks call this, after the gradients are reduced.
 
     Args:
         model: this rank's DDP-wrapped pipeline chunks.
@@ -34,7 +36,7 @@ def part_grad_norms(model: list[Any]) -> dict[str, Tensor]:
 
 
 def _add_squares(squares: Tensor, buffer: Any, parts: dict[nn.Parameter, Any], chunk: Any) -> None:
-    """Add what this rank alone answers for: its shard of each bucket, or all on one DP rank."""
+    """Add this rank's share: its shard of each bucket, or, unsharded, all on the first DP rank."""
     sharded = chunk.ddp_config.use_distributed_optimizer
     group = buffer.data_parallel_group
     if not sharded and group.rank() != 0:
@@ -54,7 +56,7 @@ def _add_squares(squares: Tensor, buffer: Any, parts: dict[nn.Parameter, Any], c
 
 
 def _is_counted(parameter: nn.Parameter) -> bool:
-    """Whether this copy counts: mcore's norm counts a tied copy or a TP replica once."""
+    """Return whether to count this copy: as in mcore's norm, ties and TP replicas count once."""
     return param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(
         parameter,
         tp_group=parallel_state.get_tensor_model_parallel_group(),

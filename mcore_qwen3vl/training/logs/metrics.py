@@ -1,4 +1,4 @@
-"""What Megatron's log does not say: speed, data quality, balance, and MFU with vision."""
+"""Metrics that Megatron's log lacks: speed, data quality, balance, and MFU with vision."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from mcore_qwen3vl.data.encoding.batch import Batch, Counts
 from mcore_qwen3vl.model import flops
 
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0, "B200": 2250.0}
-"""Dense bf16 peaks by what the device's name contains (NVIDIA's data sheets)."""
+"""Dense bf16 peaks by a part of the device's name (NVIDIA's data sheets)."""
 
 
 @dataclass
 class Work:
-    """What this rank was given since the last report."""
+    """The work that this rank received since the last report."""
 
     counts: Counts = field(default_factory=Counts)
     squared_lengths: float = 0.0
     squared_frames: float = 0.0
 
     def add(self, batch: Batch) -> None:
-        """One micro-batch, on the host."""
+        """Add a micro-batch, whose tensors are on the host."""
         self.counts += batch.counts
         self.squared_lengths += float(_lengths(batch).square().sum())
         if batch.visual is not None:
             self.squared_frames += float(batch.visual.frame_patches.double().square().sum())
 
     def vector(self) -> list[float]:
-        """The counts in one list, to be summed over the data-parallel ranks."""
+        """Return the counts in one list, to be summed over the data-parallel ranks."""
         c = self.counts
         data = (c.tokens, c.capacity, c.trained_tokens, c.images + c.videos, c.patches)
         return [
@@ -48,7 +48,7 @@ class Work:
 
 
 def _lengths(batch: Batch) -> Tensor:
-    """(samples,) float64 lengths; when packed, with the padding between samples."""
+    """Return (samples,) float64 lengths; when packed, with the padding between samples."""
     if batch.cu_seqlens is None:
         return (~batch.padding_mask).sum(1).double()
     padded = batch.cu_seqlens.diff().double()
@@ -56,7 +56,7 @@ def _lengths(batch: Batch) -> Tensor:
 
 
 class Metrics:
-    """Collects work and reports it every so often; every rank calls alike."""
+    """Collects work and reports it at intervals; every rank makes the same calls."""
 
     def __init__(
         self,
@@ -67,19 +67,20 @@ class Metrics:
     ) -> None:
         """
         Args:
-            architecture: for FLOPs.
-            peak_tflops: of one device in the training dtype; None: looked up, or no MFU.
-            clock: seconds.
+            architecture: the model's shape, for FLOPs.
+            peak_tflops: peak of one device in the training dtype; if None it is looked up, and
+                there is no MFU for an unknown device.
+            clock: returns the time in seconds.
         """
         self._architecture = architecture
         self.trained = flops.ALL
         self._peak = peak_tflops or device_peak_tflops()
         self._clock = clock
         self._work = Work()
-        self._since: float | None = None  # the first batch, not the start of the program
+        self._since: float | None = None  # from the first batch on, not from the program's start
 
     def count(self, batch: Batch) -> None:
-        """One more micro-batch of this data-parallel rank."""
+        """Count one more micro-batch of this data-parallel rank."""
         if self._since is None:
             self._since = self._clock()
         self._work.add(batch)
@@ -93,10 +94,12 @@ class Metrics:
             self._since += self._clock() - started
 
     def report(self, group: dist.ProcessGroup) -> dict[str, float]:
-        """Numbers since the last report, over all ranks; there was a batch since the start.
+        """Return the numbers since the last report, over all ranks.
+
+        At least one batch must have been counted since the start.
 
         Args:
-            group: the data-parallel ranks, CP left out.
+            group: the data-parallel ranks, context parallelism not included.
         """
         device = torch.cuda.current_device()
         total = torch.tensor(self._work.vector(), dtype=torch.float64, device=device)
@@ -131,7 +134,7 @@ class Metrics:
 
 
 def device_peak_tflops() -> float | None:
-    """The bf16 peak of this process's device, if it is one that is known."""
+    """Return the bf16 peak of this process's device in TFLOP/s; None for an unknown device."""
     if not torch.cuda.is_available():
         return None
     name = torch.cuda.get_device_name()
@@ -139,7 +142,7 @@ def device_peak_tflops() -> float | None:
 
 
 def write(report: Mapping[str, float], iteration: int, tensorboard: Any, wandb: Any) -> None:
-    """To TensorBoard and W&B, where Megatron's flags opened them."""
+    """Write `report` to TensorBoard and W&B, if Megatron's flags opened them."""
     if tensorboard:
         for name, value in report.items():
             tensorboard.add_scalar(f"qwen3-vl/{name}", value, iteration)
@@ -148,11 +151,11 @@ def write(report: Mapping[str, float], iteration: int, tensorboard: Any, wandb: 
 
 
 def append_json(file: str, numbers: Mapping[str, float | None]) -> None:
-    """One line of JSON, with every digit."""
+    """Append `numbers` to `file` as one line of JSON, with every digit."""
     with open(file, "a", encoding="utf-8") as stream:
         stream.write(json.dumps(numbers) + "\n")
 
 
 def line(report: Mapping[str, float]) -> str:
-    """One line for the log."""
+    """Format `report` as one line of the log."""
     return " qwen3-vl | " + " | ".join(f"{name}: {value:.4g}" for name, value in report.items())

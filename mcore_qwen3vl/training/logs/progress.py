@@ -1,4 +1,4 @@
-"""A run as a person follows it: a bar on a terminal, elsewhere a line each log interval."""
+"""Progress of a run: a bar on a terminal, elsewhere one line per log interval."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 LOSSES = ("lm loss", "dpo loss")
-"""What a run may call what it minimises."""
+"""Names that a run may give its loss."""
 
 
 class RunProgress:
     """Shows steps, loss, speed and the time left.
 
-    One rank of a run shows it, the last, which is the one that knows the loss; the others have one
+    Only the last rank of a run shows it, because that rank knows the loss; the others have one
     without a screen.
     """
 
@@ -29,11 +29,11 @@ class RunProgress:
     ) -> None:
         """
         Args:
-            screen: None shows nothing.
-            clock: seconds.
+            screen: where to show progress; None shows nothing.
+            clock: returns the time in seconds.
         """
         self.steps = 0
-        """The last step that has ended."""
+        """Number of the last step that has ended."""
         self._screen = screen
         self._total = 0
         self._clock = clock
@@ -58,11 +58,11 @@ class RunProgress:
 
     @property
     def elapsed(self) -> timedelta:
-        """Since the start, in whole seconds."""
+        """Time since the start, in whole seconds."""
         return timedelta(seconds=round(self._clock() - self._started))
 
     def step(self, step: int, total: int) -> None:
-        """One more step of `total` has ended; those of a run that is resumed count."""
+        """Record that step `step` of `total` has ended; both count the steps before a resume."""
         self.steps, self._total = step, total
         if self._screen is None:
             return
@@ -72,7 +72,7 @@ class RunProgress:
             self._move(completed=step)
 
     def show(self, step: int, numbers: Mapping[str, float | None]) -> None:
-        """What is known of a step, by the names of ``--log-json``; after :meth:`step`."""
+        """Show a step's numbers, by the names of ``--log-json``; call :meth:`step` first."""
         if self._screen is None:
             return
         assert self._last is not None
@@ -90,12 +90,12 @@ class RunProgress:
             self.say("  ".join([f"step {step}/{self._total}", *parts]))
 
     def say(self, text: str) -> None:
-        """A line of its own."""
+        """Print `text` on a line of its own."""
         if self._screen is not None:
             self._screen.print(text, markup=False, soft_wrap=True)
 
     def _left(self, step: int, now: float) -> timedelta:
-        """By the mean pace of this run, with what saving and validation took."""
+        """Return the time left at this run's mean pace, which includes saving and validation."""
         assert self._first is not None
         first, since = self._first
         pace = (now - since) / (step - first)
@@ -109,8 +109,8 @@ class RunProgress:
                 BarColumn(bar_width=24),
                 TextColumn("{task.fields[numbers]}"),
                 console=self._screen,
-                # Drawn when something changes: no thread, which forked data workers would miss,
-                # and nobody else's output is the bar's to hold back.
+                # Drawn when something changes, not by a thread, which forked data workers would
+                # lack. The bar holds back no other output.
                 auto_refresh=False,
                 redirect_stdout=False,
                 redirect_stderr=False,
@@ -121,7 +121,7 @@ class RunProgress:
 
 
 def _parts(numbers: Mapping[str, float | None]) -> list[tuple[str, str]]:
-    """Names and values for a narrow line."""
+    """Return short names and formatted values, for a narrow line."""
     loss = next((numbers[name] for name in LOSSES if name in numbers), None)
     chosen = (
         ("loss", loss, ".4f"),

@@ -1,8 +1,8 @@
-"""Keeps what Megatron prints, about a thousand lines a run, out of the terminal.
+"""Keep Megatron's output, about a thousand lines per run, out of the terminal.
 
-It goes to ``logs/rank_NNNNN.txt`` in the checkpoint directory instead. What a person wants to see
-is shown by :mod:`mcore_qwen3vl.training.logs.summary` and
-:mod:`mcore_qwen3vl.training.logs.progress`; warnings and errors reach standard error as ever.
+It goes to ``logs/rank_NNNNN.txt`` in the checkpoint directory instead.
+:mod:`mcore_qwen3vl.training.logs.summary` and :mod:`mcore_qwen3vl.training.logs.progress` show what
+a person wants to see. Warnings and errors still reach standard error.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ CLEAR_LINE = "\r\x1b[2K"
 OWN = "mcore_qwen3vl"
 
 _PYTHONS = re.compile(r"\S+:\d+: (?P<kind>\w+): (?P<text>.*)")
-"""The first line of a warning by the module `warnings`: where, of which class, and what."""
+"""First line of a warning by the module `warnings`: its place, class and text."""
 
 _FOR_DEVELOPERS = ("DeprecationWarning", "FutureWarning", "SyntaxWarning")
 
 _OF_NO_USE = (
-    "RerunStateMachine",  # is in the mode that this package chooses
+    "RerunStateMachine",  # it is in the mode that this package chooses
     "GPTModel IS DEPRECATED",  # advice for the author of a model
-    "argument order of load has been changed",  # of a function that Megatron calls
-    "assuming the intent is to load in a single process",  # of the states that all ranks share
+    "argument order of load has been changed",  # about a function that Megatron calls
+    "assuming the intent is to load in a single process",  # about states that all ranks share
     "async save is deprecated",  # saves are synchronous
     "'pin_memory' argument is set as true but no accelerator",  # --cpu was asked for
 )
-"""Parts of Megatron's and torch's warnings that every run would show."""
+"""Parts of Megatron's and torch's warnings that every run would show in vain."""
 
 
 @contextmanager
 def quiet(argv: Sequence[str]) -> Iterator[Console | None]:
-    """Meanwhile, standard output is a log file.
+    """Redirect standard output to a log file.
 
     Args:
-        argv: the command line; with ``--verbose`` nothing changes.
+        argv: the command line; with ``--verbose`` nothing is redirected.
 
     Yields:
-        The terminal, or wherever standard output led to; None with ``--verbose``.
+        The terminal, or wherever standard output went before; None with ``--verbose``.
     """
     if _flags(argv).verbose:
         yield None
@@ -62,10 +62,10 @@ def quiet(argv: Sequence[str]) -> Iterator[Console | None]:
     rank = int(os.environ.get("RANK", "0"))
     file = LogFile(log_of(argv, rank))
     terminal = sys.stdout
-    # Piped output is for files and grep: lines are not folded.
+    # Lines of piped output are not folded: it is for files and grep.
     screen = Console(file=terminal, highlight=False, width=None if terminal.isatty() else 1000)
     errors: Any = AboveProgress(sys.stderr) if terminal.isatty() else sys.stderr
-    # A data worker fills its buffer behind a bar of its own, and all would draw over each other.
+    # Each data worker would show a bar while filling its buffer, drawn over the others' bars.
     no_bars = mock.patch.object(tqdm, "__init__", partialmethod(tqdm.__init__, disable=True))
     with (
         redirect_stdout(file),
@@ -78,7 +78,7 @@ def quiet(argv: Sequence[str]) -> Iterator[Console | None]:
 
 
 def log_of(argv: Sequence[str], rank: int) -> Path | None:
-    """The log of a rank of this command line; None without ``--save``, or with ``--verbose``."""
+    """Return the log file of `rank` for `argv`; None without ``--save`` or with ``--verbose``."""
     known = _flags(argv)
     return None if known.verbose or known.save is None else log_file(known.save, rank)
 
@@ -91,18 +91,21 @@ def _flags(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def log_file(save: Path, rank: int) -> Path:
-    """Where a rank's output goes, below the checkpoint directory `save`."""
+    """Return the file for a rank's output, below the checkpoint directory `save`."""
     return save / FOLDER / f"rank_{rank:05d}.txt"
 
 
 class LogFile(io.TextIOBase):
-    """Appends to a file that it makes when there is something to write.
+    """A log file that is created at the first write, and appended to.
 
-    A run does not end for its log's sake: on a full disk the log is cut short.
+    A full disk cuts the log short, but does not end the run.
     """
 
     def __init__(self, path: Path | None) -> None:
-        """None: what is written is lost."""
+        """
+        Args:
+            path: the file; None discards what is written.
+        """
         self._path = path
         self._stream: TextIO | None = None
 
@@ -111,7 +114,7 @@ class LogFile(io.TextIOBase):
             try:
                 if self._stream is None:
                     self._path.parent.mkdir(parents=True, exist_ok=True)
-                    # By lines: data workers are forked, with what is in the buffer.
+                    # Line-buffered, because a forked data worker inherits what is in the buffer.
                     self._stream = self._path.open("a", buffering=1, encoding="utf-8")
                 self._stream.write(text)
             except OSError:
@@ -128,7 +131,7 @@ class LogFile(io.TextIOBase):
 
 
 class AboveProgress(io.TextIOBase):
-    """Standard error on a terminal whose last line may be a progress bar, of any process."""
+    """Standard error on a terminal whose last line may be any process's progress bar."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -151,7 +154,10 @@ class AboveProgress(io.TextIOBase):
 
 @contextmanager
 def _logging_to(file: LogFile, errors: Any, rank: int) -> Iterator[None]:
-    """All records to the file; warnings to standard error too, others' from the first rank only."""
+    """Log all records to the file, and warnings to standard error too.
+
+    Libraries' warnings are shown by the first rank only.
+    """
     record = logging.StreamHandler(file)
     record.setLevel(logging.INFO)
     show = logging.StreamHandler(errors)
@@ -172,7 +178,7 @@ def _logging_to(file: LogFile, errors: Any, rank: int) -> Iterator[None]:
 
 
 class _OneLine(logging.Formatter):
-    """Formats a Python warning as its message alone, without the place in a library."""
+    """Formats a Python warning as its message alone, without its place in a library."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = record.getMessage()
@@ -182,7 +188,7 @@ class _OneLine(logging.Formatter):
 
 
 class _OfUse(logging.Filter):
-    """Ours; a library's on the first rank, once, if it tells the user something about this run."""
+    """Passes our records; a library's only on the first rank, once, and if of use to the user."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()

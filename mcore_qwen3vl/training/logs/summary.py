@@ -1,4 +1,4 @@
-"""What a run is about to do, in a dozen lines at its start."""
+"""A summary of what a run will do: a dozen lines at its start."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def show_summary(
     """Print what the run will do.
 
     Args:
-        screen: where to.
-        args: of :func:`mcore_qwen3vl.training.arguments.parser.parse`.
+        screen: where to print.
+        args: the arguments that :func:`mcore_qwen3vl.training.arguments.parser.parse` returns.
         a: the model's shape.
-        explicit: ``dest`` names of what the command line sets.
+        explicit: ``dest`` names of the arguments that the command line sets.
         lora: the adapter; None where the model itself trains.
     """
     rows = summary(args, a, explicit, lora)
@@ -58,7 +58,7 @@ def summary(
     explicit: Collection[str],
     lora: LoraRun | None = None,
 ) -> list[tuple[str, str]]:
-    """Rows: what, and in words."""
+    """Return the rows of the summary: a name, and a description in words."""
     rows = [
         ("model", _model(args, a)),
         ("weights", _weights(args)),

@@ -1,1 +1,1 @@
-"""Preference training in Megatron's loop: flags, the loss over pairs, the reference."""
+"""Preference training in Megatron's loop: flags, the loss over pairs and the reference."""

@@ -1,4 +1,4 @@
-"""Flags of preference training: read, checked and refused before anything is built."""
+"""The flags of preference training, and checks of them before anything is built."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mcore_qwen3vl.objectives.settings import Kind, Preference
 from mcore_qwen3vl.training.lora.flags import asked as asks_for_lora
 
 LOSS = "dpo"
-"""What ``--loss`` calls it."""
+"""Name of preference training's loss for ``--loss``."""
 
 Reference = Literal["adapter", "file"]
 
@@ -20,7 +20,7 @@ _ROUTER_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
 
 
 def add_preference_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add the flags to `group`."""
+    """Add the flags of preference training to `group`."""
     default = Preference()
     group.add_argument(
         "--dpo-beta",
@@ -52,14 +52,15 @@ def add_preference_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def is_preference(args: argparse.Namespace) -> bool:
-    """Whether the run trains on preference pairs."""
+    """Return whether the run trains on preference pairs."""
     return bool(args.loss == LOSS)
 
 
 def preference_of(args: argparse.Namespace) -> Preference:
-    """
+    """Return the loss's settings from the flags.
+
     Raises:
-        BadInput: a value that the loss has no meaning for.
+        BadInput: a value makes no sense for the loss.
     """
     given = {
         "kind": args.dpo_loss,
@@ -71,10 +72,10 @@ def preference_of(args: argparse.Namespace) -> Preference:
 
 
 def reference_of(args: argparse.Namespace) -> Reference:
-    """Where the reference's log-probabilities come from.
+    """Return where the reference's log-probabilities come from.
 
-    Without the flag an adapter that training begins with is part of the reference, which switching
-    it off would lose.
+    An adapter that training starts from (``--lora-init``) is part of the reference. Switching it
+    off would lose that, so the default is then ``file``.
     """
     if args.dpo_reference is not None:
         chosen: Reference = args.dpo_reference
@@ -84,22 +85,22 @@ def reference_of(args: argparse.Namespace) -> Reference:
 
 
 def _whole(args: argparse.Namespace) -> bool:
-    """Whether the flags name weights that train whole beside the adapter."""
+    """Return whether the flags name weights that train whole, besides the adapter."""
     return bool(args.lora_modules_to_save)
 
 
 def preference_defaults(explicit: Mapping[str, Any]) -> dict[str, Any]:
-    """Megatron's values where the command line says nothing; see :func:`check_preference`."""
+    """Return the defaults of Megatron's arguments for this loss; see :func:`check_preference`."""
     if explicit.get("loss") != LOSS:
         return {}
     return {"moe_aux_loss_coeff": 0.0}
 
 
 def check_preference(args: argparse.Namespace) -> None:
-    """Combinations with other flags.
+    """Check the flags of preference training against the others.
 
     Raises:
-        BadInput: naming the flags and the remedy.
+        BadInput: flags do not fit together; the message names them and the remedy.
     """
     if not is_preference(args):
         if details := [name for name in _DETAILS if getattr(args, name) is not None]:

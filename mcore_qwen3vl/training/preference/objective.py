@@ -1,4 +1,4 @@
-"""The loss over the pairs of a micro-batch, on ranks that hold a part of each sequence."""
+"""The loss over the pairs of a micro-batch, on ranks that each hold a part of every sequence."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from mcore_qwen3vl.training.step.losses import Objective, Reduced
 
 
 def of_pairs(preference: Preference) -> Objective:
-    """The objective of preference training: a mean over the pairs of the global batch.
+    """Return the objective of preference training: a mean over the pairs of the global batch.
 
     Args:
-        preference: which loss.
+        preference: the loss's settings.
     """
 
     def objective(batch: Batch, local: Tensor, losses: Tensor) -> Reduced:
@@ -27,7 +27,8 @@ def of_pairs(preference: Preference) -> Objective:
         log_probs, lengths = answer_log_probs(batch, local, losses)
         pairs = pair_losses(log_probs, batch.references, lengths, preference)
         found = log_probs.detach()
-        # Every CP rank has the whole numbers, and its own tokens' gradients: counted once together.
+        # Every CP rank has the full sums, but the gradients of its own tokens alone. So each rank
+        # counts 1/CP of the pairs and of the numbers.
         share = 1 / parallel_state.get_context_parallel_world_size()
         numbers = {
             "dpo loss": pairs.losses.detach(),
@@ -48,11 +49,11 @@ def of_pairs(preference: Preference) -> Objective:
 
 
 def answer_log_probs(batch: Batch, local: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of every pair, summed over the trained tokens and over CP.
+    """Sum the log-probabilities of every pair over the trained tokens and over CP.
 
     Args:
         batch: sequences in the order chosen, rejected, chosen, rejected and so on.
-        local: (s,) int64 on the host: the positions of this rank.
+        local: (s,) int64 on the host: this rank's positions in the sequence.
         losses: (B, s) float32 cross entropies there.
 
     Returns:
@@ -65,17 +66,17 @@ def answer_log_probs(batch: Batch, local: Tensor, losses: Tensor) -> tuple[Tenso
     sequence = to_device(sequences_of(batch), losses.device).index_select(1, own)  # (B, s)
     numbers = torch.arange(count, device=losses.device)[:, None, None]
     member = (sequence == numbers) & trained  # (2P, B, s)
-    # Sums in a fixed order, unlike a scattered addition; and padding's loss may be infinite.
+    # A sum has a fixed order, unlike a scatter-add. Padding is masked: its loss may be infinite.
     of_tokens = torch.where(member, -losses, 0.0).sum((1, 2))
     group = parallel_state.get_context_parallel_group()
-    summed = reduce_from_tensor_model_parallel_region(of_tokens, group=group)  # gradient: as it is
+    summed = reduce_from_tensor_model_parallel_region(of_tokens, group=group)  # passes gradients on
     lengths = member.sum((1, 2), dtype=torch.float32)
     torch.distributed.all_reduce(lengths, group=group)
     return summed.view(-1, 2), lengths.view(-1, 2)
 
 
 def sequences_of(batch: Batch) -> Tensor:
-    """(B, S) int64 on the host: which sequence of the batch each position belongs to."""
+    """Return (B, S) int64 on the host: the sequence of the batch that each position belongs to."""
     rows, length = batch.input_ids.shape
     if batch.cu_seqlens is None:
         return torch.arange(rows)[:, None].expand(rows, length).contiguous()

@@ -1,7 +1,7 @@
-"""The reference as the model with its adapter switched off: one more forward pass a step.
+"""The reference as the model with its adapter switched off: one more forward pass per step.
 
-Megatron's schedule is called twice on the same micro-batches, first without the adapter and without
-gradients, so that every pipeline split works and there is no second model.
+We call Megatron's schedule twice on the same micro-batches, first without the adapter and without
+gradients. So every pipeline split works, and there is no second model.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from mcore_qwen3vl.training.step.forward import forward
 
 
 def with_reference(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
-    """In place of ``get_forward_backward_func``: schedules that first compute the reference.
+    """Replace ``get_forward_backward_func``: return schedules that first compute the reference.
 
-    The micro-batches of an iteration are read before it begins, and stay until it ends.
+    An iteration's micro-batches are all read before it begins, and kept until it ends.
     """
     schedule = original(*args, **kwargs)
 
@@ -59,7 +59,7 @@ def _replayed(held: list[list[Batch]], several: bool) -> Any:
 
 @contextmanager
 def _reference_model(model: Any) -> Iterator[None]:
-    """Inside, the chunks evaluate without their adapters, and without gradients."""
+    """Run the chunks in evaluation mode, without their adapters and without gradients."""
     chunks = unwrap_model(model if isinstance(model, list) else [model])
     training = [chunk.training for chunk in chunks]
     with ExitStack() as stack:

@@ -1,1 +1,1 @@
-"""One step: forward, loss, what trains and at which rate."""
+"""One training step: forward, loss, gradients and optimizer."""

@@ -1,4 +1,4 @@
-"""The forward step: a batch through the model, and its loss."""
+"""The forward step: run a batch through the model and compute its loss."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
 
 
 def forward(batch: Batch, model: torch.nn.Module, **options: Any) -> tuple[Tensor, Tensor]:
-    """One micro-batch through one pipeline chunk, wrapped or not.
+    """Run one micro-batch through one pipeline chunk, wrapped or not.
 
     Args:
-        batch: its tensors on the device.
-        model: of the chunk.
+        batch: the micro-batch, its tensors on the device.
+        model: the chunk.
         options: passed to :class:`~mcore_qwen3vl.model.qwen3vl.Qwen3VLModel`.
 
     Returns:
-        The chunk's output, of the last one (B, s) cross entropies unless `options` say otherwise;
-        and the (s,) int64 positions that they are of.
+        The chunk's output, which for the last chunk is (B, s) cross entropies unless `options` say
+        otherwise; and the (s,) int64 positions of this rank.
     """
     chunk = get_attr_wrapped_model(model, "local_tokens", return_model_obj=True)
     packing = _packing(batch)
@@ -52,7 +52,7 @@ class ForwardStep:
     def __init__(self, objective: Objective) -> None:
         """
         Args:
-            objective: what is minimised.
+            objective: the objective to minimise.
         """
         self._objective = objective
         self._normaliser: Tensor | None = None
@@ -60,7 +60,7 @@ class ForwardStep:
     def __call__(
         self, batches: Iterator[Batch], model: torch.nn.Module
     ) -> tuple[Tensor, LossFunction]:
-        """One micro-batch through one pipeline chunk.
+        """Run one micro-batch through one pipeline chunk.
 
         Returns:
             The chunk's output, and the function that Megatron applies to it on the last stage.
@@ -72,13 +72,13 @@ class ForwardStep:
     def _reduce(
         self, batch: Batch, local: Tensor, losses: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """The loss's sum, for Megatron's schedule and for its log.
+        """Return the loss's sum for Megatron's schedule, a zero token count, and sums for the log.
 
-        The schedule would add normalisers up as int32; :meth:`normalise` divides instead.
+        The schedule would add normalisers up as int32, so :meth:`normalise` divides instead.
         """
         found = self._objective(batch, local, losses.float())
         normaliser = found.normaliser.detach().double()
-        if torch.is_grad_enabled():  # not of validation
+        if torch.is_grad_enabled():  # not in validation
             done = self._normaliser
             self._normaliser = normaliser if done is None else done + normaliser
         reports = {
@@ -91,7 +91,7 @@ class ForwardStep:
         """Divide the summed gradients by the normaliser of the global batch; all ranks call this.
 
         Args:
-            model: this rank's DDP-wrapped pipeline chunks, their gradients reduced.
+            model: this rank's DDP-wrapped pipeline chunks, with reduced gradients.
         """
         own, self._normaliser = self._normaliser, None
         if own is None:  # not the last pipeline stage
@@ -104,14 +104,14 @@ class ForwardStep:
         dist.all_reduce(
             own, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
         )
-        # Where nothing trained the gradients are zero and must stay zero.
+        # If no token is trained, the gradients are zero and must stay zero.
         scale = torch.where(own > 0, 1 / own, 0.0).float()
         for chunk in model:
             chunk.scale_gradients(scale)
 
 
 def _packing(batch: Batch) -> PackedSequence | None:
-    """The sub-sequences' bounds, on the device for kernels and on the host for shapes."""
+    """Return the sub-sequences' bounds, on the device for kernels and on the host for shapes."""
     if batch.cu_seqlens is None:
         return None
     bounds = to_device(batch.cu_seqlens, batch.input_ids.device)

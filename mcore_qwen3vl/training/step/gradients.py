@@ -1,8 +1,9 @@
-"""Gradients that mcore adds up over the TP group, in pieces of bounded size.
+"""Reduce gradients over the TP group in pieces of bounded size.
 
-Parameters whole on every TP rank, norms' under SP and the vision tower's, have gradients of a part
-of the tokens on each. mcore copies all of them into one tensor before it reduces them: 2.2 GB for
-the tower, at a moment when MoE models under full recompute hold as much as they ever do.
+Some parameters are replicated on every TP rank, while each rank's gradient comes from a part of the
+tokens: those of norms under SP, and those of the vision tower. mcore copies all these gradients
+into one tensor before it reduces them. For the tower that takes 2.2 GB, at the moment of peak
+memory of an MoE model under full recompute.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Named = tuple[str, nn.Parameter]
 
 @dataclass(frozen=True)
 class _Piece:
-    """Some parameters of a model chunk, as far as mcore's function looks at one."""
+    """Some parameters of a model chunk, with the attributes that mcore's function reads."""
 
     ddp_config: Any
     parameters: Sequence[Named]
@@ -29,14 +30,17 @@ class _Piece:
 
 
 def reduce_in_pieces(original: Any, model: Sequence[Any], *args: Any) -> None:
-    """In place of ``_allreduce_non_tensor_model_parallel_grads``; the sums are the same."""
+    """Replace ``_allreduce_non_tensor_model_parallel_grads``; the sums are the same."""
     for chunk in model:
         for parameters in _pieces(chunk.named_parameters()):
             original([_Piece(chunk.ddp_config, parameters)], *args)
 
 
 def _pieces(parameters: Iterator[Named]) -> Iterator[list[Named]]:
-    """In order, so that all ranks make the same; what is reduced alone counts towards the size."""
+    """Divide parameters into pieces, in order, so that all ranks make the same pieces.
+
+    Only parameters that are reduced count towards a piece's size.
+    """
     piece: list[Named] = []
     size = 0
     for name, parameter in parameters:

@@ -2,7 +2,7 @@
 
 A loss turns this rank's per-token cross entropies into a sum and a normaliser. Both are added up
 over micro-batches, DP and CP, and divided once, so the loss is a mean over the whole global batch,
-never a mean of means. With the default the normaliser is the number of trained tokens, as HF's
+never a mean of means. The default's normaliser is the number of trained tokens, like HF's
 ``num_items_in_batch``.
 
 To add one, write ``def my_loss(losses, weights)`` and pass ``--loss my_package.losses:my_loss``, or
@@ -29,20 +29,20 @@ Loss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 Args:
     losses: (B, s) float32 cross entropy of each local position.
-    weights: (B, s) float32 weight of its label; 0: not trained.
+    weights: (B, s) float32 weight of each position's label; 0 if it is not trained.
 
 Returns:
-    The sum to minimise, a float32 scalar with a gradient, and what it is divided by once both are
-    summed over the global batch: a scalar of any dtype, not negative, without a gradient.
+    The sum to minimise, a float32 scalar with a gradient; and its normaliser, a non-negative scalar
+    of any dtype without a gradient. Both are summed over the global batch before the division.
 """
 
 
 class Reduced(NamedTuple):
-    """What a micro-batch comes to on this rank.
+    """The loss and the log's numbers for a micro-batch on this rank.
 
     Attributes:
-        total: what is minimised, a scalar with a gradient.
-        normaliser: what `total` and `sums` are divided by, each summed over the global batch.
+        total: the sum to minimise, a scalar with a gradient.
+        normaliser: divides `total` and `sums`, after each is summed over the global batch.
         sums: numbers for the log, by name: scalars without a gradient.
     """
 
@@ -52,12 +52,17 @@ class Reduced(NamedTuple):
 
 
 Objective = Callable[[Batch, Tensor, Tensor], Reduced]
-"""``(batch, local, losses)``: the micro-batch, which of its positions are this rank's ((s,) int64
-on the host), and the (B, s) float32 cross entropies there."""
+"""``(batch, local, losses) -> Reduced``.
+
+Args:
+    batch: the micro-batch.
+    local: (s,) int64 on the host: this rank's positions in the sequence.
+    losses: (B, s) float32 cross entropies there.
+"""
 
 
 def of_tokens(loss: Loss) -> Objective:
-    """The objective that sums a loss of single tokens."""
+    """Return the objective of a loss over single tokens."""
 
     def objective(batch: Batch, local: Tensor, losses: Tensor) -> Reduced:
         weights = batch.loss_weights.index_select(1, to_device(local, losses.device))
@@ -90,25 +95,25 @@ def _described(value: Any) -> str:
 
 
 def cross_entropy(losses: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Every trained token counts the same."""
+    """Compute the mean over trained tokens, each of which counts the same."""
     trained = weights > 0
     return _masked_sum(losses, trained.to(losses.dtype)), trained.sum()
 
 
 def weighted_cross_entropy(losses: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """The weighted mean: a token of weight 2 counts like two of weight 1.
+    """Compute the weighted mean: a token of weight 2 counts like two of weight 1.
 
-    Divided by the sum of the weights, as Megatron divides by ``loss_mask.sum()`` and torch's
-    ``cross_entropy(weight=...)`` by the weights; weights that are all 2 change nothing.
+    It divides by the sum of the weights, as Megatron divides by ``loss_mask.sum()`` and torch's
+    ``cross_entropy(weight=...)`` by its weights. If all weights are 2, nothing changes.
     """
     return _masked_sum(losses, weights), weights.sum()
 
 
 def scaled_cross_entropy(losses: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights scale the gradient: the weighted sum over the number of trained tokens.
+    """Compute the weighted sum over the number of trained tokens, so that weights scale gradients.
 
-    What HF's ``num_items_in_batch`` makes of losses that are multiplied by a weight; weights that
-    are all 2 double the gradient.
+    HF's ``num_items_in_batch`` does the same to losses that were multiplied by weights. If all
+    weights are 2, the gradient doubles.
     """
     return _masked_sum(losses, weights), (weights > 0).sum()
 
@@ -121,7 +126,7 @@ BUILT_IN: dict[str, Loss] = {
 
 
 def find_loss(name: str) -> Loss:
-    """The loss called `name`.
+    """Return the loss called `name`.
 
     Raises:
         BadInput: there is none; the message lists those that exist.
@@ -150,5 +155,5 @@ def _import(path: str) -> Loss:
 
 
 def _masked_sum(losses: Tensor, weights: Tensor) -> Tensor:
-    # Padding is cut out before the product: its loss may be infinite, and 0 * inf is NaN.
+    # Padding is masked before the product: its loss may be infinite, and 0 * inf is NaN.
     return (losses.where(weights > 0, 0.0) * weights).sum()

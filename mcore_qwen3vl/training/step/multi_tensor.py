@@ -1,8 +1,8 @@
 """Gradient norm, clipping and Adam over all tensors at once, without Transformer Engine or Apex.
 
-mcore's own stand-ins for their kernels wait for the device once a tensor (the norm), or take one
-launch and one temporary a tensor (clipping); torch's Adam takes temporaries of the size of the
-parameters. torch has kernels over lists of tensors for all three.
+mcore's own fallbacks for their kernels take a host sync per tensor (the norm), or a launch and a
+temporary per tensor (clipping). torch's default Adam takes temporaries of the parameters' size.
+torch has kernels over lists of tensors for all three.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mcore_qwen3vl.training.step.optimizer import parts_of
 
 
 def install() -> None:
-    """Give mcore's gradient clipping the functions below, where it has only its stand-ins."""
+    """Give mcore's gradient clipping the functions below, if it has only its own fallbacks."""
     if clip_grads.l2_norm_impl is not local_multi_tensor_l2_norm:
         return
     clip_grads.l2_norm_impl = l2_norm
@@ -29,7 +29,7 @@ def install() -> None:
 def l2_norm(
     chunk_size: int, overflow: Tensor, tensors: list[list[Tensor]], per_tensor: bool
 ) -> tuple[Tensor, None]:
-    """(1,) float32 norm of all values, as Apex's ``multi_tensor_l2norm`` returns it."""
+    """Return the (1,) float32 norm of all values, like Apex's ``multi_tensor_l2norm``."""
     norms = torch._foreach_norm([tensor for one in tensors for tensor in one])
     return torch.linalg.vector_norm(torch.stack(norms)).reshape(1), None
 
@@ -45,13 +45,16 @@ def scale(
 
 
 def use_fused_adam(optimizer: Any) -> None:
-    """Let torch's Adam update parameters in place: on a GPU by one kernel for many, on the CPU in
-    one pass over the memory instead of a dozen."""
+    """Let torch's Adam update parameters without temporaries.
+
+    On a GPU one kernel updates many parameters; on the CPU it takes one pass over the memory
+    instead of a dozen.
+    """
     for part in parts_of(optimizer):
         adam = getattr(part, "optimizer", None)
         if isinstance(adam, torch.optim.Adam):
             _set_fused(adam)
-            # A checkpoint's groups say what its run used.
+            # A loaded checkpoint's groups bring the setting of the run that wrote it.
             adam.register_load_state_dict_post_hook(_set_fused)
 
 

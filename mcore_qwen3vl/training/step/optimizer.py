@@ -1,4 +1,4 @@
-"""The optimizer: learning rates by part, and resuming exactly without Transformer Engine."""
+"""The optimizer: learning rates by part, and an exact resume without Transformer Engine."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from mcore_qwen3vl.model.freeze import part_of
 
 
 def parts_of(optimizer: Any) -> list[Any]:
-    """The optimizers that mcore has chained, or the one that there is."""
+    """Return the optimizers that mcore has chained, or the single one."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def learning_rate_overrides(args: argparse.Namespace) -> dict[ParamKey, Any]:
-    """Megatron's parameter-group overrides for ``--vision-lr-mult`` and ``--aligner-lr-mult``."""
+    """Return the parameter-group overrides for ``--vision-lr-mult`` and ``--aligner-lr-mult``."""
     multipliers = {"vision": args.vision_lr_mult, "aligner": args.aligner_lr_mult}
     return {
         _part_key(part): {"max_lr": args.lr * factor, "min_lr": args.min_lr * factor}
@@ -38,12 +38,12 @@ def _part_key(part: str) -> ParamKey:
 def make_resumable(optimizer: Any) -> bool:
     """Let torch's Adam under mcore's distributed optimizer save and load its state exactly.
 
-    mcore supports this for Transformer Engine's and Apex's Adam. With torch's it reads the state
-    before there is one, gives all parameters one and the same ``step`` tensor, which each of them
-    then advances, and looks for ``step`` in formats that store it elsewhere.
+    mcore supports this for Transformer Engine's and Apex's Adam. With torch's Adam it reads the
+    state before it exists, gives all parameters the same ``step`` tensor, which each of them then
+    advances, and looks for ``step`` in formats that store it elsewhere.
 
     Returns:
-        Whether it was torch's, and needed this.
+        Whether the optimizer was torch's Adam, and was changed.
     """
     found = False
     for part in parts_of(optimizer):
@@ -57,14 +57,14 @@ def make_resumable(optimizer: Any) -> bool:
 
 
 def scale_on_host(optimizer: Any) -> None:
-    """Keep the loss scale of 1, which Megatron reads off the device each step to log it, here."""
+    """Keep the constant loss scale of 1 on the host: Megatron reads it in each step for its log."""
     for part in parts_of(optimizer):
         if getattr(part, "grad_scaler", None) is None and hasattr(part, "_scale_one"):
-            part._scale_one = part._scale_one.cpu().reshape(())  # which multiplies any device
+            part._scale_one = part._scale_one.cpu().reshape(())  # multiplies any device's tensors
 
 
 def _start_states(adam: torch.optim.Adam) -> None:
-    """What Adam makes by itself in its first step."""
+    """Create the state that Adam itself would create in its first step."""
     for group in adam.param_groups:
         for parameter in group["params"]:
             device = parameter.device if group["fused"] else "cpu"
