@@ -1,4 +1,4 @@
-"""Build this rank's part of a model, as every parity check and test does."""
+"""Build this rank's part of a model, for every parity check and test."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from mcore_qwen3vl.model.transformer_config import Spec
 def build_chunks(
     architecture: Architecture, layout: Layout, *, spec: Spec = "torch", **overrides: Any
 ) -> list[Qwen3VLModel]:
-    """The pipeline chunks of this rank, with random weights; process groups must exist.
+    """Build the pipeline chunks of this rank, with random weights; process groups must exist.
 
     Args:
         architecture: the model's shape.
-        layout: the layout that was initialised.
+        layout: the layout for which the process groups were created.
         spec: layer spec.
-        overrides: further ``TransformerConfig`` fields; they win over the layout's.
+        overrides: further ``TransformerConfig`` fields, which override the layout's.
     """
     return [
         Qwen3VLModel.from_hf_config(

@@ -1,8 +1,9 @@
-"""Floating-point operations of a training step, vision included: for MFU.
+"""Floating-point operations (FLOPs) of a training step, vision included: for MFU.
 
-Counted as in mcore ``num_floating_point_operations``: a multiply and an add are two, backward costs
-twice the forward pass, causal attention half of the full square; recomputed work is not counted.
-Nor is what nobody needs: the gradients of frozen weights, and the backward of a frozen tower.
+We count as mcore's ``num_floating_point_operations`` does: a multiply and an add are two, the
+backward pass costs twice the forward pass, and causal attention costs half of the full square.
+Recomputed work does not count, nor do the gradients of frozen weights and the backward pass of a
+frozen tower, which nobody needs.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ MULTIPLY_ADD = 2
 
 @dataclass(frozen=True)
 class Trained:
-    """Shares of the weights that train; an adapter is hardly any."""
+    """Share of each part's weights that trains, from 0 to 1; near 0 for an adapter."""
 
     vision: float = 1.0
     aligner: float = 1.0
@@ -31,31 +32,32 @@ ALL = Trained()
 def language(
     a: Architecture, tokens: float, squared_lengths: float, trained: Trained = ALL
 ) -> float:
-    """FLOPs of the language model for one step.
+    """Return the FLOPs of the language model for one step.
 
     Args:
         a: the model's shape.
-        tokens: real tokens, padding left out.
+        tokens: number of tokens, padding not included.
         squared_lengths: sum of the squared lengths of all samples.
-        trained: what needs gradients. Those of activations reach the first layer in any case.
+        trained: share that needs weight gradients. Gradients of activations reach the first layer
+            in any case.
     """
     parts = by_part(a)
     linears = parts["attention"] + parts["mlp"] + parts["router"] + active_experts(a)
     linears += parts["embedding"]  # as large as the head, tied or not
-    # Scores and values, each over half of the square.
+    # Scores and weighted values, each over half of the square.
     core = a.num_hidden_layers * a.num_attention_heads * a.head_dim * squared_lengths
     passes = FORWARD_AND_BACKWARD - 1 + trained.language
     return MULTIPLY_ADD * (passes * linears * tokens + FORWARD_AND_BACKWARD * core)
 
 
 def vision(a: Architecture, patches: float, squared_frames: float, trained: Trained = ALL) -> float:
-    """FLOPs of the vision tower for one step.
+    """Return the FLOPs of the vision tower for one step.
 
     Args:
         a: the model's shape.
-        patches: patches of all images and video frames.
+        patches: number of patches of all images and video frames.
         squared_frames: sum of the squared patch counts of all frames; attention is full in a frame.
-        trained: what needs gradients.
+        trained: shares that need gradients.
     """
     v = a.vision
     merged = v.hidden_size * v.spatial_merge_size**2
@@ -78,7 +80,7 @@ def model(
     squared_frames: float,
     trained: Trained = ALL,
 ) -> float:
-    """FLOPs of both for one step; see :func:`language` and :func:`vision`."""
+    """Return the FLOPs of the whole model for one step; see :func:`language` and :func:`vision`."""
     return language(a, tokens, squared_lengths, trained) + vision(
         a, patches, squared_frames, trained
     )

@@ -1,4 +1,4 @@
-"""Which parameters train, and which part of the model each belongs to."""
+"""Choice of the parameters that train, and the part of the model that each belongs to."""
 
 from __future__ import annotations
 
@@ -18,30 +18,31 @@ PARTS = {
     "aligner": r"(adapter\.model\.)?visual\.(merger|deepstack_merger_list)\.",
     "language": r"(?!(adapter\.model\.)?visual\.)",
 }
-"""Names for the parts of the model; the aligner is the mergers, DeepStack's among them.
+"""Regular expressions for the names of each part of the model.
 
-An adapter belongs to the part that it adapts.
+The aligner is the mergers, DeepStack's included. An adapter belongs to the part that it adapts.
 """
 
 
 class Freezing:
-    """The choice of what trains, for all pipeline chunks of a rank.
+    """Chooses which parameters train, for all pipeline chunks of a rank.
 
-    Training, parity checks and tests freeze through this one class: :meth:`apply` it to every
-    chunk before Megatron wraps them, then :meth:`check` it on all ranks.
+    Training, parity checks and tests all freeze with this class. Call :meth:`apply` on every chunk
+    before Megatron wraps them, then :meth:`check` on all ranks.
     """
 
     def __init__(self, frozen: Sequence[str] = (), trainable: Sequence[str] = ()) -> None:
         """
         Args:
-            frozen: what is not trained. Each is a part (``vision``, ``aligner``, ``language``) or a
-                regular expression, matched from the start of parameter names as in
-                ``decoder.layers.3.mlp.linear_fc1.weight``, with layers counted over the whole
-                model.
-            trainable: if any, what alone is trained, less `frozen`; written likewise.
+            frozen: patterns of parameters that do not train. Each is a part (``vision``,
+                ``aligner``, ``language``) or a regular expression, matched from the start of
+                parameter names such as ``decoder.layers.3.mlp.linear_fc1.weight``, with layers
+                counted over the whole model.
+            trainable: patterns of the same kind. If there are any, only parameters that match one
+                of them train, without those that match `frozen`.
 
         Raises:
-            BadInput: one is neither a part nor a regular expression.
+            BadInput: a pattern is neither a part nor a regular expression.
         """
         self._frozen = {pattern: _compile(pattern) for pattern in frozen}
         self._trainable = {pattern: _compile(pattern) for pattern in trainable}
@@ -50,10 +51,10 @@ class Freezing:
         self._values: Counter[str] = Counter()
 
     def train(self, patterns: Iterable[str]) -> None:
-        """Train these too, before the next :meth:`apply`.
+        """Add patterns of parameters to train, for the next :meth:`apply`.
 
         Raises:
-            BadInput: one is neither a part nor a regular expression.
+            BadInput: a pattern is neither a part nor a regular expression.
         """
         self._trainable |= {pattern: _compile(pattern) for pattern in patterns}
 
@@ -61,14 +62,14 @@ class Freezing:
         """Set ``requires_grad`` of every parameter of one pipeline chunk.
 
         Returns:
-            The :func:`global_name` of those that are frozen, which may be none of them.
+            The :func:`global_name` of each frozen parameter; may be empty.
         """
         frozen = []
         for local_name, parameter in chunk.named_parameters():
             name = global_name(chunk, local_name)
             stop = {pattern for pattern, regex in self._frozen.items() if regex.match(name)}
             keep = {pattern for pattern, regex in self._trainable.items() if regex.match(name)}
-            # An adapter's factor may have no row on this rank, and then nothing to train.
+            # An adapter's factor may have no rows on this rank, and so nothing to train.
             trains = not stop and bool(keep or not self._trainable) and parameter.numel() > 0
             parameter.requires_grad_(trains)
             self._used |= stop | keep
@@ -79,13 +80,15 @@ class Freezing:
         return frozen
 
     def check(self) -> Trained:
-        """Refuse a pattern that selects nothing anywhere, and to train nothing; all ranks call it.
+        """Check that every pattern selects something, and that something trains.
+
+        All ranks call this.
 
         Returns:
             How much trains, over all ranks.
 
         Raises:
-            BadInput: naming the patterns.
+            BadInput: a pattern selects no parameter on any rank, or nothing trains.
         """
         everywhere: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, (self._used, self._trained, self._values))
@@ -105,10 +108,11 @@ class Freezing:
 
 
 def part_of(name: str) -> str:
-    """Which of :data:`PARTS` a parameter belongs to.
+    """Return which of :data:`PARTS` a parameter belongs to.
 
     Args:
-        name: as in ``named_parameters()``, with or without the ``module.`` of Megatron's wrappers.
+        name: its name from ``named_parameters()``, with or without the ``module.`` of Megatron's
+            wrappers.
     """
     while name.startswith("module."):
         name = name.removeprefix("module.")
@@ -116,7 +120,7 @@ def part_of(name: str) -> str:
 
 
 def global_name(chunk: Qwen3VLModel, name: str) -> str:
-    """A parameter's name with its layer's number in the whole model, not in `chunk`."""
+    """Return a parameter's name with its layer numbered over the whole model, not in `chunk`."""
     match = re.match(r"decoder\.layers\.(\d+)\.", name)
     if not match:
         return name

@@ -1,7 +1,7 @@
-"""Visual features into the language model: at their placeholders, and by DeepStack.
+"""Fusion of visual features into the language model: at their placeholders, and by DeepStack.
 
-Which feature row lands where is known on the host before the forward pass, so fusing is an index
-copy (and DeepStack an index add) with a fixed number of rows: no mask, no synchronisation.
+The host knows the destination of each feature row before the forward pass. So fusing is an index
+copy (and DeepStack an index add) with a fixed number of rows: no mask, no host sync.
 
 Every operation is linear and out of place with an explicit index, hence the gradient that reaches
 the features on a rank is that of the rows which the rank holds. Ranks that hold different rows
@@ -23,13 +23,13 @@ from mcore_qwen3vl.model.inputs import to_device
 
 @dataclass(frozen=True)
 class FusionPlan:
-    """The n features whose placeholders this rank holds, and where."""
+    """The n features whose placeholders this rank holds, and their places."""
 
     rows: Tensor  # (n,) int64: rows of the (N, H) features
     destination: Tensor  # (n,) int64: rows of the (s_local * B, H) hidden states
 
     def select(self, features: Tensor) -> Tensor:
-        """(N, H) -> (n, H): the feature rows this rank consumes."""
+        """Select the feature rows that this rank consumes: (N, H) -> (n, H)."""
         return features.index_select(0, self.rows)
 
 
@@ -48,7 +48,7 @@ def plan_fusion(
         local_positions: (s_local,) int64 on the CPU, global positions in local order.
         seq_len: S of the full sequence.
         batch_size: B.
-        device: where the plan is used.
+        device: the device on which the plan is used.
     """
     if token_index is None:
         token_index = torch.empty(0, dtype=torch.int64)
@@ -89,7 +89,7 @@ class DeepStack:
 
     @classmethod
     def from_features(cls, features: Sequence[Tensor], plan: FusionPlan) -> Self:
-        """Keep the local rows of each layer's (N, H) features."""
+        """Select the local rows of each layer's (N, H) features."""
         return cls(tuple(plan.select(layer) for layer in features), plan.destination)
 
     def add_to(self, layer_index: int, hidden: Tensor) -> Tensor:

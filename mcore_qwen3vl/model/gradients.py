@@ -1,4 +1,4 @@
-"""Gradients of a model that no DDP wraps, reduced as Megatron reduces those of one that is."""
+"""Reduction of gradients, as Megatron does it, for a model that is not wrapped in DDP."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 
 
 def reduce_gradients(chunks: Sequence[Qwen3VLModel], num_tokens: Tensor | float) -> None:
-    """See :func:`mcore_qwen3vl.standalone.reduce_gradients`, which has the same arguments."""
+    """Reduce gradients as :func:`mcore_qwen3vl.standalone.reduce_gradients`; same arguments."""
     device = next(chunks[0].parameters()).device
-    # A copy, because Megatron adds up in place; float64 holds any count exactly.
+    # A copy, because Megatron reduces in place; float64 holds any count exactly.
     total = torch.as_tensor(num_tokens, device=device).detach().double().clone()
     finalize_model_grads([_Unwrapped(chunk) for chunk in chunks], total)
 
 
 class _Unwrapped:
-    """A chunk with what ``finalize_model_grads`` asks of DDP; its gradients are in ``grad``."""
+    """A chunk with the DDP interface that ``finalize_model_grads`` needs; uses ``grad``."""
 
     def __init__(self, module: Qwen3VLModel) -> None:
         self.module, self.config = module, module.config
         self.ddp_config = DistributedDataParallelConfig()
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """Add up over the ranks that have other tokens: DP x CP, and for experts their own DP."""
+        """Sum over the ranks that have other tokens: DP x CP, and for experts their own DP."""
         groups: Any = self.module.pg_collection
         for parameter in self._trained():
             group = groups.dp_cp if getattr(parameter, "allreduce", True) else groups.expt_dp
-            if parameter.grad is None:  # here; another rank may have one
+            if parameter.grad is None:  # on this rank; another may have one
                 parameter.grad = torch.zeros_like(parameter)
             if group.size() > 1:
                 parameter.grad = parameter.grad.contiguous()

@@ -1,7 +1,7 @@
-"""What the vision tower needs for one micro-batch, computed on the host by data workers.
+"""Inputs of the vision tower for one micro-batch, computed on the host by data workers.
 
-Everything whose shape depends on the images is settled here, so that the forward pass never has
-to ask the device for a number.
+Everything whose shape depends on the images is computed here, so that the forward pass needs no
+host sync.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mcore_qwen3vl.config import Architecture, VisionArchitecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.vision.interface import interpolation
 
-# Fields of VisualInputs with one row a patch.
+# Fields of VisualInputs with one row per patch.
 PER_PATCH = (
     "pixel_values",
     "rotary_position_ids",
@@ -28,13 +28,13 @@ PER_PATCH = (
 
 @dataclass(frozen=True)
 class PixelScale:
-    """How bytes become what the tower reads: ``(byte - mean) / std``, rounded as HF rounds it."""
+    """Normalises pixel bytes for the tower: ``(byte - mean) / std``, rounded as in HF."""
 
     mean: Tensor  # (patch_dim,) float32, host
     std: Tensor  # (patch_dim,) float32, host
 
     def apply(self, pixels: Tensor) -> Tensor:
-        """(P, patch_dim) uint8 -> float32, on the same device."""
+        """Normalise (P, patch_dim) uint8 to float32, on the same device."""
         mean, std = (to_device(tensor, pixels.device) for tensor in (self.mean, self.std))
         return pixels.float().sub_(mean).div_(std)
 
@@ -43,12 +43,12 @@ class PixelScale:
 class VisualInputs:
     """The images, then the videos, of one micro-batch: P patches that merge into N features.
 
-    Patches stand frame by frame, and within a frame merge block by merge block, as the HF
-    processor lays them out. The tensors with a patch axis travel to the device; `grid_thw` and
-    `token_index` stay on the host, where the forward pass reads them without synchronising.
+    Patches are ordered frame by frame, and within a frame merge block by merge block, as the HF
+    processor orders them. The tensors with a patch axis move to the device; `grid_thw` and
+    `token_index` stay on the host, where the forward pass reads them without a host sync.
 
-    Pixels are either normalised, or bytes with their `pixel_scale`: a quarter of the memory to
-    move between processes, ranks and devices; the tower then normalises what it encodes.
+    Pixels are either normalised, or bytes with a `pixel_scale`. Bytes take a quarter of the memory
+    to move between processes, ranks and devices; the tower then normalises those that it encodes.
     """
 
     pixel_values: Tensor  # (P, patch_dim) floating point, or uint8 with `pixel_scale`
@@ -60,9 +60,10 @@ class VisualInputs:
     pixel_scale: PixelScale | None = None
 
     def __post_init__(self) -> None:
-        """
+        """Check that pixels have a scale if, and only if, they are bytes.
+
         Raises:
-            BadInput: pixels are bytes without their scale, or floating point with one.
+            BadInput: pixels are bytes without a scale, or floating point with one.
         """
         if (self.pixel_values.dtype == torch.uint8) != (self.pixel_scale is not None):
             raise BadInput(
@@ -73,26 +74,26 @@ class VisualInputs:
 
     @property
     def frame_patches(self) -> Tensor:
-        """(F,) int64, host: patches of each frame. Attention never leaves a frame."""
+        """Number of patches in each frame, (F,) int64, host. Attention never leaves a frame."""
         frames, rows, columns = self.grid_thw.unbind(1)
         return torch.repeat_interleave(rows * columns, frames)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        """Move what the tower computes with; `grid_thw` and `token_index` stay on the host."""
+        """Move the tensors with a patch axis; `grid_thw` and `token_index` stay on the host."""
         return replace(
             self,
             **{n: getattr(self, n).to(device, non_blocking=non_blocking) for n in PER_PATCH},
         )
 
     def pin_memory(self) -> Self:
-        """Page-locked copy, so that ``to(device, non_blocking=True)`` overlaps with compute."""
+        """Copy to pinned memory, so that a non-blocking :meth:`to` overlaps with compute."""
         return replace(self, **{n: getattr(self, n).pin_memory() for n in PER_PATCH})
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Copy a host tensor to `device` without waiting for the device."""
+    """Copy a host tensor to `device` without a host sync."""
     if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory()  # from pageable memory the copy would wait
+        tensor = tensor.pin_memory()  # a copy from pageable memory would block the host
     return tensor.to(device, non_blocking=True)
 
 
@@ -115,7 +116,7 @@ def visual_inputs(
         video_grid_thw: (videos, 3).
 
     Returns:
-        The indexed inputs, on the CPU, or None when the micro-batch is text only.
+        The indexed inputs, on the CPU; None if the micro-batch is text only.
 
     Raises:
         BadInput: pixels, grids and placeholders do not fit together.
@@ -145,7 +146,7 @@ def visual_inputs(
         return None
     indices, weights = interpolation(grid_thw, vision)
     return VisualInputs(
-        # A kind without content must not decide the dtype of the other.
+        # An empty kind must not decide the dtype of the other.
         pixel_values=torch.cat([values for values in pixels if len(values)]),
         grid_thw=grid_thw,
         token_index=torch.cat(indexes),
@@ -156,9 +157,10 @@ def visual_inputs(
 
 
 def check_one_frame(image_grid_thw: Tensor) -> None:
-    """
+    """Check that every image has one frame.
+
     Args:
-        image_grid_thw: (images, 3).
+        image_grid_thw: (images, 3) frames, rows and columns in patches.
 
     Raises:
         BadInput: an image has several frames, for which its prompt has no timestamps.
@@ -174,7 +176,7 @@ def check_one_frame(image_grid_thw: Tensor) -> None:
 def _check_kind(
     kind: str, values: Tensor, grid: Tensor, placeholders: int, vision: VisionArchitecture
 ) -> None:
-    """The pixels fill the grids, and the grids' merged features fill the placeholders."""
+    """Check that the pixels fill the grids, and the grids' merged features the placeholders."""
     merge = vision.spatial_merge_size
     if grid.ndim != 2 or grid.shape[1] != 3:
         raise BadInput(f"{kind}_grid_thw has shape {tuple(grid.shape)}; (number, 3) is needed.")

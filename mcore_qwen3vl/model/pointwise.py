@@ -1,4 +1,4 @@
-"""Pointwise regions as one kernel each, through ``torch.compile``, once that is switched on."""
+"""Compile pointwise regions to one kernel each with ``torch.compile``, once switched on."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ import torch
 from torch import Tensor
 
 VARIANTS = 32
-"""Most that are compiled of one function: its inputs differ in rank, layout, dtype, sizes of one;
-other sizes are all the same. Then it runs as it is written."""
+"""Limit of compiled variants per function; beyond it the function runs uncompiled.
+
+Variants differ in the inputs' rank, layout and dtype, and in which sizes are one; all other sizes
+share one variant.
+"""
 
 
 class Pointwise[**P, R]:
-    """A decorator: runs the function as it is written, or compiled after :func:`switch_on`.
+    """A decorator that runs a function as it is written, or compiled after :func:`switch_on`.
 
-    The function is called within autograd's own functions: with values, of any size, on which it
-    does not branch.
+    The function is called inside autograd Functions, so on tensors without gradients. It must not
+    branch on their values or sizes.
     """
 
     everywhere = False
-    """Whether all of them are compiled, in this process."""
+    """Whether all decorated functions of this process are compiled."""
 
     def __init__(self, function: Callable[P, R]) -> None:
         self._function = function
@@ -36,13 +39,13 @@ class Pointwise[**P, R]:
 
 
 def switch_on() -> None:
-    """From now on, until the process ends."""
+    """Compile all decorated functions from now on, until the process ends."""
     Pointwise.everywhere = True
     config: Any = torch._dynamo.config
-    config.disable = False  # the CPU backend sets it, against Megatron's functions
+    config.disable = False  # the CPU backend sets it because of Megatron's functions
     config.recompile_limit = max(config.recompile_limit, VARIANTS)
 
 
 def _value(argument: object) -> object:
-    """Whether it needs a gradient would make another variant."""
+    """Detach a tensor, because requiring a gradient or not would make another variant."""
     return argument.detach() if isinstance(argument, Tensor) else argument

@@ -1,6 +1,6 @@
 """Qwen3-VL as a Megatron-Core model: embed, fuse, decode, head.
 
-Every rank is given the full micro-batch and takes its own part of it.
+Every rank receives the full micro-batch and takes its own part of it.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from mcore_qwen3vl.model.vision.tower import VisionTower
 class _Local:
     """This rank's part of a micro-batch."""
 
-    tokens: Tensor | None  # (s,) device index of the positions CP left; None: all of them
-    hidden: Tensor  # (s_local,) host: those that SP left, the rows of the hidden states
+    tokens: Tensor | None  # (s,) on the device: positions of this CP rank; None without CP
+    hidden: Tensor  # (s_local,) on the host: positions of the hidden states' rows, after SP
 
     def take(self, full: Tensor, dim: int) -> Tensor:
-        """CP's part of a tensor that holds the full sequence on `dim`."""
+        """Return this CP rank's part of a tensor that holds the full sequence on `dim`."""
         return full if self.tokens is None else full.index_select(dim, self.tokens)
 
 
@@ -55,20 +55,20 @@ class Qwen3VLModel(GPTModel):
         architecture: the HF shape.
         spec: layer spec, ``torch`` or ``te``.
         vocab_size: rows of the embedding, padding included; default: the architecture's.
-        pre_process: this chunk embeds and encodes images.
-        post_process: this chunk ends in the head.
+        pre_process: whether this chunk embeds tokens and encodes images.
+        post_process: whether this chunk ends in the head.
         vp_stage: virtual pipeline stage of this chunk.
         pg_collection: process groups; default: those of Megatron's parallel state.
-        recompute_vision: keep only the inputs of the tower's blocks, and compute them again in the
-            backward pass; None: under full recompute of the decoder.
-        keep_activations: keep outputs of the decoder's norms, SwiGLU and rotary embedding for the
-            backward pass, instead of making them again there.
-        head_chunk: losses are computed from the logits of this many tokens at a time; None: as
-            many as fit a fixed size. 0: Megatron's own cross entropy, from all logits at once.
+        recompute_vision: keep only the inputs of the tower's blocks, and recompute the blocks in
+            the backward pass; None: only under full recompute of the decoder.
+        keep_activations: keep the outputs of the decoder's norms, SwiGLU and rotary embedding for
+            the backward pass, instead of recomputing them there.
+        head_chunk: number of tokens from whose logits losses are computed at a time; None: as many
+            as fit a fixed size; 0: Megatron's own cross entropy, from all logits at once.
         kwargs: passed to :class:`GPTModel`.
 
     Attributes:
-        value_head: the output layer gives one value a token.
+        value_head: whether the output layer gives one value per token instead of logits.
     """
 
     value_head = False
@@ -117,9 +117,9 @@ class Qwen3VLModel(GPTModel):
         self.rotary_pos_emb = InterleavedMRoPE(
             architecture.head_dim, architecture.rope_theta, architecture.mrope_section
         )
-        # A chunk may hold no layer at all, and still has a place between those of its neighbours.
+        # An empty range has a place too: a chunk without layers lies between its neighbours.
         held = layers_of_chunk(config, vp_stage, groups.pp.rank())
-        # DeepStack layers from this chunk on, and after it.
+        # Number of DeepStack layers from this chunk on, and after it.
         self._deepstack_in = max(deepstack_layers - held.start, 0)
         self._deepstack_out = 0 if post_process else max(deepstack_layers - held.stop, 0)
         if self._deepstack_out and not config.variable_seq_lengths:
@@ -140,13 +140,12 @@ class Qwen3VLModel(GPTModel):
                     else recompute_vision
                 ),
             )
-        # Deferring the head's weight gradient is Megatron's own layer's.
+        # Only Megatron's own output layer can defer its weight gradient.
         self.losses_in_chunks = head_chunk != 0 and not config.defer_embedding_wgrad_compute
         if post_process:
             Head.adopt(self.output_layer, vocab_size=architecture.vocab_size, chunk=head_chunk)
         if not config.use_cpu_initialization and not _is_meta(self):
-            # Megatron makes some weights on the host, norms and routers, and leaves it to its
-            # training loop to move them.
+            # Megatron creates norms and routers on the host, and its training loop moves them.
             self.to(torch.cuda.current_device())
 
     @classmethod
@@ -168,15 +167,15 @@ class Qwen3VLModel(GPTModel):
         """Build one pipeline chunk from an HF config alone, with random weights.
 
         Args:
-            architecture: or the directory or ``config.json`` that describes it.
+            architecture: the HF shape, or the directory or ``config.json`` that describes it.
             spec: layer spec: ``torch``, or ``te`` for Transformer Engine.
-            pre_process: see the class, as for what follows.
+            pre_process: see the class; the same holds for the arguments that follow.
             transformer_config_overrides: ``TransformerConfig`` fields, such as those of
                 ``Layout.config_overrides()``.
 
         Raises:
-            BadInput: the config is not Qwen3-VL's, the overrides contradict the spec, or ``te``
-                without Transformer Engine.
+            BadInput: the config is not Qwen3-VL's, the overrides contradict the spec, or the spec
+                is ``te`` and Transformer Engine is not installed.
         """
         if not isinstance(architecture, Architecture):
             architecture = Architecture.from_hf(architecture)
@@ -207,37 +206,38 @@ class Qwen3VLModel(GPTModel):
         packed_seq_params: PackedSeqParams | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Logits, or the loss of each token; full sequences in, this CP rank's part out.
+        """Compute logits, or each token's loss, for this CP rank's part of the full sequences.
 
-        Every rank of a TP x CP group and every pipeline stage is given the same arguments; stages
+        Every rank of a TP x CP group and every pipeline stage receives the same arguments; stages
         after the first read only ``visual.token_index`` of `visual`.
 
         Args:
             input_ids: (B, S) integers; (1, S) when packed.
             position_ids: (3, B, S) integers: time, height and width.
-            attention_mask: (B, S), nonzero for tokens and zero for padding, as HF has it. Padding
-                is neither attended to nor counted in the router's losses. None: no padding that
-                attention must be told of. Under the ``te`` spec padding must be on the right. With
-                an `inference_context`, of all tokens up to now: (B, cached + S).
-            padding_mask: (B, S) bool, True for padding, in place of `attention_mask` where it only
-                follows the tokens of a sample: causal attention needs no mask then, and is far
-                quicker, in less memory, without one. The router's losses leave it out.
+            attention_mask: (B, S), nonzero for tokens and zero for padding, as in HF. Padding is
+                neither attended to nor counted in the router's losses. None: no padding that
+                attention must know of. Under the ``te`` spec padding must be on the right. With
+                an `inference_context` it covers all tokens so far: (B, cached + S).
+            padding_mask: (B, S) bool, True for padding. Use it in place of `attention_mask` if
+                padding only follows a sample's tokens: causal attention then needs no mask, and is
+                far faster and takes less memory without one. The router's losses do not count
+                padding.
             labels: (B, S) target of each position, already shifted by one.
             visual: images and videos of the micro-batch; None: text only.
             packed_seq_params: THD packing with the full sequence's cu_seqlens, tail padding
-                included; best on the host (on the device they cost a synchronisation).
+                included; best on the host (on the device they cost a host sync).
             kwargs: passed to :meth:`GPTModel.forward` (``loss_mask``, ``runtime_gather_output``…).
 
         Returns:
-            Between pipeline stages: hidden states (s_local, B, H), followed on the first axis by
-            DeepStack features when later stages need them. On the last: logits (B, s, V / tp) or,
-            with `labels`, float32 losses (B, s), where s = S / cp and positions are those of
-            :meth:`local_tokens`.
+            Before the last pipeline stage: hidden states (s_local, B, H), followed on the first
+            axis by DeepStack features if later stages need them. On the last stage: logits
+            (B, s, V / tp) or, with `labels`, float32 losses (B, s), where s = S / cp and the
+            positions are those of :meth:`local_tokens`.
 
         Raises:
-            BadInput: a length does not divide by CP or SP, shapes do not agree, logits are gathered
-                for Megatron's cross entropy, or the ``te`` spec is given padding on the left (a
-                device-side assertion where the mask is on a GPU).
+            BadInput: CP or SP does not divide a length, shapes do not agree, logits are gathered
+                for Megatron's cross entropy, or the ``te`` spec receives padding on the left (if
+                the mask is on a GPU, a device-side assertion instead).
         """
         packed = _complete(packed_seq_params, input_ids.device)
         _check_shapes(input_ids, position_ids, packed)
@@ -285,7 +285,7 @@ class Qwen3VLModel(GPTModel):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load as torch does; a checkpoint of an adapted model may hold only what trains."""
+        """Load as torch does, but let an adapted model's checkpoint hold only what trains."""
         if self.adapter is None:
             return super().load_state_dict(state_dict, strict, assign)
         found = super().load_state_dict(state_dict, strict=False, assign=assign)
@@ -298,9 +298,9 @@ class Qwen3VLModel(GPTModel):
     def local_tokens(
         self, seq_len: int, packed_seq_params: PackedSeqParams | None = None
     ) -> Tensor:
-        """(S / cp,) int64 on the host: positions of this rank's logits, losses and labels.
+        """Return the positions of this rank's logits, losses and labels: (S / cp,) int64, host.
 
-        Use it to cut a loss mask: ``loss_mask[:, model.local_tokens(S)]``.
+        Use it to take this rank's part of a loss mask: ``loss_mask[:, model.local_tokens(S)]``.
         """
         packed = _complete(packed_seq_params, torch.device("cpu"))
         return self._positions(seq_len, packed, sequence_parallel=False)
@@ -329,20 +329,20 @@ class Qwen3VLModel(GPTModel):
     def _embed(
         self, token_ids: Tensor, visual: VisualInputs | None, plan: FusionPlan
     ) -> tuple[Tensor, Tensor | None]:
-        """Hidden states (s_local, B, H) and the local DeepStack rows (K, n, H), if any."""
+        """Return hidden states (s_local, B, H) and the local DeepStack rows (K, n, H), if any."""
         embeddings = self.embedding(token_ids, None)
-        if visual is None and not torch.is_grad_enabled():  # the tower only needs its gradients
+        if visual is None and not torch.is_grad_enabled():  # the tower would run only for gradients
             return embeddings, embeddings.new_empty(self._deepstack_in, 0, embeddings.shape[-1])
         features, deepstack = self.visual(visual)
         rows = torch.stack([plan.select(layer) for layer in deepstack]) if deepstack else None
         hidden = fuse(embeddings, features, plan)
         if torch.is_grad_enabled() and not hidden.requires_grad:
-            # Recompute gives no gradient at all to a region none of whose inputs wants one.
+            # A recomputed region gets no gradients at all if none of its inputs requires one.
             hidden.requires_grad_()
         return hidden, rows
 
     def _require_divided_logits(self, gather: bool | None) -> None:
-        """Megatron's cross entropy adds its sums up over TP, whatever logits it is given."""
+        """Refuse gathered logits: Megatron's cross entropy adds its sums up over TP regardless."""
         gathers = self.output_layer.gather_output if gather is None else gather
         if gathers and self.pg_collection.tp.size() > 1:
             raise BadInput(
@@ -351,7 +351,7 @@ class Qwen3VLModel(GPTModel):
             )
 
     def _receive(self, seq_len: int, plan: FusionPlan) -> Tensor | None:
-        """Take the DeepStack rows (k, n, H) off what the previous stage sent."""
+        """Split the DeepStack rows (k, n, H) off the tensor that the previous stage sent."""
         if not self._deepstack_in:
             return None
         hidden, features = unpack_features(
@@ -361,7 +361,7 @@ class Qwen3VLModel(GPTModel):
         return features
 
     def _router_padding(self, padding: Tensor | None, seq_len: int, local: _Local) -> Tensor | None:
-        """(B, s_local) bool, True for padding; only MoE layers read it."""
+        """Return (B, s_local) bool, True for padding, which only MoE layers read."""
         if padding is None or self.config.num_moe_experts is None:
             return None
         return padding[:, -seq_len:].index_select(1, to_device(local.hidden, padding.device))
@@ -375,7 +375,7 @@ def _losses(
     labels: Tensor,
     **_: Any,
 ) -> Tensor:
-    """Cross entropies (B, s), float32, in place of what ``GPTModel`` makes of all logits."""
+    """Return cross entropies (B, s), float32; ``GPTModel`` would compute them from all logits."""
     log_probs, _entropies = output_layer(hidden_states, output_weight, targets=labels)
     return -log_probs
 
@@ -389,10 +389,10 @@ def _complete(params: PackedSeqParams | None, device: torch.device) -> PackedSeq
 
 
 def _require_right_padding(padding: Tensor) -> None:
-    """Causal attention alone keeps tokens from padding that follows, not from what precedes.
+    """Refuse padding on the left, from which causal attention does not keep the tokens.
 
-    On a device the check must not wait, and the error that it raises there ends the process's use
-    of CUDA.
+    On a device the check takes no host sync: it is a device-side assertion, and after it fails the
+    process cannot use CUDA any more.
 
     Args:
         padding: (B, S) bool, True for padding.

@@ -1,13 +1,13 @@
-"""Activations that the backward pass makes again instead of keeping them.
+"""Recompute cheap activations in the backward pass instead of keeping them.
 
-What a linear layer or attention keeps for its gradients is often the output of something cheap, a
-norm, SwiGLU or the rotary embedding, whose own input is kept anyway. Within :func:`remaking` such
-an output is told how to be made, and whoever keeps it for the backward keeps that instead. The
-kernel and its input are the same both times, and so are the bits, if the kernel is deterministic.
+A linear layer or attention often keeps, for its gradients, the output of a cheap operation: a norm,
+SwiGLU or the rotary embedding. The input of that operation is kept anyway. Within :func:`remaking`
+such an output is registered with a recipe, and autograd keeps the recipe in its place. The kernel
+and its input are the same both times, and so are the bits, if the kernel is deterministic.
 
 mcore's own recomputation of norms and activations ("layernorm" and "moe_act" of
-``recompute_modules``) does so for norms that no linear layer has fused and for grouped experts
-only, which leaves nothing in a dense layer.
+``recompute_modules``) covers only grouped experts and norms that are not fused into a linear layer,
+which is nothing in a dense layer.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 Recipe = Callable[[], Tensor]
-"""Makes a tensor again: the same values, shape and strides."""
+"""A function that recomputes a tensor: the same values, shape and strides."""
 
 
 class _Scope:
-    """Outputs with their recipes, by address.
+    """The recipes of outputs, by the address of their storage.
 
-    Their memory is held, so that no other tensor takes it: not by the tensor, which Transformer
-    Engine empties where it needs no gradient of the weight.
+    Keeps each output's storage alive so that its address, our key, is not reused. It does not keep
+    the tensor, which Transformer Engine empties if the weight needs no gradient.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class _Scope:
         self._known.clear()
 
     def pack(self, saved: Tensor) -> Tensor | Recipe:
-        # Subclasses are quantized: not the values that the recipe makes.
+        # Subclasses hold quantized values, which are not those that the recipe computes.
         recipe = self.recipe(saved) if type(saved) is Tensor else None
         if recipe is None:
             return saved
@@ -60,12 +60,15 @@ class _Scopes(threading.local):
     innermost: _Scope | None = None
 
 
-_scopes = _Scopes()  # recomputation runs in a thread of autograd's
+_scopes = _Scopes()  # thread-local, because recomputation runs in a thread of autograd's
 
 
 @contextmanager
 def remaking() -> Iterator[None]:
-    """Inside, outputs that :func:`remember` knows are not kept for the backward pass."""
+    """Recompute, in the backward pass, the outputs given to :func:`remember` inside this context.
+
+    Autograd keeps their recipes instead of the outputs.
+    """
     if not torch.is_grad_enabled():
         yield
         return
@@ -76,7 +79,7 @@ def remaking() -> Iterator[None]:
             yield
     finally:
         _scopes.innermost = outer
-        scope.forget()  # what was packed refers to the hook, which refers to the scope
+        scope.forget()  # packed values refer to the hook, which refers to the scope
 
 
 @torch.no_grad()
@@ -85,11 +88,12 @@ def _unpack(kept: Tensor | Recipe) -> Tensor:
 
 
 def remember(output: Tensor, recipe: Recipe) -> Tensor:
-    """Say how `output` is made; it holds for all of its storage.
+    """Register the recipe of `output`, which then covers all views of its storage.
 
     Args:
         output: a whole tensor, not a part of one.
-        recipe: run without gradients; what it refers to is kept until the backward has run.
+        recipe: recomputes `output`. It runs without gradients; the tensors that it refers to are
+            kept until the backward has run.
 
     Returns:
         `output`.
@@ -101,32 +105,32 @@ def remember(output: Tensor, recipe: Recipe) -> Tensor:
 
 
 def recipe_of(output: Tensor) -> Recipe | None:
-    """How `output` is made, if that is known here."""
+    """Return the recipe of `output`, or None if none is registered in this scope."""
     return None if _scopes.innermost is None else _scopes.innermost.recipe(output)
 
 
 def remember_outputs_of(module: nn.Module) -> None:
-    """Let a module without randomness, of one tensor, tell how each of its outputs is made."""
+    """Register a recipe for each output of a deterministic module from one tensor to one tensor."""
     module.register_forward_pre_hook(_whole)
     module.register_forward_hook(_remember)
 
 
 def _whole(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
-    """A part of a larger tensor would hold all of it."""
+    """Copy an input that is part of a larger tensor, because keeping it would keep all of that."""
     return (inputs[0].contiguous(),)
 
 
 def _remember(module: Any, inputs: tuple[Tensor], output: Tensor) -> None:
     x = inputs[0].detach()
-    # Not by calling the module: Megatron's hooks are for the forward pass.
+    # Calls `forward` and not the module, because Megatron's hooks are for the forward pass alone.
     remember(output, lambda: module.forward(x))
 
 
 def remember_fused_norms() -> None:
-    """Let the norm inside of Transformer Engine's ``LayerNormLinear`` tell how it was made.
+    """Register recipes for the norm's output inside Transformer Engine's ``LayerNormLinear``.
 
-    Replaces the function by which its forward normalises: the output is known to nobody outside,
-    and is kept for the gradient of the weight. In FP8 it is quantized, and is kept.
+    That output is not visible outside and is kept for the weight's gradient, so this replaces the
+    function with which the forward normalises. In FP8 the output is quantized, and still kept.
     """
     from transformer_engine.pytorch.module import layernorm_linear
 
@@ -137,7 +141,7 @@ def remember_fused_norms() -> None:
     def apply_normalization(x: Tensor, output: None, *arguments: Any) -> tuple[Any, ...]:
         made = normalise(x, output, *arguments)
         scope, inputs = _scopes.innermost, x.detach()
-        if scope is not None and type(made[0]) is Tensor:  # within autograd's own forward
+        if scope is not None and type(made[0]) is Tensor:  # inside autograd's forward
             scope.add(made[0], lambda: normalise(inputs, None, *arguments)[0])
         return tuple(made)
 

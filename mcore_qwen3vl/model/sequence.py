@@ -1,7 +1,7 @@
-"""Which positions of the full sequence a rank holds under CP, packing and SP.
+"""The positions of the full sequence that a rank holds under CP, packing and SP.
 
-Every rank is given full sequences and takes its own part, so this module is the only place that
-knows the order. Position ids, labels, visual features and rotary angles are all cut with it.
+Every rank receives full sequences and takes its own part. This module is the only place that knows
+the order; position ids, labels, visual features and rotary angles are all divided with it.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ def local_positions(
     sequence_parallel: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """The global positions that one rank holds, in the order in which it holds them.
+    """Return the global positions that one rank holds, in the order in which it holds them.
 
-    CP cuts a sequence into ``2 * cp_size`` chunks and gives rank r the r-th from the start and the
-    r-th from the end, so that causal attention costs every rank the same (mcore
-    ``get_batch_on_this_cp_rank``). Packed, it cuts each sub-sequence that way (Transformer Engine
-    ``thd_get_partitioned_indices``). SP then takes a contiguous part of what CP left.
+    CP divides a sequence into ``2 * cp_size`` chunks and gives rank r the r-th from the start and
+    the r-th from the end, so that causal attention costs every rank the same (mcore
+    ``get_batch_on_this_cp_rank``). With packing, each sub-sequence is divided that way (Transformer
+    Engine ``thd_get_partitioned_indices``). SP then takes a contiguous part of the CP rank's
+    positions.
 
     Args:
         seq_len: S, the length of the full (or packed) sequence.
         cp_size: size of the context-parallel group.
-        cp_rank: rank in it.
+        cp_rank: rank in the context-parallel group.
         tp_size: size of the tensor-parallel group; matters with `sequence_parallel` only.
-        tp_rank: rank in it.
-        sequence_parallel: hidden states are also cut over the TP group.
+        tp_rank: rank in the tensor-parallel group.
+        sequence_parallel: whether hidden states are divided over the TP group too.
         cu_seqlens: (samples + 1,) integers from 0 to `seq_len` on the host: bounds of the packed
             sub-sequences, padding included. None: one sequence.
 
@@ -45,7 +46,7 @@ def local_positions(
         (S / cp,) int64 on the CPU, or (S / cp / tp,) with `sequence_parallel`.
 
     Raises:
-        BadInput: a length cannot be divided that way, or `cu_seqlens` does not cover `seq_len`.
+        BadInput: a length cannot be divided so, or `cu_seqlens` does not cover `seq_len`.
     """
     positions = torch.arange(seq_len)
     if cp_size > 1:
@@ -67,13 +68,13 @@ def local_positions(
 def length_multiple(
     cp_size: int, tp_size: int = 1, sequence_parallel: bool = True, *, local: int = 1
 ) -> int:
-    """What the length of an unpacked sequence must be a multiple of.
+    """Return the number that an unpacked sequence's length must be a multiple of.
 
     Args:
         cp_size: size of the context-parallel group.
         tp_size: size of the tensor-parallel group.
-        sequence_parallel: hidden states are cut over that group too.
-        local: what a rank's part of the sequence must be a multiple of.
+        sequence_parallel: whether hidden states are divided over the TP group too.
+        local: number that the length of a rank's part must be a multiple of.
     """
     zigzag = 2 * cp_size if cp_size > 1 else 1
     shards = cp_size * (tp_size if sequence_parallel else 1)
@@ -81,7 +82,7 @@ def length_multiple(
 
 
 def _cp_mask(seq_len: int, cp_size: int, cp_rank: int, cu_seqlens: Tensor | None) -> Tensor:
-    """(S,) bool: positions in the rank's two chunks of every sub-sequence."""
+    """Return (S,) bool: True in the rank's two chunks of every sub-sequence."""
     bounds = torch.tensor([0, seq_len]) if cu_seqlens is None else cu_seqlens.long()
     _check_bounds(seq_len, bounds)
     lengths = bounds.diff()

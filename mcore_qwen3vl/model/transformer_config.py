@@ -1,4 +1,4 @@
-"""From the HF shape of a model to Megatron-Core's ``TransformerConfig``."""
+"""Conversion of a model's HF shape to Megatron-Core's ``TransformerConfig``."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.megatron_config import config_fields
 
 Spec = Literal["torch", "te"]
-"""Which modules make a layer: plain torch (CPU and CUDA), or Transformer Engine (CUDA)."""
+"""The modules that a layer is made of: plain torch (CPU and CUDA), or Transformer Engine (CUDA)."""
 
 
 def transformer_config(
     architecture: Architecture, *, spec: Spec = "torch", **overrides: Any
 ) -> TransformerConfig:
-    """The config of `architecture`'s language model.
+    """Return the config of `architecture`'s language model.
+
+    The router's auxiliary loss is Megatron's, with coefficient 0: HF trains without one too, unless
+    ``output_router_logits`` is set. Pass ``moe_aux_loss_coeff=architecture.router_aux_loss_coef``
+    (and ``moe_z_loss_coeff``) to train with it.
 
     Args:
         architecture: the model's shape.
-        spec: the layer spec it is meant for.
-        overrides: any ``TransformerConfig`` field. What the architecture fixes can be overridden
-            too, which gives another model. ``Layout.config_overrides()`` gives the parallel sizes.
-
-    The router's auxiliary loss is of Megatron's kind with coefficient 0, as HF trains unless
-    ``output_router_logits`` is set; pass ``moe_aux_loss_coeff=architecture.router_aux_loss_coef``
-    (and ``moe_z_loss_coeff``) to train with it.
+        spec: the layer spec that the config is for.
+        overrides: any ``TransformerConfig`` field. Fields that the architecture sets can be
+            overridden too, which gives another model. ``Layout.config_overrides()`` gives the
+            parallel sizes.
 
     Raises:
-        BadInput: the overrides ask for what this spec or this split cannot do.
+        BadInput: the overrides ask for what this spec or this pipeline split cannot do.
     """
     _check_spec(spec, overrides)
     _check_graphs(overrides)
@@ -56,7 +57,7 @@ def transformer_config(
         **overrides,
     }
     _check_interleaving(fields)
-    # Known only to the config itself: how many layers a stage builds.
+    # Only a config can tell how many layers a stage builds.
     probe = TransformerConfig(**fields)
     if features_cross_stages(probe, len(architecture.vision.deepstack_visual_indexes)):
         if fields.get("moe_token_dispatcher_type") == "allgather":
@@ -70,17 +71,17 @@ def transformer_config(
 
 
 def features_cross_stages(config: TransformerConfig, deepstack_layers: int) -> bool:
-    """Whether the first pipeline chunk has fewer decoder layers than there are DeepStack layers."""
+    """Return whether the first pipeline chunk has fewer decoder layers than DeepStack has."""
     if config.pipeline_model_parallel_size == 1:
         return False
     return len(layers_of_chunk(config, vp_stage=0, pp_rank=0)) < deepstack_layers
 
 
 def layers_of_chunk(config: TransformerConfig, vp_stage: int | None, pp_rank: int | None) -> range:
-    """Decoder layers of one pipeline chunk, counted from 0 over the whole model; may be empty."""
+    """Return a pipeline chunk's decoder layers, from 0 over the whole model; may be empty."""
     custom = config.pipeline_model_parallel_layout
     if custom is not None:
-        # mcore's functions, as used below, answer for the rank that asks, whatever `pp_rank` is.
+        # mcore's functions that are used below would ignore `pp_rank` and take the calling rank's.
         of_chunk = {"layer_type": LayerType.decoder, "vp_stage": vp_stage, "pp_rank": pp_rank}
         first = custom.get_layer_offset(**of_chunk)
         return range(first, first + custom.get_num_layers_to_build(**of_chunk))
@@ -89,7 +90,7 @@ def layers_of_chunk(config: TransformerConfig, vp_stage: int | None, pp_rank: in
 
 
 def _model(a: Architecture, spec: Spec) -> dict[str, Any]:
-    """What the architecture and the spec say."""
+    """Return the fields that the architecture and the spec set."""
     fields = config_fields(a)
     fields["activation_func"] = getattr(F, fields["activation_func"])
     fields["transformer_impl"] = "transformer_engine" if spec == "te" else "local"
@@ -104,7 +105,7 @@ def _check_spec(spec: Spec, overrides: dict[str, Any]) -> None:
         raise BadInput(f"Layer spec {spec!r} is not known; use 'torch' or 'te'.")
     if spec == "te":
         return
-    # Most of these Megatron-Core would ignore in silence.
+    # Megatron-Core would silently ignore most of these.
     for name in ("moe_apply_probs_on_input", "fp8", "fp4", "moe_permute_fusion", "tp_comm_overlap"):
         if overrides.get(name):
             raise BadInput(
@@ -142,7 +143,7 @@ def _interleaving(overrides: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_interleaving(fields: dict[str, Any]) -> None:
-    """On gloo, batched transfers of an interleaved schedule pair up wrongly, in silence."""
+    """Refuse batched transfers of an interleaved schedule on gloo, which silently mismatch."""
     vpp = fields.get("virtual_pipeline_model_parallel_size") or 1
     if vpp > 1 and not fields["overlap_p2p_comm"] and not torch.cuda.is_available():
         raise BadInput(

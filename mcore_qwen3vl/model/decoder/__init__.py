@@ -1,1 +1,1 @@
-"""A layer of the language model: its parts, and the specs that put them together."""
+"""The language model's decoder layer: its parts, and the specs that combine them."""

@@ -1,8 +1,8 @@
 """Core attention of the ``torch`` layer spec: causal, grouped queries, CP and packed sequences.
 
-Everything is one operation, causal attention of a run of queries over the run of keys that ends
-with the last query. A sample is one such segment; under CP it is two, one for each chunk that the
-rank holds, with exactly the keys that they may see. No S x S mask is made unless padding asks.
+Everything is one operation: causal attention of a run of queries over the run of keys that ends
+with the last query. A sample is one such segment. Under CP it is two, one for each chunk that the
+rank holds, with exactly the keys that its queries may see. An S x S mask is built only for padding.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mcore_qwen3vl.model.sequence import local_positions
 
 @dataclass
 class PackedSequence(PackedSeqParams):
-    """mcore's packing parameters, with the bounds of the samples on the host too."""
+    """mcore's packing parameters, with the samples' bounds on the host too."""
 
     bounds: tuple[int, ...] = ()  # from 0 to the full length, padding included
 
@@ -41,10 +41,10 @@ class PackedSequence(PackedSeqParams):
         """Complete `params` for both layer specs.
 
         Args:
-            params: with ``cu_seqlens_q``, or ``cu_seqlens_q_padded`` where samples end in padding,
-                which then counts as theirs. On the host they cost nothing; on the device, one
-                synchronisation.
-            device: where the attention kernels read them.
+            params: parameters with ``cu_seqlens_q``, or with ``cu_seqlens_q_padded`` if samples end
+                in padding, which then counts as part of them. On the host they cost nothing, on the
+                device one host sync.
+            device: the device of the attention kernels.
         """
         if isinstance(params, cls):
             return params
@@ -60,10 +60,10 @@ class PackedSequence(PackedSeqParams):
         }
         given |= {name: value for name, value in defaults.items() if given[name] is None}
         if padded is not None:
-            # Padding that ends a sample is part of it: causal attention alone keeps the sample from
-            # looking there. Told of it, Transformer Engine's ring attention reads log-sum-exps that
-            # its kernels do not write, and some of its releases mistake tokens for padding (issues
-            # 1930 and 3331 of its repository).
+            # Padding that ends a sample is treated as part of it: causal attention alone keeps the
+            # sample from attending to it. If Transformer Engine's ring attention knows of padding,
+            # it reads log-sum-exps that its kernels do not write, and some releases mistake tokens
+            # for padding (issues 1930 and 3331 of its repository).
             given |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), padded)
             given |= dict.fromkeys(
                 ("cu_seqlens_q_padded", "cu_seqlens_kv_padded", "pad_between_seqs")
@@ -77,30 +77,30 @@ class PackedSequence(PackedSeqParams):
 
 @dataclass(frozen=True)
 class Segments:
-    """How one rank's queries fall into runs, and which keys each run sees."""
+    """The runs into which a rank's queries fall, and the keys that each run sees."""
 
     query_lengths: tuple[int, ...]
     key_lengths: tuple[int, ...]
     key_rows: Tensor | None  # (sum of key_lengths,) rows of the gathered keys; None: all, in order
 
     def cu_seqlens(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Cumulative query and key lengths, (segments + 1,) int32 each."""
+        """Return cumulative query and key lengths, (segments + 1,) int32 each."""
         bounds = torch.tensor([self.query_lengths, self.key_lengths]).cumsum(1)
         queries, keys = to_device(F.pad(bounds, (1, 0)).int(), device)
         return queries, keys
 
 
-@lru_cache(maxsize=16)  # every layer of a micro-batch asks the same
+@lru_cache(maxsize=16)  # every layer of a micro-batch makes the same call
 def causal_segments(
     bounds: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.device
 ) -> Segments:
-    """The segments of the samples within `bounds` that this CP rank computes.
+    """Return the segments of the samples within `bounds` that this CP rank computes.
 
     Args:
-        bounds: 0, the end of each sample, the last being the full length.
+        bounds: 0, and then the end of each sample; the last is the full length.
         cp_size: size of the context-parallel group; keys of all its ranks are gathered in order.
-        cp_rank: rank in it.
-        device: where `Segments.key_rows` is used.
+        cp_rank: rank in the context-parallel group.
+        device: the device on which `Segments.key_rows` is used.
     """
     samples = [(start, stop) for start, stop in pairwise(bounds) if stop > start]
     if cp_size == 1:
@@ -128,7 +128,7 @@ class TorchAttention(MegatronModule):
     """``core_attention`` without Transformer Engine; mcore's own has neither CP nor packing.
 
     Under CP the keys and values of all ranks are gathered, and their gradients are summed and
-    scattered back, so each rank computes its queries' attention alone.
+    scattered back, so each rank computes attention for its own queries only.
     """
 
     def __init__(
@@ -158,12 +158,12 @@ class TorchAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Causal attention; a query sees the keys of its own sample up to itself.
+        """Compute causal attention: a query sees the keys of its own sample up to itself.
 
         Args:
             query: (s, B, heads, D) queries of this rank's positions, or (t, heads, D) packed.
             key: (s, B, groups, D) or (t, groups, D).
-            value: as `key`.
+            value: the same shape as `key`.
             attention_mask: (B, S) bool, True for tokens and False for padding, or None.
             packed_seq_params: bounds of the packed samples.
 
@@ -193,7 +193,7 @@ class TorchAttention(MegatronModule):
     def _segmented(
         self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, valid: Tensor | None
     ) -> Tensor:
-        """(s, B, heads, D), one SDPA call a segment."""
+        """Return (s, B, heads, D), from one SDPA call per segment."""
         # A decoding step has fewer queries than keys; they are the last ones.
         one = len(segments.query_lengths) == 1
         lengths = (len(query),) if one else segments.query_lengths
@@ -220,7 +220,7 @@ class TorchAttention(MegatronModule):
         return torch.cat(outputs)
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
-        """(t, heads, D), all segments in one kernel."""
+        """Return (t, heads, D), computing all segments in one kernel."""
         cu_seq_q, cu_seq_k = segments.cu_seqlens(query.device)
         grouped: dict[str, Any] = {"enable_gqa": True}
         if "enable_gqa" not in signature(varlen_attn).parameters:  # before torch 2.12
@@ -247,7 +247,7 @@ def _varlen_available(query: Tensor) -> bool:
 
 
 def _mask(queries: int, keys: int, valid: Tensor | None) -> Tensor | None:
-    """What the last `queries` of `keys` positions may see: not what follows, nor padding."""
+    """Return the mask of the last `queries` of `keys` positions: nothing later, and no padding."""
     if valid is None:  # the last position alone sees everything
         return causal_lower_right(queries, keys) if queries > 1 else None
     position = torch.arange(keys, device=valid.device)

@@ -1,4 +1,4 @@
-"""Megatron's balancing loss of experts, whose count of a rank's own tokens is not its own."""
+"""A fix for Megatron's load-balancing loss of experts, whose local token counts are overwritten."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 
 def keep_local_counts() -> None:
-    """Let the count of a rank's tokens an expert stay what it is while the ranks' are added up.
+    """Keep a rank's own token counts per expert when they are summed over the ranks.
 
-    Megatron's sum over the TP x CP group is in place. Where there is a padding mask, it takes the
-    number of its own tokens from the same tensor afterwards, and the gradient of the balancing
-    loss is as many times too large as the group has ranks (NVIDIA/Megatron-LM#7452, finding 10).
+    Megatron sums in place over the TP x CP group. With a padding mask it then takes the number of
+    its own tokens from the same tensor, and the gradient of the balancing loss is too large by a
+    factor of the group's size (NVIDIA/Megatron-LM#7452, finding 10).
     """
     reduce = moe_utils.reduce_from_tensor_model_parallel_region
     if hasattr(reduce, "keeps"):

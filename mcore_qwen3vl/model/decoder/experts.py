@@ -1,4 +1,4 @@
-"""The experts of the torch spec: all that a rank holds in one product, where mcore loops."""
+"""The experts of the torch spec: one product for all experts of a rank, where mcore loops."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from mcore_qwen3vl.model.remake import remember
 
 
 class GroupedExperts(nn.Module):
-    """In the place of mcore's ``SequentialMLP``, with its names and shapes in every checkpoint.
+    """Replaces mcore's ``SequentialMLP``, with the same names and shapes in every checkpoint.
 
     Source: HF ``Qwen3VLMoeTextExperts``; mcore ``TEGroupedMLP``, which needs Transformer Engine.
 
     Args:
-        num_local_experts: E, of this rank.
-        config: of the model.
-        pg_collection: whose expert groups count.
-        name: unused, mcore's name of the module.
+        num_local_experts: E, the number of experts on this rank.
+        config: the model's config.
+        pg_collection: process groups, of which the expert groups are used.
+        name: mcore's name of the module; not used.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class GroupedExperts(nn.Module):
         """Apply each expert to its tokens, with the interface of mcore's experts.
 
         Args:
-            tokens: (T, H), those of the first expert first.
+            tokens: (T, H), ordered by expert.
             tokens_per_expert: (E,) int64, on the host or the device.
-            probs: (T,) the router's weights.
+            probs: (T,) router weights.
 
         Returns:
             (T, H) weighted outputs, and no bias.
@@ -76,7 +76,7 @@ class GroupedExperts(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Each expert as a box of what all experts are together; see :class:`Stored`."""
+        """Declare each expert as a box of the tensor of all experts; see :class:`Stored`."""
         return {
             f"{prefix}{name}.{entry}": described
             for name, linear in (("linear_fc1", self.linear_fc1), ("linear_fc2", self.linear_fc2))
@@ -90,11 +90,11 @@ class GroupedLinear(nn.Module):
     """Linear layers of one shape without bias, one for each expert of the rank.
 
     Args:
-        experts: E.
-        shape: (out, in) of one expert, not cut.
-        config: of the model.
-        init_method: fills all of the weight.
-        stored: how the shape is cut, and how checkpoints hold it.
+        experts: E, the number of experts on this rank.
+        shape: (out, in) of one whole expert, before ETP divides it.
+        config: the model's config.
+        init_method: initialises the weight in place.
+        stored: defines how ETP divides the weight, and its form in checkpoints.
     """
 
     def __init__(
@@ -107,21 +107,21 @@ class GroupedLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.stored = stored
-        # As mcore's linears: where ``torch.device(...)`` says, unless on the GPU.
+        # As mcore's linears: on the GPU, or with CPU initialization on torch's default device.
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         part = (experts, *stored.part(shape))
         self.weight = nn.Parameter(torch.empty(part, dtype=config.params_dtype, device=device))
         set_tensor_model_parallel_attributes(self.weight, True, 1 + stored.cut, 1)
         if config.perform_initialization and init_method is not None:
             _initialize(self.weight, init_method, config.use_cpu_initialization)
-        # Where false, gradients are reduced over the ranks with the same experts.
+        # If false, gradients are reduced only over the ranks with the same experts.
         self.weight.allreduce = (  # type: ignore[attr-defined]
             config.expert_model_parallel_size == 1
             and config.expert_tensor_parallel_size == config.tensor_model_parallel_size
         )
 
     def forward(self, tokens: Tensor, groups: Groups) -> tuple[Tensor, None]:
-        """(T, in) -> (T, out), and no bias."""
+        """Apply each expert's matrix to its tokens: (T, in) -> (T, out), and no bias."""
         return grouped_product(tokens, self.weight, groups), None
 
 

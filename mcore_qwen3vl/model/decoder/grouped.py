@@ -1,4 +1,4 @@
-"""Products of many matrices of one shape, each with rows of its own, as one kernel."""
+"""Products of many matrices of one shape, each with its own rows, as one kernel."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Groups:
     """Consecutive runs of rows, one for each of E matrices, in their order.
 
     Attributes:
-        counts: (E,) rows of each run, where they were counted: on the host or the device.
-        ends: (E,) int32, on the rows' device: the row behind each run.
+        counts: (E,) number of rows in each run, on the host or the device, where they were counted.
+        ends: (E,) int32, on the rows' device: the index after each run's last row.
     """
 
     counts: Tensor
@@ -31,11 +31,11 @@ class Groups:
 
     @classmethod
     def of(cls, counts: Tensor | Sequence[int], device: torch.device) -> Groups:
-        """Without waiting for the device.
+        """Build groups without a host sync.
 
         Args:
-            counts: rows of each run.
-            device: of the rows.
+            counts: number of rows in each run.
+            device: the rows' device.
         """
         if not isinstance(counts, Tensor):
             counts = torch.tensor(counts, device="cpu")
@@ -43,14 +43,14 @@ class Groups:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """`counts` on the host: waits if they were counted on the device."""
+        """`counts` on the host; takes a host sync if they were counted on the device."""
         sizes: list[int] = self.counts.tolist()
         return sizes
 
     def clear_empty(self, gradients: Tensor) -> Tensor:
-        """Zeros, in place, in what (E, ...) has for a run of no rows; without waiting.
+        """Zero, in place and without a host sync, the gradients (E, ...) of runs without rows.
 
-        On some GPUs the kernel leaves there what memory held: pytorch/pytorch#172439, #174314.
+        On some GPUs the kernel leaves uninitialised memory there: pytorch/pytorch#172439, #174314.
         """
         if not self.counts.is_cuda and bool(self.counts.all()):
             return gradients
@@ -59,12 +59,12 @@ class Groups:
 
 
 def grouped_product(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
-    """Each run of rows times its own matrix, transposed, as by ``F.linear``.
+    """Multiply each run of rows by its own matrix, transposed as in ``F.linear``.
 
     Args:
         rows: (T, in).
         matrices: (E, out, in) of the same dtype.
-        groups: which rows are whose.
+        groups: the rows of each matrix.
 
     Returns:
         (T, out).
@@ -79,10 +79,10 @@ def grouped_product(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
 
 
 def _has_kernel(rows: Tensor, matrices: Tensor) -> bool:
-    """What ``F.grouped_mm`` takes: lines of whole 16 bytes, which begin at such an address.
+    """Return whether ``F.grouped_mm`` has a kernel for these tensors.
 
-    It takes other dtypes than bf16 on a GPU too, but one matrix after another, and waits for the
-    counts.
+    Row sizes and addresses must be multiples of 16 bytes. On a GPU it accepts dtypes other than
+    bf16 too, but multiplies one matrix after another, with a host sync for the counts.
     """
     size = rows.element_size()
     if any(length * size % 16 for length in matrices.shape[1:]):
@@ -93,7 +93,7 @@ def _has_kernel(rows: Tensor, matrices: Tensor) -> bool:
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """PyTorch's own backward, but for runs of no rows."""
+    """``F.grouped_mm`` with PyTorch's own backward, corrected for runs without rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:

@@ -1,9 +1,9 @@
 """DeepStack in the decoder: under any recompute mode and across any pipeline split.
 
-mcore's ``TransformerBlock`` hands a ``context`` and a ``context_mask`` to every layer, meant for
-cross-attention and unused here. They carry the visual features and their places, which makes both
-explicit arguments of every checkpointed region: recompute detaches them and returns their gradient
-like that of the hidden states, whatever the number of layers in a region.
+mcore's ``TransformerBlock`` passes a ``context`` and a ``context_mask`` to every layer, meant for
+cross-attention, which this model lacks. We use them for the visual features and their places. That
+makes both explicit arguments of every checkpointed region: recompute detaches them and returns
+their gradient like that of the hidden states, for any number of layers in a region.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class DeepStackLayer(TransformerLayer):
     Source: HF ``Qwen3VLTextModel`` (adds after the layer).
 
     Args:
-        deepstack_layers: K, how many layers, counted from the first, have features.
-        remakes: outputs of norms, SwiGLU and rotary embedding are made again in the backward pass,
-            see :mod:`.remake`. They are not under full recompute, which keeps one layer's at a
-            time, nor where activations are offloaded: hooks of offloading are not shown what the
-            hooks here take, and it frees what is needed to make an output again.
+        deepstack_layers: K, the number of layers, counted from the first, that have features.
+        remakes: whether to recompute the outputs of norms, SwiGLU and rotary embedding in the
+            backward pass, see :mod:`mcore_qwen3vl.model.remake`. Two modes turn this off. Full
+            recompute holds one layer's outputs at a time anyway. Offloading of activations does
+            not see the tensors that our hooks replace, and frees those that a recipe needs.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class DeepStackLayer(TransformerLayer):
 
         Args:
             context: (K - k, n, H) features of the last K - k DeepStack layers, or None.
-            context_mask: (n,) int64 rows of the (s_local * B, H) hidden states they belong to.
+            context_mask: (n,) int64 rows of the (s_local * B, H) hidden states to add them to.
 
         Returns:
             (s_local, B, H) hidden states, and `context` for the layers that follow.
@@ -72,17 +72,17 @@ class DeepStackLayer(TransformerLayer):
         if context is not None and context_mask is not None:
             index = self.layer_number - 1 - (self.deepstack_layers - len(context))
             hidden = DeepStack(context.unbind(), context_mask).add_to(index, hidden)
-            # The schedules free what a stage has sent, and refuse to do so with views.
+            # The schedules free a stage's output after sending it, and refuse to free a view.
             hidden = make_viewless_tensor(hidden, requires_grad=True, keep_graph=True)
         return hidden, context
 
 
 def pack_features(hidden: Tensor, features: Tensor) -> Tensor:
-    """Append features that later pipeline stages need to the hidden states they receive.
+    """Append the features that later pipeline stages need to the hidden states that they receive.
 
     Args:
         hidden: (s_local, B, H).
-        features: (k, n, H) rows of the k DeepStack layers that are still to come.
+        features: (k, n, H) rows of the k DeepStack layers on later stages.
 
     Returns:
         (s_local + ceil(k * n / B), B, H), in the dtype of `hidden`.
@@ -96,7 +96,7 @@ def pack_features(hidden: Tensor, features: Tensor) -> Tensor:
 def unpack_features(
     received: Tensor, seq_len: int, layers: int, count: int
 ) -> tuple[Tensor, Tensor]:
-    """The inverse of :func:`pack_features`: (s_local, B, H) and (`layers`, `count`, H)."""
+    """Invert :func:`pack_features`: return (s_local, B, H) and (`layers`, `count`, H)."""
     hidden, rows = received[:seq_len], received[seq_len:]
     features = rows.reshape(-1, rows.shape[-1])[: layers * count]
     return hidden, features.view(layers, count, rows.shape[-1])

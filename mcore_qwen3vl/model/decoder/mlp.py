@@ -1,6 +1,6 @@
-"""The dense MLP of both layer specs: SwiGLU in one operation that keeps its input only.
+"""The dense MLP of both layer specs: SwiGLU as one operation that keeps its input only.
 
-So do the experts of the torch spec, whose SwiGLU the router weights.
+The SwiGLU of the torch spec's experts, here too, also multiplies by the router's weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mcore_qwen3vl.model.remake import remember
 
 
 class GatedMLP(MLP):
-    """mcore's, whose SwiGLU is a chain of operations outside of its fused kernels.
+    """mcore's MLP with our SwiGLU; without its fused kernels mcore's is a chain of operations.
 
     Source: HF ``Qwen3VLTextMLP``.
     """
@@ -29,7 +29,7 @@ class GatedMLP(MLP):
         self._swiglu = _swiglu(config)
 
     def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
-        """(s, B, H) -> (s_local, B, H), and no bias."""
+        """Apply the MLP: (s, B, H) -> (s_local, B, H), and no bias."""
         halves, _bias = self.linear_fc1(hidden_states)  # (s, B, 2 * inner / tp): gate, then up
         inputs = halves.detach()
         inner = remember(self._swiglu(halves), lambda: self._swiglu(inputs))
@@ -38,7 +38,7 @@ class GatedMLP(MLP):
 
 
 def _swiglu(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
-    """The fastest that there is."""
+    """Return the fastest SwiGLU that is available."""
     if config.transformer_impl == "transformer_engine":
         from transformer_engine.pytorch.ops import SwiGLU
 
@@ -49,14 +49,17 @@ def _swiglu(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
 
 
 def weighted_swiglu(config: TransformerConfig) -> Callable[[Tensor, Tensor], Tensor]:
-    """The torch spec's for experts: (T, 2 * inner) halves and (T,) weights of any dtype."""
+    """Return the torch spec's SwiGLU for experts.
+
+    It takes (T, 2 * inner) halves and (T,) weights of any dtype.
+    """
     if config.bias_activation_fusion:
         return lambda halves, weights: weighted_bias_swiglu_impl(halves, None, weights[:, None])
     return _WeightedSwiGLU.apply
 
 
 class _SwiGLU(torch.autograd.Function):
-    """``silu(gate) * up`` without keeping ``silu(gate)``."""
+    """Computes ``silu(gate) * up`` without keeping ``silu(gate)``."""
 
     @staticmethod
     def forward(ctx: Any, halves: Tensor) -> Tensor:
@@ -70,7 +73,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class _WeightedSwiGLU(torch.autograd.Function):
-    """The same times a weight for each row, in the weights' dtype."""
+    """Computes the same times a weight for each row, multiplied in the weights' dtype."""
 
     @staticmethod
     def forward(ctx: Any, halves: Tensor, weights: Tensor) -> Tensor:

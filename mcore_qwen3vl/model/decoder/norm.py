@@ -1,4 +1,4 @@
-"""RMSNorm of the ``torch`` layer spec."""
+"""The RMSNorm of the ``torch`` layer spec."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm that keeps its input for the backward pass, without a float32 copy.
+    """A root mean square norm that keeps its input for the backward pass, without a float32 copy.
 
-    In half precision it rounds once, as Transformer Engine's does; Hugging Face's rounds before it
-    multiplies by the weight too. mcore's ``WrappedTorchNorm`` refuses sequence parallelism; this
-    one marks its weight, so that its gradient, of which each rank has a part, is summed over the
-    TP group. Source: HF ``Qwen3VLTextRMSNorm``.
+    In half precision it rounds once, like Transformer Engine's norm; Hugging Face's norm also
+    rounds before it multiplies by the weight. mcore's ``WrappedTorchNorm`` refuses sequence
+    parallelism. This norm marks its weight, so that its gradient, of which each rank has a part, is
+    summed over the TP group. Source: HF ``Qwen3VLTextRMSNorm``.
     """
 
     def __init__(
@@ -28,15 +28,15 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., hidden_size) -> same shape and dtype; the mean is taken in float32."""
+        """Normalise (..., hidden_size), keeping shape and dtype; the mean is taken in float32."""
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class StandaloneRMSNorm(RMSNorm):
     """A norm that Transformer Engine's spec keeps as a module of its own.
 
-    It fuses the others into the linear layer that follows. Its own module has an extra state in
-    checkpoints; an empty one here gives both specs the same keys.
+    That spec fuses the other norms into the linear layer that follows. A module of its own has an
+    extra state in checkpoints; an empty one here gives both specs the same keys.
     """
 
     def get_extra_state(self) -> None: ...

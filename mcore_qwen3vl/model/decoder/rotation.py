@@ -1,4 +1,4 @@
-"""Rotary embedding in few kernels: Transformer Engine's one, or torch's three or four."""
+"""Rotary embedding in few kernels: one of Transformer Engine's, or three or four of torch's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mcore_qwen3vl.model.pointwise import Pointwise
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn queries or keys; keeps nothing but the tables for the backward.
+    """Rotate queries or keys, keeping only the tables for the backward pass.
 
     Source: HF ``apply_rotary_pos_emb`` of Qwen3-VL: the halves of D are the coordinates.
 
@@ -27,7 +27,7 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def turn_fused(x: Tensor, angles: Tensor) -> Tensor:
-    """The same by Transformer Engine's kernel, which computes in float32.
+    """Rotate with Transformer Engine's kernel, which computes in float32.
 
     Args:
         x: (S, B, heads, D).
@@ -40,13 +40,13 @@ def turn_fused(x: Tensor, angles: Tensor) -> Tensor:
 
     if angles.shape[1] == 1:
         return fused_apply_rotary_pos_emb(x, angles)
-    # The kernel takes one row of angles for all of the batch: every token as a position.
+    # The kernel takes one row of angles for the whole batch, so each token becomes a position.
     tokens, of_tokens = x.flatten(0, 1).unsqueeze(1), angles.flatten(0, 1).unsqueeze(1)
     return fused_apply_rotary_pos_emb(tokens, of_tokens).view(x.shape)
 
 
 class _Turn(torch.autograd.Function):
-    """The gradient is turned back."""
+    """Rotates; the backward rotates the gradient back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""The two layer specs: ``torch`` and ``te``. Same model, same checkpoint keys.
+"""The two layer specs, ``torch`` and ``te``, of the same model with the same checkpoint keys.
 
 Both start from Megatron-Core's own spec and change what Qwen3-VL needs: rotary positions, DeepStack
-and, for ``torch``, norms and core attention that know SP, CP and packing.
+and, for ``torch``, norms and core attention that support SP, CP and packing.
 """
 
 from __future__ import annotations
@@ -40,18 +40,19 @@ def block_spec(
     vp_stage: int | None = None,
     pp_rank: int | None = None,
 ) -> TransformerBlockSubmodules:
-    """The decoder layers of one pipeline chunk, dense or MoE as ``moe_layer_freq`` says.
+    """Return the decoder layers of one pipeline chunk, dense or MoE as ``moe_layer_freq`` says.
 
     Args:
         config: from :func:`mcore_qwen3vl.model.transformer_config.transformer_config`.
         spec: ``torch`` or ``te``.
-        deepstack_layers: how many layers, counted from the first, add visual features.
-        keep_activations: do without :mod:`.remake`.
+        deepstack_layers: number of layers, counted from the first, that add visual features.
+        keep_activations: whether to keep cheap activations instead of recomputing them, see
+            :mod:`mcore_qwen3vl.model.remake`.
         vp_stage: this chunk's virtual stage.
         pp_rank: this chunk's pipeline rank.
 
     Raises:
-        BadInput: ``te`` without Transformer Engine.
+        BadInput: the spec is ``te``, and Transformer Engine is not installed.
     """
     make = _te_layer if spec == "te" else _torch_layer
     if spec == "te":
@@ -104,14 +105,14 @@ def _te_layer(config: TransformerConfig, moe: bool) -> ModuleSpec:
 
 
 def _own_mlp(layer: Any) -> None:
-    """Put our dense MLP in the place of mcore's."""
+    """Replace mcore's dense MLP by ours."""
     if getattr(layer.mlp, "func", None) == MLP.as_mlp_submodule:
         layer.mlp = partial(GatedMLP.as_mlp_submodule, **layer.mlp.keywords)
 
 
 def _prepare_transformer_engine() -> None:
-    # It counts the tensors of a call over all parameters against this, and its 20 MiB are too few
-    # for the adapters of all experts. It reads it with the first of them.
+    # Transformer Engine limits the tensors of a call over all parameters by this size. Its default
+    # of 20 MiB is too small for the adapters of all experts. It reads the size at the first tensor.
     os.environ.setdefault("NVTE_TENSOR_HANDLE_POOL_SIZE_MB", "200")
     from megatron.core.extensions.transformer_engine import HAVE_TE
 

@@ -1,4 +1,4 @@
-"""How checkpoints hold experts that are one parameter: as mcore's ``SequentialMLP`` does.
+"""Checkpoint entries of experts held in one parameter, in the form of mcore's ``SequentialMLP``.
 
 Source: mcore ``SequentialMLP.sharded_state_dict``, ``apply_swiglu_sharded_factory``.
 """
@@ -20,7 +20,7 @@ from megatron.core.utils import divide
 from torch import Tensor, nn
 
 Offset = tuple[int, int, int]
-"""Axis, place, and how many places: what mcore calls a rank offset."""
+"""Axis, index on it, and number of indices: mcore's rank offset."""
 
 _WEIGHT, _EXTRA = "weight", "_extra_state"
 
@@ -30,15 +30,16 @@ class Stored:
     """One of the experts' two linears in distributed checkpoints, as boxes of one tensor.
 
     Attributes:
-        cut: the axis of an expert's (out, in) that ETP cuts; 0 has gate and up, each cut alone.
-        groups: the model's.
+        cut: the axis of an expert's (out, in) that ETP divides; on axis 0 gate and up are divided
+            separately.
+        groups: the model's process groups.
     """
 
     cut: Literal[0, 1]
     groups: ProcessGroupCollection
 
     def part(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """This rank's part of an expert's (out, in)."""
+        """Return the shape of this rank's part of an expert's (out, in)."""
         out, into = shape
         size = self.groups.expt_tp.size()
         return (divide(out, size), into) if self.cut == 0 else (out, divide(into, size))
@@ -46,12 +47,12 @@ class Stored:
     def entries(
         self, key: str, weight: nn.Parameter, offsets: tuple[Offset, ...]
     ) -> Iterator[tuple[str, ShardedTensorFactory | ShardedObject]]:
-        """What ``sharded_state_dict()`` has of a linear, by name below it.
+        """Yield the entries of a linear in ``sharded_state_dict()``, by name below the linear.
 
         Args:
-            key: of the linear in the checkpoint, with a dot.
+            key: the linear's key in the checkpoint, with a dot.
             weight: (E, out, in), this rank's part.
-            offsets: among the layers, if they are stacked.
+            offsets: offsets among the layers, if these are stacked.
         """
         etp, copy = self.groups.expt_tp.rank(), self.groups.expt_dp.rank()
         experts = [*self._experts(len(weight))]
@@ -72,7 +73,7 @@ class Stored:
             _WEIGHT,
             ShardedTensorFactory(f"{key}{_WEIGHT}", weight, build, merge, replica_id=(0, 0, copy)),
         )
-        # A place for FP8's scales, which the te spec asks for when it loads.
+        # Entries for FP8's scales, which the te spec expects when it loads.
         for local, number in enumerate(experts):
             places = [(place, count) for _, place, count in offsets] + [number]
             at, shape = zip(*places, strict=True)
@@ -80,7 +81,7 @@ class Stored:
             yield f"{_EXTRA}{local}", ShardedObject(f"{key}{_EXTRA}", None, shape, at, replica)
 
     def _experts(self, held: int) -> Iterator[tuple[int, int]]:
-        """(this one, how many) of each expert of the rank."""
+        """Yield, for each expert of the rank, its number and the number of all experts."""
         first, all_of_them = self.groups.ep.rank() * held, self.groups.ep.size() * held
         for local in range(held):
             yield first + local, all_of_them
@@ -88,7 +89,7 @@ class Stored:
     def _pieces(
         self, key: str, one: Tensor, offsets: tuple[Offset, ...], replica: Any
     ) -> Iterator[ShardedTensor]:
-        """The boxes of one expert (out, in)."""
+        """Yield the boxes of one expert (out, in)."""
         stacked, etp = len(offsets), self.groups.expt_tp
         parts = one.chunk(2) if self.cut == 0 else (one,)
         for number, part in enumerate(parts):
@@ -103,7 +104,7 @@ class Stored:
 
 
 def save_each(experts: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    """A hook of ``state_dict()``: each expert under the name that Megatron's legacy format has."""
+    """Name each expert as in Megatron's legacy format; a hook of ``state_dict()``."""
     for parameter, _ in experts.named_parameters():
         weight = state.pop(f"{prefix}{parameter}")
         name = parameter.removesuffix(f".{_WEIGHT}")
@@ -114,7 +115,7 @@ def save_each(experts: nn.Module, state: dict[str, Any], prefix: str, _metadata:
 
 
 def load_each(experts: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """A hook of ``load_state_dict()``: takes what :func:`save_each` and :class:`Stored` name."""
+    """Accept the names of :func:`save_each` and :class:`Stored`; a ``load_state_dict()`` hook."""
     for parameter, weight in experts.named_parameters():
         name = parameter.removesuffix(f".{_WEIGHT}")
         locals_ = [_local(prefix, number, name) for number in range(len(weight))]

@@ -1,1 +1,1 @@
-"""The head: logits, and what is computed from them without ever holding them all."""
+"""The head: logits, and losses that are computed from them without holding them all."""

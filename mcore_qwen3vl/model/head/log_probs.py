@@ -1,14 +1,13 @@
-"""Log-probabilities and entropies of tokens, a chunk of logits at a time.
+"""Log-probabilities and entropies of tokens, from one chunk of logits at a time.
 
-The logits of 8k tokens of a vocabulary of 152k are 2.5 GB in bf16 and 5 GB in float32, of which
-cross entropy keeps and makes several. Here the forward pass reduces each chunk's logits to four
-numbers a token, and the backward pass computes them again: one more GEMM of the head for never
-holding more than a chunk. Where there is one chunk only, and no entropy is asked for, it is kept.
+The logits of 8k tokens with a vocabulary of 152k take 2.5 GB in bf16 and 5 GB in float32, and cross
+entropy holds several copies. Here the forward pass reduces each chunk's logits to four numbers per
+token, and the backward pass recomputes the logits. That costs one more GEMM of the head, and never
+holds more than one chunk. If there is only one chunk, and no entropy is asked for, it is kept.
 
-Ranks of a TP group hold different columns. Each reduces its own; two all-reduces over the numbers
-of all tokens then combine them, so there is none inside the loop. Gradients are this rank's
-parts: of the hidden states the sum over TP is the caller's to take, as with a column-parallel
-linear layer.
+Ranks of a TP group hold different columns. Each rank reduces its own. Two all-reduces over all
+tokens' numbers then combine them, so the loop has none. Gradients are this rank's parts: the caller
+must sum those of the hidden states over TP, as with a column-parallel linear layer.
 
 Formulae, with logits l = h W^T / temperature, z = logsumexp(l), p = exp(l - z), H the entropy:
 d log p[t] / dl = onehot(t) - p, and dH / dl = -p (l - z + H).
@@ -28,12 +27,12 @@ from torch.autograd.function import once_differentiable
 from mcore_qwen3vl.model.pointwise import Pointwise
 
 CHUNK_LOGITS = 2**27
-"""Logits of one chunk: 0.5 GiB in float32."""
+"""Number of logits in one chunk: 0.5 GiB in float32."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The part of the vocabulary that is this TP rank's: `count` columns, without padding."""
+    """This TP rank's part of the vocabulary: `count` columns from `first` on, without padding."""
 
     first: int
     count: int
@@ -51,24 +50,24 @@ def token_log_probs(
     chunk: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """How likely each target is, and how certain each position, without holding the logits.
+    """Compute each target's log-probability, and each position's entropy, in chunks of logits.
 
     Args:
         hidden: (s, B, H), the same on all ranks of `group`.
         weight: (V / tp, H) this rank's rows of the head. With Megatron's DDP its gradient is added
             to ``main_grad``, as ``gradient_accumulation_fusion`` does.
         targets: (B, s) integers in [0, V).
-        columns: which columns this rank's rows are.
-        more: (s, B, r) and (V / tp, r) whose products are added to the logits, as of a low-rank
-            adapter.
+        columns: the columns of the vocabulary that this rank's rows compute.
+        more: pairs of (s, B, r) and (V / tp, r), such as a low-rank adapter's, whose products are
+            added to the logits.
         temperature: divides the logits.
-        entropy: compute entropies too.
-        chunk: tokens of a chunk; None: as many as make :data:`CHUNK_LOGITS`.
+        entropy: whether to compute entropies too.
+        chunk: tokens per chunk; None: as many as give :data:`CHUNK_LOGITS`.
         group: TP group; None: one rank.
 
     Returns:
-        Log-probabilities (B, s) and entropies (B, s) or None: float32, the same on all ranks,
-        differentiable for `hidden`, `weight` and all of `more`.
+        Log-probabilities (B, s), and entropies (B, s) or None. Both are float32, the same on all
+        ranks, and differentiable with respect to `hidden`, `weight` and all of `more`.
     """
     length, batch, _ = hidden.shape
     options = _Options(columns, temperature, entropy, chunk, group)
@@ -79,7 +78,7 @@ def token_log_probs(
 
 
 Terms = Sequence[tuple[Tensor, Tensor]]
-"""Hidden states (T, H) and rows (V / tp, H) each, whose products are summed."""
+"""Pairs of hidden states (T, H) and rows (V / tp, H), whose products add up to the logits."""
 
 
 @dataclass(frozen=True)
@@ -97,11 +96,11 @@ class _Options:
         return (slice(start, start + size) for start in range(0, tokens, size))
 
     def alone(self, tokens: int) -> bool:
-        """Whether the one chunk that there is is kept, as its exponentials, for the backward."""
+        """Return whether to keep the only chunk, as its exponentials, for the backward pass."""
         return not self.entropy and len(list(self.chunks(tokens))) == 1
 
     def logits(self, terms: Terms, rows: slice) -> Tensor:
-        """(n, own columns) float32, for work in place."""
+        """Return logits (n, own columns), float32, which may be changed in place."""
         (hidden, weight), *others = terms
         logits = hidden[rows] @ weight[: self.columns.count].t()
         for x, w in others:
@@ -109,14 +108,17 @@ class _Options:
         return logits.float() if self.temperature == 1 else logits.float().div_(self.temperature)
 
     def find(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Each target's own column, 0 where it is another rank's, and whether it is ours."""
+        """Return each target's local column, 0 if another rank has it, and whether it is ours."""
         local = targets - self.columns.first
         ours = (local >= 0) & (local < self.columns.count)
         return local.where(ours, 0), ours
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """(T,), then (T, H), (V / tp, H) a term to log-probabilities and entropies, (T,) each."""
+    """Log-probabilities and entropies, (T,) each, of targets (T,).
+
+    Each further pair of arguments is one term of the logits: (T, H) and (V / tp, H).
+    """
 
     @staticmethod
     def forward(
@@ -125,9 +127,9 @@ class _TokenLogProbs(torch.autograd.Function):
         ctx.exponentials = None
         terms, hidden = _in_pairs(sides), sides[0]
         local, ours = options.find(targets)
-        # Of this rank's columns: the maximum; then, relative to it, the sum of exponentials and the
-        # sum of logits weighted by them; and between these the target's logit. A rank of nothing
-        # but padding has the neutral elements.
+        # Numbers of this rank's columns. `maximum` is their maximum. `sums` has the sum of
+        # exponentials relative to it, the target's logit, and the sum of logits, relative too,
+        # weighted by the exponentials. A rank that has only padding keeps the neutral elements.
         lowest = torch.finfo(torch.float32).min
         maximum = hidden.new_full((len(hidden),), lowest, dtype=torch.float32)
         sums = hidden.new_zeros((3, len(hidden)), dtype=torch.float32)
@@ -136,7 +138,7 @@ class _TokenLogProbs(torch.autograd.Function):
             _reduce(logits, local[rows], maximum[rows], sums[:, rows], options.entropy)
             if options.alone(len(hidden)) and any(ctx.needs_input_grad):
                 ctx.exponentials = logits
-            del logits  # before the next chunk's
+            del logits  # before the next chunk's are computed
         sums[1].masked_fill_(~ours, 0.0)
         total, target, entropies = _combine(maximum, sums, options.group)
         ctx.options = options
@@ -186,13 +188,13 @@ def _in_pairs(flat: Sequence[Any]) -> list[tuple[Any, Any]]:
 
 @Pointwise
 def _scaled_exponentials(logits: Tensor, total: Tensor, factor: Tensor) -> Tensor:
-    """``exp(logits - total) * factor`` in place, (n, V)."""
+    """Compute ``exp(logits - total) * factor`` in place, (n, V)."""
     return logits.sub_(total).exp_().mul_(factor)
 
 
 @Pointwise
 def _reduce(logits: Tensor, targets: Tensor, maximum: Tensor, sums: Tensor, entropy: bool) -> None:
-    """Write the numbers of one chunk, of n tokens, into `maximum` (n,) and `sums` (3, n)."""
+    """Write the numbers of one chunk of n tokens into `maximum` (n,) and `sums` (3, n)."""
     maximum.copy_(logits.amax(-1))
     sums[1] = logits.gather(1, targets[:, None]).squeeze(1)
     shifted = logits.sub_(maximum[:, None])
@@ -207,7 +209,7 @@ def _reduce(logits: Tensor, targets: Tensor, maximum: Tensor, sums: Tensor, entr
 def _combine(
     maximum: Tensor, sums: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Over all columns: log of the sum of exponentials, the target's logit, entropy; (T,) each."""
+    """Return, over all columns, the logsumexp, the target's logit and the entropy, (T,) each."""
     overall = maximum
     if group is not None and group.size() > 1:
         overall = maximum.clone()
@@ -222,7 +224,7 @@ def _combine(
 
 
 class _TermGradient:
-    """The gradients of one product in the logits, as far as they are wanted."""
+    """Accumulates the gradients of one term of the logits, as far as they are needed."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, of_hidden: bool, of_weight: bool) -> None:
         self._hidden, self._weight = hidden, weight
@@ -240,11 +242,11 @@ class _TermGradient:
 
 
 class _WeightGradient:
-    """The head's gradient, added up in float32 over chunks, or in Megatron's ``main_grad``."""
+    """Accumulates the head's gradient over chunks, in float32 or in Megatron's ``main_grad``."""
 
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight
-        # Megatron's protocol for kernels that add to the gradient buffer themselves.
+        # Megatron's protocol for kernels that add to the gradient buffer directly.
         self._direct = getattr(weight, "main_grad", None) is not None and hasattr(
             weight, "grad_added_to_main_grad"
         )
@@ -258,11 +260,11 @@ class _WeightGradient:
         self._sum[: of_logits.shape[1]] += of_logits.t() @ hidden
 
     def result(self) -> Tensor | None:
-        """What autograd is given."""
+        """Return the gradient for autograd."""
         if not self._direct:
             return self._sum.to(self._weight.dtype)
         self._weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         if getattr(self._weight, "zero_out_wgrad", False):
-            return None  # tied: the embedding's gradient comes to the same hook, and is added there
-        # DDP's hook runs on an arrival, whose value it then does not look at.
+            return None  # tied: the embedding's gradient reaches the same hook, and is added there
+        # DDP's hook runs when a gradient arrives, and ignores the value of this one.
         return torch.empty_like(self._weight)

@@ -1,4 +1,4 @@
-"""Megatron's output layer, which can also say how likely given tokens are."""
+"""Megatron's output layer, which can also compute the log-probabilities of given tokens."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from mcore_qwen3vl.model.head.padding import mask_columns
 
 
 class LowRank(Protocol):
-    """A product of two small matrices beside the head's own."""
+    """A product of two small matrices that is added to the head's output."""
 
     @property
     def on(self) -> bool:
-        """Whether it is added."""
+        """Whether the product is added."""
 
     def add(self, x: Tensor, output: Tensor) -> Tensor:
-        """`output` of the head for its input `x`, with the product added."""
+        """Return the head's `output` for its input `x`, with the product added."""
 
     def factored(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(s, B, r) of all the sequence and (V / tp, r), not multiplied."""
+        """Return the two factors: (s, B, r) for the whole sequence, and (V / tp, r)."""
 
 
 class Head(ColumnParallelLinear):
@@ -35,8 +35,8 @@ class Head(ColumnParallelLinear):
 
     Attributes:
         vocab_size: the model's own vocabulary over all ranks, without padding.
-        chunk: tokens whose logits are alive at a time; None: as many as fit a fixed size.
-        adapter: what is added to the logits besides, if anything.
+        chunk: number of tokens whose logits are held at a time; None: as many as fit a fixed size.
+        adapter: a low-rank product that is added to the logits, or None.
     """
 
     vocab_size: int
@@ -45,14 +45,13 @@ class Head(ColumnParallelLinear):
 
     @classmethod
     def adopt(cls, output_layer: Any, *, vocab_size: int, chunk: int | None) -> None:
-        """Make a head of the ``ColumnParallelLinear`` that ``GPTModel`` has built.
+        """Turn the ``ColumnParallelLinear`` that ``GPTModel`` has built into a head, in place.
 
-        The object stays the same, since ``GPTModel`` has tied and marked its weight. Work on the
-        weight must happen inside the module's call: Megatron's DDP waits there for the gathering
-        of parameters.
+        The object stays the same, because ``GPTModel`` has tied and marked its weight. The weight
+        must be used inside the module's call: Megatron's DDP waits there for its parameter gather.
 
         Raises:
-            BadInput: it is another layer: Megatron's FP8 head.
+            BadInput: `output_layer` is another layer, such as Megatron's FP8 head.
         """
         if type(output_layer) is not ColumnParallelLinear:
             raise BadInput(
@@ -74,20 +73,20 @@ class Head(ColumnParallelLinear):
         temperature: float = 1.0,
         entropy: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits as ``ColumnParallelLinear`` gives them, or the likelihood of `targets`.
+        """Compute logits as ``ColumnParallelLinear`` does, or the log-probabilities of `targets`.
 
         Args:
-            input_: (s_local, B, H) hidden states, cut over TP under sequence parallelism.
-            weight: (V / tp, H) of a tied head.
-            runtime_gather_output: gather the logits over TP.
-            targets: (B, s) integers, valid token ids: what to give log-probabilities of.
-            temperature: divides the logits.
-            entropy: give the entropy of each position's distribution too.
+            input_: (s_local, B, H) hidden states, divided over TP under sequence parallelism.
+            weight: (V / tp, H) weight of a tied head.
+            runtime_gather_output: whether to gather the logits over TP.
+            targets: (B, s) integers, valid token ids whose log-probabilities to return.
+            temperature: divides the logits if `targets` are given.
+            entropy: whether to return the entropy of each position's distribution too.
 
         Returns:
             Without `targets`: logits (s, B, V / tp), -inf at padded columns; and the bias, None.
-            With: log-probabilities (B, s), float32, equal on all TP ranks; and the entropies
-            (B, s), float32, or None.
+            With `targets`: log-probabilities (B, s), float32, equal on all TP ranks; and the
+            entropies (B, s), float32, or None.
         """
         if targets is None:
             logits, bias = super().forward(input_, weight, runtime_gather_output)

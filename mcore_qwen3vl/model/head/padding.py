@@ -1,4 +1,4 @@
-"""Columns of the head that only pad the vocabulary to a size that divides.
+"""Masking of the head's columns that only pad the vocabulary to a divisible size.
 
 Megatron's cross entropy normalises over all columns, padding included, so that its value and its
 gradients would depend on ``--make-vocab-size-divisible-by``. Hugging Face has no such columns.
@@ -21,7 +21,7 @@ def mask_columns(logits: Tensor, columns: int) -> Tensor:
 
 
 class _Mask(torch.autograd.Function):
-    """In place, forwards and backwards: the logits are the largest tensor of all."""
+    """Masks in place, forward and backward, because the logits are the largest tensor of all."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, columns: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""An adapter into a model that is built and has its base weights."""
+"""Put an adapter that was read from files into a built model with its base weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 
 
 class Read(Protocol):
-    """What is used of ``mcore_qwen3vl.converters.adapters``' ``Adapter``."""
+    """The part of ``mcore_qwen3vl.converters.adapters``' ``Adapter`` that is used here."""
 
     @property
     def config(self) -> Any: ...
@@ -32,18 +32,18 @@ class Read(Protocol):
 
 
 def adapt(chunks: Sequence[Qwen3VLModel], adapter: Read) -> Freezing:
-    """Put `adapter` into the chunks of this rank: factors, and tensors that it holds whole.
+    """Put `adapter` into the chunks of this rank: its factors, and the tensors that it holds whole.
 
     Args:
-        chunks: with the base weights that `adapter` belongs to; not wrapped by Megatron.
-        adapter: as read from a PEFT directory.
+        chunks: this rank's chunks with the base weights of `adapter`, not wrapped by Megatron.
+        adapter: an adapter read from a PEFT directory.
 
     Returns:
-        What is to be applied to every chunk to train only what `adapter` holds.
+        The choice of what trains. Apply it to every chunk to train only what `adapter` holds.
 
     Raises:
-        BadInput: it holds something that cannot be adapted or trained; see :func:`attach` and
-            :func:`mcore_qwen3vl.model.lora.trainable.whole`.
+        BadInput: `adapter` holds something that cannot be adapted or trained; see :func:`attach`
+            and :func:`mcore_qwen3vl.model.lora.trainable.whole`.
     """
     choice = freezing()
     saved = whole_tensors(adapter)
@@ -56,12 +56,15 @@ def adapt(chunks: Sequence[Qwen3VLModel], adapter: Read) -> Freezing:
 
 
 def whole_tensors(adapter: Read) -> dict[str, Tensor]:
-    """What `adapter` trains whole; not the head's base weight, which PEFT stores beside factors."""
+    """Return the tensors that `adapter` trains whole.
+
+    The head's base weight, which PEFT stores beside its factors, is not one of them.
+    """
     return {name: value for name, value in adapter.saved.items() if name not in adapter.factors}
 
 
 def with_tied(architecture: Architecture, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`saved` with the embedding, where it is tied to a head that is saved."""
+    """Return `saved`, with the embedding added if it is tied to a head in `saved`."""
     saved = dict(saved)
     if architecture.tie_word_embeddings and HEAD in saved:
         saved.setdefault(EMBEDDING, saved[HEAD])
@@ -70,12 +73,12 @@ def with_tied(architecture: Architecture, saved: Mapping[str, Tensor]) -> dict[s
 
 @torch.no_grad()
 def load_saved(chunks: Sequence[Qwen3VLModel], saved: Mapping[str, Tensor]) -> None:
-    """Overwrite base weights.
+    """Overwrite base weights with the tensors in `saved`.
 
     Args:
-        chunks: of this rank.
-        saved: by Hugging Face parameter name, experts as transformers 5 lays them out. Of tied
-            embeddings one name is enough.
+        chunks: this rank's chunks.
+        saved: values by Hugging Face parameter name, with experts laid out as in transformers 5.
+            One name is enough for tied embeddings.
     """
     saved = with_tied(chunks[0].architecture, saved)
     for part in hf_parts(chunks, expert_layout="v5"):

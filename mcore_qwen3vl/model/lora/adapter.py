@@ -1,4 +1,4 @@
-"""The adapters of one pipeline chunk, as a child of the model, and how checkpoints hold them."""
+"""The adapters of a pipeline chunk, as a child module, and their form in checkpoints."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mcore_qwen3vl.model.lora.pair import FactorName, Pair, Place
 
 
 class Adapter(nn.Module):
-    """All pairs of a chunk under their Hugging Face names, as PEFT's ``base_model.model``.
+    """All pairs of a chunk under their Hugging Face names, as in PEFT's ``base_model.model``.
 
-    Pairs are ``model.language_model.layers.3.self_attn.q_proj`` with ``lora_A`` and ``lora_B``;
-    layers are counted over the whole model, and an expert's number is the last part of its name.
+    A pair is ``model.language_model.layers.3.self_attn.q_proj`` with ``lora_A`` and ``lora_B``.
+    Layers are counted over the whole model. An expert's number is the last part of its name.
 
     Args:
-        groups: of the model.
+        groups: the model's process groups.
     """
 
     def __init__(self, groups: ProcessGroupCollection) -> None:
@@ -30,7 +30,7 @@ class Adapter(nn.Module):
         self._groups = groups
 
     def put(self, pair: Pair) -> None:
-        """Add a pair at its place."""
+        """Add a pair under its name."""
         path = pair.name.removesuffix(".weight").split(".")
         if pair.expert is not None:
             path.append(str(pair.expert[0]))
@@ -42,7 +42,7 @@ class Adapter(nn.Module):
         parent.add_module(path[-1], pair)
 
     def pairs(self) -> Iterator[tuple[str, Pair]]:
-        """Every pair of this rank's chunk with its path below the adapter."""
+        """Yield every pair of this rank's chunk with its path below the adapter."""
         for path, module in self.named_modules():
             if isinstance(module, Pair):
                 yield path, module
@@ -50,10 +50,10 @@ class Adapter(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, ShardedTensor | ShardedTensorFactory]:
-        """Where each factor lies in the whole one.
+        """Declare the place of each factor's part in the whole factor.
 
-        mcore's own description of a linear's children takes them for copies: a run on two TP ranks
-        would save the factors of the first for both, without an error.
+        By default mcore would treat a linear's children as replicated: a run on two TP ranks would
+        silently save the first rank's factors for both.
         """
         return {
             f"{prefix}{path}.{factor}": self._sharded(pair, factor)
@@ -81,9 +81,9 @@ class Adapter(nn.Module):
 
 @contextmanager
 def switched_off(adapters: Sequence[Adapter]) -> Iterator[None]:
-    """Inside, the chunks of these adapters compute what they would without their factors.
+    """Let the chunks of these adapters compute as if they had no factors.
 
-    What an adapter trains whole, in place of a base weight, stays as it is.
+    A tensor that an adapter trains whole, in place of a base weight, stays in use.
     """
     pairs = [pair for adapter in adapters for _, pair in adapter.pairs()]
     for pair in pairs:
@@ -103,7 +103,7 @@ def _pieces(
     replica: Any,
     flattened_range: None = None,
 ) -> list[ShardedTensor]:
-    """A factor as parts of one regular grid, which is all that a checkpoint can hold."""
+    """Divide a factor into parts of one regular grid, which is all that a checkpoint can hold."""
     stacked = 1 if expert else 0
     first = [(0, *expert)] if expert else []
     if place.axis is None:

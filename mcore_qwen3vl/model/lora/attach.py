@@ -1,8 +1,8 @@
-"""Adapters beside the linears of a model that is built: which, cut how, and marked how.
+"""Attach adapters to the linears of a built model, divided over ranks and marked for Megatron.
 
-What a rank holds of each Hugging Face tensor is asked of the model itself
-(:func:`mcore_qwen3vl.converters.live.sharded.hf_parts`), so nothing here knows how TP, PP, EP or
-ETP cut it: B has the rows of the weight and A its columns.
+The model itself says which part of each Hugging Face tensor a rank holds
+(:func:`mcore_qwen3vl.converters.live.sharded.hf_parts`). So nothing here knows how TP, PP, EP or
+ETP divide it: B has the rows of the weight and A its columns.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 
 
 class Target(Protocol):
-    """What is asked for one Hugging Face tensor."""
+    """The adapter wanted for one Hugging Face tensor: its rank and scaling."""
 
     @property
     def r(self) -> int: ...
@@ -38,27 +38,25 @@ class Target(Protocol):
 
 
 Targets = Mapping[str, Target]
-"""By Hugging Face parameter name."""
+"""Targets by Hugging Face parameter name."""
 
 
 def attach(chunk: Qwen3VLModel, targets: Targets, *, dropout: float = 0.0) -> Adapter:
-    """Put adapters, of zeros, beside the linears of one pipeline chunk.
+    """Attach adapters, filled with zeros, to the linears of one pipeline chunk.
 
-    Done once, before Megatron wraps the chunk. What trains is decided elsewhere, by
-    :class:`mcore_qwen3vl.model.freeze.Freezing`.
+    Call this once, before Megatron wraps the chunk. :class:`mcore_qwen3vl.model.freeze.Freezing`
+    decides what trains. The factors are on the device of the weights, which may be ``meta``.
 
     Args:
-        chunk: built and not adapted yet.
-        targets: those of other chunks are left alone.
+        chunk: a pipeline chunk without an adapter.
+        targets: adapters to attach; those for other chunks are ignored.
         dropout: probability, on the input of each A in training mode.
-
-    The factors are on the device of the weights; a chunk without memory gets factors without.
 
     Returns:
         The chunk's ``adapter``, which is now its child.
 
     Raises:
-        BadInput: the chunk has an adapter, or none can be put beside one of `targets`.
+        BadInput: the chunk has an adapter, or one of `targets` cannot be adapted.
     """
     if chunk.adapter is not None:
         raise BadInput("The model has an adapter already: merge it, or build the model again.")
@@ -79,7 +77,7 @@ def attach(chunk: Qwen3VLModel, targets: Targets, *, dropout: float = 0.0) -> Ad
 def _adapt(
     chunk: Qwen3VLModel, path: str, parts: Sequence[Part], targets: Targets, dropout: float
 ) -> list[Pair]:
-    """Adapt one module; most hold no target, and get no pairs."""
+    """Adapt one module; most have no target, and get no pairs."""
     shapes, module = weight_shapes(chunk.architecture), chunk.get_submodule(path)
     sites, kind = [], None
     for (parameter, _), of_one in groupby(parts, key=_matrix):
@@ -102,16 +100,16 @@ def _adapt(
 
 
 def _matrix(part: Part) -> tuple[str, int | None]:
-    """The parameter, and which expert where it holds several."""
+    """Return the parameter's name, and the expert's number if it holds several experts."""
     first = part.box[0]
     return part.parameter, first if isinstance(first, int) else None
 
 
 def _targets_of(parts: Sequence[Part], targets: Targets) -> list[str]:
-    """The targets in one weight, in an order that all TP ranks have.
+    """Return the targets in one weight, in the same order on all TP ranks.
 
-    Where TP cuts the query heads of one KV head, a rank may hold no row of its key or value. It
-    needs all of their A factors nevertheless, whose product with the input is summed over TP.
+    If TP divides the query heads of one KV head, a rank may hold no row of its key or value. It
+    still needs all of their A factors, whose product with the input is summed over TP.
     """
     names = dict.fromkeys(part.name for part in parts if part.name != HEAD)
     if parts[0].parameter.endswith("linear_qkv.weight"):
@@ -153,15 +151,16 @@ def _pair(
     parts: Sequence[Part],
     shape: Sequence[int],
 ) -> Pair:
-    """The pair of one Hugging Face tensor.
+    """Build the pair of one Hugging Face tensor.
 
     Args:
-        name: of the tensor.
-        kind: of the linear.
+        name: the tensor's name.
+        kind: the linear's kind.
         target: rank and scaling.
-        weight: the linear's.
-        parts: of the tensor, in the order of their rows in the weight; may be none.
-        shape: of the tensor, experts first.
+        weight: the linear's weight.
+        parts: the tensor's parts on this rank, in the order of their rows in the weight; may be
+            empty.
+        shape: the tensor's shape, experts first.
     """
     out, into = shape[-2:]
     a, b = Place((target.r, into), None), Place((out, target.r), None)
@@ -180,7 +179,7 @@ def _pair(
 
 
 def _joined(rows: Sequence[slice]) -> tuple[Span, ...]:
-    """Runs of consecutive rows of the whole tensor, as they lie one after another in B."""
+    """Join rows into runs that are consecutive in the whole tensor; B holds them in this order."""
     spans: list[Span] = []
     held = 0
     for run in rows:
@@ -194,7 +193,7 @@ def _joined(rows: Sequence[slice]) -> tuple[Span, ...]:
 
 
 def _blocks(parts: Sequence[Part], pairs: Sequence[Pair]) -> Blocks:
-    """Where the rows of each pair's B lie among those of the weight."""
+    """Return the place of each B factor's rows among the rows of the weight."""
     numbers = {pair.name: number for number, pair in enumerate(pairs)}
     lengths = [len(part.local) for part in parts]
     taken = [0] * len(pairs)
@@ -209,7 +208,7 @@ def _blocks(parts: Sequence[Part], pairs: Sequence[Pair]) -> Blocks:
 
 
 def _merged(placed: Sequence[tuple[int, int, int, int]]) -> Iterator[tuple[int, int, int, int]]:
-    """Neighbours of one pair as one, as the gate and up rows of an expert."""
+    """Merge adjacent blocks of one pair, such as the gate and up rows of an expert."""
     held: tuple[int, int, int, int] | None = None
     for row, number, first, count in placed:
         if held and (held[1], held[0] + held[3], held[2] + held[3]) == (number, row, first):
@@ -223,7 +222,7 @@ def _merged(placed: Sequence[tuple[int, int, int, int]]) -> Iterator[tuple[int, 
 
 
 def _adapt_head(chunk: Qwen3VLModel, target: Target, dropout: float) -> Pair:
-    """The head, which is no tensor of its own where it is tied, and may be padded."""
+    """Adapt the head, which is no tensor of its own if it is tied, and may be padded."""
     head, vocabulary = chunk.output_layer, chunk.architecture.vocab_size
     kind = kind_of(chunk, "output_layer.weight")
     assert kind is not None

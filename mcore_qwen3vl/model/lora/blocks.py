@@ -1,8 +1,8 @@
-"""B factors of tensors that Megatron fuses, as one matrix whose rows are the fused linear's.
+"""The B factors of fused tensors as one matrix, whose rows are those of the fused linear.
 
-q, k and v are interleaved by KV group in ``linear_qkv``. With their B factors, of shapes
-(out_i, r_i), laid into one (rows, r_1 + r_2 + r_3) matrix that is zero outside of its blocks, one
-product gives the interleaved output, and nothing as large as an activation is rearranged.
+``linear_qkv`` interleaves q, k and v by KV group. We put their B factors, of shapes (out_i, r_i),
+into one (rows, r_1 + r_2 + r_3) matrix that is zero outside of its blocks. One product then gives
+the interleaved output, and nothing as large as an activation is rearranged.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Blocks:
-    """How the factors' rows lie in the fused linear's.
+    """The places of the factors' rows among those of the fused linear.
 
     Attributes:
-        rows: of the fused linear, on this rank.
+        rows: number of rows of the fused linear, on this rank.
         shapes: (out_i, r_i) of each factor, on this rank.
-        placed: (first row in the fused linear, number of the factor, its first row, how many).
+        placed: for each run of rows: its first row in the fused linear, the number of the factor,
+            its first row in the factor, and its length.
     """
 
     rows: int
@@ -32,11 +33,11 @@ class Blocks:
 
     @property
     def plain(self) -> bool:
-        """One factor that is all of the fused linear."""
+        """Whether there is one factor, which covers all rows of the linear."""
         return len(self.shapes) == 1 and self.placed == ((0, 0, 0, self.rows),)
 
     def matrix(self, factors: Sequence[Tensor]) -> Tensor:
-        """(rows, sum of r_i), differentiable."""
+        """Assemble the (rows, sum of r_i) matrix; differentiable."""
         if self.plain:
             return factors[0]
         return _Assemble.apply(self, *factors)
@@ -46,7 +47,7 @@ class Blocks:
 def _indices(blocks: Blocks, device: torch.device) -> tuple[Tensor, Tensor]:
     """Map each value of the matrix to its place among the factors' values, and back.
 
-    Factors' values lie one factor after another, followed by a zero for what no factor fills.
+    The factors' values lie one factor after another, followed by a zero for all other places.
     """
     width = sum(rank for _, rank in blocks.shapes)
     sizes = [rows * rank for rows, rank in blocks.shapes]
@@ -64,7 +65,10 @@ def _indices(blocks: Blocks, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 class _Assemble(torch.autograd.Function):
-    """Two kernels each way; indexing's own backward would add zeros up one by one."""
+    """Assembles the matrix with two kernels in each direction.
+
+    The backward of plain indexing would add up the gradients of all zeros one by one.
+    """
 
     @staticmethod
     def forward(ctx: Any, blocks: Blocks, *factors: Tensor) -> Tensor:

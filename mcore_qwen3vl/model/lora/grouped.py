@@ -1,4 +1,4 @@
-"""Adapters on grouped linears, which hold all experts of a rank, of either layer spec."""
+"""Adapters on grouped linears, which hold all experts of a rank, for both layer specs."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from mcore_qwen3vl.model.lora.site import Site
 
 
 class GroupedSite:
-    """The arithmetic of :class:`Site` for each expert, on the rows of its tokens, in two products.
+    """Computes :class:`Site` for all experts of a rank, each on its own tokens, in two products.
 
-    Experts' adapters have one pair each, all of one shape and scaling, and no dropout.
+    Each expert's adapter has one pair, all have the same shape and scaling, and no dropout.
 
     Args:
-        sites: of the rank's experts, in their order.
+        sites: the sites of the rank's experts, in their order.
     """
 
     def __init__(self, sites: Sequence[Site]) -> None:
         self._sites = list(sites)
 
     def hook(self, module: Any, inputs: Any, outputs: Any) -> Any:
-        """A forward hook of a linear that is called with tokens (T, in) and their groups.
+        """Add the adapters' part: a forward hook of a linear called with tokens (T, in) and groups.
 
-        Transformer Engine's gets numbers of tokens instead, on the host.
+        Transformer Engine's linear is called with numbers of tokens on the host instead of groups.
         """
         tokens, groups, *_ = inputs
         output, *rest = outputs
@@ -38,14 +38,14 @@ class GroupedSite:
         return (self._add(tokens, output, groups), *rest)
 
     def _add(self, tokens: Tensor, output: Tensor, groups: Groups) -> Tensor:
-        """`output` (T, out) with the adapters' part."""
+        """Add the adapters' part to `output` (T, out)."""
         down, up, scaling = self._factors(output.dtype)
         part = grouped_product(grouped_product(tokens, down, groups) * scaling, up, groups)
-        # Autograd refuses to change those that a function has made.
+        # Autograd forbids in-place changes of a Function's views.
         return output + part if output._is_view() else output.add_(part)
 
     def _factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, float]:
-        """(E, r, in), (E, out, r), and the factor of their product."""
+        """Return A (E, r, in), B (E, out, r), and the scaling of their product."""
         pairs = [pair for site in self._sites for pair in site.pairs]
         down, up = zip(*(pair() for pair in pairs), strict=True)
         a, b = self._sites[0].whole(torch.stack(down), torch.stack(up), of=pairs[0])

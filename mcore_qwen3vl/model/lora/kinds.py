@@ -1,4 +1,4 @@
-"""The kinds of linears that a model has, by what tensor parallelism does to each."""
+"""The kinds of linears in a model, by how tensor parallelism divides them."""
 
 from __future__ import annotations
 
@@ -32,20 +32,19 @@ _VISION = (
 
 @dataclass(frozen=True)
 class Kind:
-    """What adapters beside a linear need to know about it.
+    """The properties of a linear that its adapters depend on.
 
     Attributes:
-        cut: the axis of the weight that tensor parallelism cuts; None where all ranks hold it, or
-            where there is one rank.
-        group: the ranks that hold its parts: of TP, or of ETP.
-        sequence_parallel: each of these ranks has other tokens at the input or the output, in
-            training.
-        expert: one of many.
-        grouped: all experts of the rank are one module.
-        router: its product is not a module's.
-        rows_divide: every rank has as many rows of each Hugging Face tensor; they do not where TP
-            cuts the query heads of one KV head.
-        head_dim: what whole heads are made of.
+        cut: axis of the weight that tensor parallelism divides; None if every rank holds all of it.
+        group: group of the ranks that hold its parts: the TP group, or the ETP group for experts.
+        sequence_parallel: whether, in training, each of these ranks has other tokens at the input
+            or the output.
+        expert: whether it belongs to an expert.
+        grouped: whether one module holds all experts of the rank.
+        router: whether it is a router, whose product is not computed by a module.
+        rows_divide: whether every rank has the same number of rows of each Hugging Face tensor;
+            False if TP divides the query heads of one KV head.
+        head_dim: rows per attention head.
     """
 
     cut: Literal[0, 1] | None
@@ -58,7 +57,7 @@ class Kind:
     head_dim: int = 1
 
     def region(self, linear: Any) -> Region:
-        """Between A and B, beside `linear`."""
+        """Return the region between A and B for `linear`."""
         if self.expert or self.cut is None:
             return regions.local
         make = regions.column if self.cut == 0 else regions.row
@@ -66,7 +65,7 @@ class Kind:
 
     @property
     def whole(self) -> Region:
-        """The region around the factor that is not divided."""
+        """The region for the factor that is not divided."""
         return regions.summed_over(self.group) if self.expert else regions.local
 
     @property
@@ -75,20 +74,20 @@ class Kind:
         return self.cut == 1 or (self.cut == 0 and self.sequence_parallel)
 
     def grain(self, lengths: Sequence[int]) -> int:
-        """A length that divides all ranks' runs of rows.
+        """Return a length that divides all runs of rows, on every rank.
 
         Args:
-            lengths: of the runs of one Hugging Face tensor's rows on this rank.
+            lengths: lengths of the runs of one Hugging Face tensor's rows on this rank.
         """
         if self.rows_divide:
             return gcd(*lengths)
         return gcd(self.head_dim, *lengths)
 
     def mark(self, pair: Pair, weight: Tensor) -> None:
-        """Tell Megatron how to reduce, and to count, the gradients of both factors."""
+        """Mark both factors, so that Megatron reduces and counts their gradients correctly."""
         factors: tuple[FactorName, FactorName] = ("lora_A", "lora_B")
         for factor in factors:
-            # As of the weight: over which data-parallel group, and over TP for what all hold.
+            # Like the weight's: the data-parallel group, and for undivided weights the sum over TP.
             names = ["allreduce"]
             if self.cut is None:
                 names += ["sequence_parallel", "average_gradients_across_tp_domain"]
@@ -104,11 +103,11 @@ class Kind:
 
 
 def kind_of(chunk: Any, parameter: str) -> Kind | None:
-    """The kind of a weight, or None where an adapter cannot be.
+    """Return the kind of a weight, or None if it cannot have an adapter.
 
     Args:
         chunk: one pipeline chunk.
-        parameter: local name in it.
+        parameter: the weight's local name in the chunk.
     """
     groups, config = chunk.pg_collection, chunk.config
     column = re.fullmatch(_COLUMN, parameter)
@@ -134,5 +133,5 @@ def kind_of(chunk: Any, parameter: str) -> Kind | None:
 
 @cache
 def weight_shapes(architecture: Architecture) -> dict[str, Shape]:
-    """Shapes of the Hugging Face tensors, experts laid out as transformers 5 does."""
+    """Return the shapes of the Hugging Face tensors, with experts laid out as in transformers 5."""
     return hf_shapes(table(architecture, expert_layout="v5"))

@@ -1,4 +1,4 @@
-"""The two factors of one Hugging Face tensor, and where a rank's part of them lies in the whole."""
+"""The two factors of one Hugging Face tensor, and the place of a rank's part in the whole."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ FactorName = Literal["lora_A", "lora_B"]
 
 
 class Span(NamedTuple):
-    """Consecutive places on the axis that tensor parallelism cuts."""
+    """Consecutive indices on the axis that tensor parallelism divides."""
 
-    local: int  # the first one, in this rank's part
-    whole: int  # the first one, in the whole factor
+    local: int  # first index in this rank's part
+    whole: int  # first index in the whole factor
     length: int
 
 
 @dataclass(frozen=True)
 class Place:
-    """Which part of a whole factor a rank holds.
+    """The part of a whole factor that a rank holds.
 
     Attributes:
-        shape: of the whole factor of one linear, for an expert of that expert's: (r, in), (out, r).
-        axis: which of its axes is cut; None: every rank of the group holds all of it.
-        spans: what this rank holds along `axis`.
-        grain: a length that divides all spans of all ranks, and where they begin.
+        shape: shape of the whole factor, (r, in) or (out, r); for an expert, of its own factor.
+        axis: the axis that is divided; None if every rank of the group holds all of it.
+        spans: the indices that this rank holds along `axis`.
+        grain: a length that divides the lengths and the starts of all spans, on every rank.
     """
 
     shape: tuple[int, int]
@@ -46,7 +46,7 @@ class Place:
         return (held, self.shape[1]) if self.axis == 0 else (self.shape[0], held)
 
     def boxes(self) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice]]]:
-        """(place in this rank's part, place in the whole factor), together all of the part."""
+        """Yield boxes that cover this rank's part: in the part, and in the whole factor."""
         full = (slice(0, self.shape[0]), slice(0, self.shape[1]))
         if self.axis is None:
             yield full, full
@@ -61,18 +61,18 @@ class Place:
 
 
 class Pair(nn.Module):
-    """A (r, in) and B (out, r) of one linear; its output is increased by scaling * B A x.
+    """A (r, in) and B (out, r) of one linear, to whose output scaling * B A x is added.
 
-    Calling it gives the factors: Megatron's overlapped parameter gather waits for a weight when
-    the module that owns it is called.
+    Call it to get the factors: Megatron's overlapped parameter gather waits for a weight when the
+    module that owns it is called.
 
     Args:
-        name: of the Hugging Face parameter.
-        a: place of A.
-        b: place of B.
+        name: name of the Hugging Face parameter.
+        a: the part of A on this rank.
+        b: the part of B on this rank.
         scaling: alpha / r, or alpha / sqrt(r) with rsLoRA.
         like: the base weight, whose device and dtype the factors take.
-        expert: which expert of the fused Hugging Face tensor, and of how many.
+        expert: number of the expert in the fused Hugging Face tensor, and the number of experts.
     """
 
     lora_A: nn.Parameter
@@ -104,16 +104,16 @@ class Pair(nn.Module):
         return self.places["lora_A"].shape[0]
 
     def whole_shape(self, factor: FactorName) -> tuple[int, int]:
-        """Shape of the factor as PEFT stores it, all experts together."""
+        """Return the shape of the factor as PEFT stores it, with all experts together."""
         rows, columns = self.places[factor].shape
         experts = self.expert[1] if self.expert else 1
         return (rows * experts, columns) if factor == "lora_A" else (rows, columns * experts)
 
     def parts(self, factor: FactorName, tensor: Tensor) -> Iterator[tuple[Selection, Tensor]]:
-        """`tensor`, of the shape of this rank's factor, in parts with their box in PEFT's tensor.
+        """Divide `tensor`, shaped like this rank's factor, into parts with boxes in PEFT's tensor.
 
-        PEFT keeps all experts in one pair: the rows of A are expert by expert, the columns of B
-        are rank by rank, with the experts next to one another.
+        PEFT keeps all experts in one pair. The rows of A are ordered expert by expert. The columns
+        of B are ordered rank by rank, with the experts next to one another.
         """
         for local, (rows, columns) in self.places[factor].boxes():
             if self.expert is not None:
@@ -126,6 +126,6 @@ class Pair(nn.Module):
             yield (rows, columns), tensor[local]
 
     def mark(self, factor: FactorName, **attributes: Any) -> None:
-        """Set attributes by which Megatron knows how to reduce and to count a gradient."""
+        """Set the attributes that tell Megatron how to reduce and count a factor's gradient."""
         for name, value in attributes.items():
             setattr(getattr(self, factor), name, value)

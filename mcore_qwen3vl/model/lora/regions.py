@@ -1,23 +1,23 @@
 """Communication of adapters: always of the rank-r activation, never of one as wide as the model.
 
-Beside a column-parallel weight B's rows are cut as the weight's and every rank has all of A; beside
-a row-parallel one A's columns are cut and every rank has all of B. With x the input as the rank
-holds it:
+For a column-parallel weight, B's rows are divided like the weight's, and every rank has all of A.
+For a row-parallel weight, A's columns are divided, and every rank has all of B. With x the input
+that the rank holds:
 
 ======  =====================================  ====================================================
-cut     TP                                     TP with SP
+weight  TP                                     TP with SP
 ======  =====================================  ====================================================
-column  x A^T is whole; its gradient is the    x A^T of all tokens is gathered; its gradient is
-        sum of the ranks': copied into TP      summed and scattered. A sees this rank's tokens only
+column  x A^T is whole; its gradient is        x A^T is gathered for all tokens; its gradient is
+        summed over the ranks (copy to TP)     summed and scattered. A sees this rank's tokens only
 row     x A^T is a part: summed over TP        summed and scattered. B sees this rank's tokens only
 ======  =====================================  ====================================================
 
 A factor that sees this rank's tokens only is marked ``sequence_parallel``, so that Megatron sums
-its gradient over TP, as that of its norms.
+its gradient over TP, as it does for norms.
 
-Under ETP the token dispatcher gathers the experts' inputs and sums their outputs, and the gradients
-of both, so nothing is done to activations. But every rank works out the gradient of a whole factor
-from its part of the other one: :func:`summed_over` adds them up.
+Under ETP the token dispatcher gathers the experts' inputs and sums their outputs, and does the same
+for gradients, so activations need nothing here. But every rank computes the gradient of a whole
+factor from its part of the other factor: :func:`summed_over` adds these gradients up.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ Region = Callable[[Tensor], Tensor]
 
 
 def local(activation: Tensor) -> Tensor:
-    """Without tensor parallelism, and where inputs and weights are whole on every rank."""
+    """Do nothing: no tensor parallelism, or inputs and weights are whole on every rank."""
     return activation
 
 
 def column(group: Any, linear: Any) -> Region:
-    """After A, beside a column-parallel weight: (s_local, B, r) -> (s, B, r).
+    """Return the region after A for a column-parallel weight: (s_local, B, r) -> (s, B, r).
 
     Args:
-        group: of TP.
-        linear: whose ``sequence_parallel`` counts at each call: generation turns it off and on.
+        group: the TP group.
+        linear: the linear, whose ``sequence_parallel`` is read at each call, because generation
+            turns it off and on.
     """
 
     def region(x: Tensor) -> Tensor:
@@ -53,7 +54,10 @@ def column(group: Any, linear: Any) -> Region:
 
 
 def row(group: Any, linear: Any) -> Region:
-    """After A, beside a row-parallel weight: (s, B, r) -> (s_local, B, r); see :func:`column`."""
+    """Return the region after A for a row-parallel weight: (s, B, r) -> (s_local, B, r).
+
+    The arguments are those of :func:`column`.
+    """
 
     def region(x: Tensor) -> Tensor:
         if linear.sequence_parallel:
@@ -64,7 +68,7 @@ def row(group: Any, linear: Any) -> Region:
 
 
 def summed_over(group: Any) -> Region:
-    """Leave a whole factor unchanged, and sum its gradient over the ranks of `group`."""
+    """Return a region that keeps a whole factor, and sums its gradient over `group`."""
     if group.size() == 1:
         return local
     return lambda factor: tensor_parallel.copy_to_tensor_model_parallel_region(factor, group=group)

@@ -1,4 +1,4 @@
-"""Routers of an adapted model, whose product is a method and not a module."""
+"""Adapters on routers, which compute their logits in a method and not in a module."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 def adapt_router(router: Any, site: Site) -> None:
-    """Increase the router's logits by `site`, in the dtype that routing is computed in.
+    """Add the part of `site` to the router's logits, in the dtype in which routing is computed.
 
     Args:
-        router: mcore ``TopKRouter``.
-        site: with one pair, of factors (r, H) and (E, r).
+        router: an mcore ``TopKRouter``.
+        site: a site with one pair, whose factors are (r, H) and (E, r).
     """
     router.gating = lambda hidden: site.add(hidden, _logits(router, hidden))
 
@@ -32,10 +32,9 @@ def spare_weight_gradient(router: Any) -> None:
 def _logits(router: Any, hidden: Tensor) -> Tensor:
     """Compute the router's logits, without the gradient of a frozen weight.
 
-    ``Router.gating`` computes that gradient all the same.
-
-    With Transformer Engine it is left as it is: its product takes half precision and gives
-    float32, which torch's would need a float32 copy of the input for.
+    ``Router.gating`` computes that gradient even for a frozen weight. With Transformer Engine we
+    keep ``Router.gating``: its product takes half precision and returns float32, for which torch's
+    product would need a float32 copy of the input.
     """
     if router.weight.requires_grad or router.config.transformer_impl != "local":
         return type(router).gating(router, hidden)

@@ -1,4 +1,4 @@
-"""Where adapters act: beside one linear, for all Hugging Face tensors that it holds."""
+"""The place where adapters act: one linear, with all Hugging Face tensors that it holds."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from mcore_qwen3vl.model.lora.regions import Region, local
 
 
 class Site:
-    """Adds ``scaling * B A x`` of all pairs of one linear to its output.
+    """Adds ``scaling * B A x`` for all pairs of one linear to its output.
 
-    The A factors of a fused linear read the same input, so they are one product; so are the B
+    The A factors of a fused linear read the same input, so they make one product. So do the B
     factors, see :mod:`mcore_qwen3vl.model.lora.blocks`. With dropout each pair has a mask of its
-    own, as in PEFT, and a product of its own.
+    own, as in PEFT, and so a product of its own for A.
 
     Args:
-        pairs: one a Hugging Face tensor.
-        blocks: where their rows lie in the output.
-        region: what happens to the rank-r activation between A and B.
-        whole: what happens to the factors that are not cut; see ``regions.summed_over``.
+        pairs: one per Hugging Face tensor.
+        blocks: places of their rows in the output.
+        region: communication of the rank-r activation between A and B.
+        whole: applied to the factors that are not divided; see ``regions.summed_over``.
         dropout: probability, while the pairs are in training mode.
-        distinct: the TP ranks hold different values of the input, so their masks differ.
-        group: whose ranks' outputs are gathered if the linear gathers its own.
+        distinct: whether the TP ranks hold different values of the input, so that their dropout
+            masks must differ.
+        group: group over which outputs are gathered, if the linear gathers its own.
     """
 
     def __init__(
@@ -55,43 +56,43 @@ class Site:
             self._scalings = torch.tensor(scalings, device="cpu").repeat_interleave(ranks)
 
     def hook(self, module: Any, inputs: Any, outputs: Any) -> Any:
-        """A forward hook of the linear, whichever layer spec it is of."""
+        """Add the adapters' part: a forward hook of the linear, for both layer specs."""
         output, *rest = outputs if isinstance(outputs, tuple) else (outputs,)
         x = inputs[0]
-        if isinstance(output, tuple):  # Transformer Engine's fused norm: what it gave to its weight
+        if isinstance(output, tuple):  # Transformer Engine's fused norm returns the norm's output
             output, x = output
         output = self.add(x, output)
         return (output, *rest) if isinstance(outputs, tuple) else output
 
     @property
     def on(self) -> bool:
-        """Whether it acts, see :func:`mcore_qwen3vl.model.lora.adapter.switched_off`."""
+        """Whether the adapters act; see :func:`mcore_qwen3vl.model.lora.adapter.switched_off`."""
         return self.pairs[0].on
 
     def add(self, x: Tensor, output: Tensor) -> Tensor:
-        """`output` of the linear, (..., rows), with the adapters' part for the input `x`."""
+        """Add the adapters' part for the input `x` to the linear's `output`, (..., rows)."""
         if not self.on:
             return output
         a, matrix, scaling = self._product(x, output.dtype)
         if output.shape[-1] != self.blocks.rows:  # the linear gathered it
             part = F.linear(a, matrix) * scaling
             return output + gather_from_tensor_model_parallel_region(part, group=self._group)
-        if output._is_view():  # autograd refuses to change those that a function has made
+        if output._is_view():  # autograd forbids in-place changes of a Function's views
             flat = output.reshape(-1, self.blocks.rows)
             flat = torch.addmm(flat, a.reshape(-1, a.shape[-1]), matrix.t(), alpha=scaling)
             return flat.view(output.shape)
         return _AddProduct.apply(output, a, matrix, scaling)
 
     def factored(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the two factors of what is added for the input `x` (s_local, B, in).
+        """Return the two factors of the adapters' part for the input `x` (s_local, B, in).
 
-        The first is (s, B, sum of ranks) and scaled, the second (rows, sum of ranks).
+        The first is (s, B, sum of ranks), with the scaling; the second is (rows, sum of ranks).
         """
         a, matrix, scaling = self._product(x, x.dtype)
         return a * scaling, matrix
 
     def _product(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, float]:
-        """What A makes of `x`, B, and the factor of their product."""
+        """Return A times `x`, B, and the scaling of their product."""
         down, up = zip(*(self._factors(pair, dtype) for pair in self.pairs), strict=True)
         a = self._down(x.to(dtype), down)
         if self._scaling is not None:
@@ -101,12 +102,12 @@ class Site:
         return a * self._scalings, self.blocks.matrix(up), 1.0
 
     def _factors(self, pair: Pair, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """A and B, those that every rank holds whole with their gradient summed if need be."""
+        """Return A and B in `dtype`; see :meth:`whole`."""
         a, b = self.whole(*pair(), of=pair)
-        return a.to(dtype), b.to(dtype)  # a router is computed in float32
+        return a.to(dtype), b.to(dtype)  # a router computes in float32
 
     def whole(self, a: Tensor, b: Tensor, *, of: Pair) -> tuple[Tensor, Tensor]:
-        """The factors of a pair, or of several like it, with gradients summed where not cut."""
+        """Apply `whole` to the undivided factors of a pair, or of several stacked pairs like it."""
         if of.places["lora_A"].axis is None:
             a = self._whole(a)
         if of.places["lora_B"].axis is None:
@@ -114,7 +115,7 @@ class Site:
         return a, b
 
     def _down(self, x: Tensor, factors: Sequence[Tensor]) -> Tensor:
-        """(..., in) -> (..., sum of ranks): the A factors."""
+        """Apply the A factors: (..., in) -> (..., sum of ranks)."""
         dropping = self._dropout > 0 and self.pairs[0].training
         if dropping:
             parts = [F.linear(self._drop(x), a) for a in factors]
@@ -131,7 +132,7 @@ class Site:
 
 
 class _AddProduct(torch.autograd.Function):
-    """``output + scaling * a @ matrix.T`` in place: no copy of what is as wide as the model."""
+    """Computes ``output + scaling * a @ matrix.T`` in place, without another wide tensor."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, a: Tensor, matrix: Tensor, scaling: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""What trains in an adapted model: the factors, and tensors that are trained and saved whole."""
+"""The parameters that train in an adapted model: factors, and tensors that train whole."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 
 
 def freezing() -> Freezing:
-    """All is frozen but adapters, and what :func:`whole` names."""
+    """Return a choice in which only adapters train; :func:`whole` gives patterns to add."""
     return Freezing(trainable=[r"adapter\."])
 
 
 def whole(chunk: Qwen3VLModel, saved: Collection[str]) -> Iterator[str]:
-    """Patterns for ``Freezing.train``: the parameters of `chunk` that hold `saved`.
+    """Yield patterns for ``Freezing.train``: the parameters of `chunk` that hold `saved`.
 
     Args:
-        chunk: of any layout.
-        saved: Hugging Face names of parameters that train whole. A tied head is the embedding.
+        chunk: a pipeline chunk of any layout.
+        saved: Hugging Face names of parameters that train whole. A tied head means the embedding
+            too.
 
     Raises:
         BadInput: Megatron holds one of `saved` in one weight with others that do not train.
@@ -46,6 +47,6 @@ def whole(chunk: Qwen3VLModel, saved: Collection[str]) -> Iterator[str]:
 
 
 def trained_names(chunk: Qwen3VLModel) -> set[str]:
-    """Local names of the parameters that train, a tied one by all its names."""
+    """Return the local names of the parameters that train, a tied one under all its names."""
     named = chunk.named_parameters(remove_duplicate=False)
     return {name for name, parameter in named if parameter.requires_grad}

@@ -1,1 +1,1 @@
-"""Hugging Face's vision tower, shared over TP x CP ranks."""
+"""Hugging Face's vision tower, its work shared by the TP x CP ranks."""

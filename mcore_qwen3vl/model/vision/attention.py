@@ -1,4 +1,4 @@
-"""The tower's attention: inside each frame, rotary embedding in few kernels."""
+"""The tower's attention: within each frame, with a rotary embedding that takes few kernels."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from mcore_qwen3vl.model.decoder.rotation import turn, turn_fused
 
 
 class FrameAttention(Qwen3VLVisionAttention):
-    """HF's, with the rotary embedding of queries and keys at once; keeps no input of it.
+    """HF's attention, with one rotary embedding for queries and keys that keeps no inputs.
 
     Attributes:
-        fused: turn by Transformer Engine's kernel.
+        fused: whether to rotate with Transformer Engine's kernel.
     """
 
     fused = False
@@ -31,12 +31,13 @@ class FrameAttention(Qwen3VLVisionAttention):
         frame_patches: tuple[int, ...],
         **_: Any,
     ) -> Tensor:
-        """
+        """Attend within each frame.
+
         Args:
             hidden_states: (P, hidden).
             position_embeddings: cosines and sines, (P, head_dim) float32.
             cu_seqlens: (F + 1,) int32 boundaries of the frames.
-            frame_patches: patches of each frame, F numbers that add up to P.
+            frame_patches: number of patches in each of F frames; the sum is P.
 
         Returns:
             (P, hidden).
@@ -45,13 +46,13 @@ class FrameAttention(Qwen3VLVisionAttention):
         pair, value = qkv.split((2, 1), dim=1)
         turned = (_turned_fused if self.fused else _turned)(pair, *position_embeddings)
         query, key = turned.unbind(1)
-        # A copy: a part of `qkv` would keep all of it for the backward.
+        # A copy, because a view of `qkv` would keep all of it for the backward pass.
         value = value.squeeze(1).contiguous()
         return self.proj(attend(query, key, value, cu_seqlens, frame_patches).flatten(1))
 
 
 def _turned(pair: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """(P, 2, heads, head_dim), in float32 inside, as HF does."""
+    """Rotate (P, 2, heads, head_dim), computing in float32 as HF does."""
     half = cos.shape[-1] // 2
     return turn(pair, *(table[:, None, None, :half] for table in (cos, sin)))
 
@@ -65,15 +66,15 @@ def _turned_fused(pair: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, frame_patches: tuple[int, ...]
 ) -> Tensor:
-    """Full attention within each frame, none between frames.
+    """Compute full attention within each frame, and none between frames.
 
-    The variable-length kernel where it exists (CUDA, half precision); otherwise SDPA frame by
-    frame, split by lengths that are known on the host.
+    Uses the variable-length kernel where it exists (CUDA, half precision), otherwise SDPA frame by
+    frame, with lengths that are known on the host.
 
     Args:
         query, key, value: (P, heads, head_dim); scaled by 1 / sqrt(head_dim).
         cu_seqlens: (F + 1,) int32, the frames' boundaries.
-        frame_patches: the same as lengths.
+        frame_patches: the frames' lengths in patches.
 
     Returns:
         (P, heads, head_dim).

@@ -1,10 +1,10 @@
-"""What Hugging Face's vision tower asks for, which changed twice since transformers 5.9.
+"""The interface of Hugging Face's vision tower, which changed twice since transformers 5.9.
 
-Each difference is told by the interface itself. The rest of the package sees one form.
+We detect each difference from the interface itself, so that the rest of the package sees one form.
 
 * Positions in the learned grid: until 5.14 (4, P) ``bilinear_indices`` and ``bilinear_weights``,
   then (P, 4) ``interp_indices`` and ``interp_weights``.
-* The rotary embedding: until 5.16 made of a width, then of the config.
+* The rotary embedding: until 5.16 constructed from a width, then from the config.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _rotary_takes_config = "config" in inspect.signature(Qwen3VLVisionRotaryEmbeddin
 
 
 def interpolation(grid_thw: Tensor, vision: VisionArchitecture) -> tuple[Tensor, Tensor]:
-    """Where each of P patches lies in the square grid of learned positions.
+    """Return the place of each of P patches in the square grid of learned positions.
 
     Args:
         grid_thw: (images + videos, 3) int64, host.
-        vision: for the sizes of grid and merge.
+        vision: gives the size of the grid and the merge size.
 
     Returns:
         The four corners (P, 4) int64, and their bilinear weights (P, 4) float32.
@@ -50,7 +50,7 @@ def interpolation(grid_thw: Tensor, vision: VisionArchitecture) -> tuple[Tensor,
 
 
 def interpolation_arguments(indices: Tensor, weights: Tensor) -> dict[str, Tensor]:
-    """What :func:`interpolation` returned, as the tower's forward takes it."""
+    """Convert the results of :func:`interpolation` to arguments of the tower's forward."""
     if _interpolation is None:
         return {"bilinear_indices": indices.t(), "bilinear_weights": weights.t()}
     return {"interp_indices": indices, "interp_weights": weights}
@@ -64,7 +64,7 @@ class RotaryEmbedding(Qwen3VLVisionRotaryEmbedding):
     """HF's, with frequencies that stay float32 when Megatron casts the model to half precision.
 
     Args:
-        config: the tower's.
+        config: the tower's HF config.
     """
 
     inv_freq: Tensor
@@ -75,7 +75,7 @@ class RotaryEmbedding(Qwen3VLVisionRotaryEmbedding):
 
     def _apply(self, fn: Any, recurse: bool = True) -> RotaryEmbedding:
         super()._apply(fn, recurse)
-        with torch.device("cpu"):  # the present ones may be rounded, or without memory
+        with torch.device("cpu"):  # the current ones may be rounded, or on the meta device
             exact = Qwen3VLVisionRotaryEmbedding(self._argument).inv_freq
         self.inv_freq = nn.Buffer(exact.to(self.inv_freq.device), persistent=False)
         return self

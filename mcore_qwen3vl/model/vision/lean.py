@@ -1,6 +1,6 @@
-"""Vision blocks whose backward makes again what is cheap to make: norms' outputs and activations.
+"""Vision blocks that recompute the outputs of norms and activation functions in the backward pass.
 
-Six of the vectors of hidden size that a block would keep for a patch.
+This saves six of the vectors of hidden size that a block would keep for each patch.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from mcore_qwen3vl.model.remake import remaking, remember_outputs_of
 
 
 def make_lean(block: nn.Module) -> None:
-    """Change a ``Qwen3VLVisionBlock`` in place; its parameters stay the same objects.
+    """Let a block recompute cheap outputs; it is changed in place and keeps its parameters.
 
     Args:
-        block: as Hugging Face builds it.
+        block: a ``Qwen3VLVisionBlock`` as Hugging Face builds it.
     """
     block.__class__ = _LeanBlock
     for name in ("norm1", "norm2", "mlp.act_fn"):

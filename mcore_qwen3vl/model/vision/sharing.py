@@ -1,7 +1,7 @@
-"""Which rank of a TP x CP group encodes which frames, decided on the host.
+"""Assignment of frames to the ranks of a TP x CP group, computed on the host.
 
-The frame is the unit: attention in the vision tower never leaves one, so a video can be divided
-between its frames and a frame gives the same features whoever encodes it.
+The unit is the frame, because attention in the vision tower never leaves one. So a video can be
+divided between its frames, and a frame's features do not depend on which rank encodes it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's part of the work, and how the gathered parts form the whole. All on the host."""
+    """One rank's part of the work, and the order of the gathered features. All on the host."""
 
     frame_patches: tuple[int, ...]  # patches of each frame this rank encodes; empty: none
     patch_rows: Tensor  # (P_local,) int64: rows of the (P, ...) inputs
@@ -25,15 +25,15 @@ class Share:
 
 
 def assign_frames(frame_patches: np.ndarray, ranks: int) -> np.ndarray:
-    """Give each frame an owner: the largest first, to the rank with the least work so far.
+    """Assign each frame to a rank: the largest first, to the rank with the least work so far.
 
     Args:
-        frame_patches: (F,) patches of each frame.
+        frame_patches: (F,) number of patches in each frame.
         ranks: size of the group.
 
     Returns:
-        (F,) owner of each frame, the same on every rank. The largest load is at most 4/3 of the
-        optimum (Graham, "Bounds on multiprocessing timing anomalies", 1969).
+        (F,) rank that encodes each frame, the same on every rank. The largest load is at most 4/3
+        of the optimum (Graham, "Bounds on multiprocessing timing anomalies", 1969).
     """
     owners = np.zeros(len(frame_patches), dtype=np.int64)
     loads = [(0, rank) for rank in range(ranks)]
@@ -48,8 +48,8 @@ def share_frames(frame_patches: Tensor, merge_unit: int, ranks: int, rank: int) 
     """Divide F frames among `ranks` and describe the part of `rank`.
 
     Args:
-        frame_patches: (F,) int64 on the CPU; F may be 0.
-        merge_unit: patches that merge into one feature.
+        frame_patches: (F,) int64 on the CPU: number of patches in each frame; F may be 0.
+        merge_unit: number of patches that merge into one feature.
         ranks: size of the group.
         rank: this rank's place in the group.
     """
@@ -59,7 +59,7 @@ def share_frames(frame_patches: Tensor, merge_unit: int, ranks: int, rank: int) 
     load = np.bincount(owners, weights=features, minlength=ranks).astype(np.int64)
     padded = max(int(load.max()), 1)  # a rank without a frame contributes one dummy feature
 
-    # A rank lines its frames up in their original order; gathered, they stand rank by rank.
+    # Each rank keeps its frames in their original order; the gather puts them rank by rank.
     by_owner = np.argsort(owners, kind="stable")
     start = np.empty_like(features)
     start[by_owner] = _starts(features[by_owner])
@@ -75,5 +75,5 @@ def share_frames(frame_patches: Tensor, merge_unit: int, ranks: int, rank: int) 
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:
-    """Where each of consecutive pieces begins."""
+    """Return the start of each of consecutive pieces."""
     return np.cumsum(lengths) - lengths

@@ -1,23 +1,23 @@
 """The Hugging Face vision tower as part of a Megatron model.
 
-The tower is HF's own module with HF's parameter names. What is added here: the ranks of a TP x CP
+The tower is HF's own module with HF's parameter names. We add three things: the ranks of a TP x CP
 group share the encoding instead of repeating it, a micro-batch without images still reaches every
-parameter, and nothing in the forward pass waits for the device.
+parameter, and the forward pass takes no host sync.
 
-Gradients. Each rank encodes some frames and all ranks gather all features. The gather's backward
-sums over the group what the ranks' copies of the features received:
+Gradients. Each rank encodes some frames, and all ranks gather all features. The gather's backward
+sums the gradients of the ranks' copies of the features over the group:
 
 * CP: ranks consume different rows, so the sum over CP is the whole gradient. The parameter
   gradients of the ranks' frames are then parts, which Megatron's DDP adds up over DP x CP.
-* TP with SP: the same, but Megatron adds parts over TP only for parameters that are marked
-  ``sequence_parallel``, as its norms are. So are the tower's.
-* TP without SP: ranks consume the same rows, so the sum over TP is TP times the gradient. The
-  parameters are marked ``average_gradients_across_tp_domain``, whose mean over TP both adds up the
-  parts and takes the factor back.
+* TP with SP: the same, but Megatron adds parts up over TP only for parameters that are marked
+  ``sequence_parallel``, as its norms are. So we mark the tower's.
+* TP without SP: ranks consume the same rows, so the sum over TP is TP times the gradient. We mark
+  the parameters ``average_gradients_across_tp_domain``: the mean over TP both adds the parts up and
+  removes the factor TP.
 
-The marks are right without sharing too: under SP each rank's parameter gradient is then a part
-(of the rows it consumed), and without SP it is the whole, which a mean over TP leaves as it is.
-See ``megatron.core.distributed.finalize_model_grads``.
+The marks are right without sharing too. Under SP each rank's parameter gradient is then a part
+(of the rows it consumed). Without SP it is the whole gradient, which a mean over TP does not
+change. See ``megatron.core.distributed.finalize_model_grads``.
 """
 
 from __future__ import annotations
@@ -48,12 +48,13 @@ class VisionTower(Qwen3VLVisionModel):
 
     Args:
         architecture: the model's shape.
-        config: Megatron's; read for `sequence_parallel`, `params_dtype` and where to initialise.
+        config: Megatron's config; only `sequence_parallel`, `params_dtype` and
+            `use_cpu_initialization` are read.
         group: the TP x CP process group; None for a single rank.
-        work_sharing: divide the frames among the group. False: every rank encodes all of them.
-        recompute: keep only each block's input and recompute the block in the backward. Otherwise
-            only what :mod:`.lean` says.
-        fused_rotary: turn queries and keys by Transformer Engine's kernel.
+        work_sharing: whether to divide the frames among the group; if not, every rank encodes all.
+        recompute: whether to keep only each block's input, and recompute the block in the backward
+            pass. If not, only cheap outputs are recomputed, see :mod:`.lean`.
+        fused_rotary: whether to rotate queries and keys with Transformer Engine's kernel.
     """
 
     def __init__(
@@ -89,16 +90,16 @@ class VisionTower(Qwen3VLVisionModel):
                 )
 
     def forward(self, visual: VisualInputs | None) -> tuple[Tensor, list[Tensor]]:
-        """Encode one micro-batch; every rank of the group calls with the same `visual`.
+        """Encode one micro-batch; every rank of the group calls this with the same `visual`.
 
         Args:
-            visual: the images and videos; None for a text-only micro-batch, which encodes one
-                dummy feature that nobody selects: each parameter's gradient is exactly zero,
-                and present, so that no gradient reduction waits for it.
+            visual: the images and videos; None for a text-only micro-batch. That one encodes a
+                dummy feature that is never selected, so that each parameter has a gradient,
+                exactly zero, and no gradient reduction waits for a missing one.
 
         Returns:
-            The features (N, H) and, for each DeepStack layer, its features (N, H): complete on
-            every rank, in the order of ``visual.token_index``.
+            The features (N, H), and the features (N, H) of each DeepStack layer. They are complete
+            on every rank, in the order of ``visual.token_index``.
         """
         share = self._share(visual)
         stacked = self._encode(visual, share)  # (n, 1 + layers, H)
@@ -119,7 +120,7 @@ class VisionTower(Qwen3VLVisionModel):
         return share_frames(frames, self.spatial_merge_unit, ranks, rank)
 
     def _encode(self, visual: VisualInputs | None, share: Share) -> Tensor:
-        """This rank's frames, or one dummy feature, through HF's forward: (n, 1 + layers, H)."""
+        """Encode this rank's frames, or a dummy feature, by HF's forward: (n, 1 + layers, H)."""
         if visual is None or not share.frame_patches:
             frame_patches: tuple[int, ...] = (self.spatial_merge_unit,)
             patches = self._dummy_patches()
@@ -129,7 +130,7 @@ class VisionTower(Qwen3VLVisionModel):
         boundaries = F.pad(torch.tensor(frame_patches).cumsum(0), (1, 0)).int()  # (F + 1,)
         output = super().forward(
             patches["pixel_values"],
-            grid_thw=None,  # read only for what follows, all of which is given
+            grid_thw=None,  # HF would only derive the arguments below from it
             cu_seqlens=to_device(boundaries, self.device),
             max_seqlen=max(frame_patches),
             position_ids=patches["rotary_position_ids"],
@@ -142,7 +143,7 @@ class VisionTower(Qwen3VLVisionModel):
         return torch.stack([output.pooler_output, *output.deepstack_features], dim=1)
 
     def _select(self, visual: VisualInputs, share: Share) -> dict[str, Tensor]:
-        """This rank's rows of the tensors with a patch axis, on the tower's device."""
+        """Return this rank's rows of the tensors with a patch axis, on the tower's device."""
         patches = {name: getattr(visual, name) for name in PER_PATCH}
         if self.sharing_group is not None:
             rows = to_device(share.patch_rows, visual.pixel_values.device)
@@ -153,7 +154,7 @@ class VisionTower(Qwen3VLVisionModel):
         return patches
 
     def _dummy_patches(self) -> dict[str, Tensor]:
-        """Black patches for one feature, all at the origin."""
+        """Return black patches for one feature, all at the origin."""
         n, integers = self.spatial_merge_unit, {"dtype": torch.int64, "device": self.device}
         width = self.patch_embed.proj.weight[0].numel()
         return {
@@ -165,23 +166,23 @@ class VisionTower(Qwen3VLVisionModel):
 
 
 class _PatchEmbed(nn.Module):
-    """HF's patch embedding with its projection as a matrix product."""
+    """HF's patch embedding, with its projection as a matrix product."""
 
     def __init__(self, proj: nn.Conv3d) -> None:
         super().__init__()
         self.proj = _PatchProjection(proj)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
-        """(P, patch_dim) -> (P, hidden)."""
+        """Embed patches: (P, patch_dim) -> (P, hidden)."""
         return self.proj(pixel_values)
 
 
 class _PatchProjection(nn.Module):
-    """A convolution whose stride is its kernel is a matrix product, and much faster as one.
+    """A convolution whose stride equals its kernel, as a matrix product, which is much faster.
 
-    A module of its own, because Megatron's overlapped parameter gather waits for a weight when the
-    module that owns it is called. Who reads the weight of a module without calling it reads the
-    value from before the optimizer's step.
+    It is a module of its own, because Megatron's overlapped parameter gather waits for a weight
+    when the module that owns it is called. Reading the weight without calling the module would give
+    the value from before the optimizer's step.
     """
 
     def __init__(self, convolution: nn.Conv3d) -> None:
