@@ -391,8 +391,8 @@ def _complete(params: PackedSeqParams | None, device: torch.device) -> PackedSeq
 def _require_right_padding(padding: Tensor) -> None:
     """Refuse padding on the left, from which causal attention does not keep the tokens.
 
-    On a device the check takes no host sync: it is a device-side assertion, and after it fails the
-    process cannot use CUDA any more.
+    For a mask on a device the check is a device-side assertion, which takes no host sync. If it
+    fails, the process cannot use CUDA any more.
 
     Args:
         padding: (B, S) bool, True for padding.

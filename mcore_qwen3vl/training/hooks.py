@@ -36,7 +36,7 @@ def wrap(module: Any, wrappers: dict[str, Wrapper]) -> None:
                 f"{module.__name__}.{name} does not exist in the installed megatron-core, so "
                 "training would not do what its flags say. Install the pinned version."
             )
-        original = getattr(original, "__wrapped__", original)  # of an earlier run
+        original = getattr(original, "__wrapped__", original)  # not an earlier run's wrapper
         wrapped = functools.partial(wrapper, original)
         functools.update_wrapper(wrapped, original)
         setattr(module, name, wrapped)

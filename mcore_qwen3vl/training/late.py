@@ -59,7 +59,7 @@ class NormCheck:
         """Check the norm that was added last, waiting for it if necessary.
 
         Raises:
-            FloatingPointError: it is infinite or NaN.
+            FloatingPointError: the norm is infinite or NaN.
         """
         pending, self._pending = self._pending, None
         if pending is None:

@@ -221,11 +221,11 @@ class Run:
         wrap(
             training,
             {
-                # First chooses a checkpoint that can be read.
+                # First chooses a readable checkpoint.
                 "load_checkpoint": self._load_checkpoint,
-                # First saves where the data stands.
+                # First saves the position in the data.
                 "save_checkpoint_and_time": self._save_checkpoint,
-                # After each iteration: exports to Hugging Face.
+                # Also exports to Hugging Face.
                 "checkpoint_and_decide_exit": self._after_iteration,
                 # Its time does not count in the speed that we log.
                 "evaluate_and_print_results": self._validate,
@@ -415,7 +415,7 @@ class Run:
         given = signature.bind(losses, totals, rate, iteration, *rest, **kw).arguments
         due = iteration % self.args.log_interval == 0
         self._check_norm(given["grad_norm"], iteration, now=due)
-        if losses and is_last_rank():  # as Megatron's own log
+        if losses and is_last_rank():  # Megatron's own log is the last rank's too
             self.progress.step(iteration, self.args.train_iters)
             if due or given.get("is_first_iteration"):
                 numbers: dict[str, Any] = {n: float(loss) for n, loss in losses.items()}

@@ -62,7 +62,7 @@ def check(args: argparse.Namespace, architecture: Architecture) -> None:
 
 
 def _check_best(args: argparse.Namespace) -> None:
-    """Check what ``--early-stop-patience`` and ``--keep-best`` need, and do not go with."""
+    """Check what ``--early-stop-patience`` and ``--keep-best`` need and cannot be combined with."""
     patience = args.early_stop_patience
     if patience is None and not args.keep_best:
         return
@@ -109,7 +109,7 @@ def _check_uncompiled(args: argparse.Namespace) -> None:
 
 
 def _check_torch_spec(args: argparse.Namespace) -> None:
-    """Refuse what mcore would silently ignore, or do to stacked experts, which are no matrices."""
+    """Refuse flags that would do nothing, and optimizers for matrices with stacked experts."""
     ignored = {
         "--fp8-format": args.fp8,
         "--tp-comm-overlap": args.tp_comm_overlap,
@@ -145,7 +145,7 @@ def check_surroundings(args: argparse.Namespace) -> None:
     """Check, before a model is built, that the run's data, checkpoints and packages exist.
 
     Raises:
-        BadInput: one of them is missing, or a flag that names it.
+        BadInput: a data set, checkpoint or package is missing, or a flag that the run needs.
     """
     train = args.train_data_path or args.data_path
     missing = []
@@ -196,7 +196,7 @@ def check_writable(folder: Path) -> None:
     """Check that `folder` can be written to or created.
 
     Raises:
-        BadInput: it cannot.
+        BadInput: nothing can be written there.
     """
     folder = folder.absolute()
     there = next(place for place in (folder, *folder.parents) if place.exists())
@@ -228,6 +228,6 @@ def _check_loggers(args: argparse.Namespace) -> None:
 
 
 def complaint(error: Exception) -> BadInput:
-    """Turn an error of Megatron's validation into one line; a bare assertion shows its source."""
+    """Turn an error of Megatron's validation into one line: for a bare assertion, its condition."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return BadInput(f"Megatron refuses these flags: {str(error) or frame.line}")

@@ -53,7 +53,7 @@ def check_layout(args: argparse.Namespace, architecture: Architecture, world_siz
     """Check that the model and the ranks can be divided as the flags say.
 
     Raises:
-        BadInput: they cannot; the message names both numbers and what to change.
+        BadInput: a size does not divide; the message names both numbers and what to change.
     """
     tp, pp, cp = (
         args.tensor_model_parallel_size,

@@ -243,7 +243,7 @@ def _pieces(entry: ShardedTensor | ShardedTensorFactory, whole: Tensor) -> list[
     """Return the stored tensors that a parameter is divided into, with views of `whole` as data.
 
     Raises:
-        ValueError: they are not boxes that together make up the parameter.
+        ValueError: the stored tensors are not boxes that together make up the parameter.
     """
     if not isinstance(entry, ShardedTensorFactory):
         return [replace(entry, data=whole, dtype=whole.dtype)]

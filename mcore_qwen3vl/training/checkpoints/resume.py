@@ -111,7 +111,7 @@ def _check_named(args: argparse.Namespace) -> None:
     """Check the checkpoint of ``--ckpt-step`` before Megatron reads it.
 
     Raises:
-        BadInput: it is damaged, or its metadata names code to run.
+        BadInput: the checkpoint is damaged, or its metadata names code to run.
     """
     folder = Path(args.load) / folder_name(args.ckpt_step)
     if args.ckpt_format != "torch_dist" or not folder.is_dir():

@@ -37,7 +37,7 @@ def stages_group() -> dist.ProcessGroup | None:
     activations.
 
     Returns:
-        None if this rank is not the first of its stage.
+        The group; None if there is one stage only, or this rank is not the first of its stage.
     """
     group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() == 1:

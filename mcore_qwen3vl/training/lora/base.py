@@ -25,9 +25,9 @@ class Identity(TypedDict):
     """Identifies base weights by the sum of their bits, which is the same under every layout.
 
     Attributes:
-        path: where they were read from.
-        dtype: their dtype.
-        sum: the sum of their bits, read as integers.
+        path: where the weights were read from.
+        dtype: the weights' dtype.
+        sum: the sum of the weights' bits, read as integers.
     """
 
     path: str

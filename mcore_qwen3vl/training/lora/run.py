@@ -129,7 +129,7 @@ def check_checkpoint(args: argparse.Namespace, lora: LoraRun | None) -> None:
     A collective.
 
     Raises:
-        BadInput: they do not belong to this run; the message says what to do instead.
+        BadInput: the checkpoints do not belong to this run; the message says what to do instead.
     """
     if args.load is None or not checkpoint_exists(args.load):
         return

@@ -95,22 +95,22 @@ def _described(value: Any) -> str:
 
 
 def cross_entropy(losses: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the mean over trained tokens, each of which counts the same."""
+    """Return the sum over trained tokens and their number: each of them counts the same."""
     trained = weights > 0
     return _masked_sum(losses, trained.to(losses.dtype)), trained.sum()
 
 
 def weighted_cross_entropy(losses: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the weighted mean: a token of weight 2 counts like two of weight 1.
+    """Return the weighted sum and the sum of weights: weight 2 counts like two tokens of weight 1.
 
-    It divides by the sum of the weights, as Megatron divides by ``loss_mask.sum()`` and torch's
+    Megatron divides by ``loss_mask.sum()`` in the same way, and torch's
     ``cross_entropy(weight=...)`` by its weights. If all weights are 2, nothing changes.
     """
     return _masked_sum(losses, weights), weights.sum()
 
 
 def scaled_cross_entropy(losses: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the weighted sum over the number of trained tokens, so that weights scale gradients.
+    """Return the weighted sum and the number of trained tokens, so that weights scale gradients.
 
     HF's ``num_items_in_batch`` does the same to losses that were multiplied by weights. If all
     weights are 2, the gradient doubles.
