@@ -1,1 +1,1 @@
-"""The way of batches from the data loader to the ranks of a run."""
+"""The path of batches from the data loader to the ranks of a run."""

@@ -101,7 +101,7 @@ def global_batch_of(checkpoints: str | Path, iteration: int) -> int | None:
 
 
 def _described(sources: Sequence[Source]) -> list[tuple[str, int | None]]:
-    """Return names and file sizes in bytes; the same sizes mean the same data, under any name."""
+    """Return names and file sizes in bytes; equal sizes count as the same data, under any name."""
     return [(s.path.name, s.path.stat().st_size if s.path.is_file() else None) for s in sources]
 
 
