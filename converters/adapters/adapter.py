@@ -1,7 +1,7 @@
-"""A LoRA adapter in memory, and what PEFT calls its tensors.
+"""A LoRA adapter in memory, and the names of its file and tensors in PEFT.
 
-An adapter here has Hugging Face's parameter names and one convention for the factors of fused
-experts, whatever wrote its file; `read` and `write` turn PEFT's directory into it and back.
+In memory an adapter has Hugging Face's parameter names and one convention for the factors of fused
+experts, whatever wrote its file; `read` and `write` convert from and to PEFT's directory.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from mcore_qwen3vl.converters.storage.boxes import Shape
 WEIGHTS = "adapter_model.safetensors"
 
 BASE_LAYER = f"{PREFIX}lm_head.base_layer.weight"
-"""PEFT stores the whole head beside its factors, when the head is a target."""
+"""Key of the whole head, which PEFT stores beside its factors if the head is a target."""
 
 SHOWN = 3
-"""Names in a message about many."""
+"""The most names that a message lists."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Factors:
     """The low-rank update of one parameter: ΔW = `scaling` · B · A.
 
     Attributes:
-        a: linear (r, in); fused experts (E*r, in), the rows of an expert together.
-        b: linear (out, r); fused experts (out, r*E), the columns of an expert E apart.
-        r: rank, of each expert for fused experts.
-        scaling: lora_alpha / r, or / sqrt(r) with rsLoRA.
+        a: linear (r, in); fused experts (E*r, in), with the rows of an expert adjacent.
+        b: linear (out, r); fused experts (out, r*E), with the columns of an expert E apart.
+        r: rank; for fused experts, the rank of each expert.
+        scaling: lora_alpha / r, or lora_alpha / sqrt(r) with rsLoRA.
     """
 
     a: Tensor
@@ -45,15 +45,15 @@ class Factors:
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter as read.
+    """An adapter as it was read.
 
     Attributes:
-        config: its config.
-        factors: by Hugging Face parameter, in the canonical roles (see `roles`).
-        saved: parameters that it holds whole, by name; experts in the layout of transformers 5.
-            One that has factors too is the base weight that they are added to.
-        roles: those that the file has.
-        notes: what a reader should know, one sentence each.
+        config: config of the adapter.
+        factors: factors by Hugging Face parameter, in the canonical roles (see `roles`).
+        saved: whole parameters in the adapter, by name; experts in the layout of transformers 5.
+            A parameter that also has factors is the base weight that their product is added to.
+        roles: roles of the expert factors in the file.
+        notes: what the user should know, one sentence each.
     """
 
     config: AdapterConfig
@@ -63,7 +63,7 @@ class Adapter:
     notes: tuple[str, ...] = ()
 
     def tensors(self) -> dict[str, Tensor]:
-        """All factors, as ``PARAMETER.lora_A`` and ``PARAMETER.lora_B``."""
+        """Return all factors, as ``PARAMETER.lora_A`` and ``PARAMETER.lora_B``."""
         named: dict[str, Tensor] = {}
         for name, factors in self.factors.items():
             named |= {f"{name}.lora_A": factors.a, f"{name}.lora_B": factors.b}
@@ -71,16 +71,16 @@ class Adapter:
 
 
 def is_adapter(path: Path) -> bool:
-    """Whether `path` is a PEFT adapter directory, by its files' names."""
+    """Return whether `path` is a PEFT adapter directory, judging by the names of its files."""
     return (path / config_file.FILE).is_file()
 
 
 def whole_shape(name: str, applied: Applied) -> Shape:
-    """The shape of a parameter that is stored whole."""
+    """Return the shape of a parameter that is stored whole."""
     return applied.saved[name] if name in applied.saved else applied.slots[name].base
 
 
 def some(names: list[str]) -> str:
-    """The first of many names, for a message."""
+    """Return the first `SHOWN` names and the number of the others, for a message."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(name[:200] for name in names[:SHOWN]) + more

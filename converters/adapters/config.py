@@ -1,7 +1,7 @@
-"""``adapter_config.json``: what PEFT's ``LoraConfig`` says, read and written without PEFT.
+"""``adapter_config.json``: PEFT's ``LoraConfig``, read and written without PEFT.
 
-Fields that decide which factors there are and how they scale have names here; every other field is
-kept as it is. What would change the model in a way that is not supported is refused by name.
+Fields that decide which factors there are and how they scale are attributes of `AdapterConfig`;
+every other field is kept as it is. A field that asks for an unsupported feature is refused by name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ REST = {
     "inference_mode": True,
     "init_lora_weights": True,
 }
-"""What a config written from nothing says besides its own fields; PEFT has defaults for more."""
+"""Other fields of a config that was not read from a file; PEFT has defaults for the rest."""
 
 UNSUPPORTED = {
     "use_dora": "DoRA",
@@ -42,13 +42,13 @@ UNSUPPORTED = {
     "velora_config": "VeLoRA",
     "monteclora_config": "MonteCLoRA",
 }
-"""Fields that must be absent or false, and what they ask for."""
+"""Fields that must be absent or false, and the feature that each asks for."""
 
 INITS = (True, False, "gaussian", "orthogonal", "eva")
-"""``init_lora_weights`` that leave the base weights alone; PiSSA and its like change them."""
+"""Values of ``init_lora_weights`` that leave the base weights alone; PiSSA and others do not."""
 
 MOST = 2**20
-"""Largest rank."""
+"""Largest accepted rank."""
 
 Names = tuple[str, ...]
 
@@ -58,20 +58,20 @@ class AdapterConfig:
     """A LoRA configuration; fields and defaults are those of PEFT's ``LoraConfig``.
 
     Attributes:
-        r: rank, of each expert for fused experts.
-        lora_alpha: the scaling is ``lora_alpha / r``.
-        lora_dropout: probability.
-        use_rslora: the scaling is ``lora_alpha / sqrt(r)``.
-        target_modules: names of modules or ends of them, or a regular expression, or
+        r: rank; for fused experts, the rank of each expert.
+        lora_alpha: numerator of the scaling, ``lora_alpha / r``.
+        lora_dropout: dropout probability.
+        use_rslora: whether the scaling is ``lora_alpha / sqrt(r)`` instead.
+        target_modules: names of modules or ends of names, or a regular expression, or
             ``all-linear``.
-        target_parameters: names of parameters or ends of them: fused experts, the router.
+        target_parameters: names of parameters or ends of names, for fused experts and the router.
         rank_pattern, alpha_pattern: other ranks and alphas for names that match a key.
-        exclude_modules: as `target_modules`, and left out of it.
-        layers_to_transform: of `target_modules`, only in these layers.
-        layers_pattern: what the list of layers is called.
+        exclude_modules: modules to leave out, given like `target_modules`.
+        layers_to_transform: the only layers in which `target_modules` are adapted; None: all.
+        layers_pattern: name of the model's list of layers.
         modules_to_save: modules that are trained and stored whole.
-        ensure_weight_tying: tied embeddings stay tied in `modules_to_save`.
-        raw: every other field of the file, as it was.
+        ensure_weight_tying: whether tied embeddings stay tied in `modules_to_save`.
+        raw: every other field of the file, unchanged.
     """
 
     r: int = 8
@@ -94,8 +94,8 @@ class AdapterConfig:
         """Read an ``adapter_config.json``, or the directory that holds one.
 
         Raises:
-            BadInput: it cannot be read, a field has no sense, or it asks for something that is not
-                supported.
+            BadInput: the file cannot be read, a field has an invalid value, or the config asks
+                for something that is not supported.
         """
         path = Path(path)
         file = path / FILE if path.is_dir() else path
@@ -121,7 +121,7 @@ class AdapterConfig:
 
         Args:
             content: the fields.
-            where: what messages call it.
+            where: name of the config in messages.
         """
         if (kind := content.get("peft_type")) != "LORA":
             raise BadInput(f"{where} has peft_type {kind!r:.40}; only LORA adapters are handled.")
@@ -135,10 +135,7 @@ class AdapterConfig:
         return config
 
     def require_supported(self, where: str = FILE) -> None:
-        """
-        Raises:
-            BadInput: the config asks for something that is neither trained nor merged here.
-        """
+        """Raise BadInput if the config asks for something that is not supported."""
         for name, what in UNSUPPORTED.items():
             if self.raw.get(name) not in (None, False):
                 raise BadInput(f"{where} asks for {what} ({name}), which is not supported.")
@@ -159,12 +156,12 @@ class AdapterConfig:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """What the file holds, ready for JSON."""
+        """Return the fields of the file, ready for JSON."""
         own = {name: _plain(getattr(self, name)) for name in _FIELDS}
         return {**REST, **self.raw, **own}
 
     def to_json(self) -> str:
-        """The file's content, formatted as PEFT does."""
+        """Return the content of the file, formatted as PEFT does."""
         return json.dumps(self.to_dict(), indent=2, sort_keys=True)
 
 
@@ -226,6 +223,6 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
     "modules_to_save": _optional_names,
     "ensure_weight_tying": lambda value: isinstance(value, bool),
 }
-"""The fields with names of their own, and what each may hold in a file."""
+"""The fields that are attributes of `AdapterConfig`, with a check of each one's value in a file."""
 
 assert [*_FIELDS, "raw"] == [each.name for each in fields(AdapterConfig)]

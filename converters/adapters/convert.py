@@ -1,4 +1,4 @@
-"""Turn an adapter from one of PEFT's conventions to the other."""
+"""Convert an adapter from one of PEFT's conventions to the other."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ def convert_adapter(
     from_roles: Roles | None = None,
     force: bool = False,
 ) -> Adapter:
-    """Write an adapter again, the factors of fused experts in `roles`.
+    """Copy an adapter, with the factors of fused experts converted to `roles`.
 
-    A router named as in transformers 4.57 is named as in 5 (see `router`); all else stays as it is.
+    A router that is named as in transformers 4.57 is renamed as in transformers 5 (see `router`);
+    everything else stays as it is.
 
     Args:
         source, target: PEFT adapter directories.
         hf_config: the model's ``config.json``: its content, the file or its directory.
-        roles: to write; see `roles`.
-        from_roles: those of `source`, where the shapes do not tell.
-        force: replace an adapter that is there.
+        roles: roles to write; see `roles`.
+        from_roles: roles in `source`; needed if the shapes do not tell.
+        force: replace an existing adapter.
 
     Returns:
-        The adapter as read.
+        The adapter as it was read.
 
     Raises:
-        BadInput: see `read_adapter` and `write_adapter`.
+        BadInput: for the reasons given at `read_adapter` and `write_adapter`.
     """
     adapter = read_adapter(source, hf_config, roles=from_roles)
     config = with_router_as_parameter(adapter.config)

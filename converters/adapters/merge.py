@@ -1,7 +1,7 @@
 """Merge an adapter into its base checkpoint: W + s·B·A, a chunk at a time, on the offline engine.
 
-Sums and products are in float32, as in PEFT's ``merge_and_unload``, and are rounded to the
-checkpoint's dtype once.
+Sums and products are computed in float32, as in PEFT's ``merge_and_unload``, and are rounded once
+to the dtype that is written.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def merge(
         dst, force, workers, progress: see `convert.hf_to_mcore`.
 
     Raises:
-        BadInput: see `plan_merge` and `convert.hf_to_mcore`.
+        BadInput: for the reasons given at `plan_merge` and `convert.hf_to_mcore`.
     """
     check_target(Path(dst), force=force, replaceable=formats.is_checkpoint)
     plan = plan_merge(
@@ -79,19 +79,19 @@ def plan_merge(
     expert_layout: LayoutChoice | None = None,
     roles: Roles | None = None,
 ) -> ConversionPlan:
-    """Check a checkpoint and an adapter for it and say what would be written; writes nothing.
+    """Check a checkpoint and an adapter for it and plan their merge; write nothing.
 
     Args:
         base: Hugging Face checkpoint directory.
         adapter: PEFT adapter directory.
         dtype: "keep", "bf16", "fp16" or "fp32".
         max_shard_size: largest safetensors file, like "5GB".
-        expert_layout: "published", "v5" or "source"; default: published for MoE, since vLLM reads
-            no other, and the config as it is for dense models.
-        roles: of the factors of fused experts, where their shapes do not tell.
+        expert_layout: "published", "v5" or "source"; default: "published" for MoE, since vLLM reads
+            no other layout, and "source" for dense models.
+        roles: roles of the factors of fused experts; needed if their shapes do not tell.
 
     Raises:
-        BadInput: see `read_adapter`; or the checkpoint is not complete.
+        BadInput: for the reasons given at `read_adapter`; or the checkpoint is not complete.
     """
     base, adapter = Path(base), Path(adapter)
     wanted = parse_dtype(dtype)
@@ -142,7 +142,7 @@ _UNTIED = (
 
 
 def _parts_embeddings(adapter: Adapter) -> bool:
-    """Whether embedding and head, tied in the base, differ with the adapter."""
+    """Return whether the adapter makes the tied embedding and head of the base differ."""
     if HEAD in adapter.factors:
         return True
     both = [adapter.saved[name] for name in (EMBEDDING, HEAD) if name in adapter.saved]
@@ -151,14 +151,14 @@ def _parts_embeddings(adapter: Adapter) -> bool:
 
 @dataclass(frozen=True)
 class Merged:
-    """The tensors of a checkpoint with an adapter in them.
+    """The tensors of a checkpoint with an adapter merged into them.
 
     Attributes:
         base: the checkpoint.
-        adapter: for it.
-        swapped_source: `base` has fused experts as [E, in, out] (published).
-        swapped: they are to be written so.
-        tied_source: `base` has no head of its own.
+        adapter: the adapter to merge.
+        swapped_source: whether `base` has fused experts as (E, in, out), the published layout.
+        swapped: whether fused experts are written as (E, in, out).
+        tied_source: whether the embeddings of `base` are tied, so that it holds no head.
     """
 
     base: HuggingFaceCheckpoint
@@ -168,14 +168,14 @@ class Merged:
     tied_source: bool
 
     def origin(self, _: Row, named: SourceTensor) -> tuple[str, torch.dtype]:
-        """See `to_hf.lay_out`."""
+        """Return the origin of a tensor; see `to_hf.lay_out`."""
         name = self._stored_name(named.name)
         parts = [name] if named.name not in self.adapter.saved else ["adapter"]
         parts += ["B·A"] if named.name in self.adapter.factors else []
         return " + ".join(parts), self.base.entries[name].dtype
 
     def stream(self, row: Row, number: int, dtype: torch.dtype) -> Iterator[Tensor]:
-        """See `to_hf.Stream`."""
+        """Yield a merged HF piece; see `to_hf.Stream`."""
         named = row.sources[number]
         factors = self.adapter.factors.get(named.name)
         if factors is None and named.name not in self.adapter.saved:
@@ -192,7 +192,7 @@ class Merged:
                 yield cast(self._rows(named.name, rows, factors), dtype, named.name)
 
     def _expert(self, name: str, index: int, factors: Factors | None) -> Tensor:
-        """(out, in) of one expert, float32."""
+        """Return one merged expert, (out, in), float32."""
         if name in self.adapter.saved:
             weight = self.adapter.saved[name][index].float()
         else:
@@ -203,7 +203,7 @@ class Merged:
         return product(*of_expert(factors, index), factors.scaling).add_(weight)
 
     def _rows(self, name: str, rows: slice, factors: Factors | None) -> Tensor:
-        """`rows` of a tensor that is no expert, float32."""
+        """Return merged `rows` of a tensor that is not an expert, float32."""
         box: Selection = (rows,)
         if name in self.adapter.saved:
             weight = self.adapter.saved[name][box].float()

@@ -1,8 +1,8 @@
-"""What PEFT makes of a config: its own matching, run on a model that has shapes and no memory.
+"""The effect of an adapter config, found by applying PEFT to a model on the meta device.
 
-Which modules a name, a regular expression or ``all-linear`` means, their ranks and scaling, and the
-keys of the file are decided by PEFT itself (`peft.get_peft_model`) on Hugging Face's model on the
-meta device. This is the only module that imports PEFT.
+PEFT itself (`peft.get_peft_model`) decides which modules a name, a regular expression or
+``all-linear`` matches, their ranks and scaling, and the keys of the file. It is applied to Hugging
+Face's model, which on the meta device takes no memory. Only this module imports PEFT.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.errors import BadInput
 
 PREFIX = "base_model.model."
-"""What PEFT puts before every name."""
+"""Prefix that PEFT adds to every name."""
 
 HFConfig = str | Path | Mapping[str, Any]
 """A ``config.json``, the directory that holds one, or its parsed content."""
@@ -44,13 +44,13 @@ ADAPTED = re.compile(
 
 @dataclass(frozen=True)
 class Slot:
-    """The two factors of one parameter.
+    """PEFT's description of the two factors of one parameter.
 
     Attributes:
-        module: of the model, without what PEFT wraps around it.
-        a_key, b_key: keys in the file.
-        r: rank, of each expert for fused experts.
-        scaling: what B·A is multiplied with.
+        module: name of the model's module, without PEFT's wrappers.
+        a_key, b_key: keys of A and B in the file.
+        r: rank; for fused experts, the rank of each expert.
+        scaling: factor by which B·A is multiplied.
         a_shape, b_shape: linear (r, in) and (out, r); fused experts (E*r, in) and (out, r*E).
         base: shape of the parameter.
     """
@@ -67,16 +67,16 @@ class Slot:
 
 @dataclass(frozen=True)
 class Applied:
-    """A config applied to a model by PEFT.
+    """The result of applying a config to a model with PEFT.
 
     Attributes:
-        slots: the factors, by HF parameter.
+        slots: descriptions of the factors, by HF parameter.
         saved: shapes of the parameters that are stored whole, by HF parameter.
         modules: names of all modules of the model.
-        parameters: names of all its parameters.
-        matched: the modules that PEFT's own rule says the config means.
-        spelled_out: ``target_modules`` as PEFT would store them, in order: ``all-linear`` is there
-            what it means in this model. None where they are a regular expression, or not given.
+        parameters: names of all parameters of the model.
+        matched: names of the modules that match ``target_modules`` by PEFT's own rule.
+        spelled_out: ``target_modules`` as PEFT would store them, sorted, with ``all-linear``
+            replaced by the names that it matches. None if they are a regular expression or absent.
     """
 
     slots: dict[str, Slot]
@@ -88,16 +88,16 @@ class Applied:
 
 
 def apply(config: AdapterConfig, hf_config: HFConfig, *, linear_router: bool = False) -> Applied:
-    """Let PEFT put the adapter into the model, on the meta device.
+    """Apply the adapter's config to the model with PEFT, on the meta device.
 
     Args:
-        config: the adapter's.
-        hf_config: the model's.
-        linear_router: a router named as transformers 4.57 does is meant (see `router`), as in
-            files that are there; PEFT refuses it.
+        config: config of the adapter.
+        hf_config: config of the model.
+        linear_router: whether to accept a router that is named as in transformers 4.57, which
+            existing files may have but PEFT refuses (see `router`).
 
     Raises:
-        BadInput: PEFT is not installed; it refuses the config; the config adapts something that is
+        BadInput: PEFT is not installed or refuses the config; the config adapts something that is
             not supported here; or the model's config is not Qwen3-VL's.
     """
     peft = _import_peft()
@@ -108,7 +108,7 @@ def apply(config: AdapterConfig, hf_config: HFConfig, *, linear_router: bool = F
     modules = tuple(name for name, _ in model.named_modules() if name)
     parameters = tuple(name for name, _ in model.named_parameters(remove_duplicate=False))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what they warn of is checked here, and is an error
+        warnings.simplefilter("ignore")  # what PEFT warns of is checked here, as an error
         try:
             lora = peft.LoraConfig(**_arguments(config, peft))
             wrapped = peft.get_peft_model(model, lora, low_cpu_mem_usage=True)
@@ -118,7 +118,7 @@ def apply(config: AdapterConfig, hf_config: HFConfig, *, linear_router: bool = F
                 for name in modules
                 if wrapped.base_model._check_target_module_exists(lora, name)
             )
-        except Exception as error:  # PEFT checks with exceptions of many classes
+        except Exception as error:  # PEFT's checks raise exceptions of many classes
             text = " ".join(str(error).split())
             raise BadInput(
                 f"PEFT does not apply this adapter's config to the model: {text:.600}{_hint(text)}"
@@ -136,18 +136,18 @@ def apply(config: AdapterConfig, hf_config: HFConfig, *, linear_router: bool = F
 
 
 def config_content(hf_config: HFConfig) -> dict[str, Any]:
-    """The parsed ``config.json``, once it is Qwen3-VL's.
+    """Return a copy of the parsed ``config.json``, after checking that it is Qwen3-VL's.
 
     Raises:
-        BadInput: see `Architecture.from_hf`.
+        BadInput: for the reasons given at `Architecture.from_hf`.
     """
     parsed = hf_config if isinstance(hf_config, Mapping) else read_config_file(Path(hf_config))
     Architecture.from_hf(dict(parsed))
-    return copy.deepcopy(dict(parsed))  # transformers adds to what it is given
+    return copy.deepcopy(dict(parsed))  # transformers modifies the config that it is given
 
 
 def meta_model(config: dict[str, Any]) -> Any:
-    """Hugging Face's model of a ``config.json``, without memory."""
+    """Build Hugging Face's model of a ``config.json`` on the meta device."""
     import transformers
 
     moe = config["model_type"] == "qwen3_vl_moe"
@@ -159,11 +159,11 @@ def meta_model(config: dict[str, Any]) -> Any:
 
 
 def _arguments(config: AdapterConfig, peft: Any) -> dict[str, Any]:
-    """Arguments of ``LoraConfig``: the fields that decide what is adapted are all it knows."""
+    """Return the arguments of ``LoraConfig`` that decide what is adapted, if this PEFT has them."""
     content = config.to_dict()
     decided = {name: content[name] for name in content if name not in config.raw}
     decided |= {"base_model_name_or_path": None, "inference_mode": True, "init_lora_weights": True}
-    decided["lora_dropout"] = 0.0  # changes no factor; `AdapterConfig` knows where there is none
+    decided["lora_dropout"] = 0.0  # dropout changes no factor; `AdapterConfig` checks its limits
     known = peft.LoraConfig.__dataclass_fields__
     return {name: value for name, value in decided.items() if name in known}
 

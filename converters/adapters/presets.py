@@ -1,7 +1,7 @@
-"""The usual choices of what LoRA adapts, as PEFT's names: the only place that lists them.
+"""The usual LoRA targets, by PEFT's names; no other module lists them.
 
-Every name is spelled out far enough that it means the same under any PEFT: ``proj`` would take the
-patch embedding too, and ``linear_fc1`` alone both the blocks of the vision tower and its mergers.
+Every name is long enough to match the same modules under any PEFT: ``proj`` would match the patch
+embedding too, and ``linear_fc1`` both the blocks of the vision tower and its mergers.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 
 Preset = Literal["language", "language-aligner", "all"]
-"""``language``: attention and MLPs (or experts) of the decoder; ``language-aligner``: with the
-mergers between vision and language; ``all``: with the blocks of the vision tower."""
+"""``language``: attention and MLPs (or experts) of the decoder; ``language-aligner``: also the
+mergers between vision and language; ``all``: also the blocks of the vision tower."""
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -31,15 +31,15 @@ class Targets(NamedTuple):
 
 
 def preset(name: str, architecture: Architecture) -> Targets:
-    """PEFT's names for one of the usual choices.
+    """Return PEFT's names for a preset.
 
     Args:
         name: one of `Preset`.
-        architecture: of the model; what it does not have is not named, since a target that matches
-            nothing is an error.
+        architecture: architecture of the model. Parts that it lacks are not named, since a target
+            that matches nothing is an error.
 
     Raises:
-        BadInput: no such choice.
+        BadInput: `name` is not a `Preset`.
     """
     if name not in get_args(Preset):
         raise BadInput(f"{name!r} is not one of {', '.join(get_args(Preset))}.")

@@ -39,21 +39,22 @@ from mcore_qwen3vl.errors import BadInput
 PICKLE = "adapter_model.bin"
 
 FLOATS = [known.safetensors for known in MODEL_DTYPES]
-"""dtypes that an adapter may have, as safetensors calls them."""
+"""safetensors' names of the dtypes that an adapter may have."""
 
 
 def read_adapter(path: str | Path, hf_config: HFConfig, *, roles: Roles | None = None) -> Adapter:
-    """Read a PEFT adapter; every tensor is checked, and is a view of the mapped file if it can be.
+    """Read a PEFT adapter and check every tensor; tensors are views of the file where possible.
 
     Args:
-        path: its directory.
+        path: directory of the adapter.
         hf_config: the model's ``config.json``: its content, the file or its directory.
-        roles: of the factors of fused experts; default: what the shapes say.
+        roles: roles of the factors of fused experts; default: what the shapes say.
 
     Raises:
-        BadInput: a file is missing or damaged, is a pickle, or asks for what is not supported; a
-            tensor is missing, is not part of the adapter, has another shape, dtype, or a value
-            that is not finite; or the roles of expert factors are ambiguous.
+        BadInput: a file is missing or damaged, or is a pickle; the config asks for something that
+            is not supported; a tensor is missing, is not part of the adapter, has the wrong shape
+            or dtype, or holds a value that is not finite; or the roles of expert factors are
+            ambiguous.
     """
     path = Path(path)
     config = AdapterConfig.from_file(path)
@@ -87,10 +88,10 @@ class AdapterFile:
     """The tensors of an adapter's file, by PEFT's keys.
 
     Attributes:
-        shapes, dtypes: of each; dtypes as torch has them.
+        shapes, dtypes: shape and torch dtype of each tensor, by key.
 
     Raises:
-        BadInput: there is none in the directory, it is a pickle, or is damaged.
+        BadInput: the directory has no such file, or the file is a pickle or damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -117,7 +118,7 @@ class AdapterFile:
             self.dtypes[key] = DTYPES[header.get_dtype()]
 
     def read(self, key: str) -> Tensor:
-        """A view of the file.
+        """Return the tensor under `key`, a view of the file.
 
         Raises:
             BadInput: a value is not finite, or the file cannot be read.
@@ -136,13 +137,13 @@ class AdapterFile:
 
 
 def _keys(applied: Applied) -> dict[str, str]:
-    """Keys of what is stored whole, and which parameter that is."""
+    """Return a map from the key of each tensor that is stored whole to its parameter's name."""
     keys = {f"{PREFIX}{name}": name for name in applied.saved}
     return {**keys, BASE_LAYER: HEAD} if HEAD in applied.slots else keys
 
 
 def _require_keys(file: Path, found: set[str], whole: Mapping[str, str], applied: Applied) -> None:
-    """The file must hold what the config calls for and nothing else; the head's base may lack."""
+    """Raise BadInput unless the file holds exactly the config's keys; `BASE_LAYER` is optional."""
     factors = [key for slot in applied.slots.values() for key in (slot.a_key, slot.b_key)]
     wanted = [*factors, *whole]
     if missing := [key for key in wanted if key not in found and key != BASE_LAYER]:
@@ -161,7 +162,7 @@ def _require_keys(file: Path, found: set[str], whole: Mapping[str, str], applied
 def _factors(name: str, slot: Slot, tensors: AdapterFile, roles: Roles, file: Path) -> Factors:
     fused = len(slot.base) == 3
     pairs = ((slot.a_key, slot.a_shape), (slot.b_key, slot.b_shape))
-    for key, shape in () if fused else pairs:  # `find_roles` has looked at the fused ones
+    for key, shape in () if fused else pairs:  # `find_roles` has checked fused experts
         if tensors.shapes[key] != shape:
             raise BadInput(
                 f"{file}: tensor {key} has shape {list(tensors.shapes[key])}; rank {slot.r} in "
@@ -175,7 +176,7 @@ def _factors(name: str, slot: Slot, tensors: AdapterFile, roles: Roles, file: Pa
 
 
 def _whole(name: str, tensor: Tensor, shape: Shape, file: Path) -> Tensor:
-    """A parameter stored whole; experts of transformers 4.57 have their last two axes swapped."""
+    """Check a whole parameter; swap the last two axes of experts of transformers 4.57."""
     if tuple(tensor.shape) == shape:
         return tensor
     if len(shape) == 3 and tuple(tensor.shape) == (shape[0], shape[2], shape[1]):

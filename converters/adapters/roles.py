@@ -1,10 +1,10 @@
 """The two ways in which PEFT stores the factors of fused experts, told apart by their shapes.
 
-PEFT takes a three-dimensional parameter as (experts, in, out) or as (experts, out, in), by its own
-version and the model's. *canonical* is what PEFT 0.21 writes with transformers 5 and PEFT 0.18 with
-transformers 4.57, and what vLLM reads: A takes the expert's input. *swapped* is what the other two
-pairs write: A and B have changed places. No config says which; the shapes do, unless an expert's
-input is as wide as its output.
+PEFT reads a three-dimensional parameter as (experts, in, out) or (experts, out, in), depending on
+the versions of PEFT and transformers. In the *canonical* roles A is applied to the expert's input;
+PEFT 0.21 with transformers 5 and PEFT 0.18 with transformers 4.57 write them, and vLLM reads them.
+In the *swapped* roles, which the other two combinations write, A and B have exchanged places. The
+config does not say which; the shapes do, unless an expert's input is as wide as its output.
 
     canonical   A (E*r, in)    B (out, r*E)    ΔW_e = s · B[:, e::E] · A[e*r:(e+1)*r]
     swapped     A (E*r, out)   B (in, r*E)     ΔW_e = s · (B[:, e::E] · A[e*r:(e+1)*r])ᵀ
@@ -25,12 +25,12 @@ Roles = Literal["canonical", "swapped"]
 
 
 def swap(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Factors of fused experts in the other roles; its own inverse, exact.
+    """Convert factors of fused experts to the other roles; exact, and its own inverse.
 
     Args:
-        a: (E*r, n), the rows of an expert together.
-        b: (m, r*E), the columns of an expert E apart.
-        experts: E.
+        a: (E*r, n), with the rows of an expert adjacent.
+        b: (m, r*E), with the columns of an expert E apart.
+        experts: E, the number of experts.
 
     Returns:
         (E*r, m) and (n, r*E), contiguous.
@@ -42,24 +42,26 @@ def swap(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def swapped_shapes(slot: Slot) -> tuple[Shape, Shape]:
-    """Shapes of A and B in the swapped roles."""
+    """Return the shapes of A and B in the swapped roles."""
     return (slot.a_shape[0], slot.b_shape[0]), (slot.a_shape[1], slot.b_shape[1])
 
 
 def find_roles(
     slots: Mapping[str, Slot], shapes: Mapping[str, Shape], wanted: Roles | None, where: str
 ) -> Roles:
-    """Which roles the factors of fused experts are stored in; canonical where there are none.
+    """Return the roles in which the factors of fused experts are stored.
+
+    Without fused experts, return `wanted`, or else canonical.
 
     Args:
         slots: every adapted parameter.
-        shapes: of the tensors in the file, by key; all keys of `slots` are there.
-        wanted: what the user says; None: the shapes decide.
-        where: the file, for messages.
+        shapes: shapes of the tensors in the file, by key; all keys of `slots` are present.
+        wanted: roles that the user gave; None: the shapes decide.
+        where: name of the file, for messages.
 
     Raises:
-        BadInput: a shape fits neither, or not what the user says; parameters contradict each
-            other; or all of them fit both.
+        BadInput: a shape fits neither roles, or not the `wanted` ones; parameters contradict each
+            other; or all shapes fit both roles and `wanted` is None.
     """
     possible: set[Roles] = {"canonical", "swapped"}
     fused = {name: slot for name, slot in slots.items() if len(slot.base) == 3}

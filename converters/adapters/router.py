@@ -1,7 +1,7 @@
-"""The router as transformers 4.57 has it, a linear layer, named as transformers 5 needs it.
+"""Rename the router of transformers 4.57, a linear layer, to that of transformers 5, a parameter.
 
-Adapters made there name it in ``target_modules`` (``all-linear`` includes it). Keys and shapes are
-the same as those of the parameter that it is in transformers 5, where PEFT refuses the name.
+Adapters made with 4.57 name it in ``target_modules`` (``all-linear`` includes it). Keys and shapes
+are the same as those of the parameter in transformers 5, with which PEFT refuses the old name.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from mcore_qwen3vl.converters.adapters.config import AdapterConfig
 
 
 def names_a_linear_router(config: AdapterConfig) -> bool:
-    """Whether the config of a MoE model's adapter has the router among its modules."""
+    """Return whether the config of a MoE model's adapter names the router in ``target_modules``."""
     modules = config.target_modules
     return isinstance(modules, tuple) and any(map(_is_router, modules))
 
 
 def with_router_as_parameter(config: AdapterConfig) -> AdapterConfig:
-    """The same adapter's config for transformers 5; itself if it needs no change.
+    """Return the adapter's config for transformers 5, or `config` itself if it needs no change.
 
-    One that selects layers or excludes modules is left as it is, since for parameters PEFT does
-    neither.
+    A config that selects layers or excludes modules is returned unchanged, since PEFT does neither
+    for parameters.
     """
     selects = config.exclude_modules or config.layers_to_transform is not None
     if not names_a_linear_router(config) or selects:

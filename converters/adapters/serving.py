@@ -1,7 +1,7 @@
-"""What vLLM would refuse or pass over in an adapter, so that its writer says so.
+"""Notes for the user on what vLLM would refuse or ignore in an adapter.
 
-From vLLM 0.33's sources: ``vllm/lora/peft_helper.py``, ``lora_model.py``, ``model_manager.py`` and
-``vllm/config/lora.py``. vLLM was not run here.
+The rules come from vLLM 0.33's sources: ``vllm/lora/peft_helper.py``, ``lora_model.py``,
+``model_manager.py`` and ``vllm/config/lora.py``. vLLM was not run here.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from mcore_qwen3vl.converters.adapters.roles import Roles
 
 DEFAULT_RANK = 16
 RANKS = (1, 8, DEFAULT_RANK, 32, 64, 128, 256, 320, 512)
-"""What vLLM's ``--max-lora-rank`` may be."""
+"""The values that vLLM's ``--max-lora-rank`` accepts."""
 
 
 def vllm_notes(
     adapter: Adapter, architecture: Architecture, roles: Roles | None = None
 ) -> tuple[str, ...]:
-    """One sentence for each thing in which vLLM would not serve the adapter as it is.
+    """Return one sentence for each reason why vLLM would not serve the adapter as it is.
 
     Args:
-        adapter: as read or about to be written.
-        architecture: of its model.
-        roles: of its factors in the file; default: those that it was read with.
+        adapter: the adapter, as read or about to be written.
+        architecture: architecture of its model.
+        roles: roles of its factors in the file; default: the roles that it was read with.
     """
     return tuple(_notes(adapter, architecture.is_moe, roles or adapter.roles))
 

@@ -1,4 +1,4 @@
-"""Which parameters an adapter adapts: PEFT's own answer, checked for what it would pass over."""
+"""The parameters that an adapter adapts: PEFT's own answer, with errors for unused names."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mcore_qwen3vl.errors import BadInput
 
 @dataclass(frozen=True)
 class TargetSpec:
-    """What the two factors of one parameter are.
+    """The rank, scaling and shapes of the two factors of one parameter.
 
     Attributes:
-        r: rank, of each expert for fused experts.
-        scaling: ΔW is `scaling` · B · A.
-        a_shape: (r, in), or (E*r, in) for fused experts, the rows of an expert together.
-        b_shape: (out, r), or (out, r*E) for fused experts, the columns of an expert E apart.
+        r: rank; for fused experts, the rank of each expert.
+        scaling: s in ΔW = s · B · A.
+        a_shape: (r, in), or (E*r, in) for fused experts, with the rows of an expert adjacent.
+        b_shape: (out, r), or (out, r*E) for fused experts, with the columns of an expert E apart.
     """
 
     r: int
@@ -30,19 +30,19 @@ class TargetSpec:
 
     @property
     def experts(self) -> int:
-        """Experts that the factors are stacked of; 1 for a linear layer."""
+        """Number of experts in the factors; 1 for a linear layer."""
         return self.a_shape[0] // self.r
 
 
 def resolve_targets(config: AdapterConfig, hf_config: HFConfig) -> dict[str, TargetSpec]:
-    """The parameters that `config` adapts, by full Hugging Face name, in the model's order.
+    """Return the parameters that `config` adapts, by full Hugging Face name, in the model's order.
 
     Args:
-        config: the adapter's.
+        config: config of the adapter.
         hf_config: the model's ``config.json``: its content, the file or its directory.
 
     Raises:
-        BadInput: a name matches nothing or something that PEFT would skip; what matches is not
+        BadInput: a name matches nothing, or something that PEFT would skip; LoRA on a match is not
             supported (embeddings, the patch embedding, norms); or PEFT refuses the config.
     """
     config.require_supported()
@@ -53,7 +53,7 @@ def resolve_targets(config: AdapterConfig, hf_config: HFConfig) -> dict[str, Tar
 
 
 def specs(applied: Applied) -> dict[str, TargetSpec]:
-    """The factors that PEFT made, by Hugging Face name, in the model's order."""
+    """Return the factors that PEFT made, by Hugging Face name, in the model's order."""
     order = {name: at for at, name in enumerate(applied.parameters)}
     return {
         name: TargetSpec(slot.r, slot.scaling, slot.a_shape, slot.b_shape)
@@ -62,7 +62,7 @@ def specs(applied: Applied) -> dict[str, TargetSpec]:
 
 
 def unused_names(config: AdapterConfig, applied: Applied) -> Iterator[str]:
-    """What the config names in vain, one sentence each: PEFT warns of some of it at most."""
+    """Yield a sentence for each name in the config without effect; PEFT warns of some at most."""
     adapted = [slot.module for slot in applied.slots.values()]
     for module in applied.matched:
         if module not in adapted:
@@ -76,7 +76,7 @@ def unused_names(config: AdapterConfig, applied: Applied) -> Iterator[str]:
     yield from _unmatched("target_parameters", config.target_parameters or (), parameters, applied)
     for name, pattern in (("rank", config.rank_pattern), ("alpha", config.alpha_pattern)):
         for key in pattern or ():
-            # As peft.utils.other.get_pattern_key; for parameters PEFT matches their own name.
+            # Same rule as peft.utils.other.get_pattern_key; a parameter is matched by its own name.
             rule = re.compile(rf"(.*\.)?({key})$")
             if not any(rule.match(each) for each in (*adapted, *parameters)):
                 yield f"{name}_pattern has the key {key!r}, which matches nothing that is adapted."
@@ -89,7 +89,7 @@ def unused_names(config: AdapterConfig, applied: Applied) -> Iterator[str]:
         if not any(re.search(rf"\.{layer}\.", module) for module in adapted):
             yield f"layers_to_transform names layer {layer}, in which nothing is adapted."
     for name in config.modules_to_save or ():
-        # As peft.utils.other._set_trainable: a plain end of the name.
+        # Same rule as peft.utils.other._set_trainable: any end of the name, without a dot.
         if not any(module.endswith(name) for module in applied.modules):
             yield f"modules_to_save names {name!r}, which is not a module of the model."
 
@@ -109,5 +109,5 @@ def _unmatched(
 
 
 def _ends(name: str, names: Iterable[str]) -> bool:
-    """PEFT's rule for lists: the whole name, or the end of it after a dot."""
+    """Return whether `name` is one of `names` or the end of one after a dot, as in PEFT's lists."""
     return any(each == name or each.endswith(f".{name}") for each in names)

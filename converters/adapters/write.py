@@ -49,18 +49,19 @@ def write_adapter(
     """Write a PEFT adapter directory, which appears complete or not at all.
 
     Args:
-        path: the directory.
-        config: the adapter's.
-        factors: all that the config calls for, by Hugging Face parameter, in the canonical roles.
-        saved: all parameters that the config stores whole; of tied embeddings one will do. What
-            has factors too is stored as their base layer.
+        path: directory to write.
+        config: config of the adapter.
+        factors: all factors that the config calls for, by Hugging Face parameter, in the canonical
+            roles.
+        saved: all parameters that the config stores whole; one of two tied embeddings is enough. A
+            parameter that also has factors is stored as their base layer.
         hf_config: the model's ``config.json``: its content, the file or its directory.
-        roles: to write the factors of fused experts in.
-        force: replace an adapter that is there.
+        roles: roles in which to write the factors of fused experts.
+        force: replace an existing adapter.
 
     Raises:
-        BadInput: the tensors are not those that `config` calls for; `path` exists; or writing
-            failed, in which case nothing is left.
+        BadInput: the tensors are not those that `config` calls for; `path` exists and `force` is
+            not set, or is not an adapter; or writing failed, in which case nothing is left.
     """
     config.require_supported()
     applied = apply(config, hf_config, linear_router=True)
@@ -75,12 +76,12 @@ def write_adapter(
                 os.fsync(handle.fileno())
             write_durably(stage.tree / config_file.FILE, config.to_json().encode())
             stage.publish()
-        except Exception as error:  # safetensors has its own for a full disk
+        except Exception as error:  # safetensors has its own exception for a full disk
             raise BadInput(f"{target} cannot be written: {error!s:.200}.") from error
 
 
 def _with_tied(saved: Mapping[str, Tensor], applied: Applied, tied: bool) -> dict[str, Tensor]:
-    """`saved`, with both of the tied embeddings where one was given for both."""
+    """Return `saved` with both of the tied embeddings if only one of them was given."""
     both = {HEAD, EMBEDDING}
     given = dict(saved)
     if tied and both <= set(applied.saved) and len(both & set(given)) == 1:
@@ -93,7 +94,7 @@ def _with_tied(saved: Mapping[str, Tensor], applied: Applied, tied: bool) -> dic
 def _stored(
     applied: Applied, factors: Mapping[str, Factors], saved: Mapping[str, Tensor], roles: Roles
 ) -> Iterator[tuple[str, Tensor]]:
-    """PEFT's keys and the tensors to go under them, once they are all that the config wants."""
+    """Check that the given tensors are those of the config; yield PEFT's keys and tensors."""
     whole = set(saved) - set(factors)
     for what, given, wanted in (
         ("factors", set(factors), set(applied.slots)),
@@ -123,7 +124,7 @@ def _stored(
 
 
 def _own(tensor: Tensor, memory: set[int]) -> Tensor:
-    """`tensor`, contiguous, in memory that no other has: safetensors stores none twice."""
+    """Return `tensor`, contiguous and in its own memory: safetensors refuses shared memory."""
     tensor = tensor.detach().cpu().contiguous()
     if tensor.dtype not in DTYPES.values():
         raise BadInput(
@@ -136,7 +137,7 @@ def _own(tensor: Tensor, memory: set[int]) -> Tensor:
 
 
 def _spelled_out(config: AdapterConfig, applied: Applied) -> AdapterConfig:
-    """``all-linear`` as the names it means here, as PEFT stores it: releases disagree on it."""
+    """Replace ``all-linear`` by the names that it matches, as PEFT does; releases differ on it."""
     targets = config.target_modules
     if not isinstance(targets, str) or targets.lower() != "all-linear":
         return config

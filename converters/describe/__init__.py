@@ -1,1 +1,1 @@
-"""What a checkpoint is, and what converting it will take."""
+"""Inspection of checkpoints and adapters, and estimates of conversions."""

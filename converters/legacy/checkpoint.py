@@ -1,8 +1,8 @@
 """Megatron's legacy checkpoints (``--ckpt-format torch``), read as the table's tensors.
 
-A legacy checkpoint is one file for each model-parallel rank, with that rank's parameters under the
-names of its layer spec. The files are mapped, and their tensors are read as the parts of whole
-ones that they are; optimizer and random states beside them are never touched.
+A legacy checkpoint has one file for each model-parallel rank, with that rank's parameters under the
+names of its layer spec. The files are mapped and their tensors are assembled into whole tensors;
+the data of the optimizer and random states in the files is never read.
 """
 
 from __future__ import annotations
@@ -36,16 +36,17 @@ from mcore_qwen3vl.errors import BadInput
 
 
 class LegacyCheckpoint(MegatronCheckpoint):
-    """The tensors of one legacy checkpoint, put together from the ranks' files.
+    """The tensors of one legacy checkpoint, assembled from the ranks' files.
 
-    A parameter that the table does not know is in `index` under its file's and its own name.
+    `index` lists a parameter that the table does not know as ``FOLDER/NAME``, with the name of its
+    rank's folder.
 
     Attributes:
-        layout: the parallel sizes that it was saved under.
+        layout: the parallel sizes that the checkpoint was saved under.
 
     Raises:
-        BadInput: not a legacy checkpoint, a damaged file, one with more in it than tensors and
-            Megatron's own state, or a rank's file is absent.
+        BadInput: the path is not a legacy checkpoint; a file is damaged, or holds more than tensors
+            and Megatron's own state; or a rank's file is absent.
     """
 
     def __init__(self, path: Path, architecture: Architecture) -> None:
@@ -77,18 +78,18 @@ class LegacyCheckpoint(MegatronCheckpoint):
 
 
 class _Parts:
-    """Finds in the ranks' files what each row is made of.
+    """The parts of each row's tensor, found in the ranks' files.
 
     Attributes:
         index: the tensors that the parts make up.
-        values: each chunk's values, by key and first corner.
+        values: values of each chunk, by key and first corner.
     """
 
     def __init__(self, files: list[RankFile], a: Architecture) -> None:
         self.index = CheckpointIndex()
         self.values: dict[tuple[str, Shape], Tensor] = {}
         self._files, self._layout = files, files[0].layout
-        self._experts = max(a.num_experts // self._layout.ep, 1)  # of a layer, on one rank
+        self._experts = max(a.num_experts // self._layout.ep, 1)  # experts per layer on one rank
         etp = self._layout.etp
         self._by_tp = {(f.rank.pp, f.rank.tp): f for f in files}
         self._by_etp = {(f.rank.pp, f.rank.ep, f.rank.tp % etp): f for f in files}
@@ -112,26 +113,26 @@ class _Parts:
         return stages([[self._by_tp[rank, 0].layers(vp) for rank in pp] for vp in vpp])
 
     def _names(self, row: Row, stage: Stage) -> set[str]:
-        """The names of `row` under which a rank of `stage` has something: one, or none."""
+        """Return the names of `row` in the files of `stage`: at most one if no file is damaged."""
         states = [self._file(row, stage, n).models[stage.vp] for n in range(self._count(row))]
         names = {local_name(row, stage, self._experts, spec) for spec in get_args(Spec)}
         return {name for name in names if any(name in state for state in states)}
 
     def _count(self, row: Row) -> int:
-        """In how many parts the ranks hold `row`."""
+        """Return the number of parts in which the ranks hold `row`."""
         if row.tp_axis is None:
             return 1
         return self._layout.tp if layer_and_expert(row)[1] is None else self._layout.etp
 
     def _file(self, row: Row, stage: Stage, part: int) -> RankFile:
-        """A file with part number `part` of `row`; others have copies of it."""
+        """Return one file with part number `part` of `row`; other files may have copies of it."""
         _, expert = layer_and_expert(row)
         if expert is None:
             return self._by_tp[stage.pp, part]
         return self._by_etp[stage.pp, expert // self._experts, part]
 
     def _add(self, row: Row, stage: Stage, name: str) -> None:
-        """Enter the ranks' parts of `row`, each cut into what is one box of the whole."""
+        """Add the ranks' parts of `row` to the index, each cut into boxes of the whole."""
         count = self._count(row)
         for part in range(count):
             file = self._file(row, stage, part)
@@ -144,7 +145,11 @@ class _Parts:
                 self.values[row.key, corner] = values
 
     def _entry(self, row: Row, local: Tensor, count: int, where: str) -> ChunkedTensor:
-        """The entry of the row's tensor; its shape is what the files say, not the config."""
+        """Return the index entry of the row's tensor, with the shape in the files, not the config.
+
+        Raises:
+            BadInput: ranks or layers disagree on its dtype or shape.
+        """
         stacked = list(row.global_shape[: len(row.offset)])
         if len(stacked) > (layer_and_expert(row)[1] is not None):
             stacked[0] = self._layers
@@ -170,7 +175,7 @@ class _Parts:
 
 
 def _cut(row: Row, local: Tensor, part: int, parts: int) -> Iterator[tuple[Shape, Tensor]]:
-    """Part number `part` of `parts` in boxes of the whole: each one's corner and values."""
+    """Yield corner and values of the boxes of the whole that make up part `part` of `parts`."""
     found = boxes(row, _whole(row, local, parts), part, parts)
     cuts: Sequence[Tensor] = [local]
     if len(found) > 1 and row.tp_axis is not None:
@@ -180,5 +185,5 @@ def _cut(row: Row, local: Tensor, part: int, parts: int) -> Iterator[tuple[Shape
 
 
 def _whole(row: Row, local: Tensor, parts: int) -> Shape:
-    """Shape of the piece of which `local` is one of `parts` equal parts."""
+    """Return the shape of the piece of which `local` is one of `parts` equal parts."""
     return tuple(n * parts if axis == row.tp_axis else n for axis, n in enumerate(local.shape))

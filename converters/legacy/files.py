@@ -1,4 +1,4 @@
-"""The files of a legacy checkpoint: opened, and checked to be all the ranks' of one run."""
+"""The files of a legacy checkpoint, opened and checked to be from all ranks of one run."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from mcore_qwen3vl.untrusted import refuse_special_files
 
 
 def saved_arguments(folder: Path) -> Namespace:
-    """Megatron's arguments of the run that saved the legacy checkpoint in `folder`.
+    """Return Megatron's arguments of the run that saved the legacy checkpoint in `folder`.
 
     Raises:
-        BadInput: there is no such checkpoint, or it is damaged or has none.
+        BadInput: there is no such checkpoint, or it is damaged or holds no arguments.
     """
     path = min(folder.glob(f"mp_rank_*/{FILE}"), default=None)
     if path is None:
@@ -32,12 +32,12 @@ def saved_arguments(folder: Path) -> Namespace:
 
 @dataclass(frozen=True)
 class RankFile:
-    """One mapped file.
+    """The mapped file of one rank.
 
     Attributes:
-        path: where it is.
-        rank: whose parameters it has.
-        layout: the parallel sizes that it was saved under.
+        path: path of the file.
+        rank: the rank whose parameters the file holds.
+        layout: the parallel sizes that the file was saved under.
         models: the state of each of the rank's pipeline chunks.
     """
 
@@ -47,10 +47,10 @@ class RankFile:
     models: list[dict[str, Any]]
 
     def tensor(self, vp: int, name: str) -> Tensor:
-        """Parameter `name` of chunk `vp`.
+        """Return parameter `name` of chunk `vp`.
 
         Raises:
-            BadInput: it is absent, or no tensor of a model's dtypes.
+            BadInput: the parameter is absent, is not a tensor, or has an unsupported dtype.
         """
         if name not in self.models[vp]:
             raise BadInput(
@@ -67,16 +67,17 @@ class RankFile:
         return value
 
     def layers(self, vp: int) -> int:
-        """How many decoder layers chunk `vp` has: one more than the last one's number."""
+        """Return the number of decoder layers in chunk `vp`: one more than the highest index."""
         numbers = (re.match(r"decoder\.layers\.(\d+)\.", name) for name in self.models[vp])
         return max((int(found[1]) + 1 for found in numbers if found), default=0)
 
 
 def open_ranks(folder: Path) -> list[RankFile]:
-    """Every rank's file, mapped.
+    """Map every rank's file.
 
     Raises:
-        BadInput: there is none, one is damaged, or they are not of one checkpoint.
+        BadInput: there are no files, one is damaged or missing, or they belong to different
+            checkpoints.
     """
     found = []
     for path in sorted(folder.glob(f"mp_rank_*/{FILE}")):
@@ -98,7 +99,7 @@ def open_ranks(folder: Path) -> list[RankFile]:
 
 
 def _require_all_ranks(folder: Path, found: list[RankFile]) -> None:
-    """Each part of a tensor, and each expert, must be in some file."""
+    """Raise BadInput unless the files hold every part of each tensor, and every expert."""
     layout = found[0].layout
     tp = {(file.rank.pp, file.rank.tp) for file in found}
     experts = {(file.rank.pp, file.rank.ep, file.rank.tp % layout.etp) for file in found}
@@ -127,7 +128,7 @@ def _arguments(content: Any, path: Path) -> Namespace:
 
 
 def _layout(content: Any, path: Path) -> Layout:
-    """The parallel sizes in the arguments that the file holds."""
+    """Return the parallel sizes in the file's arguments."""
     args = _arguments(content, path)
     tp = getattr(args, "tensor_model_parallel_size", None)
     layout = Layout(
@@ -157,7 +158,7 @@ def _size(value: Any, path: Path) -> int:
 
 
 def _rank(path: Path, layout: Layout) -> Rank:
-    """The rank that the folder's name tells, read as the layout says it is written."""
+    """Parse the rank from the folder's name, whose form depends on the layout."""
     pattern = r"mp_rank_(\d{2,})" + r"_(\d{3,})" * ((layout.pp > 1) + (layout.ep > 1))
     match = re.fullmatch(pattern, path.parent.name)
     numbers = [int(number) for number in match.groups()] if match else []

@@ -1,4 +1,4 @@
-"""Megatron's legacy format in the registry of formats."""
+"""The registry's entry for Megatron's legacy format."""
 
 from __future__ import annotations
 

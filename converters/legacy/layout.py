@@ -1,9 +1,9 @@
 """How one parallel layout cuts the table into Megatron's legacy files, one for each rank's model.
 
-``--ckpt-format torch`` saves what ``state_dict()`` gives on a rank. So names are those of the layer
-spec, layers and experts count from zero on every rank, and each rank has its part of a tensor. What
-a tensor is and along which axis it is cut, the table says; here is only who gets which part, and
-under which name.
+``--ckpt-format torch`` saves what ``state_dict()`` returns on a rank. So names are those of the
+layer spec, layers and experts are numbered from zero on every rank, and each rank has its part of a
+tensor. The table says what a tensor is and along which axis it is cut; this module only says which
+rank gets which part, and under which name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mcore_qwen3vl.converters.storage.boxes import Box, Shape
 from mcore_qwen3vl.layout import Layout
 
 Spec = Literal["te", "torch"]
-"""Layer spec whose parameter names are meant."""
+"""The layer spec that decides the parameters' names."""
 
 FILE = "model_optim_rng.pt"
 OUTPUT, FINAL_NORM = "output_layer.weight", "decoder.final_layernorm.weight"
@@ -29,16 +29,16 @@ _STANDALONE_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
-"""Norms that Transformer Engine fuses into the linear after them and the torch spec does not."""
+"""Norms that Transformer Engine, but not the torch spec, fuses into the next linear layer."""
 
 
 @dataclass(frozen=True)
 class Legacy:
-    """What a legacy checkpoint is for: it loads under this layout and this layer spec only.
+    """The layout and layer spec of a legacy checkpoint, which loads under no others.
 
     Attributes:
         layout: parallel sizes; CP, DP and SP do not matter.
-        spec: whose parameter names are written.
+        spec: layer spec whose parameter names are written.
     """
 
     layout: Layout
@@ -47,23 +47,26 @@ class Legacy:
 
 @dataclass(frozen=True)
 class Rank:
-    """The ranks of one model-parallel position: they hold the same parameters."""
+    """One model-parallel position; all ranks in it hold the same parameters."""
 
     tp: int
     pp: int
     ep: int
 
     def folder(self, layout: Layout) -> str:
-        """Source: ``megatron.training.checkpointing.get_checkpoint_name``."""
+        """Return the name of the rank's folder.
+
+        Source: ``megatron.training.checkpointing.get_checkpoint_name``.
+        """
         name = f"mp_rank_{self.tp:02d}"
         name += f"_{self.pp:03d}" if layout.pp > 1 else ""
         return name + (f"_{self.ep:03d}" if layout.ep > 1 else "")
 
     def share(self, row: Row, layout: Layout) -> tuple[int, int]:
-        """Which of how many equal parts of `row` the rank holds, along the row's TP axis.
+        """Return which part of `row` the rank holds, and of how many along the row's TP axis.
 
-        Megatron numbers TP and ETP ranks along the same axis, so that where ETP divides TP, the
-        TP rank tells the ETP rank.
+        Megatron numbers TP and ETP ranks along the same axis, so the ETP rank follows from the TP
+        rank if ETP divides TP.
         """
         if layer_and_expert(row)[1] is None:
             return self.tp, layout.tp
@@ -71,7 +74,7 @@ class Rank:
 
 
 def ranks(layout: Layout) -> list[Rank]:
-    """One for each file: the pairs of TP and EP rank that occur in a pipeline stage."""
+    """Return one rank per file: the pairs of TP and EP rank that occur in each pipeline stage."""
     numbers = range(lcm(layout.tp, layout.etp * layout.ep))
     pairs = {(n % layout.tp, n // layout.etp % layout.ep) for n in numbers}
     return [Rank(tp, pp, ep) for pp in range(layout.pp) for tp, ep in sorted(pairs)]
@@ -82,9 +85,9 @@ class Stage:
     """One pipeline chunk.
 
     Attributes:
-        pp, vp: pipeline rank and virtual stage on it.
-        layers: decoder layers, counted over the whole model.
-        first, last: whether it embeds, and whether it ends in the head.
+        pp, vp: pipeline rank, and virtual stage on that rank.
+        layers: numbers of its decoder layers in the whole model.
+        first, last: whether it holds the embedding, and whether it holds the head.
     """
 
     pp: int
@@ -95,10 +98,10 @@ class Stage:
 
 
 def stages(counts: Sequence[Sequence[int]]) -> list[Stage]:
-    """The pipeline's chunks in the order of the network.
+    """Return the pipeline's chunks in the order of the network.
 
     Args:
-        counts: decoder layers of each chunk; ``counts[vp][pp]``.
+        counts: number of decoder layers of each chunk, as ``counts[vp][pp]``.
     """
     found: list[Stage] = []
     start, chunks = 0, sum(len(of_pp) for of_pp in counts)
@@ -112,10 +115,10 @@ def stages(counts: Sequence[Sequence[int]]) -> list[Stage]:
 
 
 def share_out(rows: Iterable[Row], pipeline: Sequence[Stage], *, tied: bool) -> list[list[Row]]:
-    """The rows of each chunk.
+    """Return the rows of each chunk.
 
-    Where the embedding is tied and the last chunk does not have it, Megatron gives that chunk a
-    copy as its output layer: a row that the table does not have.
+    If the embedding is tied and the last chunk does not hold it, Megatron gives that chunk a copy
+    as its output layer. The table has no row for the copy, so one is added here.
     """
     first, last = pipeline[0], pipeline[-1]
     held: dict[Stage, list[Row]] = {stage: [] for stage in pipeline}
@@ -133,12 +136,12 @@ def share_out(rows: Iterable[Row], pipeline: Sequence[Stage], *, tied: bool) -> 
 
 
 def model_key(vp: int, vpp: int) -> str:
-    """Under which key a rank's file has the state of virtual stage `vp`."""
+    """Return the key under which a rank's file has the state of virtual stage `vp`."""
     return f"model{vp}" if vpp > 1 else "model"
 
 
 def layer_and_expert(row: Row) -> tuple[int | None, int | None]:
-    """Layer and expert that `row` belongs to."""
+    """Return the layer and the expert that `row` belongs to, each None if it belongs to none."""
     if not row.key.startswith(_LAYERS):
         return None, None
     own = row.key.split(".", 3)[2]  # a layer's number, where layers are not stacked
@@ -147,12 +150,12 @@ def layer_and_expert(row: Row) -> tuple[int | None, int | None]:
 
 
 def local_name(row: Row, stage: Stage, experts: int, spec: Spec) -> str:
-    """The parameter's name on a rank.
+    """Return the parameter's name on a rank.
 
     Args:
         row: a row that `stage` holds.
-        stage: the chunk.
-        experts: how many experts of a layer the rank holds.
+        stage: the pipeline chunk.
+        experts: number of experts of a layer that the rank holds.
         spec: the layer spec.
     """
     layer, expert = layer_and_expert(row)
@@ -170,27 +173,27 @@ def local_name(row: Row, stage: Stage, experts: int, spec: Spec) -> str:
 
 
 def extra_state(row: Row, name: str, spec: Spec) -> Iterator[str]:
-    """Names of the ``_extra_state`` that ``state_dict()`` has beside the parameter `name`.
+    """Yield the names of the ``_extra_state`` that ``state_dict()`` has beside parameter `name`.
 
-    Linears and standalone norms have one (FP8 scales; None or empty without FP8), in the torch spec
-    too where mcore's own linears keep a place for it.
+    Linear layers and standalone norms have one (FP8 scales; None or empty without FP8). So have
+    mcore's own linear layers in the torch spec, which keep a place for it.
     """
     if not name.startswith(_LAYERS) and name not in (OUTPUT, FINAL_NORM):
         return
     if not row.key.endswith(".weight") or ".router." in name:
-        return  # a norm that is fused, or mcore's own standalone stand-in for one
+        return  # a fused norm, or the standalone norm that replaces it in the torch spec
     yield f"{name.rpartition('.')[0]}._extra_state"
     if spec == "te" and name.endswith("linear_proj.weight"):
         yield name.replace("linear_proj.weight", "core_attention._extra_state")
 
 
 def boxes(row: Row, shape: Shape, index: int, size: int) -> list[Box]:
-    """What one TP rank's part of a row's piece is made of, one after another along the TP axis.
+    """Return the boxes of one TP rank's part of a row's piece, in order along the TP axis.
 
     Args:
-        row: says along which axis, and in how many parts that are each cut.
-        shape: of the whole piece.
-        index, size: which of how many ranks.
+        row: gives the axis, and the number of parts along it that are each cut.
+        shape: shape of the whole piece.
+        index, size: number of the rank, and number of ranks.
     """
     whole = tuple(slice(0, n) for n in shape)
     axis = row.tp_axis
@@ -203,6 +206,6 @@ def boxes(row: Row, shape: Shape, index: int, size: int) -> list[Box]:
 
 
 def local_shape(row: Row, size: int) -> Shape:
-    """Shape of one of `size` parts of a row's piece."""
+    """Return the shape of one of `size` parts of a row's piece."""
     axis = row.tp_axis
     return tuple(n // size if i == axis else n for i, n in enumerate(row.shape))

@@ -1,7 +1,7 @@
-"""A legacy checkpoint belongs to one layout and one layer spec: checked before Megatron reads it.
+"""Check that a legacy checkpoint fits a run's layout and layer spec, before Megatron reads it.
 
-Megatron exits with code 0 when a rank's file is not there. A virtual stage that the file does not
-have keeps its random values, and so do parameters whose names are another spec's.
+Megatron itself exits with code 0 if a rank's file is missing. A virtual stage that is missing from
+the file keeps its random values, and so do parameters that another spec names differently.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def check_run(folder: Path, args: argparse.Namespace) -> None:
     """Check that the legacy checkpoint in `folder` is for the run that `args` describe.
 
     Raises:
-        BadInput: it is for another layout or layer spec, where the message names both values; or
-            its optimizer's state is of other parameters.
+        BadInput: the checkpoint is for another layout or layer spec (the message names both
+            values), or its optimizer state is for other parameters.
     """
     saved = saved_arguments(folder)
     names = [*_COMPARED, *(_COMPARED_IN_MOE if args.num_experts else ())]
@@ -52,9 +52,10 @@ def check_run(folder: Path, args: argparse.Namespace) -> None:
 
 
 def _check_experts(folder: Path, saved: argparse.Namespace, args: argparse.Namespace) -> None:
-    """The optimizer's state has no names: it lies in the order of the parameters.
+    """Raise BadInput if the checkpoint's experts are parameters of their own.
 
-    Experts of the torch spec were a parameter each, and are all in one now.
+    The optimizer's state has no names, only the order of the parameters. Each expert of the torch
+    spec used to be one parameter; now one parameter holds all experts.
     """
     apart = not getattr(saved, "moe_grouped_gemm", True)
     if args.num_experts and args.spec == ["torch"] and apart:
@@ -66,7 +67,7 @@ def _check_experts(folder: Path, saved: argparse.Namespace, args: argparse.Names
 
 
 def _shown(value: Any) -> str:
-    """Shorten a value from a file for a message: only these kinds are sure to be short."""
+    """Shorten a value from a file for a message; only these types are sure to give short text."""
     plain = value is None or isinstance(value, int | str)
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         plain = True

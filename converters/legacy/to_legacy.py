@@ -1,4 +1,7 @@
-"""Hugging Face to Megatron's legacy format: the plan and its units, a rank's file each."""
+"""Hugging Face to Megatron's legacy format: the plan and its units. Each unit is one rank's file.
+
+Further units compute the manifest's checksums.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ from mcore_qwen3vl.megatron_config import architecture_arguments
 
 @dataclass(frozen=True)
 class _LocalTensor:
-    """One parameter of one rank: parts of a row's piece, one after another."""
+    """One parameter of one rank: boxes of a row's piece, one after another."""
 
     name: str
     row: Row
@@ -65,12 +68,12 @@ _Models = list[tuple[Stage, list[_LocalTensor]]]
 
 @dataclass(frozen=True)
 class ToLegacy:
-    """Does the units of one conversion; see `plan.Conversion`."""
+    """A conversion to the legacy format; see `plan.Conversion`."""
 
-    mcore: ToMcore  # the same source as a torch_dist conversion
+    mcore: ToMcore  # the torch_dist conversion of the same source
     rows: list[Row]
     legacy: Legacy
-    args: dict[str, Any]  # Megatron's, as far as its loader asks for them
+    args: dict[str, Any]  # the arguments that Megatron's loader reads
 
     def prepare(self, tree: Path) -> None:
         self.mcore.prepare(tree)
@@ -84,7 +87,7 @@ class ToLegacy:
     def run(self, unit: Unit, tree: Path, moved: Callable[[int, str], None]) -> Any:
         rank = unit.work[0]
         if not isinstance(rank, Rank):
-            # Ranks read parts of tensors, some of them several times; the manifest wants each once.
+            # Ranks read parts of tensors, some repeatedly; a checksum needs one whole pass.
             return manifest.summed([self.mcore.checksums(row) for row in unit.work])
         file = self._file(unit, tree)
         file.parent.mkdir(exist_ok=True)
@@ -98,7 +101,7 @@ class ToLegacy:
         self.mcore.accompany(tree, results)
 
     def models(self, rank: Rank) -> Iterator[tuple[Stage, list[_LocalTensor]]]:
-        """The rank's pipeline chunks and the parameters of each, in the order of the network."""
+        """Yield the rank's pipeline chunks with their parameters, in the order of the network."""
         for stage, rows in self._pipeline:
             if stage.pp == rank.pp:
                 yield stage, list(self._tensors(stage, rows, rank))
@@ -125,7 +128,7 @@ class ToLegacy:
             yield _LocalTensor(name, row, found, local_shape(row, size), dtype)
 
     def _content(self, models: _Models) -> dict[str, Any]:
-        """What `generate_state_dict` of ``megatron.training.checkpointing`` makes."""
+        """Return what ``megatron.training.checkpointing.generate_state_dict`` would make."""
         content: dict[str, Any] = {
             "args": Namespace(**self.args),
             "checkpoint_version": 3.0,
@@ -153,7 +156,7 @@ class ToLegacy:
                 moved(tensor.nbytes, tensor.name)
 
     def _memory(self, tensor: _LocalTensor) -> Iterator[Tensor]:
-        """The tensor's memory in order, a chunk at a time; views of the source where possible."""
+        """Yield the tensor's values in order, in chunks; views of the source where possible."""
         row, source = tensor.row, self.mcore.source
 
         def fetch(name: str, box: Box) -> Tensor:
@@ -170,10 +173,11 @@ class ToLegacy:
 
 
 def plan(source: Path, layout: Layout, spec: Spec, **options: Any) -> ConversionPlan:
-    """Check an HF checkpoint and lay out its conversion; `options` are those of `to_mcore.plan`.
+    """Check an HF checkpoint and plan its conversion; `options` are those of `to_mcore.plan`.
 
     Raises:
-        BadInput: the model cannot be divided that way, or the format cannot hold such a layout.
+        BadInput: the layout does not divide the model, the format cannot hold such a layout, `spec`
+            is unknown, or `to_mcore.plan` raised it.
     """
     if spec not in get_args(Spec):
         raise BadInput(f"layer spec {spec!r} is not one of {', '.join(get_args(Spec))}.")
@@ -204,7 +208,7 @@ def _unit(conversion: ToLegacy, rank: Rank) -> Unit:
 
 
 def _check(layout: Layout, mcore: ToMcore, rows: list[Row]) -> None:
-    """Refuse a layout that the model or the format cannot have."""
+    """Raise BadInput if the layout does not fit the model or the format."""
     a = mcore.architecture
     if min(layout.tp, layout.pp, layout.vpp, layout.ep, layout.etp) < 1:
         raise BadInput(f"{layout}: parallel sizes start at 1.")
@@ -228,12 +232,12 @@ def _check(layout: Layout, mcore: ToMcore, rows: list[Row]) -> None:
 
 
 def _arguments(legacy: Legacy, mcore: ToMcore, divisor: int) -> dict[str, Any]:
-    """Megatron's arguments that its loader compares or takes over from a checkpoint."""
+    """Return the arguments that Megatron's loader compares with, or takes from, a checkpoint."""
     a, layout = mcore.architecture, legacy.layout
     dtype = mcore.tensors[EMBEDDING].dtype
     return {
         **architecture_arguments(a),
-        "add_position_embedding": True,  # Megatron's default, which mrope leaves alone
+        "add_position_embedding": True,  # Megatron's default; mrope does not change it
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "tokenizer_type": "NullTokenizer",

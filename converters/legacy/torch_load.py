@@ -1,9 +1,9 @@
 """``torch.load`` for Megatron's legacy files: tensors mapped from the file, and no code run.
 
 A legacy file holds the tensors beside Megatron's arguments, optimizer and random states. It is read
-by the same guarded unpickler as all pickles here, which knows tensors and plain containers. What
-else Megatron puts into such a file is listed here, and nothing but the list is admitted. Each class
-is replaced by an inert stand-in, so that neither megatron nor numpy is asked for anything.
+by the same guarded unpickler as all pickles here, which admits tensors and plain containers. This
+module lists what else Megatron puts into such a file, and admits nothing else. Each class is
+replaced by an inert stand-in, so that neither megatron nor numpy is imported.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mcore_qwen3vl.converters.storage.tensor_pickle import ReadTensor, TensorUnp
 from mcore_qwen3vl.errors import BadInput
 
 STAND_INS = (
-    # In the arguments: enumerations of Megatron's and Python's, paths, nested namespaces.
+    # The arguments' values: enumerations of Megatron and Python, paths, nested namespaces.
     "argparse.Namespace",
     "megatron.core.enums.ModelType",
     "megatron.core.transformer.enums.AttnBackend",
@@ -47,14 +47,14 @@ STAND_INS = (
     "numpy.ndarray",
     "numpy.dtype",
     "numpy.dtypes.UInt32DType",
-    # The state of Megatron's optimizer and of its rerun machine.
+    # The state of Megatron's optimizer and of its rerun state machine.
     "megatron.core.optimizer.optimizer_config.OptimizerConfig",
     "megatron.core.rerun_state_machine.RerunDiagnostic",
     "megatron.core.rerun_state_machine.RerunMode",
     "megatron.core.rerun_state_machine.RerunState",
     # Transformer Engine's FP8 state, as older versions save it.
     "_io.BytesIO",
-    # Python's and torch's small things, which no parameter is made of.
+    # Small objects of Python and torch, which are not parts of parameters.
     "_codecs.encode",  # bytes, under the pickle protocol that torch uses
     "__builtin__.bytearray",
     "__builtin__.complex",
@@ -64,14 +64,14 @@ STAND_INS = (
     "torch.nn.parameter.Parameter",
     "torch.serialization._get_layout",
 )
-"""What a legacy file may name beside tensors (``megatron.core.safe_globals`` admits the same)."""
+"""Names that a legacy file may hold beside tensors; ``megatron.core.safe_globals`` admits them."""
 
 
 def load(file: Path) -> Any:
-    """The content of a legacy file; its tensors are private maps of the file.
+    """Return the content of a legacy file; its tensors are copy-on-write views of the mapped file.
 
-    The arguments are an ``argparse.Namespace``; other objects than tensors and plain containers
-    are a `Record` each.
+    The arguments are an ``argparse.Namespace``. Every other object that is not a tensor or a plain
+    container is a `Record`.
 
     Raises:
         BadInput: the file is damaged, or names something outside the list.
@@ -99,10 +99,10 @@ def load(file: Path) -> Any:
 
 
 class _NamespaceRecord(Record):
-    """Stands for ``argparse.Namespace``."""
+    """A stand-in for ``argparse.Namespace``."""
 
     def namespace(self) -> Namespace:
-        """The attributes that the pickle gives it."""
+        """Return a real namespace with the attributes in the pickle."""
         if not isinstance(self.state, dict) or not all(isinstance(k, str) for k in self.state):
             raise pickle.UnpicklingError("arguments that are not names with values")
         made = Namespace()
@@ -115,7 +115,7 @@ _CLASSES["argparse.Namespace"] = _NamespaceRecord
 
 
 class _Unpickler(TensorUnpickler):
-    """Admits the list, and makes tensors that are views of the archive."""
+    """An unpickler that admits the list and makes tensors that are views of the archive."""
 
     def __init__(self, archive: Archive) -> None:
         super().__init__(archive.small("data.pkl", largest=2**40))
@@ -150,7 +150,7 @@ class _Unpickler(TensorUnpickler):
 
     def load_build(self) -> None:
         if type(self.stack[-2]) is OrderedDict:
-            self.stack.pop()  # the versions that a module's state_dict() notes as an attribute
+            self.stack.pop()  # the versions that a module's state_dict() keeps as an attribute
             return
         super().load_build()
 
@@ -160,7 +160,7 @@ class _Unpickler(TensorUnpickler):
         self, memory: Any, offset: int, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any,
         *_: Any,
     ) -> Any:  # fmt: skip
-        """A tensor of a dtype that has no storage class, over bytes."""
+        """Rebuild a tensor whose dtype has no storage class, from untyped bytes."""
         if not isinstance(dtype, torch.dtype):
             raise pickle.UnpicklingError("a tensor without a dtype")
         typed = memory._replace(dtype=dtype, values=memory.values // dtype.itemsize)
@@ -168,5 +168,5 @@ class _Unpickler(TensorUnpickler):
 
 
 def _rebuild_with_attributes(function: Any, _: Any, arguments: Any, *__: Any) -> Any:
-    """A tensor that has attributes, without them; Megatron marks parameters with some."""
+    """Rebuild a tensor without its attributes; Megatron sets some on parameters."""
     return function(*arguments)

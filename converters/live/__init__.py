@@ -1,1 +1,1 @@
-"""The same table on a running, sharded model: load and export."""
+"""Load and export of a running, sharded model, with the same table."""

@@ -1,4 +1,4 @@
-"""PEFT adapters out of a running, sharded model of any layout."""
+"""Save PEFT adapters from a running, sharded model of any layout."""
 
 from __future__ import annotations
 
@@ -31,21 +31,22 @@ def save_adapter(
     bucket_bytes: int = BUCKET_BYTES,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write a PEFT adapter directory: factors, and what is trained whole, in the model's dtype.
+    """Write a PEFT adapter directory: factors, and parameters trained whole, in the model's dtype.
 
-    A collective; the first rank gathers everything in host memory, and writes it. The directory
-    appears complete or not at all.
+    This is a collective. The first rank gathers everything in host memory and writes it. The
+    directory appears complete or not at all.
 
     Args:
         models: the adapted model, or its virtual pipeline chunks.
         path: directory to write.
-        config: that the model was adapted with.
+        config: the config that the model was adapted with.
         hf_config: directory of the base model's config.
         force: replace `path` if it is an adapter.
         bucket_bytes, group: as in :func:`mcore_qwen3vl.converters.live.export.export_hf`.
 
     Raises:
-        BadInput: on every rank, when the first cannot write, or the ranks do not hold all of it.
+        BadInput: the first rank cannot write, or the ranks together do not hold the whole adapter;
+            raised on every rank.
     """
     applied = apply(config, hf_config)
     targets = specs(applied)
@@ -79,7 +80,7 @@ def _on_first(
     bucket_bytes: int,
     group: dist.ProcessGroup | None,
 ) -> dict[str, Tensor]:
-    """The whole tensors in host memory of the first rank; the others get none."""
+    """Return the whole tensors in host memory on the first rank, nothing on the others."""
     device = next(unwrap(models)[0].parameters()).device
     gatherer = Gatherer(_parts(models, shapes), shapes, device, group)
     tensors: dict[str, Tensor] = {}

@@ -18,15 +18,17 @@ from mcore_qwen3vl.errors import BadInput
 def load_checkpoint(models: Sequence[Any], path: str | Path, *, whole: bool = True) -> None:
     """Fill the model chunks of this rank from a checkpoint; a collective of all ranks.
 
-    Optimizer and random states that a training checkpoint holds beside the model are left alone.
+    Optimizer and random states in the checkpoint are ignored.
 
     Args:
         models: this rank's chunks (several under VPP), not wrapped in DDP.
         path: checkpoint directory, or the folder of one iteration.
-        whole: `models` of all ranks are the whole model; of one virtual stage alone they are not.
+        whole: whether all ranks' `models` together are the whole model. Pass False for a single
+            virtual stage; the checkpoint may then hold more than `models`.
 
     Raises:
-        BadInput: there is no checkpoint, or its keys or shapes are not exactly the model's.
+        BadInput: there is no checkpoint, it has the legacy format, or its keys or shapes are not
+            exactly the model's.
     """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -41,11 +43,11 @@ def load_checkpoint(models: Sequence[Any], path: str | Path, *, whole: bool = Tr
             f"{folder} is of {format.title}, which loads only under its own layout. Export it "
             "first: mcore-qwen3vl convert mcore-to-hf."
         )
-    read(folder)  # torch tries other files where metadata is refused, and logs each failure
+    read(folder)  # fail here: torch would try other files and log each failure
     state = {f"model{i}": model.sharded_state_dict() for i, model in enumerate(models)}
     try:
-        # In mcore's words the model's keys are tested: `unexpected` are those that the checkpoint
-        # lacks, `missing` those that it holds and the model does not ask for.
+        # mcore calls keys that the checkpoint lacks `unexpected`, and keys that it holds but the
+        # model does not request `missing`.
         loaded, extra, lacking = dist_checkpointing.load(
             state,
             str(folder),
@@ -56,7 +58,7 @@ def load_checkpoint(models: Sequence[Any], path: str | Path, *, whole: bool = Tr
         raise _not_this_model(folder, str(error)) from error
     except UnpicklingError as error:  # a file that earlier Megatrons wrote
         raise refused_by_torch(folder / "common.pt", error) from None
-    except CheckpointException as error:  # torch's, around what failed on each rank
+    except CheckpointException as error:  # torch's wrapper of the failures of all ranks
         failures = [failure[0] for failure in error.failures.values()]
         refused = next((f for f in failures if isinstance(f, BadInput)), None)
         if refused is not None:

@@ -1,6 +1,6 @@
-"""Hugging Face tensors and checkpoints out of a running, sharded model of any layout.
+"""Export Hugging Face tensors and checkpoints from a running, sharded model of any layout.
 
-Collectives run here and nowhere else in the converters: exporting gathers what the ranks hold.
+Collectives gather the parts of each tensor from the ranks that hold them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mcore_qwen3vl.converters.storage.staging import Staging, staging, write_dur
 from mcore_qwen3vl.errors import BadInput
 
 BUCKET_BYTES = 256 * 2**20
-"""Tensors are gathered in groups of at most this size; a larger tensor is a group by itself."""
+"""Most bytes of tensors that are gathered at once; a larger tensor is gathered by itself."""
 
 Models = nn.Module | Sequence[nn.Module]
 
@@ -40,22 +40,24 @@ def export_hf(
     bucket_bytes: int = BUCKET_BYTES,
     group: dist.ProcessGroup | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Hugging Face names and whole tensors, in the order of the network, on every rank.
+    """Yield Hugging Face names and whole tensors, in the order of the network, on every rank.
 
-    A collective: every rank of `group` must exhaust the iterator. The tensors of one bucket share
-    memory; what is not kept is freed as the iteration moves on.
+    This is a collective: every rank of `group` must exhaust the iterator. The tensors of one bucket
+    share memory, which is freed once none of them is referenced.
 
     Args:
         models: the model, or its virtual pipeline chunks.
-        expert_layout: of the fused experts; default: the one the model's config declares.
-        bucket_bytes: memory to gather into, besides the model; exceeded by larger tensors only.
-        group: ranks that hold the model between them; default: all.
+        expert_layout: layout of the fused experts; default: the one that the model's config
+            declares.
+        bucket_bytes: memory to gather into, besides the model; only a larger tensor exceeds it.
+        group: ranks that together hold the model; default: all.
 
     Yields:
         (name, tensor) in the model's dtype, on the model's device, bitwise as trained.
 
     Raises:
-        BadInput: the ranks do not hold the whole model between them.
+        BadInput: the ranks do not hold the whole model, or hold parts of a tensor in different
+            dtypes.
     """
     exporter = Gatherer.of_model(models, expert_layout, group)
     for bucket in exporter.buckets(bucket_bytes):
@@ -74,21 +76,22 @@ def save_hf(
 ) -> None:
     """Write a Hugging Face checkpoint; the files are those of the offline export.
 
-    A collective. Buckets go round the ranks, each writing its own while the next is gathered, all
-    into the same files: `path` must be on a file system that they share. It appears complete or
-    not at all.
+    This is a collective. The ranks take turns: each writes its bucket while the next is gathered.
+    They write into the same files, so `path` must be on a file system that they share. It appears
+    complete or not at all.
 
     Args:
         models: the model, or its virtual pipeline chunks.
         path: directory to write.
-        hf_config: directory whose config, tokenizer and processor belong to this model; its
-            config decides the layout of the fused experts.
+        hf_config: directory of the model's config, tokenizer and processor; the config decides the
+            layout of the fused experts.
         max_shard_size: largest safetensors file, like "5GB".
         force: replace `path` if it is a checkpoint.
         bucket_bytes, group: as in :func:`export_hf`.
 
     Raises:
-        BadInput: on every rank, when one cannot write, or as in :func:`export_hf`.
+        BadInput: a rank cannot write, or the reasons given at :func:`export_hf` apply; raised on
+            every rank.
     """
     path, hf_config = Path(path), Path(hf_config)
     layout = Architecture.from_hf(hf_config).expert_layout
@@ -110,10 +113,14 @@ class Gatherer:
     """Gathers whole tensors from the ranks that hold their parts.
 
     Args:
-        parts: what this rank holds.
-        shapes: of all tensors, on all ranks the same and in the same order.
-        device: where to gather.
-        group: ranks that hold them between them; default: all.
+        parts: the parts that this rank holds.
+        shapes: shapes of all tensors; the same on all ranks and in the same order.
+        device: device to gather on.
+        group: ranks that together hold the tensors; default: all.
+
+    Raises:
+        BadInput: the ranks do not hold every tensor whole, or hold parts of one in different
+            dtypes.
     """
 
     def __init__(
@@ -142,7 +149,7 @@ class Gatherer:
         return cls(parts, shapes, next(chunks[0].parameters()).device, group)
 
     def buckets(self, limit: int) -> Iterator[list[str]]:
-        """Names of consecutive tensors of one dtype that fit in `limit` bytes, or of one tensor."""
+        """Yield names of consecutive tensors of one dtype, at most `limit` bytes or one tensor."""
         bucket: list[str] = []
         size = 0
         for name, tensor in self.tensors.items():
@@ -156,10 +163,11 @@ class Gatherer:
             yield bucket
 
     def gather(self, names: list[str], only: int | None = None) -> dict[str, Tensor]:
-        """The whole tensors, on every rank or on rank `only` of the group.
+        """Return the whole tensors, on every rank or on rank `only` of the group.
 
-        Each rank writes its parts into zeros and the ranks' memory is added up as integers: every
-        value comes from one rank, so its bits arrive unchanged.
+        Each rank writes its parts into zeros, and the ranks' memory is summed as integers. Every
+        value comes from one rank, so its bits arrive unchanged. With `only`, the result is
+        undefined on the other ranks.
         """
         sizes = [prod(self.tensors[name].shape) for name in names]
         flat = torch.zeros(
@@ -179,10 +187,11 @@ class Gatherer:
         return tensors
 
     def _agree(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.dtype]:
-        """Each tensor's dtype, once it is certain that the ranks hold all of it.
+        """Check that the ranks hold every tensor whole, and return the tensors' dtypes.
 
         Raises:
-            BadInput: they do not, or ranks hold parts of one tensor in different dtypes.
+            BadInput: the ranks do not hold the whole tensor, or hold parts of it in different
+                dtypes.
         """
         held = {
             name: (parts[0].local.dtype, sum(part.local.numel() for part in parts))
@@ -206,7 +215,7 @@ class Gatherer:
 
 
 class _Writer:
-    """Writes gathered tensors into the shards, one bucket at a time, beside the next gathering."""
+    """Writes gathered tensors into the shards, a bucket at a time, while the next is gathered."""
 
     def __init__(self, tree: Path, files: Sequence[shards.Shard]) -> None:
         self._tree = tree
@@ -216,13 +225,13 @@ class _Writer:
         self._error: BaseException | None = None
 
     def put(self, tensors: dict[str, Tensor]) -> None:
-        """Start writing; waits for the previous bucket first, which bounds the memory."""
+        """Wait for the previous bucket, which bounds the memory, and start writing this one."""
         self._wait()
-        if self._error is None:  # after an error the rank still takes part in the collectives
+        if self._error is None:  # after an error the rank still joins the collectives
             self._pending = self._thread.submit(self._write, tensors)
 
     def finish(self) -> None:
-        """Wait for the last bucket and raise what went wrong."""
+        """Wait for the last bucket and raise the first error."""
         self._wait()
         self._thread.shutdown()
         if self._error is not None:
@@ -243,7 +252,7 @@ class _Writer:
 def _prepare(
     stack: ExitStack, path: Path, files: Sequence[shards.Shard], force: bool, group: Any
 ) -> Staging | None:
-    """On the first rank, make the files at their full size."""
+    """Create the files at their full size, on the first rank only."""
     if dist.get_rank(group) != 0:
         return None
     stage = stack.enter_context(staging(path, "live", force=force, replaceable=is_checkpoint))
@@ -264,12 +273,15 @@ def _publish(stage: Staging | None, files: Sequence[shards.Shard], hf_config: Pa
 def together[Result](
     work: Callable[[], Result], path: str | Path, group: dist.ProcessGroup | None
 ) -> Result:
-    """Run `work` on every rank; when it fails on one, fail on all, so that none waits for it.
+    """Run `work` on every rank; if it fails on one, fail on all, so that none waits for it.
 
     Args:
         work: writes the model, or a part of it.
-        path: what it writes, for the message.
+        path: the path that it writes, for the message.
         group: the ranks.
+
+    Raises:
+        BadInput: `work` raised BadInput or OSError on some rank.
     """
     result: Result | None = None
     error: str | None = None

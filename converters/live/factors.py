@@ -1,4 +1,4 @@
-"""The factors of a running model's adapters, as PEFT holds them: into it and out of it."""
+"""Load and read the factors of a running model's adapters, in PEFT's names and shapes."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from mcore_qwen3vl.converters.storage.boxes import Shape
 def factor_parts(
     models: nn.Module | Sequence[nn.Module], values: Values = weight
 ) -> Iterator[Part]:
-    """Every local factor, cut into its parts of PEFT's tensors.
+    """Yield every local factor, cut into parts of PEFT's tensors.
 
     Args:
-        models: the model, or its virtual pipeline chunks; wrappers are seen through.
-        values: which tensor of each factor to cut; None leaves it out.
+        models: the model, or its virtual pipeline chunks; wrappers are removed.
+        values: returns the tensor to cut for each factor; None leaves the factor out.
 
     Yields:
         Parts whose `name` is that of the Hugging Face parameter and the factor, as in
-        ``model.language_model.layers.0.self_attn.q_proj.weight.lora_A``, and whose box is one of
-        PEFT's tensor: for experts (E * r, in) and (out, r * E).
+        ``model.language_model.layers.0.self_attn.q_proj.weight.lora_A``. The box of a part refers
+        to PEFT's tensor: for experts (E * r, in) or (out, r * E).
     """
     for chunk in unwrap(models):
         if chunk.adapter is None:
@@ -44,7 +44,7 @@ def factor_parts(
 
 
 def local_shapes(models: nn.Module | Sequence[nn.Module]) -> dict[str, Shape]:
-    """Shapes of PEFT's tensors of which this rank holds parts, by the names of `factor_parts`."""
+    """Return the shapes of PEFT's tensors that this rank holds parts of, by `Part.name`."""
     return {
         f"{pair.name}.{factor}": pair.whole_shape(factor)
         for chunk in unwrap(models)
@@ -59,9 +59,9 @@ def load_factors(models: nn.Module | Sequence[nn.Module], factors: Mapping[str, 
     """Fill every factor that this rank holds.
 
     Args:
-        models: with adapters.
-        factors: by Hugging Face parameter name, with ``a`` and ``b`` in PEFT's shapes. Values are
-            cast to the parameters' dtype.
+        models: the model with its adapters, or its virtual pipeline chunks.
+        factors: factors by Hugging Face parameter name, with ``a`` and ``b`` in PEFT's shapes.
+            Values are cast to the parameters' dtype.
     """
     for part in factor_parts(models):
         name, _, factor = part.name.rpartition(".")
@@ -71,11 +71,13 @@ def load_factors(models: nn.Module | Sequence[nn.Module], factors: Mapping[str, 
 
 @torch.no_grad()
 def initialize_factors(models: nn.Module | Sequence[nn.Module], seed: int) -> None:
-    """PEFT's start: A uniform within 1 / sqrt(in) of zero, B zero; the same under every layout.
+    """Initialise as PEFT does: A uniform within 1 / sqrt(in) of zero, B zero.
+
+    The values are the same under every layout.
 
     Args:
-        models: with adapters.
-        seed: of all of them; each factor has its own stream, by its name.
+        models: the model with its adapters, or its virtual pipeline chunks.
+        seed: seed of all factors; each factor has its own random stream, derived from its name.
     """
     shapes = local_shapes(models)
     by_name: dict[str, list[Part]] = {}

@@ -1,4 +1,4 @@
-"""Hugging Face weights into a running, sharded model of any layout."""
+"""Load Hugging Face weights into a running, sharded model of any layout."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def load_hf(
 ) -> int:
     """Fill every parameter from a Hugging Face checkpoint; a rank reads only what it holds.
 
-    Values are cast to the parameters' dtype. An optimizer that keeps float32 copies must be told
-    afterwards (``optimizer.reload_model_params()``).
+    Values are cast to the parameters' dtype. If the optimizer keeps float32 copies, call
+    ``optimizer.reload_model_params()`` afterwards.
 
     Args:
         models: the model, or its virtual pipeline chunks, on any layout.
         path: checkpoint directory.
-        spare_value_head: where `path` is a language model's and the model has a value head, leave
-            that as it is.
+        spare_value_head: leave the model's value head as it is if the checkpoint has none, since
+            it is a language model's.
 
     Returns:
         Bytes of tensor data that this rank read.
@@ -53,7 +53,10 @@ def load_hf(
 
 
 def _zero_padding(chunks: Sequence[Any]) -> None:
-    """Rows of a padded vocabulary have no source; the offline conversion leaves them zero too."""
+    """Zero the weights of a padded vocabulary, since the padding rows have no source.
+
+    The offline conversion writes zeros there too.
+    """
     for chunk in chunks:
         if chunk.vocab_size == chunk.architecture.vocab_size:
             continue

@@ -1,4 +1,4 @@
-"""Hugging Face tensors of an adapted model with its adapter merged in, the model left as it is."""
+"""Export Hugging Face tensors of an adapted model, with the adapter merged into copies."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ def export_merged(
 ) -> Iterator[tuple[str, Tensor]]:
     """Export like :func:`mcore_qwen3vl.converters.live.export.export_hf`, with s·B·A added.
 
-    A collective. Sums are made in what was gathered, so no weight of the model is touched. They are
-    those of ``lora merge`` on what ``save_adapter`` writes, within the rounding of float32.
+    This is a collective. The update is added to the gathered tensors, so the model's weights do not
+    change. Within float32 rounding, the result is that of ``lora merge`` with the adapter that
+    ``save_adapter`` writes.
 
     Args:
         models: the adapted model, or its virtual pipeline chunks.
-        targets: what is adapted in the whole model, as of
-            :func:`mcore_qwen3vl.converters.adapters.targets.resolve_targets`.
-        expert_layout: of the fused experts; vLLM reads ``published`` alone.
-        bucket_bytes, group: as there; the factors of a bucket come besides.
+        targets: the adapted parameters of the whole model, as
+            :func:`mcore_qwen3vl.converters.adapters.targets.resolve_targets` returns them.
+        expert_layout: layout of the fused experts; vLLM reads only ``published``.
+        bucket_bytes, group: as in ``export_hf``; a bucket's factors take memory besides.
 
     Yields:
         (name, tensor) in the model's dtype, on the model's device.
 
     Raises:
         BadInput: the head of tied embeddings is adapted; a sum is too large for the dtype; or the
-            ranks do not hold all of it.
+            ranks do not hold the whole model and its factors.
     """
     chunks = unwrap(models)
     if chunks[0].architecture.tie_word_embeddings and HEAD in targets:
@@ -70,7 +71,7 @@ def export_merged(
 
 
 def _gathered(gatherer: Gatherer, targets: dict[str, TargetSpec]) -> dict[str, Factors]:
-    """The factors of some weights, whole, on every rank."""
+    """Return the whole factors of `targets`, on every rank."""
     names = [f"{name}.{factor}" for name in targets for factor in ("lora_A", "lora_B")]
     tensors = gatherer.gather(names) if names else {}
     return {

@@ -1,4 +1,4 @@
-"""Whether the ranks that hold copies of a parameter hold the same values."""
+"""Check that ranks with copies of a parameter hold the same values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.errors import BadInput
 
 SHOWN = 3
-"""How many tensors an error names."""
+"""The most tensors that an error names."""
 
 
 def check_replicas(models: Any, group: dist.ProcessGroup | None = None) -> None:
@@ -21,10 +21,11 @@ def check_replicas(models: Any, group: dist.ProcessGroup | None = None) -> None:
 
     Args:
         models: the model, or its virtual pipeline chunks.
-        group: ranks that hold the model between them; default: all.
+        group: ranks that together hold the model; default: all.
 
     Raises:
-        BadInput: on every rank, when copies differ; with their number and the first names.
+        BadInput: copies differ; the message gives the number of such tensors and the first names.
+            Raised on every rank.
     """
     own = {_place(part): _checksum(part) for part in hf_parts(unwrap(models))}
     ranks: list[Any] = [None] * dist.get_world_size(group)

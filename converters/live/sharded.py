@@ -1,8 +1,8 @@
-"""Which part of which Hugging Face tensor each parameter of a running, sharded model holds.
+"""The parts of Hugging Face tensors that each parameter of a running, sharded model holds.
 
 The model's own ``sharded_state_dict()`` says which box of which checkpoint tensor each parameter
-holds; the table says which boxes of Hugging Face tensors make it. Nothing here knows how TP, PP, EP
-or ETP cut a tensor, nor what a layer spec calls its parameters.
+holds; the table says which boxes of Hugging Face tensors make it. So this module need not know how
+TP, PP, EP or ETP cut a tensor, or how a layer spec names its parameters.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from mcore_qwen3vl.converters.storage.boxes import Selection
 from mcore_qwen3vl.errors import BadInput
 
 ADAPTER = "adapter."
-"""How the names of adapters' factors start in a chunk's ``named_parameters()``."""
+"""Prefix of the names of adapters' factors in a chunk's ``named_parameters()``."""
 
 Values = Callable[[nn.Parameter], Tensor | None]
-"""Which tensor of a parameter's shape is meant: the weight, its gradient; None leaves it out."""
+"""Returns a tensor of a parameter's shape, such as its gradient; None leaves the parameter out."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Where a local tensor and one Hugging Face tensor overlap.
+    """The overlap of a local tensor and one Hugging Face tensor.
 
     Attributes:
         name: HF tensor name.
-        box: the place in the whole HF tensor: a slice for each axis, or for one expert of the
-            fused tensor its number first.
-        local: that part of the local tensor, a view of it in HF's orientation.
-        main: this rank is the one that answers for it; others hold copies.
+        box: place in the whole HF tensor: a slice for each axis; for one expert of a fused tensor,
+            the expert's number and a slice for each other axis.
+        local: the overlapping part of the local tensor, a view of it in HF's orientation.
+        main: whether this rank holds the main replica; other ranks may hold copies.
         parameter: local name of the parameter.
     """
 
@@ -52,7 +52,7 @@ class Part:
 
     @property
     def label(self) -> str:
-        """The HF name, with the expert's number for one expert of the fused tensor."""
+        """The HF name, followed by the expert's number for one expert of a fused tensor."""
         first = self.box[0]
         return f"{self.name}[{first}]" if isinstance(first, int) else self.name
 
@@ -61,7 +61,7 @@ class Part:
         """The number of the expert.
 
         Raises:
-            ValueError: this is no part of fused experts.
+            ValueError: this is not a part of fused experts.
         """
         first = self.box[0]
         if not isinstance(first, int):
@@ -70,18 +70,18 @@ class Part:
 
     @property
     def matrix(self) -> tuple[slice, slice]:
-        """Rows and columns of the place, of an expert's matrix too."""
+        """Rows and columns of the box; for fused experts, in the expert's matrix."""
         rows, columns = (side for side in self.box[-2:] if isinstance(side, slice))
         return rows, columns
 
 
 def weight(parameter: nn.Parameter) -> Tensor:
-    """The parameter itself."""
+    """Return the parameter's own values."""
     return parameter.data
 
 
 def gradient(parameter: nn.Parameter) -> Tensor | None:
-    """What Megatron's DDP accumulated, or ``grad`` without it; None for a frozen parameter."""
+    """Return the ``main_grad`` of Megatron's DDP, or else ``grad``; None for a frozen parameter."""
     if not parameter.requires_grad:
         return None
     main = getattr(parameter, "main_grad", None)
@@ -94,17 +94,17 @@ def hf_parts(
     *,
     expert_layout: ExpertLayout | None = None,
 ) -> Iterator[Part]:
-    """Every local parameter, cut into its parts of Hugging Face tensors.
+    """Yield every local parameter, cut into parts of Hugging Face tensors.
 
     Args:
-        models: the model, or its virtual pipeline chunks; wrappers are seen through. Adapters are
-            left out.
-        values: which tensor of each parameter to cut.
-        expert_layout: of the fused experts on the HF side; default: what the config that the model
-            was built from declares.
+        models: the model, or its virtual pipeline chunks; wrappers are removed. Adapters are left
+            out.
+        values: returns the tensor to cut for each parameter.
+        expert_layout: layout of the fused experts on the HF side; default: the layout that the
+            model's config declares.
 
     Raises:
-        BadInput: a parameter that the table does not know, or of another shape.
+        BadInput: the table does not know a parameter, or has another shape for it.
     """
     chunks = unwrap(models)
     rows = _Rows(table_of(chunks, expert_layout))
@@ -112,7 +112,7 @@ def hf_parts(
         parameters = dict(chunk.named_parameters(remove_duplicate=False))
         for name, entry in chunk.sharded_state_dict().items():
             if name not in parameters or name.startswith(ADAPTER):
-                continue  # _extra_state; adapters are no part of the base model
+                continue  # _extra_state, or an adapter, which is not part of the base model
             tensor = values(parameters[name])
             for piece in _pieces(entry, tensor) if tensor is not None else ():
                 yield from _parts(rows.of(name, piece), piece, name)
@@ -124,12 +124,13 @@ def table_of(
     *,
     value_head: bool | None = None,
 ) -> list[Row]:
-    """The table of a running model, whose vocabulary may be padded.
+    """Return the table of a running model, whose vocabulary may be padded.
 
     Args:
-        chunks: of this rank.
+        chunks: the model chunks of this rank.
         expert_layout: as in :func:`hf_parts`.
-        value_head: a critic's head instead of a language model's; default: what the model has.
+        value_head: whether the head is a critic's instead of a language model's; default: as in
+            the model.
     """
     model = chunks[0]
     return table(
@@ -141,7 +142,7 @@ def table_of(
 
 
 def unwrap(models: nn.Module | Iterable[nn.Module]) -> list[Any]:
-    """The chunks inside Megatron's wrappers (DDP, ``Float16Module``)."""
+    """Return the chunks inside Megatron's wrappers (DDP, ``Float16Module``)."""
     chunks: list[Any] = [models] if isinstance(models, nn.Module) else list(models)
     while any(hasattr(chunk, "module") for chunk in chunks):
         chunks = [getattr(chunk, "module", chunk) for chunk in chunks]
@@ -149,7 +150,7 @@ def unwrap(models: nn.Module | Iterable[nn.Module]) -> list[Any]:
 
 
 class _Rows:
-    """Rows by key and place on the stacked axes."""
+    """The table's rows, by key and position on the stacked axes."""
 
     def __init__(self, rows: Iterable[Row]) -> None:
         self._rows = {(row.key, row.offset): row for row in rows}
@@ -172,9 +173,9 @@ class _Rows:
 
 
 def _pieces(entry: Any, tensor: Tensor) -> Iterator[ShardedTensor]:
-    """The boxes of checkpoint tensors that `tensor` fills: one, or two for a gated linear.
+    """Yield the boxes of checkpoint tensors that `tensor` fills: one, or two for a gated linear.
 
-    mcore derives the sharding of optimizer states from that of their parameters in this way.
+    mcore derives the sharding of optimizer states from that of their parameters in the same way.
     """
     if isinstance(entry, ShardedTensorFactory):
         yield from replace(entry, data=tensor).build()

@@ -1,1 +1,1 @@
-"""What Megatron's checkpoint formats have in common: paths, chunked tensors, a registry."""
+"""Code shared by Megatron's checkpoint formats: paths, chunked tensors, a registry."""

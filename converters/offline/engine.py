@@ -111,7 +111,7 @@ def execute(
 def _run_units(
     plan: ConversionPlan, stage: Staging, workers: int, progress: Progress | None
 ) -> int:
-    """Run the units that the journal does not list as finished; return how many it lists."""
+    """Run the units that an interrupted run has not finished; return how many it had finished."""
     kept = {
         unit.name
         for unit in plan.units

@@ -12,7 +12,7 @@ _NAMED = re.compile(r"GLOBAL (\S+)")
 
 
 def refused_by_torch(place: str | Path, error: pickle.UnpicklingError) -> BadInput:
-    """Shorten an error of ``torch.load(weights_only=True)``, which says how to switch that off.
+    """Turn an error of ``torch.load(weights_only=True)`` into BadInput, without its long advice.
 
     Args:
         place: the file, or part of it, that was read.

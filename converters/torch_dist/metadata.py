@@ -131,7 +131,7 @@ class _Admitting(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         _record_of(module, name)
-        # Python 3.13 alone calls the module of paths so.
+        # Only Python 3.13 has paths in ``pathlib._local``.
         return super().find_class("pathlib" if module == "pathlib._local" else module, name)
 
 
