@@ -2,10 +2,10 @@
 
     python benchmarks/attention.py            # on a GPU; --device cpu tries the comparison itself
 
-Parity of tiny models in float32 never calls the variable-length kernel, which is for half
-precision. This compares the head sizes of all models, grouped queries, context-parallel ranks with
-fewer queries than keys, and a video of five hundred tiny frames. It prints the worst errors as
-JSON, relative to the largest value; the exit code is 1 if one is above the limit.
+Parity of tiny models in float32 never calls the variable-length kernel, which needs half precision.
+This compares the head sizes of all models, grouped queries, context-parallel ranks with fewer
+queries than keys, and a video of five hundred tiny frames. It prints the worst errors as JSON,
+relative to the largest value. The exit code is 1 if one is above the limit.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 LIMIT = 2**-4
-"""Rounding explains errors up to 0.025 on the host: probabilities, outputs and the up to sixteen
-gradients that are summed for a key are rounded to 8 bits. One key too many gives 0.11 or more."""
+"""On the host, rounding explains errors up to 0.025: probabilities, outputs and the gradients that
+are summed for a key (up to sixteen) are rounded to 8 bits. One key too many gives 0.11 or more."""
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code."""
+    """Compare the kernels, print the errors and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", default="cuda")
     device = torch.device(parser.parse_args(argv).device)
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def decoder(device: torch.device) -> Iterator[tuple[str, float]]:
-    """Causal attention of packs, whole and as CP ranks have them."""
+    """Compare causal attention of packs, whole and divided over CP ranks."""
     from mcore_qwen3vl.model.decoder.attention import causal_segments
 
     attention = _attention()
@@ -65,7 +65,7 @@ def decoder(device: torch.device) -> Iterator[tuple[str, float]]:
 
 
 def vision(device: torch.device) -> Iterator[tuple[str, float]]:
-    """Full attention within each frame."""
+    """Compare full attention within each frame."""
     from mcore_qwen3vl.model.vision.attention import attend
 
     for size in (64, 72):
@@ -82,7 +82,7 @@ def vision(device: torch.device) -> Iterator[tuple[str, float]]:
 def worst(
     ours: Attend, reference: Attend, shapes: list[tuple[int, ...]], device: torch.device
 ) -> float:
-    """The largest error of the output and the gradients, each relative to its largest value."""
+    """Return the largest error of output and gradients, each relative to its largest value."""
     values = [torch.randn(shape).bfloat16() for shape in shapes]
     gradient = torch.randn(shapes[0]).bfloat16()
     got = _run(ours, values, gradient, device, torch.bfloat16)

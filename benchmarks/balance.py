@@ -4,14 +4,14 @@
 
 Three ways to make packs of 8192 tokens and to divide a global batch of 512 of them, at DP 8 and 64:
 
-- ``each rank by length``: as without ``--balance``: every rank packs its own part, buffer by buffer
-- ``all ranks by length``: one buffer for all ranks, divided as ``--balance`` does it, but by tokens
+- ``each rank by length``: without ``--balance``: every rank packs its own part, buffer by buffer
+- ``all ranks by length``: one buffer for all ranks, divided as by ``--balance``, but by tokens
 - ``all ranks by work``: ``--balance``
 
-A *micro-batch step* is what the ranks do at the same time: a pack each. The figure is the sum over
-the steps of the most work in one, over the sum of the mean: the time that was taken, over the time
-that would have been. The *optimizer step* has only the ranks' totals level, which is enough where
-nothing but the gradients ties ranks together; experts divided over ranks tie every layer.
+In a *micro-batch step* every rank works on one pack. The figure is the sum over the steps of the
+most work of a rank, divided by the sum of the mean work: the time that is taken over the time that
+even work would take. In the *optimizer step* only the ranks' totals count. That is enough where
+only the gradients tie ranks together; experts divided over ranks tie them in every layer.
 
 The mixture is synthetic and heavy-tailed. Of the samples
 
@@ -20,10 +20,10 @@ The mixture is synthetic and heavy-tailed. Of the samples
   above, at most 500 tokens;
 - a tenth hold a video of 4 to 64 pairs of frames with 256 to 1024 patches each, and such text.
 
-Images and frames are left out from the end until a sample fits into a pack. Work is the FLOPs of
+Images and frames are dropped from the end until a sample fits into a pack. Work is the FLOPs of
 ``mcore_qwen3vl.model.flops``: linear layers over the whole pack with its padding, attention by the
-square of a sample's length, vision per patch and by the square of a frame's; active experts alone.
-Nothing is read or decoded: this measures the division.
+square of a sample's length, vision per patch and by the square of a frame's patches. Only active
+experts count. Nothing is read or decoded: this measures the division.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from mcore_qwen3vl.shapes import SHAPES
 
 CAPACITY = 8192
 GLOBAL_BATCH = 512
-BUFFER = 128  # samples a rank, as --packing-buffer
+BUFFER = 128  # samples per rank, as with --packing-buffer
 
 
 def draw(count: int, seed: int) -> list[Size]:
-    """The mixture of the module's docstring."""
+    """Draw samples from the mixture in the module's docstring."""
     random = np.random.default_rng(seed)
     sizes = []
     for kind in random.choice(3, count, p=[0.5, 0.4, 0.1]):

@@ -1,9 +1,9 @@
 """Host memory that saving and loading a checkpoint takes with the distributed optimizer.
 
-Ranks train a step on the CPU with gloo, save, and a second run loads. A rank's peak while it saves
-or loads, beyond what it held before, is set against the float32 state of its shard: weights and two
-moments, 12 bytes a parameter, whole: not divided over the data-parallel ranks. First as Megatron
-does it, which gathers that state, then as training does.
+Ranks train a step on the CPU with gloo and save; a second run loads. A rank's peak during saving or
+loading, beyond what it held before, is divided by the float32 state of its shard: weights and two
+moments, 12 bytes per parameter, not divided over the data-parallel ranks. The first figures are
+Megatron's, which gathers that state; the second are those of our training.
 
     python benchmarks/checkpoint_memory.py [--dp 2 4 8] [--width 1024]
 """
@@ -27,14 +27,14 @@ from mcore_qwen3vl.tiny.records import write_image_qa
 from mcore_qwen3vl.verify.curves.job import DISTRIBUTED, Job, train
 
 PARTS = "mcore_qwen3vl.training.checkpoints.optimizer.keep_own_parts"
-BYTES = 12  # of a parameter: float32 weight and moments
+BYTES = 12  # per parameter: float32 weight and moments
 
 
 def measured(original: Callable[..., Any], file: Path) -> Callable[..., Any]:
-    """`original`, which also writes down its peak beyond what this process held before."""
+    """Wrap `original` to write its peak beyond what this process held before into `file`."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is what is held now
+        Path("/proc/self/clear_refs").write_text("5")  # sets the peak to what is held now
         before = _status("VmRSS")
         result = original(*args, **kwargs)
         with file.open("a") as stream:
@@ -77,13 +77,13 @@ def main() -> None:
 
 
 def shown(peaks: list[int], count: int) -> tuple[str, str]:
-    """Peaks of the first rank and of the others, divided by the whole state."""
+    """Return the peaks of the first rank and of the others, divided by the whole state."""
     first, *others = (f"{peak / (BYTES * count):.2f}" for peak in peaks)
     return first, "-".join(sorted({min(others), max(others)}))
 
 
 def checkpoint(path: Path, width: int) -> tuple[Path, int]:
-    """A small model with a wide language model, and its parameters."""
+    """Write a small model with a wide language model; return it and its parameter count."""
     from safetensors import safe_open
 
     write_tiny_checkpoint(path, text={"hidden_size": width, "intermediate_size": 3 * width})
@@ -95,7 +95,7 @@ def checkpoint(path: Path, width: int) -> tuple[Path, int]:
 
 
 def run(job: Job, folder: Path) -> dict[str, list[int]]:
-    """Peaks by rank, of saving and of loading again."""
+    """Return the ranks' peaks of saving and of loading again."""
     from megatron.training import training
 
     folder.mkdir()
@@ -113,7 +113,7 @@ def run(job: Job, folder: Path) -> dict[str, list[int]]:
 
 
 def peaks_of(file: Path, ranks: int) -> list[int]:
-    """What each rank wrote first."""
+    """Return the first peak that each rank wrote."""
     found: dict[int, int] = {}
     for line in file.read_text().splitlines():
         rank, peak = map(int, line.split())

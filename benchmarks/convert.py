@@ -1,12 +1,12 @@
 """Conversion against a plain copy of the same bytes, in the same run and with the same durability.
 
-Makes checkpoints of real sizes with random weights, then, round by round, copies the files and
-converts them in both directions; each ends with everything on disk (fsync), each starts with the
-files out of the page cache and with other files in it, as on a machine that has been up for a
-while. (In a virtual machine the host takes free memory back, and the first to use it again waits
-for it, up to a second a gigabyte.) Reports the ratio to the copy, GB/s, CPU time and peak memory.
-Memory is the proportional set size of all processes without mapped files, which are page cache;
-it is measured in runs of their own, since looking at it slows a process with mapped files.
+Makes checkpoints of real sizes with random weights. Then, round by round, it copies the files and
+converts them in both directions. Each step ends with everything on disk (fsync), and starts with
+its files out of the page cache and other files in it, as on a machine that has been up for a while.
+(In a virtual machine the host takes free memory back, and the first process to use it again waits
+for it, up to a second per gigabyte.) Reports the ratio to the copy, GB/s, CPU time and peak memory.
+Memory is the proportional set size of all processes without mapped files, which are page cache. It
+is measured in separate runs, because measuring it slows a process with mapped files.
 
     python benchmarks/convert.py [--models 2B 30B-A3B:6] [--rounds 3] [--workers N] [--scratch DIR]
                                  [--json FILE] [--plot FILE]
@@ -41,7 +41,7 @@ ORDERS = (0, 1, 2, 3), (1, 0, 3, 2)
 
 
 def write_checkpoint(config: dict[str, Any], path: Path) -> Path:
-    """A bf16 checkpoint with random values, written in pieces."""
+    """Write a bf16 checkpoint with random values, in pieces."""
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(config, indent=2))
     shapes = hf_shapes(table(Architecture.from_hf(config)))
@@ -61,7 +61,7 @@ def write_checkpoint(config: dict[str, Any], path: Path) -> Path:
 
 
 def copy(source: Path, target: Path) -> None:
-    """A plain copy: the fastest the standard library has, then fsync."""
+    """Copy files in the fastest way that the standard library has, then fsync."""
     for file in (file for file in source.rglob("*") if file.is_file()):
         copied = target / file.relative_to(source)
         copied.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ def forget(path: Path) -> None:
 
 
 def fill_page_cache(filler: Path) -> None:
-    """Read a new file, all hole and no disk, of as many bytes as memory is free."""
+    """Read a new sparse file, which takes no disk space, with as many bytes as memory is free."""
     filler.unlink(missing_ok=True)
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemFree"))
@@ -91,7 +91,7 @@ def fill_page_cache(filler: Path) -> None:
 
 
 def child(pipe: Any, function: Callable[..., object], args: tuple[Any, ...]) -> None:
-    """Run in a process of its own; report seconds, CPU seconds and memory before."""
+    """Call `function` in this process; send its memory before, then seconds and CPU seconds."""
     torch.set_num_threads(1)
     pipe.send(memory(os.getpid()))
     pipe.recv()
@@ -103,7 +103,7 @@ def child(pipe: Any, function: Callable[..., object], args: tuple[Any, ...]) -> 
 
 
 def memory(pid: int) -> tuple[int, int]:
-    """Proportional set size in bytes, mapped files left out; and resident size, with them."""
+    """Return the proportional set size without mapped files and the resident size, in bytes."""
     sizes = {}
     try:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
@@ -117,7 +117,7 @@ def memory(pid: int) -> tuple[int, int]:
 def measure(
     function: Callable[..., object], *args: Any, look_at_memory: bool = False
 ) -> dict[str, float]:
-    """Seconds and CPU seconds; or peak memory, with what the imports took."""
+    """Return seconds and CPU seconds, or peak memory and what the imports took of it."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
     process = context.Process(target=child, args=(theirs, function, args))
@@ -148,7 +148,7 @@ def measure(
 def one_round(
     source: Path, scratch: Path, workers: int | None, number: int, *, look_at_memory: bool = False
 ) -> dict[str, dict[str, float]]:
-    """Copy first in even rounds, conversion first in odd ones."""
+    """Run each step once: the copy first in even rounds, the conversion first in odd ones."""
     mcore, back, copied = scratch / "mcore", scratch / "back", scratch / "copy"
     options = {"workers": workers}
     results = {}
@@ -173,7 +173,7 @@ def one_round(
 def summarise(
     rounds: list[dict[str, dict[str, float]]], memory: dict[str, dict[str, float]], nbytes: int
 ) -> dict[str, Any]:
-    """Medians; ratios are taken within a round, so that a busy machine slows both sides."""
+    """Return medians; ratios are taken within a round, so that a busy machine slows both sides."""
     pairs = {"HF to mcore": "copy of HF", "mcore to HF": "copy of mcore"}
     summary: dict[str, Any] = {"bytes": nbytes}
     for name in rounds[0]:

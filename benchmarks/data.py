@@ -1,15 +1,15 @@
-"""Data throughput per worker, against what Hugging Face's processor alone costs.
+"""Data throughput per worker, against the cost of Hugging Face's processor alone.
 
     python benchmarks/data.py [--hf-model DIR] [--samples 200] [--output data.json]
 
 Both run in one process on one thread, on the same samples, in turns. Costs are CPU time, which a
-busy machine disturbs least, and the ratio is taken round by round; only the ratios are to be
-compared between machines:
+busy machine disturbs least, and the ratio is taken round by round. Between machines, compare only
+the ratios:
 
 - ``processor``: HF's processor called on each sample (chat template, images, tokens), nothing else
 - ``ours``: what one data worker does, from a JSONL line to packed batches with labels, position
   ids and indexed images, whose pixels are bytes
-- ``ours_normalised``: the same, and then the pixels normalised as the processor returns them, on
+- ``ours_normalised``: the same, plus the normalisation of pixels as the processor returns them, on
   this CPU; in training the model does that on its device
 
 Without ``--hf-model`` a locally made byte-level tokenizer and image processor are used, with the
@@ -43,7 +43,7 @@ LIMITS = MediaLimits(image_min_pixels=64 * 32**2, image_max_pixels=1024 * 32**2)
 
 
 def write_samples(folder: Path, count: int, kind: str) -> Path:
-    """Synthetic question-answer pairs of varied length; photos of varied size as JPEG."""
+    """Write synthetic question-answer pairs of varied length, with JPEG photos of varied size."""
     random = np.random.default_rng(0)
     lines = []
     for index in range(count):
@@ -67,7 +67,7 @@ def write_samples(folder: Path, count: int, kind: str) -> Path:
 
 
 def run_processor(processor: Any, path: Path) -> tuple[float, int]:
-    """(CPU seconds, tokens) of HF's processor over all samples."""
+    """Return (CPU seconds, tokens) of HF's processor over all samples."""
     tokens = 0
     start = time.process_time()
     for line in path.open(encoding="utf-8"):
@@ -80,7 +80,7 @@ def run_processor(processor: Any, path: Path) -> tuple[float, int]:
 
 
 def run_ours(loader: Loader, samples: int) -> tuple[float, float, Counts]:
-    """(CPU seconds, those of normalising pixels, counts) of batches until `samples` were read."""
+    """Read batches of `samples` or more; return CPU seconds, those of normalising, and counts."""
     counts = Counts()
     seconds = normalising = 0.0
     while counts.samples < samples:
@@ -96,7 +96,7 @@ def run_ours(loader: Loader, samples: int) -> tuple[float, float, Counts]:
 
 
 def measure(model: Path, path: Path, samples: int, rounds: int, seq_length: int) -> dict[str, Any]:
-    """Both in turns; medians over the rounds after one of warm-up."""
+    """Run both in turns, and return medians over the rounds after one warm-up round."""
     return measure_against(model, path, path, samples, rounds, seq_length)
 
 
@@ -146,7 +146,7 @@ def _rates(costs: list[float], tokens: float) -> dict[str, float]:
 
 
 def tiny_model(folder: Path) -> Path:
-    """A config and a processor with the real models' patch size."""
+    """Write a config and a processor with the real models' patch size."""
     folder.mkdir()
     tiny = tiny_config(vision=REAL_PATCHES)
     write_processor(folder, tiny["vision_config"])
@@ -186,7 +186,7 @@ def arguments(text: str | None) -> argparse.Namespace:
 
 
 def report(results: dict[str, Any], args: argparse.Namespace) -> None:
-    """Print them as JSON, and write them where the flags say."""
+    """Print the results as JSON, and write them where the flags say."""
     text = json.dumps({"threads": 1, "seq_length": args.seq_length, **results}, indent=2)
     print(text)
     if args.output:

@@ -2,11 +2,11 @@
 
     python benchmarks/formats.py [--hf-model DIR] [--samples 200] [--output formats.json]
 
-The same samples, photos with questions, as JSONL, as a JSON array in LLaVA's format, as Parquet
-with the images in it, as a Hugging Face dataset from ``save_to_disk`` and as a WebDataset. Costs
-are CPU time of one process on one thread, in turns; see ``benchmarks/data.py``, whose samples and
-measures these are. ``ours`` is what one data worker does, to packed batches whose pixels are bytes,
-``ours_normalised`` with the pixels as the processor returns them.
+The same samples, photos with questions, are read as JSONL, as a JSON array in LLaVA's format, as
+Parquet with the images in it, as a Hugging Face dataset from ``save_to_disk`` and as a WebDataset.
+Samples and measures are those of ``benchmarks/data.py``: CPU time of one process on one thread, in
+turns. ``ours`` is what one data worker does, up to packed batches whose pixels are bytes;
+``ours_normalised`` includes normalising the pixels as the processor does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SPEAKERS = {"user": "human", "assistant": "gpt"}
 
 
 def write_all(folder: Path, samples: int) -> dict[str, Path]:
-    """Every kind of file, by its name."""
+    """Write every kind of file, and return their paths by name."""
     jsonl = write_samples(folder, samples, "image")
     records = [json.loads(line) for line in jsonl.read_text(encoding="utf-8").splitlines()]
     kinds = {"jsonl": jsonl, "llava_json": folder / "llava.json", "parquet": folder / "a.parquet"}

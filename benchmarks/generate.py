@@ -1,11 +1,11 @@
 """Prefill and per-token time of generation against Hugging Face's, on one CPU thread.
 
 ``python benchmarks/generate.py`` prints JSON. Both run in one process on the same weights and
-inputs, in turn, and their processor time is taken; a ratio is formed within each repetition, and
-the median of them reported, so that it holds on a busy machine. For each number of images there is
-a text prompt of the same length: what a token costs after prefill depends on how many tokens the
-cache holds, not on how many are images. The narrow model shows what Python costs a layer, the wide
-one what is left of it beside arithmetic.
+inputs, in turn, and their CPU time is measured. A ratio is taken within each repetition, and the
+median of the ratios reported, so that it holds on a busy machine. For each number of images there
+is a text prompt of the same length: the cost of a token after prefill depends on how many tokens
+the cache holds, not on how many are images. The narrow model shows what Python costs per layer, the
+wide one how much that is beside arithmetic.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def measure(path: Path, counts: tuple[int, ...]) -> list[dict[str, Any]]:
 
 
 def times(runs: dict[str, Callable[[int], Any]]) -> dict[str, float]:
-    """Median seconds of prefill with the first token and of each further one, and ratios."""
+    """Return median seconds of prefill with the first token and of each further one, and ratios."""
     seen: dict[str, list[float]] = {}
     for _ in range(REPETITIONS):
         for name, run in runs.items():
@@ -123,7 +123,7 @@ def seconds(run: Callable[[int], Any], new: int) -> float:
 
 
 def prompt(processor: Any, images: int) -> Any:
-    """A question about `images` random pictures."""
+    """Return the inputs of a question about `images` random pictures."""
     generator = np.random.default_rng(images)
     pictures = [
         Image.fromarray(generator.integers(0, 256, (64, 64, 3), dtype=np.uint8))

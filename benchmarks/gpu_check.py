@@ -3,12 +3,12 @@
     make gpu-check                     # or: python3 benchmarks/gpu_check.py --out DIR
     make gpu-check ARGS="--shape 4B"   # for the benchmark and the memory, another size
 
-Parts: versions; parity with Hugging Face of both specs, on one GPU and on several; the torch spec's
-attention kernels and experts in half precision, against float32; generation; the training-step
-benchmark; twenty iterations of the training loop with the scripts' flags, the specs' losses
-compared; the memory of a real run against its rehearsal. Each part is a process with a time limit;
-one that fails is reported and the next one starts. ``report.md`` and ``report.json`` hold what was
-found, and a log a part. Exit code 1 if any part failed.
+The parts are: versions; parity of both specs with Hugging Face, on one GPU and on several; the
+torch spec's attention kernels and experts in half precision, against float32; generation; the
+training-step benchmark; twenty iterations of the training loop with the scripts' flags, to compare
+the specs' losses; the memory of a real run against its rehearsal. Each part is a process with a
+time limit. If one fails, that is reported and the next one starts. ``report.md`` and
+``report.json`` hold the results, and each part has a log. The exit code is 1 if any part failed.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ sys.path.insert(0, str(ROOT))
 
 from mcore_qwen3vl.runtime.pretended.preload import preloaded  # noqa: E402
 
-TOTAL = 38 * 60  # seconds, of all parts together
+TOTAL = 38 * 60  # seconds for all parts together
 COMMAND = [sys.executable, "-c", "from mcore_qwen3vl.cli import main; main()"]
-MEMORY_TOLERANCE = 0.05  # of the rehearsed peak
+MEMORY_TOLERANCE = 0.05  # as a share of the rehearsed peak
 VERSIONS = """
 import json, importlib.metadata as meta, torch
 assert torch.cuda.is_available(), "PyTorch finds no GPU"
@@ -77,21 +77,21 @@ sys.exit(not all(error <= 2**-7 for error in errors))
 
 @dataclass
 class Part:
-    """One process and what it found."""
+    """One process and its results."""
 
     name: str
     command: list[str]
     limit: float
     """Seconds."""
     read: Callable[[str], dict[str, Any]] = lambda printed: {}
-    """From standard output to what the report shows."""
+    """Returns what the report shows, from standard output."""
     status: str = "not run"
     seconds: float = 0.0
     found: dict[str, Any] = field(default_factory=dict)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run all parts; the exit code."""
+    """Run all parts and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("gpu-check"), help="the report's folder")
     parser.add_argument("--shape", default="2B", help="of benchmark and memory: tiny, 2B, 4B, …")
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parts(options: argparse.Namespace) -> Iterator[Part]:
-    """One after the other; later ones look at what the machine has."""
+    """Yield one part after the other; later ones depend on what the machine has."""
     yield Part("versions", [sys.executable, "-c", VERSIONS], 180, last_json)
     models = {}
     for name, flag in (("dense", []), ("moe", ["--moe"])):
@@ -124,8 +124,8 @@ def parts(options: argparse.Namespace) -> Iterator[Part]:
             )
     gpus = count_gpus()
     specs = ["torch", *(["te"] if find_spec("transformer_engine") else [])]
-    # In float32 where the spec can; Transformer Engine's packed attention is half precision, as is
-    # the torch spec's variable-length kernel.
+    # The torch spec runs in float32 too. Transformer Engine's packed attention needs half
+    # precision, as does the torch spec's variable-length kernel.
     for spec, dtype in [("torch", "fp32"), *((spec, "bf16") for spec in specs)]:
         for name, model in models.items():
             yield parity(f"{name}, one GPU", model, spec, dtype, [])
@@ -150,33 +150,35 @@ def parts(options: argparse.Namespace) -> Iterator[Part]:
 
 
 def python() -> list[str]:
-    """The Python for a program that starts its own process group (on the pretended device: one
-    rank)."""
+    """Return the Python for a program that starts its own process group.
+
+    On the pretended device it starts one rank.
+    """
     alone = ["-m", "mcore_qwen3vl.runtime.pretended"] if preloaded() else []
     return [sys.executable, *alone]
 
 
 def parity(what: str, model: Path, spec: str, dtype: str, flags: Sequence[str]) -> Part:
-    """Against Hugging Face on the host."""
+    """Return the part that compares a model with Hugging Face's on the host."""
     words = ["verify", "parity", str(model), "--device", "cuda", "--spec", spec, "--dtype", dtype]
     command = [*COMMAND, *words, *flags, "--timeout", "200", "--json"]
     return Part(f"parity, {spec} spec, {dtype}, {what}", command, 240, worst_finding)
 
 
 def even(gpus: int) -> int:
-    """The most that the four micro-batches of a parity batch can be divided over: 2, 4, 8 or 16."""
+    """Return how many GPUs can share a parity batch's four micro-batches: 2, 4, 8 or 16."""
     return min(1 << gpus.bit_length() - 1, 16)
 
 
 def layout(name: str, gpus: int) -> list[str]:
-    """Over 2, 4, 8 or 16: TP and, from four on, PP of 2, EP for the MoE model, DP for the rest."""
+    """Return flags for 2, 4, 8 or 16 GPUs: TP 2, PP 2 from four on, EP 2 for MoE, DP the rest."""
     tp, pp = 2, 1 if gpus == 2 else 2
     ep = ["--ep", "2"] if name == "moe" else []
     return ["--tp", str(tp), "--sp", "--pp", str(pp), "--dp", str(gpus // (tp * pp)), *ep]
 
 
 ITERATIONS = 20
-LOSS_TOLERANCE = 0.02  # of the loss, between the specs, in bf16
+LOSS_TOLERANCE = 0.02  # relative difference of the specs' losses in bf16
 TRAINING = shlex.split(
     "--bf16 --packing --seq-length 256 --micro-batch-size 1 --use-distributed-optimizer "
     "--overlap-grad-reduce --overlap-param-gather --adam-beta1 0.9 --adam-beta2 0.95 "
@@ -189,7 +191,7 @@ TRAINING = shlex.split(
 def training(
     options: argparse.Namespace, models: dict[str, Path], specs: Sequence[str], gpus: int
 ) -> Iterator[Part]:
-    """Tiny models through Megatron's loop as the scripts run it; the specs' losses compared."""
+    """Yield the parts that train tiny models as the scripts do, and compare the specs' losses."""
     data = options.out / "tiny-data"
     if not data.exists():
         code = "import sys; from benchmarks.gpu_check import tiny_data; tiny_data(sys.argv[1])"
@@ -211,7 +213,7 @@ def training(
 
 
 def trainer(gpus: int) -> list[str]:
-    """The command that trains on all GPUs; on the pretended device, its one rank."""
+    """Return the command that trains on all GPUs; on the pretended device, on its one rank."""
     if preloaded():
         return [*python(), "-m", "mcore_qwen3vl.training.pretended"]
     return [*COMMAND, "train", "--processes", str(gpus)]
@@ -238,9 +240,9 @@ def compare_losses(log: Path, expected: list[float], printed: str) -> dict[str, 
 
 
 def memory(options: argparse.Namespace, gpus: int) -> Iterator[Part]:
-    """A few iterations for real and rehearsed, of the same flags and made-up data.
+    """Yield a few real iterations, and their rehearsal with the same flags and made-up data.
 
-    The peak is compared; the seconds of a step, which are modelled, stand beside the measured ones.
+    The peak is compared. The modelled seconds of a step are only reported beside the measured ones.
     """
     folder = options.out / "memory"
     if not folder.exists():
@@ -284,11 +286,11 @@ def memory(options: argparse.Namespace, gpus: int) -> Iterator[Part]:
 
 
 class Mismatch(Exception):
-    """A part ran and does not hold; with what it found."""
+    """A part ran, but its results do not hold; its arguments are the reason and the results."""
 
 
 def run(part: Part, out: Path, deadline: float) -> None:
-    """Run the process, within its limit and what is left of all."""
+    """Run the process, within its own limit and the time left for all parts."""
     limit = min(part.limit, deadline - time.monotonic())
     if limit <= 0:
         part.status = "no time"
@@ -297,7 +299,7 @@ def run(part: Part, out: Path, deadline: float) -> None:
     started = time.monotonic()
     mark = f"GPU_CHECK_PART={os.getpid()}-{started}"
     name, _, value = mark.partition("=")
-    # No pipe: it has no end while anybody who was started holds it.
+    # Not a pipe, which does not end while any process that was started holds it.
     with log.open("w") as errors, tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             part.command, stdout=output, stderr=errors, env={**os.environ, name: value}
@@ -325,24 +327,24 @@ def run(part: Part, out: Path, deadline: float) -> None:
 
 
 def kill_marked(mark: str) -> None:
-    """Whoever was started with `mark`, ``NAME=VALUE``, in the environment.
+    """Kill the processes that have `mark`, ``NAME=VALUE``, in their environment.
 
-    torchrun gives its workers sessions of their own, and they outlive it where it is killed.
+    torchrun gives its workers sessions of their own, so they outlive it if it is killed.
     """
-    for _ in range(100):  # one that waits inside of the driver may never go
+    for _ in range(100):  # one that waits inside the driver may never end
         found = 0
         for folder in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # it has gone, or is not ours
+            with suppress(OSError):  # it has ended, or is not ours
                 if mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
                     os.kill(int(folder.name), signal.SIGKILL)
                     found += 1
         if not found:
             return
-        time.sleep(0.1)  # until the killed ones are gone, and none that they were starting is left
+        time.sleep(0.1)  # killed ones must end, and others may just have been started
 
 
 def count_gpus() -> int:
-    """In a process of its own, so that this one never starts CUDA."""
+    """Count GPUs in a process of its own, so that this one never starts CUDA."""
     code = "import torch; print(torch.cuda.device_count())"
     shown = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
@@ -351,7 +353,7 @@ def count_gpus() -> int:
 
 
 def last_json(printed: str) -> dict[str, Any]:
-    """The object in standard output, among lines of NCCL and other libraries."""
+    """Return the JSON object in standard output, among lines of NCCL and other libraries."""
     start = re.search(r"^\{", printed, re.MULTILINE)
     if start is None:
         raise ValueError("no JSON object")
@@ -360,7 +362,7 @@ def last_json(printed: str) -> dict[str, Any]:
 
 
 def worst_finding(printed: str) -> dict[str, Any]:
-    """Read a report of ``verify``: how much was compared, what failed, and the worst of it."""
+    """Read a report of ``verify``: how much was compared, how much failed, and the verdict."""
     report = last_json(printed)
     findings = report["findings"]
     failed = [f for f in findings if not f["ok"]]
@@ -368,14 +370,14 @@ def worst_finding(printed: str) -> dict[str, Any]:
 
 
 def worst_kernels(printed: str) -> dict[str, Any]:
-    """How many comparisons of attention there are, and which is the worst."""
+    """Return how many comparisons of attention there are, and which is the worst."""
     errors = last_json(printed)
     name = max(errors, key=errors.__getitem__)
     return {"compared": len(errors), "worst": errors[name], "in": name}
 
 
 def benchmark(printed: str) -> dict[str, Any]:
-    """Read one side's seconds a step and what follows from them."""
+    """Read one side's seconds per step, the figures derived from them, and its peak memory."""
     (result,) = last_json(printed)["results"].values()
     return {name: result[name] for name in ("seconds", "tokens/s", "MFU", "peak memory GB")}
 
@@ -391,7 +393,7 @@ def real_run(printed: str) -> dict[str, Any]:
 
 
 def stand_in(folder: str, shape: str) -> None:
-    """Write model directory and data of a size."""
+    """Write a model directory and data for the model called `shape`."""
     from mcore_qwen3vl.shapes import SHAPES
     from mcore_qwen3vl.tiny import tiny_config
     from mcore_qwen3vl.tiny.stand_in import write_half_images, write_stand_in
@@ -408,14 +410,14 @@ def stand_in(folder: str, shape: str) -> None:
 
 
 def tiny_data(folder: str) -> None:
-    """Records for a tiny model to train on."""
+    """Write records for a tiny model to train on."""
     from mcore_qwen3vl.tiny.stand_in import write_half_images
 
     write_half_images(Path(folder), tokens=128, image_side=6, token_pixels=8)
 
 
 def write(done: Sequence[Part], out: Path) -> None:
-    """The report so far: a machine that is taken away leaves what was found."""
+    """Write the report so far, so that it is there even if the machine is taken away."""
     listing = [{k: v for k, v in asdict(part).items() if k != "read"} for part in done]
     (out / "report.json").write_text(json.dumps(listing, indent=1, default=str) + "\n")
     lines = ["# GPU check", "", "| part | result | s | found |", "|---|---|---:|---|"]

@@ -1,8 +1,8 @@
-"""Weights for a rollout engine, against a plain all-gather of the same bytes; on the CPU with gloo.
+"""Export of weights to a rollout engine, against a plain all-gather of the same bytes.
 
-Each way runs in processes of its own, which hold the same model: seconds and the peak memory of a
-rank beyond its weights. `merged` adds adapters of rank 16 on the language model to what is handed
-on. What is received is dropped, as a rollout engine's buffer is overwritten.
+It runs on the CPU with gloo, each way in processes of its own that hold the same model, and prints
+seconds and a rank's peak memory beyond its weights. `merged` merges adapters of rank 16 into the
+language model's weights. Received tensors are dropped, as a rollout engine overwrites its buffer.
 
     python benchmarks/hand_off.py --layout tp2xpp2 --width 2048 --layers 8
     python benchmarks/hand_off.py --layout tp2xep2xdp2+sp --moe --width 512 --layers 8
@@ -25,11 +25,11 @@ RANK = 16
 
 
 CHUNK = 16 * 2**20
-"""Values of a rank that one plain all-gather moves."""
+"""Number of values of a rank that one plain all-gather moves."""
 
 
 def plain(chunks: list[Any], _config: Any) -> Iterator[int]:
-    """Every rank's parameters to every rank, in pieces; ranks that hold fewer pad the last ones."""
+    """Gather all ranks' parameters on every rank, in pieces; ranks with fewer pad the last ones."""
     import torch
     import torch.distributed as dist
 
@@ -76,7 +76,7 @@ WAYS: dict[str, Callable[[list[Any], Any], Iterator[int]]] = {
 
 
 def on_rank(way: str, layout: Layout, config: dict[str, Any]) -> tuple[float, float, float, float]:
-    """Seconds; bytes handed on; bytes at the peak beyond the weights; bytes of the weights."""
+    """Return seconds, exported bytes, peak bytes beyond the weights, and bytes of the weights."""
     import torch
     import torch.distributed as dist
 
@@ -102,7 +102,7 @@ def on_rank(way: str, layout: Layout, config: dict[str, Any]) -> tuple[float, fl
 
 
 def resident() -> float:
-    """Bytes at the peak so far."""
+    """Return the peak memory of this process so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

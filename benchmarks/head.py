@@ -1,10 +1,10 @@
 """The head's loss, forward and backward: a chunk of logits at a time, against all at once.
 
-Each path is charged with what it takes beyond its inputs and the gradients that all must make; on
-the CPU it runs in a process of its own. Times are ratios within this run.
+The figure of each path is its memory beyond its inputs and the gradients that every path needs. On
+the CPU each path runs in a process of its own. Times are ratios within this run.
 
     python benchmarks/head.py --tokens 2048 --width 512            # on the CPU
-    python -m mcore_qwen3vl.runtime.pretended benchmarks/head.py --device cuda   # bytes alone
+    python -m mcore_qwen3vl.runtime.pretended benchmarks/head.py --device cuda   # only bytes
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from mcore_qwen3vl.standalone import init_distributed
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Hidden states (s, 1, H), weight (V, H), targets (1, s) to losses (1, s)."""
+"""From hidden states (s, 1, H), weight (V, H) and targets (1, s) to losses (1, s)."""
 
 
 def chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ def chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def scored(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Compute what `mcore-qwen3vl score --entropy` does, without a backward pass."""
+    """Compute what `mcore-qwen3vl score --entropy` computes, without a backward pass."""
     from mcore_qwen3vl.model.head.log_probs import Columns, token_log_probs
 
     with torch.no_grad():
@@ -66,7 +66,7 @@ PATHS: dict[str, Loss] = {
 
 
 def measure(name: str, options: argparse.Namespace) -> tuple[float, float]:
-    """Bytes taken at the peak, and seconds."""
+    """Return the bytes taken at the peak, and the seconds."""
     device = torch.device(options.device)
     if not torch.distributed.is_initialized():
         init_distributed(device=options.device)
@@ -86,7 +86,7 @@ def measure(name: str, options: argparse.Namespace) -> tuple[float, float]:
 
 
 def taken(device: torch.device) -> float:
-    """Bytes: at the peak since the last call on the device, at the peak so far on the CPU."""
+    """Return peak bytes: on the device since the last call, on the CPU since the process began."""
     if device.type == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     peak = torch.cuda.max_memory_allocated()
@@ -95,7 +95,7 @@ def taken(device: torch.device) -> float:
 
 
 def apart(name: str, options: argparse.Namespace) -> tuple[float, float]:
-    """:func:`measure` in a process of its own."""
+    """Run :func:`measure` in a process of its own."""
     with multiprocessing.get_context("fork").Pool(1) as pool:
         return pool.apply(measure, (name, options))
 

@@ -1,10 +1,10 @@
-"""Rehearse the launch scripts, and write what they take into their headers and docs/rehearse.md.
+"""Rehearse the launch scripts, and write their memory into their headers and docs/rehearse.md.
 
     python benchmarks/launch_memory.py            # all: about half an hour on two idle cores
-    python benchmarks/launch_memory.py sft_8b     # its header and rows alone
-    python benchmarks/launch_memory.py --spec te  # rows alone; needs Transformer Engine
+    python benchmarks/launch_memory.py sft_8b     # only its header and rows
+    python benchmarks/launch_memory.py --spec te  # only rows; needs Transformer Engine
 
-A slow test holds the headers to 2 %; after a change of memory that is meant, run this.
+A slow test holds the headers to 2 %. Run this after an intended change of memory.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def write_header(script: Path, found: Rehearsal) -> None:
-    """The comment about memory, and about the pipeline if there is one."""
+    """Write the comment about memory, and about the pipeline if there is one."""
     fullest = max(found.outcomes, key=lambda outcome: outcome.reserved)
     which = "" if len(found.outcomes) == 1 else f" ({fullest.role.name})"
     line = memory_line(found.outcomes)
@@ -67,8 +67,8 @@ def write_header(script: Path, found: Rehearsal) -> None:
 
 
 def rows(name: str, command: Command, found: Rehearsal) -> Iterator[str]:
-    """A line of the table for each role."""
-    if "--lora-rank" in command.flags:  # whose memory the estimate knows from parsed flags alone
+    """Yield a line of the table for each role."""
+    if "--lora-rank" in command.flags:  # the estimate knows LoRA's memory from parsed flags only
         yield from (_row(name, outcome, None) for outcome in found.outcomes)
         return
     recompute = "full" if command.value("--recompute-granularity") == "full" else "cheap"
@@ -96,7 +96,7 @@ def _row(name: str, outcome: RoleOutcome, estimate: float | None) -> str:
 
 
 def write_rows(name: str, lines: list[str]) -> None:
-    """In place of those that the page has of this script."""
+    """Replace the page's rows of this script."""
     page = PAGE.read_text()
     old = re.compile(rf"(?:^\| {name} \|.*\n)+", re.MULTILINE)
     assert old.search(page), f"{PAGE} has no row of {name}"

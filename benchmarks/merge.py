@@ -1,9 +1,9 @@
 """Merging an adapter against a plain copy of the checkpoint, and against `hf-to-hf` without one.
 
-Makes checkpoints of real sizes with random weights and adapters of rank 16 for them (language and
-vision), then, round by round, copies the files, rewrites them on the same engine and merges; as in
-`benchmarks/convert.py`, which has the measuring: everything on disk at the end, the source not in
-the page cache at the start, memory in runs of its own.
+Makes checkpoints of real sizes with random weights, and adapters of rank 16 for them (language and
+vision). Then, round by round, it copies the files, rewrites them on the same engine and merges. It
+measures with `benchmarks/convert.py`: everything is on disk at the end, the source is not in the
+page cache at the start, and memory is measured in separate runs.
 
     python benchmarks/merge.py [--models 2B 30B-A3B:6] [--rounds 3] [--rank 16] [--workers N]
                                [--scratch DIR] [--json FILE]
@@ -40,7 +40,7 @@ COPY, REWRITE, MERGE = "copy", "hf-to-hf", "lora merge"
 
 
 def make_adapter(base: Path, path: Path, rank: int) -> int:
-    """An adapter with random factors for everything but router and head; its bytes."""
+    """Write an adapter with random factors for all but router and head, and return its bytes."""
     modules, parameters = preset("all", Architecture.from_hf(base))
     config = AdapterConfig(r=rank, target_modules=modules, target_parameters=parameters)
     factors = {
@@ -56,7 +56,7 @@ def make_adapter(base: Path, path: Path, rank: int) -> int:
 def one_round(
     base: Path, adapter: Path, scratch: Path, options: dict[str, Any], number: int, memory: bool
 ) -> dict[str, dict[str, float]]:
-    """Each step once, in an order that turns with the rounds."""
+    """Measure each step once, in an order that rotates with the rounds."""
     target = scratch / "target"
     steps: list[tuple[str, Callable[..., object], tuple[Path, ...]]] = [
         (COPY, copy, (base, target)),
@@ -75,7 +75,7 @@ def one_round(
 
 
 def summarise(rounds: list[dict[str, Any]], memory: dict[str, Any], nbytes: int) -> dict[str, Any]:
-    """Medians; ratios to the copy are taken within a round."""
+    """Return medians; ratios to the copy are taken within a round."""
     summary: dict[str, Any] = {}
     for name in (COPY, REWRITE, MERGE):
         seconds = [round_[name]["seconds"] for round_ in rounds]

@@ -1,6 +1,6 @@
-"""Time position ids against Hugging Face's ``get_rope_index``: microseconds a sample.
+"""Time position ids against Hugging Face's ``get_rope_index``, in microseconds per sample.
 
-Both are timed in turn on the same samples; the ratio is taken round by round and its median
+Both are timed in turn on the same samples. The ratio is taken round by round and its median
 printed, so that a busy machine slows both sides of it.
 
     python benchmarks/positions.py [--rounds 20] [--json FILE]
@@ -28,8 +28,10 @@ VIDEO = (22, 40)  # frames of 352 x 640 pixels: 220 tokens each
 
 
 def sample(architecture: Architecture, kind: str, length: int) -> tuple[torch.Tensor, ...]:
-    """(1, length) token ids that alternate 100 text tokens and one image or video frame, and the
-    (n, 3) grids."""
+    """Return token ids (1, length) and grids (n, 3).
+
+    Images follow after 100 text tokens each, video frames after 6.
+    """
     is_image = kind == "images"
     token = architecture.image_token_id if is_image else architecture.video_token_id
     rows, columns = IMAGE if is_image else VIDEO

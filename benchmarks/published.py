@@ -1,11 +1,12 @@
-"""Memory that others publish for their recipes, against rehearsals of the same ones.
+"""Memory that others publish for their recipes, against rehearsals of the same recipes.
 
     python benchmarks/published.py [NAME ...]     # in an environment with Transformer Engine
 
-The recipes are ms-swift's (Megatron-SWIFT, which trains through megatron-core and Transformer
-Engine), each with the GiB of a GPU that stand above its command. Those of text models are rehearsed
-with Qwen3-VL of that size, whose language model has the same shape, with the tower frozen. Ours
-differ in the head, which is in chunks, and in the data, which are made up and half images.
+The recipes are those of ms-swift (Megatron-SWIFT, which trains through megatron-core and
+Transformer Engine), each with the GiB of a GPU that are stated above its command. Recipes of text
+models are rehearsed with the Qwen3-VL of that size, whose language model has the same shape, and
+with a frozen tower. Our rehearsals differ in the head, which works in chunks, and in the data,
+which are made up and half images.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ MOE = "--expert-tensor-parallel-size 1 --moe-grouped-gemm --moe-permute-fusion"
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is published."""
+    """A published recipe and its memory."""
 
     source: str  # in github.com/modelscope/ms-swift
     gib: str
@@ -77,7 +78,7 @@ RECIPES = {
 
 
 def main(names: list[str]) -> int:
-    """Rehearse `names`, or all, and print a table."""
+    """Rehearse the recipes called `names`, or all, and print a table."""
     if unknown := sorted(set(names) - set(RECIPES)):
         print(f"error: {', '.join(unknown)}: not in {', '.join(RECIPES)}", file=sys.stderr)
         return 2

@@ -1,16 +1,17 @@
-"""One training step in one process: ours (spec te or torch) against Hugging Face's, same batch.
+"""One training step in one process: ours (spec te or torch) against Hugging Face's on one batch.
 
     python benchmarks/train_step.py --shape 2B --seq-length 8192          # CUDA
     python benchmarks/train_step.py --shape tiny --device cpu --seq-length 256
     python benchmarks/train_step.py --shape 2B --layers 2 --device cpu --seq-length 256
 
 Both sides run forward, backward, clipping and AdamW on the same packed sequence of image and text
-samples with random weights, each in a process of its own, so that neither's memory counts for the
-other. On CUDA both compute in bfloat16 and keep float32 main weights and gradients: ours as
-Megatron does, Hugging Face's as `Trainer` does with ``bf16=True`` (autocast over float32 weights);
-``--hf-weights bf16`` is its step without main weights, which saves memory and precision. Hugging
-Face's own packing is position ids that restart, with FlashAttention 2 if installed, else SDPA under
-the block mask it derives from them. On the CPU everything is float32. Times are medians.
+samples with random weights. Each runs in a process of its own, so that neither's memory counts for
+the other. On CUDA both compute in bfloat16 and keep float32 main weights and gradients: ours as
+Megatron does, Hugging Face's as `Trainer` does with ``bf16=True`` (autocast over float32 weights).
+``--hf-weights bf16`` is Hugging Face's step without main weights, which saves memory but costs
+precision. Hugging Face packs by position ids that restart, with FlashAttention 2 if installed, else
+with SDPA under the block mask that it derives from them. On the CPU everything is float32. Times
+are medians.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from torch import Tensor
 
 from mcore_qwen3vl.shapes import SHAPES
 
-IMAGE_SHARE = 0.5  # of the tokens, about
+IMAGE_SHARE = 0.5  # approximate share of the tokens
 IMAGE_SIDE = 16  # features along the side of an image, or fewer in short samples
 
 
 def main() -> None:
-    """Measure what was asked for and print one JSON object."""
+    """Measure the requested sides and print one JSON object."""
     options = arguments()
     if len(options.sides) > 1:
         results = {side: in_process_of_its_own(side) for side in options.sides}
@@ -46,7 +47,7 @@ def main() -> None:
 
 
 def in_process_of_its_own(side: str) -> dict[str, Any]:
-    """This script's result for one side."""
+    """Run this script for one side and return its result."""
     command = [sys.executable, *sys.argv, "--sides", side]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     result: dict[str, Any] = json.loads(output[output.index("{\n") :])["results"][side]
@@ -75,7 +76,7 @@ def arguments() -> argparse.Namespace:
 
 
 def shape(options: argparse.Namespace) -> dict[str, Any]:
-    """A ``config.json``, parsed and cut to the layers asked for."""
+    """Return a parsed ``config.json``, cut to the requested number of layers."""
     from mcore_qwen3vl.tiny import tiny_config
 
     if options.shape == "tiny":
@@ -92,9 +93,9 @@ def shape(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(side: str, config: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """Median step time and what follows from it, for one side.
+    """Return one side's median step time and the figures derived from it.
 
-    The FLOPs are those of the samples, the same for both sides; what a side computes beyond them,
+    The FLOPs are those of the samples, the same for both sides. What a side computes beyond them,
     such as masked scores, only costs it time.
     """
     if options.device == "cpu":
@@ -140,7 +141,7 @@ def measure(side: str, config: dict[str, Any], options: argparse.Namespace) -> d
 
 
 def timed(step: Callable[[], Any], device: str) -> tuple[float, float]:
-    """Seconds that pass, and those of this process's threads: on a loaded machine, the better."""
+    """Return elapsed seconds and CPU seconds, which are the better measure on a busy machine."""
     synchronize(device)
     started, used = time.perf_counter(), time.process_time()
     step()
@@ -154,7 +155,7 @@ def synchronize(device: str) -> None:
 
 
 def peak_memory(device: str) -> float:
-    """Allocated on the GPU since the warm-up, or of the process since its start."""
+    """Return peak GB: allocated on the GPU since the warm-up, or of this process on the CPU."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated() / 1e9
     import resource
@@ -163,7 +164,7 @@ def peak_memory(device: str) -> float:
 
 
 def make_batch(architecture: Any, options: argparse.Namespace) -> dict[str, Tensor]:
-    """One pack on the host: samples of equal length, text, half of it images."""
+    """Make one pack on the host: samples of equal length, each half text and half images."""
     vision = architecture.vision
     length = options.seq_length // options.samples
     share = int(length * IMAGE_SHARE)  # tokens of a sample
@@ -195,7 +196,7 @@ def make_batch(architecture: Any, options: argparse.Namespace) -> dict[str, Tens
 def our_step(
     spec: str, architecture: Any, config: dict[str, Any], batch: dict[str, Tensor], options: Any
 ) -> tuple[Callable[[], Tensor], str]:
-    """A step of the Megatron model under its own optimizer and gradient buffers."""
+    """Return a step of the Megatron model with its own optimizer and gradient buffers."""
     import torch.distributed as dist
 
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
@@ -233,7 +234,7 @@ def our_step(
     half = dtype == torch.bfloat16
     model = model.cuda() if options.device == "cuda" else model
     model = Float16Module(model.config, model) if half else model
-    sharded = options.device == "cuda"  # as the launch scripts; train --cpu does so if asked
+    sharded = options.device == "cuda"  # as in the launch scripts; train --cpu does so if asked
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
     model = DistributedDataParallel(model.config, ddp, model)
     optimizer = get_megatron_optimizer(
@@ -279,7 +280,7 @@ def our_step(
 def hf_step(
     side: str, architecture: Any, config: dict[str, Any], batch: dict[str, Tensor], options: Any
 ) -> tuple[Callable[[], Tensor], str]:
-    """What Hugging Face's ``Trainer`` does in a step, on the same pack."""
+    """Return a step as Hugging Face's ``Trainer`` does it, on the same pack."""
     import transformers
     from transformers.utils import is_flash_attn_2_available
 
@@ -326,7 +327,7 @@ def hf_inputs(
     inputs = {
         "input_ids": batch["ids"],
         "labels": batch["ids"],
-        # Text positions, by which FlashAttention tells samples apart, then time, height, width.
+        # Text positions, which FlashAttention separates samples by, then time, height, width.
         "position_ids": torch.cat([starts[None], positions]),
         "pixel_values": batch["pixels"].to(dtype),
         "image_grid_thw": batch["grid"],

@@ -21,7 +21,7 @@ from mcore_qwen3vl.cli.rehearse import rehearse
 from mcore_qwen3vl.cli.score import score
 from mcore_qwen3vl.errors import BadInput, CheckFailed, Unfinished
 
-_UsageError: Any = typer.BadParameter.__base__  # Typer brings a copy of click, and names not all
+_UsageError: Any = typer.BadParameter.__base__  # Typer has its own click, but not all its names
 
 app = typer.Typer(
     help="Qwen3-VL on Megatron-Core: convert, verify, train.",
@@ -46,7 +46,7 @@ app.command(
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code.
 
-    Under ``--json`` an error is JSON too, on standard output, and not said again on standard error:
+    With ``--json`` an error is also JSON, on standard output, and not repeated on standard error:
     ``{"error": TEXT, "exit_code": N}``.
     """
     wants_json = "--json" in (sys.argv if arguments is None else arguments)
@@ -55,11 +55,11 @@ def main(arguments: list[str] | None = None) -> None:
     versions.warn()
     try:
         sys.exit(app(arguments, standalone_mode=not wants_json) or 0)
-    except _UsageError as error:  # Typer itself prints it unless told that we do
+    except _UsageError as error:  # only with --json; otherwise Typer prints it itself
         _end(error.format_message(), BadInput.exit_code, wants_json)
     except (BadInput, CheckFailed) as error:
         _end(str(error), error.exit_code, wants_json)
-    except ModuleNotFoundError as error:  # a smaller installation than this command needs
+    except ModuleNotFoundError as error:  # this command needs a larger installation
         if str(error.name).startswith("mcore_qwen3vl"):
             raise
         problem = (
@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> None:
         trace.write_text(str(error), encoding="utf-8")
         said = f"{error.summary.rstrip('.')}. Details: {trace}"
         _end(said, error.exit_code, wants_json)
-    except OSError as error:  # the disk, where no command could say more
+    except OSError as error:  # from the disk, where no command could say more
         _end(str(error), BadInput.exit_code, wants_json)
     except KeyboardInterrupt:
         console.messages.print("interrupted")

@@ -37,14 +37,14 @@ class Format(StrEnum):
 
 
 class LayerSpec(StrEnum):
-    """Layer spec whose parameter names a legacy checkpoint has."""
+    """The layer spec whose parameter names a legacy checkpoint has."""
 
     te = "te"
     torch = "torch"
 
 
 def _legacy_size(flag: str, what: str, default: str = "1") -> Any:
-    """A size of the layout that `--format torch` writes for; None where it was not given."""
+    """Return an option for a size of the layout that `--format torch` writes; None: not given."""
     return typer.Option(
         f"--{flag}",
         min=1,
@@ -68,15 +68,15 @@ def carry_out(
     strict: bool = False,
     doing: str = "converting",
 ) -> None:
-    """Show the plan of a conversion, or convert and show what came of it.
+    """Show the plan of a conversion, or convert and show the result.
 
-    Ctrl-C leaves what is done for the next run.
+    After Ctrl-C, the next run continues with what is done.
 
     Args:
-        plan: makes the plan.
+        plan: returns the plan.
         dst, force, workers: see `converters.convert.write`.
         dry_run: only show the plan.
-        json: as JSON on standard output.
+        json: print JSON on standard output.
         strict: see `converters.convert.write`.
         doing: a verb for the progress bar.
     """

@@ -17,7 +17,7 @@ from mcore_qwen3vl.layout import Layout
 
 
 def small_layout(**sizes: Any) -> Layout:
-    """Replicas only as far as experts need ranks, and SP wherever there is TP, unless told."""
+    """Return a layout: by default as many replicas as the experts need, and SP wherever TP is."""
     tp, experts = sizes.get("tp", 1), sizes.get("ep", 1) * sizes.get("etp", 1)
     return Layout(**{"dp": -(-experts // tp), "sp": tp > 1, **sizes})
 
@@ -64,7 +64,7 @@ def generate(
     wherever TP is.
     """
     prompt = [console.as_utf8(one) for one in prompt]
-    start = time.monotonic()  # the imports are most of the time that a small model takes
+    start = time.monotonic()  # a small model takes most of its time for the imports
     console.quiet_libraries()
     if cpu:
         from mcore_qwen3vl.runtime import cpu as backend
@@ -113,5 +113,5 @@ def generate(
 
 
 def _print_text(_: int, text: str) -> None:
-    """A stream for one prompt; a function, because ranks on GPUs are sent it."""
+    """Print a piece of the answer; a module's function, because ranks on GPUs get it pickled."""
     print(console.visible(text), end="", flush=True)

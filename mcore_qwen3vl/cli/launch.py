@@ -17,7 +17,7 @@ app = typer.Typer(help="Scripts that start training on a cluster.", no_args_is_h
 
 
 def scripts() -> dict[str, Path]:
-    """Every script by its name, those for users, and the configurations for VERL."""
+    """Return the scripts for users and the configurations for VERL, by name."""
     kinds = ("sft_*.sh", "pretrain_*.sh", "lora_*.sh", "dpo_*.sh", "grpo_*.yaml")
     found = (script for kind in kinds for script in sorted(_folder().glob(kind)))
     return {script.stem: script for script in found}
@@ -60,11 +60,11 @@ def copy(
 
 def _folder() -> Path:
     folder = files("mcore_qwen3vl.launch")
-    assert isinstance(folder, Path)  # no zip archive
+    assert isinstance(folder, Path)  # not a zip archive
     return folder
 
 
 def _title(script: Path) -> str:
-    """The first sentence of the comment at its head."""
+    """Return the first line of the comment at the head of a script."""
     lines = script.read_text(encoding="utf-8").splitlines()
     return next(x for x in lines if x.startswith("# ")).removeprefix("# ")

@@ -15,7 +15,7 @@ app = typer.Typer(help="LoRA adapters, as PEFT stores them.", no_args_is_help=Tr
 
 
 RolesChoice = Literal["canonical", "swapped"]
-"""Which of the factors of a fused expert takes its input."""
+"""The conventions for which factor of a fused expert takes its input."""
 
 FromRoles = Annotated[
     RolesChoice | None,

@@ -1,4 +1,4 @@
-"""``mcore-qwen3vl memory``: what training under a layout will take of each GPU."""
+"""``mcore-qwen3vl memory``: the memory that training under a layout takes on each GPU."""
 
 from __future__ import annotations
 

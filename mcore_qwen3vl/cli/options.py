@@ -1,4 +1,4 @@
-"""Options that several commands share, and how a check ends."""
+"""Options that several commands share, and the end of a check."""
 
 from __future__ import annotations
 
@@ -85,12 +85,11 @@ def layout_flags(
 ) -> Callable[[Any], Any]:
     """Give a command the flags ``--tp --pp --vpp --ep --etp --cp --dp --sp``.
 
-    The command itself takes a keyword argument `layout` instead: `make` of the flags that were
-    given.
+    The command itself takes a keyword argument `layout` instead: what `make` returns.
 
     Args:
-        make: of the sizes that were given.
-        without: sizes that the command has no use for.
+        make: called with the sizes that were given.
+        without: sizes that the command does not use.
     """
     offered = {name: flag for name, flag in _LAYOUT_FLAGS.items() if name not in without}
     return _flags_for("layout", offered, make)
@@ -117,7 +116,7 @@ def media_flags(command: Callable[..., None]) -> Callable[..., None]:
 def _flags_for(
     argument: str, offered: dict[str, Any], make: Callable[..., Any]
 ) -> Callable[[Any], Any]:
-    """A decorator that puts the flags `offered` in place of `argument`: `make` of those given."""
+    """Return a decorator that offers flags for `argument`, which is `make` of those given."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
@@ -151,15 +150,15 @@ def require(held: bool, otherwise: str) -> None:
 
 
 def conclude(report: Report, folder: Path | None, json: bool) -> None:
-    """End a ``verify`` command: write what was asked for, show the report, exit by its verdict.
+    """End a ``verify`` command: write the files, show the report, and exit by its verdict.
 
     Args:
-        report: what was found.
-        folder: where :func:`write_report` writes; None: nowhere.
+        report: the report of the command.
+        folder: folder for :func:`write_report`; None: write no files.
         json: print JSON instead of tables.
 
     Raises:
-        typer.Exit: something differs, as the report has said.
+        typer.Exit: something differs, as the report says.
     """
     from mcore_qwen3vl.verify.report.terminal import render
     from mcore_qwen3vl.verify.report.write import write_report

@@ -1,4 +1,4 @@
-"""``mcore-qwen3vl rehearse``: does a training run start and fit, found without its GPUs."""
+"""``mcore-qwen3vl rehearse``: find out without its GPUs whether a training run starts and fits."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def score(
         preprocess, trust_data,
     )  # fmt: skip
     found = run(request, on_cpu=cpu)
-    if found is None:  # a later rank of torchrun's
+    if found is None:  # a rank of torchrun other than the first
         return
     written = str(out or scores_of(data))
     if json:

@@ -1,4 +1,4 @@
-"""What the commands print of their results."""
+"""The output of the commands' results."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 PROBLEMS_SHOWN = 20
 MAPPING_WIDTH = 260
-"""Columns in which no name of the mapping is folded, for pipes and files."""
+"""The width at which no name of the mapping is folded, for pipes and files."""
 
 
 def plan(plan: ConversionPlan, as_json: bool) -> None:
-    """A dry run: one line a tensor, then the totals."""
+    """Print a dry run: one line for each tensor, then the totals."""
     if as_json:
         steps = [asdict(tensor) for tensor in plan.planned]
         emit_json({"direction": plan.direction, "bytes": plan.nbytes, "steps": steps})
@@ -47,7 +47,7 @@ def plan(plan: ConversionPlan, as_json: bool) -> None:
 
 
 def summary(summary: ConversionResult, as_json: bool) -> None:
-    """What a conversion did."""
+    """Print what a conversion did."""
     if as_json:
         emit_json(asdict(summary))
         return
@@ -65,7 +65,7 @@ def summary(summary: ConversionResult, as_json: bool) -> None:
 
 
 def inspection(inspection: Inspection, *, tensors: bool) -> None:
-    """What a path is, its parameters by part, and its `tensors` if they are asked for."""
+    """Print what a path is, its parameters by part, and with `tensors` each of its tensors."""
     a = inspection.architecture
     kinds = {"huggingface": "Hugging Face checkpoint", "megatron": "Megatron-Core checkpoint"}
     facts = {
@@ -100,7 +100,7 @@ def inspection(inspection: Inspection, *, tensors: bool) -> None:
 
 
 def adapter(adapter: AdapterInspection) -> None:
-    """What a LoRA adapter is, and what it adapts."""
+    """Print what a LoRA adapter is, and what it adapts."""
     c = adapter.config
     facts = {
         "what": "LoRA adapter (PEFT)",
@@ -125,13 +125,13 @@ def adapter(adapter: AdapterInspection) -> None:
 
 
 def mapping(lines: Sequence[MappingLine]) -> None:
-    """The mapping, in the order of the network."""
+    """Print the mapping, in the order of the network."""
     shown = table(
         "mapping, with the shape of one piece and the axes on which pieces are stacked",
         "Hugging Face", "shape", "Megatron-Core", "shape", "stacked", "transform", "cut by",
     )  # fmt: skip
     for column in shown.columns:
-        column.overflow = "fold"  # a name that ends in dots is no name
+        column.overflow = "fold"  # a name cut short would be useless
     for line in lines:
         parts = f" in {line.tp_parts} parts" if line.tp_parts > 1 else ""
         shown.add_row(
@@ -151,7 +151,7 @@ def _shape(shape: Sequence[int]) -> str:
 
 
 def estimate(estimate: Estimate) -> None:
-    """What a conversion will take."""
+    """Print what a conversion will take."""
     facts = {
         "model": f"{estimate.model}, {estimate.dtype}",
         "tensors": f"{estimate.tensors:,} of Hugging Face, in {estimate.pieces:,} pieces and "
@@ -170,7 +170,7 @@ def estimate(estimate: Estimate) -> None:
 
 
 def demo(demo: Demo) -> None:
-    """The demo's steps and verdict."""
+    """Print the demo's steps and their results."""
     lines = table("Qwen3-VL: Hugging Face to Megatron-Core and back", "step", "result", "", ">time")
     marks = {None: "", True: "[green]ok[/]", False: "[bold red]WRONG[/]"}
     for step in demo.steps:
@@ -179,7 +179,7 @@ def demo(demo: Demo) -> None:
 
 
 def data_report(report: DataReport) -> None:
-    """What a data set holds, and the first of its flaws."""
+    """Print what a data set holds, and the first of its flaws."""
     lines = table(str(report.path), "what", ">how much")
     for name, amount in report.summary():
         lines.add_row(plain(name), plain(amount))
@@ -194,7 +194,7 @@ def data_report(report: DataReport) -> None:
 
 
 def scores(found: Tally, written: str) -> None:
-    """What a file of scores holds."""
+    """Print what a file of scores holds."""
     rows = [
         ("records", f"{found.records:,}, of which {found.scored:,} scored"),
         ("left out", f"{found.bad:,} bad, {found.overlong:,} over-long"),

@@ -1,6 +1,6 @@
 """Arguments and options that name a checkpoint or a data set.
 
-A path that is not there is refused as the command line is read, before torch is imported.
+A path that does not exist is refused while the command line is read, before torch is imported.
 """
 
 from pathlib import Path
@@ -12,27 +12,27 @@ from mcore_qwen3vl.errors import BadInput
 
 
 def argument(metavar: str, help: str) -> Any:
-    """A checkpoint; its weights are downloaded if need be."""
+    """Return an argument for a checkpoint, whose weights are downloaded if needed."""
     return typer.Argument(metavar=metavar, help=help, parser=_checkpoint)
 
 
 def config_argument(metavar: str, help: str) -> Any:
-    """A config, what holds one, or a name; no weights are downloaded."""
+    """Return an argument for a config, what holds one, or a name; no weights are downloaded."""
     return typer.Argument(metavar=metavar, help=help, parser=_resolved)
 
 
 def option(help: str) -> Any:
-    """A checkpoint of which config, tokenizer and processor are wanted, not the weights."""
+    """Return an option for a checkpoint's config, tokenizer and processor, without its weights."""
     return typer.Option(metavar="DIR", help=help, parser=_config)
 
 
 def adapter_option(help: str) -> Any:
-    """A PEFT adapter; it is downloaded if need be."""
+    """Return an option for a PEFT adapter, which is downloaded if needed."""
     return typer.Option(metavar="ADAPTER", help=help, parser=_checkpoint)
 
 
 def data_argument(help: str) -> Any:
-    """A data set of any kind."""
+    """Return an argument for a data set of any kind."""
     return typer.Argument(metavar="DATA", help=help, parser=_data_set)
 
 

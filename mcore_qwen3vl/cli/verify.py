@@ -1,7 +1,7 @@
 """``mcore-qwen3vl verify``: check that two things are the same.
 
-Every command ends in one kind of report, shown and written in one way: exit code 0
-if it holds, 1 if it does not, 3 if it could not be finished.
+Every command ends with the same kind of report. The exit code is 0 if everything holds, 1 if not,
+and 3 if the command could not be finished.
 """
 
 from pathlib import Path

@@ -1,1 +1,1 @@
-"""Checks that what this package makes is what Hugging Face has; the product never imports it."""
+"""Checks that this package's results equal Hugging Face's; the product never imports them."""

@@ -1,1 +1,1 @@
-"""Checkpoints against each other and against their manifest."""
+"""Comparison of checkpoints with each other and with their manifests."""

@@ -1,4 +1,4 @@
-"""A PEFT adapter into a sharded model and back, compared bit for bit with where it began."""
+"""The round trip of a PEFT adapter through a sharded model, compared bit for bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mcore_qwen3vl.verify.report.measurement import Finding, measure
 from mcore_qwen3vl.verify.report.result import Report
 
 CUT = Layout(tp=2, sp=True)
-"""Cuts every tensor that any layout cuts, on the axis where it is cut."""
+"""A layout that splits every tensor that any layout splits, along the same axis."""
 
 
 def adapter_roundtrip(
@@ -37,7 +37,7 @@ def adapter_roundtrip(
     Args:
         hf: Hugging Face directory whose config describes the model.
         lora: PEFT adapter directory.
-        work_dir: where the temporary copy goes; None: the system's temporary directory.
+        work_dir: directory for the temporary copy; None: the system's temporary directory.
         layout: parallel sizes; default `CUT`.
         timeout: seconds for the ranks to finish.
 
@@ -69,7 +69,7 @@ def adapter_roundtrip(
 
 
 def _through(hf: Path, layout: Layout, adapter: Adapter, back: Path) -> None:
-    """On every rank: build, adapt, save."""
+    """Build the model, adapt it and save the adapter; every rank calls this."""
     from mcore_qwen3vl.converters.live.adapter import save_adapter
     from mcore_qwen3vl.model.build import build_chunks
     from mcore_qwen3vl.model.lora.adapt import adapt
@@ -86,7 +86,7 @@ def _through(hf: Path, layout: Layout, adapter: Adapter, back: Path) -> None:
 
 
 def _meaning(adapter: Adapter) -> dict[str, Any]:
-    """A config without the order of its names, which PEFT writes at random."""
+    """Return a config with its names sorted, because PEFT writes them in random order."""
     return {
         name: sorted(value) if isinstance(value, list) else value
         for name, value in adapter.config.to_dict().items()

@@ -1,4 +1,4 @@
-"""Compare two checkpoints bit for bit, as Hugging Face tensors, whatever format each is in."""
+"""Bitwise comparison of two checkpoints as Hugging Face tensors, whatever format each is in."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def compare_checkpoints(
     """Compare every tensor bitwise and every companion file by content.
 
     Each side is an HF or an mcore checkpoint directory. Experts in different layouts are compared
-    as what they mean. NaNs compare by their bits. A tensor or file that cannot be compared has a
-    flaw: ``only in A``, ``only in B``, or what the two shapes or dtypes are.
+    value by value all the same. NaNs compare by their bits. A tensor or file that cannot be
+    compared has a flaw: ``only in A``, ``only in B``, or how the shapes or dtypes do not match.
 
     Returns:
-        Findings of the parts `TENSORS`, in the order of the network, and `FILES`.
+        A report with findings of `TENSORS`, in the order of the network, and of `FILES`.
 
     Raises:
         BadInput: a side is not a complete, well-formed checkpoint.
@@ -68,7 +68,7 @@ class _Piece:
 
 
 class _Side:
-    """One checkpoint, read as pieces of mcore tensors; an HF tensor is found by its name."""
+    """One checkpoint, read as pieces of mcore tensors, which are found by the HF tensor's name."""
 
     def __init__(self, path: Path, *, other: Path) -> None:
         folder = _config_folder(path) or _config_folder(other)
@@ -105,7 +105,7 @@ class _Side:
         return self.numel(name) * self._itemsize(name)
 
     def take(self, row: Row, box: Box) -> Tensor:
-        """A box of an mcore piece."""
+        """Read a box of an mcore piece."""
         if self.megatron is not None:
             return self.megatron.read(row, box)
         hf = self.hf
@@ -113,7 +113,7 @@ class _Side:
         return row.take(hf.read, box)
 
     def digest(self, name: str) -> str:
-        """Hash a companion file; a quantised checkpoint's config without its quantisation."""
+        """Hash a companion file; leave the quantisation out of a quantised checkpoint's config."""
         if name == "config.json" and self.hf is not None and self.hf.quantization is not None:
             config = fp8.without(read_config_file(self.companions[name]))
             return sha256(config_file.dumps(config)).hexdigest()
@@ -124,7 +124,7 @@ class _Side:
         return self.dtype(pieces[0]).itemsize if pieces else 0
 
     def _has(self, row: Row, name: str) -> bool:
-        """Whether the tensor is there with the shape that the config gives it."""
+        """Return whether the tensor is there with the shape that the config gives it."""
         if self.megatron is not None:
             stored = self.megatron.index.tensors.get(row.key)
             return stored is not None and stored.shape == row.global_shape
@@ -133,7 +133,7 @@ class _Side:
         return entry is not None and entry.shape in {s.shape for s in row.sources if s.name == name}
 
     def _outside(self, rows: list[Row]) -> list[str]:
-        """Tensors that are no part of the model as the config describes it."""
+        """Return the tensors that the model described by the config does not have."""
         if self.megatron is not None:
             return sorted(self.megatron.model_keys() - {row.key for row in rows})
         assert self.hf is not None
@@ -167,7 +167,7 @@ def _compare(name: str, left: _Side, right: _Side) -> Finding:
 
 
 def _measure(a: _Piece, b: _Piece, left: _Side, right: _Side) -> Measurement:
-    """One piece, block by block."""
+    """Compare one piece, block by block."""
     columns = tuple(slice(0, n) for n in a.row.shape[1:])
     step = max_rows(a.row, left.dtype(a))
     measured = Measurement()

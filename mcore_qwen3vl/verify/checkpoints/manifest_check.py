@@ -1,4 +1,4 @@
-"""Check a converted checkpoint against its manifest, with no Hugging Face source at hand."""
+"""The check of a converted checkpoint against its manifest, without the Hugging Face source."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ TENSORS = "tensors"
 def check_manifest(
     path: str | Path, *, workers: int | None = None, progress: Progress | None = None
 ) -> Report:
-    """Take the checksum of every HF tensor that an mcore checkpoint gives and compare.
+    """Compare the checksum of every HF tensor of an mcore checkpoint with its manifest.
 
     Args:
-        path: a checkpoint that `hf_to_mcore` wrote; later iterations beside it are not looked at.
+        path: a checkpoint that `hf_to_mcore` wrote; later iterations beside it are ignored.
         workers: threads; default two per core.
-        progress: called with bytes done, bytes in all and the tensor at hand.
+        progress: called with bytes done, total bytes and the current tensor.
 
     Returns:
         One finding for each HF tensor that the checkpoint or the manifest has.
 
     Raises:
-        BadInput: there is no usable manifest, or the checkpoint is damaged, incomplete or of
-            another structure than its config says.
+        BadInput: there is no usable manifest, or the checkpoint is damaged, incomplete or not
+            structured as its config says.
     """
     file = _find(Path(path))
     manifest = _read(file)
@@ -130,7 +130,7 @@ def _pieces(
 def _misfits(
     rows: list[Row], checkpoint: MegatronCheckpoint, stated: dict[str, dict[str, Any]]
 ) -> Iterator[tuple[str, str]]:
-    """Tensors whose bytes need not be read to see that they are not those of the manifest."""
+    """Yield the tensors that differ from the manifest without reading their bytes, and how."""
     shapes = hf_shapes(rows)
     sources = [(row, source) for row in rows for source in row.sources]
     dtypes = {source.name: dtype_name(checkpoint.dtype(row.key)) for row, source in sources}
@@ -158,7 +158,7 @@ def _difference(pieces: list[_Piece]) -> str:
 
 
 def _find(path: Path) -> Path:
-    """The manifest of a checkpoint, or of the iteration's folder in it."""
+    """Return the manifest of a checkpoint or of an iteration's folder in it."""
     for folder in (path, path.parent) if is_megatron(path) else (path,):
         if (folder / FILE).is_file():
             return folder / FILE
@@ -185,7 +185,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _check_form(manifest: dict[str, Any]) -> None:
-    """Raises an ordinary exception unless everything that is needed is there."""
+    """Raise an ordinary exception unless everything that is needed is there."""
     iteration, layout = manifest["iteration"], manifest["expert_layout"]
     if iteration != Path(iteration).name or iteration in ("", ".."):
         raise ValueError(f"iteration {iteration!r}")

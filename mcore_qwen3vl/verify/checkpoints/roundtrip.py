@@ -1,4 +1,4 @@
-"""Hugging Face -> Megatron-Core -> Hugging Face, compared bit for bit with where it began."""
+"""The round trip Hugging Face -> Megatron-Core -> Hugging Face, compared bit for bit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def roundtrip(
 
     Args:
         src: Hugging Face checkpoint directory.
-        work_dir: where the temporary directory goes; twice the checkpoint must fit. None: the
+        work_dir: folder for the temporary directory, with room for twice the checkpoint; None: the
             system's temporary directory.
         phase: see `Phase`.
         workers, strict: see `convert.hf_to_mcore`.

@@ -1,1 +1,1 @@
-"""Training against a plain Hugging Face loop, and against itself after a stop."""
+"""Comparison of training with a plain Hugging Face loop, and with itself after a stop."""

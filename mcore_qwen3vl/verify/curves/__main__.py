@@ -1,7 +1,7 @@
-"""Is training the same? Our loop and a plain Hugging Face loop, on the same samples in one order.
+"""Our loop compared with a plain Hugging Face loop, on the same samples in the same order.
 
 python -m mcore_qwen3vl.verify.curves            # the table: layouts x {dense, MoE}
-python -m mcore_qwen3vl.verify.curves --resume   # stopped at half, against not stopped
+python -m mcore_qwen3vl.verify.curves --resume   # runs stopped halfway, against full runs
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mcore_qwen3vl.verify.curves.tables import curves_table, resume_table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a table; 1 if a difference exceeds the tolerance."""
+    """Print a table, and return 1 if a difference exceeds the tolerance."""
     parser = argparse.ArgumentParser(
         prog="python -m mcore_qwen3vl.verify.curves",
         description="Training curves against Hugging Face, on the CPU",

@@ -9,25 +9,25 @@ from typing import Any
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One step: the loss before it, and the norm of its gradient before clipping."""
+    """The loss before one step, and the norm of its gradient before clipping."""
 
     loss: float
     grad_norm: float
 
 
 def curve_of(log: list[dict[str, Any]]) -> list[StepMetrics]:
-    """The curve of a run's log."""
+    """Return the curve of a run's log."""
     name = "dpo loss" if log and "dpo loss" in log[0] else "lm loss"
     return [StepMetrics(entry[name], entry["grad norm"]) for entry in log]
 
 
 def numbers_of(log: list[dict[str, Any]]) -> list[float]:
-    """Losses and gradient norms in turn, to be compared exactly."""
+    """Return losses and gradient norms in turn, for an exact comparison."""
     return [entry[name] for entry in log for name in ("lm loss", "grad norm")]
 
 
 def worst_difference(ours: Sequence[StepMetrics], theirs: Sequence[StepMetrics]) -> StepMetrics:
-    """The largest relative differences of loss and gradient norm over two curves."""
+    """Return the largest relative differences of loss and gradient norm over two curves."""
     if len(ours) != len(theirs):
         raise ValueError(f"curves of {len(ours)} and {len(theirs)} steps")
     pairs = list(zip(ours, theirs, strict=True))

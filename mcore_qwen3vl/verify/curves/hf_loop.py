@@ -1,8 +1,8 @@
-"""A plain Hugging Face training loop, which shares nothing with ours but the order of the samples.
+"""A plain Hugging Face training loop, which shares only the order of the samples with ours.
 
 It renders and masks with the processor, runs one sample at a time, divides the sum of losses by the
-number of trained tokens of the step (``num_items_in_batch``; with weights by their sum) and steps
-``torch.optim.AdamW``.
+number of trained tokens of the step (``num_items_in_batch``; their weighted number if samples have
+weights) and steps ``torch.optim.AdamW``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mcore_qwen3vl.verify.curves.job import BETAS, CLIP, EPSILON, LEARNING_RATE,
 
 
 def sample_order(job: Job) -> list[list[int]]:
-    """The lines of the data file that each step trains, over all DP ranks."""
+    """Return the data file's line indices (from 0) that each step trains, over all DP ranks."""
     from mcore_qwen3vl.data.loading.loader import Loader, Source, load_processor
     from mcore_qwen3vl.training.arguments.parser import validate
     from mcore_qwen3vl.training.feed.provider import data_config
@@ -57,7 +57,7 @@ def sample_order(job: Job) -> list[list[int]]:
 
 
 def hf_curve(job: Job) -> list[StepMetrics]:
-    """The plain Hugging Face loop over the same samples."""
+    """Return the curve of the plain Hugging Face loop over the same samples."""
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     processor = AutoProcessor.from_pretrained(job.checkpoint)
@@ -97,7 +97,7 @@ def hf_curve(job: Job) -> list[StepMetrics]:
 
 
 def _with_adapter(model: Any, adapter: Path) -> Any:
-    """PEFT's model, in which the adapter alone trains."""
+    """Return PEFT's model, in which only the adapter is trained."""
     from peft import PeftModel
 
     with warnings.catch_warnings():
@@ -108,7 +108,7 @@ def _with_adapter(model: Any, adapter: Path) -> Any:
 def encode(
     processor: Any, messages: list[dict[str, Any]], folder: Path
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """One conversation of a question and its answer, by the HF processor alone.
+    """Encode one conversation of a question and its answer with the HF processor alone.
 
     Returns:
         The model's inputs, and labels (S,) that train the answer and its end-of-turn token.
@@ -126,7 +126,7 @@ def encode(
 
 
 def located(messages: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """The messages with lists of parts, and images where they lie."""
+    """Return the messages with contents as lists of parts and image paths below `folder`."""
     return [{**message, "content": _parts(message["content"], folder)} for message in messages]
 
 

@@ -19,12 +19,12 @@ from mcore_qwen3vl.training.logs.progress import LOSSES
 LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY, CLIP = 1e-3, (0.9, 0.95), 1e-8, 0.1, 1.0
 
 DISTRIBUTED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
-"""Megatron's flags of the distributed optimizer, with all that overlaps."""
+"""Megatron's flags for the distributed optimizer with all of its overlaps."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, and how."""
+    """The model, data and settings of a training run."""
 
     checkpoint: Path
     data: Path
@@ -33,8 +33,8 @@ class Job:
     batch: int = 4  # micro-batches of one sequence in a step, over all DP ranks
     seq_length: int = 128
     packing: bool = False
-    lora: Path | None = None  # a PEFT adapter, which both sides go on with and train alone
-    converted: Path | None = None  # the base of LoRA as a Megatron-Core checkpoint
+    lora: Path | None = None  # a PEFT adapter that both sides start from; they train only it
+    converted: Path | None = None  # LoRA's base model as a Megatron-Core checkpoint
     flags: tuple[str, ...] = ()
 
     @property
@@ -53,16 +53,16 @@ class Job:
             "--clip-grad", str(CLIP), "--log-interval", "1",
         ]  # fmt: skip
         if Architecture.from_hf(self.checkpoint).is_moe:
-            # As HF trains unless output_router_logits is set.
+            # HF trains without this loss unless output_router_logits is set.
             words += ["--moe-aux-loss-coeff", "0"]
-        # The work of a pack depends on what trains, which the plain loop's loader is not told.
+        # A pack's work depends on what is trained, which the plain loop's loader is not told.
         words += ["--lora-init", str(self.lora), "--no-balance"] if self.lora else []
         packing = ["--packing"] if self.packing else []
         return [*words, *packing, *layout_flags(self.layout), *self.flags]
 
 
 def layout_flags(layout: Layout) -> list[str]:
-    """Megatron's flags for `layout`."""
+    """Return Megatron's flags for `layout`."""
     sizes = {
         "--tensor-model-parallel-size": layout.tp,
         "--pipeline-model-parallel-size": layout.pp,
@@ -77,16 +77,16 @@ def layout_flags(layout: Layout) -> list[str]:
 
 
 def train(job: Job, folder: Path, *flags: str, timeout: float = 600.0) -> list[dict[str, Any]]:
-    """Run our training on the CPU, one process a rank.
+    """Run our training on the CPU, with one process per rank.
 
     Args:
-        job: what to run.
-        folder: for logs.
-        flags: added to the job's.
+        job: the run.
+        folder: folder for logs.
+        flags: flags added to the job's.
         timeout: seconds until a hanging run is killed.
 
     Returns:
-        What ``--log-json`` holds for each step.
+        The entry of ``--log-json`` for each step.
     """
     _import_for_ranks()
     folder.mkdir(parents=True, exist_ok=True)
@@ -99,7 +99,7 @@ def train(job: Job, folder: Path, *flags: str, timeout: float = 600.0) -> list[d
     entries = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     return [
         entry for entry in entries if set(LOSSES) & entry.keys()
-    ]  # the others are of validations
+    ]  # the other entries are validations
 
 
 def _import_for_ranks() -> None:
@@ -113,7 +113,7 @@ def _import_for_ranks() -> None:
 
 
 def run_rank(argv: Sequence[str], output: Path) -> None:
-    """One rank of a training run, its output appended to a file."""
+    """Run one rank of a training run, and append its output to a file."""
     from mcore_qwen3vl.training.run import main
 
     multiprocessing.current_process().daemon = False  # daemons may not start data workers
@@ -127,6 +127,6 @@ def run_rank(argv: Sequence[str], output: Path) -> None:
                 handler.setStream(stream)
         try:
             main(argv)
-        except SystemExit as leaving:  # Megatron's way out when a signal or a limit stops it
+        except SystemExit as leaving:  # Megatron exits so when a signal or a limit stops it
             if leaving.code:
                 raise

@@ -18,7 +18,7 @@ from mcore_qwen3vl.verify.curves.hf_loop import hf_curve
 from mcore_qwen3vl.verify.curves.job import DISTRIBUTED, Job, train
 
 TOLERANCE = 1e-4
-"""Relative, in float32: rounding that thirty Adam steps carry along."""
+"""Largest relative difference in float32: thirty Adam steps carry rounding errors along."""
 
 
 RESUMES = (
@@ -40,14 +40,15 @@ RESUMES = (
         ("single", "--use-distributed-optimizer", "--packing"),
     ),
 )
-"""MoE or dense, and layout and flags before and after a stop."""
+"""Whether the model is MoE, and the layout and flags before and after a stop."""
 
 OTHER_LAYOUT = 1e-5
-"""Relative, in float32: a resume at another layout; at the same one, no bit may differ."""
+"""Largest relative difference in float32 after a resume at another layout. After one at the same
+layout, no bit may differ."""
 
 
 def cases(moe: bool) -> dict[str, Job]:
-    """The layouts of the table, without checkpoint and data."""
+    """Return the jobs of the table by name, without checkpoint and data."""
     layouts = ["single", "tp2+sp", "pp2xvpp2", "cp2", *(["ep2xdp2"] if moe else []), "dp2"]
     blank = Job(Path(), Path())
     jobs = {name: replace(blank, layout=Layout.parse(name)) for name in layouts}
@@ -58,15 +59,15 @@ def cases(moe: bool) -> dict[str, Job]:
 
 
 def install() -> None:
-    """The CPU backend, before megatron is imported."""
+    """Install the CPU backend, before megatron is imported."""
     from mcore_qwen3vl.runtime import cpu
 
     cpu.install(training=True)
-    torch.set_num_threads(1)  # as our ranks; more only wait for each other on tensors this small
+    torch.set_num_threads(1)  # as on our ranks; on small tensors, more only wait for each other
 
 
 def curves_table(folder: Path, steps: int, only: Sequence[str] | None = None) -> int:
-    """Run every case and print a row for each; the number of rows that failed, at most 1."""
+    """Run every case and print a row for each; return 1 if a row failed."""
     install()
     from mcore_qwen3vl.tiny import write_tiny_checkpoint
 
@@ -81,7 +82,7 @@ def curves_table(folder: Path, steps: int, only: Sequence[str] | None = None) ->
             if only and not any(word in label for word in only):
                 continue
             job = replace(blank, checkpoint=checkpoint, data=data, steps=steps)
-            # What the order of samples depends on; CP pads samples, which changes the packs.
+            # The order of samples depends on these; CP pads samples, which changes the packs.
             order = (job.layout.dp, job.layout.cp if job.packing else 1, job.packing)
             if order not in references:
                 references[order] = hf_curve(job)
@@ -98,7 +99,7 @@ def curves_table(folder: Path, steps: int, only: Sequence[str] | None = None) ->
 
 
 def resume_table(folder: Path, steps: int) -> int:
-    """Stop at half, go on, compare with the run that was not stopped; 1 if a row failed."""
+    """Stop runs halfway, resume them and compare with full runs; return 1 if a row failed."""
     install()
     from mcore_qwen3vl.tiny import write_tiny_checkpoint
 
@@ -127,7 +128,7 @@ def resume_table(folder: Path, steps: int) -> int:
 
 
 def whole_and_half(job: Job, folder: Path) -> tuple[list[dict[str, Any]], Path]:
-    """The log of the whole run, and the checkpoints that it left, put back to half."""
+    """Return the log of a whole run, and its checkpoint folder put back to half of the steps."""
     save, half = folder / "save", job.steps // 2
     whole = train(job, folder / "whole", "--save", str(save), "--save-interval", str(half))
     (save / TRACKER).write_text(str(half), "utf-8")

@@ -1,1 +1,1 @@
-"""Comparing this model with Hugging Face's, and saying how far they are apart."""
+"""Comparison of this model with Hugging Face's, and how far they are apart."""

@@ -18,7 +18,7 @@ from mcore_qwen3vl.verify.report.result import Report
 
 
 def main() -> int:
-    """Exit code 0 when everything is equal, 1 when something is not."""
+    """Run the matrix, and return 0 if everything is equal, 1 if something is not."""
     parser = argparse.ArgumentParser(
         prog="python -m mcore_qwen3vl.verify.parity", description=__doc__
     )
@@ -27,7 +27,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="rows whose description contains this")
     arguments = parser.parse_args()
     quiet_libraries()
-    torch.set_num_threads(1)  # the models are tiny; more threads only wait for one another
+    torch.set_num_threads(1)  # the models are tiny: more threads would only wait for each other
     rows = [row for row in (*MATRIX, *LORA_MATRIX) if arguments.only in str(row)]
     started = time.monotonic()
     with scratch_folder("mcore-qwen3vl-parity-") as folder:

@@ -1,4 +1,4 @@
-"""Adapters to compare with: named ones for the tiny models, and random values for any config."""
+"""Adapters for comparisons: named ones for the tiny models, and random values for any config."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mcore_qwen3vl.converters.storage.boxes import Shape
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-VISION = ("attn.qkv", "attn.proj", "linear_fc1", "linear_fc2")  # the last two: mergers' too
+VISION = ("attn.qkv", "attn.proj", "linear_fc1", "linear_fc2")  # the last two: mergers too
 
 ADAPTERS: dict[str, AdapterConfig] = {
     "language": AdapterConfig(r=4, lora_alpha=10, target_modules=(*ATTENTION, *MLP)),
@@ -89,11 +89,11 @@ ADAPTERS: dict[str, AdapterConfig] = {
         target_parameters=EXPERTS,
     ),
 }
-"""What the matrix adapts, all with random factors: targets, ranks, scalings, tensors kept whole."""
+"""The matrix's adapters, with targets, ranks, scalings and whole tensors; all values are random."""
 
 
 def preset_config(name: str, hf_dir: str | Path) -> AdapterConfig:
-    """A config of one of the usual choices of targets, see ``presets.preset``."""
+    """Return a config for one of the usual choices of targets, see ``presets.preset``."""
     modules, parameters = preset(name, Architecture.from_hf(hf_dir))
     return AdapterConfig(r=8, lora_alpha=16, target_modules=modules, target_parameters=parameters)
 
@@ -101,13 +101,13 @@ def preset_config(name: str, hf_dir: str | Path) -> AdapterConfig:
 def write_random_adapter(
     path: Path, config: AdapterConfig, hf_dir: str | Path, seed: int = 0
 ) -> Path:
-    """Write a PEFT adapter, random in every factor and every tensor that it holds whole.
+    """Write a PEFT adapter with random factors and random whole tensors.
 
     Args:
         path: the directory to write.
-        config: what it adapts.
+        config: the adapter's config.
         hf_dir: Hugging Face directory of the model.
-        seed: of the values.
+        seed: seed of the values.
 
     Returns:
         `path`.
@@ -125,13 +125,13 @@ def write_random_adapter(
         name: _random(name, shape, 1.0, seed) for name, shape in apply(config, hf_dir).saved.items()
     }
     if config.ensure_weight_tying:
-        saved.pop(HEAD, None)  # the embedding is written for both
+        saved.pop(HEAD, None)  # the embedding's tensor stands for both
     write_adapter(path, config, factors, saved, hf_dir)
     return path
 
 
 def _random(name: str, shape: Shape, gain: float, seed: int) -> Tensor:
-    """Matrices of gain `gain`; vectors, which are norms' and biases', around one half."""
+    """Return a matrix of gain `gain`, or a vector (of a norm or bias) around one half."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
     noise = torch.randn(shape, generator=generator)
     return 0.5 + 0.2 * noise if len(shape) == 1 else gain * noise / noise[0].numel() ** 0.5

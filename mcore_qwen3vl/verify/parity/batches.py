@@ -1,7 +1,7 @@
-"""Named global batches that between them hold every kind of input, built for any Qwen3-VL shape.
+"""Named global batches that together hold every kind of input, built for any Qwen3-VL shape.
 
-Content is random from a seed. Images and frames are wider than high or the reverse, and text stands
-before and between them, so that the three axes of the position ids differ.
+Content is random from a seed. Most images and frames are not square, and text stands before and
+between them, so that the three axes of the position ids differ.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ if TYPE_CHECKING:  # imports megatron, before which the CPU backend must be inst
     from mcore_qwen3vl.model.transformer_config import Spec
 
 Piece = int | tuple[Literal["image", "video"], int, int, int]
-"""A count of text tokens, or a kind with frames, rows and columns in merged features."""
+"""A number of text tokens, or a kind with frames, rows and columns in merged features."""
 
 Form = Literal["even", "ragged", "padded", "padded-left", "packed"]
-"""How samples make micro-batches: one each, all of one length or of several lengths; two each,
-padded on the right or on the left; or all in one row, with padding at its tail."""
+"""How samples make micro-batches. ``even``, ``ragged``: one sample each, of equal or of different
+lengths. ``padded``, ``padded-left``: two samples each, padded on the right or on the left.
+``packed``: several samples in one row, with padding at its end."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,13 @@ class Sample:
 
     @property
     def labels(self) -> Tensor:
-        """(L,) int64: the next token; the last one has none, and its loss is masked."""
+        """The next tokens, (L,) int64; the last one has none, and its loss is masked."""
         return torch.cat([self.input_ids[1:], self.input_ids.new_zeros(1)])
 
 
 @dataclass(frozen=True)
 class SampleSpan:
-    """Where a sample lies in its micro-batch."""
+    """The place of a sample in its micro-batch."""
 
     row: int
     start: int
@@ -64,7 +65,7 @@ class SampleSpan:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What the model is called with, on every rank of a TP x CP group and every stage."""
+    """The model's input on every rank of a TP x CP group and every pipeline stage."""
 
     input_ids: Tensor  # (B, S) int64
     position_ids: Tensor  # (3, B, S) int64
@@ -78,16 +79,16 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Batch:
-    """A global batch: consecutive equal parts of it go to the data-parallel ranks."""
+    """A global batch, of which the data-parallel ranks get consecutive equal parts."""
 
     name: str
     micro_batches: tuple[MicroBatch, ...]
 
     def of_rank(self, rank: int, size: int) -> range:
-        """Numbers of the micro-batches of data-parallel rank `rank` of `size`.
+        """Return the numbers of the micro-batches of data-parallel rank `rank` of `size`.
 
         Raises:
-            BadInput: they cannot be divided equally.
+            BadInput: the micro-batches cannot be divided equally.
         """
         count = len(self.micro_batches)
         if count % size:
@@ -100,18 +101,18 @@ class Batch:
 
     @property
     def uneven(self) -> bool:
-        """Micro-batches differ in shape, so pipeline stages must be told each one's."""
+        """Whether micro-batches differ in shape, so pipeline stages must be told each one's."""
         return len({m.input_ids.shape for m in self.micro_batches}) > 1
 
     @property
     def padded_left(self) -> bool:
-        """Rows have padding before their tokens."""
+        """Whether rows have padding before their tokens."""
         masks = [m.attention_mask for m in self.micro_batches if m.cu_seqlens is None]
         return any(bool((mask.diff() > 0).any()) for mask in masks if mask is not None)
 
     @property
     def tokens(self) -> int:
-        """Tokens whose loss counts, the divisor of the loss."""
+        """The number of tokens whose loss counts, which divides the loss."""
         return int(sum(m.loss_mask.sum() for m in self.micro_batches))
 
 
@@ -188,7 +189,7 @@ RECIPES: dict[str, Recipe] = {
             [[2, ("image", 1, 4, 1), 1], [3, ("image", 1, 1, 2), 2, ("image", 1, 3, 2), 2]],
         ],
     ),
-    # With two or four data-parallel ranks some of them see no image and no video at all.
+    # With two or four data-parallel ranks, some of them get no image and no video at all.
     "imageless": Recipe(
         "even",
         [
@@ -211,7 +212,7 @@ RECIPES: dict[str, Recipe] = {
 
 
 def batches_of(spec: Spec) -> tuple[str, ...]:
-    """The batches that a layer spec takes: ``te`` none that are padded on the left."""
+    """Return the batches that a layer spec takes; ``te`` takes none padded on the left."""
     return tuple(n for n, r in RECIPES.items() if spec != "te" or r.form != "padded-left")
 
 
@@ -221,12 +222,12 @@ def build_batch(name: str, architecture: Architecture, *, multiple: int = 8) -> 
     Args:
         name: one of `RECIPES`.
         architecture: the model's shape: vocabulary, special tokens, patch sizes.
-        multiple: what lengths are a multiple of, as the layout demands: of every sample where
-            samples are cut apart (one a micro-batch, or packed), of every row where they are
-            padded. See :func:`mcore_qwen3vl.model.sequence.length_multiple`.
+        multiple: number that the layout requires lengths to be a multiple of: the length of every
+            sample if it is split by itself (one per micro-batch, or packed), of every row if rows
+            are padded. See :func:`mcore_qwen3vl.model.sequence.length_multiple`.
 
     Raises:
-        BadInput: an unknown name.
+        BadInput: there is no batch called `name`.
     """
     if name not in RECIPES:
         raise BadInput(f"There is no batch called {name!r}; there are {', '.join(RECIPES)}.")
@@ -259,13 +260,13 @@ def build_batch(name: str, architecture: Architecture, *, multiple: int = 8) -> 
 def micro_batch(
     architecture: Architecture, samples: Sequence[Sample], *, multiple: int = 1
 ) -> MicroBatch:
-    """One micro-batch, a sample a row, padded on the right to a multiple of `multiple`."""
+    """Make a micro-batch of one sample per row, padded on the right to a multiple of `multiple`."""
     longest = max(len(sample.input_ids) for sample in samples)
     return _assemble(architecture, "padded", samples, _round_up(longest, multiple))
 
 
 class _Maker:
-    """Random samples of one architecture."""
+    """A maker of random samples for one architecture."""
 
     def __init__(self, architecture: Architecture, rng: random.Random) -> None:
         self.a, self.rng = architecture, rng
@@ -278,15 +279,15 @@ class _Maker:
         }
 
     def length(self, pieces: Sequence[Piece]) -> int:
-        """Tokens of a sample before it is lengthened."""
+        """Return the tokens of a sample before it is lengthened."""
         return sum(
-            # A frame has its start and end token, and a frame of a video its timestamp.
+            # A frame has a start and an end token; a frame of a video also has a timestamp.
             p if isinstance(p, int) else p[1] * (p[2] * p[3] + (4 if p[0] == "video" else 2))
             for p in pieces
         )
 
     def sample(self, pieces: Sequence[Piece], length: int) -> Sample:
-        """`pieces` as tokens and pixels, lengthened to `length` with text."""
+        """Make a sample of `pieces`, lengthened to `length` with text."""
         a, merge = self.a, self.a.vision.spatial_merge_size
         tokens: list[int] = []
         grids: dict[str, list[tuple[int, int, int]]] = {"image": [], "video": []}
@@ -373,7 +374,7 @@ _MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_t
 
 
 def media(sample: Sample) -> dict[str, Tensor]:
-    """The pixels and grids that `sample` has, by the argument names of HF's forward."""
+    """Return the pixels and grids that `sample` has, by the argument names of HF's forward."""
     return {name: value for name in _MEDIA if (value := getattr(sample, name)) is not None}
 
 

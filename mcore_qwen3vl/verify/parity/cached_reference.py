@@ -1,4 +1,4 @@
-"""Hugging Face's model and what it computes, each batch once."""
+"""Hugging Face's model and its results, computed once for each batch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mcore_qwen3vl.verify.parity.reference import AdamW, Expected, Reference, St
 
 
 class CachedReference:
-    """A Hugging Face checkpoint and what the reference computes with it, each batch once.
+    """A Hugging Face checkpoint and the reference's results, computed once for each batch.
 
     Args:
         path: checkpoint directory.
-        dtype: of the reference.
-        lora: PEFT adapter directory, which the reference then trains alone.
+        dtype: dtype of the reference.
+        lora: PEFT adapter directory; the reference then trains only the adapter.
         passed: called after each pass of the reference over a batch.
     """
 
@@ -44,7 +44,7 @@ class CachedReference:
         self._stepped: dict[tuple[str, int, AdamW], Stepped] = {}
 
     def expected(self, batch: str, multiple: int, gradients: bool = True) -> Expected:
-        """The reference for the batch of this name, with lengths of this multiple."""
+        """Return the reference for the batch of this name, with lengths of this multiple."""
         found = self._expected.get((batch, multiple))
         if found is None or (gradients and not found.gradients):
             made = build_batch(batch, self.architecture, multiple=multiple)
@@ -54,7 +54,7 @@ class CachedReference:
         return found
 
     def stepped(self, batch: str, multiple: int, adamw: AdamW) -> Stepped:
-        """The reference's parameters after an optimizer step on this batch."""
+        """Return the reference's parameters after an optimizer step on this batch."""
         key = (batch, multiple, adamw)
         if key not in self._stepped:
             self._stepped[key] = self.reference.step(self.expected(batch, multiple), adamw)

@@ -23,18 +23,18 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Case:
-    """How a model runs.
+    """The settings under which a model runs.
 
     Attributes:
         layout: parallel sizes.
         spec: layer spec.
-        dtype: of weights and computation.
-        device: where; ``cuda`` needs one GPU a rank.
-        gradients: run the backward and compare gradients.
-        adamw: then take this optimizer step and compare parameters; None: do not.
+        dtype: dtype of weights and computation.
+        device: device that the model runs on; ``cuda`` needs one GPU per rank.
+        gradients: run the backward pass and compare gradients.
+        adamw: optimizer step to take after that, to compare parameters; None: take none.
         distributed_optimizer: shard optimizer states and gradients over DP.
         overlap: overlap gradient reduction (and parameter gathering, if distributed) with compute.
-        freeze: parts and patterns, as :class:`mcore_qwen3vl.model.freeze.Freezing` takes them.
+        freeze: parts and patterns to freeze, see :class:`mcore_qwen3vl.model.freeze.Freezing`.
         config: further ``TransformerConfig`` fields, such as recompute.
         compile_pointwise: see :mod:`mcore_qwen3vl.model.pointwise`.
     """
@@ -57,14 +57,14 @@ class Case:
 
     @property
     def multiple(self) -> int:
-        """What sequence lengths must be a multiple of."""
+        """The number that sequence lengths must be a multiple of."""
         return length_multiple(self.layout.cp, self.layout.tp, self.layout.sp)
 
     def validate(self, architecture: Architecture, batches: tuple[Batch, ...]) -> None:
         """Check before any process starts that the model and the batches can be run this way.
 
         Raises:
-            BadInput: they cannot.
+            BadInput: the model or a batch cannot be run this way.
         """
         self.layout.validate(architecture)
         for batch in batches:

@@ -1,4 +1,4 @@
-"""A case compared with Hugging Face: the reference, the ranks, the findings."""
+"""The comparison of a case with Hugging Face: the reference, the ranks, the findings."""
 
 from __future__ import annotations
 
@@ -46,27 +46,27 @@ def verify_parity(
 ) -> Report:
     """Compare a checkpoint under a layout with Hugging Face's model on one process.
 
-    In fp32 the tolerance is `TOLERANCE`, and one optimizer step is compared too. In bf16 it is
-    what Hugging Face's own bf16 run differs from its fp32 run, times `HALF_PRECISION_FACTOR`.
-    Experts that a rounding error swaps make that large for MoE models.
+    In fp32 the tolerance is `TOLERANCE`, and one optimizer step is compared too. In bf16 it is the
+    difference between Hugging Face's own bf16 and fp32 runs, times `HALF_PRECISION_FACTOR`. For MoE
+    models that is large, because a rounding error can swap experts.
 
     Args:
         hf_dir: checkpoint directory.
         layout: parallel sizes; default: one rank.
         batches: names from ``batches.RECIPES``; default: all that `spec` takes.
-        gradients: compare gradients and parameters too.
-        dtype: of both models.
-        device: where ours runs, one GPU a rank on ``cuda``; the reference runs on the CPU.
-        spec: layer spec of ours.
-        lora: PEFT adapter directory, or one of ``presets.Preset`` for random factors: they alone
-            are trained, and PEFT's model is what they are compared with.
-        compile_pointwise: of ours, as ``train --compile-pointwise``.
+        gradients: also compare gradients and parameters.
+        dtype: dtype of both models.
+        device: device of our model, one GPU per rank on ``cuda``; the reference runs on the CPU.
+        spec: layer spec of our model.
+        lora: PEFT adapter directory, or one of ``presets.Preset`` for random factors. Only the
+            adapter is trained, and PEFT's model is the reference.
+        compile_pointwise: compile in our model what ``train --compile-pointwise`` compiles.
         timeout: seconds for the ranks to finish.
         progress: shows how many passes over batches, of both models, are done.
 
     Raises:
-        BadInput: the model does not divide by the layout, a batch is not known or not for `spec`,
-            or there are fewer GPUs than ranks.
+        BadInput: the layout does not divide the model, a batch is not known or not for `spec`, or
+            there are fewer GPUs than ranks.
     """
     if lora is not None and str(lora) in get_args(Preset):
         config = preset_config(str(lora), hf_dir)
@@ -127,17 +127,16 @@ def compare_case(
     """Run `case` on `batches` and compare everything with the reference.
 
     Args:
-        reference: weights and reference.
+        reference: the checkpoint and the reference's results.
         case: how the model runs.
         batches: names from `RECIPES`; an optimizer step is taken on the last of each run.
         tolerances: by part (``logits``, ``loss``, ``gradients``, ``parameters``, ``gradient
             norm``); default `TOLERANCE` for each.
         timeout: seconds for the ranks to finish.
-        passed: called after each pass of ours over a batch.
+        passed: called after each pass of our model over a batch.
 
     Raises:
-        BadInput: the model or a batch does not divide by the layout, or the spec takes no such
-            batch.
+        BadInput: the layout does not divide the model or a batch, or the spec takes no such batch.
     """
     report = Report(
         f"{reference.path.name} at {case} against Hugging Face",
@@ -181,7 +180,7 @@ def compare_case(
 
 
 def _measure_on_rank(case: Case) -> Callable[..., list[Measurements]]:
-    """What the ranks run, imported here so that they need not import it again."""
+    """Return the function for the ranks, imported here so that they need not import it again."""
     if case.device == "cpu":
         cpu.install()
     from mcore_qwen3vl.verify.parity.on_rank import measure_on_rank
@@ -190,10 +189,10 @@ def _measure_on_rank(case: Case) -> Callable[..., list[Measurements]]:
 
 
 def _runs(batches: Iterable[Batch], case: Case) -> list[list[str]]:
-    """Batches that one run of the ranks can take.
+    """Return the names of batches, grouped by what one run of the ranks can take.
 
-    A pipeline is told once whether micro-batches differ in shape; with shapes that it may assume
-    equal it must work too.
+    A pipeline is told once whether micro-batches differ in shape. It must also work where it may
+    assume equal shapes, so even and uneven batches run apart.
     """
     even = [b.name for b in batches if not (b.uneven and case.layout.pp > 1)]
     uneven = [b.name for b in batches if b.uneven and case.layout.pp > 1]
@@ -203,7 +202,7 @@ def _runs(batches: Iterable[Batch], case: Case) -> list[list[str]]:
 def _counts(
     reference: CachedReference, case: Case, expected: Expected
 ) -> dict[tuple[str, str], int]:
-    """How many values there are to compare, by part and name; what is frozen is among them."""
+    """Return how many values there are to compare, frozen ones included, by part and name."""
     a = reference.architecture
     tokens = sum(int(valid.sum()) for valid in expected.valid)
     counts = {("logits", "all"): tokens * a.vocab_size, ("loss", "all"): tokens}
@@ -219,7 +218,7 @@ def _counts(
 
 
 def _frozen(measured: Measurements) -> dict[str, int]:
-    """How many values of each tensor the ranks found frozen."""
+    """Return how many values of each tensor the ranks found frozen."""
     return {name: one.count for (part, name), one in measured.items() if part == "frozen"}
 
 
@@ -229,7 +228,7 @@ def _judge(
     tolerances: dict[str, float],
     context: str,
 ) -> Iterator[Finding]:
-    """Findings, frozen values taken off what should have a gradient."""
+    """Return the findings, after taking frozen values off those that should have a gradient."""
     for name, count in _frozen(measured).items():
         del measured["frozen", name]
         counts["gradients", name] -= count

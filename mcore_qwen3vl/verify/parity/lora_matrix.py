@@ -1,4 +1,4 @@
-"""The layout matrix of LoRA: every rule by which a factor's gradient is made, against PEFT."""
+"""The layout matrix of LoRA: every rule for a factor's gradient, compared with PEFT."""
 
 from __future__ import annotations
 
@@ -79,5 +79,5 @@ LORA_MATRIX: tuple[MatrixRow, ...] = (
         config={**SELECTIVE, "recompute_modules": ["core_attn", "moe"]},
     ),
 )
-"""Each differs from the others in what may go wrong; together every rule of
-``mcore_qwen3vl.model.lora.regions`` and every kind of target meets every kind of parallelism."""
+"""Different things can go wrong in each row. Together, the rows combine every rule of
+``mcore_qwen3vl.model.lora.regions`` and every kind of target with every kind of parallelism."""

@@ -1,4 +1,4 @@
-"""The layout matrix: every layout and every batch kind, against Hugging Face, on tiny models.
+"""The layout matrix: tiny models in every layout and batch kind, compared with Hugging Face.
 
 The tests run it, and ``python -m mcore_qwen3vl.verify.parity`` writes it as a table.
 """
@@ -25,25 +25,27 @@ MODELS: dict[str, dict[str, Any]] = {
     "dense": {},
     "tied": {"tie": True},
     "moe": {"moe": True},
-    # Dense and MoE layers in turn.
+    # Dense and MoE layers alternate.
     "moe-mixed": {"moe": True, "layout": "v5", "text": {"mlp_only_layers": [0, 2]}},
-    # Every expert for every token: without a choice that rounding could change, bf16 can be judged.
+    # Every token takes every expert. Rounding can change no choice, so that bf16 can be judged.
     "moe-all": {"moe": True, "text": {"num_experts_per_tok": 12}},
-    # An epsilon that float32 shows: the published 1e-6 could be doubled without being seen.
+    # An epsilon that shows in float32: twice the published 1e-6 would go unnoticed.
     "epsilon": {"text": {"rms_norm_eps": 0.02}},
     # Fewer KV heads than tensor-parallel ranks.
     "few-kv": {"text": {"num_key_value_heads": 2}},
 }
-"""What :func:`write_tiny_checkpoint` is given for each model."""
+"""The arguments of :func:`write_tiny_checkpoint` for each model."""
 
 EVERY = tuple(RECIPES)
 STAGED = ("mixed", "padded-left", "packed", "imageless", "ragged")
-"""What a pipeline can get wrong by itself. It computes in the order of one rank, so its errors are
-those of the same layout without it, digit for digit; what it may lose is what has to reach a later
-stage: features, the padding mask, the bounds of a pack, micro-batches without a feature, shapes."""
+"""Batches that a pipeline can get wrong by itself. It computes in the order of one rank, so its
+errors are those of the same layout without it, digit for digit. It can lose what has to reach a
+later stage: features, the padding mask, the bounds of a pack, micro-batches without a feature,
+shapes."""
 DIVIDED = ("packed", "imageless", "ragged")
-"""What data parallelism can get wrong by itself, where the rank's micro-batches are those of one
-rank: the divisor of the loss, ranks without an image, ranks with micro-batches of other shapes."""
+"""Batches that data parallelism can get wrong by itself, though each micro-batch is computed as on
+one rank: the divisor of the loss, ranks without an image, ranks with micro-batches of other shapes.
+"""
 UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform"}
 SHARDED = {"distributed_optimizer": True}
 OVERLAPPED = {"distributed_optimizer": True, "overlap": True}
@@ -55,11 +57,11 @@ class MatrixRow:
 
     Attributes:
         model: a name in `MODELS`.
-        layout: as ``Layout.parse`` reads it.
+        layout: the layout in the form that ``Layout.parse`` reads.
         batches: the batches to run.
         options: further fields of :class:`Case`.
-        note: what is special about it.
-        lora: a name in ``adapters.ADAPTERS``: that alone is trained, and compared with PEFT.
+        note: what is special about the row.
+        lora: a name in ``adapters.ADAPTERS``; only this adapter is trained, and compared with PEFT.
     """
 
     model: str
@@ -217,10 +219,10 @@ MATRIX: tuple[MatrixRow, ...] = (
 
 
 class Matrix:
-    """Runs rows; tiny checkpoints and references are made once.
+    """A runner of rows, which makes tiny checkpoints and references only once.
 
     Args:
-        folder: where the checkpoints go.
+        folder: folder for the checkpoints.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -244,7 +246,7 @@ class Matrix:
         return report
 
     def reference(self, model: str, dtype: str = "fp32", lora: str = "") -> CachedReference:
-        """The tiny checkpoint of this model, with a reference in `dtype`, or PEFT's with `lora`."""
+        """Return this model's tiny checkpoint and its reference in `dtype`; with `lora`, PEFT's."""
         key = (model, dtype, lora)
         if key not in self._references:
             path = self._folder / model
@@ -255,7 +257,7 @@ class Matrix:
         return self._references[key]
 
     def adapter(self, model: str, lora: str) -> Path:
-        """The PEFT directory of an adapter for the tiny checkpoint of this model."""
+        """Return the PEFT directory of an adapter for the tiny checkpoint of this model."""
         path = self._folder / f"{model} {lora}"
         if not path.exists():
             write_random_adapter(path, ADAPTERS[lora], self._folder / model)
@@ -272,7 +274,7 @@ def parity_matrix(
 
     Args:
         folder: scratch directory for tiny checkpoints.
-        rows: what to run.
+        rows: rows to run.
         progress: called after each row.
     """
     matrix = Matrix(folder)
@@ -285,7 +287,7 @@ def parity_matrix(
 
 
 def markdown(results: Sequence[tuple[MatrixRow, Report]]) -> str:
-    """The table: a row for each layout, a column for each batch, and the optimizer step.
+    """Return the table: a row for each layout, a column for each batch, and the optimizer step.
 
     A cell holds the worst relative errors of logits / loss / gradients in units of 1e-6.
     """

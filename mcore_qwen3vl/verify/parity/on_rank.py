@@ -1,7 +1,7 @@
 """The rank's side of a parity case: Megatron's own schedule, compared slice by slice.
 
-Every rank is forked from the process that holds the reference, so it compares what it has with its
-slice of the reference and sends back numbers only.
+Every rank is forked from the process that holds the reference. So it compares its values with its
+slice of the reference, and sends back numbers only.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from mcore_qwen3vl.verify.parity.reference import AFTER_STEP, AdamW, Expected, S
 from mcore_qwen3vl.verify.report.measurement import Measurement, Measurements, measure, merge
 
 IN_MEMORY: ExpertLayout = "v5"
-"""How transformers 5 lays experts out in memory, whatever the checkpoint has."""
+"""The layout of experts in memory under transformers 5, whatever the checkpoint has."""
 
 BUCKET_VALUES = 20_000
-"""DDP's bucket size: small, so that even a tiny model reduces its gradients in several."""
+"""DDP's bucket size: small, so that even a tiny model reduces its gradients in several buckets."""
 
 HEAD_CHUNK = 7
 """Tokens whose logits the head holds at a time: few, so that there are several chunks."""
@@ -70,15 +70,15 @@ def measure_on_rank(
         case: what to run.
         batches: the reference of each batch.
         stepped: the reference's parameters after an optimizer step on the last batch.
-        adapter: what alone is trained, if any.
+        adapter: LoRA adapter, if any, which is then the only thing trained.
 
     Returns:
-        For each batch, what this rank measured.
+        This rank's measurements of each batch.
     """
     initialize(case.layout)
     engine = Engine(path, case, uneven=any(b.batch.uneven for b in batches), adapter=adapter)
     if case.overlap:
-        engine.run(batches[0])  # DDP reduces without overlap in its first batch, to count gradients
+        engine.run(batches[0])  # in its first batch DDP counts gradients, and does not overlap
     measured = []
     for batch in batches:
         measured.append(engine.measure(batch))
@@ -102,11 +102,11 @@ class Engine:
     """This rank's part of the model, wrapped as Megatron's training loop wraps it.
 
     Args:
-        path: Hugging Face directory: the model's config and weights.
+        path: Hugging Face directory with the model's config and weights.
         case: how the model runs.
-        uneven: micro-batches differ in shape.
+        uneven: whether micro-batches differ in shape.
         mcore: Megatron-Core checkpoint to take the weights from instead.
-        adapter: LoRA, which alone is trained.
+        adapter: LoRA adapter, if any, which is then the only thing trained.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Engine:
             self.chunks[-1].output_layer.register_forward_hook(self._keep_logits, with_kwargs=True)
 
     def measure(self, expected: Expected) -> Measurements:
-        """One pass over a global batch."""
+        """Run one pass over a global batch and compare it with the reference."""
         outputs = self.run(expected)
         measured = [self._measure_output(output, expected) for output in outputs]
         if self.case.gradients:
@@ -161,10 +161,10 @@ class Engine:
         return merge(measured)
 
     def step(self, adamw: AdamW, stepped: Stepped, expected: Expected) -> Measurements:
-        """One optimizer step from the gradients of the last batch.
+        """Take one optimizer step from the gradients of the last batch and compare its results.
 
-        Where the new parameters are gathered during the forward pass that follows, that pass is
-        compared too: a weight that is read without waiting for it is the old one.
+        If the new parameters are gathered during the following forward pass, that pass is compared
+        too: a weight that is read before its gather has ended is still the old one.
         """
         optimizer = get_megatron_optimizer(
             OptimizerConfig(
@@ -199,7 +199,7 @@ class Engine:
         return merge([measured, *forward])
 
     def run(self, expected: Expected) -> list[_Output]:
-        """Forward and, with gradients, backward over this rank's part of a global batch."""
+        """Run forward and, with gradients, backward over this rank's part of a global batch."""
         micro_batches = expected.batch.micro_batches
         numbers = expected.batch.of_rank(
             mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
@@ -284,7 +284,7 @@ class Engine:
         return measured
 
     def _frozen(self) -> Measurements:
-        """How many values of each tensor are frozen and indeed without gradient."""
+        """Count the frozen values of each tensor, and assert that they have no gradient."""
         counts: Measurements = {}
         for chunk in self.chunks:
             for parameter in chunk.parameters():
@@ -318,7 +318,7 @@ class Engine:
         )
 
     def _configure_schedule(self) -> None:
-        """What Megatron's training loop sets before it calls the schedule."""
+        """Set what Megatron's training loop sets before it calls the schedule."""
         config = get_model_config(self.model[0])
         config.finalize_model_grads_func = finalize_model_grads
         one = len(self.model) == 1
@@ -333,13 +333,13 @@ class Engine:
 
 
 def _multiply_exactly(case: Case) -> dict[str, Any]:
-    """From now on the factors of no float32 product are rounded to TF32's ten bits.
+    """Keep the operands of float32 products from being rounded to TF32's ten bits from now on.
 
-    PyTorch does that in convolutions, and in NVIDIA's containers everywhere.
+    PyTorch rounds them in convolutions, and in NVIDIA's containers everywhere.
 
     Returns:
-        ``TransformerConfig`` fields: Megatron gives routers of any layer spec Transformer Engine's
-        product, which is in TF32 always, but for float64.
+        ``TransformerConfig`` fields. In any layer spec, Megatron uses Transformer Engine's matmul
+        for routers, which is always in TF32 except for float64.
     """
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
@@ -347,7 +347,7 @@ def _multiply_exactly(case: Case) -> dict[str, Any]:
 
 
 def logits_of(head: Any, inputs: Any, kwargs: dict[str, Any], outputs: Any) -> Tensor:
-    """What a forward hook of the head sees, or where it gave losses, would have seen.
+    """Return the logits that a forward hook of the head sees; recompute them if it gave losses.
 
     Returns:
         Logits (s, B, V / tp), a copy: Megatron's cross entropy works in place.
@@ -390,7 +390,7 @@ def _gather_gradients(ddp: DistributedDataParallel) -> None:
 
 
 def _constant_schedule(optimizer: Any, adamw: AdamW) -> None:
-    """Megatron's scheduler is what gives each parameter group its learning rate and decay."""
+    """Give each parameter group its learning rate and decay, which Megatron's scheduler sets."""
     OptimizerParamScheduler(
         optimizer,
         init_lr=adamw.lr,

@@ -1,4 +1,4 @@
-"""PEFT's own model: what an adapter computes, and every gradient of what it trains."""
+"""PEFT's own model, the reference for an adapter's outputs and gradients."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ _PREFIX = "base_model.model."
 
 
 class PeftReference(Reference):
-    """Hugging Face's model with a PEFT adapter, of which alone there are gradients.
+    """Hugging Face's model with a PEFT adapter, in which only the adapter has gradients.
 
     Args:
         path: checkpoint directory of the base model.
         adapter: PEFT adapter directory.
-        dtype: of weights and computation; factors stay float32, as PEFT has them, but for float64.
-        device: where it runs; results come back to the CPU.
+        dtype: dtype of weights and computation; factors stay float32, as in PEFT, unless this is
+            float64.
+        device: device that it runs on; results come back to the CPU.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class PeftReference(Reference):
 
         super().__init__(path, dtype=dtype, device=device)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # patterns of experts' ranks, which do what they say
+            warnings.simplefilter("ignore")  # about experts' rank patterns, which work
             self.model = PeftModel.from_pretrained(self.model, adapter, is_trainable=True)
         if dtype == torch.float64:
             self.model.double()
@@ -45,11 +46,11 @@ class PeftReference(Reference):
 
     @property
     def network(self) -> Any:
-        """The model inside PEFT's, with its wrappers at the adapted modules' places."""
+        """The model inside PEFT's, with PEFT's wrappers in place of the adapted modules."""
         return self.model.base_model.model
 
     def trained(self) -> dict[str, torch.nn.Parameter]:
-        """The factors as ``PARAMETER.lora_A`` and ``.lora_B``, and what is trained whole."""
+        """Return the factors as ``PARAMETER.lora_A`` and ``.lora_B``, and whole parameters."""
         return self._trained
 
     def _named(self) -> dict[str, torch.nn.Parameter]:

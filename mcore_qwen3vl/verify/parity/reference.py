@@ -1,7 +1,7 @@
-"""What Hugging Face's own model computes for a batch: the numbers that ours must equal.
+"""The results of Hugging Face's own model for a batch, which ours must equal.
 
 Every sample runs alone, unpadded and unpacked, with the positions that Hugging Face derives from
-it. Padding, packing and micro-batches are ours to get right, so they have no part in the reference.
+it. Padding, packing and micro-batches are what we have to get right, so the reference has none.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.verify.parity.batches import Batch, MicroBatch, Sample, media
 
 AFTER_STEP = "logits after a step"
-"""Part of a report: of the forward pass that overlaps the gathering of new parameters."""
+"""The report's part on the forward pass that overlaps the gathering of new parameters."""
 
 
 @dataclass(frozen=True)
 class AdamW:
-    """One optimizer step, by the names of Megatron's ``OptimizerConfig``.
+    """The settings of one optimizer step, by the names of Megatron's ``OptimizerConfig``.
 
     Decay spares biases and one-dimensional weights, as Megatron's default does. The large `eps`
     keeps the step a smooth function of the gradient: with a usual one, a gradient that is zero up
     to rounding would move its parameter by the full learning rate in a random direction. With this
-    one, a step makes the relative error of no gradient more than twice as large in the parameter
-    (the derivative of ``lr * g / (|g| + eps)`` is at most ``lr / eps``); with 1e-4 it made those
-    of LoRA's factors up to 17 times as large.
+    one, a parameter's relative error after the step is at most twice that of its gradient (the
+    derivative of ``lr * g / (|g| + eps)`` is at most ``lr / eps``). With 1e-4 it was up to 17 times
+    as large for LoRA's factors.
     """
 
     lr: float = 1e-2
@@ -55,8 +55,8 @@ class Expected:
         logits: for each micro-batch (B, S, V) float32; 0 at padding.
         losses: for each micro-batch (B, S) float32 cross-entropy of each token; 0 at padding.
         valid: for each micro-batch (B, S) bool: not padding.
-        gradients: by HF name, of the loss summed over the tokens that count and divided by their
-            number in the whole batch; empty where none were asked for.
+        gradients: gradients by HF name, of the loss summed over the tokens that count and divided
+            by their number in the whole batch; empty if not asked for.
     """
 
     batch: Batch
@@ -80,8 +80,8 @@ class Reference:
 
     Args:
         path: checkpoint directory.
-        dtype: of weights and computation.
-        device: where it runs; results come back to the CPU.
+        dtype: dtype of weights and computation.
+        device: device that it runs on; results come back to the CPU.
 
     Raises:
         BadInput: a file is damaged, or a weight is NaN or infinite.
@@ -92,7 +92,7 @@ class Reference:
     ) -> None:
         import transformers
 
-        HuggingFaceCheckpoint(path)  # which says what is wrong with its files
+        HuggingFaceCheckpoint(path)  # its errors say what is wrong with the files
         self.architecture = Architecture.from_hf(path)
         self.device = device
         kind = "Moe" if self.architecture.is_moe else ""
@@ -107,7 +107,7 @@ class Reference:
         self.model.eval()
 
     def run(self, batch: Batch, *, gradients: bool = True) -> Expected:
-        """Logits, losses and, with `gradients`, every parameter's gradient, summed over samples."""
+        """Compute logits, losses and, with `gradients`, all gradients, summed over samples."""
         self.model.zero_grad(set_to_none=True)
         scale = 1 / batch.tokens
         micro = [self._micro_batch(m, scale, gradients) for m in batch.micro_batches]
@@ -141,7 +141,7 @@ class Reference:
 
     @contextmanager
     def _weights(self, values: dict[str, Tensor]) -> Iterator[None]:
-        """Other parameters for a while."""
+        """Replace the trained parameters by `values` inside."""
         trained = self.trained()
         own = {name: weight.detach().clone() for name, weight in trained.items()}
         try:
@@ -175,10 +175,11 @@ class Reference:
         return logits, losses, valid
 
     def added_loss(self, output: Any) -> Tensor | float:
-        """What a sample's summed loss is increased by; to be overridden, as for router losses.
+        """Return what to add to a sample's summed loss; override it, for example for router losses.
 
         Args:
-            output: of HF's forward; MoE models' have ``router_logits``, (L, E) for each MoE layer.
+            output: output of HF's forward; for MoE models it has ``router_logits``, (L, E) for each
+                MoE layer.
         """
         return 0.0
 
@@ -192,7 +193,7 @@ class Reference:
         return self.model(**inputs, use_cache=False, **more)
 
     def _gradients(self) -> dict[str, Tensor]:
-        """Zeros where the loss does not reach, as the vision tower in a batch of text."""
+        """Return all gradients, zero where the loss does not reach (vision in a batch of text)."""
         return {
             name: torch.zeros_like(p, device="cpu", dtype=torch.float32)
             if p.grad is None
@@ -206,7 +207,7 @@ class Reference:
         return self.model
 
     def trained(self) -> dict[str, torch.nn.Parameter]:
-        """What has a gradient, by the names under which it is compared."""
+        """Return the parameters that have a gradient, by the names used in comparisons."""
         return dict(self.model.named_parameters())
 
 

@@ -1,4 +1,4 @@
-"""How far a comparison may be off: a constant in float32, measured in bfloat16."""
+"""The tolerances of comparisons: a constant in float32, measured in bfloat16."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HALF_PRECISION_FACTOR = 2.0
 def half_precision_tolerances(
     half: CachedReference, full: CachedReference, case: Case, batches: Iterable[str]
 ) -> dict[str, float]:
-    """By part, `HALF_PRECISION_FACTOR` times the worst error of Hugging Face's own bf16 run."""
+    """Return by part `HALF_PRECISION_FACTOR` times the worst error of HF's own bf16 run."""
     worst = dict.fromkeys(("logits", "loss", "gradients"), 0.0)
     for name in batches:
         ours, exact = (c.expected(name, case.multiple, case.gradients) for c in (half, full))
@@ -30,7 +30,7 @@ def half_precision_tolerances(
 
 
 def _differences(actual: Expected, expected: Expected) -> Iterator[Measurements]:
-    """One reference measured against another."""
+    """Measure one reference against another."""
     for number, valid in enumerate(expected.valid):
         logits, losses = actual.logits[number], actual.losses[number]
         yield {

@@ -1,1 +1,1 @@
-"""One report for every ``verify`` command: JSON and a page that needs nothing else."""
+"""One report for every ``verify`` command: JSON, and a page that needs no other file."""

@@ -1,4 +1,4 @@
-"""What the numbers of a report depend on besides the models."""
+"""The software and machine that a report's numbers depend on, besides the models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine")
 
 
 def environment() -> dict[str, str]:
-    """Versions of what computes, and the machine."""
+    """Return the versions of the packages that compute, and the machine."""
     found = {"mcore-qwen3vl": __version__}
     for package in PACKAGES:
         try:

@@ -1,8 +1,8 @@
-"""The comparison engine: how far values are from what they should be, and whether that is allowed.
+"""The comparison engine: how far values are from the expected ones, and whether that is allowed.
 
-Values arrive in pieces, from many ranks and slices, so a comparison is a small record that merges:
-the largest absolute error, the largest expected magnitude and the number of values seen. Ranks send
-records, never tensors.
+Values arrive in pieces from many ranks and slices, so a comparison is a small record that can be
+merged: the largest absolute error, the largest expected magnitude and the number of values seen.
+Ranks send records, never tensors.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Measurement:
-    """Some of the values of one tensor, compared.
+    """The comparison of some values of one tensor.
 
     Attributes:
-        error: largest |actual - expected|; infinite where a value is not finite.
-        scale: largest |expected|; in a bitwise comparison, of the blocks that differ.
-        count: values compared, each place of the tensor once.
-        copies: further values compared, at places that another rank holds too.
-        different: of `count`, those that differ in any bit; in bitwise comparisons only.
-        copies_different: of `copies`, likewise.
+        error: largest |actual - expected|; infinite if a value is not finite.
+        scale: largest |expected|; in a bitwise comparison, only over blocks that differ.
+        count: number of compared values, each place of the tensor once.
+        copies: number of further compared values, at places that another rank holds too.
+        different: number of values in `count` that differ in any bit; in bitwise comparisons only.
+        copies_different: number of values in `copies` that differ in any bit, likewise.
     """
 
     error: float = 0.0
@@ -60,7 +60,7 @@ class Measurement:
         )
 
     def as_copy(self) -> Measurement:
-        """The same, of places that another rank answers for."""
+        """Return this comparison as one of places that another rank answers for."""
         return Measurement(
             self.error, self.scale, copies=self.count, copies_different=self.different
         )
@@ -72,11 +72,11 @@ def measure(actual: Tensor, expected: Tensor, *, bitwise: bool = False) -> Measu
     Args:
         actual: what was found, of any dtype.
         expected: what should be there; of the same dtype if `bitwise`.
-        bitwise: compare bits, so that zeros of different sign differ and equal NaNs do not; else
-            in float32 or wider.
+        bitwise: compare bits, so that zeros of different sign differ and equal NaNs do not;
+            otherwise compare in float32 or wider.
 
     Raises:
-        CheckFailed: the shapes differ, or the dtypes where bits are compared.
+        CheckFailed: the shapes differ or, if `bitwise`, the dtypes.
     """
     if actual.shape != expected.shape:
         raise CheckFailed(
@@ -113,11 +113,11 @@ def _measure_bits(actual: Tensor, expected: Tensor) -> Measurement:
 
 
 Measurements = dict[tuple[str, str], Measurement]
-"""By part and name."""
+"""Measurements by part and name."""
 
 
 def merge(parts: Iterable[Mapping[tuple[str, str], Measurement]]) -> Measurements:
-    """Join what was measured on several ranks or in several slices."""
+    """Join the measurements of several ranks or slices."""
     merged: Measurements = {}
     for part in parts:
         for key, measurement in part.items():
@@ -127,16 +127,16 @@ def merge(parts: Iterable[Mapping[tuple[str, str], Measurement]]) -> Measurement
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing, compared: a tensor, an activation, a file.
+    """The comparison of one thing: a tensor, an activation or a file.
 
     Attributes:
-        part: what kind of thing it is: ``logits``, ``gradients``, ``tensors``, ``files``…
-        name: which one; a Hugging Face name for weights and gradients.
-        measured: the comparison; nothing where there are no numbers to compare.
+        part: the kind of thing: ``logits``, ``gradients``, ``tensors``, ``files``…
+        name: name of the thing; a Hugging Face name for weights and gradients.
+        measured: the measurement; empty if there are no numbers to compare.
         tolerance: largest error allowed, relative to the largest expected magnitude; 0: bitwise.
-        expected_count: values the tensor has; None where any number will do.
+        expected_count: number of values of the tensor; None: any number will do.
         context: where it was found, for example the batch.
-        flaw: why it fails whatever the numbers, for example ``only in A``; empty if it does not.
+        flaw: why it fails whatever the numbers, for example ``only in A``; empty: for no reason.
     """
 
     part: str
@@ -154,7 +154,7 @@ class Finding:
 
     @property
     def complete(self) -> bool:
-        """Every value of the tensor was compared, once apart from copies."""
+        """Whether every value of the tensor was compared, and only once apart from copies."""
         return self.expected_count is None or self.measured.count == self.expected_count
 
     @property
@@ -164,12 +164,12 @@ class Finding:
 
     @property
     def badness(self) -> tuple[bool, float]:
-        """Failures first, then by error over tolerance, or over float32's where it is bitwise."""
+        """The sort key: failures, then error over tolerance, or float32's epsilon if bitwise."""
         return not self.ok, self.error / (self.tolerance or EPSILON)
 
     @property
     def detail(self) -> str:
-        """What the numbers alone do not say."""
+        """A few words on what the error alone does not say."""
         m = self.measured
         if self.flaw:
             return self.flaw
@@ -182,7 +182,7 @@ class Finding:
         return ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; infinities as text."""
+        """Return plain values for JSON, with infinities as text."""
         m = self.measured
         return {
             "part": self.part,
@@ -210,12 +210,12 @@ def findings(
     counts: Mapping[tuple[str, str], int] | None = None,
     context: str = "",
 ) -> Iterator[Finding]:
-    """Judge what was measured; with `counts`, also what should have been and was not.
+    """Judge the measurements; with `counts`, also those that are missing.
 
     Args:
-        measured: by part and name.
-        tolerances: by part.
-        counts: how many values each part and name has. None: not known.
+        measured: measurements by part and name.
+        tolerances: tolerances by part.
+        counts: number of values by part and name; None: the numbers are not known.
         context: see :class:`Finding`.
     """
     keys = dict.fromkeys([*(counts or {}), *measured])

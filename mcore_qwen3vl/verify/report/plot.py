@@ -13,10 +13,10 @@ from mcore_qwen3vl.verify.report.result import Report
 WIDTH, HEIGHT = 1040, 260
 LEFT, TOP, BOTTOM = 58, 14, 34
 POINTS = 600
-"""Comparisons drawn in one plot; of more, neighbours share a point, the worst of them."""
+"""The most points in one plot; with more comparisons, neighbours share the point of the worst."""
 PLOTS = 4
 FEWEST = 4
-"""A part with fewer comparisons is not plotted."""
+"""Comparisons below which a part is not plotted."""
 FLOOR = 1e-9
 CEILING = 1e3
 
@@ -25,7 +25,7 @@ CEILING = 1e3
 class PlotPoint:
     x: float
     y: float
-    limit: float | None  # None: bitwise, for which there is no place on a logarithmic axis
+    limit: float | None  # None: bitwise, which has no place on a logarithmic axis
     finding: Finding
 
 
@@ -59,7 +59,7 @@ class Plot:
 
 
 def plots(report: Report) -> list[Plot]:
-    """A plot for each part with numbers enough, in the order of the report."""
+    """Return a plot for each part with enough numbers, in the order of the report."""
     made = []
     for context, part in report.parts():
         found = [
@@ -73,7 +73,7 @@ def plots(report: Report) -> list[Plot]:
 
 
 def region(name: str) -> str:
-    """The piece of the network that a tensor or module belongs to."""
+    """Return the region of the network that a tensor or module belongs to."""
     layer = re.search(r"language_model\.layers\.(\d+)", name)
     if layer:
         return f"layer {layer[1]}"
@@ -92,7 +92,7 @@ def _plot(title: str, found: list[Finding]) -> Plot:
     low = math.floor(math.log10(min(values)))
     high = max(math.ceil(math.log10(max(values))), low + 2)
     zeros = any(not f.error for f in found)
-    low -= 2 * zeros  # room for them below the smallest
+    low -= 2 * zeros  # room for zeros below the smallest error
     step = (WIDTH - LEFT) / len(found)
 
     def y(value: float) -> float:

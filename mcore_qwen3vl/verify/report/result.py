@@ -1,6 +1,6 @@
-"""The result in which every ``verify`` command ends, and its JSON form.
+"""The result of every ``verify`` command, and its JSON form.
 
-The JSON, of ``--json`` and of ``report.json`` alike::
+The JSON of both ``--json`` and ``report.json`` has these keys::
 
     format       2, raised when a key changes its meaning
     title        what was compared with what
@@ -29,13 +29,13 @@ WORST_SHOWN = 5
 
 @dataclass(frozen=True)
 class PartSummary:
-    """All comparisons of one part.
+    """A summary of one part's comparisons.
 
     Attributes:
         part, context: see :class:`Finding`.
-        count: how many there are.
-        failed: how many of them failed.
-        worst: the first to look at.
+        count: number of comparisons.
+        failed: number of comparisons that failed.
+        worst: the comparison to look at first.
     """
 
     part: str
@@ -75,7 +75,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Something was compared, and all of it holds."""
+        """Whether something was compared and all of it holds."""
         return bool(self.findings) and all(finding.ok for finding in self.findings)
 
     @property
@@ -90,20 +90,20 @@ class Report:
 
     @property
     def notes(self) -> dict[str, str]:
-        """Paragraphs with a heading, for people."""
+        """Paragraphs by heading, for people."""
         return {}
 
     @property
     def failures(self) -> list[Finding]:
-        """The worst first."""
+        """The findings that failed, the worst first."""
         return [finding for finding in self.worst() if not finding.ok]
 
     def worst(self) -> list[Finding]:
-        """Failures, then the nearest to their tolerance."""
+        """Return the findings: failures first, then those nearest to their tolerances."""
         return sorted(self.findings, key=lambda finding: finding.badness, reverse=True)
 
     def parts(self) -> dict[tuple[str, str], PartSummary]:
-        """By context and part, in the order in which they first appear."""
+        """Return summaries by context and part, in the order in which they first appear."""
         members: dict[tuple[str, str], list[Finding]] = {}
         for finding in self.findings:
             members.setdefault((finding.context, finding.part), []).append(finding)
@@ -119,10 +119,10 @@ class Report:
         }
 
     def require(self) -> None:
-        """Do nothing if all is well.
+        """Raise an error unless something was compared and all of it holds.
 
         Raises:
-            CheckFailed: it is not; the message names the worst findings.
+            CheckFailed: it does not hold; the message names the worst findings.
         """
         if self.ok:
             return
@@ -133,7 +133,7 @@ class Report:
         raise CheckFailed("\n  ".join(lines))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON, as described at the top of this module."""
+        """Return plain values for JSON, as described at the top of this module."""
         return {
             "format": FORMAT,
             "title": self.title,

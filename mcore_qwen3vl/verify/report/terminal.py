@@ -1,4 +1,4 @@
-"""A report on the terminal: verdict, a table by part, and what failed."""
+"""A report on the terminal: the verdict, a table by part, and the failures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mcore_qwen3vl.verify.report.result import Report
 
 
 def render(report: Report) -> Group:
-    """Something that rich prints."""
+    """Return the report in a form that rich prints."""
     verdict = "[bold green]equal[/]" if report.ok else "[bold red]different[/]"
     lines: list[str | Table] = [f"{verdict}: {plain(report.title)}. {plain(report.verdict)}"]
     for heading, text in report.notes.items():
@@ -29,7 +29,7 @@ def render(report: Report) -> Group:
 
 
 def by_part(report: Report) -> Table:
-    """A line for each part and context: how much was compared, and the worst of it."""
+    """Return a table with a line for each part and context, and the worst comparison of each."""
     title = ", ".join(f"{name} {value}" for name, value in report.environment.items())
     columns = ("in", "part", ">compared", ">failed", ">error", ">allowed", "worst", "")
     contexts = any(finding.context for finding in report.findings)
@@ -51,7 +51,7 @@ def by_part(report: Report) -> Table:
 
 
 def number(finding: Finding) -> str:
-    """The relative error; blank where there are no numbers."""
+    """Return the relative error as text; blank if there are no numbers."""
     if finding.flaw or not finding.measured.count:
         return ""
     if not math.isfinite(finding.error):
@@ -60,7 +60,7 @@ def number(finding: Finding) -> str:
 
 
 def allowance(finding: Finding) -> str:
-    """The tolerance; blank where there are no numbers."""
+    """Return the tolerance as text; blank if there are no numbers."""
     if not finding.measured.count:
         return ""
     return f"{finding.tolerance:.1e}" if finding.tolerance else "bitwise"

@@ -1,4 +1,4 @@
-"""Write a report: ``report.html`` for people, ``report.json`` and ``junit.xml`` for CI."""
+"""The files of a report: ``report.html`` for people, ``report.json`` and ``junit.xml`` for CI."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ NEAREST_SHOWN = 10
 
 
 def write_report(report: Report, folder: str | Path) -> None:
-    """Write ``report.html``, ``report.json`` and ``junit.xml`` into `folder`, made if absent.
+    """Write ``report.html``, ``report.json`` and ``junit.xml`` into `folder`, made if missing.
 
-    The page needs no network and no other file; it stays below 1 MB whatever the size of the
-    model, because it draws and lists only so many comparisons. The JSON has all of them; see
+    The page needs no network and no other file. It stays below 1 MB whatever the size of the model,
+    because it draws and lists a limited number of comparisons. The JSON has all of them; see
     :mod:`mcore_qwen3vl.verify.report.result` for its keys.
 
     Raises:
@@ -42,7 +42,7 @@ def write_report(report: Report, folder: str | Path) -> None:
 
 
 def junit(report: Report) -> bytes:
-    """The report in the XML form that CI systems show: a test case for each part and context."""
+    """Return the XML that CI systems show, with a test case for each part and context."""
     parts = report.parts()
     title = visible(report.title)  # XML cannot hold control characters
     suite = ElementTree.Element("testsuite", name=title, tests=str(len(parts)))
@@ -60,7 +60,7 @@ def junit(report: Report) -> bytes:
 
 
 def html(report: Report) -> str:
-    """The report as HTML, everything inline."""
+    """Return the report as HTML, with everything inline."""
     environment = templates("mcore_qwen3vl.verify.report")
     environment.filters |= {"number": number, "allowance": allowance}
     content = report.to_dict()

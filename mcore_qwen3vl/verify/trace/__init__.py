@@ -1,1 +1,1 @@
-"""Find the first probe point where two models differ, and the cause."""
+"""The search for the first probe point where two models differ, and for the cause."""

@@ -1,7 +1,7 @@
-"""The probe points in a running, sharded Megatron model: which tensor, which rows, which columns.
+"""The probe points in a running, sharded Megatron model: the tensor, rows and columns of each.
 
-Modules are paired by the table that maps the weights: the rows of a weight that this rank holds are
-the columns of the output that it computes, and a row-parallel weight's columns those of its input.
+Modules are paired by the table that maps the weights. The rows of a weight that this rank holds are
+the columns of its output, and a row-parallel weight's columns are those of its input.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from mcore_qwen3vl.verify.trace.probe_points import TEXT, VISUAL, ProbePoint, Ro
 
 @dataclass(frozen=True)
 class ColumnMap:
-    """Columns of a local tensor that are columns of a probe point.
+    """The columns of a probe point that a local tensor holds.
 
     Attributes:
         point: name of the probe point.
-        local, reference: the columns here and there.
-        split: other ranks of the TP group hold other columns.
+        local, reference: the columns in the local tensor and at the probe point.
+        split: whether other ranks of the TP group hold other columns.
     """
 
     point: str
@@ -38,17 +38,17 @@ class ColumnMap:
 
 @dataclass(frozen=True)
 class Hook:
-    """A tensor that a module of this chunk takes or makes.
+    """A tensor that a module of this chunk takes or returns.
 
     Attributes:
         module: the module.
         rows: what its rows stand for; tokens are sequence-major.
-        columns: what its columns are.
+        columns: the columns of probe points that it holds.
         side: whether it is an input or an output.
-        pick: the tensor among them.
-        spread: that tensor as it is compared.
-        wide: trailing axes that make the columns.
-        shared: several ranks hold the same columns and each has a part of their gradient.
+        pick: returns the tensor from the input or output.
+        spread: brings that tensor into the compared form.
+        wide: number of trailing axes that make the columns.
+        shared: whether several ranks hold the same columns, each with part of their gradient.
     """
 
     module: nn.Module
@@ -61,14 +61,14 @@ class Hook:
     shared: bool = False
 
     def flat(self, tensor: Tensor) -> Tensor:
-        """(rows, columns)."""
+        """Return the compared form of `tensor` as (rows, columns)."""
         return self.spread(tensor).flatten(-self.wide).flatten(0, -2)
 
 
 def hooks_of(chunk: Qwen3VLModel, points: list[ProbePoint]) -> Iterator[Hook]:
-    """Where this chunk can be compared with `points`; some lie on other pipeline stages.
+    """Yield this chunk's tensors to compare at `points`; other points are on other pipeline stages.
 
-    A norm that Transformer Engine fuses into the next linear layer has no output to look at.
+    A norm that Transformer Engine fuses into the next linear layer has no output to compare.
     """
     if chunk.pre_process:
         yield from _tower(chunk, points)
@@ -99,7 +99,7 @@ def _whole(module: nn.Module, point: str, side: str = "output") -> Hook:
 
 
 def _tower(chunk: Qwen3VLModel, points: list[ProbePoint]) -> Iterator[Hook]:
-    """The tower keeps its Hugging Face names."""
+    """Yield the hooks of the vision tower, which keeps its Hugging Face names."""
     for point in points:
         if not point.name.startswith(VISUAL):
             continue
@@ -110,7 +110,7 @@ def _tower(chunk: Qwen3VLModel, points: list[ProbePoint]) -> Iterator[Hook]:
 
 
 def _linears_and_norms(chunk: Qwen3VLModel) -> Iterator[Hook]:
-    """Every linear layer and norm of the decoder, from the weights they hold."""
+    """Yield the hooks of the decoder's linear layers and norms, found by their weights."""
     modules = dict(chunk.named_modules())
     outputs: dict[str, list[ColumnMap]] = defaultdict(list)
     inputs: dict[str, list[ColumnMap]] = {}
@@ -144,7 +144,7 @@ def _linears_and_norms(chunk: Qwen3VLModel) -> Iterator[Hook]:
 
 
 def _head_norms(chunk: Qwen3VLModel, attention: Any, name: str) -> Iterator[Hook]:
-    """The norms of queries and keys, whose columns are the heads of this TP rank."""
+    """Yield the hooks of the query and key norms, whose columns are this TP rank's heads."""
     a, size, rank = chunk.architecture, _tp_size(), mpu.get_tensor_model_parallel_rank()
     for module, point, heads in (
         (attention.q_layernorm, f"{name}.q_norm", a.num_attention_heads),
@@ -165,7 +165,7 @@ def _head_norms(chunk: Qwen3VLModel, attention: Any, name: str) -> Iterator[Hook
 
 
 def _head(chunk: Qwen3VLModel) -> Hook:
-    """The head's columns are the vocabulary rows of this TP rank, padding left out."""
+    """Return the head's hook, whose columns are this TP rank's vocabulary rows without padding."""
     size, rank = _tp_size(), mpu.get_tensor_model_parallel_rank()
     width = chunk.vocab_size // size
     stop = min((rank + 1) * width, chunk.architecture.vocab_size)
@@ -180,10 +180,10 @@ def _tp_size() -> int:
 
 
 def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The hidden states a module was called with."""
+    """Return the hidden states that a module was called with."""
     return args[0] if args else kwargs["hidden_states"]
 
 
 def rows_of(index: Tensor, batch_size: int, seq_len: int) -> Tensor:
-    """(s * B,) flat indices b * S + s of sequence-major rows at positions `index` (s,)."""
+    """Return flat indices b * S + s, (s * B,), of sequence-major rows at positions `index` (s,)."""
     return (index[:, None] + torch.arange(batch_size) * seq_len).flatten()

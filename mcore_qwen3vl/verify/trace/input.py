@@ -1,4 +1,4 @@
-"""A micro-batch from images, videos and a prompt, as a user would ask about them."""
+"""A micro-batch from a user's images, videos and prompt."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ def from_prompt(
     *,
     multiple: int = 1,
 ) -> MicroBatch:
-    """Run the checkpoint's own processor and chat template.
+    """Make a micro-batch with the checkpoint's own processor and chat template.
 
     Args:
         checkpoint: Hugging Face checkpoint directory with tokenizer and processor.
-        prompt: what the user says after the images and videos, or around their tags; see
+        prompt: the user's text after the images and videos, or around their tags; see
             :func:`mcore_qwen3vl.generation.prompts.user_turns`.
         images: image files.
         videos: video files.
-        multiple: what the length must be a multiple of, as the layout demands; the prompt is
+        multiple: number that the layout requires the length to be a multiple of; the prompt is
             padded on the right. See :func:`mcore_qwen3vl.model.sequence.length_multiple`.
 
     Raises:
         BadInput: an image or video cannot be read, or tags and media do not match.
     """
-    # Here, because megatron must not be imported before the CPU backend is installed.
+    # Imported here, because megatron must not be imported before the CPU backend is installed.
     from mcore_qwen3vl.data import load_processor
     from mcore_qwen3vl.generation.prompts import process, user_turns
 
@@ -41,7 +41,7 @@ def from_prompt(
     inputs = process(processor, user_turns([prompt], images, videos))
     ids = inputs["input_ids"][0]
     counts = torch.ones(len(ids))
-    counts[-1] = 0  # nothing follows
+    counts[-1] = 0  # no token follows the last one
     sample = Sample(
         ids,
         inputs.get("pixel_values"),

@@ -32,12 +32,12 @@ from mcore_qwen3vl.verify.trace.recording import Recording, valid_tokens
 from mcore_qwen3vl.verify.trace.result import ACTIVATION_GRADIENTS, ACTIVATIONS, GRADIENTS, WEIGHTS
 
 Choose = Callable[[Measurements], tuple[str, str] | None]
-"""From all ranks' measurements, the part and name of the first that is out of tolerance."""
+"""Returns, from all ranks' measurements, part and name of the first one out of tolerance."""
 
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """What every rank does.
+    """The task of every rank.
 
     Attributes:
         hf: directory of weights that the model should have.
@@ -47,7 +47,7 @@ class TraceRequest:
         points: the probe points, in the order of the data.
         recording: Hugging Face's values, in float64.
         choose: see `Choose`.
-        adapter: LoRA that the model has besides.
+        adapter: LoRA adapter of the model, if any.
     """
 
     hf: Path
@@ -62,12 +62,12 @@ class TraceRequest:
 
 @dataclass
 class RankTrace:
-    """What one rank sends back.
+    """The results that one rank sends back.
 
     Attributes:
         measured: comparisons, by part and name.
-        pieces: of the first probe point out of tolerance: rows, columns and values there.
-        weights: the model's weights around it, by HF name: box in the tensor and values.
+        pieces: rows, columns and values at the first probe point out of tolerance.
+        weights: the model's weights around that point, by HF name: box in the tensor and values.
     """
 
     measured: Measurements = field(default_factory=dict)
@@ -96,7 +96,7 @@ def trace_on_rank(request: TraceRequest) -> RankTrace:
 
 
 def _weights(chunks: list[Qwen3VLModel], request: TraceRequest) -> Measurements:
-    """The weights as loaded, against what the Hugging Face checkpoint and the adapter give them."""
+    """Compare the loaded weights with those of the Hugging Face checkpoint and the adapter."""
     checkpoint = HuggingFaceCheckpoint(request.hf)
     own: dict[str, Tensor] = {}
     if request.adapter is not None:
@@ -115,9 +115,9 @@ def _weights(chunks: list[Qwen3VLModel], request: TraceRequest) -> Measurements:
 def _held(
     chunks: list[Qwen3VLModel], point: str, values: Values
 ) -> dict[str, list[tuple[Any, Tensor]]]:
-    """This rank's parts of the weights at a probe point and, in a decoder layer, beside it.
+    """Return this rank's parts of the weights at a probe point and, in a decoder layer, beside it.
 
-    `point` may also be the label of a parameter, which is held whole.
+    `point` may also be the label of a parameter; the label of one expert gives the fused tensor.
     """
     name = point.removesuffix(":input").partition("[")[0]
     beside = name.rpartition(".")[0] if ".layers." in name else name
@@ -129,7 +129,7 @@ def _held(
 
 
 class _ComparisonHooks:
-    """Forward hooks on every tensor to compare; only the first micro-batch is kept."""
+    """Forward hooks on every tensor to compare, which keep the first micro-batch only."""
 
     def __init__(self, chunks: list[Qwen3VLModel], request: TraceRequest) -> None:
         self.recording = request.recording
@@ -142,7 +142,7 @@ class _ComparisonHooks:
             hook.module.register_forward_hook(self._keeper(number, hook), with_kwargs=True)
 
     def measure(self) -> Measurements:
-        """Every hooked tensor against the recording."""
+        """Compare every hooked tensor with the recording."""
         kinds = (
             (ACTIVATIONS, self.values, self.recording.values),
             (ACTIVATION_GRADIENTS, self.gradients, self.recording.gradients),
@@ -159,7 +159,7 @@ class _ComparisonHooks:
         return measured
 
     def pieces(self, point: str, *, gradients: bool) -> Iterator[tuple[Tensor, slice, Tensor]]:
-        """Rows, columns and values of `point` that this rank answers for."""
+        """Yield the rows, columns and values of `point` that this rank answers for."""
         for name, main, rows, columns, value in self._compared(
             self.gradients if gradients else self.values
         ):
@@ -174,14 +174,14 @@ class _ComparisonHooks:
             rows, mine, shared = self._rows(chunk, hook, len(value))
             value = value[mine]
             for columns in hook.columns:
-                # Without a part of its own, only the first rank of a TP group answers.
+                # If all ranks of a TP group have the same part, only the first answers.
                 main = shared or columns.split or mpu.get_tensor_model_parallel_rank() == 0
                 main = main and mpu.get_data_parallel_rank() == 0
                 main = main and (chunk.pre_process or not columns.point.endswith("rotary_emb"))
                 yield columns.point, main, rows, columns, value[:, columns.local]
 
     def _rows(self, chunk: Qwen3VLModel, hook: Hook, count: int) -> tuple[Tensor, Tensor, bool]:
-        """Rows of the recording, the local rows that they are, and whether TP divides them."""
+        """Return rows of the recording, the matching local rows, and whether TP divides them."""
         if hook.rows != "tokens":
             return self._visual_rows(chunk, hook.rows == "features", count)
         micro = self.recording.micro
@@ -218,7 +218,7 @@ class _ComparisonHooks:
         unit = tower.spatial_merge_unit
         share = share_frames(frames, unit, ranks, rank)
         rows = share.patch_rows[::unit] // unit if features else share.patch_rows
-        # Without a frame of its own a rank encodes a dummy, which has no counterpart.
+        # A rank without a frame of its own encodes a dummy, which has no counterpart.
         return rows, torch.arange(count if len(rows) else 0), group is not None
 
     def _keeper(self, number: int, hook: Hook) -> Callable[..., None]:
@@ -226,7 +226,7 @@ class _ComparisonHooks:
             if number in self.values:
                 return
             tensor = hook.pick(input_of(args, kwargs) if hook.side == "input" else output)
-            # A copy: pipeline stages free what they have sent.
+            # A copy, because pipeline stages free what they have sent.
             self.values[number] = hook.flat(tensor.detach()).cpu().clone()
             if tensor.requires_grad and not hook.shared:
 
@@ -239,9 +239,10 @@ class _ComparisonHooks:
         return keep
 
     def _gradient_scale(self, number: int) -> float:
-        """Inside a tower whose work TP shares without SP, gradients are TP times too large.
+        """Return the factor that corrects a gradient inside the vision tower.
 
-        Megatron takes the mean over TP of the parameters' gradients afterwards.
+        If TP shares the tower's work without SP, gradients there are TP times too large. Megatron
+        averages the parameters' gradients over TP afterwards.
         """
         chunk, hook = self.hooks[number]
         tp = mpu.get_tensor_model_parallel_world_size()
@@ -250,5 +251,5 @@ class _ComparisonHooks:
 
 
 def _flat(values: Tensor) -> Tensor:
-    """(B, S, W) or (P, W) to (rows, W)."""
+    """Reshape (B, S, W) or (P, W) to (rows, W)."""
     return values.flatten(0, -2)

@@ -26,13 +26,13 @@ class ProbePoint:
     """One probe point on the data path.
 
     Attributes:
-        name: HF module name; with ``:input`` where the module's input is meant.
-        part: which part of the model it belongs to.
+        name: HF module name, with ``:input`` for the input of a module whose output is one too.
+        part: part of the model that the point belongs to.
         rows: what its rows stand for.
-        module: HF module that is watched.
-        side: which of its values are compared.
-        pick: the tensor among the module's inputs or outputs; its gradient is compared as well.
-        spread: that tensor, or its gradient, as it is compared, given all the outputs.
+        module: HF module with the hook.
+        side: whether the module's input or output is compared.
+        pick: returns the tensor to compare from that input or output; its gradient is compared too.
+        spread: brings that tensor, or its gradient, into the compared form, given the whole output.
     """
 
     name: str
@@ -45,12 +45,12 @@ class ProbePoint:
 
 
 def data_path(a: Architecture) -> list[ProbePoint]:
-    """All probe points of a model, in order."""
+    """Return all probe points of a model, in the order of the data."""
     return [*_vision(a), *_text(a)]
 
 
 def cosine_and_sine(tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary tables as one tensor: (..., D) twice to (..., 2 * D)."""
+    """Join rotary tables into one tensor: (..., D) twice to (..., 2 * D)."""
     return torch.cat(tables, dim=-1)
 
 
@@ -107,6 +107,6 @@ def _text(a: Architecture) -> Iterator[ProbePoint]:
 
 
 def _over_all_experts(scores: Tensor, outputs: Any) -> Tensor:
-    """(T, k) weights of the chosen experts as (T, E), zero for the others."""
+    """Scatter the weights of the chosen experts (T, k) to (T, E), zero for the others."""
     logits, _, chosen = outputs
     return torch.zeros_like(logits, dtype=scores.dtype).scatter(1, chosen, scores)

@@ -1,4 +1,4 @@
-"""What Hugging Face's model computes at every probe point, and again under a changed assumption."""
+"""Hugging Face's values at every probe point, and their replay under a changed assumption."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Recording:
 
     Attributes:
         micro: the micro-batch.
-        values: by probe point: (B, S, W), zero at padding; (P, W) or (N, W).
-        gradients: the same for the loss's gradient; empty where none were asked for.
+        values: values by probe point: (B, S, W), zero at padding; (P, W) or (N, W).
+        gradients: the loss's gradients, in the same form; empty if not asked for.
         expected: logits, losses and gradients of the parameters.
-        calls: by module, its calls for this micro-batch in order; a sample with images and videos
+        calls: each module's calls for this micro-batch, in order; a sample with images and videos
             calls the tower twice.
     """
 
@@ -39,7 +39,7 @@ class Recording:
     calls: dict[str, list[Call]] = field(default_factory=dict)
 
     def assemble(self, point: ProbePoint, outputs: Sequence[Tensor]) -> Tensor:
-        """One tensor a call, in the order of :attr:`calls`, as one tensor."""
+        """Join one tensor per call, in the order of :attr:`calls`, into one tensor."""
         return assemble(point, self.micro, outputs)
 
 
@@ -57,8 +57,8 @@ def record(
         reference: Hugging Face's model.
         points: the probe points.
         batch: the input.
-        gradients: run the backward too.
-        keep_calls: keep every module's arguments, so that a call can be made again.
+        gradients: also run the backward pass.
+        keep_calls: keep every module's arguments, so that a call can be repeated.
     """
     micro = batch.micro_batches[0]
     hooks = _RecordingHooks(keep_calls)
@@ -79,9 +79,9 @@ def record(
 
 
 def assemble(point: ProbePoint, micro: MicroBatch, outputs: Sequence[Tensor]) -> Tensor:
-    """The values of a micro-batch from those of its samples.
+    """Join the values of samples into those of their micro-batch.
 
-    Visual rows stand images first, then videos, as :class:`VisualInputs` has them.
+    Visual rows are those of images first, then of videos, as in :class:`VisualInputs`.
     """
     if point.rows != "tokens":
         kinds = [kind for span in micro.spans for kind in _kinds(span.sample)]
@@ -95,7 +95,7 @@ def assemble(point: ProbePoint, micro: MicroBatch, outputs: Sequence[Tensor]) ->
 
 
 def valid_tokens(micro: MicroBatch) -> Tensor:
-    """(B, S) bool: not padding."""
+    """Return a mask (B, S) bool that is False at padding."""
     valid = torch.zeros(micro.input_ids.shape, dtype=torch.bool)
     for span in micro.spans:
         valid[span.tokens] = True
@@ -103,13 +103,13 @@ def valid_tokens(micro: MicroBatch) -> Tensor:
 
 
 def _kinds(sample: Any) -> list[int]:
-    """The calls of the vision tower that a sample makes: 0 for its images, 1 for its videos."""
+    """Return a sample's calls of the vision tower: 0 for its images, 1 for its videos."""
     grids = (sample.image_grid_thw, sample.video_grid_thw)
     return [kind for kind, grid in enumerate(grids) if grid is not None]
 
 
 class _RecordingHooks:
-    """Hooks that keep what passes."""
+    """Hooks that keep the values, gradients and calls that pass."""
 
     def __init__(self, keep_calls: bool) -> None:
         self.points: list[ProbePoint] = []
@@ -162,10 +162,10 @@ class _RecordingHooks:
 
 @torch.no_grad()
 def replay(model: nn.Module, recording: Recording, point: ProbePoint, **changed: Tensor) -> Tensor:
-    """What `point` would hold if its module's parameters were `changed`, given the same inputs.
+    """Return the values at `point` with its module's parameters `changed` and its inputs the same.
 
     Args:
-        changed: by the parameter's name within the module.
+        changed: values by the parameter's name within the module.
     """
     module = model.get_submodule(point.module)
     like = next(iter(module.parameters())).dtype

@@ -1,4 +1,4 @@
-"""What Hugging Face's model computes for a traced input, and the tolerance at each probe point."""
+"""Hugging Face's values for a traced input, and the tolerance at each probe point."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from mcore_qwen3vl.verify.trace.recording import Recording, record
 from mcore_qwen3vl.verify.trace.result import ACTIVATION_GRADIENTS, ACTIVATIONS, GRADIENTS
 
 MARGIN = 8.0
-"""How many times the rounding that Hugging Face's own float32 run shows at a probe point is fine.
+"""The allowed error at a probe point, in units of the error of Hugging Face's own float32 run.
 
-That run and ours round the same numbers in different orders, so their errors are of one size: over
-dense and MoE models, gradients and eight layouts the ratio stayed below 2.5 (the tests require half
-of this). The faintest injected faults have ratios of 17 (an epsilon of 1e-5 for 1e-6 in norms of
-inputs of unit size), 22 (one slow frequency given to another axis) and 2,500 (a weight rounded to
-bfloat16); the others a million.
+That run and ours round the same numbers in different orders, so their errors have the same size.
+Over dense and MoE models, gradients and eight layouts the ratio stayed below 2.5 (the tests require
+half of `MARGIN`). The faintest injected faults have ratios of 17 (an epsilon of 1e-5 for 1e-6 in
+norms of inputs of unit size), 22 (one slow frequency given to another axis) and 2,500 (a weight
+rounded to bfloat16); the others have a million.
 """
 
 
@@ -34,13 +34,13 @@ class Tolerances(dict[tuple[str, str], float]):
     """Largest relative error allowed, by part and name."""
 
     def of(self, part: str, name: str) -> float:
-        """One expert of a fused tensor has the fused tensor's."""
+        """Return a name's tolerance; one expert of a fused tensor has the fused tensor's."""
         return self.get((part, name), self.get((part, name.partition("[")[0]), 0.0))
 
 
 @dataclass(frozen=True)
 class ReferenceRun:
-    """One input through Hugging Face's model: what is right, and how much rounding to expect."""
+    """Hugging Face's run of one input: the right values, and how much rounding to expect."""
 
     reference: Reference
     points: list[ProbePoint]
@@ -49,11 +49,12 @@ class ReferenceRun:
 
 
 class TraceReference:
-    """A Hugging Face checkpoint that traces are judged by; what it computes is computed once.
+    """A Hugging Face checkpoint that traces are compared with; each result is computed once.
 
     Args:
         path: checkpoint directory.
-        lora: PEFT adapter directory: PEFT's model is what is right, and its adapter is trained.
+        lora: PEFT adapter directory. PEFT's model is then the reference, and its adapter is
+            trained.
     """
 
     def __init__(self, path: str | Path, lora: str | Path | None = None) -> None:
@@ -68,7 +69,7 @@ class TraceReference:
         self._micro: dict[tuple[str, int], MicroBatch] = {}
 
     def micro_batch(self, name: str, multiple: int) -> MicroBatch:
-        """The first micro-batch of the parity batch of this name."""
+        """Return the first micro-batch of the parity batch called `name`."""
         if (name, multiple) not in self._micro:
             batch = build_batch(name, self.architecture, multiple=multiple)
             self._micro[name, multiple] = batch.micro_batches[0]
@@ -77,7 +78,7 @@ class TraceReference:
     def run(self, batch: Batch, gradients: bool) -> ReferenceRun:
         """Run `batch`, copies of one micro-batch, in float64 and in float32."""
         key = (id(batch.micro_batches[0]), len(batch.micro_batches), gradients)
-        found = self._runs.get(key)  # which keeps the micro-batch alive, so its id stays taken
+        found = self._runs.get(key)  # a run keeps its micro-batch alive, so the id stays taken
         if found is None:
             self._rounded = self._rounded or self._reference(torch.float32)
             self._exact = self._exact or self._reference(torch.float64)
@@ -95,7 +96,7 @@ class TraceReference:
 
 
 def _tolerances(rounded: Recording, exact: Recording) -> Tolerances:
-    """What float32 itself does at each probe point, times `MARGIN`."""
+    """Return the rounding error of float32 itself at each probe point, times `MARGIN`."""
     pairs: list[tuple[str, dict[str, Tensor], dict[str, Tensor]]] = [
         (ACTIVATIONS, rounded.values, exact.values),
         (ACTIVATION_GRADIENTS, rounded.gradients, exact.gradients),

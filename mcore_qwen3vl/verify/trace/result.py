@@ -1,4 +1,4 @@
-"""What a trace finds."""
+"""The result of a trace."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ GRADIENTS = "gradients"
 WEIGHTS = "weights"
 
 AROUND = 3
-"""Places named before and after the first that is out of tolerance."""
+"""Probe points shown before and after the first one out of tolerance."""
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a probe point differs, as far as an experiment shows.
+    """The reason why a probe point differs, as far as an experiment shows.
 
     Attributes:
         kind: a short name, such as ``rotary base``; ``unknown`` when no experiment fits.
         explanation: one sentence with the numbers that were found.
-        evidence: what was tried and what came out.
-        confirmed: with the cause assumed, Hugging Face's module computes what mcore's did.
+        evidence: the experiment and its outcome.
+        confirmed: whether Hugging Face's module, with the cause assumed, computes mcore's values.
     """
 
     kind: str
@@ -36,15 +36,15 @@ class Cause:
 
 @dataclass
 class Trace(Report):
-    """The same input through both models, compared along the data path.
+    """The comparison of both models along the data path, for the same input.
 
     The findings are activations in the order of the data, then gradients in the order of the
-    backward, then weights.
+    backward pass, then weights.
 
     Attributes:
-        first: the first probe point outside the expected rounding; None when all is well.
-        cause: why, when `first` is given.
-        margins: by part and name, error over the rounding that float32 itself shows there.
+        first: the first probe point outside the expected rounding; None if there is none.
+        cause: why `first` differs; None if there is no `first`.
+        margins: error over the rounding that float32 itself shows, by part and name.
     """
 
     first: Finding | None = None
@@ -54,7 +54,7 @@ class Trace(Report):
 
     @property
     def verdict(self) -> str:
-        """One or two sentences."""
+        """The result in one or two sentences."""
         if self.ok:
             return (
                 f"All {len(self.findings):,} comparisons are within the expected rounding of "
@@ -83,7 +83,7 @@ class Trace(Report):
         return notes
 
     def _around(self) -> str:
-        """The probe points before and after the first, and how far off they are."""
+        """Return text on the probe points before and after the first one, and their errors."""
         path = [f for f in self.findings if f.part == ACTIVATIONS]
         if self.first not in path:
             return ""

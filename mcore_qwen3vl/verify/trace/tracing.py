@@ -1,4 +1,4 @@
-"""Tracing one input through both models."""
+"""The trace of one input through both models."""
 
 from __future__ import annotations
 
@@ -49,26 +49,26 @@ def trace(
 ) -> Trace:
     """Run the same input through Hugging Face's model and ours, and compare every probe point.
 
-    Hugging Face's model in float64 says what is right, and in float32 how much rounding to expect
-    at each probe point: an error of more than `MARGIN` times that (and at least float32's epsilon)
-    is out of tolerance.
+    Hugging Face's model gives the right values in float64, and in float32 the rounding to expect at
+    each probe point. An error of more than `MARGIN` times that rounding (or float32's epsilon, if
+    that is larger) is out of tolerance.
 
     Args:
-        hf: Hugging Face checkpoint directory: what is right. A :class:`TraceReference` remembers
-            what it computed, for several traces.
+        hf: Hugging Face checkpoint directory, the reference. For several traces, pass a
+            :class:`TraceReference`, which keeps its results.
         mcore: Megatron-Core checkpoint to examine; None: the model is loaded from `hf`.
         layout: parallel sizes; default: one rank.
         micro: the input, as from :func:`mcore_qwen3vl.verify.trace.input.from_prompt`; default:
             the first micro-batch of the parity batch called `batch`.
-        gradients: compare gradients of activations and of parameters too.
-        case: how the model runs, if more than `layout` is wanted.
-        lora: PEFT adapter directory that both models have besides, PEFT's and ours; with
-            `gradients` it alone is trained. A :class:`TraceReference` brings its own.
+        gradients: also compare gradients of activations and of parameters.
+        case: how the model runs, apart from `layout` and `gradients`.
+        lora: PEFT adapter directory to add to both models, PEFT's and ours. With `gradients` only
+            the adapter is trained. A :class:`TraceReference` has its own instead.
         timeout: seconds for the ranks to finish.
 
     Raises:
-        BadInput: a checkpoint, the layout or the batch cannot be used, or the two checkpoints are
-            of different shape.
+        BadInput: a checkpoint, the layout or the batch cannot be used, or the two checkpoints have
+            different shapes.
     """
     reference = hf if isinstance(hf, TraceReference) else TraceReference(hf, lora)
     hf, architecture = reference.path, reference.architecture
@@ -77,7 +77,7 @@ def trace(
         require_megatron(mcore)
     config = _config_folder(mcore) if mcore else hf
     case = case or Case()
-    overrides = {**case.config, "head_chunk": 0}  # the logits are looked at, so they must exist
+    overrides = {**case.config, "head_chunk": 0}  # the logits are compared, so they must exist
     case = replace(case, layout=layout or Layout(), gradients=gradients, config=overrides)
     _check_same_shape(architecture, Architecture.from_hf(config))
     if micro is None:
@@ -130,7 +130,7 @@ SHAPES = (
 
 
 def _check_same_shape(reference: Architecture, examined: Architecture) -> None:
-    """Values can be compared only between models of one shape."""
+    """Raise BadInput if the models differ in shape, so that values cannot be compared."""
     for name in SHAPES:
         expected, found = getattr(reference, name), getattr(examined, name)
         if expected != found:
@@ -142,7 +142,7 @@ def _check_same_shape(reference: Architecture, examined: Architecture) -> None:
 
 
 def _take_frozen(measured: Measurements) -> dict[str, int]:
-    """Take out how many values of each tensor the ranks found frozen."""
+    """Remove the counts of frozen values from `measured`, and return them by tensor."""
     keys = [key for key in measured if key[0] == "frozen"]
     return {key[1]: measured.pop(key).count for key in keys}
 
@@ -150,7 +150,7 @@ def _take_frozen(measured: Measurements) -> dict[str, int]:
 def _counts(
     exact: Recording, case: Case, reference: TraceReference, frozen: Mapping[str, int]
 ) -> dict[tuple[str, str], int]:
-    """How many values each comparison must have covered."""
+    """Return how many values each comparison must cover."""
     a = reference.architecture
     tokens = sum(len(span.sample.input_ids) for span in exact.micro.spans)
     counts: dict[tuple[str, str], int] = {}
@@ -172,10 +172,10 @@ def _counts(
     copies = len(exact.expected.batch.micro_batches)
     counts["logits", "all"] = copies * tokens * a.vocab_size
     counts["loss", "all"] = copies * tokens
-    if case.layout.tp > a.num_key_value_heads:  # ranks share a head and have parts of its gradient
+    if case.layout.tp > a.num_key_value_heads:  # ranks share a head, each with part of its gradient
         for key in [k for k in counts if k[0] == ACTIVATION_GRADIENTS and k[1].endswith("k_norm")]:
             del counts[key]
-    if case.spec == "te":  # fused into the linear layer that follows
+    if case.spec == "te":  # norms are fused into the linear layer that follows
         fused = ("input_layernorm", "post_attention_layernorm")
         for key in [
             k
@@ -187,7 +187,7 @@ def _counts(
 
 
 def _order(points: list[ProbePoint]) -> list[tuple[str, str]]:
-    """Where to look first: forward along the data path, then backward against it."""
+    """Return the order of the search: forward along the data path, then backward against it."""
     forward = [(ACTIVATIONS, point.name) for point in points]
     backward = [(ACTIVATION_GRADIENTS, point.name) for point in reversed(points)]
     return [*forward, ("logits", "all"), ("loss", "all"), *backward]
@@ -196,7 +196,7 @@ def _order(points: list[ProbePoint]) -> list[tuple[str, str]]:
 def _first(
     measured: Measurements, *, tolerances: Tolerances, points: list[ProbePoint]
 ) -> tuple[str, str] | None:
-    """The first comparison out of tolerance; weights alone are not on the data path."""
+    """Return the first comparison out of tolerance; weights, not on the data path, are left out."""
     gradients = [key for key in measured if key[0] == GRADIENTS]
     for part, name in [*_order(points), *gradients]:
         one = measured.get((part, name))
@@ -206,7 +206,7 @@ def _first(
 
 
 def _margins(measured: Measurements, tolerances: Tolerances) -> dict[tuple[str, str], float]:
-    """Error over the rounding that is expected, 1 meaning the same."""
+    """Return each error divided by the expected rounding."""
     return {
         (part, name): MARGIN * one.relative / allowance
         for (part, name), one in measured.items()

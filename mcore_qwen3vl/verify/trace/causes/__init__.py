@@ -1,8 +1,8 @@
-"""Why a probe point differs, found by experiment.
+"""Experiments that find out why a probe point differs.
 
 Everything before the first point out of tolerance agrees, so its inputs are Hugging Face's. An
-experiment assumes one mistake, computes the point again from those inputs, and names the mistake if
-the outcome is what mcore computed, within the point's rounding.
+experiment assumes one mistake, recomputes the point from those inputs, and names the mistake if the
+outcome is what mcore computed, within the point's rounding.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ EXPERIMENTS: tuple[tuple[str, Experiment], ...] = (
     (r".*deepstack_merger_list\.\d+", find_merger),
     (r".*", find_precision),
 )
-"""Which probe points each experiment is for, in the order in which they are tried."""
+"""The experiments in the order in which they are tried, each after a pattern of probe points."""
 
 
 def find_cause(divergence: Divergence) -> Cause:

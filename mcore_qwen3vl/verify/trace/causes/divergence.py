@@ -1,4 +1,4 @@
-"""The first comparison out of tolerance, with all that the experiments need."""
+"""The first comparison out of tolerance, with everything that the experiments need."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ class Divergence:
     """The first comparison out of tolerance.
 
     Attributes:
-        part, name: the comparison.
+        part, name: part and name of the comparison.
         point: its probe point; None for the gradient of a parameter, the logits and the loss.
         actual, expected: mcore's and Hugging Face's values, (rows, W); empty for logits and loss.
-        rows: which of the probe point's rows these are.
+        rows: the probe point's rows that were compared.
         tolerance: the relative error that rounding explains.
         architecture, examined: the right config, and that of the examined checkpoint.
         case: how mcore's model ran.
-        model, trained: Hugging Face's in float64, and its parameters that have a gradient.
-        recording: what that model computed.
-        weights: mcore's weights at the point, or the gradient, by HF name and in HF's shape.
+        model, trained: Hugging Face's model in float64, and its parameters that have a gradient.
+        recording: the values that this model computed.
+        weights: mcore's weights at the point, by HF name and in HF's shape; their gradients if the
+            comparison is of a parameter's gradient.
         adapter: the LoRA adapter of both models, if any.
     """
 
@@ -76,11 +77,11 @@ class Divergence:
         return Cause(kind, explanation, evidence) if distance <= self.tolerance else None
 
     def distance(self, candidate: Tensor) -> float:
-        """Relative error of mcore's values against `candidate`, (B, S, W) or (rows, W)."""
+        """Return the relative error of mcore's values against `candidate`, see :meth:`test`."""
         return measure(self.actual, self.select(candidate)).relative
 
     def select(self, values: Tensor) -> Tensor:
-        """(B, S, W) or (all rows, W) to (rows, W), the rows that were compared."""
+        """Select the compared rows: (B, S, W) or (all rows, W) to (rows, W)."""
         values = _matrix(values)
         return values if len(values) == len(self.actual) else values[self.rows]
 
@@ -101,7 +102,7 @@ class Divergence:
         return f" The examined checkpoint's config gives {name.rpartition('.')[2]} as {shown}."
 
     def _values(self, ranks: Sequence[RankTrace]) -> tuple[Tensor, Tensor]:
-        """mcore's and Hugging Face's values, NaN where no rank has any."""
+        """Return mcore's and Hugging Face's values; mcore's are NaN where no rank has any."""
         if self.part == GRADIENTS:
             name = self.name.partition("[")[0]
             actual = self.weights[name].double()

@@ -1,4 +1,4 @@
-"""A module with the right weights and a wrong outcome: norm, attention, router, LoRA."""
+"""Experiments on modules with right weights and a wrong outcome: norm, attention, router, LoRA."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EPSILONS = (0.0, 1e-12, 1e-8, 1e-6, 1e-5)
 
 
 def find_norm(divergence: Divergence, point: ProbePoint) -> Iterator[Cause | None]:
-    """There is no norm, or one with another epsilon."""
+    """Test whether the norm is missing or has another epsilon."""
     calls = divergence.recording.calls[point.module]
     inputs = divergence.recording.assemble(point, [args[0] for args, _, _ in calls])
     yield divergence.test("missing norm", f"{point.name} passes its input on unchanged.", inputs)
@@ -34,7 +34,7 @@ def find_norm(divergence: Divergence, point: ProbePoint) -> Iterator[Cause | Non
 
 
 def find_attention(divergence: Divergence, point: ProbePoint) -> Iterator[Cause | None]:
-    """There is no causal mask or no rotary embedding, or another softmax scale."""
+    """Test for a missing causal mask or rotary embedding, and for another softmax scale."""
     a = divergence.architecture
     per_head = a.hidden_size // a.num_attention_heads
     module: Any = divergence.model.get_submodule(point.module.rpartition(".")[0])
@@ -55,7 +55,7 @@ def find_attention(divergence: Divergence, point: ProbePoint) -> Iterator[Cause 
 def _attend(
     divergence: Divergence, point: ProbePoint, module: Any, rotated: bool = True, **changes: None
 ) -> Tensor:
-    """Call the attention module again and return what goes into its output projection."""
+    """Call the attention module again and return the input of its output projection."""
     kept: list[Tensor] = []
     hook = module.o_proj.register_forward_pre_hook(lambda _, args: kept.append(args[0]))
     try:
@@ -70,7 +70,7 @@ def _attend(
 
 
 def find_router(divergence: Divergence, point: ProbePoint) -> Iterator[Cause | None]:
-    """There is another number of experts, another score function, or a tie."""
+    """Test for another number of experts, another score function, and a tie."""
     calls = divergence.recording.calls[point.module]
     logits = divergence.recording.assemble(point, [output[0] for _, _, output in calls])
     logits = divergence.select(logits)
@@ -98,7 +98,7 @@ def find_router(divergence: Divergence, point: ProbePoint) -> Iterator[Cause | N
 
 
 def _near_tie(divergence: Divergence, logits: Tensor, count: int) -> Cause | None:
-    """Tokens whose last chosen and first rejected expert are closer than rounding."""
+    """Test whether the last chosen and the first rejected expert are closer than rounding."""
     differ = ((divergence.actual != 0) != (divergence.expected != 0)).any(1)
     ranked = logits[differ].sort(dim=1, descending=True).values
     gaps = ranked[:, count - 1] - ranked[:, count]
@@ -114,7 +114,7 @@ def _near_tie(divergence: Divergence, logits: Tensor, count: int) -> Cause | Non
 
 
 def find_lora(divergence: Divergence, point: ProbePoint) -> Iterator[Cause | None]:
-    """The adapter is left out, or multiplied by another number than alpha / r."""
+    """Test whether the adapter is left out, or multiplied by another number than alpha / r."""
     factors = {} if divergence.adapter is None else divergence.adapter.factors
     scalings = [f.scaling for n, f in factors.items() if n.startswith(f"{point.module}.")]
     if point.side == "input" or not scalings:
@@ -125,7 +125,7 @@ def find_lora(divergence: Divergence, point: ProbePoint) -> Iterator[Cause | Non
     what = f"{point.name} computes what the base model does: its adapter is left out."
     yield divergence.test("adapter not applied", what, base)
     if len(scalings) == 1:
-        # How much of the adapter's part mcore has, by least squares.
+        # The least-squares factor by which mcore has the adapter's part.
         right, actual = divergence.expected - base, divergence.actual - base
         ratio = float((right * actual).sum() / right.square().sum())
         factor = f"{ratio * scalings[0]:.6g} instead of {scalings[0]:.6g}"

@@ -1,4 +1,4 @@
-"""Wrong rotary tables: another base, other axes, other positions."""
+"""Experiments on rotary tables: another base, other axes, other positions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def find_rotary(divergence: Divergence, _: ProbePoint) -> Iterator[Cause | None]
     right, micro = divergence.architecture, divergence.recording.micro
     positions = micro.position_ids.flatten(1)[:, divergence.rows].float()  # (3, T)
     axes = _interleaved(right.mrope_section)
-    # In float32, as Hugging Face computes them whatever the model's dtype.
+    # In float32, because Hugging Face computes them so whatever the model's dtype.
     exponents = torch.arange(0, right.head_dim, 2).float() / right.head_dim
 
     def test(
@@ -54,7 +54,7 @@ def find_rotary(divergence: Divergence, _: ProbePoint) -> Iterator[Cause | None]
 
 
 def _interleaved(section: Sequence[int]) -> str:
-    """HF ``apply_interleaved_mrope``: t h w t h w … t t."""
+    """Return the axes in the order of HF ``apply_interleaved_mrope``: t h w t h w … t t."""
     axes = ["t"] * sum(section)
     for axis in (1, 2):
         for place in range(axis, min(3 * section[axis], len(axes)), 3):

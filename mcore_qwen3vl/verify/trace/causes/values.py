@@ -12,11 +12,11 @@ from mcore_qwen3vl.verify.trace.probe_points import ProbePoint
 from mcore_qwen3vl.verify.trace.result import ACTIVATION_GRADIENTS, GRADIENTS, Cause
 
 NEAR = 1e-3
-"""How far a ratio may be from a parallel size and still be called by its name."""
+"""The largest relative distance from a parallel size at which a ratio is named after it."""
 
 
 def find_gradient(divergence: Divergence) -> Iterator[Cause | None]:
-    """No gradient at all, or one that is a multiple of the right one."""
+    """Test for a missing gradient, or one that is a multiple of the right one."""
     if divergence.part not in (ACTIVATION_GRADIENTS, GRADIENTS):
         return
     actual, right, name = divergence.actual, divergence.expected, divergence.name
@@ -41,7 +41,7 @@ def _meaning(divergence: Divergence, ratio: float) -> str:
 
 
 def find_precision(divergence: Divergence, point: ProbePoint) -> Iterator[Cause | None]:
-    """Every value is exactly representable in a half-precision type."""
+    """Test whether every value is exactly representable in a half-precision type."""
     values = divergence.actual.float()
     off = divergence.distance(divergence.expected)
     for dtype in (torch.bfloat16, torch.float16):

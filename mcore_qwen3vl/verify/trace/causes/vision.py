@@ -1,4 +1,4 @@
-"""The vision tower's features are right, and arrive in the wrong place or not at all."""
+"""Experiments on right vision features that arrive in the wrong place or not at all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MERGERS = f"{VISUAL}.deepstack_merger_list"
 
 
 def find_fusion(divergence: Divergence, _: ProbePoint) -> Iterator[Cause | None]:
-    """Placeholders hold no feature, or one that belongs to another."""
+    """Test whether placeholders hold no feature, or one that belongs to another placeholder."""
     text = divergence.select(divergence.recording.values[f"{TEXT}.embed_tokens"])
     yield divergence.test(
         "features not fused",
@@ -26,7 +26,7 @@ def find_fusion(divergence: Divergence, _: ProbePoint) -> Iterator[Cause | None]
 
 
 def find_deepstack(divergence: Divergence, point: ProbePoint) -> Iterator[Cause | None]:
-    """A decoder layer adds no features, those of another layer, or adds them in another order."""
+    """Test whether a decoder layer adds no features, another layer's, or its own out of order."""
     if divergence.recording.micro.visual is None:
         return
     layer = int(point.name.rpartition(".")[2])
@@ -53,7 +53,7 @@ def find_deepstack(divergence: Divergence, point: ProbePoint) -> Iterator[Cause 
 
 @torch.no_grad()
 def find_merger(divergence: Divergence, point: ProbePoint) -> Iterator[Cause | None]:
-    """A DeepStack merger is fed by another block than the config says."""
+    """Test whether a DeepStack merger is fed by another block than the config says."""
     number = int(point.name.rpartition(".")[2])
     vision = divergence.architecture.vision
     right = vision.deepstack_visual_indexes[number]
@@ -80,7 +80,7 @@ def _placed(divergence: Divergence, rows: Tensor, features: Tensor, *, add: bool
 def _reordered(
     divergence: Divergence, kind: str, rows: Tensor, merger: str, *, add: bool
 ) -> Cause | None:
-    """Give each placeholder the feature that mcore's values are nearest to."""
+    """Test the order in which each placeholder gets the feature nearest to mcore's value."""
     micro = divergence.recording.micro
     if micro.visual is None:
         return None

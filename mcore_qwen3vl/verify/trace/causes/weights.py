@@ -1,6 +1,7 @@
-"""A weight is not the checkpoint's: which one, and what was done to it.
+"""Experiments on weights that are not the checkpoint's: which one, and what was done to it.
 
-Each known mistake is made on the right weight, and the outcome compared with mcore's bit for bit.
+Each known mistake is made on the right weight, and the outcome is compared with mcore's weight bit
+for bit; a scaled weight is compared up to rounding.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ ROW_ORDERS = {
     r"\.attn\.qkv\.": ("permuted vision QKV", "rows"),
     "": ("permuted weight", "rows"),
 }
-"""By HF name: what another order of a weight's rows is called, and what a row stands for."""
+"""By HF name: the mistake if a weight's rows are in another order, and what a row stands for."""
 
 Verdict = tuple[str, str]
-"""The kind of a mistake, and what it did, to follow the tensor's name in a sentence."""
+"""The kind of a mistake, and the words that follow the tensor's name in a sentence about it."""
 
 
 def find_weight(divergence: Divergence, point: ProbePoint) -> Iterator[Cause | None]:
@@ -62,10 +63,10 @@ def find_weight(divergence: Divergence, point: ProbePoint) -> Iterator[Cause | N
 def _in_module(
     divergence: Divergence, point: ProbePoint, changed: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """`changed` by the names of the module in memory, experts in its layout."""
+    """Return `changed` by the names of the module in memory, with experts in its layout."""
     module = divergence.model.get_submodule(point.module)
     paths = {parameter: path for path, parameter in module.named_parameters()}
-    # PEFT's wrappers keep what they adapt one or more levels down.
+    # PEFT's wrappers keep the adapted parameter one or more levels down.
     bare = {path.replace("base_layer.", ""): path for path in paths.values()}
     inside: dict[str, Tensor] = {}
     for name, value in changed.items():
@@ -77,7 +78,7 @@ def _in_module(
 
 
 def _verdict(divergence: Divergence, name: str, actual: Tensor) -> Verdict:
-    """Say what `actual` is, given what `name` should be."""
+    """Say how `actual` differs from the checkpoint's tensor `name`."""
     right = divergence.stored(name)
     verdict = (
         _qkv(divergence, name)
@@ -142,7 +143,7 @@ def _rearranged(name: str, right: Tensor, published: bool) -> Iterator[tuple[str
 
 
 def _experts(name: str, right: Tensor, axis: int) -> Iterator[tuple[str, str, Tensor]]:
-    """`right` (E, out, in) or (E, in, out), `axis` being that of out."""
+    """Yield rearrangements of `right`, (E, out, in) or (E, in, out); `axis` is that of out."""
     transposed = right.transpose(1, 2).reshape(right.shape)
     yield "transposed expert", "holds each expert's values transposed", transposed
     if "gate_up" in name:
@@ -156,7 +157,7 @@ def _experts(name: str, right: Tensor, axis: int) -> Iterator[tuple[str, str, Te
 
 
 def _qkv(divergence: Divergence, name: str) -> Verdict | None:
-    """How query, key and value rows are arranged in ``linear_qkv``, if not group by group."""
+    """Say how query, key and value rows are arranged in ``linear_qkv``, if not group by group."""
     if not name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
         return None
     rows = table(divergence.architecture)
@@ -191,7 +192,7 @@ def _qkv(divergence: Divergence, name: str) -> Verdict | None:
 
 
 def _permuted(name: str, actual: Tensor, right: Tensor) -> Verdict | None:
-    """Whole slices of the first or the second axis are in another order."""
+    """Say whether whole slices of the first or second axis are in another order."""
     for axis in range(min(right.ndim, 2)):
         order = _order(actual.transpose(0, axis), right.transpose(0, axis))
         if order is not None:
@@ -211,7 +212,7 @@ def _order(actual: Tensor, right: Tensor) -> list[int] | None:
 
 
 def _other_tensor(divergence: Divergence, name: str, actual: Tensor) -> Verdict | None:
-    """Another tensor of the checkpoint has the values of this one."""
+    """Say whether `actual` holds the values of another tensor of the checkpoint."""
     shape = tuple(actual.shape)
     alike = [n for n, e in divergence.hf.entries.items() if tuple(e.shape) == shape and n != name]
     for other in alike[:SEARCH_LIMIT]:
