@@ -88,7 +88,7 @@ def write(
         dst, force, workers, progress, strict: see `hf_to_mcore`.
 
     Raises:
-        BadInput: `plan` raised it, or the reasons given at `hf_to_mcore` apply.
+        BadInput: `plan` raised it, `dst` exists, or reading or writing failed.
     """
     check_target(Path(dst), force=force, replaceable=formats.is_checkpoint)
     return execute(
@@ -122,8 +122,8 @@ def hf_to_mcore(
         strict: write nothing if a value is NaN or infinite. Otherwise the result's notes say so.
 
     Raises:
-        BadInput: the reasons given at `plan_hf_to_mcore`; or `dst` exists; or reading or writing
-            failed, in which case running again continues where this run stopped.
+        BadInput: `plan_hf_to_mcore` raised it; `dst` exists; or reading or writing failed, in which
+            case running again continues where this run stopped.
         CheckFailed: a value is NaN or infinite and `strict` is set; the message names the tensors.
     """
     plan = partial(

@@ -37,7 +37,7 @@ def convert_adapter(
         The adapter as it was read.
 
     Raises:
-        BadInput: for the reasons given at `read_adapter` and `write_adapter`.
+        BadInput: `read_adapter` or `write_adapter` raised it.
     """
     adapter = read_adapter(source, hf_config, roles=from_roles)
     config = with_router_as_parameter(adapter.config)

@@ -56,7 +56,7 @@ def merge(
         dst, force, workers, progress: see `convert.hf_to_mcore`.
 
     Raises:
-        BadInput: for the reasons given at `plan_merge` and `convert.hf_to_mcore`.
+        BadInput: `plan_merge` raised it, `dst` exists, or reading or writing failed.
     """
     check_target(Path(dst), force=force, replaceable=formats.is_checkpoint)
     plan = plan_merge(
@@ -91,7 +91,7 @@ def plan_merge(
         roles: roles of the factors of fused experts; needed if their shapes do not tell.
 
     Raises:
-        BadInput: for the reasons given at `read_adapter`; or the checkpoint is not complete.
+        BadInput: `read_adapter` raised it, or the checkpoint is not complete.
     """
     base, adapter = Path(base), Path(adapter)
     wanted = parse_dtype(dtype)

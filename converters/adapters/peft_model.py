@@ -139,7 +139,7 @@ def config_content(hf_config: HFConfig) -> dict[str, Any]:
     """Return a copy of the parsed ``config.json``, after checking that it is Qwen3-VL's.
 
     Raises:
-        BadInput: for the reasons given at `Architecture.from_hf`.
+        BadInput: `Architecture.from_hf` raised it.
     """
     parsed = hf_config if isinstance(hf_config, Mapping) else read_config_file(Path(hf_config))
     Architecture.from_hf(dict(parsed))

@@ -2,7 +2,7 @@
 
 It equals what PEFT adds within float32 rounding, but not bit for bit: the bits of a product depend
 on the processor, the library, the number of rows and where the operands lie in memory. PEFT
-multiplies whole weights, which would take 6.4 GB at a time for the experts of one layer of 235B.
+multiplies whole weights, which would take 6.4 GB for the experts of one layer of the 235B model.
 """
 
 from __future__ import annotations

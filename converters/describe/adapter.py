@@ -22,11 +22,11 @@ from mcore_qwen3vl.errors import BadInput
 
 @dataclass(frozen=True)
 class AdapterPart:
-    """Parameters with the same rank, scaling and shapes in all layers, summarised in one line.
+    """Parameters with the same rank, scaling and shapes whose names differ only in numbers.
 
     Attributes:
-        name: name of the parameter with layer numbers replaced by ``*``; PEFT's key if the model
-            is not known.
+        name: name of the parameters with numbers replaced by ``*``; PEFT's key if the model is not
+            known.
         count: number of such parameters.
         r: rank; None for a tensor that is stored whole, or if the model is not known.
         scaling: see `Factors`; None where `r` is None.
@@ -54,7 +54,7 @@ class AdapterInspection:
         parts: the adapted parameters and those stored whole.
         parameters: number of values in the adapter.
         nbytes: bytes of tensor data.
-        notes: names in the config that match nothing, and what vLLM would not serve.
+        notes: notes of the reader (see `Adapter`), and what vLLM would not serve.
     """
 
     path: str

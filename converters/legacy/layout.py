@@ -86,7 +86,7 @@ class Stage:
 
     Attributes:
         pp, vp: pipeline rank, and virtual stage on that rank.
-        layers: numbers of its decoder layers in the whole model.
+        layers: indices of its decoder layers in the whole model.
         first, last: whether it holds the embedding, and whether it holds the head.
     """
 

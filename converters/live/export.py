@@ -90,8 +90,8 @@ def save_hf(
         bucket_bytes, group: as in :func:`export_hf`.
 
     Raises:
-        BadInput: a rank cannot write, or the reasons given at :func:`export_hf` apply; raised on
-            every rank.
+        BadInput: a rank cannot write, or the ranks do not hold the whole model in one dtype per
+            tensor; raised on every rank.
     """
     path, hf_config = Path(path), Path(hf_config)
     layout = Architecture.from_hf(hf_config).expert_layout

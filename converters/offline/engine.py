@@ -1,6 +1,6 @@
 """Run a plan's units on a few threads, with a journal; the target appears when it is complete.
 
-The units read, write and copy memory. Python's global lock is free meanwhile, so threads suffice.
+The units read, write and copy memory, during which Python's interpreter lock is free.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def execute(
     """Run a plan; `dst` appears by a rename once everything is durably written.
 
     Raises:
-        BadInput, CheckFailed: for the reasons given at `convert.hf_to_mcore`.
+        BadInput, CheckFailed: see `convert.hf_to_mcore` for the reasons.
     """
     started = time.monotonic()
     _keep_apart(plan, dst)

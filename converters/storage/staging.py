@@ -93,7 +93,7 @@ def staging(
 
     Args:
         target: the directory to write.
-        fingerprint: identifies the plan; only the remains of a run with the same are resumed.
+        fingerprint: identifies the plan; only a run with the same fingerprint is resumed.
         force: whether to replace an existing target, if it is `replaceable`.
         replaceable: see `Replaceable`.
 
