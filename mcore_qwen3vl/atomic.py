@@ -13,10 +13,10 @@ from mcore_qwen3vl.errors import BadInput
 
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """A name beside `target` to write a file or folder to; at the end it becomes `target`.
+    """Yield a name beside `target` for a file or folder, which is renamed to `target` at the end.
 
     Raises:
-        OSError: the system refuses to write; nothing is left.
+        OSError: the system refuses to write; nothing is left behind.
     """
     partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
@@ -32,15 +32,15 @@ def replacing(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_write(target: Path, remedy: str = "Make room, or name another place.") -> Iterator[Path]:
-    """Like :func:`replacing`, with an error that names `target` and the remedy.
+    """Do as :func:`replacing`, with an error that names `target` and the remedy.
 
     Args:
-        target: a file, or a folder that is empty or not there. What is no file, as
-            ``/dev/stdout``, is written to at once.
-        remedy: ends the message.
+        target: a file, or a folder that is empty or does not exist. A device or a pipe such as
+            ``/dev/stdout`` is written to directly.
+        remedy: the last sentence of the error message.
 
     Raises:
-        BadInput: the system refuses to write; nothing is left.
+        BadInput: the system refuses to write; nothing is left behind.
     """
     target = Path(os.path.realpath(target))
     if target.exists() and not (target.is_file() or target.is_dir()):
@@ -51,7 +51,7 @@ def atomic_write(target: Path, remedy: str = "Make room, or name another place."
             yield partial
     except Exception as error:
         reason = str(error.strerror if isinstance(error, OSError) else error)
-        # What is written in Rust, as safetensors and tokenizers are, has no OSError to raise.
+        # Libraries written in Rust (safetensors, tokenizers) raise their own errors, not OSError.
         if not isinstance(error, OSError) and "(os error " not in reason:
             raise
         raise BadInput(f"{target} cannot be written: {reason}. {remedy}") from None
@@ -59,10 +59,10 @@ def atomic_write(target: Path, remedy: str = "Make room, or name another place."
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """Like :func:`atomic_write`, for a folder that must not be there yet, or be empty.
+    """Do as :func:`atomic_write`, for a folder that must be empty or not exist yet.
 
     Raises:
-        BadInput: `target` is there and holds something, or the system refuses to write.
+        BadInput: `target` exists and is not an empty folder, or the system refuses to write.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise BadInput(f"{target} exists and is not an empty directory: name another one.")

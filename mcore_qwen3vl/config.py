@@ -1,8 +1,8 @@
-"""What a Qwen3-VL ``config.json`` says: the only place that reads Hugging Face config fields.
+"""Reading a Qwen3-VL ``config.json``: the only place that reads Hugging Face config fields.
 
 Both forms are read: transformers 4.57 (the published checkpoints: ``rope_scaling`` and
 ``rope_theta``, ``num_experts``) and transformers 5 (``rope_parameters``, ``num_local_experts``).
-Imports neither torch nor megatron, so that conversion and inspection start fast.
+This module imports neither torch nor megatron, so that conversion and inspection start fast.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.untrusted import parse_json, refuse_special_files
 
 ExpertLayout = Literal["published", "v5"]
-"""Fused experts on disk: ``published`` is gate_up [E, H, 2I] and down [E, I, H] (transformers
-4.57), ``v5`` is gate_up [E, 2I, H] and down [E, H, I] (transformers 5)."""
+"""How fused experts lie on disk: ``published`` is gate_up [E, H, 2I] and down [E, I, H]
+(transformers 4.57), ``v5`` is gate_up [E, 2I, H] and down [E, H, I] (transformers 5)."""
 
 VISION_ACTIVATION = "gelu_pytorch_tanh"
 VISION_ROPE_THETA = 10000.0
@@ -43,7 +43,7 @@ class VisionArchitecture:
 
     @property
     def patch_dim(self) -> int:
-        """Values in one flattened patch: channels x frames x height x width."""
+        """The number of values in one flattened patch: channels x frames x height x width."""
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
 
 
@@ -83,7 +83,7 @@ class Architecture:
 
     @property
     def mixed_layers(self) -> bool:
-        """Some decoder layers are MoE and some are dense."""
+        """Whether some decoder layers are MoE and some are dense."""
         return any(self.moe_layers) and not all(self.moe_layers)
 
     @classmethod
@@ -99,7 +99,7 @@ class Architecture:
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """The parsed ``config.json`` at `path` (the file itself or its directory)."""
+    """Return the parsed ``config.json`` at `path` (the file itself or its directory)."""
     refuse_special_files(path)
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -153,8 +153,8 @@ def _architecture(config: dict[str, Any]) -> Architecture:
         mrope_section=(section[0], section[1], section[2]),
         max_position_embeddings=_integer(text, "max_position_embeddings"),
         initializer_range=_number(text, "initializer_range", 0.02),
-        # transformers 5 was seen writing text_config.tie_word_embeddings: true beside a
-        # top-level false; the top level is what its loader follows.
+        # transformers 5 sometimes writes text_config.tie_word_embeddings: true beside a
+        # top-level false; its loader follows the top level.
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         dtype=str(_first(config, text, "dtype", "torch_dtype", default="bfloat16")),
         image_token_id=_integer(config, "image_token_id"),
@@ -199,9 +199,9 @@ def _vision(vision: dict[str, Any]) -> VisionArchitecture:
 
 
 def declared_expert_layout(config: dict[str, Any]) -> ExpertLayout | None:
-    """The fused-expert layout that a MoE config declares, or None when nothing declares it.
+    """Return the fused-expert layout that a MoE config declares, or None if it declares none.
 
-    Three fields tell: ``transformers_version`` and, in ``text_config``, ``rope_parameters``
+    Three fields show it: ``transformers_version`` and, in ``text_config``, ``rope_parameters``
     (5) against ``rope_scaling``/``rope_theta`` (4.57) and ``num_local_experts`` (5) against
     ``num_experts`` (4.57).
 
@@ -244,7 +244,10 @@ def _expert_count(text: dict[str, Any]) -> int:
 
 
 def _moe_layers(text: dict[str, Any], layers: int) -> tuple[bool, ...]:
-    """HF ``Qwen3VLMoeTextDecoderLayer``: sparse unless listed, every `decoder_sparse_step`-th."""
+    """Return which layers are MoE, as HF ``Qwen3VLMoeTextDecoderLayer`` decides it.
+
+    Every `decoder_sparse_step`-th layer is, unless ``mlp_only_layers`` lists it.
+    """
     dense = _integers(text, "mlp_only_layers", default=())
     step = _integer({"decoder_sparse_step": 1, **text}, "decoder_sparse_step", least=1)
     return tuple(i not in dense and (i + 1) % step == 0 for i in range(layers))
@@ -282,14 +285,14 @@ LIMITS = {
     "num_local_experts": 2**12,
     "num_key_value_heads": 2**12,
 }
-"""Counts that make this many tensors or pieces; a damaged file must not make billions."""
+"""The largest values of counts that multiply tensors: a damaged file must not ask for billions."""
 
 LARGEST = 2**31 - 1
 """The largest value of every other whole number in a config."""
 
 
 def _heads(text: dict[str, Any]) -> tuple[int, int, int]:
-    """Query heads, key and value heads, and the size of one."""
+    """Return the number of query heads, of key/value heads, and the size of one head."""
     heads = _integer(text, "num_attention_heads", least=1)
     kv_heads = heads
     if text.get("num_key_value_heads") is not None:

@@ -31,38 +31,38 @@ from rich.progress import (
 )
 from rich.table import Table
 
-_SELDOM = 30.0  # seconds between lines that only say how far something is
+_SELDOM = 30.0  # seconds between lines that report progress
 
 json_was_written = ContextVar("json_was_written", default=False)
-"""Whether this command has written its result: a failed check that follows is not a second one."""
+"""Whether this command has written its JSON result: a check that fails later writes no second."""
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def visible(text: str) -> str:
-    """Text whose control characters the terminal does not obey: ``\\x1b`` for an escape."""
+    """Return `text` with control characters spelled out (``\\x1b``): the terminal obeys none."""
     return _CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def plain(text: str) -> str:
-    """Text as it is: nothing in it is taken for markup or steers the terminal."""
+    """Return `text` so that rich prints it literally, without markup or terminal control."""
     return escape(visible(text))
 
 
 def command_line() -> str:
-    """The command that is running; the program without its folder."""
+    """Return the command line that is running, with the program's name without its folder."""
     return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
-# Piped output is for grep and files: names must not be folded into eighty columns.
+# Piped output goes to grep and files: names must not be wrapped at eighty columns.
 output = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
 messages = Console(stderr=True, highlight=False)
 
 
 def use_utf8() -> None:
-    """Read and write UTF-8 whatever the locale, in libraries too, and in processes started here.
+    """Read and write UTF-8 whatever the locale, also in libraries and in child processes.
 
-    What a terminal of another encoding cannot show becomes ``\\xe9`` rather than an error.
+    A character that the terminal's encoding lacks is printed as ``\\xe9`` instead of failing.
     """
     if locale.getencoding().upper() != "UTF-8":
         with suppress(locale.Error):
@@ -74,15 +74,15 @@ def use_utf8() -> None:
 
 
 def as_utf8(word: str) -> str:
-    """A word of the command line as UTF-8, whatever the locale in which Python has read it.
+    """Return a word of the command line as UTF-8, whatever the locale in which Python read it.
 
-    For text alone: the file system is asked for a path as Python has it.
+    Use it for text only: the file system needs paths as Python read them.
     """
     return os.fsencode(word).decode(errors="replace")
 
 
 CountProgress = Callable[[str, int, str], AbstractContextManager[Callable[[int], None]]]
-"""``progress(title, total, what)`` as :func:`count_progress`."""
+"""``progress(title, total, what)``: :func:`count_progress`, or a function like it."""
 
 ReportBytes = Callable[[int, int, str], None]
 """``report(bytes_done, bytes_total, name)``, as the converters call it."""
@@ -90,7 +90,7 @@ ReportBytes = Callable[[int, int, str], None]
 
 @contextmanager
 def byte_progress(title: str, *, quiet: bool = False) -> Iterator[ReportBytes]:
-    """A progress bar in bytes on standard error; silent when that is not a terminal."""
+    """Show a progress bar in bytes on standard error; nothing if that is not a terminal."""
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -109,9 +109,9 @@ def byte_progress(title: str, *, quiet: bool = False) -> Iterator[ReportBytes]:
 
 @contextmanager
 def count_progress(title: str, total: int, what: str) -> Iterator[Callable[[int], None]]:
-    """``advance(done)`` shows how many of `total` are done, on standard error.
+    """Yield ``advance(done)``, which shows on standard error how many of `total` are done.
 
-    In place on a terminal; elsewhere a line every half a minute.
+    It updates in place on a terminal, and prints a line every half a minute elsewhere.
     """
     if not messages.is_terminal:
         said = time.monotonic()
@@ -131,7 +131,7 @@ def count_progress(title: str, total: int, what: str) -> Iterator[Callable[[int]
         TimeRemainingColumn(),
         console=messages,
         transient=True,
-        auto_refresh=False,  # a thread would hold a lock of the terminal while ranks are forked
+        auto_refresh=False,  # a refreshing thread could hold the terminal's lock as ranks fork
     )
     with bar:
         task = bar.add_task(title, total=total, what=what)
@@ -140,13 +140,13 @@ def count_progress(title: str, total: int, what: str) -> Iterator[Callable[[int]
 
 @contextmanager
 def no_progress(title: str, total: int, what: str) -> Iterator[Callable[[int], None]]:
-    """Shows nothing."""
+    """Yield an ``advance(done)`` that shows nothing."""
     yield lambda done: None
 
 
 @contextmanager
 def progress(title: str) -> Iterator[Callable[[str], None]]:
-    """``say(text)`` shows what is going on, on standard error: in place, or line by line."""
+    """Yield ``say(text)``, which shows `text` on standard error: in place, or line by line."""
     if not messages.is_terminal:
         yield lambda text: messages.print(f"{title}: {plain(text)}", soft_wrap=True)
         return
@@ -155,12 +155,12 @@ def progress(title: str) -> Iterator[Callable[[str], None]]:
 
 
 def quiet_libraries() -> None:
-    """Keep advice that torch, megatron and transformers print while loading out of a command.
+    """Suppress the advice that torch, megatron and transformers print while they load.
 
-    Call it before megatron is imported; errors still show.
+    Call it before megatron is imported. Errors still show.
     """
     warnings.filterwarnings("ignore")
-    # Megatron would have every library's notes printed; the first to say it decides.
+    # Megatron would print the notes of every library; only the first basicConfig() counts.
     logging.basicConfig(level=logging.WARNING, format="warning: %(message)s")
     for name in ("torch.utils.cpp_extension", "megatron"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -171,9 +171,9 @@ def quiet_libraries() -> None:
 
 
 def table(title: str, *columns: str) -> Table:
-    """A plain table; a column name that starts with ``>`` is right-aligned.
+    """Make a plain table; a column whose name starts with ``>`` is right-aligned.
 
-    The title is text; cells are rich's markup: `plain` what files and data say.
+    The title is plain text. Cells are rich markup: pass text from files and data to `plain` first.
     """
     made = Table(
         title=plain(title) or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD
@@ -190,7 +190,7 @@ def emit_json(data: Any) -> None:
 
 
 def size(count: float) -> str:
-    """A byte count for people: ``4.26 GB`` (powers of ten, as disks are sold)."""
+    """Format a byte count for people: ``4.26 GB`` (powers of ten, as disks are sold)."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"

@@ -1,4 +1,4 @@
-"""A checkpoint of either kind on all ranks of a layout, for commands that only look at a model."""
+"""Loading a checkpoint of either kind on all ranks, for commands that do not train."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
 
-_WEEK = 7 * 86400.0  # seconds; it may take long, and the user can interrupt it
+_WEEK = 7 * 86400.0  # seconds: a command may take long, and the user can interrupt it
 
 
 def hf_folder_of(checkpoint: Path, hf: Path | None, command: str) -> Path:
-    """Where config, tokenizer and processor of `checkpoint` are.
+    """Return the folder with the config, tokenizer and processor of `checkpoint`.
 
     Args:
         checkpoint: Megatron-Core or Hugging Face directory.
-        hf: directory named for them; None: the checkpoint's own.
-        command: whose argument it is.
+        hf: the folder that the user named; None: use the checkpoint's own.
+        command: the command that takes `checkpoint`, for messages.
 
     Raises:
-        BadInput: the checkpoint has none, or is an adapter.
+        BadInput: the checkpoint has no such folder, or is a LoRA adapter.
     """
     if is_adapter(checkpoint):
         raise BadInput(f"{checkpoint} is a LoRA adapter: `{command} BASE --lora {checkpoint}`.")
@@ -63,15 +63,17 @@ def load_chunks(
     adapter: Adapter | None = None,
     **overrides: Any,
 ) -> list[Qwen3VLModel]:
-    """Build and load this rank's part; a collective, once ``torch.distributed`` is initialised.
+    """Build and load this rank's part of the model; every rank must call it.
+
+    ``torch.distributed`` must be initialised.
 
     Args:
         checkpoint: Megatron-Core or Hugging Face directory.
-        architecture: its shape.
+        architecture: the checkpoint's shape.
         layout: parallel sizes.
         spec: layer spec.
-        dtype: a name of ``DTYPES``, or ``config``: what the checkpoint's config says.
-        adapter: to be put in.
+        dtype: a name of ``DTYPES``, or ``config`` for the dtype of the checkpoint's config.
+        adapter: a LoRA adapter to attach.
         overrides: further ``TransformerConfig`` fields.
     """
     initialize(layout)
@@ -86,19 +88,19 @@ def load_chunks(
 
 
 def on_all_ranks(on_rank: Callable[[], Any], layout: Layout, *, on_cpu: bool, purpose: str) -> Any:
-    """Call `on_rank` on torchrun's ranks if it started us, otherwise on ranks started here.
+    """Call `on_rank` on torchrun's ranks if torchrun started us, otherwise on ranks started here.
 
     Args:
-        on_rank: on GPUs picklable.
-        layout: says how many ranks.
-        on_cpu: without a GPU; the CPU backend must be installed.
-        purpose: a verb, for messages.
+        on_rank: the function to call; it must be picklable if it runs on GPUs.
+        layout: parallel sizes, which give the number of ranks.
+        on_cpu: whether to run on the CPU, whose backend must be installed.
+        purpose: what the command does, as a verb for messages.
 
     Returns:
-        What the first rank returned; under torchrun what this one did.
+        What the first rank returned; under torchrun, what this rank returned.
 
     Raises:
-        BadInput: no GPU, or too few.
+        BadInput: there is no GPU, or there are too few.
     """
     if not (on_cpu or torch.cuda.device_count()):
         raise BadInput(f"There is no GPU here: pass --cpu to {purpose} on the CPU.")

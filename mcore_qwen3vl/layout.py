@@ -16,8 +16,9 @@ from mcore_qwen3vl.split import read_split
 class Layout:
     """All parallel sizes, named as Megatron names them.
 
-    Written as in ``tp2xpp2+sp``; sizes of one are left out, and one rank alone is ``single``. A
-    part with a ``|``, as in ``pp2+E|ttt|t|L``, is the split of the pipeline, which also says VPP.
+    A layout is written as ``tp2xpp2+sp``; sizes of one are left out, and one rank alone is
+    ``single``. A part with a ``|``, as in ``pp2+E|ttt|t|L``, is the pipeline's split, which also
+    sets VPP.
     """
 
     tp: int = 1
@@ -30,7 +31,7 @@ class Layout:
     sp: bool = False
     first: int | None = None  # decoder layers on the first pipeline stage, if not an equal share
     last: int | None = None  # decoder layers on the last pipeline stage, if not an equal share
-    split: str | None = None  # each virtual stage's content, as :mod:`.split` reads it
+    split: str | None = None  # what each virtual stage holds, in the form that :mod:`.split` reads
 
     def __post_init__(self) -> None:
         if self.split is not None:
@@ -39,12 +40,12 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """Ranks; EP and ETP regroup the ranks of TP x CP x DP and add none."""
+        """The number of ranks; EP and ETP regroup the TP x CP x DP ranks and add none."""
         return self.tp * self.pp * self.cp * self.dp
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read what :meth:`__str__` writes, in any order.
+        """Read a layout as :meth:`__str__` writes it, with its parts in any order.
 
         Raises:
             BadInput: a part is not a known name with a number.
@@ -77,7 +78,7 @@ class Layout:
         return "+".join(["x".join(sizes) or "single", *extras])
 
     def config_overrides(self) -> dict[str, Any]:
-        """The ``TransformerConfig`` fields that this layout sets."""
+        """Return the ``TransformerConfig`` fields that this layout sets."""
         return {
             "tensor_model_parallel_size": self.tp,
             "sequence_parallel": self.sp,
@@ -92,7 +93,7 @@ class Layout:
         }
 
     def virtual_stages(self, num_layers: int) -> list[range]:
-        """Decoder layers of each virtual stage, in the order of the model.
+        """Return the decoder layers of each virtual stage, in the order of the model.
 
         Stage `i` is on pipeline rank ``i % pp``.
         """
@@ -104,7 +105,7 @@ class Layout:
         return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
 
     def layers_per_stage(self, num_layers: int) -> list[int]:
-        """Decoder layers of each pipeline rank, its virtual stages together."""
+        """Return how many decoder layers each pipeline rank has in all its virtual stages."""
         stages = self.virtual_stages(num_layers)
         return [sum(map(len, stages[rank :: self.pp])) for rank in range(self.pp)]
 
@@ -115,14 +116,14 @@ class Layout:
         return [own.get(stage, equal) for stage in range(self.pp)]
 
     def validate(self, architecture: Architecture, *, training: bool = True) -> None:
-        """Check that the model divides this way.
+        """Raise unless the model can be divided by this layout.
 
         Args:
             architecture: the model's shape.
-            training: what only training forbids is refused too.
+            training: whether to refuse also what only training forbids.
 
         Raises:
-            BadInput: it does not; the message names both numbers and what to change.
+            BadInput: the layout does not fit the model; the message says what to change.
         """
         for name, size in asdict(self).items():
             if isinstance(size, int) and size is not False and size < 1:

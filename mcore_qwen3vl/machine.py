@@ -1,4 +1,4 @@
-"""What the machine gives this process."""
+"""The machine's resources that this process may use."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def usable_cores() -> int:
-    """The cores that this process may use, which may be fewer than the machine has."""
+    """Return how many cores this process may use, which may be fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1  # macOS, where no process is bound to cores

@@ -1,7 +1,8 @@
 """A Qwen3-VL model in Megatron's words, for its command line and for its ``TransformerConfig``.
 
-One table holds both names of everything that is said, since some differ: ``--num-experts`` is
-``num_moe_experts``, ``--swiglu`` is ``gated_linear_unit``. Imports neither torch nor megatron.
+One table holds both names of every setting, since some differ: ``--num-experts`` is
+``num_moe_experts``, ``--swiglu`` is ``gated_linear_unit``. This module imports neither torch nor
+megatron.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from mcore_qwen3vl.config import Architecture
 
 @dataclass(frozen=True)
 class Fact:
-    """One thing that Megatron is told about a model.
+    """One setting that Megatron needs to know about a model.
 
     Attributes:
-        argument: ``dest`` of the flag that says it; None: no flag does, or Megatron's own default
-            there is another one.
-        field: of ``TransformerConfig``; None: it is no part of that.
-        value: what is said.
-        fixed: another value would be another model; if not, a flag may change it.
+        argument: ``dest`` of its flag; None: it has no flag, or the command line keeps another
+            value.
+        field: name of its ``TransformerConfig`` field; None: it has none.
+        value: the setting's value.
+        fixed: True if another value would be another model; False if a flag may change it.
     """
 
     argument: str | None
@@ -31,7 +32,7 @@ class Fact:
 
 
 def architecture_arguments(architecture: Architecture) -> dict[str, Any]:
-    """What `architecture` fixes among Megatron's arguments, by ``dest`` name.
+    """Return the Megatron arguments that `architecture` fixes, by ``dest`` name.
 
     A different value would be a different model.
     """
@@ -39,15 +40,15 @@ def architecture_arguments(architecture: Architecture) -> dict[str, Any]:
 
 
 def recommended_arguments(architecture: Architecture) -> dict[str, Any]:
-    """Defaults for Megatron's arguments that suit the model and that a flag may change."""
+    """Return defaults for Megatron's arguments that suit the model and that a flag may change."""
     return {f.argument: f.value for f in _facts(architecture) if f.argument and not f.fixed}
 
 
 def config_fields(architecture: Architecture) -> dict[str, Any]:
-    """What `architecture` says among the fields of ``TransformerConfig``.
+    """Return the ``TransformerConfig`` fields that `architecture` determines.
 
-    ``activation_func`` is the name of a function of ``torch.nn.functional``. What depends on the
-    layer spec or on the layout is left to
+    ``activation_func`` is the name of a function of ``torch.nn.functional``. Fields that depend on
+    the layer spec or the layout are set by
     :func:`mcore_qwen3vl.model.transformer_config.transformer_config`.
     """
     return {f.field: f.value for f in _facts(architecture) if f.field}
@@ -91,7 +92,7 @@ def _language(a: Architecture) -> list[Fact]:
         _both("layernorm_zero_centered_gamma", False),
         _both("qk_layernorm", True),
         Fact("swiglu", "gated_linear_unit", True),
-        _field("activation_func", "silu"),  # which the flag implies
+        _field("activation_func", "silu"),  # --swiglu implies it
         _both("add_bias_linear", False),
         _both("add_qkv_bias", False),
         _flag("position_embedding_type", "mrope"),
@@ -109,8 +110,8 @@ def _experts(a: Architecture) -> list[Fact]:
         _both("moe_ffn_hidden_size", a.moe_intermediate_size),
         _both("moe_layer_freq", [int(moe) for moe in a.moe_layers] if a.mixed_layers else 1),
         _both("moe_router_topk", a.num_experts_per_tok),
-        # HF: softmax over all experts, then the top k renormalised; softmax over the top k is
-        # the same number.
+        # HF takes the softmax over all experts and renormalises the top k; the softmax over the
+        # top k gives the same numbers.
         _both("moe_router_score_function", "softmax"),
         _both("moe_router_pre_softmax", False),
         _both("moe_router_enable_expert_bias", False),
@@ -126,13 +127,13 @@ def _defaults(a: Architecture) -> list[Fact]:
         _both("hidden_dropout", 0.0, fixed=False),
         _both("attention_softmax_in_fp32", True, fixed=False),
         _both("init_method_std", a.initializer_range, fixed=False),
-        # Qwen's vocabulary divides by every usual TP; padding is for those that do not.
+        # Every usual TP divides Qwen's vocabulary, so that no padding is needed.
         _flag("make_vocab_size_divisible_by", 1, fixed=False),
         # Text is tokenised by the HF processor in the data workers; Megatron's own tokenizer
         # only has to name the vocabulary size.
         _flag("tokenizer_type", "NullTokenizer", fixed=False),
-        # The other one refuses the variable-length transfers of some pipeline splits, and mcore
-        # asks it even when the model is dense.
+        # Megatron's default, allgather, does not allow the variable-length transfers of some
+        # pipeline splits, and mcore checks that even when the model is dense.
         _both("moe_token_dispatcher_type", "alltoall", fixed=False),
         _field("bias_dropout_fusion", False),  # there is neither bias nor dropout to fuse
         _field("masked_softmax_fusion", False),
@@ -142,8 +143,8 @@ def _defaults(a: Architecture) -> list[Fact]:
         facts += [
             _both("moe_router_dtype", "fp32", fixed=False),
             _both("moe_router_load_balancing_type", "aux_loss", fixed=False),
-            # Training balances the experts unless told otherwise; a model that is built directly
-            # is HF's, whose loss has this term only with output_router_logits.
+            # Training balances the experts unless told otherwise. A model that is built directly
+            # behaves as HF's, whose loss has this term only with output_router_logits.
             _flag("moe_aux_loss_coeff", a.router_aux_loss_coef, fixed=False),
             _field("moe_aux_loss_coeff", 0.0),
         ]

@@ -1,4 +1,4 @@
-"""HTML pages from templates that lie beside the code, in one style: ``pages.css``."""
+"""HTML pages from templates beside the code, all in the style of ``pages.css``."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
 
 def templates(package: str) -> Environment:
-    """The ``*.jinja`` of a package, which include ``pages.css``.
+    """Return the environment of a package's ``*.jinja`` templates, which can include ``pages.css``.
 
-    Values are escaped, and a value that is missing is an error.
+    Values are escaped, and a missing value is an error.
     """
     return Environment(
         loader=ChoiceLoader([PackageLoader(package, "."), PackageLoader("mcore_qwen3vl", ".")]),

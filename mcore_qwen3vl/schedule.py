@@ -1,8 +1,8 @@
-"""Megatron's pipeline schedules, played through: when each rank works, if transfers take no time.
+"""A simulation of Megatron's pipeline schedules: when each rank works, if transfers take no time.
 
-1F1B and its interleaved form (Narayanan et al., arXiv:2104.04473), in the order of mcore's
-``forward_backward_pipelining_without_interleaving`` and ``..._with_interleaving``. A formula knows
-equal stages alone; this knows what a long virtual stage keeps its neighbours waiting for.
+It has 1F1B and its interleaved form (Narayanan et al., arXiv:2104.04473), in the order of mcore's
+``forward_backward_pipelining_without_interleaving`` and ``..._with_interleaving``. The usual
+formula holds for equal stages only; the simulation has the time that ranks wait for a long stage.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Durations:
-    """What a virtual stage takes for one micro-batch, in any unit."""
+    """The time that a virtual stage takes for one micro-batch, in any unit."""
 
     forward: float
     backward: float
@@ -25,7 +25,7 @@ class Durations:
 
 
 class Work(NamedTuple):
-    """A forward or backward of one micro-batch through one virtual stage of a rank."""
+    """A forward or backward pass of one micro-batch through one virtual stage of a rank."""
 
     forward: bool
     micro_batch: int
@@ -33,21 +33,23 @@ class Work(NamedTuple):
 
 
 def play(stages: Sequence[Sequence[Durations]], micro_batches: int, group: int = 0) -> float:
-    """From the first forward to the last backward of an iteration.
+    """Return the time from the first forward to the last backward of an iteration.
 
-    A rank works in a fixed order. A forward waits for that of the virtual stage before, on the
-    rank before or, from chunk to chunk, on the last rank; a backward likewise the other way round.
+    A rank works in a fixed order. A forward waits for the forward of the previous virtual stage,
+    which is on the previous rank or, between chunks, on the last one. A backward waits for the
+    backward of the next virtual stage.
 
     Args:
-        stages: of each pipeline rank, its virtual stages in the order of the model.
-        micro_batches: of an iteration.
-        group: ``--microbatch-group-size-per-virtual-pipeline-stage``; default: as many as ranks.
+        stages: the virtual stages of each pipeline rank, in the order of the model.
+        micro_batches: number of micro-batches in an iteration.
+        group: ``--microbatch-group-size-per-virtual-pipeline-stage``; default: the number of ranks.
 
     Returns:
-        In the unit of `stages`.
+        The time, in the unit of `stages`.
 
     Raises:
-        ValueError: the ranks wait for each other: a last group of fewer micro-batches than ranks.
+        ValueError: the ranks deadlock, because the last group has fewer micro-batches than there
+            are ranks.
     """
     ranks, chunks = len(stages), len(stages[0])
     group = group or ranks
@@ -78,14 +80,15 @@ def play(stages: Sequence[Sequence[Durations]], micro_batches: int, group: int =
 
 
 def order_of_work(rank: int, ranks: int, chunks: int, micro_batches: int, group: int) -> list[Work]:
-    """What a rank does: forwards, then a forward and a backward in turn, then backwards.
+    """Return a rank's work in order: forwards, then forward and backward in turn, then backwards.
 
     Args:
-        rank: of the pipeline.
-        ranks: of it.
-        chunks: virtual stages of a rank.
-        micro_batches: of an iteration.
-        group: as many go through a virtual stage before the rank turns to its next one.
+        rank: pipeline rank.
+        ranks: number of pipeline ranks.
+        chunks: number of virtual stages on each rank.
+        micro_batches: number of micro-batches in an iteration.
+        group: number of micro-batches that go through a virtual stage before the rank turns to
+            its next one.
     """
     table = [
         (micro_batch, chunk)

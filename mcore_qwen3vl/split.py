@@ -1,9 +1,9 @@
-"""What every virtual pipeline stage holds, as ``--pipeline-model-parallel-layout`` says it.
+"""A reader of ``--pipeline-model-parallel-layout``, which says what each virtual stage holds.
 
 ``E|ttt|(tt|)*4L`` has seven virtual stages: the embedding (and with it the vision tower) alone,
-three decoder layers, two in each of four, and the head alone. mcore's own reader
+three decoder layers, four stages of two, and the head alone. mcore's own reader
 (``PipelineParallelLayerLayout``) needs all of megatron, which must not be imported before the CPU
-backend is installed; a test holds the two together.
+backend is installed; a test checks that the two agree.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Stage(NamedTuple):
 
 
 def read_split(text: str) -> list[Stage]:
-    """The virtual stages in the order of the model.
+    """Return the virtual stages that `text` describes, in the order of the model.
 
     Raises:
-        BadInput: `text` is not understood, or embedding or head are not where the model begins and
-            ends.
+        BadInput: `text` has another form, or does not have one embedding at its beginning and one
+            head at its end.
     """
     plain = text.replace(",", "")
     for pattern in (_GROUP, _REPEATED):

@@ -1,6 +1,6 @@
 """Qwen3-VL in a program of your own, without Megatron's training loop.
 
-Five calls, from an empty process to an exported checkpoint: :func:`init_distributed`,
+Five calls lead from an empty process to an exported checkpoint: :func:`init_distributed`,
 :func:`load_model`, :func:`prepare_batch`, :func:`reduce_gradients` and :func:`save_model`. Each is
 a thin call into the packages, which offer more. The same program runs alone on a CPU, alone on a
 GPU, or on all ranks of ``torchrun``.
@@ -45,19 +45,20 @@ def init_distributed(
     """Initialise ``torch.distributed``, Megatron's process groups and its random states.
 
     Under ``torchrun`` the group is torchrun's ranks; otherwise it is this process alone. Call it
-    before anything imports ``megatron.core``: on the CPU it replaces what megatron looks for while
-    it is imported (see :mod:`mcore_qwen3vl.runtime.cpu`).
+    before anything imports ``megatron.core``: on the CPU it replaces functions that megatron looks
+    up while it is imported (see :mod:`mcore_qwen3vl.runtime.cpu`).
 
     Args:
         layout: parallel sizes; default: all of them 1.
-        device: default: ``cuda`` (with NCCL) if there is a GPU, otherwise ``cpu`` (with gloo).
-        seed: of Megatron's random states.
+        device: ``cuda`` (with NCCL) or ``cpu`` (with gloo); default: ``cuda`` if there is a GPU.
+        seed: seed of Megatron's random states.
 
     Returns:
-        Where this rank's model and batches belong.
+        The device for this rank's model and batches.
 
     Raises:
-        BadInput: the number of ranks is not the layout's, or the CPU backend comes too late.
+        BadInput: the number of ranks is not the layout's, or megatron was imported before the CPU
+            backend could be installed.
     """
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cpu":
@@ -87,18 +88,18 @@ def load_model(
 
     Args:
         checkpoint: a Hugging Face directory, or a Megatron-Core one that holds its ``hf/`` folder.
-        layout: the one that was initialised.
+        layout: the layout that :func:`init_distributed` was given.
         spec: layer spec, ``torch`` or ``te``.
         config_overrides: further ``TransformerConfig`` fields; ``params_dtype=torch.bfloat16``, for
             example, casts the weights as they are read.
 
     Returns:
-        The pipeline chunks of this rank, in training mode on its device: one, unless the layout has
-        virtual stages.
+        The pipeline chunks of this rank, in training mode on its device: one chunk, unless the
+        layout has virtual stages.
 
     Raises:
-        BadInput: the layout does not divide the model, or the checkpoint does not hold exactly its
-            tensors.
+        BadInput: the layout does not divide the model, or the checkpoint lacks tensors of the model
+            or has others.
     """
     from mcore_qwen3vl.converters.live.checkpoint import load_checkpoint
     from mcore_qwen3vl.converters.live.load import load_hf
@@ -107,7 +108,7 @@ def load_model(
     checkpoint, layout = Path(checkpoint), layout or Layout()
     architecture = Architecture.from_hf(config_folder(checkpoint))
     layout.validate(architecture)
-    # Gradients are of sums over tokens, router losses' too: see reduce_gradients.
+    # Losses are summed over tokens, router losses too: reduce_gradients divides the gradients.
     options = {"calculate_per_token_loss": True, **config_overrides}
     chunks = build_chunks(architecture, layout, spec=spec, **options)
     for chunk in chunks:
@@ -120,22 +121,22 @@ def load_model(
 def prepare_batch(
     model: Qwen3VLModel, processor: Any, conversations: Sequence[Sequence[Mapping[str, Any]]]
 ) -> Batch:
-    """Conversations as one padded batch, by the code that prepares training data.
+    """Make one padded batch of conversations, with the code that prepares training data.
 
     Assistant turns are trained, their end-of-turn token included; everything else is masked. Ranks
-    of one data-parallel rank (``megatron.core.parallel_state.get_data_parallel_rank()``) must be
-    given the same conversations, and each data-parallel rank its own.
+    with the same data-parallel rank (``megatron.core.parallel_state.get_data_parallel_rank()``)
+    must pass the same conversations, and each data-parallel rank its own.
 
     Args:
-        model: one chunk, which says how sequences must divide, and on which device the batch goes.
-        processor: :func:`mcore_qwen3vl.data.load_processor` of the checkpoint.
-        conversations: B lists of messages, each as a line of training data has them under
+        model: one chunk, which tells how sequences must divide and on which device the batch goes.
+        processor: the checkpoint's processor, from :func:`mcore_qwen3vl.data.load_processor`.
+        conversations: B lists of messages in the form that a line of training data has under
             ``messages``: an image is ``{"type": "image", "image": X}``, a video ``{"type": "video",
-            "video": X}``, where X is a path, base64 text or the file's bytes; an image may be a
-            ``PIL.Image``.
+            "video": X}``, where X is a path, base64 text or the file's bytes; an image may also be
+            a ``PIL.Image``.
 
     Returns:
-        The batch of B rows and S tokens, the longest conversation's, on the model's device.
+        A batch of B rows on the model's device; S tokens is the length of its longest conversation.
         `position_ids` are (3, B, S), `labels` are shifted by one and -100 where `loss_weights`
         are 0, and `visual` holds pixels and indices of all images and videos, or is None.
 
@@ -190,22 +191,22 @@ def reduce_gradients(
     """Complete the gradients before an optimizer step; a collective of all ranks.
 
     After ``backward()`` of a loss that is summed over tokens, each rank has the gradients of its
-    own tokens. This adds them up over DP and CP (experts: over their own data-parallel ranks), adds
-    up those of norms and of the vision tower over the TP ranks and those of tied embeddings over
-    the first and the last pipeline stage, and divides all by the number of tokens of all ranks: the
-    mean that Hugging Face's ``num_items_in_batch`` gives. It is Megatron's own
-    ``finalize_model_grads``, for a model without Megatron's DDP.
+    own tokens. This function sums all gradients over DP and CP (experts: over their own
+    data-parallel ranks), those of norms and of the vision tower over the TP ranks, and those of
+    tied embeddings over the first and the last pipeline stage. Then it divides them by the number
+    of tokens of all ranks, which gives the mean of Hugging Face's ``num_items_in_batch``. It calls
+    Megatron's own ``finalize_model_grads``, for a model without Megatron's DDP.
 
     Call it under every layout, once a step: after the last micro-batch, if there are several. A
-    trained parameter without a gradient gets zeros. Gradients are added up in their own dtype.
+    trained parameter without a gradient gets zeros. Gradients are summed in their own dtype.
     ``torch.nn.utils.clip_grad_norm_`` does not know that ranks hold parts of a tensor: under TP, PP
     and EP it clips by another norm on each rank.
 
     Args:
         models: this rank's chunks, as :func:`load_model` returns them.
-        num_tokens: what this rank's loss would be divided by if it were alone: its number of
-            trained tokens, or the sum of their weights, over all micro-batches since the last step;
-            a number or a tensor of one value. Only the last pipeline stage's is read.
+        num_tokens: the number of this rank's trained tokens, or the sum of their weights, over all
+            micro-batches since the last step: the number that would divide its loss if it were
+            alone. A number or a tensor of one value. Only the last pipeline stage's value is used.
 
     Raises:
         BadInput: the model is wrapped in Megatron's DDP, which has its own reduction.
@@ -225,19 +226,19 @@ def save_model(
 ) -> None:
     """Write a Hugging Face checkpoint; a collective of all ranks.
 
-    Ranks that hold copies of a parameter must agree in every bit, as they do after
+    Copies of a parameter on several ranks must agree in every bit, as they do after
     :func:`reduce_gradients`; ``mcore_qwen3vl.converters.live.export.save_hf`` writes the first
     copy without comparing.
 
     Args:
         models: this rank's chunks, as :func:`load_model` returns them.
         path: directory to write, on a file system that all ranks share.
-        like: the checkpoint whose config, tokenizer and processor belong to this model.
-        force: replace `path` if it is a checkpoint.
+        like: a checkpoint; its config, tokenizer and processor are copied.
+        force: whether to replace `path` if it is a checkpoint.
 
     Raises:
         BadInput: `path` exists or cannot be written, the ranks do not hold the whole model, or
-            copies differ.
+            copies of a parameter differ.
     """
     from mcore_qwen3vl.converters.live.export import save_hf
     from mcore_qwen3vl.converters.live.replicas import check_replicas
@@ -247,7 +248,7 @@ def save_model(
 
 
 def _with_encoded_images(message: Mapping[str, Any]) -> dict[str, Any]:
-    """`message` with PIL images as PNG bytes, which data sets may hold too."""
+    """Return `message` with its PIL images as PNG bytes, a form that data sets have too."""
     content = message.get("content")
     if not isinstance(content, list):
         return dict(message)

@@ -1,4 +1,4 @@
-"""Files from elsewhere: folders that hold what is no file, and JSON that is too deep to read."""
+"""Checks of files from elsewhere: pipes and devices in folders, links out, too deep JSON."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from mcore_qwen3vl.errors import BadInput
 
 
 def parse_json(text: str | bytes) -> Any:
-    """
+    """Parse JSON.
+
     Raises:
-        ValueError: `text` is no JSON, or is nested more deeply than Python can read.
+        ValueError: `text` is not JSON, or is nested more deeply than Python can read.
     """
     try:
         return json.loads(text)
@@ -23,11 +24,12 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def refuse_special_files(folder: Path) -> None:
-    """Look at what lies in `folder`, not in the folders below it; nothing is opened.
+    """Raise if `folder` directly holds a pipe, a socket or a device; nothing is opened.
+
+    Opening a pipe would wait for a writer, and a device may have no end.
 
     Raises:
-        BadInput: it holds a pipe, a socket or a device, or a link to one. To open a pipe is to
-            wait for a writer, and a device may have no end.
+        BadInput: `folder` holds a pipe, a socket or a device, or a link to one.
     """
     if not folder.is_dir():
         return
@@ -41,14 +43,17 @@ def refuse_special_files(folder: Path) -> None:
 
 
 def refuse_links_out(files: Iterable[Path], folder: Path) -> None:
-    """Check files that will be copied: their content may be published with the converted model.
+    """Raise if a file that will be copied is a link out of the model's folder.
+
+    The content of copied files may be published with the converted model.
 
     Args:
-        files: in `folder`, or below it.
-        folder: a model. One in the Hugging Face cache keeps its files in ``blobs`` beside it.
+        files: files in `folder`, or below it.
+        folder: a model's folder. In the Hugging Face cache, its files may be in ``blobs`` beside
+            it.
 
     Raises:
-        BadInput: one is a link to a file elsewhere.
+        BadInput: one of the files is a link to a file elsewhere.
     """
     inside = folder.resolve()
     if inside.parent.name == "snapshots":

@@ -1,4 +1,4 @@
-"""Whether Python and the packages that decide most are those that this package is tested with."""
+"""A check that Python and the main dependencies have versions that this package is tested with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACKAGES = ("torch", "transformers", "megatron-core", "megatron-energon", "peft"
 
 
 def warn() -> None:
-    """Print a sentence for each version that is outside, on standard error."""
+    """Print a warning for each version that :func:`outside` reports, on standard error."""
     for sentence in outside():
         console.messages.print(f"[yellow]warning:[/] {console.plain(sentence)}", soft_wrap=True)
 
@@ -23,8 +23,8 @@ def warn() -> None:
 def outside() -> Iterator[str]:
     """Yield one sentence for each version that ``pyproject.toml`` does not allow.
 
-    pip refuses such versions, but not what is installed afterwards, with ``--no-deps`` or in
-    front on ``PYTHONPATH``. Pre-releases are allowed, which containers have.
+    pip refuses such versions, but does not see packages that are installed later, with
+    ``--no-deps``, or earlier on ``PYTHONPATH``. Pre-releases, which containers have, are allowed.
     """
     try:
         ours = metadata("mcore-qwen3vl")
@@ -38,7 +38,7 @@ def outside() -> Iterator[str]:
             continue
         try:
             found = version(requirement.name)
-        except PackageNotFoundError:  # some commands do without
+        except PackageNotFoundError:  # some commands work without it
             continue
         if not requirement.specifier.contains(found, prereleases=True):
             yield _sentence(requirement.name, found, requirement.specifier)
