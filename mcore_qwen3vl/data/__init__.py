@@ -1,4 +1,4 @@
-"""From messages and documents to packed batches that are ready for the model."""
+"""The data pipeline: from messages and documents to packed batches for the model."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ __all__ = [
     "redistribute",
 ]
 
-# Imported when asked for: torch and energon take seconds, and the flags of a command line, which
-# are read from `config`, should not wait for them.
+# Imported on first use: torch and energon take seconds to import, and a command line that only
+# needs `config` for its flags should not wait for them.
 _HOMES = {
     "config": ("DataConfig", "MediaLimits"),
     "encoding.batch": ("IGNORED", "Batch", "Counts"),

@@ -1,4 +1,4 @@
-"""Validate a data set: every sample is read, tokenised and decoded, as training would."""
+"""A check of a data set that reads, tokenises and decodes every sample, as training would."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from mcore_qwen3vl.data.records.preference import written_otherwise
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.extras import require_extra
 
-_BUFFERS = 4  # so many, at least, of each rank's packing buffers show how level the work is
+_BUFFERS = 4  # packing buffers of each rank that are enough to measure how even the work is
 _KEYS_NAMED = 10
-_NAMES = ("id",)  # keys that say which record it is
+_NAMES = ("id",)  # keys that only name the record
 
 
 @dataclass(frozen=True)
 class Flaw:
-    """A sample that training would skip, and why."""
+    """A sample that training would skip, and the reason."""
 
     sample: str
     reason: str
@@ -46,21 +46,21 @@ class Flaw:
 
 @dataclass
 class DataReport:
-    """What a data set holds. The lists have one entry a usable sample."""
+    """What a data set holds. The lists of numbers have one entry for each usable sample."""
 
     path: Path
     seq_length: int
     formats: dict[str, int] = field(default_factory=dict)
-    """Records of each format, of those that are well formed."""
+    """Number of well-formed records in each format."""
     tokens: list[int] = field(default_factory=list)
     trained_tokens: list[int] = field(default_factory=list)
     patches: list[int] = field(default_factory=list)
     images: int = 0
     videos: int = 0
     peculiar: dict[str, list[str]] = field(default_factory=dict)
-    """Samples whose images are not read as they lie in the file, by what is done with them."""
+    """Samples whose images are changed when they are read, by the kind of change."""
     unread: dict[str, list[str]] = field(default_factory=dict)
-    """Samples that have a key which is not read, by the key; ``id`` aside."""
+    """Samples with a key that is not read, by key; ``id`` is left out."""
     bad: list[Flaw] = field(default_factory=list)
     overlong: list[Flaw] = field(default_factory=list)
     packing_efficiency: float | None = None
@@ -72,11 +72,11 @@ class DataReport:
 
     @property
     def samples(self) -> int:
-        """All that were read."""
+        """The number of samples that were read."""
         return len(self.tokens) + len(self.bad) + len(self.overlong)
 
     def totals(self) -> dict[str, int]:
-        """Numbers of samples, and sums over those that are usable."""
+        """Return the numbers of samples, and sums over the usable ones."""
         return {
             "samples": self.samples,
             "usable": len(self.tokens),
@@ -91,7 +91,7 @@ class DataReport:
         }
 
     def summary(self) -> list[tuple[str, str]]:
-        """Rows of a table: what, and how much."""
+        """Return the rows of a table, each a name and a value."""
         rows = [
             ("format", ", ".join(f"{n} ({c:,})" for n, c in self.formats.items()) or "none"),
             ("samples", f"{self.samples:,}"),
@@ -131,14 +131,17 @@ class DataReport:
         return f"{', '.join(names[:_KEYS_NAMED])}{more}, the first in {first}"
 
     def advice(self) -> list[str]:
-        """What can be done with keys that are not read."""
+        """Return sentences about what can be done with keys that are not read."""
         if not self.unread:
             return []
         said = ["Keys that are not read do no harm. --preprocess MODULE:FUNCTION can use them."]
         return [*said, *filter(None, [written_otherwise(self.unread)])]
 
     def histograms(self, bins: int = 20) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """(counts (bins,), edges (bins + 1,)) of tokens, trained tokens and patches a sample."""
+        """Return histograms of tokens, trained tokens and patches a sample.
+
+        Each is (counts (bins,), edges (bins + 1,)).
+        """
         measured = {
             "tokens": self.tokens,
             "trained tokens": self.trained_tokens,
@@ -165,19 +168,19 @@ def check_data(
     micro_batches: int = 1,
     usable: Callable[[Any], object] = lambda sample: None,
 ) -> DataReport:
-    """Read a data set once, in order.
+    """Read a data set once, in order, and report what it holds.
 
     Args:
-        path: as for the loader: a file, a directory, a metadataset or a mixture file.
-        processor: of ``load_processor``; its budgets are changed as `config` says.
+        path: a file, a directory, a metadataset or a mixture file, as for the loader.
+        processor: processor from ``load_processor``; its budgets are set to those of `config`.
         config: lengths, policies and budgets.
         split: part of a WebDataset or metadataset.
-        decode: also decode every image and video; without, only headers are read.
-        limit: stop after so many samples.
-        preprocess: hook of data sets that name none.
-        architecture: of the model whose work is to be divided.
-        ranks: data-parallel ranks to divide it over; 1: nothing is divided.
-        micro_batches: of a step and a rank.
+        decode: whether to decode every image and video too; otherwise only headers are read.
+        limit: number of samples after which to stop; None: read all.
+        preprocess: hook for data sets that name none.
+        architecture: shape of the model, for the balance of work.
+        ranks: data-parallel ranks to divide the work over; 1: measure no balance.
+        micro_batches: micro-batches of a rank in a step.
         usable: called with each crude sample that can be used.
 
     Raises:
@@ -201,7 +204,7 @@ def check_data(
                     preparation.pixels(plan, raw.source)
         except OverlongSample as error:
             report.overlong.append(Flaw(sample_id(crude), str(error)))
-        except Exception as error:  # as the loader does: whatever a sample raises is its flaw
+        except Exception as error:  # as in the loader, any exception makes the sample bad
             kind = "" if type(error).__module__.startswith(__package__) else type(error).__name__
             report.bad.append(Flaw(sample_id(crude), f"{kind}: {error}" if kind else str(error)))
         else:
@@ -216,7 +219,7 @@ def check_data(
 
 
 def _record(report: DataReport, plans: Sequence[Plan]) -> None:
-    """One sample, of both sequences of a pair together."""
+    """Add one sample to the report; the two sequences of a pair are added up."""
     kinds = Counter(item.media.kind for plan in plans for item in plan.media)
     report.images += kinds["image"]
     report.videos += kinds["video"]
@@ -241,7 +244,7 @@ def _note_unread(report: DataReport, sample: str, keys: Sequence[str]) -> None:
 
 
 def _pack(report: DataReport, config: DataConfig) -> None:
-    """Pack buffer by buffer, as the loader does."""
+    """Pack the samples buffer by buffer, as the loader does."""
     size = config.packing_buffer
     for start in range(0, len(report.tokens), size):
         lengths = [config.padded(length) for length in report.tokens[start : start + size]]
@@ -258,7 +261,7 @@ def _balance(
     ranks: int,
     micro_batches: int,
 ) -> dict[str, Balance]:
-    """Divide the shuffled data as the loaders do; several epochs of it if it is small."""
+    """Divide the shuffled data over ranks as the loaders do; repeat a small data set."""
     least = _BUFFERS * ranks * config.packing_buffer
     random = np.random.default_rng(0)
     epochs = -(-least // len(report.sizes))
@@ -275,7 +278,7 @@ def _balance(
 
 
 def plot_report(report: DataReport, png: Path) -> None:
-    """Draw the histograms.
+    """Draw the histograms into `png`.
 
     Raises:
         BadInput: matplotlib is not installed (extra ``plots``), there is nothing to draw, or `png`
@@ -303,7 +306,7 @@ def plot_report(report: DataReport, png: Path) -> None:
 
 
 def _draw_balance(axes: Any, balance: dict[str, Balance]) -> None:
-    """Packs by their work: the time of a row is that of its rightmost pack."""
+    """Draw how many packs have how much work; the ranks of a step wait for the largest one."""
     edges = np.histogram_bin_edges(np.concatenate([one.packs for one in balance.values()]), 40)
     for way, one in balance.items():
         counts, _ = np.histogram(one.packs, edges)

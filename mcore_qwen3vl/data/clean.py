@@ -1,4 +1,4 @@
-"""A JSONL file of the records that can be used, beside the file that they are from."""
+"""A JSONL file with the usable records of a data set, in the same folder as that data set."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from mcore_qwen3vl.errors import BadInput
 
 @contextmanager
 def clean_file(out: Path, data: Path) -> Iterator[Callable[[Any], object]]:
-    """Write records to a file that appears whole, or not at all if there is none.
+    """Write records to a file, which appears complete at the end, or not at all if it is empty.
 
     Args:
         out: JSONL file to write.
-        data: ``.jsonl`` or ``.json`` file that the records are from.
+        data: ``.jsonl`` or ``.json`` file that the records come from.
 
     Yields:
-        What takes a crude sample, and writes its record.
+        A function that takes a crude sample and writes its record.
 
     Raises:
-        BadInput: `data` is another kind of data set; or `out` is there already, is no JSONL file,
-            or lies in another folder.
+        BadInput: `data` is another kind of data set; or `out` exists, is not a JSONL file, or is
+            in another folder than `data`.
     """
     if data.suffix not in (".jsonl", ".json") or not data.is_file():
         raise BadInput(f"--write-clean takes the records of a .jsonl or .json file, not {data}.")
@@ -45,7 +45,7 @@ def clean_file(out: Path, data: Path) -> Iterator[Callable[[Any], object]]:
 
 
 def _line(record: bytes) -> bytes:
-    """JSON text on one line, its own bytes where it is on one already."""
+    """Return JSON text on one line; text that is on one line already keeps its bytes."""
     text = record.strip()
     if b"\n" in text:
         text = json.dumps(json.loads(text), ensure_ascii=False).encode()

@@ -1,4 +1,4 @@
-"""What the data pipeline is told: lengths, policies and the budgets of images and videos."""
+"""Settings of the data pipeline: lengths, policies and the budgets of images and videos."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from mcore_qwen3vl.errors import BadInput
 
 @dataclass(frozen=True)
 class MediaLimits:
-    """Budgets of one image or one video. None leaves the checkpoint's own processor setting.
+    """Budgets for one image or one video; None keeps the setting of the checkpoint's processor.
 
-    Pixels are counted after resizing; a token is one merged patch, so a token budget is a pixel
-    budget in other units, and the smaller of the two holds. Video budgets cover the whole clip.
+    Pixels are counted after resizing. A token is one merged patch, so a token budget is a pixel
+    budget in other units, and the smaller of the two applies. Video budgets cover the whole clip.
     """
 
     image_min_pixels: int | None = None
@@ -59,7 +59,7 @@ def _set_size(
 ) -> None:
     given = [max_pixels, max_tokens and max_tokens * token_pixels]
     upper = min((pixels for pixels in given if pixels), default=processor.size["longest_edge"])
-    # A budget below the processor's floor lowers the floor, unless the floor was asked for.
+    # A budget below the processor's minimum lowers that minimum, unless min_pixels sets it.
     lower = min_pixels or min(processor.size["shortest_edge"], upper)
     if lower > upper:
         raise BadInput(
@@ -71,46 +71,49 @@ def _set_size(
 
 @dataclass(frozen=True)
 class DataConfig:
-    """How samples become batches."""
+    """Settings for turning samples into batches."""
 
     seq_length: int
     packing: bool = False
-    """Several samples to a sequence in THD layout; False pads one sample a row."""
+    """True: several samples share a sequence in THD layout. False: a row is one padded sample."""
     micro_batch_size: int = 1
     """Rows of a batch; must be 1 with packing."""
     pad_to_longest: bool = False
-    """Without packing: pad to the batch's longest row instead of `seq_length`."""
+    """Pad rows to the longest one of the batch instead of `seq_length`; not with packing."""
     length_multiple: int = 1
-    """Every sample (packed) or row (padded) is padded to a multiple of this: 2 x CP for context
+    """Every packed sample or padded row has a multiple of this length: 2 x CP for context
     parallelism, times TP for sequence parallelism."""
     overlong: Literal["drop", "truncate"] = "drop"
-    """Longer than `seq_length`: leave the sample out, or cut its tail, never inside an image."""
+    """What to do with a sample longer than `seq_length`: leave it out, or cut off its end, but
+    never inside an image."""
     packing_buffer: int = 128
-    """Samples among which the packer chooses; with `balance`, for each data-parallel rank."""
+    """Number of samples from which the packer chooses; with `balance`, for each data-parallel
+    rank."""
     balance: bool = False
-    """With packing: packs of equal work for all data-parallel ranks at a time, from the sizes of
-    all samples, which are measured once. Without, each rank packs its own part by length."""
+    """True, with packing: make packs of equal work for all data-parallel ranks together, from the
+    sizes of all samples, which are measured once. False: each rank packs its own part by length."""
     micro_batches: int = 1
-    """Micro-batches of a rank in a step; `balance` gives a step some of every amount of work."""
+    """Micro-batches of a rank in a step; `balance` spreads large and small packs over steps."""
     shuffle: bool = True
     shuffle_buffer: int = 100
     max_bad_fraction: float = 0.05
-    """Stop when more than this share of the data set's records is bad."""
+    """Share of the data set's records that may be bad; loading stops when more are."""
     bad_fraction_floor: int = 100
-    """Where a data worker is dealt fewer records than this, the share is taken of this number, or
-    of the whole data set if that is smaller."""
+    """If a data worker gets fewer records than this, the share is taken of this number, or of the
+    whole data set if that is smaller."""
     max_sample_seconds: float = 60.0
-    """A sample whose hook, template or media take longer is bad, so that no rank waits longer for
-    one; 0: however long."""
+    """A sample is bad if its hook, template or media take longer than this, so that ranks do not
+    wait for it; 0: no limit."""
     trust_data: bool = False
-    """Let energon run the code that a metadataset or a WebDataset names."""
+    """Whether energon may run code that a metadataset or a WebDataset names."""
     document_end: str | None = None
-    """Token text that ends a pretraining document; None is the tokenizer's pad token, which is
-    <|endoftext|> in Qwen's tokenizers."""
+    """The token that ends a pretraining document, as text; None: the tokenizer's pad token, which
+    is <|endoftext|> in Qwen's tokenizers."""
     pairs: bool = False
-    """The records are preference records; a pair takes two rows of a padded batch."""
+    """Whether the records are preference records; a pair takes two rows of a padded batch."""
     references: bool = False
-    """With `pairs`: log-probabilities of the reference are read from beside the data."""
+    """With `pairs`: whether to read the reference's log-probabilities from a file beside the
+    data."""
     media: MediaLimits = field(default_factory=MediaLimits)
 
     def __post_init__(self) -> None:
@@ -143,5 +146,5 @@ class DataConfig:
             raise BadInput(f"overlong is {self.overlong!r}; it must be 'drop' or 'truncate'.")
 
     def padded(self, length: int) -> int:
-        """`length` rounded up to `length_multiple`."""
+        """Round `length` up to a multiple of `length_multiple`."""
         return -(-length // self.length_multiple) * self.length_multiple

@@ -1,18 +1,18 @@
-"""Files of scores: what ``mcore-qwen3vl score`` writes, and training reads as its reference.
+"""Files of scores, which ``mcore-qwen3vl score`` writes and training reads as its reference.
 
 ``NAME.scores.jsonl`` beside ``NAME.jsonl``, or ``NAME.parquet.scores.jsonl`` beside
-``NAME.parquet``, has one line for each record, in order, and says which one it is: ``line`` of a
-JSONL file, from 1, or ``record`` of another file, and ``file`` where there are several. Of a
-record:
+``NAME.parquet``, has one line for each record, in order. It names the record by its ``line`` in a
+JSONL file, from 1, or by ``record`` in another file, and by ``file`` if there are several. A
+record's line is:
+
 
     {"line": 1, "log_prob": -7.1, "tokens": 3, "token_ids": [...], "token_log_probs": [...],
      "digest": "..."}
 
-and with entropies ``entropy``, their mean, and ``token_entropies``. All of it is about the trained
-tokens, but for ``digest``, of all tokens of the sequence. Of a preference record: ``chosen`` and
-``rejected`` with one of these each. Of one that cannot be used: ``error``.
-
-``NAME.scores.json`` says what it was made of and with, and holds the summary.
+and, if entropies were asked for, ``entropy``, their mean, and ``token_entropies``. All values are
+of the trained tokens, except ``digest``, which is of all tokens of the sequence. A preference
+record has such an object under each of ``chosen`` and ``rejected``. A record that cannot be used
+has ``error``. ``NAME.scores.json`` holds the summary, the settings and the digest of the data.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _CHUNK = 1 << 22
 
 
 def scores_of(data: Path) -> Path:
-    """Where the scores of a data set are unless another place is named."""
+    """Return the default path of a data set's scores."""
     data = data if data.name else data.absolute()
     return data.with_name(f"{data.name.removesuffix('.jsonl')}.scores.jsonl")
 
 
 def facts_of(scores: Path) -> Path:
-    """The file that says what scores were made of."""
+    """Return the file that says which data and settings scores were made from."""
     return scores.with_suffix(".json")
 
 
@@ -61,14 +61,14 @@ def file_digest(path: Path) -> str:
 
 @dataclass(frozen=True)
 class References:
-    """The reference's log-probabilities of the pairs of one JSONL file.
+    """The reference's log-probabilities of the pairs in one JSONL file.
 
     Args:
-        data: the pairs.
-        scores: the file they are from.
-        log_probs: (records, 2) float64: chosen, rejected; NaN where a record has none.
-        digests: (records, 2) of both sequences' tokens.
-        errors: why, by record, one has none.
+        data: the file of pairs.
+        scores: the file of scores.
+        log_probs: (records, 2) float64: chosen, rejected; NaN if a record has no scores.
+        digests: (records, 2) text: digests of the tokens of the chosen and the rejected sequence.
+        errors: the reason, for each record without scores, by its index.
     """
 
     data: Path
@@ -79,10 +79,11 @@ class References:
 
     @classmethod
     def beside(cls, data: Path) -> References:
-        """Those that lie beside a data set.
+        """Read the scores beside a data set.
 
         Raises:
-            BadInput: there are none, or they are of other data or of another kind.
+            BadInput: there are none, or they were made from other data, with a temperature other
+                than 1, or from records that are not pairs.
         """
         scores = scores_of(data)
         how = f"mcore-qwen3vl score REFERENCE {data} --out {scores}"
@@ -101,10 +102,13 @@ class References:
         return _read(data, scores)
 
     def of(self, index: int) -> tuple[float, float]:
-        """Log-probabilities of the chosen and the rejected answer of a record, counted from 0.
+        """Return the log-probabilities of a record's chosen and rejected answer.
+
+        Args:
+            index: the record's number, from 0.
 
         Raises:
-            BadSample: the reference could not be computed.
+            BadSample: the reference's log-probabilities could not be computed.
         """
         if index in self.errors:
             raise BadSample(f"it has no reference in {self.scores}: {self.errors[index]}")
@@ -112,10 +116,10 @@ class References:
         return chosen, rejected
 
     def check(self, index: int, chosen: np.ndarray, rejected: np.ndarray) -> None:
-        """Whether the sequences, (T,) int64 each, are those that were scored.
+        """Raise unless the sequences, (T,) int64 each, have the tokens that were scored.
 
         Raises:
-            BadInput: they are not.
+            BadInput: a sequence has other tokens.
         """
         if [digest(chosen), digest(rejected)] != self.digests[index].tolist():
             line = line_of(ensure_index(self.data), index)

@@ -1,4 +1,4 @@
-"""One sample as the model will see it, as an HTML page that needs no other file."""
+"""An HTML page, in one file, that shows a sample as the model will see it."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.pages import templates
 
 PICTURES = 16
-"""Frames of a video that are shown."""
+"""The largest number of a video's frames that are shown."""
 SHOWN_WIDTH = {"image": 480, "video": 240}
-"""Pixels of the page; pictures that are narrower are enlarged by a whole number."""
+"""Width on the page in pixels; narrower pictures are enlarged by a whole number."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Tokens in a row that are alike."""
+    """Consecutive tokens of the same kind and weight."""
 
     text: str
-    kind: str  # text, or image or video: placeholders of one
+    kind: str  # text, or image or video for its placeholders
     count: int
     weight: float
 
 
 @dataclass(frozen=True)
 class Shown:
-    """One image or video."""
+    """One image or video on the page."""
 
     name: str
     kind: str
-    grid: tuple[int, int, int]  # frames or pairs of them, rows, columns: in patches
+    grid: tuple[int, int, int]  # (T, H, W) in patches
     height: int
     width: int
     features: int  # placeholders
@@ -57,13 +57,13 @@ class Shown:
 
     @property
     def zoom(self) -> int:
-        """Pixels of the page for one of the picture, across and down."""
+        """The whole number by which the picture is enlarged, in both directions."""
         return max(SHOWN_WIDTH[self.kind] // self.width, 1)
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A sample."""
+    """A sample in the form that the page shows."""
 
     name: str
     format: str
@@ -85,16 +85,16 @@ def read_sample(
     """Read, tokenise and decode one sample.
 
     Args:
-        path: of the data, as for the loader.
-        number: of the line of a JSONL file, or of the record of other data, from 1.
-        processor: of ``load_processor``; its budgets are changed as `config` says.
+        path: path of the data, as for the loader.
+        number: line of a JSONL file, or record of other data, from 1.
+        processor: processor from ``load_processor``; its budgets are set to those of `config`.
         config: lengths, policies and budgets.
         split: part of a data set that has several.
-        preprocess: hook of data sets that name none.
+        preprocess: hook for data sets that name none.
 
     Raises:
         BadInput: there is no such record.
-        CheckFailed: the record cannot be used, and the message says why.
+        CheckFailed: the record cannot be used; the message says why.
     """
     sources = parse_sources([str(path)], preprocess)
     preparation = Preparation(processor, config, sources)
@@ -108,7 +108,7 @@ def read_sample(
         parsed = preparation.parse(raw)
         plan = preparation.plan(raw, parsed)
         pixels = preparation.pixels(plan, raw.source)
-    except Exception as error:  # whatever a sample raises is its flaw
+    except Exception as error:  # as in the loader, any exception makes the sample bad
         told = isinstance(error, BadSample | OverlongSample)
         reason = str(error) if told else f"{type(error).__name__}: {error}"
         raise CheckFailed(f"{sample_id(crude)} cannot be used: {reason}") from error
@@ -123,7 +123,8 @@ def read_sample(
 
 
 def write_page(seen: Seen, file: Path) -> None:
-    """
+    """Write the HTML page of a sample.
+
     Raises:
         BadInput: `file` cannot be written.
     """
@@ -133,7 +134,7 @@ def write_page(seen: Seen, file: Path) -> None:
 
 
 def _runs(plan: Plan, processor: Any) -> list[Run]:
-    """Cut where the weight changes, and around placeholders."""
+    """Split the tokens where the weight or the kind of token changes."""
     placeholders = {processor.image_token_id: "image", processor.video_token_id: "video"}
     ids = plan.input_ids
     kinds = np.array([placeholders.get(int(token), "text") for token in ids])
@@ -170,15 +171,17 @@ def _media(plan: Plan, pixels: Pixels, processor: Any) -> list[Shown]:
 
 
 class _Patches:
-    """Patches of all images or all videos of a sample, put together again one after the other."""
+    """The patches of all images or all videos of a sample; `take` reassembles one at a time."""
 
     def __init__(self, values: Tensor | None, grids: Tensor | None, processor: Any) -> None:
         self._values, self._grids, self._processor = values, grids, processor
         self._next = self._row = 0
 
     def take(self) -> tuple[tuple[int, int, int], np.ndarray]:
-        """(frames, rows, columns) of the next one, and its frames (F, height, width, 3) uint8: one
-        of each pair, as resized."""
+        """Return the (frames, rows, columns) of the next image or video, and its pictures.
+
+        The pictures are (F, height, width, 3) uint8, as resized: the first of each pair of frames.
+        """
         assert self._values is not None
         assert self._grids is not None
         frames, rows, columns = self._grids[self._next].tolist()
@@ -187,7 +190,7 @@ class _Patches:
         self._next, self._row = self._next + 1, self._row + count
         p = self._processor
         merge, patch = p.merge_size, p.patch_size
-        # As HF's image processors cut: merged patches together, then channel, frame, row, column.
+        # HF's image processors order a patch's group first, then channel, frame, row, column.
         cut = patches.reshape(
             frames, rows // merge, columns // merge, merge, merge, 3, p.temporal_patch_size,
             patch, patch,
@@ -202,7 +205,7 @@ class _Patches:
 
 
 def _bytes(pixels: np.ndarray) -> np.ndarray:
-    """From 0 to 1 to 0 to 255."""
+    """Scale pixels from the range 0 to 1 to 0 to 255, uint8."""
     scaled: np.ndarray = (pixels * 255).round().clip(0, 255).astype(np.uint8)
     return scaled
 

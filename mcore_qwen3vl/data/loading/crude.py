@@ -1,4 +1,5 @@
-"""Energon's data set of records that one of our readers gives by their number.
+"""An energon data set over one of our readers, which give records by their number.
+
 
 Energon shards, shuffles, blends and resumes it like its own JSONL and WebDataset.
 """
@@ -32,14 +33,14 @@ class Reader(Protocol):
 def crude_sample(
     dataset: Path, shard: str, index: int, within: int, record: bytes | Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A sample as energon's readers give it.
+    """Make a sample in the form of energon's readers.
 
     Args:
         dataset: the data set's path.
-        shard: the file of it.
-        index: of the sample in the data set: what energon finds it again by.
-        within: its number in the file, for messages.
-        record: JSON text, or parsed.
+        shard: the name of the file within it.
+        index: the sample's number in the data set, by which energon finds it again.
+        within: the sample's number in the file, for messages.
+        record: the record as JSON text, or parsed.
     """
     source = SourceInfo(
         dataset_path=EPath(dataset), index=within, shard_name=shard, file_names=(f"{within}.json",)
@@ -72,18 +73,19 @@ class CrudeFactory(BaseCoreDatasetFactory[CrudeSample], Sharder):
         max_samples_per_sequence: int | None = None,
         subset: DatasetSubset | None = None,
     ) -> None:
-        """
+        """Wrap a reader; the keyword arguments are those of energon's own factories.
+
         Args:
-            path: for messages.
-            reader: of the samples.
-            counts: samples of each run that is best read in one go, such as a row group.
-            training: shuffle, and start again at the end.
+            path: the data set's path, for messages.
+            reader: the samples.
+            counts: number of samples in each run that is best read together, such as a row group.
+            training: whether to shuffle, and to start again at the end.
             worker_config: ranks and workers.
-            subflavors: what its samples carry.
-            shuffle_over_epochs: energon's.
-            parallel_shard_iters: runs that a worker reads from in turns.
-            max_samples_per_sequence: a longer run is cut into such pieces, which are shuffled.
-            subset: a part of the data set.
+            subflavors: values that each sample carries.
+            shuffle_over_epochs: energon's number of epochs to shuffle over; None: do not shuffle.
+            parallel_shard_iters: number of runs that a worker reads from in turn.
+            max_samples_per_sequence: length of the pieces into which runs are cut and shuffled.
+            subset: the part of the data set to use; None: all.
         """
         self.path = path
         self.paths = [EPath(path)]
@@ -105,7 +107,7 @@ class CrudeFactory(BaseCoreDatasetFactory[CrudeSample], Sharder):
         return end - start
 
     def build(self, worker_rotation_offset: int = 0) -> SavableDataset[CrudeSample]:
-        """The data set of this rank."""
+        """Build this rank's data set."""
         shards = [
             ShardInfo(name=f"{self.name}-{index}", path=EPath(self.path), count=count)
             for index, count in enumerate(self._counts)
@@ -134,11 +136,11 @@ class CrudeFactory(BaseCoreDatasetFactory[CrudeSample], Sharder):
         )
 
     def load_raw(self, raw: Any) -> CrudeSample:
-        """The sample of a reader, its JSON parsed."""
+        """Return a reader's sample with its JSON parsed."""
         return self.load_sample(raw.data[0])
 
     def load_sample(self, sample: dict[str, Any]) -> CrudeSample:
-        """With its JSON parsed, and what the data set says of it."""
+        """Return a sample with its JSON parsed and with the data set's subflavors."""
         record = sample["json"]
         if isinstance(record, bytes):
             record = parse_json(record)

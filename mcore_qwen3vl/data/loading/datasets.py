@@ -1,4 +1,4 @@
-"""From sources to energon's data sets."""
+"""Energon's data sets, made from the sources that the user named."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from mcore_qwen3vl.data.loading.trust import code_refused
 from mcore_qwen3vl.errors import BadInput
 
 SOURCE = "source"
-"""Key of a sample's subflavors: the number of its source."""
+"""The key in a sample's subflavors that holds the number of its source."""
 
-_RUN_LENGTH = 100  # samples read in a row from one place when it shuffles
-_OPEN_GROUPS = 4  # row groups of a table that a worker reads from in turns
+_RUN_LENGTH = 100  # consecutive samples that are read together when data are shuffled
+_OPEN_GROUPS = 4  # row groups of a table that a worker reads from in turn
 
 
 def load_sources(
@@ -42,15 +42,15 @@ def load_sources(
     workers: WorkerConfig,
     trust: bool,
 ) -> tuple[list[LoadedDataset], DatasetBlendMode]:
-    """Energon's data sets of all sources, and how they are blended.
+    """Make energon's data sets of all sources; return them and how they are blended.
 
     Args:
-        sources: with weights, or with epochs.
-        split: part of those that have parts.
-        training: without end, and shuffled unless `shuffle` says otherwise.
-        shuffle: in another order than that of the files.
+        sources: the sources, all with weights or all with epochs.
+        split: part of the sources that have parts.
+        training: whether the data sets repeat without end.
+        shuffle: whether samples come in another order than in the files.
         workers: ranks and workers.
-        trust: let energon run code that a metadataset or a WebDataset names.
+        trust: whether energon may run code that a metadataset or a WebDataset names.
 
     Raises:
         BadInput: a data set is missing, empty or malformed, or names code without `trust`.
@@ -126,7 +126,7 @@ def _load(
 
 
 def _own_reader(path: Path, place: Path, split: str) -> tuple[Any, list[int]] | None:
-    """The reader of what energon cannot read, and how many samples its parts have."""
+    """Return our reader and its parts' numbers of samples; None if energon can read the data."""
     if path.suffix == ".json":
         records = json_file.JsonReader(path, json_file.index_of(place))
         return records, [len(records)]
@@ -143,7 +143,7 @@ def _subset(source: Source, count: int) -> DatasetSubset | None:
 
 
 def _limit(factory: Any, source: Source) -> None:
-    """Energon refuses a subset that is longer than the data set."""
+    """Drop a subset that is longer than the data set, which energon refuses."""
     subset = factory.subset
     if subset is not None and subset.absolute_range and source.max_samples is not None:
         factory.subset = None
@@ -151,10 +151,10 @@ def _limit(factory: Any, source: Source) -> None:
 
 
 def _check_leaves(path: Path) -> None:
-    """Energon opens all splits of a metadataset, where its data sets are.
+    """Index the data sets of a metadataset beside them: energon opens all splits there.
 
     Raises:
-        BadInput: one of them cannot be indexed there.
+        BadInput: a data set has a format that energon cannot read, or its folder is not writable.
     """
     for split in yaml.safe_load(path.read_text(encoding="utf-8")).get("splits", {}):
         for leaf in traverse_metadataset(path, split_part=split):
@@ -175,7 +175,7 @@ def _check_leaves(path: Path) -> None:
 
 
 def _split_of(path: Path, split: str) -> str:
-    """`split`, or `train` for a folder of tars that has no such part, as one indexed here."""
+    """Return `split`, or `train` if a folder of tars has no such part, as after our indexing."""
     parts = path / ".nv-meta" / "split.yaml"
     if not parts.exists():
         return split
@@ -185,7 +185,7 @@ def _split_of(path: Path, split: str) -> str:
 
 @dataclass(frozen=True)
 class _Part:
-    """One data set, and which of its samples are used."""
+    """One data set and the numbers of its samples that are used."""
 
     path: Path
     reader: Any
@@ -194,8 +194,8 @@ class _Part:
 
     @classmethod
     def of(cls, factory: Any) -> _Part:
-        """Take the samples of energon's factory, made for one rank without workers."""
-        with redirect_stdout(io.StringIO()):  # energon says how it divides the data
+        """Make a part of the samples of energon's factory for one rank without workers."""
+        with redirect_stdout(io.StringIO()):  # energon prints how it divides the data
             samples = factory.build().dataset
         reader, offsets = samples.join_readers[0], samples.workers_slice_offsets[0]
         numbers: Sequence[int] = range(offsets[0], offsets[-1])
@@ -207,7 +207,7 @@ class _Part:
         number = self.numbers[place]
         try:
             return {**self.reader[number], "__subflavors__": self.subflavors}
-        except Exception as error:  # of a tar or a table: whatever their readers raise
+        except Exception as error:  # readers of tars and tables raise many types
             raise BadInput(
                 f"Record {number + 1} of {origin(self.path)} cannot be read: {error}. The file is "
                 "damaged: write it again."
@@ -215,17 +215,18 @@ class _Part:
 
 
 class CrudeSamples(Sequence[Any]):
-    """All samples of data sets in order, each once, their JSON not parsed where that may fail."""
+    """All samples of data sets in order, each once; JSON that may be malformed is not parsed."""
 
     def __init__(self, sources: Sequence[Source], *, split: str, trust: bool) -> None:
-        """
+        """Open the data sets.
+
         Args:
-            sources: the data sets, read one after the other; weights and epochs do not count.
-            split: part of those that have parts.
-            trust: let energon run code that a metadataset or a WebDataset names.
+            sources: the data sets, read one after the other; weights and epochs are ignored.
+            split: part of the sources that have parts.
+            trust: whether energon may run code that a metadataset or a WebDataset names.
 
         Raises:
-            BadInput: as :func:`load_sources`.
+            BadInput: :func:`load_sources` refuses a source.
         """
         workers = WorkerConfig(rank=0, world_size=1, num_workers=0)
         datasets, _ = load_sources(
@@ -234,17 +235,17 @@ class CrudeSamples(Sequence[Any]):
         self._parts = [_Part.of(one.dataset) for one in datasets]
         self._bounds = [0, *accumulate(len(part.numbers) for part in self._parts)]
         self.paths = [origin(part.path) for part in self._parts]
-        """Where the data sets are, those of a metadataset too."""
+        """The paths of the data sets, including those of a metadataset."""
 
     def __len__(self) -> int:
         return self._bounds[-1]
 
     def __getitem__(self, number: int) -> Any:  # type: ignore[override]  # no slices
-        """The crude sample with this number, from 0.
+        """Return the crude sample with this number, from 0.
 
         Raises:
-            BadInput: its file is damaged.
-            IndexError: there is none.
+            BadInput: the sample's file is damaged.
+            IndexError: there is no such sample.
         """
         if not 0 <= number < len(self):
             raise IndexError(number)
@@ -253,5 +254,5 @@ class CrudeSamples(Sequence[Any]):
 
 
 def dataset_path(sample: Any) -> Path:
-    """The data set of a crude sample: where it really is."""
+    """Return the path of a crude sample's data set: the data's own path, not the stand-in's."""
     return origin(Path(str(sample["__sources__"][0].dataset_path)))

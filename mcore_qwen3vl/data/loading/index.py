@@ -1,6 +1,6 @@
-"""Energon's indexes, made on first use, once, however many ranks arrive at the same time.
+"""Energon's indexes, made on first use, and only once even if many ranks start at the same time.
 
-They lie in the cache, where a stand-in of the data has its index beside it.
+They are in the cache, beside a stand-in for the data.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ def ensure_index(path: Path) -> Path:
     """Make the index of a JSON or JSONL file, or of a folder of tars, unless it is up to date.
 
     Args:
-        path: a ``.jsonl`` or ``.json`` file, a folder of ``.tar`` files, or what needs no index: a
-            table, or an energon metadataset ``.yaml``.
+        path: a ``.jsonl`` or ``.json`` file, or a folder of ``.tar`` files. A table or an energon
+            metadataset ``.yaml`` is accepted and needs no index.
 
     Returns:
-        What energon is to read: `path`, if an index lies beside it, as energon's own preparation
-        leaves it, or its stand-in in the cache.
+        The path that energon reads: `path`, if it needs no index or has one beside it, as energon's
+        own preparation leaves it; otherwise its stand-in in the cache.
 
     Raises:
-        BadInput: nothing is there, or it is empty, or the cache cannot be written.
+        BadInput: `path` does not exist, is not a data set or is empty, or the cache cannot be
+            written.
     """
     if not _needs_index(path) or _is_indexed(path):
         return path
@@ -55,10 +56,10 @@ def ensure_index(path: Path) -> Path:
 
 
 def index_beside(path: Path) -> None:
-    """Make an index beside the data, where a metadataset needs it, as energon's preparation does.
+    """Make an index beside the data, where energon looks for it if a metadataset names the data.
 
     Raises:
-        BadInput: as :func:`ensure_index`.
+        BadInput: `path` does not exist, is not a data set or is empty.
         OSError: the folder cannot be written.
     """
     if _needs_index(path) and not _is_indexed(path):
@@ -85,7 +86,7 @@ def _is_indexed(path: Path) -> bool:
 
 
 def _index_once(path: Path) -> None:
-    """However many ranks arrive at the same time.
+    """Make the index under a lock, so that one of the ranks that need it makes it.
 
     Raises:
         OSError: the folder cannot be written.
@@ -121,13 +122,16 @@ def _jsonl_is_indexed(path: Path) -> bool:
 
 
 def _index_jsonl(path: Path) -> None:
-    """Energon's own preparation refuses a file for one broken line; here it is a bad sample."""
+    """Write the index of a JSONL file.
+
+    Energon's own preparation refuses a file with one broken line; here that line is a bad sample.
+    """
     with path.open("rb") as lines, IJsonlIndexWriter(EPath(path)) as index:
         start = end = records = 0
         blanks = []
         for line in lines:
             end += len(line)
-            if line.strip():  # blank lines go with the sample before or after them
+            if line.strip():  # blank lines belong to the sample before or after them
                 index.append(start)
                 start, records = end, records + 1
             else:
@@ -153,5 +157,5 @@ def _index_tars(path: Path) -> None:
         BaseWebdatasetFactory.prepare_dataset(
             path, tars, split_parts_ratio=[("train", 1.0)], workers=min(8, len(tars))
         )
-    # Last: whoever finds this file finds the rest complete.
+    # Written last, so that whoever sees this file finds the rest complete.
     (path / ".nv-meta" / "dataset.yaml").write_text(_CRUDE, encoding="utf-8")

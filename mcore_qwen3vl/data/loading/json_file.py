@@ -1,7 +1,7 @@
 """A ``.json`` file: an array of records, as LLaVA publishes them, or one record a line.
 
-Where each record lies is written once, beside the file's stand-in in the cache, so that any of them
-is read alone.
+An index of the records' places is written once, beside the file's stand-in in the cache, so that
+any record can be read alone.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ _BLANK = " \t\r\n"
 
 
 def index_of(path: Path) -> Path:
-    """The file beside `path`, which may be a stand-in, that says where its records are: rows of
-    (start, end), then the size of `path` twice."""
+    """Return the path of the index, beside `path`, which may be a stand-in.
+
+    The index holds uint64 rows of (start, end), one a record, then the size of `path` twice.
+    """
     return path.with_name(path.name + ".idx")
 
 
 def is_indexed(path: Path) -> bool:
-    """Whether the index is there, and of the file as it is."""
+    """Return whether the index exists and is up to date with the file."""
     index = index_of(path)
     if not index.exists() or index.stat().st_mtime_ns < path.stat().st_mtime_ns:
         return False
@@ -39,9 +41,10 @@ def is_indexed(path: Path) -> bool:
 
 
 def write_index(path: Path) -> None:
-    """
+    """Write the index of a ``.json`` file.
+
     Raises:
-        BadInput: the file is empty, or neither an array nor one object a line.
+        BadInput: the file is empty, or is neither an array nor one object a line.
         OSError: the folder cannot be written.
     """
     data = origin(path)
@@ -59,18 +62,19 @@ def write_index(path: Path) -> None:
         raise BadInput(f"The data set {data} is empty.")
     size = path.stat().st_size
     with replacing(index_of(path)) as partial:
-        # Not `tofile`, which says nothing when the disk is full.
+        # `tofile` would not report a full disk.
         partial.write_bytes(np.array([*rows, (size, size)], np.uint64).tobytes())
 
 
 class JsonReader:
-    """Records of a ``.json`` file by their number, as energon's readers give them."""
+    """Random access to the records of a ``.json`` file, in the form of energon's readers."""
 
     def __init__(self, path: Path, index: Path) -> None:
-        """
+        """Open the index.
+
         Args:
-            path: the file, for messages and for what is read.
-            index: of :func:`index_of`.
+            path: the file to read.
+            index: the index, from :func:`index_of`.
         """
         self._path = path
         self._rows = np.memmap(index, np.uint64, "r").reshape(-1, 2)[:-1]
@@ -79,9 +83,9 @@ class JsonReader:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Any:
-        """The crude sample of one record, its JSON not parsed yet."""
+        """Return the crude sample of one record, with its JSON not parsed yet."""
         start, end = (int(bound) for bound in self._rows[index])
-        text = os.pread(self._file.fileno(), end - start, start)  # no position shared with a parent
+        text = os.pread(self._file.fileno(), end - start, start)  # forks share a file's position
         return crude_sample(self._path, self._path.name, index, index, text)
 
     @cached_property
@@ -105,7 +109,7 @@ def _lines(file: BinaryIO) -> Iterator[tuple[int, int]]:
 
 
 def _elements(file: BinaryIO, path: Path) -> Iterator[tuple[int, int]]:
-    """Bounds of the elements of an array, read as Latin-1: each byte is a character."""
+    """Yield the bounds of an array's elements; as Latin-1, each byte is one character."""
     decoder = json.JSONDecoder()
     text, base, place, count = "", 0, 0, 0
     before = "["
@@ -150,7 +154,7 @@ def _skip(text: str, place: int) -> int:
 
 
 def _line_of(path: Path, offset: int) -> int:
-    """The line of a byte, from 1."""
+    """Return the line, from 1, that holds the byte at `offset`."""
     line, left = 1, offset
     with path.open("rb") as file:
         while left > 0 and (block := file.read(min(left, 1 << 20))):

@@ -1,4 +1,4 @@
-"""Which line of a JSONL file a record is: blank lines are no records, and count as lines."""
+"""Line numbers of the records in a JSONL file: a blank line is no record but counts as a line."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ from mcore_qwen3vl.errors import BadInput
 
 
 def blanks_of(path: Path) -> Path:
-    """The file beside the index of `path` that says where blank lines are; absent without any."""
+    """Return the path of the list of blank lines in `path`; without any, the file is absent."""
     return path.with_name(path.name + ".idx.blank")
 
 
 def write_blanks(path: Path, blanks: Sequence[int]) -> None:
-    """
+    """Write the list of a JSONL file's blank lines, or remove the file if there are none.
+
     Args:
         path: a JSONL file.
-        blanks: for each blank line, how many records come before it; ascending.
+        blanks: for each blank line, the number of records before it; ascending.
     """
     if blanks:
-        # Not `tofile`, which says nothing when the disk is full.
+        # `tofile` would not report a full disk.
         blanks_of(path).write_bytes(np.array(blanks, np.int64).tobytes())
     else:
         blanks_of(path).unlink(missing_ok=True)
 
 
 def line_of(path: Path, record: int) -> int:
-    """The line, from 1, of a record, from 0, of an indexed JSONL file."""
+    """Return the line, from 1, of a record, from 0, in an indexed JSONL file."""
     return record + 1 + int(np.searchsorted(_blanks(path), record, side="right"))
 
 
 def record_of(path: Path, line: int) -> int:
-    """The record, from 0, on a line, from 1, of an indexed JSONL file.
+    """Return the record, from 0, on a line, from 1, of an indexed JSONL file.
 
     Raises:
         BadInput: the line is blank.

@@ -1,4 +1,4 @@
-"""From paths to an endless, sharded, resumable stream of batches."""
+"""The loader: an endless, sharded, resumable stream of batches from data sets."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from mcore_qwen3vl.runtime.lifetime import scratch_folder
 
 OLDEST_TRANSFORMERS = "5.18"
 _PREFETCHED = 2  # batches that a data worker keeps ready
-_BACK = 2  # batches that a state may lie behind what was read
+_BACK = 2  # batches that may have been read since the position of a state
 
 
 def load_processor(checkpoint: str | Path) -> Any:
-    """The HF processor (tokenizer, image and video processor, chat template) of a checkpoint.
+    """Load a checkpoint's HF processor (tokenizer, image and video processor, chat template).
 
     Raises:
-        BadInput: the directory lacks one of its files; or transformers is older than 5.18, whose
-            processors write and count videos otherwise.
+        BadInput: the directory lacks one of the processor's files; or transformers is older than
+            5.18, whose processors format and count videos differently.
     """
     from transformers import AutoProcessor
 
@@ -62,21 +62,21 @@ def load_processor(checkpoint: str | Path) -> Any:
         ) from error
     videos = processor.video_processor
     if getattr(videos, "cap_pixels_per_frame", False) is None:
-        # Frames are as large as the budgets allow, and stay so where a later version caps them.
+        # Frames are as large as the budgets allow; later versions of transformers may cap them.
         videos.cap_pixels_per_frame = False
     return processor
 
 
 @dataclass(frozen=True)
 class Position:
-    """Of a loader with data workers: batches that each has given, and whose turn it is."""
+    """How many batches each data worker of a loader has delivered, and which worker is next."""
 
     counters: tuple[int, ...]
     next_worker: int
 
 
 class Loader(Iterator[Batch]):
-    """Endless batches of this data-parallel rank, whose state can be saved and restored.
+    """Endless batches for one data-parallel rank, whose state can be saved and restored.
 
     Every rank of one model replica (TP x CP x PP) builds it with the same data-parallel rank and
     gets the same batches.
@@ -97,21 +97,24 @@ class Loader(Iterator[Batch]):
         checkpoint_every_seconds: float = 60.0,
         trained: Trained = ALL,
     ) -> None:
-        """
+        """Open the data sets; for balanced work, measure their samples.
+
         Args:
-            sources: data sets, their weights, and what is said of their records. JSON, JSONL and
+            sources: data sets with their weights and how their records are read. JSON, JSONL and
                 Parquet files have no splits.
             architecture: the model's shape.
-            processor: of :func:`load_processor`; its budgets are changed as `config` says.
+            processor: processor from :func:`load_processor`; its budgets are set to those of
+                `config`.
             config: lengths, layout and policies.
-            dp_rank, dp_size: place among the data-parallel ranks; each reads its own shard.
-            num_workers: processes that prepare batches; 0 prepares them in this one. Sizes, for
+            dp_rank, dp_size: this data-parallel rank and the number of them; each reads its own
+                shard.
+            num_workers: processes that prepare batches; 0: prepare them in this process. Sizes, for
                 balanced work, are measured on all cores.
             split: part of WebDatasets and metadatasets; folders that lack it are used whole.
-            seed: of the shuffling.
-            checkpoint_every_seconds: how often a worker notes its state. Resuming redoes and
-                discards what it prepared since.
-            trained: how much of the model trains, for balanced work.
+            seed: seed of the shuffling.
+            checkpoint_every_seconds: seconds between the states that a worker notes. Resuming
+                prepares again, and discards, the batches since the last one.
+            trained: which parts of the model train, for balanced work.
 
         Raises:
             BadInput: a data set is missing or empty, or leaves a worker of this rank without data.
@@ -129,7 +132,7 @@ class Loader(Iterator[Batch]):
             trained=trained,
         )
         workers = WorkerConfig(
-            # Balanced, all ranks go through one order of samples, and each takes its part.
+            # For balanced work, all ranks go through the same order of samples, each for its part.
             rank=0 if config.balance else dp_rank,
             world_size=1 if config.balance else dp_size,
             num_workers=num_workers,
@@ -157,7 +160,7 @@ class Loader(Iterator[Batch]):
             shuffle_buffer_size=config.shuffle_buffer if config.shuffle else None,
         )
         dealt = [dataset.len_worker(worker) for worker in range(max(num_workers, 1))]
-        if config.balance:  # each rank counts its share of what all meet
+        if config.balance:  # all ranks meet every bad sample; each counts its share of them
             encoder.guard.expect(sum(dealt), max(dealt) // dp_size)
         else:
             encoder.guard.expect(dp_size * sum(dealt), max(dealt))
@@ -177,7 +180,7 @@ class Loader(Iterator[Batch]):
         )
         if num_workers > 0:
             self._temporary = ExitStack()  # closes with this object, after its workers
-            # As short as multiprocessing's own: the path of a socket has 107 bytes.
+            # The prefix is multiprocessing's, and short: a socket's path has at most 107 bytes.
             temporary = self._temporary.enter_context(scratch_folder("pymp-"))
             start = self._loader.worker_init_fn
             self._loader.worker_init_fn = partial(start_worker, start, temporary)
@@ -187,9 +190,10 @@ class Loader(Iterator[Batch]):
         return self
 
     def __next__(self) -> Batch:
-        """
+        """Return the next batch.
+
         Raises:
-            BadInput: too many samples were bad.
+            BadInput: too many samples were bad, or a data worker died.
         """
         if self._iterator is None:
             self._iterator = iter(self._loader)
@@ -208,32 +212,35 @@ class Loader(Iterator[Batch]):
             ) from error
 
     def _is_of_a_dead_worker(self, error: Exception) -> bool:
-        """Whether torch noticed the death, or reading what the worker had left failed before that.
+        """Return whether a data worker's death caused `error`.
 
-        What a living worker raises, torch raises here with "Caught ... in DataLoader worker".
+        Either torch noticed the death, or reading what the worker left behind failed first. An
+        error that a living worker raises begins with "Caught ... in DataLoader worker" here.
         """
         if isinstance(error, RuntimeError):
             return str(error).startswith("DataLoader worker")
         return self._place["num_workers"] > 0 and not str(error).startswith("Caught ")
 
     def __del__(self) -> None:
-        # The workers stop at once when their iterator goes by its reference count. Left to the
-        # garbage collector, its queues go first, and each worker is waited for and then killed.
+        # The workers stop at once if their iterator is closed here. The garbage collector would
+        # delete its queues first, and each worker would be waited for and then killed.
         if workers := getattr(getattr(self, "_loader", None), "_epoch_iterator", None):
             workers.close()
 
     def position(self) -> Position | None:
-        """Where this rank's stream stands, at no cost: for :meth:`state_dict`, so long as no more
-        than two batches are read meanwhile. None without data workers."""
+        """Return where this rank's stream is, at no cost; None without data workers.
+
+        :meth:`state_dict` accepts it as long as no more than two batches have been read since.
+        """
         if self._place["num_workers"] == 0:
             return None
         return Position(tuple(self._loader._worker_sample_counters), self._loader._next_worker_id)
 
     def state_dict(self, position: Position | None = None) -> dict[str, Any]:
-        """Where this rank's stream stands, as plain data; the next batch is the first after it.
+        """Return the state of this rank's stream as plain data; resuming gives the next batch.
 
         Args:
-            position: where it stood a batch or two ago, to go on from there instead.
+            position: the stream's position one or two batches ago, to resume from there instead.
         """
         energon = self._loader
         now = list(energon._worker_sample_counters), energon._next_worker_id
@@ -247,10 +254,11 @@ class Loader(Iterator[Batch]):
         return {**self._place, "balance": self._balanced, "loader": state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was taken; before the first batch is asked for.
+        """Continue from a state of :meth:`state_dict`; call it before the first batch is read.
 
         Raises:
-            BadInput: the state is another rank's, or of another number of ranks or workers.
+            BadInput: the state belongs to another rank, to another number of ranks or workers, or
+                to a run with another setting of `balance`.
         """
         if state.get("balance", False) != self._balanced:
             raise BadInput(
@@ -275,8 +283,8 @@ class Loader(Iterator[Batch]):
         restored = from_plain(state["loader"])
         self._loader.restore_state_rank(restored)
         if restored is not None and self._place["num_workers"] > 0:
-            # Energon counts a worker's batches from the state it noted, and forgets those it
-            # emitted since: saving again before that worker's next batch would repeat them.
+            # Energon restores a worker's batch counter from the state that the worker noted and
+            # omits the batches since: a state saved before its next batch would repeat them.
             self._loader._worker_sample_counters = [
                 (worker.state.sample_index if worker.state else 0) + worker.offset - 1
                 for worker in restored.worker_states
@@ -290,7 +298,7 @@ def _encoder(
     config: DataConfig,
     **balancing: Any,
 ) -> Any:
-    """Of single sequences, balanced or not, or of pairs with what lies beside `sources`."""
+    """Make the encoder of single sequences, balanced or not, or of pairs with their references."""
     if config.pairs and config.balance:
         raise BadInput("--balance does not weigh preference pairs: leave it out with --loss dpo.")
     if config.balance:
@@ -302,5 +310,5 @@ def _encoder(
 
 
 def _without_traceback(error: BadInput) -> str:
-    """The message alone: one from a worker process arrives wrapped in that process's traceback."""
+    """Return the message alone; one from a worker arrives inside that process's traceback."""
     return str(error).rsplit("BadInput: ", 1)[-1].strip()

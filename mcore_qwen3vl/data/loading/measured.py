@@ -1,7 +1,7 @@
-"""Data sets whose samples are known by their sizes, and read only where they are trained on.
+"""Data sets with known sample sizes, where each rank reads only the samples that it trains on.
 
-To balance work, every rank must know the sizes of all samples of a global batch, and read its own
-alone. So each sample is measured once, before training: its tokens and patches are kept in a small
+To balance work, every rank must know the sizes of all samples of a global batch, but read only its
+own. So each sample is measured once, before training: its tokens and patches are kept in a small
 file in the cache. With it all ranks go through the same order of samples, by number.
 """
 
@@ -35,16 +35,16 @@ from mcore_qwen3vl.runtime.lifetime import end_with_parent
 
 log = logging.getLogger(__name__)
 
-_CHUNK, _CHUNKS = 64, 10_000  # samples that a process measures at a time, at least; most chunks
+_CHUNK, _CHUNKS = 64, 10_000  # fewest samples measured in one go, unless there are too many chunks
 PATIENCE = 6 * 3600.0
-"""Seconds that other ranks wait for the one that measures."""
+"""Seconds that other ranks wait for the rank that measures."""
 
 BAD, OVERLONG, ABSENT = "bad", "over-long", "absent"
 
 
 @dataclass(frozen=True)
 class Size:
-    """What a sample's work is computed from."""
+    """The sizes of a sample from which its work is computed."""
 
     tokens: int
     patches: int
@@ -58,11 +58,11 @@ class Unusable:
     kind: str  # BAD, OVERLONG, or ABSENT: excluded by the data set itself
     reason: str
     shard: str
-    number: int  # in its shard
+    number: int  # the sample's number in its shard
 
 
 class Sizes(Sequence[Size | Unusable]):
-    """Of all samples of a data set, by their number; of millions, too."""
+    """The size or the flaw of every sample of a data set, in one array and a short list."""
 
     def __init__(self, sizes: Sequence[Size | Unusable]) -> None:
         self._table = np.zeros((len(sizes), 3))
@@ -75,7 +75,7 @@ class Sizes(Sequence[Size | Unusable]):
 
     @classmethod
     def load(cls, file: Path) -> Sizes:
-        """As :meth:`save` wrote them."""
+        """Read sizes that :meth:`save` wrote."""
         sizes = cls([])
         with np.load(file, allow_pickle=False) as arrays:
             sizes._table, said = arrays["table"], json.loads(arrays["unusable"].tobytes())
@@ -83,7 +83,7 @@ class Sizes(Sequence[Size | Unusable]):
         return sizes
 
     def save(self, file: Path) -> None:
-        """Whole, or not at all."""
+        """Write the sizes to `file`, completely or not at all."""
         said = json.dumps({index: asdict(size) for index, size in self._unusable.items()})
         with replacing(file) as partial, partial.open("wb") as stream:
             unusable = np.frombuffer(said.encode(), np.uint8)
@@ -101,19 +101,20 @@ Measuring = Callable[[Any], Size | Unusable]
 
 
 class MeasuredFactory(BaseCoreDatasetFactory[CrudeSample]):
-    """Wraps energon's factory of one data set: samples are stubs that say which one they are.
+    """A wrapper of energon's factory for one data set, whose samples are stubs with their number.
 
     Attributes:
-        sizes: of all samples, by their number.
+        sizes: sizes of all samples, by their number.
     """
 
     __sample_type__ = CrudeSample
 
     def __init__(self, inner: Any, number: int) -> None:
-        """
+        """Wrap a factory.
+
         Args:
-            inner: the factory of JSONL, WebDataset or one of ours.
-            number: of this data set among all.
+            inner: energon's factory for JSONL or WebDataset, or one of ours.
+            number: the number of this data set among all.
         """
         self._inner = inner
         self._number = number
@@ -128,18 +129,18 @@ class MeasuredFactory(BaseCoreDatasetFactory[CrudeSample]):
         return len(self._inner)
 
     def count(self) -> int:
-        """Samples in its files, whichever part of them is used."""
+        """Return the number of samples in the files, including those that are not used."""
         return len(self._readers[0])
 
     def read(self, index: int) -> Any:
-        """One of energon's crude samples, or None if the data set excludes it."""
+        """Return one of energon's crude samples, or None if the data set excludes it."""
         data = tuple(reader[index] for reader in self._readers)
         if data[0] is None:
             return None
         return self._load(RawSampleData(__restore_key__=("Webdataset", index), data=data))
 
     def build(self, worker_rotation_offset: int = 0) -> Any:
-        """Energon's data set, over stubs."""
+        """Build energon's data set, with stubs as its samples."""
         built = self._inner.build(worker_rotation_offset)
         built.dataset.join_readers = [_Stubs(self)]
         return MapDataset(
@@ -151,7 +152,7 @@ class MeasuredFactory(BaseCoreDatasetFactory[CrudeSample]):
         )
 
     def stub(self, index: int) -> dict[str, Any] | None:
-        """What stands for a sample on its way to the packer."""
+        """Return the stub that replaces a sample until it is packed; None if it is excluded."""
         size = self.sizes[index]
         shard, number = self.path.name, index
         if isinstance(size, Unusable):
@@ -176,7 +177,7 @@ class MeasuredFactory(BaseCoreDatasetFactory[CrudeSample]):
 
 
 class _Stubs:
-    """A reader, as energon wants one."""
+    """The stubs of a factory, in the form of energon's readers."""
 
     def __init__(self, factory: MeasuredFactory) -> None:
         self._factory = factory
@@ -189,18 +190,18 @@ class _Stubs:
 
 
 def measure(factory: MeasuredFactory, measuring: Measuring, settings: str, processes: int) -> None:
-    """Fill in the sizes: from the file of an earlier run, or by reading every sample once.
+    """Set the factory's sizes from the file of an earlier run, or by reading every sample once.
 
     Args:
-        factory: of one data set.
-        measuring: from a crude sample to its size.
-        settings: all that the sizes depend on beside the data.
-        processes: that read.
+        factory: factory of one data set.
+        measuring: function from a crude sample to its size.
+        settings: all settings that the sizes depend on, besides the data.
+        processes: number of processes that read.
     """
     data = origin(factory.path)
     key = hashlib.sha256((settings + fingerprint(data)).encode()).hexdigest()[:16]
     name = f"{data.name}.{key}.sizes"
-    if (beside := data.with_name(name)).exists():  # of an earlier version
+    if (beside := data.with_name(name)).exists():  # written by an earlier version
         factory.sizes = Sizes.load(beside)
         return
     file = cache_of(data) / name
@@ -220,7 +221,10 @@ def measure(factory: MeasuredFactory, measuring: Measuring, settings: str, proce
 def _measured(
     factory: MeasuredFactory, measuring: Measuring, processes: int
 ) -> list[Size | Unusable]:
-    """In processes of their own, always: readers opened here would share positions with workers."""
+    """Measure all samples, always in child processes.
+
+    Readers that are opened in this process would share file positions with data workers.
+    """
     count, path = factory.count(), origin(factory.path)
     starts = range(0, count, max(_CHUNK, count // _CHUNKS))
     pool = ProcessPoolExecutor(
@@ -251,7 +255,7 @@ def _begin(*task: Any) -> None:
     global _task
     end_with_parent()
     _task = task
-    for number in (signal.SIGTERM, signal.SIGINT):  # a rank's own handlers finish a step first
+    for number in (signal.SIGTERM, signal.SIGINT):  # not the rank's handlers, which finish a step
         signal.signal(number, signal.SIG_DFL)
 
 
@@ -264,7 +268,7 @@ def _measure_chunk(start: int) -> list[Size | Unusable]:
 def _measure_one(factory: MeasuredFactory, measuring: Measuring, index: int) -> Size | Unusable:
     try:
         sample = factory.read(index)
-    except Exception as error:  # a broken line: whatever is raised is the sample's flaw
+    except Exception as error:  # such as a broken line: any exception makes the sample bad
         return Unusable(BAD, f"{type(error).__name__}: {error}", factory.path.name, index)
     if sample is None:
         return Unusable(ABSENT, "", "", 0)

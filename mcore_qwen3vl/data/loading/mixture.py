@@ -1,4 +1,5 @@
-"""The mixture file: data sets, each with its weight and with what is said of its records.
+"""The mixture file: data sets, each with its weight and how its records are read.
+
 
 .. code-block:: yaml
 
@@ -38,10 +39,10 @@ _OWN: dict[str, type] = {
 
 
 def is_mixture(path: Path) -> bool:
-    """Whether `path` is a mixture file, rather than data or an energon metadataset.
+    """Return whether `path` is a mixture file, rather than data or an energon metadataset.
 
     Raises:
-        BadInput: it is no YAML.
+        BadInput: `path` ends in ``.yaml`` or ``.yml`` but is not YAML.
     """
     if path.suffix not in (".yaml", ".yml") or not path.is_file():
         return False
@@ -50,7 +51,8 @@ def is_mixture(path: Path) -> bool:
 
 
 def read_mixture(path: Path) -> list[Source]:
-    """
+    """Read the data sets of a mixture file.
+
     Raises:
         BadInput: an entry is malformed; the message names it and the key.
     """

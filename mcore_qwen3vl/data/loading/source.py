@@ -1,4 +1,4 @@
-"""A data set, as a command line or a mixture file names it."""
+"""A data set as a command line or a mixture file describes it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from mcore_qwen3vl.data.records.reading import Reading
 
 @dataclass(frozen=True)
 class Source:
-    """A data set, its weight in a blend, and what is said of its records."""
+    """A data set, its weight in a blend, and how its records are read."""
 
     path: Path
     weight: float = 1.0
     epochs: float | None = None
-    """How often it comes in an epoch of the whole; for all data sets of a blend, or for none."""
+    """How often the data set is read in an epoch of the blend; set for all data sets or none."""
     reading: Reading = field(default_factory=Reading)
     media_root: Path | None = None
-    """Where relative paths of media start; None: beside the data."""
+    """Folder that relative paths of media start from; None: the data's own folder."""
     limits: MediaLimits = field(default_factory=MediaLimits)
-    """On top of the run's."""
+    """Budgets that replace the run's budgets for this data set."""
     max_samples: int | None = None
-    """Its first ones; None: all."""
+    """Number of samples to read, from the first; None: all."""

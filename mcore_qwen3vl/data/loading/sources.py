@@ -1,4 +1,4 @@
-"""Which data sets a command line names, and in which proportion. Imports nothing heavy."""
+"""The data sets that a command line names, with their proportions. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def parse_sources(words: Sequence[str], preprocess: str | None = None) -> list[S
     A mixture file among the paths is replaced by its data sets.
 
     Args:
-        words: of the command line.
-        preprocess: hook of the data sets that name none.
+        words: the words of the command line.
+        preprocess: hook for the data sets that name none.
 
     Raises:
         BadInput: numbers and paths do not alternate, or a mixture file is malformed.
@@ -59,10 +59,10 @@ def parse_sources(words: Sequence[str], preprocess: str | None = None) -> list[S
 
 
 def require_data_set(path: Path) -> Path:
-    """`path` itself.
+    """Return `path` if it exists.
 
     Raises:
-        BadInput: there is nothing.
+        BadInput: `path` does not exist.
     """
     if not path.exists():
         raise BadInput(f"The data set {path} does not exist; check the path.")

@@ -1,8 +1,8 @@
-"""Where the cache holds what is computed from a data set: indexes, and sizes of its samples.
+"""The cache of what is computed from a data set: indexes, and sizes of its samples.
 
-Energon wants an index beside the data. So the cache has links to the files of a data set, a
-stand-in, with the index beside them, for energon to read in its place; what a record names is still
-looked for where the data really is.
+Energon needs an index beside the data. So the cache has a stand-in: links to the data set's files,
+with the index beside them, which energon reads instead. Media that a record names are still looked
+for beside the data itself.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from pathlib import Path
 from mcore_qwen3vl.atomic import replacing
 from mcore_qwen3vl.runtime.cache import cache_folder
 
-_ORIGIN = "origin"  # the file, beside a stand-in, that says what it stands for
+_ORIGIN = "origin"  # name of the file, beside a stand-in, that holds the path of the data
 _SUFFIXES = (".tar", ".parquet", ".arrow")
 _NAMES = ("state.json", "dataset_dict.json")  # of Hugging Face datasets on disk
 
 
 def fingerprint(path: Path) -> str:
-    """Names, sizes and times of the files of a data set, which may be a file or a folder."""
+    """Return the names, sizes and times of the files of a data set (a file or a folder) as JSON."""
     stats = [(str(file.relative_to(path.parent)), file.stat()) for file in _data_files(path)]
     return json.dumps([(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats])
 
 
 def _data_files(path: Path) -> list[Path]:
-    """The files of a data set, without the indexes, scores and logs that lie beside them."""
+    """Return the files of a data set, without the indexes, scores and logs beside them."""
     if not path.is_dir():
         return [path]
     return sorted(
@@ -39,27 +39,28 @@ def _data_files(path: Path) -> list[Path]:
 
 
 def data_cache() -> Path:
-    """The folder of all data sets' folders."""
+    """Return the folder that holds the cache folders of all data sets."""
     return cache_folder().absolute() / "data"
 
 
 def cache_of(path: Path) -> Path:
-    """The folder for a data set in its present state; it need not exist.
+    """Return the cache folder of a data set in its present state; it need not exist.
 
-    The path, the sizes and the times of its files decide its name, so that all processes find the
-    same one, and none of them loses its index while the data change.
+    The folder's name is a hash of the path and of the files' sizes and times, so that all processes
+    find the same one, and no process loses its index when the data change.
     """
     state = f"{path.absolute()} {fingerprint(path.absolute())}"
     return data_cache() / hashlib.sha256(state.encode()).hexdigest()[:16]
 
 
 def stand_in_of(path: Path) -> Path:
-    """What energon is to read in place of a JSON or JSONL file, or of a folder of tars."""
+    """Return the path that energon reads instead of a JSON or JSONL file, or a folder of tars."""
     return cache_of(path) / path.absolute().name
 
 
 def make_stand_in(path: Path) -> None:
-    """Link a file, or all tars of a folder, from the cache.
+    """Make links in the cache to a file, or to all tars of a folder.
+
 
     Raises:
         OSError: the cache cannot be written.
@@ -67,7 +68,7 @@ def make_stand_in(path: Path) -> None:
     path = path.absolute()
     made = stand_in_of(path)
     made.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(made.parent / _ORIGIN) as partial:  # whole for ranks that read it meanwhile
+    with replacing(made.parent / _ORIGIN) as partial:  # other ranks may read it meanwhile
         partial.write_text(str(path), encoding="utf-8")
     if not path.is_dir():
         _link(made, path)
@@ -79,7 +80,7 @@ def make_stand_in(path: Path) -> None:
 
 @cache
 def origin(path: Path) -> Path:
-    """The data set that `path` stands for: `path` itself unless it is a stand-in."""
+    """Return the data set that `path` stands for: `path` itself unless it is a stand-in."""
     if not path.is_relative_to(data_cache()):
         return path
     return Path((path.parent / _ORIGIN).read_text(encoding="utf-8"))
@@ -87,5 +88,5 @@ def origin(path: Path) -> Path:
 
 def _link(place: Path, target: Path) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
-    with suppress(FileExistsError):  # made before, or by another rank
+    with suppress(FileExistsError):  # an earlier run or another rank made it
         place.symlink_to(target)

@@ -1,8 +1,8 @@
 """A loader's state as plain data, and its redistribution over another number of ranks.
 
-Energon's state is a tree of its own classes, which a restricted unpickler refuses. Here it becomes
-dictionaries, lists, numbers, bytes and tensors, so that ``torch.load(weights_only=True)`` reads
-it, alone or inside a checkpoint.
+Energon's state is a tree of its own classes, which a restricted unpickler refuses. This module
+turns it into dictionaries, lists, numbers, bytes and tensors, so that
+``torch.load(weights_only=True)`` reads it, alone or inside a checkpoint.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _CLASS = "$class"
 
 
 def to_plain(state: Any) -> Any:
-    """Energon's state without its classes.
+    """Convert energon's state to plain data.
 
     Raises:
         TypeError: energon's state holds a type that this module does not know.
@@ -62,7 +62,7 @@ def to_plain(state: Any) -> Any:
 
 
 def from_plain(plain: Any) -> Any:
-    """The inverse of :func:`to_plain`."""
+    """Convert plain data back to energon's state: the inverse of :func:`to_plain`."""
     if isinstance(plain, dict):
         values = {key: from_plain(value) for key, value in plain.items() if key != _CLASS}
         name = plain.get(_CLASS)
@@ -81,23 +81,23 @@ def from_plain(plain: Any) -> Any:
 
 
 def redistribute(states: list[dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
-    """Give the data workers of all ranks to another number of ranks.
+    """Distribute the data workers of all ranks over another number of ranks.
 
-    With balanced work all ranks share one stream, and the new ones take its packs in turns from
-    where the old ones stood. Otherwise a data worker's stream cannot be cut, so the number of
-    workers in all must stay: each new rank runs ``workers in all / world_size`` of them. No sample
-    is lost or repeated; how the workers' batches interleave into global batches changes.
+    With balanced work all ranks share one stream, and the new ranks take its packs in turn from
+    where the old ranks stopped. Otherwise a worker's stream cannot be split, so the total number of
+    workers must stay the same: each new rank runs ``total / world_size`` of them. No sample is lost
+    or repeated; the order in which the workers' batches form global batches changes.
 
     Args:
-        states: what every data-parallel rank saved, in rank order.
+        states: the states that all data-parallel ranks saved, in rank order.
         world_size: data-parallel ranks to resume on.
 
     Returns:
-        One state a new rank.
+        One state for each new rank.
 
     Raises:
-        BadInput: the workers cannot be dealt out evenly, or the states were saved without worker
-            processes, or are not those of one run.
+        BadInput: the workers cannot be distributed evenly, or the states were saved without worker
+            processes, or are not those of all ranks of one run.
     """
     if [s["rank"] for s in states] != list(range(states[0]["world_size"])):
         raise BadInput(
@@ -135,19 +135,19 @@ def redistribute(states: list[dict[str, Any]], world_size: int) -> list[dict[str
 
 
 def _go_on(state: dict[str, Any], world_size: int) -> list[dict[str, Any]]:
-    """The shared stream, from after the last pack that the old ranks took."""
+    """Continue the shared stream after the last pack that the old ranks took."""
     state = copy.deepcopy(state)
     workers = state["loader"]["worker_states"] if state["loader"] else []
     for worker in workers:
         for packing in _find(worker, is_state):
             go_on_with(packing, worker.get("offset", 0), state["world_size"])
-        if "offset" in worker:  # which a state without data workers lacks
+        if "offset" in worker:  # a state without data workers has none
             worker["offset"] = 0
     return [{**state, "rank": rank, "world_size": world_size} for rank in range(world_size)]
 
 
 def _find(plain: Any, wanted: Callable[[Any], bool]) -> Iterator[Any]:
-    """Parts of plain data."""
+    """Yield every part of plain data, at any depth, for which `wanted` is true."""
     if wanted(plain):
         yield plain
     inner = plain.values() if isinstance(plain, dict) else plain if isinstance(plain, list) else ()
@@ -156,7 +156,7 @@ def _find(plain: Any, wanted: Callable[[Any], bool]) -> Iterator[Any]:
 
 
 def _worker_states(state: dict[str, Any]) -> list[Any]:
-    """In the order in which they come next."""
+    """Return the workers' states in the order in which they are read next."""
     loader = _loader_state(state, state["num_workers"])
     return loader["worker_states"]
 

@@ -1,7 +1,8 @@
 """Parquet files and Hugging Face datasets on disk, read by row group.
 
-A directory is what ``Dataset.save_to_disk`` or ``DatasetDict.save_to_disk`` wrote, or holds Parquet
-shards, as on the hub: ``train-00000-of-00004.parquet``. pyarrow reads both; no download, no cache.
+A directory was written by ``Dataset.save_to_disk`` or ``DatasetDict.save_to_disk``, or holds
+Parquet shards, as on the hub: ``train-00000-of-00004.parquet``. pyarrow reads both; nothing is
+downloaded or cached.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.extras import require_extra
 from mcore_qwen3vl.untrusted import parse_json
 
-_BATCH, _BATCH_BYTES = 32, 64 << 20  # most rows decoded at a time, and most bytes if one row fits
-# Most batches kept, and most bytes: a worker reads from a few row groups in turns, and goes back
-# when it resumes, and within what was packed together.
+_BATCH, _BATCH_BYTES = 32, 64 << 20  # most rows and bytes decoded at a time, but at least one row
+# Most batches and bytes that are kept: a worker reads from a few row groups in turn, and goes back
+# to earlier rows when it resumes, and among samples that are packed together.
 _KEPT, _KEPT_BYTES = 16, 512 << 20
 _SPLITS = {
     "train": ("train", "training"),
@@ -35,23 +36,23 @@ _DICT, _STATE = "dataset_dict.json", "state.json"
 
 @dataclass(frozen=True)
 class RowGroup:
-    """A run of rows that is read in one go."""
+    """Consecutive rows that are best read together."""
 
     file: Path
     number: int | None  # in a Parquet file; None: all of an Arrow file
     rows: int
-    first: int  # of its rows, in the file
-    bytes: int = 0  # of all its rows, decoded; 0 where they are mapped
+    first: int  # number of its first row in the file
+    bytes: int = 0  # size of all its rows, decoded; 0 if the file is memory-mapped
 
     @property
     def batch(self) -> int:
-        """How many rows are decoded at a time."""
+        """The number of rows that are decoded at a time."""
         fitting = _BATCH_BYTES * self.rows // max(self.bytes, 1)
         return max(1, min(_BATCH, fitting))
 
 
 def is_table(path: Path) -> bool:
-    """Whether `path` is a Parquet file or a Hugging Face dataset on disk."""
+    """Return whether `path` is a Parquet file or a Hugging Face dataset on disk."""
     if path.is_dir():
         marked = any((path / name).exists() for name in (_DICT, _STATE))
         return marked or next(path.rglob("*.parquet"), None) is not None
@@ -59,16 +60,17 @@ def is_table(path: Path) -> bool:
 
 
 class TableReader:
-    """Rows by their number, as records: columns are keys, nested nulls are left out."""
+    """Random access to rows as records: columns are keys, and nulls are left out."""
 
     def __init__(self, path: Path, split: str = "train") -> None:
-        """
+        """Open the files and read their row groups' sizes.
+
         Args:
             path: a Parquet file, or a directory.
             split: ``train``, ``val`` or ``test`` of a directory that has several.
 
         Raises:
-            BadInput: pyarrow is missing, or a file is no table, or there is no row.
+            BadInput: pyarrow is missing, a file is not a table, or there are no rows.
         """
         require_extra("pyarrow", str(path))
         self.path = path
@@ -83,7 +85,7 @@ class TableReader:
         return self._bounds[-1]
 
     def __getitem__(self, index: int) -> Any:
-        """The crude sample of one row."""
+        """Return the crude sample of one row."""
         place = bisect_right(self._bounds, index) - 1
         group, row = self.groups[place], index - self._bounds[place]
         batch = self._batch(place, row // group.batch)
@@ -92,7 +94,7 @@ class TableReader:
         return crude_sample(self.path, shard, index, group.first + row, _without_nulls(record))
 
     def _batch(self, place: int, number: int) -> Any:
-        """A batch of one group; those between the last one and this are decoded too."""
+        """Return a batch of one group; batches between the last one read and it are decoded too."""
         found = self._batches.get((place, number))
         if found is not None:
             self._batches.move_to_end((place, number))
@@ -112,12 +114,12 @@ class TableReader:
         return self._batches[place, number]
 
     def _forget(self) -> None:
-        """The batches used longest ago, but never the last one."""
+        """Drop the least recently used batches beyond the limits, but never the last one."""
         while len(self._batches) > 1 and (len(self._batches) > _KEPT or self.held() > _KEPT_BYTES):
             self._batches.popitem(last=False)
 
     def held(self) -> int:
-        """Bytes of the batches that are kept."""
+        """Return the bytes of the batches that are kept."""
         return sum(batch.nbytes for batch in self._batches.values())
 
     def _decode(self, group: RowGroup) -> Iterator[Any]:
@@ -144,7 +146,7 @@ class TableReader:
 
 
 def _rebatched(batches: Iterator[Any], size: int) -> Iterator[Any]:
-    """`size` rows each but for the last: pyarrow cuts at the ends of column chunks too."""
+    """Yield tables of `size` rows, the last of fewer: pyarrow also splits at column chunks."""
     import pyarrow as pa
 
     waiting: list[Any] = []
@@ -194,7 +196,7 @@ def _listed(file: Path, key: str) -> list[Any]:
 
 
 def _split_named(file: Path) -> str | None:
-    """By a file's path, as on the hub: ``train-00000-of-00004``, ``validation/0.parquet``."""
+    """Return the split that a path names as on the hub: ``train-00000-of-00004``, ``val/0``."""
     words = re.split(r"[^a-z]+", str(file).lower())
     return next((s for s, names in _SPLITS.items() if any(n in words for n in names)), None)
 

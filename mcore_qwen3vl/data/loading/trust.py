@@ -1,4 +1,4 @@
-"""Energon's files of settings can name Python code, which energon then runs; here it is refused."""
+"""A guard against energon's settings files that name Python code, which energon would run."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from mcore_qwen3vl.errors import BadInput
 
 _OWN_MODULE = "megatron.energon"
 _PYTHON_FILES = ("sample_loader", "part_filter")
-"""Settings of a WebDataset that may name a function in a Python file beside it."""
+"""Settings of a WebDataset that can name a function in a Python file beside it."""
 
 
 @contextmanager
 def code_refused(*, unless: bool) -> Iterator[None]:
     """Refuse metadatasets and WebDatasets that name code other than energon's classes.
 
-    The check sees what energon's own parser has made of a file, before energon acts on it.
+    The check reads a file's content as energon's own parser returns it, before energon acts on it.
 
     Args:
-        unless: the user trusts the data; nothing is refused.
+        unless: True if the user trusts the data: nothing is refused.
 
-    Raises (from energon's loading, inside):
-        BadInput: a file names code; the message has the file and the line.
+    Raises (while energon loads files inside the block):
+        BadInput: a file names code; the message gives the file and the line.
     """
     if unless:
         yield
@@ -50,7 +50,7 @@ def _load_checked(stream: BinaryIO) -> Any:
 
 
 def _named_code(content: Any) -> Iterator[tuple[str, str]]:
-    """Keys and values that make energon import or run what is not its own."""
+    """Yield the keys and values that make energon import or run code that is not its own."""
     if isinstance(content, dict):
         for key, value in content.items():
             if (

@@ -1,4 +1,4 @@
-"""A data worker outlives the signal that stops its rank, and ends with its rank."""
+"""Signals and lifetime of a data worker: it ignores SIGTERM from outside and ends with its rank."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-_LOOK = 1.0  # seconds between two looks for the parent
+_LOOK = 1.0  # seconds between two checks that the parent lives
 
 
 def start_worker(start: Callable[[int], None], temporary: Path, worker: int) -> None:
-    """``worker_init_fn`` of a loader: `start`, then ignore SIGTERM from all but the parent.
+    """Start a data worker that ignores SIGTERM from all but its parent (``worker_init_fn``).
 
-    torchrun and Slurm signal a rank's whole process group. The rank goes on to finish its step and
-    to save the loader's state, which a worker that is gone would turn into a crash.
+    torchrun and Slurm signal a rank's whole process group. The rank then finishes its step and
+    saves the loader's state; it would crash if a worker were gone.
 
-    A worker ends within a second of its parent. PyTorch's looks for it too, but not while it
-    prepares a batch, and it waits for ever for somebody to empty a full pipe.
+    A worker ends within a second of its parent. PyTorch's own worker checks for its parent too, but
+    not while it prepares a batch, and it waits for ever to write to a full pipe.
 
     Args:
-        start: the loader's own function.
-        temporary: folder for the sockets through which it hands over tensors.
-        worker: its number.
+        start: the loader's own ``worker_init_fn``, which is called first.
+        temporary: folder for the sockets through which the worker sends tensors.
+        worker: the worker's number.
     """
     start(worker)
-    # In place of a folder of its own, which would stay behind when the worker is told to end.
+    # The worker's own folder would be left behind when the worker is terminated.
     multiprocessing.current_process()._config["tempdir"] = str(temporary)  # type: ignore[attr-defined]
     if hasattr(signal, "sigtimedwait"):  # not on macOS
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

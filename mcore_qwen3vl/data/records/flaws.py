@@ -1,11 +1,11 @@
-"""Why a sample is not used."""
+"""The reasons for which a sample is not used."""
 
 from __future__ import annotations
 
 
 class BadSample(Exception):
-    """This sample cannot be used, and the message says why. The loader skips it."""
+    """The sample cannot be used, and the message says why. The loader skips it."""
 
 
 class OverlongSample(Exception):
-    """The sample exceeds the sequence length and is left out, as the policy says."""
+    """The sample is longer than the sequence length, and the policy is to leave it out."""

@@ -30,11 +30,11 @@ _ROLES = {
     },
 }  # fmt: skip
 _GROUNDING = ("<ref-object>", "<bbox>")
-_OWN = ("content", "weight", "loss")  # keys of a message that are not the template's
+_OWN = ("content", "weight", "loss")  # keys of a message that the template does not get
 
 
 def read_messages(record: Mapping[str, Any], folder: MediaFolder) -> Conversation:
-    """``messages`` with ``role`` and ``content``: text, with tags or without, or a list of parts.
+    """Read ``messages`` with ``role`` and ``content``: text with or without tags, or parts.
 
     Raises:
         BadSample: the record is malformed, and the message says how.
@@ -48,7 +48,7 @@ def read_messages(record: Mapping[str, Any], folder: MediaFolder) -> Conversatio
 
 
 def read_conversations(record: Mapping[str, Any], folder: MediaFolder) -> Conversation:
-    """``conversations`` with ``from`` and ``value``; a ``system`` text may stand beside them.
+    """Read ``conversations`` with ``from`` and ``value``, and optionally a ``system`` text.
 
     Raises:
         BadSample: the record is malformed, and the message says how.
@@ -74,7 +74,7 @@ def _turns(record: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def _unpacked(value: Any, key: str) -> Any:
-    """Tables keep what is nested as JSON text."""
+    """Return `value`, parsed if it is text: tables keep nested values as JSON text."""
     if not isinstance(value, str):
         return value
     try:
@@ -107,9 +107,9 @@ def _conversation(
                 f"of {', '.join(_ROLES[key])}."
             )
         message = _message(turn, role, index, shelf)
-        # Zero of one of them masks a turn, whatever the other says.
+        # A zero in either of them masks a turn.
         weight = weight_of(turn) * weight_of(turn, "loss") * sample_weight
-        if role == previous == _CALL:  # calls in a row are one turn of the model's
+        if role == previous == _CALL:  # consecutive calls are one assistant turn
             if weight != weights[-1]:
                 raise BadSample(f"message {index}: calls in a row must have one weight.")
             rendered[-1]["tool_calls"] += message["tool_calls"]
@@ -124,7 +124,7 @@ def _conversation(
 
 
 def _message(turn: Mapping[str, Any], role: str, index: int, shelf: Shelf) -> dict[str, Any]:
-    """One message as the chat template takes it."""
+    """Return one message in the form of the chat template."""
     kept = {name: value for name, value in turn.items() if name not in _OWN}
     if role == _CALL:
         return {**kept, "role": "assistant", "content": "", "tool_calls": _calls(turn, index)}
@@ -135,7 +135,7 @@ def _message(turn: Mapping[str, Any], role: str, index: int, shelf: Shelf) -> di
 
 
 def _legacy_call(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """OpenAI's older ``function_call``, as ``tool_calls``."""
+    """Return `message` with OpenAI's older ``function_call`` rewritten as ``tool_calls``."""
     call = message.get("function_call")
     if call is None:
         return message
@@ -144,7 +144,7 @@ def _legacy_call(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _calls(turn: Mapping[str, Any], index: int) -> list[dict[str, Any]]:
-    """Of a turn whose text is ``{"name": ..., "arguments": ...}``, or a list of these."""
+    """Return the calls of a turn whose text is ``{"name": ..., "arguments": ...}``, or a list."""
     said = _unpacked(turn.get("content"), f"message {index}, a call of a tool,")
     calls = said if isinstance(said, list) else [said]
     for call in calls:
@@ -174,7 +174,7 @@ def _tools(record: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _content(content: Any, index: int, shelf: Shelf) -> str | list[dict[str, Any]]:
-    """Content for the template; strings stay strings unless they hold media tags."""
+    """Return content for the template; strings stay strings unless they hold media tags."""
     if content is None:
         return ""
     if isinstance(content, str):

@@ -1,4 +1,4 @@
-"""One record of a data set, recognised by its keys and checked."""
+"""Parsing of one record, whose format is recognised by its keys."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Parsed = Conversation | Document
 
 @dataclass(frozen=True)
 class Format:
-    """A shape of records."""
+    """A format of records."""
 
     name: str
     keys: tuple[str, ...]  # a record that has one of them is of this format
@@ -35,18 +35,18 @@ FORMATS = (
     Format("interleaved", ("texts",), read_interleaved),
     Format("caption", CAPTION_KEYS, read_caption),
 )
-"""In this order: the first whose keys a record has is its format."""
+"""The formats in order: a record has the first one of which it has a key."""
 
 
 def format_of(record: Any, name: str | None = None) -> Format:
-    """The format of a JSON record.
+    """Return the format of a JSON record.
 
     Args:
-        record: as read.
-        name: of the format that it must be; None: it is told by its keys.
+        record: the record as read.
+        name: name of the format that the record must have; None: any, recognised by its keys.
 
     Raises:
-        BadSample: it is of no format, or not of that one.
+        BadSample: the record has no known format, or not the format `name`.
     """
     if not isinstance(record, Mapping):
         raise BadSample(f"a record must be a JSON object, this is {type(record).__name__}.")
@@ -64,7 +64,7 @@ def format_of(record: Any, name: str | None = None) -> Format:
 
 
 class _Observed(Mapping[str, Any]):
-    """A record that knows which of its keys were asked for."""
+    """A record that remembers which of its keys were read."""
 
     def __init__(self, record: Mapping[str, Any]) -> None:
         self._record = record
@@ -90,9 +90,9 @@ def parse_record(
     """Read a JSON record of any of :data:`FORMATS`.
 
     Args:
-        record: as read.
-        folder: where the media are.
-        reading: what its data set says of its records.
+        record: the record as read.
+        folder: folder of the media.
+        reading: how the data set's records are read.
 
     Raises:
         BadSample: the record is malformed, and the message says how.
@@ -107,10 +107,10 @@ def parse_record(
 
 
 def preprocessed(record: Any, reading: Reading) -> Any:
-    """What the hook of the data set makes of a record.
+    """Return the record as the data set's hook rewrites it.
 
     Raises:
-        BadSample: nothing. A hook may raise anything.
+        BadSample: the hook returned None. The hook's own exceptions pass through.
     """
     if reading.preprocess is None:
         return record
@@ -121,7 +121,7 @@ def preprocessed(record: Any, reading: Reading) -> Any:
 
 
 def _chosen(parsed: Conversation, reading: Reading) -> Conversation:
-    """With the system prompt, and with the turns that are to be trained."""
+    """Add the data set's system prompt, and choose the turns to train on."""
     messages, weights = parsed.messages, _chosen_weights(parsed, reading.train_on)
     if not any(weights):
         raise BadSample(f"no assistant turn is one that train_on {reading.train_on!r} chooses.")
@@ -162,7 +162,7 @@ def parse_parts(
 
 
 def join_parts(parts: Mapping[str, Any], record: Any) -> Any:
-    """The record of a WebDataset sample: captions and documents name their media by their parts."""
+    """Return a WebDataset sample's record, with its media and caption filled in from its parts."""
     if record is not None and not isinstance(record, Mapping):
         return record
     record = dict(record or {})
@@ -178,7 +178,7 @@ def join_parts(parts: Mapping[str, Any], record: Any) -> Any:
 
 
 def media_kind(name: str) -> Kind | None:
-    """What a file name's suffix says it is."""
+    """Return the kind of media that a file name's suffix stands for; None if neither kind."""
     suffix = name.rsplit(".", 1)[-1].lower()
     if suffix in _IMAGE_SUFFIXES:
         return "image"

@@ -1,4 +1,4 @@
-"""What any record becomes: a conversation to fine-tune on, or a document."""
+"""The parsed forms of a record: a conversation to fine-tune on, or a document."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mcore_qwen3vl.data.records.media import Media
 
 @dataclass(frozen=True)
 class Conversation:
-    """Chat messages in the form HF chat templates read, with their media in order."""
+    """Chat messages in the form that HF chat templates read, with their media in order."""
 
     messages: list[dict[str, Any]]
     media: list[Media]
@@ -37,10 +37,10 @@ class Document:
 
 
 def weight_of(holder: Mapping[str, Any], key: str = "weight") -> float:
-    """How much a record or a message counts: its ``weight``, or ms-swift's ``loss``; 1 if not said.
+    """Return the weight of a record or a message: ``weight``, or ms-swift's ``loss``; default 1.
 
     Raises:
-        BadSample: it is no number of at least 0.
+        BadSample: the weight is not a number from 0 to 1e6.
     """
     weight = holder.get(key)
     if weight is None:
