@@ -62,7 +62,7 @@ def find_gpu(name: str) -> Gpu:
 
 
 def allowance_gib(layout: Layout) -> float:
-    """Return the GiB that the context and NCCL are assumed, not measured, to take of each GPU.
+    """Return the GiB that context and NCCL take of each GPU; this is assumed, not measured.
 
     There is one NCCL buffer for each of TP, PP, CP and DP (with CP) that spans several ranks, and
     an all-to-all buffer for EP.

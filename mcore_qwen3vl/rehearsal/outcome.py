@@ -22,7 +22,7 @@ SPARE = 0.05
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU as it was rehearsed, and its memory."""
+    """The GPU of a rehearsal, and its memory."""
 
     gpu: Gpu
     memory_gib: float
@@ -66,7 +66,7 @@ class RoleOutcome:
 
     @property
     def peak(self) -> int:
-        """Most bytes that tensors took; if out of memory, bytes held when one was refused."""
+        """Most bytes that tensors took, or if out of memory, held when an allocation failed."""
         moment = self.found["refused"] if self.out_of_memory else None
         return int((moment or self.found["peak"])["allocated"])
 

@@ -1,4 +1,4 @@
-"""What would make a run fit: its neighbours, which differ in one option, are rehearsed too."""
+"""Changes that may make a run fit: its neighbours, each of which is rehearsed."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ def _check_groups(command: Command) -> None:
 
 
 def _pipeline(rehearsal: Rehearsal, group: int) -> Pipeline | None:
-    """Model the pipeline of a rehearsal whose roles all ran to their ends; None: PP is 1."""
+    """Return the modelled pipeline of a rehearsal whose roles all ran; None if PP is 1."""
     if rehearsal.layout.pp == 1:
         return None
     stages = [o for outcome in rehearsal.outcomes for o in [outcome] * outcome.role.stages]

@@ -2,7 +2,7 @@
 
 FLOPs are counted from the operators' shapes, by PyTorch's own formulas where it has them. A
 multiply-add counts as two; recomputed work counts again, unlike in an MFU. Every other operator
-that launches something counts the bytes of its tensors, which it reads or writes once.
+that launches something is counted by the bytes of its tensors, each read or written once.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def _varlen(name: str, args: Any) -> int:
 def segmented(query: Tensor, of_queries: Tensor, of_keys: Tensor, *, causal: bool) -> float:
     """Return the FLOPs of attention's two matmuls over the query-key pairs of each segment.
 
-    Our queries are the last positions of their segment. Causal attention sees what is not above the
+    The queries are the last positions of their segment. Causal attention sees what is not above the
     diagonal: half of the square of the queries, and all keys before them.
 
     Args:

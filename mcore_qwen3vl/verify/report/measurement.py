@@ -70,8 +70,8 @@ def measure(actual: Tensor, expected: Tensor, *, bitwise: bool = False) -> Measu
     """Compare two tensors of equal shape.
 
     Args:
-        actual: what was found, of any dtype.
-        expected: what should be there; of the same dtype if `bitwise`.
+        actual: the values found, of any dtype.
+        expected: the expected values; of the same dtype if `bitwise`.
         bitwise: compare bits, so that zeros of different sign differ and equal NaNs do not;
             otherwise compare in float32 or wider.
 
@@ -136,7 +136,7 @@ class Finding:
         tolerance: largest error allowed, relative to the largest expected magnitude; 0: bitwise.
         expected_count: number of values of the tensor; None: any number will do.
         context: where it was found, for example the batch.
-        flaw: why it fails whatever the numbers, for example ``only in A``; empty: for no reason.
+        flaw: why it fails whatever the numbers, for example ``only in A``; empty if it does not.
     """
 
     part: str

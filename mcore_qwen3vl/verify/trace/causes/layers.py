@@ -1,4 +1,4 @@
-"""Experiments on modules with right weights and a wrong outcome: norm, attention, router, LoRA."""
+"""Experiments on modules with correct weights and wrong outputs: norm, attention, router, LoRA."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experiments on right vision features that arrive in the wrong place or not at all."""
+"""Experiments on correct vision features that arrive in the wrong place or not at all."""
 
 from __future__ import annotations
 
