@@ -44,7 +44,7 @@ test-trl: $(ENVIRONMENT) ## the losses of preference pairs against TRL's, which 
 test-verl: .venv-verl/.synced ## the tests with VERL, in an environment of its own (.venv-verl)
 	.venv-verl/bin/python -m pytest tests/verl $(ARGS)
 
-test-vllm: .venv-vllm/.synced ## exported weights through vLLM's own loader (.venv-vllm, 9 GB)
+test-vllm: .venv-vllm/.synced ## real vLLM serves what is exported, on the CPU (.venv-vllm, 6 GB)
 	.venv-vllm/bin/python -m pytest tests/vllm $(ARGS)
 
 # Its compiled extension needs CUDA; the Python around it runs with the tests' own kernels.
@@ -95,10 +95,13 @@ $(ENVIRONMENT): pyproject.toml .python-version $(filter .uv/%,$(UV))
 	$(UV) sync
 	@touch $@
 
-# Environments beside .venv: what pyproject.toml and a list of pins resolve to together.
+# Environments beside .venv: what pyproject.toml and a list of pins resolve to together, and for some
+# a list of what replaces the requirements of others.
+OVERRIDES = $(wildcard tests/environments/$*.overrides.txt)
+.venv-vllm/.synced: tests/environments/vllm.overrides.txt
 .venv-%/.synced: tests/environments/%.txt tests/environments/tools.txt pyproject.toml $(filter .uv/%,$(UV))
 	$(UV) venv --quiet --allow-existing .venv-$*
-	$(UV) pip install --no-config --python .venv-$* --requirement $< --editable .
+	$(UV) pip install --no-config --python .venv-$* --requirement $< $(OVERRIDES:%=--override %) --editable .
 	@touch $@
 
 .venv/.synced-docs: $(ENVIRONMENT)

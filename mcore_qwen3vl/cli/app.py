@@ -178,14 +178,18 @@ def tiny(
     path: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to write.")],
     moe: Annotated[bool, typer.Option("--moe", help="Mixture of experts, not dense.")] = False,
     tie: Annotated[bool, typer.Option("--tie", help="Tie embedding and head.")] = False,
+    servable: Annotated[
+        bool, typer.Option("--servable", help="Sizes that vLLM takes on the CPU: heads of 64.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
 ) -> None:
     """Write a tiny random Qwen3-VL checkpoint with tokenizer, processor and chat template."""
     console.quiet_libraries()
-    from mcore_qwen3vl.tiny import write_tiny_checkpoint
+    from mcore_qwen3vl.tiny import SERVABLE, write_tiny_checkpoint
 
+    text = SERVABLE if servable else None
     with new_folder(path) as partial:
-        write_tiny_checkpoint(partial, moe=moe, tie=tie, seed=seed)
+        write_tiny_checkpoint(partial, moe=moe, tie=tie, seed=seed, text=text)
     said = f"wrote a tiny Qwen3-VL {'MoE' if moe else 'dense'} to {path}"
     console.output.print(console.plain(said), soft_wrap=True)
 

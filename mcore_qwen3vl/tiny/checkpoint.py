@@ -36,6 +36,13 @@ TEXT: dict[str, Any] = {
     "use_cache": True,
     "vocab_size": VOCAB_SIZE,
 }
+SERVABLE: dict[str, Any] = {
+    "head_dim": 64,
+    "hidden_size": 96,
+    "rope_scaling": {**TEXT["rope_scaling"], "mrope_section": [12, 10, 10]},
+}
+"""What to override in the text config so that vLLM's kernels for the CPU take the model: attention
+wants a usual head size, and experts a hidden size that 32 divides."""
 MOE: dict[str, Any] = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
@@ -119,7 +126,7 @@ def write_tiny_checkpoint(
         dtype: torch name of the stored dtype.
         max_shard_size: as in ``save_pretrained``; a small one gives a sharded checkpoint.
         seed: of the weights.
-        text, vision: config fields to override.
+        text, vision: config fields to override; `SERVABLE` is such a text config.
 
     Returns:
         `path`.

@@ -381,3 +381,9 @@ def test_tiny_writes_a_checkpoint_and_nothing_over_another(tmp_path, capsys):
     assert run("tiny", tmp_path / "moe") == 2
     assert (tmp_path / "moe" / "config.json").read_bytes() == before
     assert "name another one" in capsys.readouterr().err
+
+
+def test_tiny_writes_sizes_that_can_be_served(tmp_path):
+    assert run("tiny", tmp_path / "dense", "--servable") == 0
+    architecture = Architecture.from_hf(tmp_path / "dense")
+    assert (architecture.head_dim, architecture.hidden_size) == (64, 96)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +19,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.build import build_chunks
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
-from mcore_qwen3vl.tiny import write_tiny_checkpoint
-
-LOAD = Path(__file__).parent / "load.py"
+from tests.vllm.conftest import in_process, write_servable
 
 
 def export(path: Path, layout: Layout, expert_layout: Any, target: Path) -> None:
@@ -36,12 +32,12 @@ def export(path: Path, layout: Layout, expert_layout: Any, target: Path) -> None
         save_file(tensors, target)
 
 
-def in_vllm(checkpoint: Path, tensors: Path, result: Path) -> dict[str, Tensor]:
-    command = [sys.executable, str(LOAD), str(checkpoint), str(tensors), str(result)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-2000:])
-    return load_file(result)
+def in_vllm(checkpoint: Path, *files: Path) -> list[dict[str, Tensor]]:
+    """What the parameters of vLLM's model are after it was handed each of `files`."""
+    results = [file.with_suffix(".got") for file in files]
+    pairs = [path for pair in zip(files, results, strict=True) for path in pair]
+    in_process("load.py", checkpoint, *pairs)
+    return [load_file(result) for result in results]
 
 
 @pytest.mark.parametrize(
@@ -49,11 +45,10 @@ def in_vllm(checkpoint: Path, tensors: Path, result: Path) -> dict[str, Tensor]:
     [("dense", "tp2xpp2+sp"), ("tied", "tp2"), ("moe", "tp2xep2xpp2+sp")],
 )
 def test_vllm_takes_it(kind: str, text: str, tmp_path: Path) -> None:
-    path = write_tiny_checkpoint(tmp_path / "hf", moe=kind == "moe", tie=kind == "tied")
+    path = write_servable(tmp_path / "hf", kind)
     layout, handed = Layout.parse(text), tmp_path / "handed.safetensors"
     run_layout(export, layout.world_size, path, layout, "published", handed)
-    got = in_vllm(path, handed, tmp_path / "got")
-    own = in_vllm(path, path / "model.safetensors", tmp_path / "own")
+    got, own = in_vllm(path, handed, path / "model.safetensors")
     assert got.keys() == own.keys()
     for name, tensor in got.items():
         assert not tensor.isnan().any(), f"{name} was not handed on"
@@ -61,7 +56,7 @@ def test_vllm_takes_it(kind: str, text: str, tmp_path: Path) -> None:
 
 
 def test_control_vllm_refuses_the_other_expert_layout(tmp_path: Path) -> None:
-    path, handed = write_tiny_checkpoint(tmp_path / "hf", moe=True), tmp_path / "handed"
+    path, handed = write_servable(tmp_path / "hf", "moe"), tmp_path / "handed"
     run_layout(export, 1, path, Layout(), "v5", handed)
     with pytest.raises(RuntimeError, match="must match the size of tensor"):
-        in_vllm(path, handed, tmp_path / "got")
+        in_vllm(path, handed)

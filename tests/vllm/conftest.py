@@ -1,0 +1,159 @@
+"""Checkpoints that vLLM takes, prompts of every kind, and what vLLM makes of them.
+
+Every file here skips itself where vLLM is not installed; ``make test-vllm`` makes an environment
+that has it. vLLM runs in processes of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
+from mcore_qwen3vl.tiny import SERVABLE, write_tiny_checkpoint
+from tests.data.conftest import write_png, write_video
+
+
+def write_servable(path: Path, kind: str) -> Path:
+    """A Hugging Face checkpoint of `kind`: dense, tied or moe."""
+    return write_tiny_checkpoint(path, moe=kind == "moe", tie=kind == "tied", text=SERVABLE)
+
+
+def environment() -> dict[str, str]:
+    """Of a process with vLLM: no network, and little memory."""
+    return os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+
+def in_process(script: str, *arguments: Path) -> None:
+    """Run a script of this folder.
+
+    Raises:
+        RuntimeError: it failed; with the end of what it said.
+    """
+    command = [sys.executable, Path(__file__).parent / script, *arguments]
+    variables = environment() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # errors reach the script
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=600, env=variables
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr[-4000:])
+
+
+@dataclass(frozen=True)
+class Made:
+    """A model in both forms: ours, and what was exported from it."""
+
+    mcore: Path
+    exported: Path
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
+    """A model by kind, made once."""
+    made: dict[str, Made] = {}
+
+    def make(kind: str) -> Made:
+        if kind not in made:
+            folder = tmp_path_factory.mktemp(kind)
+            hf_to_mcore(write_servable(folder / "hf", kind), folder / "mcore")
+            mcore_to_hf(folder / "mcore", folder / "exported", expert_layout="published")
+            made[kind] = Made(folder / "mcore", folder / "exported")
+        return made[kind]
+
+    return make
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One user turn: parts in Hugging Face's form, with paths; and an answer to score."""
+
+    parts: list[dict[str, str]]
+    answer: str
+
+    @property
+    def conversation(self) -> list[dict[str, Any]]:
+        """As `generate` and data sets have it."""
+        return [{"role": "user", "content": self.parts}]
+
+    @property
+    def openai(self) -> list[dict[str, Any]]:
+        """As OpenAI's clients have it."""
+        content = [
+            part
+            if part["type"] == "text"
+            else {"type": f"{kind}_url", f"{kind}_url": {"url": f"file://{part[kind]}"}}
+            for part in self.parts
+            for kind in [part["type"]]
+        ]
+        return [{"role": "user", "content": content}]
+
+
+@pytest.fixture(scope="session")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Prompt]:
+    """One prompt of each kind."""
+    folder = tmp_path_factory.mktemp("media")
+    sizes = [(24, 40), (50, 31), (64, 64)]
+    images = [
+        {"type": "image", "image": str(write_png(folder / f"{i}.png", *size, seed=i))}
+        for i, size in enumerate(sizes)
+    ]
+    clip = write_video(folder / "clip.mp4", frames=23, height=32, width=48)
+
+    def text(said: str) -> dict[str, str]:
+        return {"type": "text", "text": said}
+
+    return {
+        "text": Prompt([text("Say something about the sea.")], "It is wide, and blue at noon."),
+        "image": Prompt([images[0], text("What is this?")], "Noise in many colours."),
+        "several images": Prompt(
+            [images[1], images[2], text("and"), images[0], text("Compare these.")],
+            "The second is the largest of the three.",
+        ),
+        "video": Prompt(
+            [{"type": "video", "video": str(clip)}, text("What moves?")], "An edge fades."
+        ),
+    }
+
+
+@pytest.fixture(scope="session")
+def in_vllm(
+    tmp_path_factory: pytest.TempPathFactory, prompts: dict[str, Prompt]
+) -> Callable[..., dict[str, Any]]:
+    """``in_vllm(checkpoint, adapters, **options)``: what `engine.py` finds for all prompts."""
+
+    def run(
+        checkpoint: Path,
+        adapters: Mapping[str, Path | None],
+        *,
+        score: bool = True,
+        **options: Any,
+    ) -> dict[str, Any]:
+        folder = tmp_path_factory.mktemp("job")
+        job = {
+            "model": str(checkpoint),
+            "score": score,
+            "options": options,
+            "adapters": {n: None if p is None else str(p) for n, p in adapters.items()},
+            "prompts": {
+                name: {"conversation": prompt.openai, "answer": prompt.answer}
+                for name, prompt in prompts.items()
+            },
+        }
+        (folder / "job.json").write_text(json.dumps(job), "utf-8")
+        in_process("engine.py", folder / "job.json", folder / "result.json")
+        return json.loads((folder / "result.json").read_text("utf-8"))
+
+    return run

@@ -1,0 +1,92 @@
+"""Run vLLM on the CPU over prompts with pictures and videos; a process of its own.
+
+    python engine.py JOB RESULT
+
+JOB is a JSON file with ``model``, ``options`` of ``vllm.LLM``, ``adapters`` (directories by name;
+null: without) and ``prompts``: by name a conversation and the answer to score. RESULT gets for each
+adapter and prompt its tokens, the greedy ones after it and, if ``score`` is true, tokens and
+log-probabilities of conversation and answer; or, for an adapter that vLLM refuses, its error.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+NEW_TOKENS = 16
+
+
+def main(job_file: str, result_file: str) -> None:
+    import vllm
+    from vllm.lora.request import LoRARequest
+
+    job = json.loads(Path(job_file).read_text("utf-8"))
+    engine = vllm.LLM(
+        job["model"],
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=1024,
+        max_num_seqs=4,
+        allowed_local_media_path="/",
+        limit_mm_per_prompt={"image": 3, "video": 1},
+        **job["options"],
+    )
+    result: dict[str, Any] = {}
+    for number, (name, path) in enumerate(job["adapters"].items(), 1):
+        adapter = None if path is None else LoRARequest(name, number, path)
+        try:
+            found = answers(engine, job["prompts"], adapter)
+            if job["score"]:
+                scored = scores(engine, job["prompts"], adapter)
+                found = {prompt: found[prompt] | scored[prompt] for prompt in found}
+            result[name] = found
+        except ValueError as error:
+            result[name] = str(error)
+    Path(result_file).write_text(json.dumps(result), "utf-8")
+
+
+def answers(engine: Any, prompts: dict[str, Any], adapter: Any) -> dict[str, Any]:
+    """Tokens of the prompt and greedy ones after it, by prompt."""
+    from vllm import SamplingParams
+
+    greedy = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
+    asked = [prompt["conversation"] for prompt in prompts.values()]
+    outputs = engine.chat(asked, greedy, lora_request=adapter, use_tqdm=False)
+    return {
+        name: {
+            "prompt": list(output.prompt_token_ids),
+            "answer": list(output.outputs[0].token_ids),
+        }
+        for name, output in zip(prompts, outputs, strict=True)
+    }
+
+
+def scores(engine: Any, prompts: dict[str, Any], adapter: Any) -> dict[str, Any]:
+    """Tokens and log-probabilities of conversation and answer, by prompt."""
+    from vllm import SamplingParams
+
+    scoring = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    whole = [
+        [*prompt["conversation"], {"role": "assistant", "content": prompt["answer"]}]
+        for prompt in prompts.values()
+    ]
+    options = {"lora_request": adapter, "use_tqdm": False, "add_generation_prompt": False}
+    return {
+        name: {
+            "token_ids": list(output.prompt_token_ids),
+            # Nothing comes before the first token, which has none.
+            "log_probs": [
+                float(found[token].logprob)
+                for token, found in zip(
+                    output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True
+                )
+            ],
+        }
+        for name, output in zip(prompts, engine.chat(whole, scoring, **options), strict=True)
+    }
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

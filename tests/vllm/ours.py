@@ -1,0 +1,81 @@
+"""What our own commands say of the prompts that vLLM is given, and how far vLLM is from it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.data import load_processor
+from mcore_qwen3vl.generation.generate import Generation
+from mcore_qwen3vl.generation.prompts import encode_prompts
+from mcore_qwen3vl.generation.run import Request as Asked
+from mcore_qwen3vl.generation.run import run
+from mcore_qwen3vl.scoring.run import Request, score
+from tests.vllm.conftest import Prompt
+from tests.vllm.engine import NEW_TOKENS
+
+TOLERANCE = 16 * 2.0**-23
+"""Of a log-probability, relative to the largest one of the answer: sixteen roundings of float32. It
+is a sum of logits of that size, which vLLM's kernels add up in another order than ours."""
+
+
+def tokens(checkpoint: Path, prompts: dict[str, Prompt]) -> dict[str, list[int]]:
+    """Those of each prompt, with images and videos."""
+    architecture, processor = Architecture.from_hf(checkpoint), load_processor(checkpoint)
+    found = {}
+    for name, prompt in prompts.items():
+        encoded = encode_prompts(architecture, processor, [prompt.conversation])
+        (found[name],) = encoded.input_ids.tolist()
+    return found
+
+
+def scored(
+    checkpoint: Path, prompts: dict[str, Prompt], folder: Path, **options: Any
+) -> dict[str, Any]:
+    """What ``score`` writes of each prompt's answer."""
+    data, out = folder / "data.jsonl", folder / "scores.jsonl"
+    records = [
+        {"messages": [*p.conversation, {"role": "assistant", "content": p.answer}]}
+        for p in prompts.values()
+    ]
+    data.write_text("".join(f"{json.dumps(record)}\n" for record in records), "utf-8")
+    score(Request(checkpoint, data, out, force=True, **options), on_cpu=True)
+    lines = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
+    return dict(zip(prompts, lines, strict=True))
+
+
+def answered(checkpoint: Path, prompts: dict[str, Prompt], **options: Any) -> dict[str, Generation]:
+    """What ``generate`` answers, greedily."""
+    greedy = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS}
+    conversations = [prompt.conversation for prompt in prompts.values()]
+    answers = run(Asked(checkpoint, conversations, options=greedy, **options), on_cpu=True)
+    return dict(zip(prompts, answers, strict=True))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of the log-probabilities of an answer: the largest, and what it is relative to."""
+
+    absolute: float
+    scale: float
+
+    @property
+    def relative(self) -> float:
+        return self.absolute / self.scale
+
+
+def differences(found: dict[str, Any], ours: dict[str, Any]) -> dict[str, Difference]:
+    """By prompt, whose answers must have the same tokens."""
+    result = {}
+    for name, expected in ours.items():
+        count = expected["tokens"]
+        # The template ends an answer with a line break, which is not trained on.
+        assert found[name]["token_ids"][-count - 1 : -1] == expected["token_ids"]
+        theirs = found[name]["log_probs"][-count - 1 : -1]
+        own = expected["token_log_probs"]
+        largest = max(abs(a - b) for a, b in zip(theirs, own, strict=True))
+        result[name] = Difference(largest, max(map(abs, own)))
+    return result
