@@ -1,1 +1,1 @@
-"""What ``make demo`` and ``make train-demo`` run."""
+"""The programs that ``make demo`` and ``make train-demo`` run."""

@@ -1,4 +1,4 @@
-"""The main job on a tiny model: convert, load on four processes, compare logits, convert back."""
+"""A demo on a tiny model: convert, load on four processes, compare logits, convert back."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ from mcore_qwen3vl.verify.checkpoints.bitwise import compare_checkpoints
 from mcore_qwen3vl.verify.report.measurement import measure
 
 TOLERANCE = 2e-5
-"""Largest logit difference, relative to the largest logit: float32 rounding of this model."""
+"""Largest accepted logit difference, relative to the largest logit: this model's float32
+rounding."""
 
 PROMPT = "What is in the picture?"
 
 
 @dataclass(frozen=True)
 class DemoStep:
-    """One line of the demo's table; `ok` is None where there is nothing to check."""
+    """One line of the demo's table; `ok` is None if there is nothing to check."""
 
     name: str
     result: str
@@ -43,7 +44,7 @@ class DemoStep:
 
 @dataclass
 class Demo:
-    """What the demo did, in order."""
+    """The steps that the demo has done, in order."""
 
     steps: list[DemoStep] = field(default_factory=list)
 
@@ -63,9 +64,9 @@ def run_demo(
     """Run the whole chain; nothing is downloaded and no GPU is used.
 
     Args:
-        dense: the dense model with tied embeddings instead of MoE.
+        dense: whether to use the dense model with tied embeddings instead of MoE.
         keep: directory for the checkpoints; None: a temporary one.
-        status: told what is being done.
+        status: function that gets the name of each step as it starts.
     """
     _prepare()
     folder = nullcontext(keep) if keep else scratch_folder()
@@ -124,7 +125,7 @@ def _run(folder: Path, dense: bool, status: Callable[[str], None]) -> Demo:
 
 
 def prompt_inputs(hf: Path) -> dict[str, torch.Tensor]:
-    """An image and a question, through the checkpoint's own processor and chat template."""
+    """Process an image and a question with the checkpoint's own processor and chat template."""
     from transformers import AutoProcessor
 
     processor = AutoProcessor.from_pretrained(hf)
@@ -138,7 +139,7 @@ def prompt_inputs(hf: Path) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def hugging_face_logits(hf: Path, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """(1, S, V) logits of Hugging Face's own model, in float32."""
+    """Return the (1, S, V) logits of Hugging Face's own model, in float32."""
     from transformers import AutoModelForImageTextToText
 
     model = AutoModelForImageTextToText.from_pretrained(hf, dtype=torch.float32).eval()
@@ -147,7 +148,7 @@ def hugging_face_logits(hf: Path, inputs: dict[str, torch.Tensor]) -> torch.Tens
 
 @torch.no_grad()
 def _mcore_logits(mcore: Path, layout: Layout, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """(1, S, V) logits of this rank's data-parallel replica, gathered over TP."""
+    """Return the (1, S, V) logits of this rank's data-parallel replica, gathered over TP."""
     from mcore_qwen3vl.model.inputs import visual_inputs
     from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 
@@ -155,8 +156,8 @@ def _mcore_logits(mcore: Path, layout: Layout, inputs: dict[str, torch.Tensor]) 
     architecture = Architecture.from_hf(mcore / "hf")
     model = Qwen3VLModel.from_hf_config(architecture, **layout.config_overrides()).eval()
     load_checkpoint([model], mcore)
-    # Sequence parallelism divides the sequence over TP; padding on the right changes no logit
-    # before it.
+    # Sequence parallelism divides the sequence over TP, so it is padded on the right, which changes
+    # no logit before the padding.
     ids = inputs["input_ids"]
     padded = torch.nn.functional.pad(ids, (0, -ids.shape[1] % layout.tp))
     visual = visual_inputs(architecture, padded, inputs["pixel_values"], inputs["image_grid_thw"])
@@ -166,6 +167,6 @@ def _mcore_logits(mcore: Path, layout: Layout, inputs: dict[str, torch.Tensor]) 
 
 
 def _prepare() -> None:
-    """Import once what every rank needs: the ranks are forked from this process."""
+    """Import the modules that every rank needs, once: the ranks are forked from this process."""
     cpu.install()
     import mcore_qwen3vl.model.qwen3vl  # noqa: F401

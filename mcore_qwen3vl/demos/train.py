@@ -1,4 +1,4 @@
-"""Training end to end on the CPU: data, SFT at TP2 x DP2, stop, resume, export, generate."""
+"""A demo of training on the CPU: data, SFT at TP2 x DP2, stop, resume, export, generate."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from mcore_qwen3vl.runtime.lifetime import scratch_folder
 SAMPLES, STEPS, STOP = 8, 60, 30
 LORA = ("--lora-rank", "16", "--lora-target", "all-linear", "--lora-modules-to-save", "lm_head")
 LEARNT = 0.05
-"""Loss below which the answers are known by heart."""
+"""The loss below which the model has memorised the answers."""
 
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What :func:`run_demo` measured."""
+    """The measurements of :func:`run_demo`."""
 
     first_loss: float
     last_loss: float
@@ -41,16 +41,17 @@ def run_demo(
     steps: int = STEPS,
     lora: bool = False,
 ) -> DemoResult:
-    """Train a tiny model on image questions, interrupted once, and ask it what it learnt.
+    """Train a tiny model on image questions, with one interruption, and ask it the same questions.
 
     Args:
         keep: directory for all files; None: a temporary one.
-        say: is told of every stage.
-        steps: of training in all; it stops and resumes at half.
-        lora: train an adapter, and ask PEFT's model.
+        say: function that gets a line of text for every stage.
+        steps: total number of training steps; the run stops and resumes halfway.
+        lora: whether to train an adapter, and ask PEFT's model.
 
     Raises:
-        CheckFailed: the loss stayed high, or the exported model answers wrongly.
+        CheckFailed: the run resumed at another step, the loss stayed high, or the exported model
+            answers wrongly.
     """
     started = time.monotonic()
     cpu.install(training=True)  # before megatron is imported
@@ -119,14 +120,14 @@ def answer(
     max_tokens: int = 40,
     adapter: Path | None = None,
 ) -> list[str]:
-    """Greedy answers of a Hugging Face checkpoint to the first turn of each conversation.
+    """Return a Hugging Face model's greedy answers to the first turn of each conversation.
 
     Args:
         checkpoint: directory with model and processor.
-        records: each conversation's messages.
-        folder: where their images are.
-        max_tokens: longest answer.
-        adapter: PEFT directory to answer with.
+        records: the messages of each conversation.
+        folder: folder of the conversations' images.
+        max_tokens: most tokens in an answer.
+        adapter: directory of a PEFT adapter to answer with.
     """
     import torch
     from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -155,7 +156,7 @@ def answer(
 
 
 def main() -> int:
-    """``python -m mcore_qwen3vl.demos.train``: print the stages; 1 if a check failed."""
+    """Run the demo for ``python -m mcore_qwen3vl.demos.train``; return 1 if a check failed."""
     try:
         result = run_demo()
     except CheckFailed as error:

@@ -1,4 +1,4 @@
-"""Text from images, videos and prompts: prefill once, then decode with a key/value cache."""
+"""Generation of text from images, videos and prompts: prefill, then decode with a KV cache."""
 
 from mcore_qwen3vl.generation.generate import Generation, generate
 from mcore_qwen3vl.generation.sampling import load_generation_config

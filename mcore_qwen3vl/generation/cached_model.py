@@ -1,4 +1,4 @@
-"""One forward pass for the prompts, then one for each token, over a key/value cache."""
+"""A model with a key/value cache: one forward pass for the prompts, then one for each token."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class CachedModel:
     """A model chunk and the cache of one batch of prompts.
 
     The cache is mcore's ``StaticInferenceContext``: each layer's rotated keys and its values, for
-    this rank's heads. Every rank of the layout makes the same calls. Images are seen by
-    :meth:`prefill` alone.
+    this rank's heads. Every rank of the layout must make the same calls. Only :meth:`prefill` uses
+    images.
 
     Args:
         model: this rank's chunk, in evaluation mode.
         prompts: the batch.
-        max_new_tokens: how many tokens the cache has room for after the prompts.
+        max_new_tokens: number of tokens that the cache has room for after the prompts.
     """
 
     def __init__(self, model: Qwen3VLModel, prompts: Prompts, max_new_tokens: int) -> None:
@@ -40,16 +40,16 @@ class CachedModel:
         self._context = StaticInferenceContext(batch_size, length + max_new_tokens)
         self._prompts = prompts
         padded = bool((prompts.attention_mask == 0).any())
-        # Allocated once: a decoding step passes a view of it.
+        # Allocated once: each decoding step passes a view of it.
         self._mask = (
             F.pad(prompts.attention_mask, (0, max_new_tokens), value=1).to(self.device)
             if padded
             else None
         )
-        self._position = prompts.next_position.to(self.device)  # (B,) of the next token
+        self._position = prompts.next_position.to(self.device)  # (B,) the next token's position
 
     def prefill(self) -> Tensor | None:
-        """Logits (B, V) that follow the prompts; None before the last pipeline stage."""
+        """Run the prompts; return the next token's logits (B, V), on the last stage (else None)."""
         prompts = self._prompts
         visual = prompts.visual
         if visual is not None and self.model.pre_process:
@@ -59,7 +59,7 @@ class CachedModel:
         )
 
     def decode(self, tokens: Tensor) -> Tensor | None:
-        """Logits (B, V) that follow one more token (B,) of each sequence; None as in prefill."""
+        """Run one more token (B,) of each sequence; return logits as :meth:`prefill` does."""
         self._context.enable_decode_mode()
         position_ids = self._position[:, None].expand(3, -1, 1)  # (3, B, 1)
         self._position = self._position + 1
@@ -67,7 +67,7 @@ class CachedModel:
             return self._forward(tokens[:, None].to(self.device), position_ids)
 
     def _forward(self, input_ids: Tensor, position_ids: Tensor, **inputs: Any) -> Tensor | None:
-        """One micro-batch through Megatron's own schedule, which knows every pipeline split."""
+        """Run one micro-batch through Megatron's own schedule, which works for every PP size."""
         batch_size, length = input_ids.shape
         seen = self._context.sequence_len_offset + length
 
@@ -92,13 +92,13 @@ class CachedModel:
             forward_only=True,
         )
         self._context.increment_sequence_len_offset(length)
-        # Of the last position; under SP mcore keeps the last of every rank's part.
+        # Only the last position is needed. Under SP mcore keeps the last one of each rank's part.
         return outputs[0][:, -1] if outputs else None
 
 
 @contextmanager
 def inference(model: Qwen3VLModel) -> Iterator[None]:
-    """Evaluation without gradients, in mcore's inference mode, as it was before afterwards."""
+    """Evaluate in the block, without gradients and in mcore's inference mode; then restore."""
     training = model.training
     model.eval()
     with ExitStack() as stack:
@@ -124,7 +124,7 @@ def _without_sequence_parallel(model: Qwen3VLModel) -> Iterator[None]:
 
 @contextmanager
 def _torch_attention(model: Qwen3VLModel) -> Iterator[None]:
-    """Transformer Engine's attention takes no padding on the left: put SDPA in its place."""
+    """Replace Transformer Engine's attention, which takes no left padding, with SDPA."""
     attentions = [layer.self_attention for layer in model.decoder.layers]
     kept = [attention.core_attention for attention in attentions]
     for attention in attentions:

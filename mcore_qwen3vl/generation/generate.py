@@ -1,4 +1,4 @@
-"""Answer conversations with a model on any layout without CP and VPP."""
+"""Answers to conversations, from a model on any layout without CP and VPP."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mcore_qwen3vl.generation.sampling import Sampler, pad_token, stop_tokens
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 
 Stream = Callable[[int, str], None]
-"""Called with the number of a conversation and the text that was added to its answer."""
+"""A function that gets the number of a conversation and the text that was added to its answer."""
 
 
 MAX_NEW_TOKENS = 128
@@ -51,16 +51,16 @@ def generate(
     """Answer a batch of conversations; a collective of all ranks, with equal arguments on each.
 
     Every data-parallel replica answers all conversations, so that the ranks of an expert-parallel
-    group take the same steps. The tokens are chosen on one rank and sent to the others.
+    group take the same steps. One rank chooses the tokens and broadcasts them.
 
     Args:
         models: this rank's only chunk, or a list of it.
         processor: HF ``Qwen3VLProcessor`` of the checkpoint.
-        conversations: see :func:`mcore_qwen3vl.generation.prompts.encode_prompts`; they may differ
-            in length, and are padded on the left. Or what that function made of them.
-        max_new_tokens: tokens after which an answer is cut off.
+        conversations: conversations of any lengths, which are padded on the left, or the result of
+            :func:`mcore_qwen3vl.generation.prompts.encode_prompts` for them.
+        max_new_tokens: number of tokens after which an answer is cut off.
         temperature, top_p, top_k, seed: see :class:`mcore_qwen3vl.generation.sampling.Sampler`.
-        stream: called as answers grow, on every rank that passes one.
+        stream: function that is called as answers grow, on every rank that passes one.
         generation_config: stop tokens and defaults of sampling, from
             :func:`mcore_qwen3vl.generation.sampling.load_generation_config`.
 
@@ -68,7 +68,8 @@ def generate(
         The answers in the order of the conversations, on every rank.
 
     Raises:
-        BadInput: VPP or CP, values out of range, unreadable media, or too long a prompt.
+        BadInput: the layout has VPP or CP, a value is out of range, media cannot be read, or a
+            prompt is too long.
     """
     model = _only_chunk(models)
     prompts = conversations
@@ -108,7 +109,7 @@ def generate(
 
 @dataclass
 class Answer:
-    """Tokens so far, and whether a stop token was among them."""
+    """The tokens of an answer so far, and whether the last one is a stop token."""
 
     token_ids: list[int]
     stopped: bool = False
@@ -124,7 +125,10 @@ def decode(
     pad: int,
     streamers: Sequence[TextStreamer] = (),
 ) -> list[Answer]:
-    """Prefill, then one token a step until every answer has stopped; arguments as above."""
+    """Prefill, then decode one token a step until every answer has stopped.
+
+    `stop` are the ids that end an answer, and `pad` follows an answer that has ended.
+    """
     answers = [Answer([]) for _ in prompts.lengths]
     with inference(model):
         cache = CachedModel(model, prompts, max_new_tokens)
@@ -161,7 +165,7 @@ def _append(
 
 
 def _choosing_rank(model: Qwen3VLModel, device: torch.device) -> int:
-    """The first rank that holds the logits."""
+    """Return the first rank that holds the logits."""
     rank = dist.get_rank() if model.post_process else dist.get_world_size()
     lowest = torch.tensor(rank, device=device)
     dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
@@ -171,7 +175,7 @@ def _choosing_rank(model: Qwen3VLModel, device: torch.device) -> int:
 def _agree(
     sampler: Sampler, sequences: Tensor, logits: Tensor | None, source: int, device: torch.device
 ) -> Tensor:
-    """The (B,) next tokens, chosen on rank `source`."""
+    """Return the next tokens, (B,) int64, which rank `source` chooses and broadcasts."""
     if dist.get_rank() == source:
         assert logits is not None
         tokens = sampler.choose(sequences, logits)
@@ -182,7 +186,7 @@ def _agree(
 
 
 class _Streamer(TextStreamer):
-    """HF's incremental detokeniser, which hands on whole words, for one of several answers."""
+    """HF's incremental detokeniser, which passes on whole words, for one of several answers."""
 
     def __init__(self, tokenizer: Any, number: int, stream: Stream | None) -> None:
         super().__init__(tokenizer, skip_special_tokens=True)

@@ -1,4 +1,4 @@
-"""From conversations to one left-padded batch, through the checkpoint's own processor."""
+"""One left-padded batch of conversations, made with the checkpoint's own processor."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ class Prompts:
     input_ids: Tensor  # (B, S) int64
     attention_mask: Tensor  # (B, S) int64, 0 for padding
     position_ids: Tensor  # (3, B, S) int64
-    next_position: Tensor  # (B,) int64: on all axes, of the first token to generate
+    next_position: Tensor  # (B,) int64: position, on all axes, of the first token to generate
     visual: VisualInputs | None
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each prompt, without padding."""
+        """The number of tokens in each prompt, without padding."""
         return self.attention_mask.sum(1).tolist()
 
 
 def user_turns(
     texts: Sequence[str], images: Sequence[Any] = (), videos: Sequence[Any] = ()
 ) -> list[Conversation]:
-    """A conversation of one user turn for each text.
+    """Make a conversation of one user turn for each text.
 
-    Without tags, every text asks about all the images and videos, which precede it. Where texts
-    hold tags, ``<image>`` and ``<video>``, each tag of all texts takes the next image or video.
+    Without tags, all the images and videos come before every text. If texts have ``<image>`` and
+    ``<video>`` tags, each tag takes the next image or video.
 
     Raises:
         BadInput: there are more or fewer tags than images or videos.
@@ -77,7 +77,7 @@ def user_turns(
 
 
 def _tagged(text: str, left: Mapping[str, Iterator[Any]]) -> Iterator[dict[str, Any]]:
-    """Text parts and the media that its tags stand for."""
+    """Yield the parts of a text and the media for its tags."""
     for number, piece in enumerate(_TAG.split(text)):
         if number % 2:
             yield {"type": piece, piece: next(left[piece])}
@@ -108,18 +108,21 @@ def encode_prompts(
 def process(
     processor: Any, conversations: Sequence[Conversation], *, multiple_of: int = 1
 ) -> Mapping[str, Tensor]:
-    """What the checkpoint's processor makes of conversations, padded on the left.
+    """Process conversations with the checkpoint's processor, padded on the left.
 
     Args:
         processor: HF ``Qwen3VLProcessor`` of the checkpoint.
-        conversations: of each prompt the messages, as HF's chat templates take them. An image is
-            ``{"type": "image", "image": path, URL or PIL image}``; a video is ``{"type": "video",
-            "video": path, or a pair of frames (F, H, W, 3) and ``VideoMetadata``}``.
-        multiple_of: S is rounded up to a multiple of this.
+        conversations: the messages of each prompt, in the form that HF's chat templates take. An
+            image is ``{"type": "image", "image": path, URL or PIL image}``; a video is ``{"type":
+            "video", "video": path, or a pair of frames (F, H, W, 3) and ``VideoMetadata``}``.
+        multiple_of: number that S is rounded up to a multiple of.
+
+    Returns:
+        The processor's output: tensors by name, with B rows of S tokens.
 
     Raises:
-        BadInput: no conversation, no chat template, media that cannot be read, or more or fewer
-            placeholders than media.
+        BadInput: there is no conversation or no chat template, media cannot be read, or there are
+            more or fewer placeholders than media.
     """
     if not conversations:
         raise BadInput("There is no conversation to answer: pass at least one.")
@@ -150,18 +153,18 @@ def process(
             images=images or None,
             videos=[frames for frames, _ in videos] or None,
             video_metadata=[metadata for _, metadata in videos] or None,
-            do_sample_frames=False,  # they are sampled while they are decoded
+            do_sample_frames=False,  # frames are sampled while they are decoded
             padding=True,
             padding_side="left",
             pad_to_multiple_of=multiple_of,
             return_tensors="pt",
         )
-    except ValueError as error:  # sizes out of its range, such as a video of one frame
+    except ValueError as error:  # a size out of the processor's range, such as a one-frame video
         raise BadInput(f"The processor cannot take these images and videos: {error}") from error
 
 
 def prompts_from_inputs(architecture: Architecture, inputs: Mapping[str, Tensor]) -> Prompts:
-    """Prompts of what an HF processor returned, padded on the left."""
+    """Make prompts from the output of an HF processor, padded on the left."""
     input_ids, attention_mask = inputs["input_ids"], inputs["attention_mask"]
     image_grid, video_grid = inputs.get("image_grid_thw"), inputs.get("video_grid_thw")
     position_ids, deltas = mrope_position_ids(
@@ -184,7 +187,7 @@ def prompts_from_inputs(architecture: Architecture, inputs: Mapping[str, Tensor]
 
 
 def _parts(conversations: Sequence[Conversation], kind: str) -> Iterator[Any]:
-    """What the images or videos of all conversations refer to, in order."""
+    """Yield the references of all images or videos in the conversations, in order."""
     for conversation in conversations:
         for message in conversation:
             content = message["content"]
@@ -197,7 +200,10 @@ def _parts(conversations: Sequence[Conversation], kind: str) -> Iterator[Any]:
 
 
 def _unreadable(kind: str, reference: Any, error: Exception) -> BadInput:
-    """An image may be base64 too, and what the decoder says of a wrong path is about that."""
+    """Make the error for media that cannot be read.
+
+    An image may also be base64, so for a wrong path the decoder would complain about base64.
+    """
     at = str(reference)
     if not at.startswith(_NO_PATH) and len(at) < _LONGEST_PATH and not os.path.exists(at):
         return BadInput(f"{kind} {at!r}: no such file.")
@@ -211,13 +217,13 @@ def _image(reference: Any) -> Any:
         if isinstance(reference, str) and os.path.isfile(reference):
             return load_image(Media("image", Path(reference), reference))
         return image_utils.load_image(reference, timeout=_URL_SECONDS)  # or decoded from base64
-    # PIL and the HTTP library that transformers uses have many kinds, not all of them OSError.
+    # PIL and transformers' HTTP library raise many types, not all of them OSError.
     except Exception as error:
         raise _unreadable("Image", reference, error) from error
 
 
 def _video(reference: Any, processor: Any) -> tuple[np.ndarray, VideoMetadata]:
-    """Frames as the processor samples them from the video's own rate and length."""
+    """Load frames, which the processor samples by the video's own rate and length."""
     if isinstance(reference, tuple):
         frames, metadata = reference
         if metadata.frames_indices is None:
@@ -229,5 +235,5 @@ def _video(reference: Any, processor: Any) -> tuple[np.ndarray, VideoMetadata]:
         metadata = probe_video(media)
         metadata.frames_indices = processor.video_processor.sample_frames(metadata)
         return load_frames(media, metadata.frames_indices), metadata
-    except (BadSample, ValueError) as error:  # too short to sample from
+    except (BadSample, ValueError) as error:  # ValueError: too short to sample from
         raise _unreadable("Video", str(reference), error) from error

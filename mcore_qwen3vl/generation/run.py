@@ -1,4 +1,5 @@
-"""Load a checkpoint of either kind under a layout and generate with it.
+"""Generation with a checkpoint of either kind under a layout.
+
 
 Prompts are read and checked before a process starts or a weight is loaded.
 """
@@ -31,17 +32,18 @@ from mcore_qwen3vl.layout import Layout
 
 @dataclass(frozen=True)
 class Request:
-    """What to generate, from which checkpoint, and how it is divided.
+    """The conversations to answer, the checkpoint and the settings.
 
     Attributes:
         checkpoint: Megatron-Core or Hugging Face directory.
-        conversations: as :func:`mcore_qwen3vl.generation.generate` takes them.
+        conversations: conversations in the form of :func:`mcore_qwen3vl.generation.generate`.
         layout: parallel sizes.
         spec: layer spec.
-        dtype: of weights and computation; ``config``: what the checkpoint's config says.
+        dtype: dtype of weights and computation; ``config``: the dtype of the checkpoint's config.
         hf: directory with config, tokenizer and processor; None: the checkpoint's own.
-        lora: PEFT adapter directory to answer with.
-        options: its keyword arguments; `stream` is kept on the first rank alone.
+        lora: directory of a PEFT adapter to answer with.
+        options: keyword arguments of :func:`mcore_qwen3vl.generation.generate`; only the first rank
+            uses `stream`.
     """
 
     checkpoint: Path
@@ -55,7 +57,7 @@ class Request:
 
     @property
     def hf_folder(self) -> Path:
-        """Where config, tokenizer and processor are.
+        """The folder with config, tokenizer and processor.
 
         Raises:
             BadInput: the checkpoint has none.
@@ -64,15 +66,15 @@ class Request:
 
 
 def run(request: Request, *, on_cpu: bool = False) -> list[Generation]:
-    """Generate on all ranks of the layout: those of torchrun if it started us, or forked ones.
+    """Generate on all ranks: torchrun's if torchrun started us, otherwise ranks started here.
 
     Args:
-        request: what to generate.
-        on_cpu: without a GPU; the CPU backend must be installed.
+        request: the conversations, the checkpoint and the settings.
+        on_cpu: whether to run on the CPU, whose backend must be installed.
 
     Raises:
-        BadInput: see :func:`mcore_qwen3vl.generation.generate`; no GPU; or a layout that does not
-            fit the model.
+        BadInput: the causes in :func:`mcore_qwen3vl.generation.generate`, no GPU, or a layout that
+            does not fit the model.
     """
     job = _Job.of(request)
     answers: list[Generation] = on_all_ranks(
@@ -83,7 +85,7 @@ def run(request: Request, *, on_cpu: bool = False) -> list[Generation]:
 
 @dataclass(frozen=True)
 class _Job:
-    """A request, checked, with its prompts read; every rank is given the same."""
+    """A request that has been checked, with its prompts read; all ranks get the same one."""
 
     request: Request
     architecture: Architecture
@@ -119,7 +121,7 @@ class _Job:
         return cls(request, architecture, processor, prompts, adapter, options)
 
     def on_rank(self) -> list[Generation]:
-        """Build and load this rank's part and answer; ``torch.distributed`` is initialised."""
+        """Load this rank's part of the model and answer, with ``torch.distributed`` initialised."""
         request, options = self.request, self.options
         models = load_chunks(
             request.checkpoint,

@@ -1,4 +1,4 @@
-"""Choosing the next token: HF's logits processors, and one rank that decides for all."""
+"""The choice of the next token, with HF's logits processors."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ from mcore_qwen3vl.errors import BadInput
 
 
 def load_generation_config(path: str | Path) -> GenerationConfig:
-    """That of an HF checkpoint, or of the ``hf`` folder of a converted one; empty if it has none.
+    """Load the generation config of an HF checkpoint, or of a converted one's ``hf`` folder.
+
+    The config is empty if there is no file.
 
     Raises:
-        BadInput: the file is there and cannot be read.
+        BadInput: the file exists and cannot be read.
     """
     folder = config_folder(Path(path))
     if not (folder / "generation_config.json").is_file():
@@ -36,17 +38,17 @@ def load_generation_config(path: str | Path) -> GenerationConfig:
 
 
 class Sampler:
-    """How tokens are chosen, from the checkpoint's generation config and what overrides it.
+    """A chooser of tokens, set by the checkpoint's generation config and by overrides.
 
     Temperature 0 is greedy; without a temperature the config's ``do_sample`` decides. The order of
-    the processors and the draw are those of HF ``GenerationMixin``, so the same seed gives HF's
+    the processors and the draws are those of HF ``GenerationMixin``, so the same seed gives HF's
     tokens (on one device type, with equal logits).
 
     Args:
-        config: the checkpoint's.
-        temperature, top_p, top_k: override it; top-p 1 and top-k 0 are off.
-        seed: of the draws; None: a random one.
-        device: of the logits.
+        config: the checkpoint's generation config.
+        temperature, top_p, top_k: overrides of the config; top-p 1 and top-k 0 are off.
+        seed: seed of the draws; None: a random one.
+        device: device of the logits.
 
     Raises:
         BadInput: a value is out of range, or has no effect because decoding is greedy.
@@ -97,11 +99,11 @@ class Sampler:
             self.processors.append(TopPLogitsWarper(top_p))
 
     def choose(self, input_ids: Tensor, logits: Tensor) -> Tensor:
-        """The next token of each sequence.
+        """Choose the next token of each sequence.
 
         Args:
-            input_ids: (B, S) prompt and what was generated, padding included.
-            logits: (B, V) of the last position.
+            input_ids: (B, S) the prompt and the tokens generated so far, padding included.
+            logits: (B, V) logits of the last position.
 
         Returns:
             (B,) int64.
@@ -114,13 +116,13 @@ class Sampler:
 
 
 def stop_tokens(config: GenerationConfig, tokenizer: Any) -> set[int]:
-    """Ids that end an answer: the config's, or else the tokenizer's."""
+    """Return the ids that end an answer: the config's, or else the tokenizer's."""
     ids = _first(config.eos_token_id, tokenizer.eos_token_id, [])
     return {ids} if isinstance(ids, int) else set(ids)
 
 
 def pad_token(config: GenerationConfig, tokenizer: Any) -> int:
-    """What follows the answers that ended before the others."""
+    """Return the id that pads answers which end before the others."""
     return _first(config.pad_token_id, tokenizer.pad_token_id, 0)
 
 

@@ -1,4 +1,4 @@
-"""From a loss for each token to one number, by the names that verl gives the ways to do it."""
+"""Reduction of the losses of tokens to one number, in VERL's modes and under VERL's names."""
 
 from __future__ import annotations
 
@@ -22,28 +22,30 @@ def aggregate(
     sequences: Tensor | float | None = None,
     horizon: float | None = None,
 ) -> Tensor:
-    """Sums over tokens and sequences, divided once.
+    """Reduce the values of tokens to one number.
 
-    - ``token-mean``: every token counts the same (Yu et al., "DAPO", 2025, section 3.3).
-    - ``seq-mean-token-sum``: every sequence's sum.
-    - ``seq-mean-token-mean``: every sequence the same (Shao et al., "DeepSeekMath", 2024, GRPO).
-    - ``seq-mean-token-sum-norm``: every sequence's sum over a length that is the same for all
-      (Liu et al., "Understanding R1-Zero-Like Training", 2025, Dr. GRPO).
+    - ``token-mean``: the mean over all tokens (Yu et al., "DAPO", 2025, section 3.3).
+    - ``seq-mean-token-sum``: the mean over sequences of each one's sum.
+    - ``seq-mean-token-mean``: the mean over sequences of each one's mean (Shao et al.,
+      "DeepSeekMath", 2024, GRPO).
+    - ``seq-mean-token-sum-norm``: the mean over sequences of each one's sum, divided by a length
+      that is the same for all (Liu et al., "Understanding R1-Zero-Like Training", 2025, Dr. GRPO).
 
-    A global batch that is divided over micro-batches or ranks gives `tokens` or `sequences` of all
-    of it; the sum of what the parts return is then what the whole would.
+    If a global batch is divided over micro-batches or ranks, pass `tokens` or `sequences` of the
+    whole batch: the results of the parts then add up to the result of the whole.
 
     Args:
         values: (B, T) float, one a token.
         mask: (B, T) bool or 0 and 1: the tokens of the answer.
-        mode: how.
-        tokens: number of masked tokens, for ``token-mean``; None: those of `mask`.
-        sequences: with a token in the mask, for the other modes; None: those of `mask`.
-        horizon: tokens that ``seq-mean-token-sum-norm`` divides by; None: T, padding included, as
-            verl's.
+        mode: one of the modes above.
+        tokens: number of tokens in the mask, for ``token-mean``; None: count those of `mask`.
+        sequences: number of sequences with a token in the mask, for the other modes; None: count
+            those of `mask`.
+        horizon: length that ``seq-mean-token-sum-norm`` divides by; None: T, padding included, as
+            in VERL.
 
     Returns:
-        A scalar with a gradient for `values` inside the mask; 0 where nothing is masked.
+        A scalar with a gradient for `values` inside the mask; 0 if the mask is empty.
 
     Raises:
         BadInput: `mode` is not known.
@@ -54,7 +56,7 @@ def aggregate(
         )
     mask = mask.bool()
     counts = mask.sum(-1)  # (B,)
-    kept = values.where(mask, 0.0)  # not a product: outside there may be infinities
+    kept = values.where(mask, 0.0)  # not a product: values outside may be infinite
     if mode == "token-mean":
         return kept.sum() / (counts.sum().clamp(min=1) if tokens is None else tokens)
     if sequences is None:

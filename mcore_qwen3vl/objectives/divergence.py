@@ -1,7 +1,7 @@
-"""Estimates of the divergence of the policy from its reference, from the tokens that were sampled.
+"""Estimates of the KL divergence of the policy from its reference, at sampled tokens.
 
 Source: Schulman, "Approximating KL divergence", 2020 (k1, k2, k3). With r = log p0 - log p:
-k1 = -r, k2 = r^2 / 2, k3 = exp(r) - r - 1; all estimate KL(p || p0) where the tokens come from p.
+k1 = -r, k2 = r^2 / 2, k3 = exp(r) - r - 1. All estimate KL(p || p0) if the tokens come from p.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from mcore_qwen3vl.errors import BadInput
 Estimate = Literal["k1", "k2", "k3"]
 
 _ALIASES: dict[str, Estimate] = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
-"""Other names that verl has for them."""
+"""VERL's names for the estimates."""
 
 FARTHEST = 20.0
-"""Beyond this r is taken to be this: its exponential would be the whole loss."""
+"""The bound to which k3 clamps r, whose exponential would otherwise dominate the loss."""
 
 
 def divergence(log_probs: Tensor, reference: Tensor, estimate: str = "k3") -> Tensor:
-    """The estimate at each token.
+    """Estimate the divergence at each token.
 
-    As losses they differ from what they estimate: the gradient of k1 is 0 in expectation, that of
-    k2 is the divergence's, that of k3 is the one of KL(p0 || p). ``k1+`` and ``k3+`` have the value
-    of k1 and k3 and the gradient of k2 (verl's straight-through estimates).
+    The gradients of the estimates differ: in expectation that of k1 is 0, that of k2 is the
+    gradient of KL(p || p0), and that of k3 is the gradient of KL(p0 || p). ``k1+`` and ``k3+`` have
+    the values of k1 and k3 and the gradient of k2 (VERL's straight-through estimates).
 
     Args:
-        log_probs: (B, T) of the policy.
-        reference: (B, T) of the reference, without a gradient.
-        estimate: ``k1``, ``k2``, ``k3``; verl's ``kl``, ``mse``, ``low_var_kl``; with ``+`` after
-            it, see above.
+        log_probs: (B, T), the policy's log-probabilities.
+        reference: (B, T), the reference's log-probabilities, without a gradient.
+        estimate: ``k1``, ``k2`` or ``k3``, or VERL's ``mse``, ``kl`` or ``low_var_kl``; optionally
+            followed by ``+``, as explained above.
 
     Returns:
         (B, T), with a gradient for `log_probs`.

@@ -1,6 +1,6 @@
 """Policy-gradient losses of PPO, GRPO, DAPO and GSPO, from log-probabilities.
 
-Nothing here knows a model, a layout or a trainer: the log-probabilities come from
+They do not depend on a model, a layout or a trainer: the log-probabilities come from
 :func:`mcore_qwen3vl.model.head.log_probs.token_log_probs`, or from anywhere else.
 """
 
@@ -22,16 +22,17 @@ Level = Literal["token", "sequence"]
 
 @dataclass(frozen=True)
 class Clipping:
-    """How far the ratio of new to old probability may go and still be learnt from.
+    """The bounds of the ratio of new to old probability; beyond them a token has no gradient.
 
     Attributes:
-        low, high: the ratio is clipped to [1 - low, 1 + high]. Equal: Schulman et al., "PPO", 2017;
-            high above low: Yu et al., "DAPO", 2025, section 3.1.
-        dual: where the advantage is negative, the loss is at most -dual * advantage (Ye et al.,
-            "Mastering Complex Control in MOBA Games", 2020). None: no such bound.
+        low, high: the ratio is clipped to [1 - low, 1 + high]. Equal bounds: Schulman et al.,
+            "PPO", 2017; high above low: Yu et al., "DAPO", 2025, section 3.1.
+        dual: bound on the loss of tokens with a negative advantage, which is at most
+            -dual * advantage (Ye et al., "Mastering Complex Control in MOBA Games", 2020). None: no
+            bound.
 
     Raises:
-        BadInput: a bound that contradicts another.
+        BadInput: a bound is out of range.
     """
 
     low: float = 0.2
@@ -50,30 +51,31 @@ class Clipping:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A loss, and what tells how training goes: scalars, the last three without a gradient."""
+    """A loss and statistics of it, all scalars; the last three have no gradient."""
 
     loss: Tensor
-    clipped: (
-        Tensor  # share of the tokens whose ratio is clipped by low or high, and not learnt from
-    )
-    dual_clipped: Tensor  # share of the tokens bounded by the dual clip
-    old_kl: Tensor  # mean over tokens of log old - log new
+    clipped: Tensor  # share of tokens without a gradient, because low or high clips their ratio
+    dual_clipped: Tensor  # share of tokens bounded by the dual clip
+    old_kl: Tensor  # mean of log old - log new over tokens
 
 
 def ratios(log_probs: Tensor, old: Tensor, mask: Tensor, level: Level = "token") -> Tensor:
-    """New over old probability of each token.
+    """Compute the ratio of new to old probability for each token.
 
     Args:
-        log_probs: (B, T) of the policy.
-        old: (B, T) of the policy that sampled the tokens, without a gradient.
+        log_probs: (B, T), the policy's log-probabilities.
+        old: (B, T), those of the policy that sampled the tokens, without a gradient.
         mask: (B, T) bool or 0 and 1: the tokens of the answer.
-        level: ``token``: of the token itself (PPO, GRPO). ``sequence``: the geometric mean over the
-            answer, with each token's gradient its own: Zheng et al., "Group Sequence Policy
-            Optimization", 2025, equation 14 (GSPO-token). Where the advantages of a sequence are
-            all the same, value and gradient are those of equation 7, GSPO itself.
+        level: ``token``: the ratio of the token itself (PPO, GRPO). ``sequence``: the geometric
+            mean over the answer, with each token's own gradient: Zheng et al., "Group Sequence
+            Policy Optimization", 2025, equation 14 (GSPO-token). If all advantages of a sequence
+            are equal, value and gradient are those of equation 7, GSPO itself.
 
     Returns:
         (B, T) with a gradient for `log_probs`; 1 outside the mask.
+
+    Raises:
+        BadInput: `level` is not known.
     """
     if level not in get_args(Level):
         raise BadInput(
@@ -103,34 +105,35 @@ def policy_loss(
     sequences: Tensor | float | None = None,
     horizon: float | None = None,
 ) -> PolicyLoss:
-    """The clipped surrogate loss, and the divergence from a reference where one is given.
+    """Compute the clipped surrogate loss, plus the divergence from a reference if one is given.
 
-    max(-A r, -A clip(r, 1 - low, 1 + high)) at each token; with `reference`, plus `kl_coefficient`
-    times the estimate of the divergence (GRPO's loss, Shao et al., "DeepSeekMath", 2024, equation
-    3, with ``seq-mean-token-mean`` and ``k3``).
+    The loss of each token is max(-A r, -A clip(r, 1 - low, 1 + high)). With `reference`,
+    `kl_coefficient` times the estimate of the divergence is added (GRPO's loss, Shao et al.,
+    "DeepSeekMath", 2024, equation 3, with ``seq-mean-token-mean`` and ``k3``).
 
     Args:
-        log_probs: (B, T) float32 of the policy, of the tokens that were sampled.
-        old: (B, T) of the policy that sampled them, without a gradient.
-        advantages: (B, T), without a gradient; or (B, 1) of whole answers.
+        log_probs: (B, T) float32, the policy's log-probabilities of the sampled tokens.
+        old: (B, T), those of the policy that sampled the tokens, without a gradient.
+        advantages: (B, T), or (B, 1) for whole answers, without a gradient.
         mask: (B, T) bool or 0 and 1: the tokens of the answer.
-        level: of the ratio, see :func:`ratios`.
-        clipping: of the ratio.
-        mode: see :func:`mcore_qwen3vl.objectives.aggregate.aggregate`, as for `tokens`, `sequences`
-            and `horizon`.
-        reference: (B, T) of the reference policy, without a gradient; needs `kl_coefficient`.
+        level: level of the ratio, see :func:`ratios`.
+        clipping: bounds of the ratio.
+        mode, tokens, sequences, horizon: see
+            :func:`mcore_qwen3vl.objectives.aggregate.aggregate`.
+        reference: (B, T), the reference's log-probabilities, without a gradient; it needs
+            `kl_coefficient`.
         kl_coefficient: weight of the divergence.
         kl_estimate: see :func:`mcore_qwen3vl.objectives.divergence.divergence`.
 
     Raises:
-        BadInput: a name that is not known, or one of `reference` and `kl_coefficient` alone.
+        BadInput: a name is not known, or only one of `reference` and `kl_coefficient` is given.
     """
     if (reference is None) != (kl_coefficient == 0):
         raise BadInput(
             "The divergence needs both log-probabilities of the reference and a coefficient other "
             "than 0; one of them alone would change nothing."
         )
-    inside = mask.bool()  # outside there may be infinities, whose gradients would not be 0
+    inside = mask.bool()  # values outside may be infinite, and their gradients not 0
     log_probs, old = log_probs.where(inside, 0.0), old.where(inside, 0.0)
     advantages = advantages.expand_as(log_probs).where(inside, 0.0)
     ratio = ratios(log_probs, old, mask, level)

@@ -1,17 +1,19 @@
 """Losses over pairs of a chosen and a rejected answer (DPO and its relatives).
 
-Source: Rafailov et al., "Direct Preference Optimization", 2023. With s = (log p(chosen) - log p0(
-chosen)) - (log p(rejected) - log p0(rejected)), of the policy p and the reference p0:
+Source: Rafailov et al., "Direct Preference Optimization", 2023. With the policy p, the reference p0
+and s = (log p(chosen) - log p0(chosen)) - (log p(rejected) - log p0(rejected)), the losses are:
+
 
 - ``sigmoid``: -log sigmoid(beta s); smoothed, Mitchell's "A note on DPO with noisy preferences",
   2023: -(1 - e) log sigmoid(beta s) - e log sigmoid(-beta s).
 - ``hinge``: max(0, 1 - beta s). Zhao et al., "SLiC-HF", 2023, as Liu et al., "RSO",
   2023, normalise it.
-- ``ipo``: (s - 1 / (2 beta))^2, over mean log-probabilities of a token. Azar et al., "A General
-  Theoretical Paradigm to Understand Learning from Human Preferences", 2023; the mean is TRL's, from
-  its authors.
-- plus alpha times the chosen answer's negative log-likelihood of a token. Pang et al., "Iterative
-  Reasoning Preference Optimization", 2024.
+- ``ipo``: (s - 1 / (2 beta))^2, where s has mean log-probabilities over an answer's tokens. Azar et
+  al., "A General Theoretical Paradigm to Understand Learning from Human Preferences", 2023; the
+  mean is as in TRL, on the authors' advice.
+
+To each of them, alpha times the chosen answer's mean negative log-likelihood over its tokens can be
+added. Pang et al., "Iterative Reasoning Preference Optimization", 2024.
 """
 
 from __future__ import annotations
@@ -38,20 +40,21 @@ class PairLosses:
 
     @property
     def accuracies(self) -> Tensor:
-        """1 where the chosen answer's reward is the higher one."""
+        """1.0 if the chosen answer's reward is higher than the rejected one's, else 0.0."""
         return (self.margins > 0).float()
 
 
 def pair_losses(
     log_probs: Tensor, reference: Tensor, lengths: Tensor, preference: Preference
 ) -> PairLosses:
-    """The loss of each pair.
+    """Compute the loss of each pair.
 
     Args:
-        log_probs: (P, 2) float32 of the policy, summed over the answer's tokens: chosen, rejected.
-        reference: (P, 2) of the reference, without a gradient.
-        lengths: (P, 2) tokens of the answers.
-        preference: which loss.
+        log_probs: (P, 2) float32, the policy's log-probabilities of the chosen and the rejected
+            answer, summed over tokens.
+        reference: (P, 2), the reference's log-probabilities, without a gradient.
+        lengths: (P, 2), the answers' numbers of tokens.
+        preference: the kind of loss and its settings.
     """
     change = log_probs - reference
     rewards = (preference.beta * change).detach()

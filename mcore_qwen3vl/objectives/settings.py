@@ -1,4 +1,4 @@
-"""What a loss over preference pairs is told. Imports no torch: command lines are read with it."""
+"""Settings of a loss over preference pairs. Imports no torch, so that command lines are fast."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ Kind = Literal["sigmoid", "hinge", "ipo"]
 
 @dataclass(frozen=True)
 class Preference:
-    """Which loss over pairs.
+    """The kind of loss over pairs, and its settings.
 
     Attributes:
-        kind: see :mod:`mcore_qwen3vl.objectives.preference`.
-        beta: how much a deviation from the reference costs.
-        label_smoothing: share of the pairs taken to be labelled the wrong way round; ``sigmoid``.
-        rpo_alpha: weight of the chosen answer's own loss.
+        kind: the loss; see :mod:`mcore_qwen3vl.objectives.preference`.
+        beta: the strength with which the policy is kept near the reference.
+        label_smoothing: share of the pairs that are assumed to be labelled the wrong way round;
+            for ``sigmoid`` only.
+        rpo_alpha: weight of the chosen answer's negative log-likelihood.
 
     Raises:
-        BadInput: a value that the loss has no meaning for.
+        BadInput: a value is out of range, or does not apply to the loss.
     """
 
     kind: Kind = "sigmoid"

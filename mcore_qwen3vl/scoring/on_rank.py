@@ -1,4 +1,4 @@
-"""Scoring on one rank: micro-batches through Megatron's schedule, results to the first rank."""
+"""Scoring on a rank: micro-batches go through Megatron's schedule, results to the first rank."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from mcore_qwen3vl.training.step.forward import forward
 
 
 class Scorer:
-    """This rank's part of the model and of the data.
+    """A scorer with this rank's part of the model and of the data.
 
     Args:
-        chunks: of this rank, loaded.
-        records: asked on ranks that read alone.
-        temperature: divides the logits.
-        entropy: find entropies too.
+        chunks: this rank's chunks, with weights loaded.
+        records: function that opens the records; only ranks that read data call it.
+        temperature: number that the logits are divided by.
+        entropy: whether to compute entropies too.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Scorer:
 
     @torch.no_grad()
     def block(self, records: Sequence[int]) -> Found | None:
-        """Score `records`, on all ranks; the first is given what they have found together."""
+        """Score `records` on all ranks; return all results on the first rank, None on others."""
         rank, ranks = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
         mine = records[rank::ranks]
         micros = [] if self._records is None else self._records.plan(mine)
@@ -68,7 +68,7 @@ class Scorer:
         return None if everyone is None else reduce(or_, everyone)
 
     def _agree(self, own: int) -> int:
-        """Return how many micro-batches all replicas run: the most, in groups if VPP wants them."""
+        """Return how many micro-batches all replicas run: the most of any, rounded up for VPP."""
         most = torch.tensor(own, device=self._device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         stages = mpu.get_pipeline_model_parallel_world_size() if len(self._chunks) > 1 else 1
@@ -77,7 +77,7 @@ class Scorer:
     def _forward(
         self, read: Iterator[Batch] | None, count: int
     ) -> list[tuple[Batch, Tensor, Tensor]]:
-        """On the last stage: every micro-batch, the positions of its results, and these."""
+        """Run the micro-batches; return each batch, its positions and results on the last stage."""
         if not count:
             return []
         shared = SharedBatches(
@@ -109,7 +109,7 @@ class Scorer:
         return [(*one, output) for one, output in zip(seen, outputs, strict=True)]
 
     def _gathered(self, outputs: list[tuple[Batch, Tensor, Tensor]]) -> dict[str, dict[str, Any]]:
-        """Scores by name, on the first rank of every TP x CP group of a last stage."""
+        """Return scores by name, on the first rank of every last stage's TP x CP group."""
         scores: dict[str, dict[str, Any]] = {}
         for batch, local, output in outputs:
             whole = output.new_zeros((len(output), *batch.input_ids.shape))
@@ -121,7 +121,7 @@ class Scorer:
 
 
 def _of_batch(batch: Batch, whole: Tensor) -> dict[str, dict[str, Any]]:
-    """Scores of each sequence of a batch, from (1 or 2, B, S) log-probabilities and entropies."""
+    """Return each sequence's scores, from (1 or 2, B, S) log-probabilities and entropies."""
     weights, labels = batch.loss_weights.cpu(), batch.labels.cpu()
     found = {}
     for number, name in enumerate(batch.names):
@@ -157,7 +157,7 @@ def _scores(
     entropy: bool,
     **_: Any,
 ) -> Tensor:
-    """(1, B, s) log-probabilities, or (2, B, s) with entropies: in place of losses."""
+    """Compute (1, B, s) log-probabilities, or (2, B, s) with entropies, instead of losses."""
     log_probs, entropies = output_layer(
         hidden_states, output_weight, targets=labels, temperature=temperature, entropy=entropy
     )

@@ -1,7 +1,7 @@
-"""The file of scores while it grows, and what it says once it is whole.
+"""The file of scores, which is written block by block, and its summary.
 
-Lines are appended in blocks, each of which a run computes as one: a run that was stopped goes on
-with the block that it was in, so that every line is what an unbroken run would have written.
+A run computes a whole block together and appends its lines. A run that was interrupted continues
+with the block that it was in, so that every line is the same as in an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mcore_qwen3vl.untrusted import parse_json
 
 @dataclass
 class Tally:
-    """What a file of scores holds; perplexities and entropies are over trained tokens."""
+    """The summary of a file of scores; perplexities and entropy are over trained tokens."""
 
     records: int = 0
     scored: int = 0
@@ -40,23 +40,25 @@ class Tally:
 
 
 class Output:
-    """``OUT`` in the making: ``OUT.partial`` and, beside it, what it is made of and with."""
+    """``OUT`` while it is written: ``OUT.partial``, and ``OUT.partial.json`` with the settings."""
 
     def __init__(self, path: Path, settings: dict[str, Any], block: int) -> None:
-        """
+        """Name the files; nothing is written yet.
+
         Args:
-            path: what is to be written.
-            settings: all that decides its bytes.
-            block: records of a block.
+            path: the file of scores to write.
+            settings: all settings that its content depends on.
+            block: number of records in a block.
         """
         self.path, self._settings, self._block = path, settings, block
         self._partial = path.with_name(f"{path.name}.partial")
         self._partial_facts = path.with_name(f"{path.name}.partial.json")
 
     def check(self, *, force: bool) -> None:
-        """
+        """Raise unless the output can be started or continued.
+
         Raises:
-            BadInput: it is there already, or begun by another command, or damaged.
+            BadInput: the output exists, or was begun with other settings, or is damaged.
         """
         if self.path.exists() and not force:
             raise BadInput(
@@ -80,13 +82,13 @@ class Output:
             )
 
     def open(self, *, force: bool = False) -> int:
-        """Begin, or go on.
+        """Start the file, or continue it.
 
         Args:
-            force: begin anew.
+            force: whether to start again.
 
         Returns:
-            How many blocks are there.
+            The number of complete blocks in the file.
         """
         if force:
             self._partial.unlink(missing_ok=True)
@@ -98,7 +100,7 @@ class Output:
         ends = [0]
         with self._partial.open("rb") as lines:
             for line in lines:
-                if not _is_entry(line):  # cut or damaged: it and the rest go again
+                if not _is_entry(line):  # cut or damaged: it and the rest are computed again
                     break
                 ends.append(ends[-1] + len(line))
         blocks = (len(ends) - 1) // self._block
@@ -106,7 +108,7 @@ class Output:
         return blocks
 
     def append(self, entries: Sequence[dict[str, Any]]) -> None:
-        """Add a block, which stays whatever happens next.
+        """Append a block and sync it to disk.
 
         Raises:
             BadInput: the system refuses to write.
@@ -123,11 +125,11 @@ class Output:
             ) from error
 
     def tally(self) -> Tally:
-        """Count what has been written."""
+        """Summarise what has been written so far."""
         return tally(self._partial)
 
     def finish(self) -> Tally:
-        """Give the files their names."""
+        """Write the summary, give the files their final names, and return the summary."""
         found = tally(self._partial)
         facts = {"settings": self._settings, "summary": asdict(found)}
         self._partial_facts.write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
@@ -137,7 +139,7 @@ class Output:
 
 
 def _is_entry(line: bytes) -> bool:
-    """Whether it is whole."""
+    """Return whether a line is complete."""
     try:
         return line.endswith(b"\n") and isinstance(parse_json(line), dict)
     except ValueError:
@@ -145,11 +147,11 @@ def _is_entry(line: bytes) -> bool:
 
 
 OVERLONG = "over-long: "
-"""How the error of a record that exceeds the sequence length begins."""
+"""The beginning of the error of a record that is longer than the sequence length."""
 
 
 def tally(scores: Path) -> Tally:
-    """Count and add up a file of scores."""
+    """Summarise a file of scores."""
     found = Tally()
     totals = dict.fromkeys(("", *SIDES), (0, 0.0))
     entropies = 0.0
@@ -187,7 +189,7 @@ def tally(scores: Path) -> Tally:
 
 
 def _perplexity(tokens: int, log_prob: float) -> float | None:
-    """None where there is nothing, or it is beyond what a float holds."""
+    """Compute the perplexity; None if there are no tokens or a float cannot hold it."""
     if not tokens:
         return None
     try:

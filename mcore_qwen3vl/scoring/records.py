@@ -1,4 +1,4 @@
-"""Records of data sets as micro-batches: read, planned and packed block by block."""
+"""Micro-batches from records of data sets, which are read, planned and packed block by block."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from mcore_qwen3vl.scoring.output import OVERLONG
 
 @dataclass(frozen=True)
 class Planned:
-    """One conversation or document of a record."""
+    """One conversation or document of a record, tokenised."""
 
     record: int
-    side: str  # of a pair; empty otherwise
+    side: str  # chosen or rejected for a pair; empty otherwise
     plan: Plan
     source: int  # number of its data set
 
@@ -44,23 +44,23 @@ class Planned:
 
 @dataclass(frozen=True)
 class Micro:
-    """What one micro-batch is to hold."""
+    """The sequences that one micro-batch will hold."""
 
     sequences: tuple[Planned, ...]
 
 
 @dataclass
 class Found:
-    """What ranks know of a block."""
+    """The results for a block of records, from one rank or several."""
 
     scores: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Log-probabilities and more of each sequence, by its name."""
+    """Log-probabilities and other results of each sequence, by its name."""
     errors: dict[int, str] = field(default_factory=dict)
-    """Why records cannot be scored, by their number."""
+    """The reasons why records cannot be scored, by the record's number."""
     digests: dict[str, str] = field(default_factory=dict)
     """Hashes of the tokens of each sequence, by its name."""
     places: dict[int, Place] = field(default_factory=dict)
-    """Where records are, by their number."""
+    """The records' places in their files, by the record's number."""
 
     def __or__(self, other: Found) -> Found:
         return Found(
@@ -72,14 +72,14 @@ class Found:
 
 
 class Records:
-    """Reads and encodes records, as training does.
+    """A reader that encodes records as training does.
 
     Args:
         samples: the records, by their number from 0.
-        sources: the data sets that they are of.
-        architecture, processor: the model's.
-        config: `packing` or one sequence a row; its budgets are set on `processor`.
-        width_multiple: what the length of a batch must be a multiple of.
+        sources: the data sets that the records belong to.
+        architecture, processor: the model's shape and processor.
+        config: settings, with `packing` or one sequence a row; the budgets are set on `processor`.
+        width_multiple: the number that the length of a batch must be a multiple of.
     """
 
     def __init__(
@@ -99,12 +99,12 @@ class Records:
         self._found = Found()
 
     def take_found(self) -> Found:
-        """Give what is known of the records that were read since the last call, but the scores."""
+        """Return the results, except scores, for the records that were read since the last call."""
         found, self._found = self._found, Found()
         return found
 
     def plan(self, records: Sequence[int]) -> list[Micro]:
-        """Which sequences of `records` share a micro-batch."""
+        """Choose which sequences of `records` share a micro-batch."""
         planned = [one for record in records for one in self._plan(record)]
         if not self._config.packing:
             return [Micro((one,)) for one in planned]
@@ -113,12 +113,12 @@ class Records:
         return [Micro(tuple(planned[i] for i in pack)) for pack in packs]
 
     def batches(self, micros: Sequence[Micro], count: int) -> Iterator[Batch]:
-        """The micro-batches with their pixels, and empty ones to make them `count`."""
+        """Yield the micro-batches with their pixels, then empty ones up to `count` in all."""
         for micro in [*micros, *[Micro(())] * (count - len(micros))]:
             yield self._batch(micro)
 
     def _plan(self, record: int) -> list[Planned]:
-        """Empty where it cannot be used."""
+        """Tokenise the sequences of a record; return none if the record cannot be used."""
         crude = self._samples[record]
         self._found.places[record] = place_of(crude["__sources__"][0])
         try:
@@ -127,7 +127,7 @@ class Records:
         except OverlongSample as error:
             self._found.errors[record] = f"{OVERLONG}{error}"
             return []
-        except Exception as error:  # as the loader does: whatever a record raises is its flaw
+        except Exception as error:  # as in the loader, any exception makes the record bad
             self._note(record, error)
             return []
         names = SIDES if len(plans) > 1 else ("",)
@@ -163,7 +163,7 @@ class Records:
         return _sample(one.name, one.plan.token_tensor(), one.plan.weight_tensor(), pixels)
 
     def _nothing(self) -> EncodedSample:
-        """For a rank that has no record left while others have."""
+        """Make an empty sample, for a rank that has no records left while others have."""
         ids = torch.full((2,), self._pad_id)
         return _sample("", ids, torch.zeros(2), Pixels(None, None, None, None))
 

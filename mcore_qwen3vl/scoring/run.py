@@ -1,4 +1,4 @@
-"""Score a data set with a checkpoint of either kind under a layout, and go on where one stopped."""
+"""Scoring of a data set with a checkpoint of either kind under a layout; it can be resumed."""
 
 from __future__ import annotations
 
@@ -31,34 +31,34 @@ from mcore_qwen3vl.scoring.output import OVERLONG, Output, Tally
 from mcore_qwen3vl.scoring.records import Found, Records
 
 LONGEST = 8192
-"""Tokens of a record and of a pack, unless told; less where the model has fewer positions."""
+"""The default length of a record and of a pack in tokens, unless the model has fewer positions."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to score, with which checkpoint, and how it is divided.
+    """The data to score, the checkpoint and the settings.
 
     Attributes:
         checkpoint: Megatron-Core or Hugging Face directory.
         data: any data set of training, or a mixture file, whose data sets are scored one after the
             other, each once.
-        out: file to write; None: beside `data`, where training looks for its reference.
+        out: file to write; None: the file beside `data` where training looks for its reference.
         layout: parallel sizes.
         spec: layer spec.
-        dtype: of weights and computation; ``config``: what the checkpoint's config says.
+        dtype: dtype of weights and computation; ``config``: the dtype of the checkpoint's config.
         hf: directory with config, tokenizer and processor; None: the checkpoint's own.
-        lora: PEFT adapter directory to score with.
-        temperature: divides the logits.
-        entropy: of each trained token's distribution too.
-        packing: several sequences in one; False: one by one.
-        seq_length: longest record, and length of a pack; None: :data:`LONGEST`.
+        lora: directory of a PEFT adapter to score with.
+        temperature: number that the logits are divided by.
+        entropy: whether to compute the entropy at each trained token too.
+        packing: True: pack several sequences into one; False: score them one by one.
+        seq_length: length of the longest record and of a pack; None: :data:`LONGEST`.
         media: budgets of images and videos.
         buffer: records of a replica that are packed and written together.
-        max_bad_fraction: stop when more than this share of the records is bad.
-        force: replace what is there.
+        max_bad_fraction: share of the records that may be bad; scoring stops when more are.
+        force: whether to replace an existing output.
         split: part of a data set that has several.
-        preprocess: hook of data sets that name none.
-        trust_data: run code that a metadataset or a WebDataset names.
+        preprocess: hook for data sets that name none.
+        trust_data: whether to run code that a metadataset or a WebDataset names.
     """
 
     checkpoint: Path
@@ -82,28 +82,28 @@ class Request:
     trust_data: bool = False
 
     def sources(self) -> list[Source]:
-        """The data sets."""
+        """Return the data sets."""
         return parse_sources([str(self.data)], self.preprocess)
 
     def samples(self) -> CrudeSamples:
-        """Their records; each process opens the files by itself."""
+        """Open the records; each process opens the files by itself."""
         return CrudeSamples(self.sources(), split=self.split, trust=self.trust_data)
 
 
 def score(request: Request, *, on_cpu: bool = False) -> Tally | None:
-    """Write log-probabilities on all ranks of the layout.
+    """Compute log-probabilities on all ranks of the layout, and write them.
 
     Args:
-        request: what to score.
-        on_cpu: without a GPU; the CPU backend must be installed.
+        request: the data, the checkpoint and the settings.
+        on_cpu: whether to run on the CPU, whose backend must be installed.
 
     Returns:
-        What the file holds; under torchrun on the first rank alone.
+        The summary of the file; under torchrun None on all ranks but the first.
 
     Raises:
-        BadInput: the checkpoint, the data or the layout cannot be used; the output exists, or was
+        BadInput: the checkpoint, the data or the layout cannot be used; the output exists, was
             begun with other settings, or is being written by another process; too many records
-            are bad; no GPU.
+            are bad; or there is no GPU.
     """
     job = _Job.of(request)
     first = int(os.environ.get("RANK", "0")) == 0
@@ -118,7 +118,7 @@ def score(request: Request, *, on_cpu: bool = False) -> Tally | None:
 
 @dataclass(frozen=True)
 class _Job:
-    """A request, checked; every rank is given the same."""
+    """A request that has been checked; all ranks get the same one."""
 
     request: Request
     architecture: Architecture
@@ -139,7 +139,7 @@ class _Job:
             raise BadInput(f"The temperature is {request.temperature:g}: it must be above 0.")
         if request.buffer < 1:
             raise BadInput(f"--packing-buffer is {request.buffer}; it must be at least 1.")
-        load_processor(folder)  # before a rank starts
+        load_processor(folder)  # raises before a rank starts
         samples = request.samples()
         adapter = None if request.lora is None else read_adapter(request.lora, folder)
         multiple = length_multiple(layout.cp, layout.tp, layout.sp)
@@ -154,7 +154,7 @@ class _Job:
         )
 
     def on_rank(self) -> None:
-        """Load this rank's part and score; ``torch.distributed`` is initialised."""
+        """Load this rank's part of the model and score; needs ``torch.distributed`` initialised."""
         import torch.distributed as dist
 
         from mcore_qwen3vl.scoring.on_rank import Scorer
@@ -167,7 +167,7 @@ class _Job:
             spec=request.spec,
             dtype=request.dtype,
             adapter=self.adapter,
-            # Stages would otherwise transfer one length, and the last pack is shorter.
+            # Otherwise stages expect equal lengths, but the last pack of a block is shorter.
             **({"variable_seq_lengths": True} if request.layout.pp > 1 else {}),
         )
         scorer = Scorer(
@@ -201,7 +201,11 @@ class _Job:
         )
 
     def _report(self, found: Found, bad: int) -> int:
-        """Name what could not be scored; how many are bad by now."""
+        """Print which records could not be scored; return how many are bad so far.
+
+        Raises:
+            BadInput: too many records are bad.
+        """
         for record, error in sorted(found.errors.items()):
             say = console.plain(f"record {found.places[record]} left out: {error}")
             console.messages.print(f"warning: {say}", soft_wrap=True)
@@ -231,7 +235,7 @@ def _data_config(request: Request, architecture: Architecture, multiple: int) ->
     return DataConfig(
         seq_length,
         packing=request.packing,
-        # A packed sample is cut by CP alone; SP cuts the pack.
+        # CP divides each packed sample; SP divides only the pack.
         length_multiple=length_multiple(request.layout.cp) if request.packing else multiple,
         media=request.media,
         trust_data=request.trust_data,
@@ -241,7 +245,7 @@ def _data_config(request: Request, architecture: Architecture, multiple: int) ->
 def _settings(
     request: Request, paths: Sequence[Path], config: DataConfig, block: int
 ) -> dict[str, Any]:
-    """All that decides what is written."""
+    """Return all settings that the output depends on."""
     return {
         "data": _data_identity(request, paths),
         "split": request.split,
@@ -262,11 +266,11 @@ def _settings(
 
 
 def _data_identity(request: Request, paths: Sequence[Path]) -> str:
-    """The bytes of a JSONL file, which training compares; otherwise the files and their times.
+    """Return a hash of a JSONL file's bytes, which training compares, or of other files' times.
 
     Args:
-        request: what to score.
-        paths: of its data sets.
+        request: the request.
+        paths: the paths of its data sets.
     """
     if request.data.suffix == ".jsonl":
         return file_digest(request.data)
@@ -276,7 +280,7 @@ def _data_identity(request: Request, paths: Sequence[Path]) -> str:
 
 
 def _identity(folder: Path) -> dict[str, Any]:
-    """A checkpoint, told from another by the sizes and times of its files."""
+    """Return what identifies a checkpoint: its path, and the size and time of its files."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     newest = max((path.stat().st_mtime_ns for path in files), default=0)
     size = sum(path.stat().st_size for path in files)
@@ -284,12 +288,12 @@ def _identity(folder: Path) -> dict[str, Any]:
 
 
 def _entries(records: Sequence[int], found: Found, data: Path) -> list[dict[str, Any]]:
-    """The lines of a block."""
+    """Return the lines of a block."""
     return [{**_named(found.places[one], data), **_entry(one, found)} for one in records]
 
 
 def _named(place: Place, data: Path) -> dict[str, Any]:
-    """Which record it is: its number, and its file where there are several."""
+    """Return the record's number, and its file if the data have several."""
     number = {"line" if place.is_line else "record": place.number}
     if data.is_file() and data.suffix not in (".yaml", ".yml"):
         return number

@@ -1,4 +1,4 @@
-"""Write a tiny Qwen3-VL checkpoint that Hugging Face transformers loads."""
+"""A tiny Qwen3-VL checkpoint that Hugging Face transformers loads."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from mcore_qwen3vl.config import ExpertLayout
 from mcore_qwen3vl.tiny.processor import SPECIAL_TOKENS, VOCAB_SIZE, write_processor
 
-# Sizes are pairwise distinct wherever two of them meet, so that a swapped or transposed tensor
-# cannot keep its shape by accident.
+# Sizes that meet in a tensor are all different, so that a swapped or transposed tensor cannot keep
+# its shape by accident.
 TEXT: dict[str, Any] = {
     "attention_bias": False,
     "attention_dropout": 0.0,
@@ -75,7 +75,7 @@ def tiny_config(
     text: dict[str, Any] | None = None,
     vision: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """A ``config.json`` in the published form (transformers 4.57), with overrides."""
+    """Make a ``config.json`` in the published form (transformers 4.57), with overrides."""
     model_type = "qwen3_vl_moe" if moe else "qwen3_vl"
     text_config = {**TEXT, **(MOE if moe else {}), **(text or {})}
     text_config |= {
@@ -84,7 +84,7 @@ def tiny_config(
         "eos_token_id": SPECIAL_TOKENS["<|im_end|>"],
         "model_type": f"{model_type}_text",
     }
-    if not moe:  # as published: dense text configs repeat the flag, MoE ones do not
+    if not moe:  # published text configs repeat the flag if dense, but not if MoE
         text_config["tie_word_embeddings"] = tie
     vision_config = {**VISION, "out_hidden_size": text_config["hidden_size"], **(vision or {})}
     config = {
@@ -99,7 +99,7 @@ def tiny_config(
         "vision_end_token_id": SPECIAL_TOKENS["<|vision_end|>"],
         "vision_start_token_id": SPECIAL_TOKENS["<|vision_start|>"],
     }
-    # transformers adds to the rope_scaling it is given: never hand out the dict above.
+    # transformers adds to the rope_scaling that it gets, so the dict above must be copied.
     return deepcopy(config)
 
 
@@ -118,15 +118,16 @@ def write_tiny_checkpoint(
     """Write a Hugging Face checkpoint with random values in every tensor.
 
     Args:
-        path: the directory to write; made if absent.
-        moe: Qwen3-VL-MoE instead of dense.
-        tie: share the embedding with the head, so that no ``lm_head.weight`` is stored.
-        layout: ``published`` writes experts and config as transformers 4.57 does; ``v5`` is
-            whatever the installed transformers' ``save_pretrained`` writes.
-        dtype: torch name of the stored dtype.
-        max_shard_size: as in ``save_pretrained``; a small one gives a sharded checkpoint.
-        seed: of the weights.
-        text, vision: config fields to override; `SERVABLE` is such a text config.
+        path: the directory to write; it is created if needed.
+        moe: whether to write Qwen3-VL-MoE instead of the dense model.
+        tie: whether to tie the head to the embedding, so that no ``lm_head.weight`` is stored.
+        layout: ``published`` writes experts and config as transformers 4.57 does; ``v5`` writes
+            the output of ``save_pretrained`` in the installed transformers.
+        dtype: torch's name of the stored dtype.
+        max_shard_size: as in ``save_pretrained``; a small size gives a sharded checkpoint.
+        seed: seed of the weights.
+        text, vision: fields that override those of the text and vision configs; `SERVABLE` is such
+            a text config.
 
     Returns:
         `path`.
@@ -165,7 +166,7 @@ def _random_model(config: dict[str, Any], dtype: torch.dtype, seed: int) -> Any:
 
 @torch.no_grad()
 def _fill(model: torch.nn.Module, seed: int) -> None:
-    """Norm weights around one, biases around zero, matrices of unit gain; nothing left constant."""
+    """Fill norm weights around one, biases around zero, matrices with unit gain; all are random."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -182,7 +183,7 @@ def _fill(model: torch.nn.Module, seed: int) -> None:
 
 
 def _save_published(model: Any, config: dict[str, Any], path: Path, max_shard_size: str) -> None:
-    """What transformers 4.57 wrote: experts as [E, H, 2I] and [E, I, H], config in its form."""
+    """Save in the form of transformers 4.57: its config, experts as [E, H, 2I] and [E, I, H]."""
     from huggingface_hub import save_torch_state_dict
 
     tensors = {

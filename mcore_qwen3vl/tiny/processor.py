@@ -24,13 +24,13 @@ _SPECIAL = (
 _BYTES = sorted(ByteLevel.alphabet())
 
 VOCAB_SIZE = 352
-"""Rows of the embedding: more than the tokenizer has, as in the published models."""
+"""Rows of the embedding, which are more than the tokenizer's tokens, as in published models."""
 
 SPECIAL_TOKENS = {token: len(_BYTES) + len(_MERGES) + index for index, token in enumerate(_SPECIAL)}
 
 
 def write_processor(path: Path, vision_config: dict[str, Any]) -> None:
-    """Save a ``Qwen3VLProcessor`` to `path`, for patches of `vision_config`'s sizes.
+    """Save a ``Qwen3VLProcessor`` to `path`, with the patch sizes of `vision_config`.
 
     Pixel limits scale with the patch size: an image becomes 4 to 64 merged tokens, a video
     frame 4 to 16.
@@ -60,7 +60,7 @@ def write_processor(path: Path, vision_config: dict[str, Any]) -> None:
 
 
 def tiny_tokenizer() -> Any:
-    """A ``Qwen2Tokenizer`` over the 256 bytes, a few merges and Qwen's special tokens."""
+    """Make a ``Qwen2Tokenizer`` with the 256 bytes, a few merges and Qwen's special tokens."""
     from transformers import AddedToken, Qwen2Tokenizer
 
     vocab = {token: index for index, token in enumerate(_BYTES)}
@@ -84,5 +84,5 @@ def tiny_tokenizer() -> Any:
 
 
 def chat_template() -> str:
-    """The chat template: ChatML turns, images and videos as a bracketed placeholder token."""
+    """Return the chat template: ChatML turns, with a bracketed placeholder token for media."""
     return files(__package__).joinpath("chat_template.jinja").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A small image question-answering data set with real PNGs, made locally: for demos and tests."""
+"""A small image question-answering data set with real PNGs, made locally for demos and tests."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def write_image_qa(
     are alike, and their lengths differ.
 
     Args:
-        folder: made if absent.
-        samples: lines to write.
+        folder: folder to write to; it is created if needed.
+        samples: number of lines to write.
         text_only_every: one sample in this many has no image; None: all have one.
-        seed: of everything.
+        seed: seed of all random choices.
 
     Returns:
         The JSONL file.

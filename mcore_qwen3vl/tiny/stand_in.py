@@ -1,6 +1,6 @@
-"""What a run of a published size needs besides weights: its config, a tokenizer, and some data.
+"""A config, a tokenizer and data for a run of a published size without its weights.
 
-For runs whose results do not matter, such as those on the pretended device.
+They are for runs whose results do not matter, such as those on the pretended device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _TOKENS = {
     "vision_start_token_id": "<|vision_start|>",
     "vision_end_token_id": "<|vision_end|>",
 }
-_MOST_PIXELS = 1 << 22  # of an image, so that none is shrunk
+_MOST_PIXELS = 1 << 22  # the largest image; large enough that none is shrunk
 
 
 def write_stand_in(
@@ -28,14 +28,15 @@ def write_stand_in(
 
     Args:
         config: ``config.json`` of the published model.
-        out: directory to make; it gets that config, a tiny tokenizer and a processor.
-        layers: decoder layers instead of the config's.
-        vision_blocks: of the tower instead of the config's; DeepStack taps the first ones.
+        out: directory to create; it gets that config, a tiny tokenizer and a processor.
+        layers: number of decoder layers; None: the config's.
+        vision_blocks: number of vision blocks, the first of which DeepStack taps; None: the
+            config's.
     """
     fields: dict[str, Any] = json.loads(config.read_text("utf-8"))
     text, vision = fields["text_config"], fields["vision_config"]
     for name, token in _TOKENS.items():
-        fields[name] = SPECIAL_TOKENS[token]  # of the vocabulary, nothing else matters
+        fields[name] = SPECIAL_TOKENS[token]  # nothing else in the vocabulary matters
     text["num_hidden_layers"] = layers or text["num_hidden_layers"]
     if vision_blocks is not None:
         vision["depth"] = vision_blocks
@@ -59,16 +60,17 @@ def write_half_images(
     token_pixels: int = 32,
     pairs: bool = False,
 ) -> Path:
-    """Write conversations of images and text, half of each by default.
+    """Write conversations whose tokens are half of images and half of text, by default.
 
     Args:
-        folder: directory to make.
-        samples: how many.
-        tokens: of a sample, about.
-        images: of a sample.
+        folder: directory to create.
+        samples: number of conversations.
+        tokens: approximate number of tokens in a sample.
+        images: number of images in a sample.
         image_side: tokens along the side of an image.
         token_pixels: pixels along the side of a token.
-        pairs: preference records, whose two sequences are such samples each.
+        pairs: whether to write preference records, each of whose two sequences is such a sample.
+
 
     Returns:
         The ``.jsonl`` file for ``--data-path``.
@@ -77,7 +79,7 @@ def write_half_images(
 
     folder.mkdir(parents=True)
     letters, lines = random.Random(0), []
-    # The template and the question are text too, and an image stands between two tokens.
+    # The template and the question add 39 tokens, and two tokens bracket each image.
     answer_length = tokens - images * (image_side**2 + 2) - 39
     pixels = image_side * token_pixels
     for i in range(samples):

@@ -1,4 +1,4 @@
-"""What VERL asks of a bridge between Megatron's weights and Hugging Face's: three methods."""
+"""The bridge between Megatron's weights and Hugging Face's: the three methods that VERL calls."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ Chunks = Sequence[nn.Module]
 
 
 class Bridge:
-    """A policy's weights, or a critic's; of an adapted model what trains is saved, and merged
-    weights are handed on.
+    """The weights of a policy or a critic, which VERL loads, exports and saves.
+
+    If the model has an adapter, the trained weights are saved, and merged weights are exported.
 
     Args:
         source: Hugging Face checkpoint that VERL's ``model.path`` names; its config, tokenizer and
-            processor go with what is saved.
+            processor are saved with the weights.
         lora: the adapter, if there is one.
     """
 
@@ -43,8 +44,8 @@ class Bridge:
         A critic that starts from a language model keeps its own head.
 
         Args:
-            models: of this rank.
-            path: a Hugging Face checkpoint; a PEFT adapter, as :meth:`save_weights` writes one.
+            models: the chunks of this rank.
+            path: a Hugging Face checkpoint, or a PEFT adapter that :meth:`save_weights` wrote.
         """
         if is_adapter(Path(path)):
             adapter = read_adapter(path, self._source)
@@ -52,23 +53,23 @@ class Bridge:
             load_saved(unwrap(models), whole_tensors(adapter))
         else:
             load_hf(models, path, spare_value_head=True)
-        if self.optimizer is not None:  # VERL does not, and the next step would undo the loading
+        if self.optimizer is not None:  # VERL does not reload; the next step would undo the loading
             self.optimizer.reload_model_params()
 
     def export_weights(self, models: Chunks) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors for a rollout; see :func:`export_hf`. Every rank must exhaust it.
+        """Yield names and tensors for a rollout; every rank must exhaust it. See :func:`export_hf`.
 
-        Experts are always ``published``, which is how vLLM reads them.
+        Experts are always in the ``published`` layout, which vLLM reads.
         """
         if self._lora is None:
             return export_hf(models, expert_layout="published")
         return export_merged(models, self._lora.targets, expert_layout="published")
 
     def save_weights(self, models: Chunks, path: str | Path) -> None:
-        """Write a Hugging Face checkpoint, or an adapter, into `path`, where VERL has put files.
+        """Write a Hugging Face checkpoint or an adapter into `path`, where VERL has written files.
 
-        They are replaced, config too: what VERL writes there is the config of the transformers
-        that is installed, which may declare experts of the other layout.
+        They are replaced, the config too: VERL writes the config in the form of the installed
+        transformers, which may declare the other expert layout.
         """
         beside = Path(f"{path}.weights")
         if self._lora is None:
@@ -79,7 +80,7 @@ class Bridge:
 
 
 def move_files(source: Path, target: Path) -> None:
-    """Every file of `source` into `target`, by the first rank."""
+    """Move every file of `source` into `target`, on the first rank."""
     if dist.get_rank() == 0:
         target.mkdir(parents=True, exist_ok=True)
         for file in source.iterdir():

@@ -1,7 +1,7 @@
 """VERL's Megatron engine with this model inside.
 
-Three steps of building are ours: the config, the model and making the optimizer resumable. Loss,
-schedule, log-probabilities, checkpoints, offloading and router replay stay VERL's.
+Three steps of building are ours: the config, the model, and making the optimizer resumable. The
+rest is VERL's: loss, schedule, log-probabilities, checkpoints, offloading and router replay.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ARCHITECTURES = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGen
 
 
 def register() -> None:
-    """Put both engines before VERL's own, on NVIDIA's and AMD's devices."""
+    """Register both engines instead of VERL's own, for NVIDIA's and AMD's devices."""
     for model_type, engine in (
         ("language_model", Qwen3VLEngine),
         ("value_model", Qwen3VLValueEngine),
@@ -51,13 +51,13 @@ def register() -> None:
 
 
 class Qwen3VLEngine(MegatronEngineWithLMHead):
-    """A policy or a reference. Other models than Qwen3-VL get the engine that VERL has for them.
+    """The engine of a policy or a reference; models other than Qwen3-VL get VERL's own engine.
 
     Args:
-        model_config, engine_config, optimizer_config, checkpoint_config: VERL's.
+        model_config, engine_config, optimizer_config, checkpoint_config: VERL's configs.
 
     Raises:
-        BadInput: naming each option that is not supported.
+        BadInput: options are not supported; the message names each of them.
     """
 
     theirs: type[Any] = MegatronEngineWithLMHead
@@ -111,7 +111,7 @@ class Qwen3VLEngine(MegatronEngineWithLMHead):
         )
 
     def _build_megatron_module(self) -> Any:
-        # VERL seeds it only where it sees a device.
+        # VERL seeds the model-parallel random states only if it sees a device.
         tensor_parallel.model_parallel_cuda_manual_seed(self.engine_config.seed)
         freezing = self._freezing()
         modules = get_model(
@@ -142,7 +142,7 @@ class Qwen3VLEngine(MegatronEngineWithLMHead):
         vp_stage: int | None = None,
         **_: Any,
     ) -> PolicyModel:
-        """One pipeline chunk with its weights; what does not train is frozen."""
+        """Build one pipeline chunk, load its weights, and freeze what does not train."""
         options: dict[str, Any] = {
             "spec": self.options.spec,
             "recompute_vision": self.options.recompute_vision,
@@ -172,7 +172,7 @@ class Qwen3VLEngine(MegatronEngineWithLMHead):
         return optimizer
 
     def forward_step(self, batch_iter: Iterator[Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-        """VERL's; the model is told whether entropies are wanted, as the fused call does not."""
+        """Tell the model whether entropies are wanted, which the fused call does not, and run."""
         batch = next(batch_iter)
         unwrap_model(model).wants_entropy = tensordict_utils.get_non_tensor_data(
             batch, key="calculate_entropy", default=False
@@ -180,7 +180,7 @@ class Qwen3VLEngine(MegatronEngineWithLMHead):
         return super().forward_step(iter([batch]), model, *args, **kwargs)
 
     def disable_adapter(self) -> AbstractContextManager[None]:
-        """The base model as its own reference (VERL's ``no_lora_adapter``)."""
+        """Switch the adapter off: the base model is the reference (VERL's ``no_lora_adapter``)."""
         return switched_off(self.module)
 
     def get_per_tensor_param_shard(self, **kwargs: Any) -> NoReturn:
@@ -191,7 +191,7 @@ class Qwen3VLEngine(MegatronEngineWithLMHead):
 
 
 class Qwen3VLValueEngine(Qwen3VLEngine):
-    """A critic: as :class:`Qwen3VLEngine`, with a head of one value."""
+    """The engine of a critic: a :class:`Qwen3VLEngine` whose head has one value."""
 
     theirs = MegatronEngineWithValueHead
     forward_step = MegatronEngineWithValueHead.forward_step
@@ -199,10 +199,10 @@ class Qwen3VLValueEngine(Qwen3VLEngine):
 
 
 def _layout(config: Any, architecture: Architecture) -> Layout:
-    """VERL's sizes; DP is what remains of the ranks."""
+    """Return the layout of VERL's parallel sizes; DP follows from the number of ranks."""
     tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     cp, etp = config.context_parallel_size, config.expert_tensor_parallel_size
-    if etp is None:  # as Megatron has it; a dense model has no experts to cut
+    if etp is None:  # Megatron's default is TP; a dense model has no experts to divide
         etp = tp if architecture.is_moe else 1
     return Layout(
         tp=tp,

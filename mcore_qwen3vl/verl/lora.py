@@ -1,4 +1,4 @@
-"""VERL's ``model.lora`` as an adapter of this package."""
+"""VERL's ``model.lora``, translated to an adapter of this package."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mcore_qwen3vl.model.lora import adapter
 from mcore_qwen3vl.training.lora.run import LoraRun
 
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-"""Megatron's names in VERL's default for ``target_modules``: all linears of the language model."""
+"""VERL's default ``target_modules``, in Megatron's names: all linears of the language model."""
 
 TAKEN = ("type", "rank", "alpha", "dropout", "target_modules", "merge", "adapter_path")
 
@@ -34,22 +34,23 @@ DEFAULTS: dict[str, Any] = {
     "freeze_language_model": True,
     "fully_sharded_loras": False,
 }
-"""Megatron-Bridge's other options in VERL's configuration, which must stay at these values."""
+"""Megatron-Bridge's other options in VERL's configuration, which must keep these values."""
 
 
 def lora_run(
     given: Mapping[str, Any], architecture: Architecture, source: str | Path, seed: int
 ) -> LoraRun | None:
-    """What ``model.lora`` asks for; None without a rank and an ``adapter_path``.
+    """Return the adapter that ``model.lora`` asks for; None if it has no rank and no path.
 
     Args:
         given: ``model.lora``, without OmegaConf's containers.
         architecture: the model's shape.
         source: the base checkpoint.
-        seed: of the first factors, the same under every layout.
+        seed: seed of the initial factors, which are the same under every layout.
 
     Raises:
-        BadInput: naming each option that is not supported, or as ``--lora-*`` of training.
+        BadInput: options are not supported, each of which the message names; or training would
+            refuse the same values of ``--lora-*``.
     """
     start = given.get("adapter_path")
     if not given.get("rank") and not start:
@@ -95,7 +96,7 @@ def _check(given: Mapping[str, Any]) -> None:
 
 
 def _targets(names: Sequence[str], architecture: Architecture) -> list[str]:
-    """PEFT's names for Megatron's; names of PEFT and of the usual choices stay as they are."""
+    """Translate Megatron's names to PEFT's; other names, such as PEFT's own, stay as they are."""
     dense, moe = not all(architecture.moe_layers), any(architecture.moe_layers)
     query, key, value, output = ATTENTION
     gate, up, down = MLP
@@ -110,7 +111,7 @@ def _targets(names: Sequence[str], architecture: Architecture) -> list[str]:
 
 
 def switched_off(models: Sequence[nn.Module]) -> AbstractContextManager[None]:
-    """The base model, inside.
+    """Switch the adapter off within the block, so that the base model runs.
 
     Raises:
         BadInput: there is no adapter.

@@ -1,4 +1,4 @@
-"""The model as VERL calls it: padded rows in, without position ids."""
+"""The model with the signature that VERL calls, which passes padded rows and no position ids."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 
 @dataclass
 class Likelihood:
-    """What VERL's fused forward reads.
+    """The output that VERL's fused forward reads.
 
     Attributes:
-        log_probs: (1, T / cp) float32 of each position's label.
-        entropy: (1, T / cp) float32, or None where it was not asked for.
+        log_probs: (1, T / cp) float32, log-probability of each position's label.
+        entropy: (1, T / cp) float32, or None if it was not asked for.
     """
 
     log_probs: Tensor
@@ -33,11 +33,11 @@ class Likelihood:
 
 
 class PolicyModel(Qwen3VLModel):
-    """With the signature that VERL's ``gptmodel_forward_model_engine`` and its fused twin call.
+    """A model for VERL's ``gptmodel_forward_model_engine`` and the fused variant of it.
 
     Attributes:
-        wants_entropy: whether the next forward pass of the fused kind gives entropies; VERL's own
-            call does not say it.
+        wants_entropy: whether the next fused forward pass returns entropies; VERL's own call does
+            not pass this on.
     """
 
     wants_entropy = True
@@ -58,23 +58,24 @@ class PolicyModel(Qwen3VLModel):
         output_processor_context: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """One micro-batch of B samples of at most S tokens, every rank the same.
+        """Run one micro-batch of B samples of at most S tokens, the same on every rank.
 
         Args:
-            input_ids: (B, S) padded on the right.
+            input_ids: (B, S), padded on the right.
             attention_mask: (B, S) bool, True for tokens.
-            position_ids: not read; three-axis ones are made of ids and grids.
-            packed_seq_params: where each sample, with its padding, lies among the T tokens of the
-                pack; None: no packing.
-            pixel_values, image_grid_thw: of all images, in the order of the samples.
-            pixel_values_videos, video_grid_thw: of all videos.
-            labels: (1, T / cp) next tokens, cut to this CP rank already; with `output_processor`.
-            output_processor: VERL's fused kernel, which asks for log-probabilities instead of
-                logits: the chunked head gives them, and the kernel is not called.
-            output_processor_context: with the `temperature`.
+            position_ids: ignored; three-axis ids are computed from `input_ids` and the grids.
+            packed_seq_params: the bounds of each sample, with its padding, in a pack of T tokens;
+                None: no packing.
+            pixel_values, image_grid_thw: pixels and grids of all images, in the order of the
+                samples.
+            pixel_values_videos, video_grid_thw: pixels and grids of all videos.
+            labels: (1, T / cp), this CP rank's next tokens; used with `output_processor`.
+            output_processor: VERL's fused kernel, whose presence asks for log-probabilities instead
+                of logits. The chunked head computes them, and the kernel is not called.
+            output_processor_context: an object with the `temperature`.
 
         Returns:
-            Between stages hidden states; on the last, logits (1, T / cp, V / tp), or
+            Hidden states before the last stage; on the last, logits (1, T / cp, V / tp), or
             (B, S / cp, V / tp) without packing, or a :class:`Likelihood`.
 
         Raises:
@@ -131,11 +132,11 @@ class PolicyModel(Qwen3VLModel):
 
 
 class ValueModel(PolicyModel):
-    """A critic: one number a token instead of logits.
+    """A critic, which returns one value a token instead of logits.
 
     Args:
-        config, architecture, kwargs: as for :class:`Qwen3VLModel`. Embeddings are never tied.
-        seed: of the head's first weights, the same under every layout.
+        config, architecture, kwargs: as for :class:`Qwen3VLModel`; embeddings are never tied.
+        seed: seed of the head's initial weights, which are the same under every layout.
     """
 
     value_head = True
@@ -153,13 +154,15 @@ class ValueModel(PolicyModel):
 
 
 class ValueHead(nn.Linear):
-    """A linear layer to one value; every TP rank holds it. Source: Megatron-Bridge's, as in VERL.
+    """A linear layer to one value, replicated on all TP ranks.
+
+    Source: the head of Megatron-Bridge, which VERL uses.
 
     Args:
-        config: Megatron's.
-        seed: of the weights.
-        group: TP.
-        like: whose dtype and device the weight takes.
+        config: Megatron's config.
+        seed: seed of the weights.
+        group: the TP group.
+        like: tensor whose dtype and device the weight gets.
     """
 
     def __init__(self, config: TransformerConfig, seed: int, *, group: Any, like: Tensor) -> None:
@@ -173,7 +176,7 @@ class ValueHead(nn.Linear):
     def forward(  # type: ignore[override]
         self, input_: Tensor, weight: None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
-        """(s_local, B, H) -> values (s, B, 1) float32, and no bias."""
+        """Map (s_local, B, H) to values (s, B, 1) float32; the second output, a bias, is None."""
         values = super().forward(input_).float()
         if self._sequence_parallel:
             values = gather_from_sequence_parallel_region(
@@ -183,15 +186,15 @@ class ValueHead(nn.Linear):
 
 
 def pack(ids: Tensor, valid: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
-    """Padded rows one after another.
+    """Pack padded rows into one.
 
     Args:
         ids: (B, S) on the host.
         valid: (B, S) bool, True for tokens, which come first in their row.
-        bounds: (B + 1,) where the samples begin in the pack, and its length T.
+        bounds: (B + 1,) starts of the samples in the pack, then the pack's length T.
 
     Returns:
-        Ids (1, T), 0 at padding, and where tokens are, (1, T) bool.
+        Ids (1, T), 0 at padding, and a mask (1, T) bool, True for tokens.
     """
     packed = ids.new_zeros(1, int(bounds[-1]))
     tokens = torch.zeros_like(packed, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""What of VERL's configuration this model takes, and what is refused by name."""
+"""VERL's configuration: the options that this model reads, and those that it refuses by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mcore_qwen3vl.model.transformer_config import Spec
 from mcore_qwen3vl.runtime import cpu
 
 OWN = "override_mcore_model_config"
-"""VERL's free dictionary for a model's own options."""
+"""VERL's dictionary for a model's own options."""
 
 ROUTERS = r"decoder\.layers\.\d+\.mlp\.router\."
 
@@ -23,9 +23,9 @@ class ModelOptions:
     """The options of this model, from ``megatron.override_mcore_model_config``.
 
     Attributes:
-        spec: layer spec; default: ``te``, on the CPU ``torch``.
-        freeze, trainable: as ``--freeze`` and ``--trainable`` of training: ``vision``, ``aligner``,
-            ``language``, or patterns of parameter names.
+        spec: layer spec; default: ``te``, or ``torch`` on the CPU.
+        freeze, trainable: values of training's ``--freeze`` and ``--trainable``: ``vision``,
+            ``aligner``, ``language``, or patterns of parameter names.
         recompute_vision, head_chunk: as for :class:`mcore_qwen3vl.model.qwen3vl.Qwen3VLModel`.
     """
 
@@ -37,12 +37,13 @@ class ModelOptions:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> ModelOptions:
-        """
+        """Read the options.
+
         Args:
-            given: also VERL's own ``moe_config.freeze_moe_router``.
+            given: the dictionary, which may also hold VERL's own ``moe_config.freeze_moe_router``.
 
         Raises:
-            BadInput: a key or a spec that is not known.
+            BadInput: a key or the spec is not known.
         """
         options = plain(given)
         moe = plain(options.pop("moe_config", None) or {})
@@ -67,7 +68,7 @@ class ModelOptions:
 
 
 def plain(given: Any) -> dict[str, Any]:
-    """A copy of VERL's dictionary, without OmegaConf's containers."""
+    """Copy VERL's dictionary, without OmegaConf's containers."""
     made = OmegaConf.to_container(given) if OmegaConf.is_config(given) else dict(given)
     return {str(key): value for key, value in made.items()}
 
@@ -81,8 +82,8 @@ class Refusal:
     """An option that is not supported.
 
     Attributes:
-        option: as VERL's configuration names it, below ``actor``, ``ref`` or ``critic``.
-        asked: whether a configuration asks for it.
+        option: its name in VERL's configuration, below ``actor``, ``ref`` or ``critic``.
+        asked: function that returns whether a configuration asks for it.
         remedy: what to do instead.
     """
 
@@ -93,7 +94,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Configs:
-    """What VERL gives an engine."""
+    """The configs that VERL passes to an engine."""
 
     model: Any
     engine: Any
@@ -159,13 +160,15 @@ REFUSALS = (
     _refuse("checkpoint.async_save", _VALIDATED),
     _refuse("checkpoint.mbridge_config", "no mbridge is used here: drop it."),
 )
-"""Asked of every configuration. LoRA's own are in :mod:`mcore_qwen3vl.verl.lora`."""
+"""The refusals that every configuration is checked for; those of LoRA are in
+:mod:`mcore_qwen3vl.verl.lora`."""
 
 
 def check(configs: Configs) -> None:
-    """
+    """Raise if the configuration asks for options that are not supported.
+
     Raises:
-        BadInput: naming every option that is not supported, and what to do.
+        BadInput: options are not supported; the message names each of them and what to do.
     """
     wrong = [refusal for refusal in REFUSALS if refusal.asked(configs)]
     if wrong:

@@ -1,4 +1,4 @@
-"""The pipeline of :mod:`encoder` with balanced work: every rank divides, and reads its own part."""
+"""The pipeline of :mod:`encoder` with balanced work: ranks pack together, read their own part."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from mcore_qwen3vl.model.flops import ALL, Trained
 
 
 class BalancedTaskEncoder(Qwen3VLTaskEncoder):
-    """Packs of a buffer that all ranks share, of which each reads its own.
+    """An encoder whose ranks pack one shared buffer, and each read their own packs.
 
-    Samples come as numbers and sizes; they are read after the packer.
+    Samples arrive as numbers and sizes; they are read after packing.
     """
 
     def __init__(
@@ -46,12 +46,13 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
         num_workers: int,
         trained: Trained,
     ) -> None:
-        """
+        """Prepare an encoder; :meth:`measured` must be called before samples are read.
+
         Args:
             architecture, processor, config, sources: as for the base class.
-            dp_rank, dp_size: place among the data-parallel ranks.
-            num_workers: data workers of a rank, which contribute to a step in turns.
-            trained: how much of the model trains.
+            dp_rank, dp_size: this data-parallel rank and the number of them.
+            num_workers: data workers of a rank, which contribute to a step in turn.
+            trained: which parts of the model train.
         """
         super().__init__(architecture, processor, config, sources)
         self._architecture, self._trained = architecture, trained
@@ -62,7 +63,7 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
         self._sources = sources
 
     def measured(self, datasets: Sequence[LoadedDataset], processes: int) -> list[LoadedDataset]:
-        """The data sets with stubs in place of samples; reads all of them once if need be."""
+        """Return the data sets with stubs instead of samples; read all samples once if needed."""
         for number, one in enumerate(datasets):
             factory = MeasuredFactory(one.dataset, number)
             source = self._sources[factory.subflavors[SOURCE]]
@@ -75,7 +76,7 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
     def _size(self, sample: CrudeSample) -> Size | Unusable:
         try:
             return size_of(self.preparation.plan(raw_sample(self.preparation, sample)))
-        except Exception as error:  # as everywhere: whatever a sample raises is its flaw
+        except Exception as error:  # as in the loader, any exception makes the sample bad
             overlong = isinstance(error, OverlongSample)
             told = isinstance(error, OverlongSample | BadSample)
             (source,) = sample["__sources__"]
@@ -88,7 +89,7 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
 
     @stateless
     def cook(self, sample: CrudeSample) -> Any:
-        """The stub of a sample, with its size."""
+        """Return the stub of a sample, with its size."""
         size = self._data_sets[sample["data_set"]].sizes[sample["index"]]
         return MeasuredSample(
             **basic_sample_keys(sample),
@@ -99,7 +100,7 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
 
     @stateless
     def preencode_sample(self, sample: Any) -> Any:
-        """Leave out what cannot be used; of the ranks, which all meet it, one counts it."""
+        """Leave out samples that cannot be used; all ranks meet them, and one counts each."""
         if isinstance(sample.size, Unusable):
             owner = sample.index % self._ranks
             with self.guard.skipping(sample, counted=owner == self._rank):
@@ -108,7 +109,7 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
         return sample
 
     def build_batch(self, dataset: Any, **options: Any) -> Any:
-        """Energon's packing, shared by all ranks."""
+        """Build energon's packing, shared by all ranks."""
         return SharedPacking(
             super().build_batch(dataset, **options),
             self._divide,
@@ -128,7 +129,7 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
 
     @stateless
     def postencode_sample(self, sample: Any) -> EncodedSample:
-        """Read, tokenise, decode."""
+        """Read, tokenise and decode a sample."""
         with self.guard.skipping(sample):
             crude = self._data_sets[sample.data_set].read(sample.index)
             raw = raw_sample(self.preparation, crude)
@@ -144,7 +145,7 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
 
 
 def size_of(plan: Plan) -> Size:
-    """What a sample's work is computed from."""
+    """Return the size of a sample, from which its work is computed."""
     return Size(
         len(plan.input_ids),
         sum(item.patches for item in plan.media),
@@ -153,16 +154,16 @@ def size_of(plan: Plan) -> Size:
 
 
 def extra_work(architecture: Architecture, size: Size, trained: Trained = ALL) -> float:
-    """FLOPs of a sample beyond those of its tokens' linear layers.
+    """Return the FLOPs of a sample, except those of its tokens' linear layers.
 
-    A pack is as long as `seq_length` whatever is in it, so those cost the same in all.
+    Those cost the same in every pack, since every pack is padded to `seq_length`.
     """
     attention = flops.language(architecture, 0, float(size.tokens) ** 2, trained)
     return attention + flops.vision(architecture, size.patches, size.squared_frames, trained)
 
 
 def _settings(processor: Any, config: DataConfig) -> str:
-    """All that decides a sample's size, beside its data set."""
+    """Return, as JSON, all settings that a sample's size depends on, besides its data set."""
     tokenizer = processor.tokenizer.backend_tokenizer.to_str()
     said = {
         "tokenizer": hashlib.sha256(tokenizer.encode()).hexdigest(),

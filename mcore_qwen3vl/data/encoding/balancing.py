@@ -1,13 +1,15 @@
 """Packs of equal work, and their division over data-parallel ranks and micro-batches.
 
-All ranks of a run do one micro-batch after the other together, so each takes as long as its most
-expensive pack: what counts is the most work in a *row*, the packs that the ranks have at the same
-time, over the mean. Every rank computes the same rows from the same numbers and takes its column.
+All ranks of a run do each micro-batch together, so it takes as long as its most expensive pack. A
+*row* is the packs that the ranks have at the same time: its balance is the most work of a pack over
+the mean. Every rank computes the same rows from the same numbers and takes its own column.
 
-Packs: the most expensive sample first, each into the pack with the least work that has room for it
-(longest processing time first: Graham, "Bounds on multiprocessing timing anomalies", 1969). What
-finds no room waits for the next buffer, where it is placed first. Rows: packs sorted by work, so
-that those side by side are nearly equal; rows are dealt out so that the ranks' totals are level.
+To form packs, samples are placed the largest first, by their share of a pack's tokens or of its
+work, whichever is larger. Each goes into the pack with the least work that has room for it (longest
+processing time first: Graham, "Bounds on multiprocessing timing anomalies", 1969). Samples that
+find no room wait for the next buffer, where they are placed first.
+To form rows, packs are sorted by work, so that those of a row are nearly equal; within a row they
+are assigned so that the ranks' totals are even.
 """
 
 from __future__ import annotations
@@ -20,18 +22,18 @@ from itertools import accumulate
 
 @dataclass(frozen=True)
 class Measure:
-    """What is known of a sample before it is read."""
+    """What is known about a sample before it is read."""
 
-    length: int  # tokens, padded as it will be
-    work: float  # FLOPs beyond those of its tokens' linear layers, which a pack's padding costs too
+    length: int  # tokens, padding included
+    work: float  # FLOPs except those of its tokens' linear layers, which are equal for all packs
 
 
 @dataclass(frozen=True)
 class Division:
-    """Samples by their index in the buffer."""
+    """The samples of a buffer, by their index, divided into rows of packs."""
 
-    rows: list[list[list[int]]]  # of one pack a rank
-    left: list[int]  # for the next buffer
+    rows: list[list[list[int]]]  # each row has one pack for each rank
+    left: list[int]  # samples left for the next buffer
 
 
 def divide(
@@ -45,11 +47,12 @@ def divide(
     """Pack a buffer into rows of one pack a rank.
 
     Args:
-        samples: of the buffer.
+        samples: the samples of the buffer.
         capacity: tokens of a pack; no sample is longer.
         ranks: data-parallel ranks; there are at least as many samples.
-        carried: so many of the first samples were left from the buffer before.
-        rows_per_step: of one optimizer step; each step's rows are alike, and sorted.
+        carried: number of first samples that were left from the previous buffer.
+        rows_per_step: rows of one optimizer step; every step gets rows of all amounts of work,
+            sorted.
     """
     tokens = sum(sample.length for sample in samples)
     row_count = max(1, tokens // (capacity * ranks))
@@ -60,7 +63,7 @@ def divide(
     rows = []
     for start in range(0, len(order), ranks):
         row: list[list[int]] = [[] for _ in range(ranks)]
-        # The most expensive pack of a row to the rank that had the least so far.
+        # The most expensive pack of a row goes to the rank with the least work so far.
         emptiest = sorted(range(ranks), key=lambda rank: totals[rank])
         for rank, one in zip(emptiest, order[start : start + ranks], strict=True):
             row[rank] = sorted(bins[one])
@@ -73,13 +76,13 @@ def divide(
 def _pack(
     samples: Sequence[Measure], capacity: int, count: int, carried: int
 ) -> tuple[list[list[int]], list[int]]:
-    """Samples in `count` packs, and those that find no room."""
+    """Return samples in `count` packs, and those that find no room."""
     bins: list[list[int]] = [[] for _ in range(count)]
     rooms = [capacity] * count
     least = [(0.0, one) for one in range(count)]  # a heap: packs by their work
     left = []
     share = sum(sample.work for sample in samples) / count or 1.0
-    # Long samples need room as expensive ones need work: by what they take most of.
+    # Long samples need room as expensive ones need work: the larger share of a pack decides.
     weights = [max(sample.length / capacity, sample.work / share) for sample in samples]
     order = sorted(range(len(samples)), key=lambda i: (i >= carried, -weights[i]))
     shortest = list(accumulate((samples[i].length for i in reversed(order)), min))[::-1]
@@ -88,7 +91,7 @@ def _pack(
         passed = []
         while least and rooms[least[0][1]] < length:
             work, one = heappop(least)
-            if rooms[one] >= shortest[place]:  # otherwise nothing fits into it any more
+            if rooms[one] >= shortest[place]:  # otherwise no other sample fits into it
                 passed.append((work, one))
         if least:
             work, one = heappop(least)

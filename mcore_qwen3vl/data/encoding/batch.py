@@ -18,7 +18,7 @@ from mcore_qwen3vl.data.encoding.samples import EncodedSample
 from mcore_qwen3vl.model.inputs import PER_PATCH, PixelScale, VisualInputs, visual_inputs
 
 IGNORED = -100
-"""Label of positions that are not trained, as in HF."""
+"""The label of positions that are not trained, as in HF."""
 
 _ON_DEVICE = (
     *("input_ids", "labels", "loss_weights", "position_ids", "padding_mask", "cu_seqlens"),
@@ -28,7 +28,7 @@ _ON_DEVICE = (
 
 @dataclass(frozen=True)
 class Counts:
-    """What a batch holds, for logs. Add them up over micro-batches and ranks."""
+    """Counts of what a batch holds, for logs; they can be summed over micro-batches and ranks."""
 
     samples: int = 0
     tokens: int = 0  # without padding
@@ -37,8 +37,8 @@ class Counts:
     images: int = 0
     videos: int = 0
     patches: int = 0
-    skipped: int = 0  # bad samples met since the data worker's last batch
-    dropped: int = 0  # over-long samples, likewise
+    skipped: int = 0  # bad samples since the data worker's last batch
+    dropped: int = 0  # over-long samples since the data worker's last batch
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Counts)))
@@ -48,39 +48,39 @@ class Counts:
 class Batch:
     """One micro-batch of full sequences; B is 1 when packed.
 
-    Padding is on the right, or packed as a sub-sequence's tail and as sub-sequences of its own at
-    the end. Causal attention within sub-sequences never lets a token see it, so no attention mask
-    is needed.
+    Padding is on the right of a row. In a packed batch it is at the end of each sub-sequence, and a
+    last sub-sequence may be all padding. Causal attention within sub-sequences never lets a token
+    see padding, so no attention mask is needed.
     """
 
     input_ids: Tensor  # (B, S) int64
     labels: Tensor  # (B, S) int64: the next token of the same sample, IGNORED if not trained
-    loss_weights: Tensor  # (B, S) float32: of the label, 0 if not trained
+    loss_weights: Tensor  # (B, S) float32: weight of the label, 0 if not trained
     position_ids: Tensor  # (3, B, S) int64
     padding_mask: Tensor  # (B, S) bool: True at padding
     cu_seqlens: Tensor | None  # (sub-sequences + 1,) int32 from 0 to S when packed
-    max_seqlen: int | None  # the longest sub-sequence, padding included, when packed
+    max_seqlen: int | None  # when packed: length of the longest sub-sequence, padding included
     visual: VisualInputs | None
     counts: Counts
-    names: tuple[str, ...]  # of the samples: file and line
+    names: tuple[str, ...]  # file and line of each sample
     references: Tensor | None = None  # (pairs, 2) float32: see mcore_qwen3vl.data.encoding.pairs
-    __restore_key__: tuple = ()  # energon's
+    __restore_key__: tuple = ()  # set and read by energon
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        """Move the tensors; what :class:`VisualInputs` keeps on the host stays there."""
+        """Move the tensors, except those that :class:`VisualInputs` keeps on the host."""
         return self._mapped(
             lambda tensor: tensor.to(device, non_blocking=non_blocking),
             self.visual and self.visual.to(device, non_blocking),
         )
 
     def device_tensors(self) -> list[Tensor]:
-        """Those that lie on a device."""
+        """Return the tensors that are on a GPU."""
         visual = [getattr(self.visual, name) for name in PER_PATCH] if self.visual else []
         own = [getattr(self, name) for name in _ON_DEVICE]
         return [tensor for tensor in own + visual if tensor is not None and tensor.is_cuda]
 
     def pin_memory(self) -> Self:
-        """Page-locked copy, so that ``to(device, non_blocking=True)`` overlaps with compute."""
+        """Return a page-locked copy, so that ``to(device, non_blocking=True)`` overlaps compute."""
         return self._mapped(Tensor.pin_memory, self.visual and self.visual.pin_memory())
 
     def _mapped(self, function, visual: VisualInputs | None) -> Self:  # type: ignore[no-untyped-def]
@@ -90,7 +90,7 @@ class Batch:
 
 
 class Batcher:
-    """Puts samples side by side, or below one another."""
+    """An assembler of batches: samples packed into one sequence, or padded to one a row."""
 
     def __init__(
         self,
@@ -99,12 +99,13 @@ class Batcher:
         pad_id: int,
         pixel_scale: PixelScale | None,
     ) -> None:
-        """
+        """Keep the settings.
+
         Args:
             architecture: the model's shape.
             config: lengths and layout.
-            pad_id: token at padding.
-            pixel_scale: of the :class:`PixelLoader` that the samples' pixels come from.
+            pad_id: id of the padding token.
+            pixel_scale: scale of the :class:`PixelLoader` that the samples' pixels come from.
         """
         self._architecture = architecture
         self._config = config
@@ -112,11 +113,11 @@ class Batcher:
         self._pixel_scale = pixel_scale
 
     def pack(self, samples: Sequence[EncodedSample], skipped: int = 0, dropped: int = 0) -> Batch:
-        """One sequence of `seq_length`: each sample a sub-sequence, and the rest padding.
+        """Make one sequence of `seq_length`: each sample is a sub-sequence, the rest padding.
 
         Args:
-            samples: whose padded lengths fit together.
-            skipped, dropped: for the counts.
+            samples: samples whose padded lengths fit together.
+            skipped, dropped: numbers of bad and over-long samples, for the counts.
         """
         lengths = [self._config.padded(len(sample.input_ids)) for sample in samples]
         bounds = [0, *accumulate(lengths)]
@@ -129,7 +130,7 @@ class Batcher:
         return self._assemble(samples, places, (1, seq_length), cu_seqlens, skipped, dropped)
 
     def pad(self, samples: Sequence[EncodedSample], skipped: int = 0, dropped: int = 0) -> Batch:
-        """One sample a row, padded on the right."""
+        """Make a batch with one sample a row, padded on the right."""
         width = self._config.seq_length
         if self._config.pad_to_longest:
             width = self._config.padded(max(len(sample.input_ids) for sample in samples))
@@ -145,14 +146,14 @@ class Batcher:
         skipped: int,
         dropped: int,
     ) -> Batch:
-        """Write each sample at its (row, column) and index the whole."""
+        """Write each sample at its (row, column), and compute positions and visual indices."""
         input_ids = torch.full(shape, self._pad_id)
         labels = torch.full(shape, IGNORED)
         loss_weights = torch.zeros(shape)
         padding_mask = torch.ones(shape, dtype=torch.bool)
         for sample, (row, start) in zip(samples, places, strict=True):
             end = start + len(sample.input_ids)
-            # The last token of a sample predicts nothing: the next one is another sample's.
+            # The last token of a sample predicts nothing: the next token is another sample's.
             weights = sample.loss_weights[1:]
             input_ids[row, start:end] = sample.input_ids
             labels[row, start : end - 1] = sample.input_ids[1:].where(weights > 0, IGNORED)
@@ -200,7 +201,7 @@ class Batcher:
         image_grid: Tensor | None,
         video_grid: Tensor | None,
     ) -> VisualInputs | None:
-        """Checked and indexed by their shapes: `patches` already lie as they would be joined."""
+        """Check and index the patches by their shapes alone, since they are joined already."""
         if patches is None:
             return visual_inputs(self._architecture, input_ids)
         images = 0 if image_grid is None else int(image_grid.prod(1).sum())

@@ -1,4 +1,5 @@
-"""The pipeline as energon runs it, in data workers: cook, plan, choose, decode, batch.
+"""The pipeline as energon runs it in data workers: cook, plan, choose, decode, batch.
+
 
 Samples are planned (tokenised and measured) before the packing buffer and decoded after it, so
 that the buffer holds tokens and file names, not pixels, and is cheap to rebuild on resume.
@@ -30,7 +31,7 @@ from mcore_qwen3vl.data.records.bad_samples import BadSampleGuard, sample_id
 
 
 def raw_sample(preparation: Preparation, sample: CrudeSample) -> RawSample:
-    """Energon's crude sample, of any data set, with the place its media are at."""
+    """Return energon's crude sample, of any data set, with the folder of its media."""
     return RawSample(
         **basic_sample_keys(sample),
         record=sample.get("json"),
@@ -40,7 +41,7 @@ def raw_sample(preparation: Preparation, sample: CrudeSample) -> RawSample:
 
 
 class Qwen3VLTaskEncoder(TaskEncoder[RawSample, EncodedSample, Batch, Batch]):
-    """Energon's hooks; each is deterministic, so that energon can redo it on resume."""
+    """Energon's hooks; each is deterministic, so that energon can repeat it on resume."""
 
     decoder = None  # WebDataset parts stay bytes
 
@@ -51,10 +52,11 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, EncodedSample, Batch, Batch]):
         config: DataConfig,
         sources: Sequence[Source],
     ) -> None:
-        """
+        """Prepare the steps of the pipeline.
+
         Args:
             architecture: the model's shape.
-            processor: HF ``Qwen3VLProcessor``; its budgets are changed as `config` says.
+            processor: HF ``Qwen3VLProcessor``; its budgets are set to those of `config`.
             config: lengths and policies.
             sources: the data sets.
         """
@@ -67,12 +69,12 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, EncodedSample, Batch, Batch]):
 
     @stateless
     def cook(self, sample: CrudeSample) -> Any:
-        """Energon's crude sample, with the place its media are at."""
+        """Return energon's crude sample with the folder of its media."""
         return raw_sample(self.preparation, sample)
 
     @stateless
     def preencode_sample(self, sample: RawSample) -> Any:
-        """Tokenise and measure."""
+        """Tokenise a sample and measure its media."""
         with self.guard.skipping(sample):
             plan = self.preparation.plan(sample)
         return PlannedSample.derive_from(
@@ -80,7 +82,7 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, EncodedSample, Batch, Batch]):
         )
 
     def select_samples_to_pack(self, samples: list[PlannedSample]) -> list[list[PlannedSample]]:
-        """Which samples of a full buffer share sequences."""
+        """Choose which samples of a full buffer share sequences."""
         lengths = [self.config.padded(len(sample.plan.input_ids)) for sample in samples]
         packs = best_fit(lengths, self.config.seq_length)
         return [[samples[index] for index in pack] for pack in packs]
@@ -100,12 +102,12 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, EncodedSample, Batch, Batch]):
 
     @stateless
     def pack_selected_samples(self, samples: list[EncodedSample]) -> Batch:
-        """Packed batches."""
+        """Make a packed batch."""
         return self._batch(self._batcher.pack, samples)
 
     @stateless
     def batch(self, samples: list[EncodedSample]) -> Batch:
-        """Padded batches."""
+        """Make a padded batch."""
         return self._batch(self._batcher.pad, samples)
 
     def _batch(self, assemble: Callable[..., Batch], samples: list[EncodedSample]) -> Batch:

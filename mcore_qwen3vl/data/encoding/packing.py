@@ -1,4 +1,4 @@
-"""Choose which samples share a sequence."""
+"""The choice of samples that share a sequence."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Sequence
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Best-fit decreasing: the longest item first, into the bin it fills best.
+    """Pack by best-fit decreasing: the longest item first, each into the bin that it fills best.
 
-    At most 11/9 of the fewest bins possible, plus one (Johnson, "Near-optimal bin packing
+    It needs at most 11/9 of the fewest bins possible, plus one (Johnson, "Near-optimal bin packing
     algorithms", 1973).
 
     Args:
-        lengths: of the items, each from 1 to `capacity`.
-        capacity: of a bin.
+        lengths: lengths of the items, each from 1 to `capacity`.
+        capacity: capacity of a bin.
 
     Returns:
-        The items' indices, bin by bin. Within a bin and by their first item the bins keep the
+        The items' indices, bin by bin. Items within a bin, and bins by their first item, are in the
         order of `lengths`, so that packing does not sort training by length.
     """
     bins: list[list[int]] = []

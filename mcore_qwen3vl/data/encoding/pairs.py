@@ -1,6 +1,6 @@
-"""Preference pairs on their way through energon: two sequences, always in one micro-batch.
+"""Energon's pipeline for preference pairs, whose two sequences are always in one micro-batch.
 
-In a batch the sequences are chosen, rejected, chosen, rejected, and so on.
+A batch's sequences are chosen, rejected, chosen, rejected, and so on.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mcore_qwen3vl.data.scores import References
 
 @edataclass
 class PlannedPair(Sample):
-    """Tokenised; media are measured but not decoded."""
+    """A tokenised pair; its media are measured but not decoded."""
 
     chosen: Plan
     rejected: Plan
@@ -41,7 +41,7 @@ class PlannedPair(Sample):
 
 @edataclass
 class EncodedPair(Sample):
-    """Ready to be batched."""
+    """A pair that is ready to be batched."""
 
     chosen: EncodedSample
     rejected: EncodedSample
@@ -49,24 +49,25 @@ class EncodedPair(Sample):
 
 
 def plan_each(preparation: Preparation, sample: RawSample) -> tuple[Plan, ...]:
-    """From a raw record to tokens: one sequence, or the two of a preference record.
+    """Tokenise a raw record: one sequence, or the two of a preference record.
 
     Raises:
-        BadSample, OverlongSample: the record cannot be used; each sequence must fit by itself.
+        BadSample, OverlongSample: the record cannot be used. Each sequence must fit by itself;
+            whether both fit together is not checked.
     """
     return tuple(preparation.plan(sample, part) for part in preparation.parse_each(sample))
 
 
 def padded(config: DataConfig, plans: Sequence[Plan]) -> int:
-    """Tokens that sequences take of a pack."""
+    """Return how many tokens of a pack the sequences take."""
     return sum(config.padded(len(plan.input_ids)) for plan in plans)
 
 
 def check_length(config: DataConfig, plans: Sequence[Plan]) -> None:
-    """Each sequence fits a row, which the planner has seen to; a pack has to hold both.
+    """Raise if a pack cannot hold both sequences; the planner checked that each fits a row.
 
     Raises:
-        OverlongSample: it cannot.
+        OverlongSample: the sequences together are longer than a pack.
     """
     length = padded(config, plans)
     if config.packing and length > config.seq_length:
@@ -77,8 +78,8 @@ class PairTaskEncoder(Qwen3VLTaskEncoder):
     """Energon's hooks for preference records.
 
     Args:
-        architecture, processor, config, sources: as of :class:`Qwen3VLTaskEncoder`.
-        references: of each data set; None: none are wanted.
+        architecture, processor, config, sources: as for :class:`Qwen3VLTaskEncoder`.
+        references: the reference's log-probabilities for each data set; None: do not add them.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class PairTaskEncoder(Qwen3VLTaskEncoder):
 
     @stateless
     def preencode_sample(self, sample: RawSample) -> Any:
-        """Tokenise and measure, and look the reference up."""
+        """Tokenise a pair, measure its media, and look up its reference."""
         with self.guard.skipping(sample):
             plans = plan_each(self.preparation, sample)
             if len(plans) == 1:
@@ -104,7 +105,7 @@ class PairTaskEncoder(Qwen3VLTaskEncoder):
             check_length(self.config, plans)
             found = self._references_of(sample)
             reference = found[0].of(found[1]) if found else None
-        if found:  # out there: it stops the run
+        if found:  # outside the block above, so that the error stops the run
             found[0].check(found[1], chosen.input_ids, rejected.input_ids)
         return PlannedPair.derive_from(
             sample,
@@ -116,13 +117,13 @@ class PairTaskEncoder(Qwen3VLTaskEncoder):
         )
 
     def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
-        """Which pairs of a full buffer share sequences."""
+        """Choose which pairs of a full buffer share sequences."""
         lengths = [padded(self.config, (pair.chosen, pair.rejected)) for pair in samples]
         return [[samples[i] for i in pack] for pack in best_fit(lengths, self.config.seq_length)]
 
     @stateless
     def postencode_sample(self, sample: Any) -> Any:
-        """Decode the pixels: once where both sequences show the same."""
+        """Decode the pixels, only once if both sequences have the same media."""
         with self.guard.skipping(sample):
             of_chosen = self.preparation.pixels(sample.chosen, sample.source)
             shared = _shown(sample.chosen) == _shown(sample.rejected)
@@ -145,12 +146,12 @@ class PairTaskEncoder(Qwen3VLTaskEncoder):
 
     @stateless
     def pack_selected_samples(self, samples: list[Any]) -> Batch:
-        """Packed batches."""
+        """Make a packed batch."""
         return self._of_pairs(self._batcher.pack, samples)
 
     @stateless
     def batch(self, samples: list[Any]) -> Batch:
-        """Padded batches: two rows a pair."""
+        """Make a padded batch, with two rows a pair."""
         return self._of_pairs(self._batcher.pad, samples)
 
     def _of_pairs(self, assemble: Any, pairs: list[Any]) -> Batch:
@@ -161,7 +162,7 @@ class PairTaskEncoder(Qwen3VLTaskEncoder):
         return replace(batch, references=torch.tensor([pair.reference for pair in pairs]))
 
     def _references_of(self, sample: Any) -> tuple[References, int] | None:
-        """Where the reference of a sample is, and its number there."""
+        """Return the references of a sample's data set, and the sample's number among them."""
         if self._references is None:
             return None
         return self._references[sample.source], int(get_source_info(sample)[0].index)

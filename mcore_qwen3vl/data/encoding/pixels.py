@@ -1,8 +1,8 @@
-"""Decode the images and videos of a planned sample, with HF's image and video processors.
+"""Decoding of a planned sample's images and videos, with HF's image and video processors.
 
-HF's processors decode and resize to bytes, and then normalise each byte to four. Here patches stay
-bytes until they are on the device (:class:`mcore_qwen3vl.model.inputs.PixelScale`): what comes out
-is the same, bit for bit, and a quarter of it is copied and sent on the way.
+HF's processors decode and resize to uint8, and then normalise to float32. Here patches stay uint8
+until they are on the device (:class:`mcore_qwen3vl.model.inputs.PixelScale`): the result is the
+same, bit for bit, and only a quarter of the bytes are copied and sent.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from mcore_qwen3vl.model.inputs import PixelScale
 
 @dataclass(frozen=True)
 class Pixels:
-    """Patches of one sample's images and videos, each kind in its order.
+    """Patches of one sample's images and of its videos, in order.
 
-    They are uint8 where :class:`PixelLoader` has a scale, and float32 otherwise.
+    They are uint8 if the :class:`PixelLoader` has a scale, and float32 otherwise.
     """
 
     pixel_values: Tensor | None  # (P_images, patch_dim)
@@ -37,31 +37,30 @@ class Pixels:
 
 
 class PixelLoader:
-    """Decodes, resizes and cuts into patches.
+    """A loader that decodes and resizes images and videos and cuts them into patches.
 
     Attributes:
-        scale: that the patches are still to be normalised with; None where HF's processors do it,
-            because theirs cannot be written as one scale for images and videos.
+        scale: the scale that patches are normalised with later; None if HF's processors normalise
+            them, because images and videos do not have the same scale.
     """
 
     def __init__(self, processor: Any) -> None:
-        """
+        """Choose the options of HF's processors.
+
         Args:
             processor: the HF ``Qwen3VLProcessor`` that samples are planned with.
         """
         self._images, self._videos = processor.image_processor, processor.video_processor
         self.scale = _common_scale(self._images, self._videos)
-        # Said only where it is so: each option costs HF's processor a validation.
+        # Passed only if needed: HF's processor validates each option.
         raw = {"do_rescale": False, "do_normalize": False}
         self._options: dict[str, Any] = {"return_tensors": "pt", **(raw if self.scale else {})}
 
     def load(self, media: list[PlannedMedia]) -> Pixels:
-        """
-        Args:
-            media: of one sample.
+        """Decode the media of one sample.
 
         Raises:
-            BadSample: a file is corrupt, or is not what its header promised.
+            BadSample: a file is corrupt, or has another size than its header says.
         """
         images = [item for item in media if item.media.kind == "image"]
         videos = [item for item in media if item.media.kind == "video"]
@@ -94,7 +93,7 @@ class PixelLoader:
 
 
 def _common_scale(images: Any, videos: Any) -> PixelScale | None:
-    """The scaling of both processors, if they rescale and normalise alike."""
+    """Return the scale of both processors; None unless both rescale and normalise alike."""
     settings = [
         (p.do_rescale, p.do_normalize, p.rescale_factor, tuple(p.image_mean), tuple(p.image_std))
         for p in (images, videos)
@@ -102,7 +101,7 @@ def _common_scale(images: Any, videos: Any) -> PixelScale | None:
     rescales, normalizes, factor, mean, std = settings[0]
     if settings[0] != settings[1] or not (rescales and normalizes):
         return None
-    # HF's own numbers: rescaling folded into the mean and the deviation.
+    # HF's own numbers, with the rescaling folded into the mean and the standard deviation.
     fused_mean, fused_std, _ = images._fuse_mean_std_and_rescale_factor(
         do_normalize=True, image_mean=mean, image_std=std, do_rescale=True, rescale_factor=factor
     )
@@ -113,7 +112,7 @@ def _common_scale(images: Any, videos: Any) -> PixelScale | None:
 
 
 def _checked(items: list[PlannedMedia], values: Tensor, grid: Tensor) -> tuple[Tensor, Tensor]:
-    """The placeholders were counted from the headers: the pixels must agree."""
+    """Return pixels and grid if they agree with the sizes that placeholders were counted from."""
     for item, patches in zip(items, grid.prod(1).tolist(), strict=True):
         if patches != item.patches:
             raise BadSample(
@@ -124,9 +123,9 @@ def _checked(items: list[PlannedMedia], values: Tensor, grid: Tensor) -> tuple[T
 
 
 def join_patches(pixels: Sequence[Pixels]) -> Tensor | None:
-    """(P, patch_dim): the patches of all images, then of all videos; one copy, however many.
+    """Join the patches of all images, then of all videos, to (P, patch_dim) with one copy.
 
-    In a data worker they are written to shared memory, where the batch is sent from.
+    In a data worker they are written to shared memory, from which the batch is sent.
     """
     values = [p.pixel_values for p in pixels] + [p.pixel_values_videos for p in pixels]
     present = [tensor for tensor in values if tensor is not None]
@@ -136,12 +135,12 @@ def join_patches(pixels: Sequence[Pixels]) -> Tensor | None:
         return torch.cat(present) if len(present) > 1 else present[0]
     first = present[0]
     rows, width = sum(len(tensor) for tensor in present), first.shape[1]
-    # As torch's own collate function shares memory.
+    # torch's own collate function shares memory in this way.
     storage = first._typed_storage()._new_shared(rows * width, device=first.device)
     return torch.cat(present, out=first.new(storage).resize_(rows, width))
 
 
 def join_grids(grids: Sequence[Tensor | None]) -> Tensor | None:
-    """(n, 3): those that are there, in order; None if there is none."""
+    """Join the grids that are not None, in order, to (n, 3); None if there is none."""
     present = [grid for grid in grids if grid is not None]
     return torch.cat(present) if present else None

@@ -1,8 +1,8 @@
 """Tokens, loss weights and placeholders of one sample, before any pixel is decoded.
 
-HF's processor writes every placeholder token out and then tokenises the long text. The same
-tokens come out, much faster, when the short text is tokenised and the placeholders are repeated
-afterwards: special tokens are cut out before the text around them is.
+HF's processor writes out every placeholder token and then tokenises the long text. Tokenising the
+short text and repeating the placeholders afterwards is much faster and gives the same tokens,
+because a tokenizer splits at special tokens before it tokenises the text around them.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from mcore_qwen3vl.data.records.video import probe_video
 
 @dataclass(frozen=True)
 class PlannedMedia:
-    """One image or video of a sample: what it will be once decoded, and where it goes."""
+    """One image or video of a sample: its size when decoded, and the place of its tokens."""
 
     media: Media
     patches: int
     frames: int  # frames or, for videos, pairs of frames: the first number of grid_thw
-    metadata: VideoMetadata | None  # videos: with the indices of the frames to decode
-    start: int  # tokens [start, end) hold its placeholders and all that brackets them
+    metadata: VideoMetadata | None  # of a video, with the indices of the frames to decode
+    start: int  # tokens [start, end) are its placeholders with the vision tokens around them
     end: int
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A sample of T tokens."""
+    """A tokenised sample of T tokens, with its media."""
 
     input_ids: np.ndarray  # (T,) int64
-    loss_weights: np.ndarray  # (T,) float32: how much predicting this token counts
+    loss_weights: np.ndarray  # (T,) float32: the weight of predicting each token
     media: list[PlannedMedia]
 
     def token_tensor(self) -> Tensor:
@@ -51,22 +51,23 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Measured:
-    """A media's size, before its place is known."""
+    """The size of an image or video, before the place of its tokens is known."""
 
     media: Media
     patches: int
     frames: int
     metadata: VideoMetadata | None
-    replacement: str  # what the processor puts for it, one placeholder a frame
+    replacement: str  # the processor's text for it, with one placeholder a frame
 
 
 class Planner:
-    """Tokenises rendered records exactly as HF's processor would."""
+    """A tokeniser of rendered records, with the same result as HF's processor."""
 
     def __init__(self, processor: Any, config: DataConfig) -> None:
-        """
+        """Keep the settings.
+
         Args:
-            processor: HF ``Qwen3VLProcessor``, its budgets already set.
+            processor: HF ``Qwen3VLProcessor``, with its budgets set.
             config: lengths and policies.
         """
         self._processor = processor
@@ -75,10 +76,12 @@ class Planner:
         self._merged = processor.image_processor.merge_size**2
 
     def plan(self, rendered: Rendered) -> Plan:
-        """
+        """Tokenise a rendered record and measure its media.
+
         Raises:
-            BadSample: media are unreadable, or the text's placeholders do not match them.
-            OverlongSample: too long, and the policy is to drop.
+            BadSample: media are unreadable, the text's placeholders do not match them, or no token
+                is trained.
+            OverlongSample: the sample is too long, and the policy is to drop it.
         """
         self._check_placeholders(rendered)
         measured = [self._measure(media) for media in rendered.media]
@@ -108,7 +111,7 @@ class Planner:
         sampled = len(metadata.frames_indices)
         patches = videos.get_num_of_video_patches(sampled, metadata.height, metadata.width)
         frames = -(-sampled // videos.temporal_patch_size)
-        # The processor's own text for a video whose frames are one merged patch each.
+        # The processor's own text for a video whose frames have one merged patch each.
         grid = torch.tensor([[frames, videos.merge_size, videos.merge_size]])
         text = self._processor.replace_video_token(
             {"video_grid_thw": grid, "video_metadata": [metadata]}, 0
@@ -130,11 +133,11 @@ class Planner:
         weights = np.zeros(len(ids), np.float32)
         for span in rendered.spans:
             start, end = _moved(span.start, replaced[0]), _moved(span.end, replaced[0])
-            # Overlap, as in HF's own assistant mask.
+            # A token is trained if it overlaps the span, as in HF's own assistant mask.
             weights[(begins < end) & (ends > start)] = span.weight
 
         repeats = self._repeats(ids, measured)
-        bounds = np.concatenate([[0], np.cumsum(repeats)])  # (t + 1,) of each token, repeated
+        bounds = np.concatenate([[0], np.cumsum(repeats)])  # (t + 1,) each token's place, repeated
         planned = []
         for item, place in zip(measured, replaced[0], strict=True):
             inside = self._bracketed(texts[0], *place["new_span"])
@@ -147,7 +150,7 @@ class Planner:
         return Plan(np.repeat(ids, repeats), np.repeat(weights, repeats), planned)
 
     def _repeats(self, ids: np.ndarray, measured: list[_Measured]) -> np.ndarray:
-        """(t,) how often each token stands: once, but for placeholders."""
+        """Return how often each token is repeated, (t,) int64: 1, except for placeholders."""
         repeats = np.ones(len(ids), np.int64)
         for kind, token_id in (
             ("image", self._processor.image_token_id),
@@ -159,7 +162,7 @@ class Planner:
         return repeats
 
     def _bracketed(self, text: str, start: int, end: int) -> tuple[int, int]:
-        """The characters of one media, with the vision tokens around it."""
+        """Return the characters of one placeholder with the vision tokens around it."""
         opening = self._processor.vision_start_token
         closing = self._processor.vision_end_token
         if text[:start].endswith(opening) and text[end:].startswith(closing):
@@ -184,14 +187,14 @@ class Planner:
 
 
 def truncate(plan: Plan, limit: int) -> Plan:
-    """The first `limit` tokens, or fewer where that would cut an image or a video in two."""
+    """Return the first `limit` tokens, or fewer if that would cut an image or a video in two."""
     cut = next((item.start for item in plan.media if item.start < limit < item.end), limit)
     media = [item for item in plan.media if item.end <= cut]
     return Plan(plan.input_ids[:cut], plan.loss_weights[:cut], media)
 
 
 def _moved(position: int, replacements: list[dict[str, Any]]) -> int:
-    """A character's place after the placeholders before it were replaced."""
+    """Return a character's place after the placeholders before it have been replaced."""
     return position + sum(
         len(r["replacement"]) - (r["span"][1] - r["span"][0])
         for r in replacements

@@ -1,8 +1,8 @@
 """Three-axis position ids (MRoPE), computed for a whole micro-batch at once on the host.
 
-Source: HF ``Qwen3VLModel.get_rope_index``; Wang et al., "Qwen2-VL", 2024, section 2.1. Text counts
-up by one on all axes. An image, or one frame of a video, keeps the temporal axis still, spans its
-merged rows and columns on the other two, and moves the count on by the longer of its sides.
+Source: HF ``Qwen3VLModel.get_rope_index``; Wang et al., "Qwen2-VL", 2024, section 2.1. Each text
+token advances all axes by one. An image, or one frame of a video, has one temporal position, spans
+its merged rows and columns on the other two axes, and advances the count by its longer side.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ def mrope_position_ids(
     attention_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Position ids of a micro-batch, padded or packed.
+    """Compute the position ids of a micro-batch, padded or packed.
 
     Args:
         architecture: the model's shape.
         input_ids: (B, S) integers; (1, S) when packed. All tensors are on the CPU.
         image_grid_thw: (images, 3) frames (always 1), rows and columns in patches, in the order
             of the images in `input_ids`.
-        video_grid_thw: (videos, 3). Timestamps stand between the frames, so each of a video's
-            frames is a run of placeholders of its own.
+        video_grid_thw: (videos, 3), in the same form. Timestamps stand between frames, so each
+            frame of a video is a separate run of placeholders.
         attention_mask: (B, S), nonzero for tokens and 0 for padding, on either side.
         cu_seqlens: (samples + 1,) bounds of the packed samples, from 0 to S; positions restart at
             each. None: one sample a row.
 
     Returns:
         Positions (3, B, S) int64: temporal, row, column; 0 at padding. And the rope deltas
-        (samples, 1) int64: what to add to a sample's token count to get its next position. Both
-        as in transformers 5; transformers 4.57 gives the same positions but 1 at padding, and
+        (samples, 1) int64, which are added to a sample's token count to get its next position. Both
+        are as in transformers 5; transformers 4.57 gives the same positions but 1 at padding, and
         deltas relative to S, padding included.
 
     Raises:
-        BadInput: the runs of placeholders are not those that the grids describe.
+        BadInput: the runs of placeholders do not match the grids.
     """
     batch_size, seq_len = input_ids.shape
     lengths = np.full(batch_size, seq_len) if cu_seqlens is None else np.diff(cu_seqlens.numpy())
@@ -66,7 +66,7 @@ def mrope_position_ids(
         _Grids("image", tokens == architecture.image_token_id, sample, image_grid_thw, merge),
         _Grids("video", tokens == architecture.video_token_id, sample, video_grid_thw, merge),
     ]
-    step = np.ones(len(tokens), np.int64)  # (T,) by how much the count moves on at each token
+    step = np.ones(len(tokens), np.int64)  # (T,) by how much each token advances the count
     for grid in grids:
         step[grid.tokens] = 0
         step[grid.starts] = np.maximum(grid.rows, grid.columns)
@@ -135,7 +135,7 @@ class _Grids:
             )
 
     def offsets(self) -> np.ndarray:
-        """(3, M): each placeholder's place in its frame: time (0), row and column."""
+        """Return each placeholder's time (0), row and column within its frame, (3, M) int64."""
         within = np.arange(len(self.tokens)) - np.searchsorted(self.tokens, self.starts)[self.run]
         columns = self.columns[self.run]
         return np.stack([np.zeros_like(within), within // columns, within % columns])

@@ -1,4 +1,4 @@
-"""From a record to tokens and pixels, as the run and the record's own data set say."""
+"""From a record to tokens and pixels, with the settings of the run and of the data set."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ _FILES = (".jsonl", ".json", ".parquet")
 
 
 class Preparation:
-    """What every worker does with a sample of any of the data sets.
+    """The steps that every worker applies to a sample of any of the data sets.
 
     Attributes:
-        scale: that pixels are still to be normalised with, as :class:`PixelLoader` has it.
+        scale: the scale that pixels are normalised with later; see :class:`PixelLoader`.
     """
 
     def __init__(self, processor: Any, config: DataConfig, sources: Sequence[Source]) -> None:
-        """
+        """Prepare a processor for each data set, and import the hooks.
+
         Args:
-            processor: HF ``Qwen3VLProcessor``; its budgets are changed as `config` says.
+            processor: HF ``Qwen3VLProcessor``; its budgets are set to those of `config`.
             config: lengths, policies and budgets.
-            sources: the data sets, by their numbers.
+            sources: the data sets, in the order of their numbers.
 
         Raises:
             BadInput: a hook cannot be imported, or a budget is empty.
@@ -55,7 +56,7 @@ class Preparation:
                 find_hook(source.reading.preprocess)
 
     def folder(self, sample: Any) -> MediaFolder:
-        """Where the media of one of energon's crude samples are."""
+        """Return the folder of the media of one of energon's crude samples."""
         root = self._sources[sample["__subflavors__"][SOURCE]].media_root
         if root is None:
             root = dataset_path(sample)
@@ -65,18 +66,19 @@ class Preparation:
         return MediaFolder(root=root, parts=parts)
 
     def parse(self, sample: RawSample) -> Conversation | Document:
-        """
+        """Parse a record.
+
         Raises:
-            BadSample: the record is malformed. A hook may raise anything.
+            BadSample: the record is malformed. A hook's own exceptions pass through.
         """
         with time_limit(self._max_seconds):
             return parse_record(self._record(sample), sample.folder, self._reading(sample))
 
     def parse_each(self, sample: RawSample) -> tuple[Conversation | Document, ...]:
-        """What :meth:`parse` gives, or the chosen and the rejected of a preference record.
+        """Parse a record into one part, or a preference record into its chosen and rejected.
 
         Raises:
-            BadSample: the record is malformed. A hook may raise anything.
+            BadSample: the record is malformed. A hook's own exceptions pass through.
         """
         reading = self._reading(sample)
         with time_limit(self._max_seconds):
@@ -88,9 +90,9 @@ class Preparation:
         return pair.chosen, pair.rejected
 
     def _record(self, sample: RawSample) -> Any:
-        """In JSON's types, as it is read."""
+        """Return the record in JSON's types, with the parts of a WebDataset sample filled in."""
         record = sample.record
-        if isinstance(record, bytes):  # of a WebDataset, or what `data check` reads
+        if isinstance(record, bytes):  # from a WebDataset, or read by `data check`
             record = parse_json(record)
         if sample.folder.parts:
             record = join_parts(sample.folder.parts, record)
@@ -100,17 +102,19 @@ class Preparation:
         return self._sources[sample.source].reading
 
     def render(self, parsed: Conversation | Document) -> Rendered:
-        """
+        """Render a parsed record to text.
+
         Raises:
             BadSample: the template refuses the messages.
         """
         return self._renderer.render(parsed)
 
     def plan(self, sample: RawSample, parsed: Conversation | Document | None = None) -> Plan:
-        """
+        """Tokenise a sample and measure its media.
+
         Args:
-            sample: as read.
-            parsed: it, or one of :meth:`parse_each`, if that was called already.
+            sample: the sample as read.
+            parsed: the parsed sample, or one part of :meth:`parse_each`; None: parse it here.
 
         Raises:
             BadSample, OverlongSample: the sample cannot be used.
@@ -120,7 +124,8 @@ class Preparation:
             return self._planners[sample.source].plan(rendered)
 
     def pixels(self, plan: Plan, source: int) -> Pixels:
-        """
+        """Decode the images and videos of a plan from the data set with number `source`.
+
         Raises:
             BadSample: a file is corrupt, or decoding takes too long.
         """
@@ -129,7 +134,7 @@ class Preparation:
 
 
 def _limited(processor: Any, limits: MediaLimits) -> Any:
-    """A processor with other budgets, or the same one."""
+    """Return a copy of the processor with other budgets, or the processor itself if none is set."""
     if limits == MediaLimits():
         return processor
     own = copy.copy(processor)

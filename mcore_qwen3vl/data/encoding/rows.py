@@ -1,4 +1,4 @@
-"""Rows of packs for all data-parallel ranks as loaders make them, from sizes alone: for figures."""
+"""Rows of packs for all data-parallel ranks, computed from sizes alone, to report the balance."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mcore_qwen3vl.data.loading.measured import Size
 from mcore_qwen3vl.model import flops
 
 Row = list[list[int]]
-"""What the ranks do at the same time: for each, the samples of its pack."""
+"""The packs that the ranks have at the same time: for each rank, the samples of its pack."""
 
 
 def each_rank(lengths: Sequence[int], capacity: int, ranks: int, buffer: int) -> Iterator[Row]:
@@ -36,7 +36,7 @@ def each_rank(lengths: Sequence[int], capacity: int, ranks: int, buffer: int) ->
 def all_ranks(
     measures: Sequence[Measure], capacity: int, ranks: int, buffer: int, rows_per_step: int
 ) -> Iterator[Row]:
-    """Pack with ``--balance``, `buffer` samples a rank at a time, without the partial rest."""
+    """Pack with ``--balance``, `buffer` samples a rank at a time; omit a last, partial buffer."""
     waiting: list[int] = []
     place = carried = 0
     while place + ranks * buffer - len(waiting) <= len(measures):
@@ -58,41 +58,43 @@ def all_ranks(
 
 @dataclass(frozen=True)
 class Balance:
-    """How level the work of the rows is."""
+    """How even the work of the rows is."""
 
     micro_batch_step: float
-    """The most work of a row's packs over their mean, summed over the rows: the time that the ranks
-    take together over what it could be."""
+    """Sum over rows of the most work of a pack, divided by the sum of the rows' means: the time
+    that the ranks take together, relative to perfect balance."""
     worst_micro_batch_step: float
     optimizer_step: float
-    """Likewise of the ranks' totals over a step: where nothing ties ranks but their gradients."""
+    """The same ratio for the ranks' totals over a step, which matters if ranks wait for one another
+    only when they reduce gradients."""
     filled: float
     """Share of the packs that is not padding."""
     packs: list[float]
-    """Work of each pack over the mean of all."""
+    """The work of each pack divided by the mean of all packs."""
 
 
 class Workload:
-    """Samples with the work that they are for a model."""
+    """Samples with the work that a model does for them."""
 
     def __init__(self, architecture: Architecture, sizes: Sequence[Size], capacity: int) -> None:
-        """
+        """Compute the work of each sample.
+
         Args:
-            architecture: of the model.
-            sizes: of the samples.
+            architecture: shape of the model.
+            sizes: sizes of the samples.
             capacity: tokens of a pack.
         """
         self.lengths = [size.tokens for size in sizes]
         self.extra = [extra_work(architecture, size) for size in sizes]
         self.capacity = capacity
         self.linear = flops.language(architecture, capacity, 0)
-        """Linear layers' FLOPs of a pack, padding included."""
+        """FLOPs of a pack's linear layers, padding included."""
 
     def measures(self) -> list[Measure]:
         return [Measure(*one) for one in zip(self.lengths, self.extra, strict=True)]
 
     def balance(self, rows: Sequence[Row], rows_per_step: int) -> Balance:
-        """Balance of whole steps, or of all rows where they are fewer than a step's."""
+        """Return the balance of whole steps, or of all rows if they are fewer than a step's."""
         per_step = min(rows_per_step, len(rows))
         rows = rows[: len(rows) // per_step * per_step]
         work = np.array(

@@ -15,7 +15,7 @@ from mcore_qwen3vl.data.records.media import MediaFolder
 
 @edataclass
 class RawSample(Sample):
-    """A record as it was read."""
+    """A record as read, before it is parsed."""
 
     record: Any
     folder: MediaFolder
@@ -24,7 +24,7 @@ class RawSample(Sample):
 
 @edataclass
 class PlannedSample(Sample):
-    """Tokenised; its media are measured but not decoded. Waits in the packing buffer."""
+    """A tokenised sample in the packing buffer; its media are measured but not decoded."""
 
     plan: Plan
     source: int
@@ -33,7 +33,7 @@ class PlannedSample(Sample):
 
 @edataclass
 class MeasuredSample(Sample):
-    """Not read yet: its number, and what its work is computed from."""
+    """A sample that is not read yet: its number, and the size from which its work is computed."""
 
     data_set: int
     index: int
@@ -42,9 +42,9 @@ class MeasuredSample(Sample):
 
 @edataclass
 class EncodedSample(Sample):
-    """Ready to be batched."""
+    """A sample that is ready to be batched."""
 
     input_ids: torch.Tensor  # (T,) int64
-    loss_weights: torch.Tensor  # (T,) float32, of the token itself
+    loss_weights: torch.Tensor  # (T,) float32: the weight of predicting each token
     pixels: Pixels
     name: str

@@ -1,4 +1,4 @@
-"""Energon's packing for packs that all data-parallel ranks divide among themselves."""
+"""Energon's packing, for packs that are divided over all data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from megatron.energon.wrappers import PackingDataset
 from mcore_qwen3vl.data.encoding.balancing import Division
 
 Divide = Callable[..., Division]
-"""From a buffer, with the keywords of :func:`mcore_qwen3vl.data.encoding.balancing.divide`."""
+"""A packer of a buffer, with the keywords of
+:func:`mcore_qwen3vl.data.encoding.balancing.divide`."""
 
 
 class SharedPacking(PackingDataset):
-    """Packs in one order, which is the same on all ranks; they take them in turns.
+    """A stream of packs in the same order on all ranks, which take them in turn.
 
-    A rank drops the packs of the others unread. What the packer leaves goes back into the reading
-    buffer, whose content energon saves and restores. The number of ranks that a run began with
-    decides the order, and is saved with it: with another number it goes on where it stood, pack
-    for pack (:func:`mcore_qwen3vl.data.loading.state.redistribute`).
+    A rank drops the packs of the others unread. Samples that the packer leaves over go back into
+    the reading buffer, whose content energon saves and restores. The order depends on the number of
+    ranks at the start of the run, which is saved too. With another number of ranks, a run resumes
+    with the very next pack (:func:`mcore_qwen3vl.data.loading.state.redistribute`).
     """
 
     _savable_fields = (
@@ -31,11 +32,12 @@ class SharedPacking(PackingDataset):
     def __init__(
         self, packing: PackingDataset, divide: Divide, *, rank: int, ranks: int, rows_per_step: int
     ) -> None:
-        """
+        """Replace energon's packing.
+
         Args:
-            packing: as energon builds it, not read from yet.
+            packing: the packing that energon built, before anything is read from it.
             divide: the packer.
-            rank, ranks: place among those that take packs.
+            rank, ranks: this rank and the number of ranks that take packs.
             rows_per_step: packs of this rank in an optimizer step.
         """
         self._divide = divide
@@ -57,14 +59,14 @@ class SharedPacking(PackingDataset):
 
     def reset_state_own(self) -> None:
         super().reset_state_own()
-        self._carried = 0  # of the reading buffer's first samples
-        self._place = 0  # packs that have left the buffer, of all ranks
+        self._carried = 0  # first samples of the reading buffer that the last packing left over
+        self._place = 0  # packs of all ranks that have left the buffer
         self._base = 0  # the pack from which these ranks take turns
-        self._taken = 0  # by this rank since then
-        self._giving = False  # the pack at `_place` is this rank's, and on its way
+        self._taken = 0  # packs that this rank has taken since then
+        self._giving = False  # whether this rank's pack at `_place` is being delivered
 
     def _fill_reading_buffer(self, source_iter: Iterator[Any], log_progress: bool = False) -> bool:
-        """Energon calls this before each pack that it gives."""
+        """Drop the other ranks' packs first; energon calls this before each pack it delivers."""
         dropped = self._advance(len(self._pre_packing_lengths))
         del self._pre_packing_buffer[: sum(self._pre_packing_lengths[:dropped])]
         del self._pre_packing_lengths[:dropped]
@@ -72,7 +74,7 @@ class SharedPacking(PackingDataset):
         return filled
 
     def _take(self, samples: list[Any]) -> list[list[Any]]:
-        """Packs of a full buffer, from this rank's first."""
+        """Return the packs of a full buffer, from this rank's first one on."""
         division = self._divide(
             samples, ranks=self._width, carried=self._carried, rows_per_step=self._rows_per_step
         )
@@ -83,7 +85,7 @@ class SharedPacking(PackingDataset):
         return packs[self._advance(len(packs)) :]
 
     def _advance(self, waiting: int) -> int:
-        """Go on to this rank's next pack; how many of the waiting ones lie before it."""
+        """Move to this rank's next pack; return how many of the waiting packs come before it."""
         if self._giving:
             self._place += 1
             self._taken += 1
@@ -96,12 +98,12 @@ class SharedPacking(PackingDataset):
 
 
 def go_on_with(state: dict[str, Any], offset: int, ranks: int) -> None:
-    """Change a saved state, so that any number of ranks goes on from it together.
+    """Change a saved state so that any number of ranks can continue from it.
 
     Args:
-        state: of :class:`SharedPacking`, as plain data; of any of the ranks that saved it.
-        offset: packs that this rank has given since.
-        ranks: that saved it.
+        state: the state of :class:`SharedPacking` as plain data, from any of the ranks.
+        offset: packs that this rank has delivered since then.
+        ranks: number of ranks that saved a state.
     """
     state["_place"] += state["_giving"]
     state["_base"] += (state["_taken"] + state["_giving"] + offset) * ranks
@@ -109,5 +111,5 @@ def go_on_with(state: dict[str, Any], offset: int, ranks: int) -> None:
 
 
 def is_state(plain: Any) -> bool:
-    """Whether a part of a loader's plain state is that of :class:`SharedPacking`."""
+    """Return whether a part of a loader's plain state is that of :class:`SharedPacking`."""
     return isinstance(plain, dict) and plain.get("__class__") == SharedPacking.__name__

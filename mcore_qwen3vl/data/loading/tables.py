@@ -220,7 +220,7 @@ def _row_groups(file: Path) -> Iterator[RowGroup]:
 
 
 def _arrow_table(file: Path) -> Any:
-    """Mapped, not read."""
+    """Open an Arrow file by memory mapping, without reading it."""
     import pyarrow as pa
 
     source = pa.memory_map(str(file))
@@ -231,7 +231,7 @@ def _arrow_table(file: Path) -> Any:
 
 
 def _without_nulls(value: Any) -> Any:
-    """A column has one type: what a record lacks of it is null there."""
+    """Return `value` without nulls, which a column has where a record lacks a key."""
     if isinstance(value, dict):
         return {key: _without_nulls(one) for key, one in value.items() if one is not None}
     if isinstance(value, list):

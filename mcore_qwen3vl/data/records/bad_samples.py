@@ -1,4 +1,4 @@
-"""Skip bad samples, count them, name them in the log, and stop when there are too many."""
+"""The guard that skips, counts and logs bad samples, and stops when there are too many."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ from mcore_qwen3vl.errors import BadInput
 log = logging.getLogger(__name__)
 
 OVERLONG_IN_A_ROW = 1000
-"""So many over-long samples without one that fits are no policy any more: nothing would train."""
+"""Consecutive over-long samples after which the run stops, since nothing seems to fit."""
 
 
 class BadSampleGuard:
-    """One worker's tally of records that could not be used, each counted and logged once.
+    """One worker's count of records that could not be used, each counted and logged once.
 
-    Over-long samples are left out by policy: they are tallied apart, and stop the run only when
-    nothing else comes.
+    Over-long samples are left out by policy: they are counted separately, and stop the run only
+    after :data:`OVERLONG_IN_A_ROW` of them.
     """
 
     def __init__(self, max_fraction: float, floor: int) -> None:
-        """
+        """Start counting.
+
         Args:
-            max_fraction: of the records that may be bad.
-            floor: a worker that is dealt fewer records than this may find as many bad ones as if it
-                had this many, or the whole data set if that is smaller.
+            max_fraction: share of the records that may be bad.
+            floor: smallest number of records from which the share is taken, for a worker that gets
+                fewer; or the size of the whole data set, if that is smaller.
         """
         self._max_fraction = max_fraction
         self._floor = floor
@@ -47,26 +48,26 @@ class BadSampleGuard:
         self._overlong_in_a_row = 0
 
     def expect(self, data_set: int, worker: int) -> None:
-        """Say how many records the data set has, about, and how many of them a worker is dealt."""
+        """Set about how many records the data set has, and how many of them a worker gets."""
         self._records = max(worker, min(data_set, self._floor))
 
     def take(self) -> tuple[int, int]:
-        """Bad and over-long samples since the last call: a batch reports those on its way."""
+        """Return the numbers of bad and over-long samples since the last call, for a batch."""
         taken = self._skipped, self._dropped
         self._skipped = self._dropped = 0
         return taken
 
     @contextmanager
     def skipping(self, sample: Any, *, counted: bool = True) -> Iterator[None]:
-        """Turn whatever goes wrong inside into a skipped sample.
+        """Skip the sample if the code in the block raises anything.
 
         Args:
-            sample: for messages.
-            counted: not, where another rank meets the same sample and counts it.
+            sample: the sample, for messages.
+            counted: False if another rank meets the same sample and counts it.
 
         Raises:
-            SkipSample: for energon, which then takes the next sample.
-            BadInput: too many samples were bad, or all of the last ones over-long.
+            SkipSample: the sample is skipped; energon then takes the next one.
+            BadInput: too many samples were bad, or too many in a row over-long.
         """
         try:
             yield
@@ -91,17 +92,17 @@ class BadSampleGuard:
             raise SkipSample from error
 
     def on_error(self, error: Exception, sample: Any, _: list[SourceInfo] | None) -> None:
-        """Energon's error handler: what fails before :meth:`skipping`, such as a broken JSON line.
+        """Handle energon's own errors, such as a broken JSON line, before :meth:`skipping`.
 
         Raises:
             BadInput: too many samples were bad.
         """
-        if isinstance(error, BadInput):  # our own stop, on its way through energon
+        if isinstance(error, BadInput):  # raised by this guard, and passing through energon
             raise error
         self._skip(sample_id(sample), error)
 
     def _skip(self, name: str, error: Exception) -> None:
-        if name in self._bad:  # of an earlier epoch
+        if name in self._bad:  # counted in an earlier epoch
             return
         self._bad.add(name)
         self._skipped += 1
@@ -118,15 +119,15 @@ class BadSampleGuard:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a record is."""
+    """The place of a record in its file."""
 
     file: Path
     number: int
-    """From 1: the line of a JSONL file, or the record of another file."""
+    """The line of a JSONL file, or the record of another file, from 1."""
 
     @property
     def is_line(self) -> bool:
-        """Whether it counts lines, as an editor does."""
+        """Whether `number` is a line, as an editor counts them."""
         return self.file.suffix == ".jsonl"
 
     def __str__(self) -> str:
@@ -134,7 +135,7 @@ class Place:
 
 
 def place_of(source: SourceInfo) -> Place:
-    """Where energon has found a sample."""
+    """Return the place from which energon read a sample."""
     indexed = Path(str(source.dataset_path))
     dataset = origin(indexed)
     if dataset.suffix == ".jsonl":
@@ -144,9 +145,8 @@ def place_of(source: SourceInfo) -> Place:
 
 
 def sample_id(sample: Any) -> str:
-    """Where a sample came from: the line of a JSONL file, or the record of another file in
-    brackets."""
-    # energon hands its error handler the raw tuple of a joined sample, or a list of samples
+    """Return where a sample comes from: ``file:line`` for JSONL, else ``file[record]``."""
+    # energon passes the raw tuple of a joined sample, or a list of samples, to its error handler
     inner = getattr(sample, "data", sample)
     inner = inner[0] if isinstance(inner, list | tuple) and inner else inner
     sources = get_source_info(inner)

@@ -1,4 +1,4 @@
-"""Documents: captions, plain text, and text with images between."""
+"""Documents: captions, plain text, and text interleaved with images."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CAPTION_KEYS = ("caption", "text", "txt")
 
 
 def read_interleaved(record: Mapping[str, Any], folder: MediaFolder) -> Document:
-    """``texts`` and ``images`` of one length, where one of the two is null at each place.
+    """Read ``texts`` and ``images``: lists of equal length, with one of the two null at each place.
 
     Raises:
         BadSample: the record is malformed, and the message says how.
@@ -37,7 +37,7 @@ def read_interleaved(record: Mapping[str, Any], folder: MediaFolder) -> Document
 
 
 def read_caption(record: Mapping[str, Any], folder: MediaFolder) -> Document:
-    """``text`` or ``caption``, which images and videos precede.
+    """Read ``text``, ``caption`` or ``txt``, with images and videos before it.
 
     Raises:
         BadSample: the record is malformed, and the message says how.

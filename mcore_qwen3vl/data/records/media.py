@@ -1,7 +1,7 @@
 """Images and videos of a sample: where they are, how big they are, and their pixels.
 
-Sizes come from file headers alone, so that a sample's length in tokens is known, and samples can
-wait in the packing buffer, before any pixel is decoded.
+Sizes are read from file headers alone, so that a sample's length in tokens is known, and samples
+can wait in the packing buffer, before any pixel is decoded.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from mcore_qwen3vl.data.records.flaws import BadSample
 
 Kind = Literal["image", "video"]
 
-# PIL reads many more; to read some of them it starts a program, as Ghostscript for EPS.
+# PIL reads many more formats; for some it starts a program, such as Ghostscript for EPS.
 _FORMATS = (
     "AVIF", "BMP", "DIB", "GIF", "HEIF", "ICO", "JPEG", "JPEG2000", "PCX", "PNG", "PPM", "QOI",
     "TGA", "TIFF", "WEBP",
 )  # fmt: skip
-_DEEP = ("I", "I;16", "I;16B", "I;16L", "I;16N", "F")  # PIL's modes of more than 8 bits
+_DEEP = ("I", "I;16", "I;16B", "I;16L", "I;16N", "F")  # PIL's modes with more than 8 bits
 _MOST_16_BITS = 2**16 - 1
-_ANIMATIONS = ("GIF", "PNG", "WEBP")  # other formats of several pictures hold one and its parts
+_ANIMATIONS = ("GIF", "PNG", "WEBP")  # several pictures in other formats are parts of one
 _SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that swap height and width
-# Bare base64 is told from a path by its length: no image is smaller, no path is longer.
+# Length tells bare base64 from a path: shorter text is no image, and longer text is no path.
 _SHORTEST_BASE64 = 64
 _LONGEST_PATH = 4095
 
@@ -47,7 +47,7 @@ class Media:
     name: str  # for messages
 
     def open(self) -> BinaryIO:
-        """The encoded bytes.
+        """Open the encoded bytes.
 
         Raises:
             BadSample: the file cannot be opened, or is a folder, a pipe or a device.
@@ -65,13 +65,13 @@ class Media:
 
 @dataclass(frozen=True)
 class MediaFolder:
-    """Where a sample's references lead: files beside it, or parts of the same WebDataset sample."""
+    """The place of a sample's media: files beside it, or parts of the same WebDataset sample."""
 
     root: Path
     parts: Mapping[str, bytes]
 
     def resolve(self, kind: Kind, reference: Any) -> Media:
-        """Find what a record refers to.
+        """Return the image or video that a record refers to.
 
         Args:
             kind: image or video.
@@ -137,7 +137,7 @@ def _image(media: Media) -> Iterator[Image.Image]:
             f"image {media.name} cannot be decoded: it is {_kind_of(media)}; "
             f"{', '.join(_formats())} are read."
         ) from None
-    # PIL raises the first three, and `to_rgb` the last.
+    # PIL raises the first three, `to_rgb` the last.
     except (OSError, SyntaxError, Image.DecompressionBombError, ValueError) as error:
         raise BadSample(
             f"image {media.name} cannot be decoded: {str(error).rstrip('.')}."
@@ -146,13 +146,13 @@ def _image(media: Media) -> Iterator[Image.Image]:
 
 @cache
 def _formats() -> list[str]:
-    """Those of `_FORMATS` that this PIL, with its plugins, can read."""
+    """Return the names in `_FORMATS` that the installed PIL, with its plugins, can read."""
     Image.init()
     return [name for name in _FORMATS if name in Image.OPEN]
 
 
 def _kind_of(media: Media) -> str:
-    """What a file that is refused may be, by how it begins; PIL does not decode it."""
+    """Return the format of a refused file, as its first bytes suggest; nothing is decoded."""
     with media.open() as stream:
         beginning = stream.read(16)
     accepting = (name for name, (_, accept) in Image.OPEN.items() if accept and accept(beginning))
@@ -160,41 +160,41 @@ def _kind_of(media: Media) -> str:
 
 
 def image_size(media: Media) -> tuple[int, int]:
-    """(height, width) in pixels as displayed, from the header.
+    """Read (height, width) in pixels, as displayed, from the header.
 
     Raises:
-        BadSample: missing file, or no image.
+        BadSample: the file is missing or is not an image.
     """
     with _image(media) as image:
         width, height = image.size
-        # Asking a PNG without an EXIF header for EXIF would decode all of it.
+        # getexif() decodes the whole of a PNG that has no EXIF header.
         exif = image.getexif() if image.format != "PNG" or "exif" in image.info else {}
         sideways = exif.get(ExifTags.Base.Orientation) in _SIDEWAYS
     return (width, height) if sideways else (height, width)
 
 
 def load_image(media: Media) -> Image.Image:
-    """The RGB image, upright; see :func:`to_rgb`. Of an animation, the first frame.
+    """Decode an image to RGB, upright (see :func:`to_rgb`); of an animation, the first frame.
 
     Raises:
-        BadSample: missing file, no image, a truncated one, or one of floating-point values.
+        BadSample: the file is missing, is not an image, is truncated, or has floating-point values.
     """
     with _image(media) as image:
         ImageOps.exif_transpose(image, in_place=True)
-        image.load()  # converting does it, too, but RGB is not converted: that would only copy
+        image.load()  # conversion would load it too, but an RGB image is not converted
         return to_rgb(image)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """8-bit RGB, as an image viewer shows it.
+    """Convert an image to 8-bit RGB, as an image viewer shows it.
 
-    As HF ``transformers.image_utils.load_image``, but for two kinds, of which PIL's conversion
-    makes something else: transparency is composed on white, as Qwen's ``qwen_vl_utils`` does, where
-    PIL shows what lies below it, mostly black; and 16 bits are scaled to 8, where PIL cuts off all
-    that is above 255, mostly to white.
+    The result is that of HF ``transformers.image_utils.load_image``, except for two kinds of
+    images. Transparent ones are composed on white, as Qwen's ``qwen_vl_utils`` does; PIL would show
+    the colour below, mostly black. 16-bit ones are scaled to 8 bits; PIL would clip values above
+    255, so that most of the image were white.
 
     Raises:
-        ValueError: its values are floating-point, or whole numbers beyond 16 bits.
+        ValueError: the values are floating-point, or integers beyond 16 bits.
     """
     if image.has_transparency_data:
         image = image.convert("RGBA")
@@ -216,10 +216,10 @@ def _eight_bits(image: Image.Image) -> Image.Image:
 
 
 def peculiarities(media: Media) -> list[str]:
-    """What is not read as it lies in the file of an image, in words; from its header.
+    """Describe in words how an image is changed when it is read; only its header is read here.
 
     Raises:
-        BadSample: missing file, or no image.
+        BadSample: the file is missing or is not an image.
     """
     with _image(media) as image:
         animated = image.format in _ANIMATIONS and getattr(image, "is_animated", False)

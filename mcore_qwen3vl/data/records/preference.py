@@ -1,12 +1,12 @@
-"""Preference records: one beginning, and of two ways to go on the one that was chosen.
+"""Preference records: a shared beginning, and two continuations, of which one was chosen.
 
 A record has ``chosen`` and ``rejected``, each in one of two forms:
 
-- after ``messages``, which both share: the text of the last turn, a message, or a list of messages;
-- without ``messages``: a whole conversation each. What both begin with is what they share.
+- with ``messages``, which both share: the text of the last turn, a message, or a list of messages;
+- without ``messages``: a whole conversation each. The messages that both begin with are shared.
 
-Images, videos and tools are those of the record, for both. Only the assistant turns of what follows
-the shared messages count.
+Both use the record's images, videos and tools. Only assistant turns after the shared messages count
+in the loss.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from mcore_qwen3vl.data.records.reading import Reading
 
 SIDES = ("chosen", "rejected")
 PREFERENCE = "preference"
-"""What the format is called."""
+"""The name of the format."""
 _OTHERWISE = ("rejected_response", "rejected_messages", "rejected_images")  # ms-swift's
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two conversations that begin alike; their weights are 1 for the turns that count, else 0."""
+    """Two conversations with the same beginning; weights are 1 for turns that count, else 0."""
 
     chosen: Conversation
     rejected: Conversation
 
 
 def is_pair(record: Any) -> bool:
-    """Whether a JSON record is a preference record."""
+    """Return whether a JSON record is a preference record."""
     return isinstance(record, Mapping) and any(side in record for side in SIDES)
 
 
 def written_otherwise(keys: Iterable[str]) -> str:
-    """What to do with a record of these keys, if another program takes it for a preference record.
+    """Return advice for a record with another program's keys for preference data.
 
     Returns:
-        A sentence, or nothing.
+        A sentence, or empty text if no key is one of them.
     """
     key = next((key for key in keys if key in _OTHERWISE), None)
     return (
@@ -59,9 +59,9 @@ def parse_pair(record: Any, folder: MediaFolder, reading: Reading | None = None)
     """Read a preference record.
 
     Args:
-        record: see the module.
-        folder: where the media are.
-        reading: what its data set says of its records; which turns are compared follows from them.
+        record: a record in a form that the module describes.
+        folder: folder of the media.
+        reading: how the data set's records are read; its `train_on` is ignored.
 
     Raises:
         BadSample: the record is malformed, and the message says how.
@@ -89,7 +89,7 @@ def parse_pair(record: Any, folder: MediaFolder, reading: Reading | None = None)
 
 
 def _instructed(messages: list[Any], reading: Reading) -> list[Any]:
-    """With the data set's system prompt, where there is none."""
+    """Add the data set's system prompt to messages that have none."""
     first = messages[0] if messages else None
     if reading.system is None or (isinstance(first, Mapping) and first.get("role") == "system"):
         return messages
@@ -97,7 +97,7 @@ def _instructed(messages: list[Any], reading: Reading) -> list[Any]:
 
 
 def _turns(value: Any, side: str, *, alone: bool) -> list[Any]:
-    """The messages that `value` stands for."""
+    """Return the messages that `value` stands for."""
     if isinstance(value, list) and value:
         return value
     if alone or not isinstance(value, str | Mapping):
@@ -107,7 +107,7 @@ def _turns(value: Any, side: str, *, alone: bool) -> list[Any]:
 
 
 def _common(chosen: list[Any], rejected: list[Any]) -> int:
-    """How many messages both begin with."""
+    """Return how many messages at the beginning are the same in both."""
     pairs = zip(chosen, rejected, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
 

@@ -1,4 +1,4 @@
-"""What a data set says of its records: a hook, their format, a system prompt, which turns count."""
+"""How the records of a data set are read: hook, format, system prompt, turns to train on."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from typing import Any
 from mcore_qwen3vl.errors import BadInput
 
 GROUP = "mcore_qwen3vl.preprocess"
-"""The group of entry points in which packages name their hooks."""
+"""The group of entry points under which packages register hooks."""
 
 Hook = Callable[[Any], Any]
-"""A function of the user's, from a record of any shape to one of a known format."""
+"""A user's function from a record of any kind to a record in a known format."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How the records of one data set are read. Picklable: the hook is a name."""
+    """How the records of one data set are read. It is picklable, because the hook is a name."""
 
     preprocess: str | None = None
-    """``module:function``, or the name of an entry point, from a record to one of a known
-    format."""
+    """Hook that turns a record into one of a known format: ``module:function``, or the name of an
+    entry point."""
     format: str | None = None
-    """The format of its records, a name of ``FORMATS``; None: told by their keys."""
+    """The records' format, a name of ``FORMATS``; None: recognised by their keys."""
     system: str | None = None
-    """System prompt of conversations that have none."""
+    """System prompt for conversations that have none."""
     train_on: str = "all"
-    """Assistant turns that are trained: ``all``, ``last``, or those that hold a match of this
-    regular expression."""
+    """Assistant turns to train on: ``all``, ``last``, or a regular expression that must match in
+    the turn."""
 
     def __post_init__(self) -> None:
         try:
@@ -46,10 +46,10 @@ class Reading:
 
 @cache
 def find_hook(name: str) -> Hook:
-    """A function by its name, ``module:function``, or by that of an entry point of :data:`GROUP`.
+    """Return a hook by its name: ``module:function``, or an entry point of :data:`GROUP`.
 
     Raises:
-        BadInput: there is none.
+        BadInput: the hook cannot be imported, or is not a function.
     """
     module, colon, function = name.partition(":")
     entry = next((e for e in entry_points(group=GROUP) if e.name == name), None)

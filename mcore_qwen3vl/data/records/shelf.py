@@ -13,10 +13,10 @@ _TAG = re.compile("<(image|video)>")
 
 
 class Shelf:
-    """A record's images and videos: lists, or one alone, under the plural or the singular.
+    """A record's images and videos: a list or a single one, under the plural or singular key.
 
     Raises:
-        BadSample: one of each is given, or audio, which the model does not hear.
+        BadSample: both keys are given, or audio, which the model does not take.
     """
 
     def __init__(self, record: Mapping[str, Any], folder: MediaFolder) -> None:
@@ -29,7 +29,7 @@ class Shelf:
                 raise BadSample(f"{key} is given, and Qwen3-VL takes images and videos only.")
 
     def take(self, kind: Kind, reference: Any = None) -> None:
-        """The next media of the sample: `reference`, or the next of the record's list."""
+        """Add the next media of the sample: `reference`, or the next one of the record's list."""
         if reference is None:
             if not self._left[kind]:
                 raise BadSample(
@@ -40,7 +40,7 @@ class Shelf:
         self.media.append(self._folder.resolve(kind, reference))
 
     def split_tags(self, text: str) -> Iterator[dict[str, Any]]:
-        """Parts for the template: the text between ``<image>`` and ``<video>`` tags, and these."""
+        """Yield parts for the template: ``<image>`` and ``<video>`` tags, and the text between."""
         end = 0
         for tag in _TAG.finditer(text):
             if tag.start() > end:
@@ -53,7 +53,8 @@ class Shelf:
             yield {"type": "text", "text": text[end:]}
 
     def check_empty(self) -> None:
-        """
+        """Raise if media are left over.
+
         Raises:
             BadSample: media are given that no placeholder uses.
         """
@@ -66,7 +67,7 @@ class Shelf:
 
 
 def media_list(record: Mapping[str, Any], kind: str) -> list[Any]:
-    """What a record gives under ``images`` or ``image``: a list, or one alone."""
+    """Return as a list what a record gives under ``images`` or ``image`` (or likewise videos)."""
     many, one = record.get(f"{kind}s"), record.get(kind)
     if many is not None and one is not None:
         raise BadSample(f"both {kind} and {kind}s are given; keep one of them.")

@@ -1,12 +1,12 @@
-"""Render a record to text, and find the characters that are trained.
+"""Rendering of a record to text, with the characters that are trained.
 
-An assistant turn is found by rendering the conversation up to it, twice: with the generation
-prompt and without the turn, and with the turn. What the second adds to the first is exactly what
+An assistant turn is found by rendering the conversation up to it twice: without the turn but with
+the generation prompt, and with the turn. The text that the second adds to the first is exactly what
 the model will generate after that prompt: the answer and its end-of-turn token. This needs no
-markers in the template (the published ones have no ``{% generation %}`` blocks) and no token
-ids, so it holds for any ChatML-like template. A template that rewrites earlier turns once later
-ones follow (some drop past reasoning) is noticed and refused, because such a turn is never
-generated in that context.
+markers in the template (the published ones have no ``{% generation %}`` blocks) and no token ids,
+so it works for any ChatML-like template. A template that rewrites earlier turns when later ones
+follow (some drop past reasoning) is detected and refused, because such a turn is never generated
+in that context.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mcore_qwen3vl.errors import BadInput
 
 @dataclass(frozen=True)
 class Span:
-    """Characters [start, end) of the rendered text, trained with `weight`."""
+    """Characters [start, end) of the rendered text that are trained with `weight`."""
 
     start: int
     end: int
@@ -31,7 +31,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A record as text. Each image or video is one placeholder token, in the order of `media`."""
+    """A record as text, with one placeholder token for each of `media`, in order."""
 
     text: str
     spans: list[Span]
@@ -39,16 +39,17 @@ class Rendered:
 
 
 class Renderer:
-    """Turns records into text with the checkpoint's chat template."""
+    """A renderer of records to text with the checkpoint's chat template."""
 
     def __init__(self, processor: Any, document_end: str | None = None) -> None:
-        """
+        """Check the template and the token that ends documents.
+
         Args:
             processor: HF ``Qwen3VLProcessor``.
-            document_end: text of the token that ends a document; None is the pad token.
+            document_end: text of the token that ends a document; None: the pad token.
 
         Raises:
-            BadInput: the processor has no chat template, or `document_end` is no single token.
+            BadInput: the processor has no chat template, or `document_end` is not a single token.
         """
         tokenizer = processor.tokenizer
         if not processor.chat_template:
@@ -67,7 +68,8 @@ class Renderer:
             )
 
     def render(self, record: Conversation | Document) -> Rendered:
-        """
+        """Render a record.
+
         Raises:
             BadSample: the template refuses the messages, or rewrites earlier turns.
         """
@@ -85,7 +87,7 @@ class Renderer:
         return Rendered(text, spans, record.media)
 
     def _turn(self, record: Conversation, index: int, text: str) -> tuple[int, int]:
-        """Where the template put what message `index` makes the model generate."""
+        """Return the characters [start, end) that the model generates as message `index`."""
         if index == 0:
             raise BadSample(
                 "the conversation begins with a turn of the assistant, so there is no prompt that "
@@ -114,7 +116,7 @@ class Renderer:
             return self._processor.apply_chat_template(
                 record.messages[:count], tools=record.tools, tokenize=False, **options
             )
-        # A template may fail in any way Jinja or Python knows, depending on the messages.
+        # A template may raise any error of Jinja or Python, depending on the messages.
         except Exception as error:
             raise BadSample(f"the chat template refuses the messages: {error}.") from error
 
@@ -131,7 +133,7 @@ class Renderer:
         return Rendered("".join(pieces), spans, record.media)
 
     def _placeholder(self, media: Media) -> str:
-        """As the chat template writes it."""
+        """Return the placeholder of `media` as the chat template writes it."""
         processor = self._processor
         token = processor.image_token if media.kind == "image" else processor.video_token
         return processor.vision_start_token + token + processor.vision_end_token

@@ -1,4 +1,4 @@
-"""A sample that takes too long is interrupted, whatever it is waiting for."""
+"""A time limit that interrupts a sample which takes too long."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 
 from mcore_qwen3vl.data.records.flaws import BadSample
 
-_AGAIN = 1.0  # seconds; a hook may catch the first interruption
+_AGAIN = 1.0  # seconds until it interrupts again: a hook may catch the first interruption
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Interrupt what runs inside by SIGALRM, once its time is up.
+    """Interrupt the code in the block by SIGALRM, once its time is up.
 
-    The outermost limit counts. Other threads than the main one are not interrupted, nor is C code
-    until it returns to Python.
+    If limits are nested, the outermost one applies. Only the main thread is interrupted, and C code
+    only when it returns to Python.
 
     Args:
-        seconds: 0: however long.
+        seconds: the limit; 0: no limit.
 
     Raises:
-        BadSample: time is up.
+        BadSample: the time is up.
     """
     limited = signal.getitimer(signal.ITIMER_REAL)[0] > 0
     if seconds <= 0 or limited or threading.current_thread() is not threading.main_thread():

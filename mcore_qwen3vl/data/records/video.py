@@ -1,4 +1,4 @@
-"""Frames of a video: how many there are, and those sampled, without decoding all the others."""
+"""A video's size and its sampled frames, read without decoding all the other frames."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.media import Media
 
 _SPARSE = 3
-"""Seeking pays where there is one frame to sample in so many, or fewer."""
+"""Seeking is faster than decoding in order if at most one frame in this many is sampled."""
 
 
 @contextmanager
 def _video(media: Media) -> Iterator[Any]:
     try:
-        # A playlist would have FFmpeg open what it names, over the network too.
+        # FFmpeg would open the files and network addresses that a playlist names.
         with (
             media.open() as stream,
             av.open(stream, options={"protocol_whitelist": ""}) as container,
@@ -35,16 +35,16 @@ def _video(media: Media) -> Iterator[Any]:
 
 
 def probe_video(media: Media) -> VideoMetadata:
-    """Frame count, frame rate and size, from the container.
+    """Read frame count, frame rate and size from the container.
 
     Raises:
-        BadSample: missing file, or no video.
+        BadSample: the file is missing, is not a video, or states no frame rate.
     """
     with _video(media) as container:
         stream = container.streams.video[0]
         if not stream.average_rate:
             raise BadSample(f"video {media.name} states no frame rate.")
-        # Some containers (WebM) do not state the count; their packets do.
+        # Some containers (WebM) do not state the count, so packets are counted.
         count = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
         fps = float(stream.average_rate)
         return VideoMetadata(
@@ -60,17 +60,17 @@ def probe_video(media: Media) -> VideoMetadata:
 def load_frames(media: Media, indices: np.ndarray) -> np.ndarray:
     """Decode the frames at `indices` (ascending, repeats allowed).
 
-    Where they lie far apart, the decoder starts anew at the key frame before each.
+    If the frames are far apart, the decoder seeks the key frame before each.
 
     Args:
         media: a video.
-        indices: of the frames, in the order of presentation.
+        indices: indices of the frames, in the order of presentation.
 
     Returns:
         (F, height, width, 3) uint8 RGB.
 
     Raises:
-        BadSample: missing file, no video, or fewer frames than its header says.
+        BadSample: the file is missing, is not a video, or has fewer frames than its header says.
     """
     wanted = sorted(set(indices.tolist()))
     frames = None
@@ -87,7 +87,7 @@ def load_frames(media: Media, indices: np.ndarray) -> np.ndarray:
 
 
 def _in_order(media: Media, wanted: list[int]) -> dict[int, np.ndarray]:
-    """By decoding everything up to the last of them."""
+    """Decode all frames in order, up to the last one that is wanted."""
     frames: dict[int, np.ndarray] = {}
     left = set(wanted)
     to_rgb = _ToRgb()
@@ -102,7 +102,7 @@ def _in_order(media: Media, wanted: list[int]) -> dict[int, np.ndarray]:
 
 
 def _sought(media: Media, wanted: list[int]) -> dict[int, np.ndarray] | None:
-    """By seeking; None where the packets do not tell which frame is which."""
+    """Decode the wanted frames by seeking; None if the packets do not tell which frame is which."""
     with _video(media) as container:
         stream = container.streams.video[0]
         stream.codec_context.thread_count = 1
@@ -124,9 +124,10 @@ def _sought(media: Media, wanted: list[int]) -> dict[int, np.ndarray] | None:
 def _decode_at(
     container: Any, wanted: dict[int, int], keys: list[int]
 ) -> dict[int, np.ndarray] | None:
-    """
+    """Decode frames by their times; None if a frame is not where its packet says.
+
     Args:
-        container: open.
+        container: the open container.
         wanted: times of the frames, by their index, ascending.
         keys: times of the key frames, ascending.
     """
@@ -153,8 +154,11 @@ def _decode_at(
 
 
 class _ToRgb:
-    """One thread, and a converter of our own: PyAV's shared one keeps threads that do not survive
-    the fork of a data worker, which then waits for them forever."""
+    """A converter of frames to RGB that uses one thread.
+
+    PyAV's shared converter keeps threads that do not survive the fork of a data worker, which would
+    wait for them forever.
+    """
 
     def __init__(self) -> None:
         self._reformatter = VideoReformatter()
