@@ -123,7 +123,8 @@ class Layout:
             training: whether to refuse also what only training forbids.
 
         Raises:
-            BadInput: the layout does not fit the model; the message says what to change.
+            BadInput: the layout does not fit the model; the message names both numbers and what to
+                change.
         """
         for name, size in asdict(self).items():
             if isinstance(size, int) and size is not False and size < 1:

@@ -69,7 +69,7 @@ def init_distributed(
         torch.cuda.set_device(chosen)
     if not dist.is_initialized():
         backend = "gloo" if kind == "cpu" else "nccl"
-        if "RANK" in os.environ:  # torchrun's
+        if "RANK" in os.environ:  # set by torchrun
             dist.init_process_group(backend)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -112,7 +112,7 @@ def load_model(
     options = {"calculate_per_token_loss": True, **config_overrides}
     chunks = build_chunks(architecture, layout, spec=spec, **options)
     for chunk in chunks:
-        chunk.to(torch.cuda.current_device())  # the CPU, where its backend is installed
+        chunk.to(torch.cuda.current_device())  # the CPU, if the CPU backend is installed
     load = load_checkpoint if is_megatron(checkpoint) else load_hf
     load(chunks, checkpoint)
     return chunks

@@ -306,7 +306,7 @@ def plot_report(report: DataReport, png: Path) -> None:
 
 
 def _draw_balance(axes: Any, balance: dict[str, Balance]) -> None:
-    """Draw how many packs have how much work; the ranks of a step wait for the largest one."""
+    """Draw how many packs have how much work; a row takes as long as its largest pack."""
     edges = np.histogram_bin_edges(np.concatenate([one.packs for one in balance.values()]), 40)
     for way, one in balance.items():
         counts, _ = np.histogram(one.packs, edges)

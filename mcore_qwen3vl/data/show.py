@@ -190,7 +190,7 @@ class _Patches:
         self._next, self._row = self._next + 1, self._row + count
         p = self._processor
         merge, patch = p.merge_size, p.patch_size
-        # HF's image processors order a patch's group first, then channel, frame, row, column.
+        # HF's order: patches that are merged lie together; in each, channel, frame, row, column.
         cut = patches.reshape(
             frames, rows // merge, columns // merge, merge, merge, 3, p.temporal_patch_size,
             patch, patch,
@@ -205,7 +205,7 @@ class _Patches:
 
 
 def _bytes(pixels: np.ndarray) -> np.ndarray:
-    """Scale pixels from the range 0 to 1 to 0 to 255, uint8."""
+    """Scale pixels from [0, 1] to [0, 255], uint8."""
     scaled: np.ndarray = (pixels * 255).round().clip(0, 255).astype(np.uint8)
     return scaled
 

@@ -67,7 +67,7 @@ class CachedModel:
             return self._forward(tokens[:, None].to(self.device), position_ids)
 
     def _forward(self, input_ids: Tensor, position_ids: Tensor, **inputs: Any) -> Tensor | None:
-        """Run one micro-batch through Megatron's own schedule, which works for every PP size."""
+        """Run one micro-batch through Megatron's own schedule, which handles any pipeline split."""
         batch_size, length = input_ids.shape
         seen = self._context.sequence_len_offset + length
 
@@ -98,7 +98,7 @@ class CachedModel:
 
 @contextmanager
 def inference(model: Qwen3VLModel) -> Iterator[None]:
-    """Evaluate in the block, without gradients and in mcore's inference mode; then restore."""
+    """Put the model in evaluation and mcore's inference mode, without gradients, for the block."""
     training = model.training
     model.eval()
     with ExitStack() as stack:

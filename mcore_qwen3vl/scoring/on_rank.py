@@ -102,7 +102,7 @@ class Scorer:
             data_iterator=[shared.chunk(i) for i in range(len(self._chunks))],
             model=self._chunks,
             num_microbatches=count,
-            seq_length=1,  # shapes are sent
+            seq_length=1,  # not used, because stages send the shapes
             micro_batch_size=1,
             forward_only=True,
         )

@@ -41,8 +41,8 @@ SERVABLE: dict[str, Any] = {
     "hidden_size": 96,
     "rope_scaling": {**TEXT["rope_scaling"], "mrope_section": [12, 10, 10]},
 }
-"""What to override in the text config so that vLLM's kernels for the CPU take the model: attention
-wants a usual head size, and experts a hidden size that 32 divides."""
+"""Overrides of the text config for vLLM's CPU kernels: attention needs a common head size, and
+experts need a hidden size that 32 divides."""
 MOE: dict[str, Any] = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],

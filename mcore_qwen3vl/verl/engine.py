@@ -172,7 +172,7 @@ class Qwen3VLEngine(MegatronEngineWithLMHead):
         return optimizer
 
     def forward_step(self, batch_iter: Iterator[Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Tell the model whether entropies are wanted, which the fused call does not, and run."""
+        """Run VERL's step; first tell the model whether entropies are wanted: VERL does not."""
         batch = next(batch_iter)
         unwrap_model(model).wants_entropy = tensordict_utils.get_non_tensor_data(
             batch, key="calculate_entropy", default=False

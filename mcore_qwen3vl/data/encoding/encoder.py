@@ -111,7 +111,7 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, EncodedSample, Batch, Batch]):
         return self._batch(self._batcher.pad, samples)
 
     def _batch(self, assemble: Callable[..., Batch], samples: list[EncodedSample]) -> Batch:
-        if not samples:  # the pixels of all of them were bad
+        if not samples:  # all samples had bad pixels
             raise SkipSample
         skipped, dropped = self.guard.take()
         return assemble(samples, skipped, dropped)

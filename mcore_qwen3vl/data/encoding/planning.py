@@ -137,7 +137,7 @@ class Planner:
             weights[(begins < end) & (ends > start)] = span.weight
 
         repeats = self._repeats(ids, measured)
-        bounds = np.concatenate([[0], np.cumsum(repeats)])  # (t + 1,) each token's place, repeated
+        bounds = np.concatenate([[0], np.cumsum(repeats)])  # (t + 1,) bounds of a token's repeats
         planned = []
         for item, place in zip(measured, replaced[0], strict=True):
             inside = self._bracketed(texts[0], *place["new_span"])

@@ -21,7 +21,7 @@ from mcore_qwen3vl.data.loading.stand_in import data_cache, make_stand_in, origi
 from mcore_qwen3vl.data.loading.tables import is_table
 from mcore_qwen3vl.errors import BadInput
 
-_PATIENCE = 3600.0  # seconds that other ranks wait for the one that indexes
+_PATIENCE = 3600.0  # seconds that other ranks wait for the rank that indexes
 _CRUDE = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
 
 

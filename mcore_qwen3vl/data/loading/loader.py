@@ -62,7 +62,7 @@ def load_processor(checkpoint: str | Path) -> Any:
         ) from error
     videos = processor.video_processor
     if getattr(videos, "cap_pixels_per_frame", False) is None:
-        # Frames are as large as the budgets allow; later versions of transformers may cap them.
+        # Frames may be as large as the budgets allow, even if a later transformers would cap them.
         videos.cap_pixels_per_frame = False
     return processor
 

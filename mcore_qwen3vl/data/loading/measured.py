@@ -35,7 +35,7 @@ from mcore_qwen3vl.runtime.lifetime import end_with_parent
 
 log = logging.getLogger(__name__)
 
-_CHUNK, _CHUNKS = 64, 10_000  # fewest samples measured in one go, unless there are too many chunks
+_CHUNK, _CHUNKS = 64, 10_000  # fewest samples in a chunk that a process measures; most chunks
 PATIENCE = 6 * 3600.0
 """Seconds that other ranks wait for the rank that measures."""
 

@@ -21,6 +21,6 @@ class Source:
     media_root: Path | None = None
     """Folder that relative paths of media start from; None: the data's own folder."""
     limits: MediaLimits = field(default_factory=MediaLimits)
-    """Budgets that replace the run's budgets for this data set."""
+    """Budgets of this data set; those that are set replace the run's."""
     max_samples: int | None = None
     """Number of samples to read, from the first; None: all."""

@@ -18,7 +18,7 @@ from mcore_qwen3vl.runtime.cache import cache_folder
 
 _ORIGIN = "origin"  # name of the file, beside a stand-in, that holds the path of the data
 _SUFFIXES = (".tar", ".parquet", ".arrow")
-_NAMES = ("state.json", "dataset_dict.json")  # of Hugging Face datasets on disk
+_NAMES = ("state.json", "dataset_dict.json")  # files of Hugging Face datasets on disk
 
 
 def fingerprint(path: Path) -> str:

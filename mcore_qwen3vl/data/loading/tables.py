@@ -39,7 +39,7 @@ class RowGroup:
     """Consecutive rows that are best read together."""
 
     file: Path
-    number: int | None  # in a Parquet file; None: all of an Arrow file
+    number: int | None  # its number in a Parquet file; None: the whole of an Arrow file
     rows: int
     first: int  # number of its first row in the file
     bytes: int = 0  # size of all its rows, decoded; 0 if the file is memory-mapped
@@ -196,7 +196,10 @@ def _listed(file: Path, key: str) -> list[Any]:
 
 
 def _split_named(file: Path) -> str | None:
-    """Return the split that a path names as on the hub: ``train-00000-of-00004``, ``val/0``."""
+    """Return the split that a file's path names, as on the hub.
+
+    Such paths are ``train-00000-of-00004.parquet`` and ``validation/0.parquet``.
+    """
     words = re.split(r"[^a-z]+", str(file).lower())
     return next((s for s, names in _SPLITS.items() if any(n in words for n in names)), None)
 

@@ -1,1 +1,1 @@
-"""From what a file holds to a conversation: records, media, chat template, bad samples."""
+"""From a record in a file to a conversation: formats, media, chat template, bad samples."""

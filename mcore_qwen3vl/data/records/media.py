@@ -31,7 +31,7 @@ _FORMATS = (
 )  # fmt: skip
 _DEEP = ("I", "I;16", "I;16B", "I;16L", "I;16N", "F")  # PIL's modes with more than 8 bits
 _MOST_16_BITS = 2**16 - 1
-_ANIMATIONS = ("GIF", "PNG", "WEBP")  # several pictures in other formats are parts of one
+_ANIMATIONS = ("GIF", "PNG", "WEBP")  # in other formats, several pictures are parts of one
 _SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that swap height and width
 # Length tells bare base64 from a path: shorter text is no image, and longer text is no path.
 _SHORTEST_BASE64 = 64

@@ -20,7 +20,7 @@ _ROLES = {
     "messages": {
         "system": "system", "developer": "system", "user": "user", "assistant": "assistant",
         "tool": "tool", "function": "tool",
-        # ms-swift's
+        # names of ms-swift
         "tool_call": _CALL, "tool_response": "tool",
     },
     "conversations": {

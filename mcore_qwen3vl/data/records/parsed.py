@@ -18,8 +18,8 @@ class Conversation:
     media: list[Media]
     weights: list[float]  # one a message; 0 for all but assistant turns
     tools: list[Any] | None = None
-    format: str = field(default="", compare=False)  # that the record was in
-    unread: tuple[str, ...] = field(default=(), compare=False)  # keys of the record
+    format: str = field(default="", compare=False)  # format of the record
+    unread: tuple[str, ...] = field(default=(), compare=False)  # keys that were not read
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Document:
 
     parts: list[str | Media]
     weight: float = 1.0
-    format: str = field(default="", compare=False)  # that the record was in
-    unread: tuple[str, ...] = field(default=(), compare=False)  # keys of the record
+    format: str = field(default="", compare=False)  # format of the record
+    unread: tuple[str, ...] = field(default=(), compare=False)  # keys that were not read
 
     @property
     def media(self) -> list[Media]:

@@ -24,7 +24,7 @@ from mcore_qwen3vl.data.records.reading import Reading
 SIDES = ("chosen", "rejected")
 PREFERENCE = "preference"
 """The name of the format."""
-_OTHERWISE = ("rejected_response", "rejected_messages", "rejected_images")  # ms-swift's
+_OTHERWISE = ("rejected_response", "rejected_messages", "rejected_images")  # ms-swift's keys
 
 
 @dataclass(frozen=True)

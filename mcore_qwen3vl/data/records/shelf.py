@@ -67,7 +67,7 @@ class Shelf:
 
 
 def media_list(record: Mapping[str, Any], kind: str) -> list[Any]:
-    """Return as a list what a record gives under ``images`` or ``image`` (or likewise videos)."""
+    """Return, as a list, the values of ``images`` or ``image`` (or of ``videos`` or ``video``)."""
     many, one = record.get(f"{kind}s"), record.get(kind)
     if many is not None and one is not None:
         raise BadSample(f"both {kind} and {kind}s are given; keep one of them.")

@@ -135,7 +135,7 @@ def _decode_at(
     to_rgb = _ToRgb()
     frames: dict[int, np.ndarray] = {}
     decoded: Iterator[Any] = iter(())
-    last = None  # time of the frame decoded last
+    last = None  # time of the last decoded frame
     for index, time in wanted.items():
         place = bisect_right(keys, time) - 1
         if place < 0:
