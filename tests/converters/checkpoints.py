@@ -1,4 +1,4 @@
-"""The checkpoints that the converter is tested on, and ways to look at one without its code."""
+"""The checkpoints that the converter is tested on, and ways to inspect one without its code."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def load(path: Path) -> dict[str, Tensor]:
-    """Every tensor of an HF checkpoint."""
+    """Load every tensor of an HF checkpoint."""
     files = sorted(path.glob("*.safetensors"))
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def turned(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same with the fused experts' last two axes swapped: published to v5, or back."""
+    """Swap the last two axes of fused experts: from published to v5, or back."""
     return {
         name: t.transpose(1, 2) if t.ndim == 3 and "experts" in name else t
         for name, t in tensors.items()
@@ -77,7 +77,7 @@ def assert_same_tensors(a: Path, b: Path) -> None:
 
 
 def assert_same_files(a: Path, b: Path) -> None:
-    """The files that are not weights, by content."""
+    """Check that all files but weights have the same content."""
 
     def files(path: Path) -> dict[str, bytes]:
         found = (f for f in path.rglob("*") if f.is_file() and "safetensors" not in f.name)
@@ -87,13 +87,13 @@ def assert_same_files(a: Path, b: Path) -> None:
 
 
 def tree_digests(path: Path) -> dict[str, str]:
-    """SHA-256 of every file below `path`."""
+    """Return the SHA-256 of every file below `path`."""
     files = (file for file in sorted(path.rglob("*")) if file.is_file())
     return {str(f.relative_to(path)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
 
 
 def edit_config(path: Path, **changes: Any) -> None:
-    """Change fields of ``config.json``: ``section__field=value``; None removes one."""
+    """Change fields of ``config.json``, given as ``section__field=value``; None removes one."""
     file = path / "config.json"
     config = json.loads(file.read_text())
     for name, value in changes.items():
@@ -107,6 +107,6 @@ def edit_config(path: Path, **changes: Any) -> None:
 
 
 def cut(path: Path, keep: int) -> None:
-    """Leave only the first `keep` bytes."""
+    """Keep only the first `keep` bytes."""
     data = path.read_bytes()
     path.write_bytes(data[:keep])

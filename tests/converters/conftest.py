@@ -15,13 +15,13 @@ from tests.converters.checkpoints import CASES
 
 @pytest.fixture(autouse=True)
 def _no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test cuts the power, and on a busy disk waiting for it takes most of the time."""
+    """Disable fsync: no test cuts the power, and on a busy disk it takes most of the time."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """``tiny(case)`` is the checkpoint directory of a case of `CASES`; read-only."""
+    """Return a function that gives the read-only checkpoint directory of a case in `CASES`."""
     written: dict[str, Path] = {}
 
     def get(case: str) -> Path:
@@ -35,7 +35,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="session")
 def mcore_dense(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An mcore checkpoint of the case ``dense``; read-only."""
+    """Return an mcore checkpoint of the case ``dense``; read-only."""
     path = tmp_path_factory.mktemp("errors") / "mcore"
     hf_to_mcore(tiny("dense"), path)
     return path

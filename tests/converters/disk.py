@@ -1,4 +1,4 @@
-"""A disk that forgets: what was not synced when it must have been is noticed."""
+"""A simulated disk that notices what was not synced when it had to be."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ import pytest
 
 
 class NotDurable(Exception):
-    """Something is published, or noted as done, that a power cut could take away."""
+    """Something that a power cut could remove was published or noted as done."""
 
 
 class Disk:
-    """Watches syncs and renames while a checkpoint is written to `target`.
+    """A watch on syncs and renames while a checkpoint is written to `target`.
 
-    What is durable of a file is its content when it was last synced; of a folder, the names in it.
-    Whenever the journal is synced all files of the tree must be durable, and when the tree is
-    renamed to `target` its folders and the journal too.
+    A sync makes a file's content durable, or the names in a folder.
+    Whenever the journal is synced, all files of the tree must be durable. When the tree is
+    renamed to `target`, its folders and the journal must be durable too.
 
     Attributes:
-        syncs: how often each function synced.
+        syncs: the number of syncs by each function.
         published: whether `target` appeared by a rename.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, target: Path, ignored: str = "") -> None:
-        """`ignored`: a function whose syncs shall have no effect."""
+        """Start to watch; syncs by the function named `ignored` have no effect."""
         self.syncs: Counter[str] = Counter()
         self.published = False
         self._target, self._ignored = target, ignored
@@ -39,7 +39,7 @@ class Disk:
         patch.setattr(Path, "rename", lambda path, new: self._renamed(path, new))
 
     def finish(self) -> None:
-        """Check what must hold after all."""
+        """Check that `target` was published and its name is durable."""
         if not self.published:
             raise NotDurable(f"{self._target} did not appear by a rename")
         if self._target.name not in self._durable.get(self._target.parent, ()):

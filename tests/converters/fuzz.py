@@ -1,7 +1,7 @@
-"""Damage to files that no reader may take for sound, made by seed, and a place to try it out.
+"""Seeded damage to files that no reader may take for sound, and a process to try it in.
 
-`trial` runs cases in a child process with little memory to spare, so that a crash, a hang or an
-allocation out of proportion is a finding like any other.
+`trial` runs cases in a child process with limited memory, so that a crash, a hang or an oversized
+allocation is reported like any other defect.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any
 from mcore_qwen3vl.errors import BadInput
 
 SECONDS = 20
-"""One case takes milliseconds; longer than this is a hang."""
+"""Time after which a case is a hang; one normally takes milliseconds."""
 
 MEGABYTES = 300
-"""Tiny checkpoints need a few; so much more is an allocation that a file's numbers caused."""
+"""Growth of memory that counts as a defect; tiny checkpoints need a few MB."""
 
 Mutation = Callable[[random.Random, bytes], bytes]
 
@@ -34,7 +34,7 @@ NASTY: list[Any] = [
     *("", "x", "0", "../x", "/etc/passwd", "..", ".", "a\\b", "a\0b", "\ud800", "9" * 5000),
     *([], {}, [[]], [1, 2, 3], [-1], ["x"], {"x": 1}, [[1] * 50] * 50, [2**40] * 3),
 ]
-"""What a number, a name or a list may turn into."""
+"""Values that may replace a number, a name or a list."""
 
 
 class Hang(BaseException):
@@ -43,7 +43,7 @@ class Hang(BaseException):
 
 @dataclasses.dataclass
 class Tally:
-    """What became of the cases: refused, or a result equal to what it should be, or a defect."""
+    """The outcomes of the cases: refusals, results as they should be, and defects."""
 
     refused: int = 0
     equal: int = 0
@@ -52,7 +52,7 @@ class Tally:
 
 @dataclasses.dataclass(frozen=True)
 class Damage:
-    """One file to spoil and how."""
+    """One file to spoil, and how."""
 
     file: Path
     mutate: Mutation
@@ -64,10 +64,10 @@ def trial(
     """Spoil one file at a time, call `attempt`, put the file back.
 
     Args:
-        damages: what may be spoiled; each case picks one.
-        attempt: uses the readers. Returns None when the result is right, or what is wrong with it.
-        count, seed: cases, and where they come from.
-        scratch: where the child leaves its notes.
+        damages: the choices of damage, of which each case picks one.
+        attempt: a call of the readers. Returns None if the result is right, else what is wrong.
+        count, seed: the number of cases, and the seed of their randomness.
+        scratch: the folder for the child's notes.
     """
     notes = scratch / "fuzz.json"
 
@@ -134,7 +134,10 @@ def _limit_memory() -> None:
 
 
 def bytes_outside(protected: list[tuple[int, int]]) -> Mutation:
-    """Change, insert, remove or repeat bytes; those in `protected` (start, stop) keep theirs."""
+    """Return a mutation by changed, inserted, removed or repeated bytes outside `protected`.
+
+    `protected` lists ranges (start, stop) whose bytes stay where they are.
+    """
 
     def mutate(rng: random.Random, data: bytes) -> bytes:
         gaps = list(_gaps(protected, len(data)))
@@ -217,7 +220,7 @@ def _spoil_node(rng: random.Random, document: Any) -> Any:
 
 
 def _places(node: Any) -> Iterator[tuple[Any, Any]]:
-    """Everything in a document, as the container and the key that lead to it."""
+    """Yield everything in a document, as its container and its key there."""
     keys = list(node) if isinstance(node, dict) else range(len(node))
     for key in keys:
         yield node, key

@@ -8,7 +8,7 @@ from tests.model.reference import Reference, load
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Reference]:
-    """A tiny HF model, written, loaded and kept once for each set of options."""
+    """Return a function that gives a tiny HF model, written and loaded once a set of options."""
     known: dict[str, Reference] = {}
 
     def get(**options: object) -> Reference:

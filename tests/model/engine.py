@@ -1,4 +1,4 @@
-"""One training step of a layout with Megatron's schedules and DDP, compared with Hugging Face."""
+"""One training step under a layout, by Megatron's schedules and DDP, compared with HF."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ References = Callable[..., Reference]
 
 @dataclass
 class Case:
-    """What to run. Every DP rank gets its own micro-batches."""
+    """What to run; every DP rank has its own micro-batches."""
 
     layout: Layout
     reference: Reference
@@ -54,7 +54,7 @@ class Errors:
 
 
 def run(case: Case, timeout: float = 40.0) -> Errors:
-    """The worst of all ranks; every parameter of every rank is compared."""
+    """Return the worst errors of all ranks; every parameter of every rank is compared."""
     case.layout.validate(case.reference.architecture)
     ranks: list[Errors] = run_layout(step, case.layout.world_size, case, timeout=timeout)
     worst = max(ranks, key=lambda r: r.gradient)
@@ -108,11 +108,11 @@ def wrap(case: Case, chunks: Sequence[Qwen3VLModel]) -> list[DistributedDataPara
 
 
 def step(case: Case) -> Errors:
-    """Forward and backward of all micro-batches on this rank, and the comparison."""
+    """Run forward and backward of all micro-batches on this rank, and compare the results."""
     chunks = build(case)
     model = wrap(case, chunks)
     if case.ddp.get("overlap_grad_reduce"):
-        train_step(case, model)  # DDP counts gradients in its first batch, and overlaps after it
+        train_step(case, model)  # DDP counts gradients in the first batch and overlaps from then on
         for ddp in model:
             ddp.zero_grad_buffer()
     logits, losses = train_step(case, model)
@@ -137,7 +137,7 @@ def step(case: Case) -> Errors:
 def train_step(
     case: Case, model: list[DistributedDataParallel]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Logits and losses of the micro-batches; on the last stage only."""
+    """Return logits and losses of the micro-batches; both are empty before the last stage."""
     mine = case.batches[ps.get_data_parallel_rank()]
     logits: list[Tensor] = []
     losses: list[Tensor] = []
@@ -162,7 +162,7 @@ def train_step(
             held = chunk.module.local_tokens(b.input_ids.shape[1], b.packed_seq_params)
             loss = (per_token * b.loss_mask[:, held]).sum() / case.expected.tokens
             losses.append(loss.detach().clone())
-            # The schedule divides by the micro-batches, DDP by the DP ranks.
+            # The schedule divides by the number of micro-batches, and DDP by that of DP ranks.
             return loss * len(mine) * case.layout.dp, {}
 
         return output, loss_func

@@ -1,4 +1,4 @@
-"""Hugging Face's logits, loss and gradients of samples, one at a time and without padding."""
+"""Hugging Face's logits, loss and gradients, from one unpadded sample at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.model.samples import Sample
 
 @dataclass
 class Expected:
-    """Of some samples; the loss is the masked sum over tokens, over the number of such tokens."""
+    """Results for some samples; the loss is the mean over the tokens that the loss mask keeps."""
 
     logits: list[Tensor]  # of each sample (S, V)
     tokens: float

@@ -1,4 +1,4 @@
-"""Samples and the ways to batch them. Labels, positions and masks are random on purpose."""
+"""Samples and ways to batch them. Labels, positions and masks are random on purpose."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Media = tuple[str, int, int, int]  # image | video, frames, rows, columns
 
 @dataclass
 class Sample:
-    """One unpadded sample, as Hugging Face takes it."""
+    """One unpadded sample in Hugging Face's form."""
 
     input_ids: Tensor  # (1, S)
     position_ids: Tensor  # (3, 1, S), growing by 0 to 3 on each axis independently
@@ -38,7 +38,7 @@ class MicroBatch:
     attention_mask: Tensor | None  # (B, S)
     visual: VisualInputs | None
     packed_seq_params: PackedSeqParams | None
-    place: list[tuple[int, slice]]  # of each sample: its row and its columns
+    place: list[tuple[int, slice]]  # row and columns of each sample
 
 
 def sample(a: Architecture, length: int, media: Sequence[Media] = (), seed: int = 0) -> Sample:
@@ -76,7 +76,7 @@ def sample(a: Architecture, length: int, media: Sequence[Media] = (), seed: int 
 def padded(
     a: Architecture, samples: Sequence[Sample], length: int, left: bool = False
 ) -> MicroBatch:
-    """A row for each sample, padded to `length`."""
+    """Put each sample in a row of its own, padded to `length`."""
     place = []
     for row, s in enumerate(samples):
         n = s.input_ids.shape[1]
@@ -99,7 +99,7 @@ def padded(
 def packed(
     a: Architecture, samples: Sequence[Sample], multiple: int = 1, tail: int = 0
 ) -> MicroBatch:
-    """One row; each sample padded to `multiple`, then `tail` padding tokens."""
+    """Put all samples in one row, each padded to `multiple`, with `tail` padding tokens last."""
     place, bounds, at = [], [0], 0
     for s in samples:
         n = s.input_ids.shape[1]

@@ -1,8 +1,8 @@
-"""Logits, loss and every gradient equal Hugging Face's, by an oracle that shares no code with ours.
+"""Logits, loss and all gradients equal Hugging Face's, by a check that shares no code with ours.
 
-``verify/parity`` compares every layout and batch. Here its own tools are held to account: weights
-are cut by hand-written rules instead of the conversion table, and positions, labels and loss masks
-are random, so that nothing holds by chance. Each gradient rule of the design has a case.
+``verify/parity`` compares every layout and batch. These tests check its own tools: weights are
+cut by hand-written rules instead of the conversion table, and positions, labels and loss masks are
+random, so that nothing holds by chance. Each gradient rule of the design has a case.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Batches = tuple[list[Sample], list[list[MicroBatch]]]
 
 
 def samples(reference: Reference, *lengths: int) -> list[Sample]:
-    """Images, text, a video, both, and so on."""
+    """Make samples with images, text alone, a video, both, and so on in turn."""
     media = [IMAGES, [], VIDEO, BOTH]
     return [
         sample(reference.architecture, n, media[i % 4], seed=20 + i) for i, n in enumerate(lengths)
@@ -36,34 +36,34 @@ def samples(reference: Reference, *lengths: int) -> list[Sample]:
 
 
 def even(reference: Reference, dp: int) -> Batches:
-    """Two micro-batches a rank, of two samples of one length each."""
+    """Make two micro-batches a rank, each of two samples of one length."""
     made = samples(reference, *[32] * 4 * dp)
     pairs = [padded(reference.architecture, made[i : i + 2], 32) for i in range(0, len(made), 2)]
     return made, [pairs[2 * rank : 2 * rank + 2] for rank in range(dp)]
 
 
 def left(reference: Reference, dp: int) -> Batches:
-    """Two micro-batches of two samples, padded on the left."""
+    """Make two micro-batches of two samples, padded on the left."""
     made = samples(reference, 29, 19, 32, 23)
     return made, [[padded(reference.architecture, made[i : i + 2], 32, left=True) for i in (0, 2)]]
 
 
 def tail(reference: Reference, dp: int) -> Batches:
-    """Packs whose samples are padded as CP asks, and whose tail is padding."""
+    """Make packs whose samples are padded as CP requires and whose tail is padding."""
     made = samples(reference, 29, 13, 24, 29)
     a = reference.architecture
     return made, [[packed(a, made[:3], 8, tail=16), packed(a, made[3:], 8, tail=56)]]
 
 
 def ragged(reference: Reference, dp: int) -> Batches:
-    """Micro-batches of different lengths."""
+    """Make micro-batches of different lengths."""
     made = samples(reference, 28, 28, 40, 40, 32, 32, 36, 36)
     pairs = [made[i : i + 2] for i in (0, 2, 4, 6)]
     return made, [[padded(reference.architecture, p, p[0].input_ids.shape[1]) for p in pairs]]
 
 
 def text_beside_images(reference: Reference, dp: int) -> Batches:
-    """One rank has images alone, the other text alone."""
+    """Give one rank samples with images or a video, and the other text alone."""
     a = reference.architecture
     ranks = [
         [sample(a, 32, IMAGES, seed=1), sample(a, 32, VIDEO, seed=2)],

@@ -1,4 +1,4 @@
-"""What cannot work is refused before any forward, with the numbers and the remedy."""
+"""Options and inputs that cannot work are refused before any forward, with the remedy."""
 
 from __future__ import annotations
 

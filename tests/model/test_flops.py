@@ -1,4 +1,4 @@
-"""FLOPs: those of the formulas against those that torch counts."""
+"""The FLOP formulas give what torch counts."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def test_flops_are_those_that_torch_counts(is_moe: bool, dense: Path, moe: Path)
     vision = next(name for name in measured if name.endswith(".visual"))
     squares = float(frames.double().square().sum())
     assert of(vision) * 3 == pytest.approx(flops.vision(a, patches, squares), rel=0.01)
-    # Eager attention computes the full square, of which the causal half is counted; and HF's
-    # rotary tables are matrix products too, small ones.
+    # Eager attention computes the full square, so the formula is given twice the causal half.
+    # HF's rotary tables are small matrix products, too.
     language = of("Global") - of(vision)
     assert language * 3 == pytest.approx(flops.language(a, tokens, 2 * tokens**2), rel=0.01)
 

@@ -1,4 +1,4 @@
-"""What is frozen, under a pipeline too, and which choices are refused."""
+"""Which parameters are frozen, also under a pipeline, and which choices are refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_every_parameter_has_its_part(name: str, part: str) -> None:
 def frozen_and_trained(
     frozen: list[str], trainable: list[str], layout: Layout
 ) -> tuple[list[str], list[str]]:
-    """Names on this rank, of the whole model's numbering."""
+    """Return the names frozen and trained on this rank, in the whole model's numbering."""
     initialize(layout)
     model = Qwen3VLModel.from_hf_config(
         DENSE,
@@ -56,7 +56,7 @@ def frozen_and_trained(
 
 
 def stages(frozen: list[str], trainable: list[str]) -> list[tuple[list[str], list[str]]]:
-    """:func:`frozen_and_trained` on each of two pipeline stages."""
+    """Run :func:`frozen_and_trained` on each of two pipeline stages."""
     return run_layout(frozen_and_trained, 2, frozen, trainable, Layout(pp=2))
 
 

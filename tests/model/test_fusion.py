@@ -42,7 +42,7 @@ def test_equals_masked_scatter_and_masked_add(ranks):
 
 
 def test_images_and_videos_in_one_sample_keep_their_own_order():
-    """Features come images first; their placeholders may alternate with a video's."""
+    """Features of images come first, though their placeholders may alternate with a video's."""
     token_index = torch.tensor([2, 7, 4])  # two images' placeholders around a video's
     plan = plan_fusion(token_index, torch.arange(8), seq_len=8, batch_size=1)
     features = torch.tensor([[1.0], [2.0], [9.0]])
@@ -52,7 +52,7 @@ def test_images_and_videos_in_one_sample_keep_their_own_order():
 
 @pytest.mark.parametrize("token_index", [None, torch.tensor([1, 2])])
 def test_features_without_a_local_row_still_get_a_gradient(token_index):
-    """Else the vision tower's backward, with its collectives, would not run on this rank."""
+    """Without it the vision tower's backward, with its collectives, would not run on this rank."""
     plan = plan_fusion(token_index, torch.arange(8, 16), seq_len=S, batch_size=1)
     features = torch.randn(0 if token_index is None else 2, H, requires_grad=True)
     layer = torch.randn_like(features).requires_grad_()

@@ -1,4 +1,4 @@
-"""Host-side preparation of images and videos, and the refusal of what does not fit."""
+"""Images and videos are prepared on the host, and inconsistent inputs are refused."""
 
 from __future__ import annotations
 

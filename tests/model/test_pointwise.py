@@ -1,4 +1,4 @@
-"""Functions that are compiled once that is asked for, and give the same."""
+"""Pointwise functions are compiled only when asked for, and give the same results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_as_it_is_written_unless_asked_for() -> None:
 
 
 def _results() -> list[Tensor]:
-    """Rotary embedding of several shapes, and log-probabilities in chunks, with gradients."""
+    """Compute rotary embeddings and log-probabilities in chunks, with gradients."""
     torch.manual_seed(2)
     found = []
     for tokens, batch, of_tables, dtype in ((7, 2, 2, torch.float32), (9, 1, 1, torch.bfloat16)):
@@ -110,11 +110,11 @@ PROGRAM = """
 
 @pytest.mark.slow
 def test_they_are_fewer_kernels_on_the_device() -> None:
-    """Triton's, compiled for a GPU that is not there."""
+    """Triton compiles the kernels for a pretended GPU."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(PROGRAM)], capture_output=True, text=True, check=True
     )
     written, compiled = json.loads(done.stdout.splitlines()[-1])
-    # Two of either way of the rotation, and three, at least, of each of 4 chunks.
+    # The rotation saves two in each direction, and each of 4 chunks saves at least three.
     assert written["launches"] - compiled["launches"] >= 2 * 2 + 4 * 3
     assert (compiled["waits"], compiled["unknown_calls"]) == (0, 0)

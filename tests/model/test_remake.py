@@ -1,4 +1,4 @@
-"""Decoder layers that make cheap tensors again: the same bits out of less memory."""
+"""Decoder layers that recompute cheap tensors give the same bits in less memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ IMAGE = [("image", 1, 4, 6)]
 
 
 def _step(case: Case) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Every gradient of this rank, and how many outputs of each kind the forward left behind."""
+    """Return every gradient of this rank, and how many outputs of each kind the forward kept."""
     (chunk,) = build(case)
     made: list[tuple[str, StorageWeakRef]] = []
     kept: dict[str, int] = {}
@@ -40,7 +40,7 @@ def _step(case: Case) -> tuple[dict[str, Tensor], dict[str, int]]:
         made.append((name, StorageWeakRef(output.untyped_storage())))
 
     def count(*_: Any) -> None:
-        # A thread of gloo's lets go of what it has sent only after the collective has returned.
+        # One of gloo's threads frees what it has sent only after the collective has returned.
         deadline = time.monotonic() + (0 if case.overrides.get("keep_activations") else 10)
         while time.monotonic() < deadline and not all(s.expired() for _, s in made):
             time.sleep(0.001)
@@ -86,15 +86,15 @@ def test_the_same_bits_out_of_less_memory(
 
 
 class _Offloading(saved_tensors_hooks):
-    """In place of Transformer Engine's."""
+    """A stand-in for Transformer Engine's offloading context."""
 
-    inside_context = False  # weights are asked whether they are to stay
+    inside_context = False  # read for weights, to know whether they stay on the GPU
 
 
 def _offloaded_step(case: Case) -> tuple[dict[str, Tensor], int]:
-    """Every gradient, and how many tensors Megatron's offloading took.
+    """Return every gradient, and how many tensors Megatron's offloading took.
 
-    Here it takes the CPU's, and keeps copies of them where it would send them to the host.
+    Here it takes tensors of the CPU and keeps copies, where it would send them to the host.
     """
     taken: list[Tensor] = []
 
@@ -133,15 +133,15 @@ def _offloaded_step(case: Case) -> tuple[dict[str, Tensor], int]:
     ids=["of layers", "fine-grained"],
 )
 def test_offloading_takes_what_is_kept(reference: References, flags: dict[str, Any]) -> None:
-    """Of hooks within hooks the innermost alone are shown a tensor."""
+    """Nested saved-tensor hooks show a tensor to the innermost alone, so ours must pass it on."""
     hf = reference()
     a = hf.architecture
     batch = packed(a, [sample(a, 24, IMAGE), sample(a, 16)], 4)
     plain = Case(Layout(), hf, [[batch]], Expected([], 40.0, 0.0, {}))
     ((expected, _),) = run_layout(_step, 1, plain)
     ((gradients, taken),) = run_layout(_offloaded_step, 1, replace(plain, overrides=flags))
-    assert taken >= 4 * len(a.moe_layers)  # several of each layer
-    for name, of_all in expected.items():  # copies have other strides, so sums another order
+    assert taken >= 4 * len(a.moe_layers)  # at least four tensors a layer
+    for name, of_all in expected.items():  # copies have other strides, so sums are reordered
         assert (gradients[name] - of_all).abs().max() <= TOLERANCE * of_all.abs().max(), name
 
 
@@ -159,9 +159,9 @@ def test_what_is_kept_by_several_is_made_for_each() -> None:
 
 @pytest.mark.parametrize("emptied", [False, True])
 def test_a_tensor_at_the_address_of_one_that_is_gone_is_its_own(emptied: bool) -> None:
-    """The allocator gives the same memory out again within a layer.
+    """The allocator may reuse the same memory within a layer.
 
-    Transformer Engine empties the input of a weight that is frozen.
+    Transformer Engine empties the input of a frozen weight.
     """
     x = torch.randn(64, 64, requires_grad=True)
     with remaking():
@@ -177,7 +177,7 @@ def test_a_tensor_at_the_address_of_one_that_is_gone_is_its_own(emptied: bool) -
 
 
 def test_an_empty_output_is_taken_for_no_other() -> None:
-    """All empty tensors have the address 0: those of an expert rank to which no token came."""
+    """All empty tensors have address 0, for example on an expert rank that received no token."""
     weight, rows = torch.randn(3, 4, requires_grad=True), torch.empty(0, dtype=torch.int64)
     with remaking():
         remember(torch.empty(0, 4), lambda: torch.empty(0, 4))

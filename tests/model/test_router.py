@@ -1,4 +1,4 @@
-"""Padding counts in no loss of the router; what these losses are: ``verify/parity``."""
+"""Padding counts in no loss of the router; ``verify/parity`` checks the losses themselves."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def gradients(
 
 @pytest.mark.parametrize(
     ("layout", "losses"),
-    # Megatron's z-loss is the mean over ranks of each rank's mean, so that where SP or CP cut
-    # tokens and padding unevenly it weighs tokens unevenly, whoever the model is.
+    # Megatron's z-loss is the mean over ranks of each rank's mean. Where SP or CP divide tokens
+    # and padding unevenly, it therefore weighs tokens unevenly, in any model.
     [
         ("single", AUX | Z),
         pytest.param("tp2xep2+sp", AUX, marks=pytest.mark.slow),

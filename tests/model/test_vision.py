@@ -1,4 +1,4 @@
-"""The tower on one rank: Hugging Face's numbers and names, the dummy pass, no host sync."""
+"""The tower on one rank has Hugging Face's numbers and names, and needs no host sync."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def tower(dtype: torch.dtype = DTYPE, **options: bool) -> VisionTower:
 def test_equals_hugging_face(hf_class, hf_config):
     visual = MIXED.visual()
     hf = hf_class(hf_config(**asdict(ARCHITECTURE.vision))).to(DTYPE)
-    hf.rotary_pos_emb.float()  # as it always is with from_pretrained; older ones follow the cast
+    hf.rotary_pos_emb.float()  # from_pretrained keeps it so; in older versions `to` casts it
     hf.load_state_dict(vision_weights())
     with exact_rotary(hf_class):
         expected = hf(visual.pixel_values, visual.grid_thw)
@@ -58,7 +58,7 @@ def test_equals_hugging_face(hf_class, hf_config):
 
 
 def as_bytes(visual: VisualInputs) -> VisualInputs:
-    """Other pixels of the same shape, not normalised yet."""
+    """Return other pixels of the same shape, as bytes that are not normalised yet."""
     generator = torch.Generator().manual_seed(6)
     shape = visual.pixel_values.shape
     scale = PixelScale(*(torch.rand(shape[1], generator=generator) * 60 + low for low in (100, 30)))
@@ -165,7 +165,7 @@ def test_the_guard_sees_a_sync(sync):
 )
 @pytest.mark.parametrize("recompute", [False, True])
 def test_forward_and_backward_read_nothing_from_the_device(visual, batch_size, recompute):
-    """The device is ``meta``, which has no numbers to read: any read, tagged or not, fails."""
+    """On the ``meta`` device, which has no numbers, any read fails, tagged or not."""
     model = tower(recompute=recompute).to("meta")
     token_index = None if visual is None else visual.token_index
     visual = None if visual is None else visual.to("meta")

@@ -1,4 +1,4 @@
-"""The tower's features and gradients on TP, SP, CP and DP ranks equal Hugging Face's on one."""
+"""The tower's features and gradients on TP, SP, CP and DP ranks equal HF's on one rank."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.model.vision_toy import (
 )
 from tests.turns import slow_except
 
-# In double precision; what remains is that HF rotates queries and keys in float32.
+# For double precision; the remaining error comes from HF, which rotates in float32.
 TOLERANCE = 1e-7
 LAYOUTS = ["tp2", "tp2+sp", "cp2", "tp2xcp2", "tp2xcp2+sp"]
 BATCHES = {
@@ -49,16 +49,16 @@ def gradients(
     overlap: bool = False,
     **tower_options: bool,
 ) -> dict[str, Tensor]:
-    """The tower's gradients after DDP and ``finalize_model_grads``; runs on every rank.
+    """Return the tower's gradients after DDP and ``finalize_model_grads``; runs on every rank.
 
-    Megatron averages over DP, and its schedules multiply the loss by CP; so does this.
+    Megatron averages over DP, and its schedules multiply the loss by CP, as does this function.
     """
     model = Toy(layout, **tower_options)
     for name, parameter in model.visual.named_parameters():
         parameter.requires_grad_(not freeze(name))
     ddp = DistributedDataParallel(
         model.config,
-        # Small buckets, so that several are in flight with overlap.
+        # With small buckets, several are in flight where they overlap.
         DistributedDataParallelConfig(overlap_grad_reduce=overlap, bucket_size=4000),
         model,
     )
@@ -91,7 +91,7 @@ def assert_equal_gradients(ours: dict[str, Tensor], expected: dict[str, Tensor])
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, tuple[list[Tensor], dict[str, Tensor]]]:
-    """Of each batch: features and DeepStack layers, and the tower's gradients."""
+    """Return for each batch: features with DeepStack layers, and the tower's gradients."""
     reference, found = Reference(), {}
     for name, one in BATCHES.items():
         with torch.no_grad():
@@ -130,7 +130,7 @@ def test_features_and_gradients(layout, work_sharing, expected):
 @pytest.mark.parametrize("overlap", slow_except([False, True], True), ids=["", "overlap"])
 @pytest.mark.parametrize("layout", slow_except(["dp2", "tp2xdp2+sp"], "dp2"))
 def test_a_data_parallel_rank_without_images(layout, overlap):
-    """It neither hangs the reduction nor changes the gradients."""
+    """A rank without images neither hangs the reduction nor changes the gradients."""
     with_image, text = BATCHES["mixed, two samples"], batch([], [])
     expected = {name: g / 2 for name, g in reference_gradients(with_image, text).items()}
     for ours in run(layout, [with_image, text], overlap=overlap):

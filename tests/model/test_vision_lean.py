@@ -1,4 +1,4 @@
-"""Blocks that make cheap tensors again: the same bits out of less memory."""
+"""Vision blocks that recompute cheap tensors give the same bits in less memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def block() -> Any:
 
 
 def run(model: Any, x: Tensor) -> tuple[Tensor, list[Tensor], list[bool]]:
-    """Output, all gradients, and whether each norm's and activation's output is kept for them."""
+    """Return the output, all gradients, and whether each norm's and activation's output is kept."""
     made: list[StorageWeakRef] = []
     for name in ("norm1", "norm2", "mlp.act_fn"):
         model.get_submodule(name).register_forward_hook(

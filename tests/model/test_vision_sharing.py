@@ -1,4 +1,4 @@
-"""Who encodes what: balance, and the way back to the original order."""
+"""Frames are shared among ranks evenly, and features return to the original order."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MIX = [
 
 
 def grids(feature_pixels: int) -> torch.Tensor:
-    """(20, 3) grids of the mix with one feature for `feature_pixels` squared."""
+    """Return (20, 3) grids of the mix, with one feature for `feature_pixels` squared."""
     sides = torch.tensor(MIX).flip(1) // feature_pixels  # (20, 2) rows and columns of features
     return torch.cat([torch.ones(len(MIX), 1, dtype=torch.int64), 2 * sides.clamp(min=1)], 1)
 
@@ -42,14 +42,14 @@ def test_twenty_images_on_four_ranks():
     loads = [sum(share.frame_patches) for share in shares]
     assert sum(loads) == patches.sum()
     assert max(loads) <= 1.1 * patches.sum() / 4, loads
-    # Counting images instead, five a rank in order, would be far from even.
+    # Dividing by the number of images, five a rank in order, would be far from even.
     by_count = patches.reshape(4, 5).sum(1).max()
     assert by_count > 1.4 * patches.sum() / 4
 
 
 @pytest.mark.parametrize("work_sharing", [True, False], ids=["shared", "not-shared"])
 def test_patches_encoded_at_tp2xcp2(work_sharing):
-    """Counted where they are embedded, on running ranks; images at a quarter of their sides."""
+    """Patches are counted where ranks embed them; images have a quarter of their sides here."""
     grid = grids(128)
     total, n = int(grid.prod(1).sum()), int(grid.prod(1).sum()) // MERGE_UNIT
     visual = visual_inputs(
@@ -90,7 +90,7 @@ def test_random_mixes_stay_within_a_tenth(seed):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("frames", [[], [8], [4, 4, 24, 8], [16] * 6, [4, 40, 8, 8, 12, 4, 20]])
 def test_gathered_shares_restore_the_order(frames, ranks):
-    """Encode a patch as its own row number; the gather must give every feature in order."""
+    """With patches encoded as their own row numbers, the gather gives every feature in order."""
     lengths = torch.tensor(frames, dtype=torch.int64)
     shares = [share_frames(lengths, MERGE_UNIT, ranks, rank) for rank in range(ranks)]
     gathered = torch.full((ranks, shares[0].padded_features), -1)

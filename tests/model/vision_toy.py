@@ -1,7 +1,7 @@
-"""A model just large enough to carry every way in which visual features meet parallel ranks.
+"""A model just large enough for every way in which visual features meet parallel ranks.
 
 Its decoder layers are Megatron's own column- and row-parallel linears, so hidden states are
-replicated under TP, cut under SP and CP as in the real model. The reference beside it is plain
+replicated under TP and divided under SP and CP, as in the real model. The reference is plain
 PyTorch on Hugging Face's tower, and shares no code with it.
 """
 
@@ -40,7 +40,7 @@ DTYPE = torch.float64
 
 @contextmanager
 def exact_rotary(tower: type[nn.Module] = Qwen3VLVisionModel) -> Iterator[None]:
-    """HF's towers round queries and keys to float32, where HF's text model has the same without."""
+    """Make HF's tower rotate without rounding to float32, by HF's function for the text model."""
     modeling = sys.modules[tower.__module__]
     exact = partial(modeling.apply_rotary_pos_emb, unsqueeze_dim=-2)
     with mock.patch.object(modeling, "apply_rotary_pos_emb_vision", exact):
@@ -62,12 +62,12 @@ class Batch:
 
     @property
     def text_embeddings(self) -> Tensor:
-        """(B, SEQ, HIDDEN): fixed random vectors, as good as an embedding table here."""
+        """Fixed random vectors (B, SEQ, HIDDEN), which serve as an embedding table."""
         return _random(self.input_ids.shape[0], SEQ, HIDDEN, seed=3)
 
 
 def batch(*samples: list[tuple[str, int, int, int]]) -> Batch:
-    """A micro-batch of samples, each a list of (image | video, frames, rows, columns)."""
+    """Make a micro-batch; each sample is a list of (image | video, frames, rows, columns)."""
     token = {"image": ARCHITECTURE.image_token_id, "video": ARCHITECTURE.video_token_id}
     ids = torch.ones(len(samples), SEQ, dtype=torch.int64)
     grids: dict[str, list[list[int]]] = {"image": [], "video": []}
@@ -98,13 +98,13 @@ def _random(*shape: int, seed: int) -> Tensor:
 
 
 def loss_of(hidden: Tensor, positions: Tensor) -> Tensor:
-    """(s, B, HIDDEN) at `positions` -> a sum over tokens with a weight for each number."""
+    """Sum (s, B, HIDDEN) at `positions` over tokens, with a weight for each number."""
     weights = _random(SEQ, hidden.shape[1], HIDDEN, seed=4)[positions]
     return (torch.tanh(hidden) * weights).sum()
 
 
 def vision_weights() -> dict[str, Tensor]:
-    """HF's names; every tensor random, norms and biases too."""
+    """Return tensors by HF's names, all random, norms and biases too."""
     tower = Qwen3VLVisionModel(Qwen3VLVisionConfig(**asdict(ARCHITECTURE.vision)))
     return {
         name: _random(*tensor.shape, seed=100 + i) * 0.3
@@ -113,7 +113,7 @@ def vision_weights() -> dict[str, Tensor]:
 
 
 def linear_weights() -> list[tuple[Tensor, Tensor]]:
-    """Of each layer: (FFN, HIDDEN) and (HIDDEN, FFN)."""
+    """Return the two weights of each layer: (FFN, HIDDEN) and (HIDDEN, FFN)."""
     return [
         (_random(FFN, HIDDEN, seed=10 + i) * 0.2, _random(HIDDEN, FFN, seed=20 + i) * 0.2)
         for i in range(LAYERS)
@@ -165,7 +165,7 @@ class Toy(MegatronModule):
         )
 
     def forward(self, batch: Batch) -> Tensor:
-        """The part of the loss that this rank's tokens give."""
+        """Return the part of the loss that comes from this rank's tokens."""
         visual = batch.visual()
         features, deepstack_features = self.visual(visual)
         plan = plan_fusion(
@@ -184,7 +184,7 @@ class Toy(MegatronModule):
 
 
 class Reference(nn.Module):
-    """The same model on one rank, from Hugging Face's tower and boolean masks."""
+    """The same model on one rank, with Hugging Face's tower and boolean masks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ class Reference(nn.Module):
         self.visual.to(DTYPE).load_state_dict(vision_weights())
 
     def encode(self, batch: Batch) -> list[tuple[Tensor, list[Tensor]]]:
-        """(mask (B, SEQ), [features, one DeepStack layer after another]) for images and videos."""
+        """Return (mask (B, SEQ), [features, *DeepStack layers]) for images and for videos."""
         kinds = [
             (ARCHITECTURE.image_token_id, batch.pixel_values, batch.image_grid_thw),
             (ARCHITECTURE.video_token_id, batch.pixel_values_videos, batch.video_grid_thw),
@@ -221,7 +221,7 @@ class Reference(nn.Module):
 
 
 def reference_gradients(*batches: Batch) -> dict[str, Tensor]:
-    """Gradients of the tower for the sum of the losses."""
+    """Return the tower's gradients of the sum of the losses."""
     model = Reference()
     for one in batches:
         loss = model(one)
@@ -234,7 +234,7 @@ def reference_gradients(*batches: Batch) -> dict[str, Tensor]:
 
 
 def relative_errors(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """Largest difference of each tensor, relative to the largest value expected in it."""
+    """Return each tensor's largest difference, relative to the largest value expected in it."""
     assert ours.keys() == expected.keys()
     return {
         name: ((ours[name] - want).abs().max() / want.abs().max()).item()

@@ -1,4 +1,4 @@
-"""HF tensors as the parameters of one rank, written apart from the conversion table on purpose."""
+"""HF tensors as one rank's parameters, deliberately without the conversion table."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLAIN = {
 
 
 def local(model: Qwen3VLModel, name: str, hf: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The whole HF-made tensor behind parameter `name`, and this rank's part of it."""
+    """Return the whole tensor behind parameter `name`, built from HF's, and this rank's part."""
     whole = _whole(model, name, hf)
     if name.startswith("visual."):
         return whole, whole
@@ -71,7 +71,7 @@ def _of_expert_rank(name: str, whole: Tensor) -> Tensor:
 
 
 def _qkv(a: Architecture, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Group by group: its queries, its key, its value."""
+    """Interleave by group: its queries, its key, its value."""
     groups = a.num_key_value_heads
     parts = [x.unflatten(0, (groups, -1)) for x in (q, k, v)]
     return torch.cat(parts, dim=1).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""A rank that fails is one line on the terminal, and a traceback in its log."""
+"""A rank that fails gives one line on the terminal and a traceback in its log."""
 
 from __future__ import annotations
 

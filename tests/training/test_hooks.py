@@ -1,4 +1,4 @@
-"""What is woven into Megatron's loop besides our own steps."""
+"""Our changes to Megatron's loop besides our own steps: signals, statistics, NaN checks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_only_a_loss_scaler_asks_the_other_ranks_whether_a_step_was_taken() -> N
 def test_a_poisoned_step_is_not_saved(
     dense: Path, data: Path, tmp_path: Path, log_interval: str
 ) -> None:
-    """As the launch scripts run, without Megatron's check of every bucket."""
+    """It is not saved even without Megatron's check of every bucket, as the launch scripts run."""
     from mcore_qwen3vl.runtime.launch import RanksFailed
 
     job = Job(dense, data, steps=2, flags=("--lr", "1e30", "--no-check-for-nan-in-loss-and-grad"))
@@ -75,7 +75,7 @@ def test_batches_padded_to_their_longest_sample_cross_pipeline_stages(
     """Stages that transfer --seq-length tokens would fail or hang on a shorter batch."""
     flags = ("--pad-to-longest",)
     alone = train(Job(dense, data, steps=2, flags=flags), tmp_path / "alone")
-    # All DeepStack layers on the first stage: otherwise lengths vary anyhow.
+    # The first stage has all DeepStack layers; otherwise lengths vary in any case.
     split = (*flags, "--decoder-first-pipeline-num-layers", "3")
     staged = Job(dense, data, Layout.parse("pp2"), steps=2, flags=split)
     found = worst_difference(curve_of(train(staged, tmp_path / "pp2", timeout=60)), curve_of(alone))

@@ -1,4 +1,4 @@
-"""Numbers that a step does not wait for, and the check of the gradient norm on them."""
+"""Async host copies of numbers, and the check of the gradient norm that uses them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The estimate of memory: parameters counted on real ranks, the rest by hand."""
+"""The estimate of memory agrees with parameters on real ranks, and with sums by hand."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_recompute_and_parallelism_shrink_activations_as_they_should() -> None:
         ("pp4", 3, [1], 1),
         ("pp4xvpp2", 0, [0.5, 0.5], 5.5),
         ("pp4xvpp2", 3, [0.5, 0.5], 2.5),
-        # Its first virtual stage has gone through eight micro-batches before one comes back.
+        # The first virtual stage forwards eight micro-batches before the first backward.
         ("pp4xvpp2", 0, [1, 0], 8),
         ("pp4xvpp2", 0, [0, 1], 4),
     ],

@@ -1,4 +1,4 @@
-"""A rank with text alone beside a rank with images alone: no reduction waits for ever."""
+"""A rank with text alone and a rank with images alone train together; no reduction hangs."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ def test_text_beside_images_with_overlap(dense: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     log = train(job, tmp_path / "run", timeout=TIMEOUT)
     assert len(log) == STEPS
-    assert all(entry["patch imbalance"] == 2.0 for entry in log)  # one of the two had them all
+    assert all(entry["patch imbalance"] == 2.0 for entry in log)  # one of two ranks had them all
     assert log[-1]["lm loss"] < log[0]["lm loss"]
     assert all(entry["grad norm vision"] > 0 for entry in log)

@@ -1,4 +1,4 @@
-"""Pretraining on real WebDatasets, indexed on first use, with validation, by the real entry."""
+"""Pretraining runs on real WebDatasets, indexed on first use, with validation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLOURS = ((220, 30, 30), (30, 180, 60), (40, 60, 220), (230, 220, 40))
 
 
 def picture(index: int, kind: str) -> bytes:
-    """A real PNG or JPEG, of a size of its own."""
+    """Return a real PNG or JPEG; its size and colour depend on `index`."""
     stream = io.BytesIO()
     size = 32 + 8 * (index % 3), 24 + 16 * (index % 2)
     Image.new("RGB", size, COLOURS[index % len(COLOURS)]).save(stream, kind)
@@ -50,7 +50,7 @@ def interleaved(index: int) -> dict[str, bytes]:
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    """Folders of tars without an index: two of captions, two of documents, one to validate on."""
+    """Write tars without an index: two of captions, two of documents, one to validate on."""
     folder = tmp_path / "corpus"
     for shard in range(2):
         write_tar(folder / "captions" / f"{shard}.tar", map(caption, range(10)))
@@ -60,7 +60,7 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def blend(folder: Path) -> Path:
-    """An energon metadataset over the folders, with validation data."""
+    """Write an energon metadataset over the folders, with validation data."""
     file = folder / "blend.yaml"
     file.write_text(
         "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n"
@@ -89,7 +89,7 @@ def test_a_blend_of_unindexed_tars_packed(dense: Path, corpus: Path, tmp_path: P
     assert len(log) == job.steps
     assert log[-1]["lm loss"] < log[0]["lm loss"]
     assert sum(entry["packing efficiency"] for entry in log) / len(log) > 0.6
-    assert all(entry["trained tokens/s"] < entry["tokens/s"] for entry in log)  # images are not
+    assert all(entry["trained tokens/s"] < entry["tokens/s"] for entry in log)  # not images' ones
     assert all(entry["skipped samples"] == 0 for entry in log)
     losses = validation_losses(tmp_path / "run")
     assert len(losses) == 2
@@ -105,7 +105,7 @@ def test_weighted_folders_padded(dense: Path, corpus: Path, tmp_path: Path) -> N
         "--valid-data-path", str(corpus / "held-out"), *EVALUATION,
     )  # fmt: skip
     assert len(log) == job.steps
-    for entry in log:  # four documents of two images, and hardly ever a caption
+    for entry in log:  # four documents of two images; captions are too rare to appear
         tokens = entry["packing efficiency"] * 4 * job.seq_length
         assert round(entry["images/s"] / entry["tokens/s"] * tokens, 3) == 8
-    assert len(validation_losses(tmp_path / "run")) == 2  # of the interval, and of the end
+    assert len(validation_losses(tmp_path / "run")) == 2  # at the interval and at the end

@@ -10,7 +10,7 @@ from mcore_qwen3vl.model.inputs import visual_inputs
 
 
 def batch(architecture: Architecture, image: bool) -> Batch:
-    """A pack of two samples, 5 and 8 tokens padded to 16, with an image of 16 patches or none."""
+    """Make a pack of two samples, 5 and 8 tokens padded to 16, with 16 image patches or none."""
     ids = torch.arange(16)[None].clone()
     visual = None
     if image:

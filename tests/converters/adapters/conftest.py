@@ -25,7 +25,7 @@ class Made:
 def made(
     tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Made]:
-    """``made(kind)`` is an adapter of `KINDS`; read-only."""
+    """Return a function that gives the read-only adapter of a kind in `KINDS`."""
     known: dict[str, Made] = {}
 
     def get(kind: str) -> Made:

@@ -1,4 +1,4 @@
-"""Adapters made by PEFT itself on tiny random models, and the models' logits with them."""
+"""Adapters that PEFT itself makes for tiny random models, and the logits of models with them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Kind:
     """One kind of adapter.
 
     Attributes:
-        case: the checkpoint of `tests.converters.checkpoints.CASES` that it is for.
-        config: for ``LoraConfig``.
-        swapped: made as by the pairs of PEFT and transformers that swap the experts' roles.
+        case: the base checkpoint, a name in `tests.converters.checkpoints.CASES`.
+        config: arguments of ``LoraConfig``.
+        swapped: whether experts' roles are swapped, as by some pairs of PEFT and transformers.
     """
 
     case: str
@@ -102,19 +102,19 @@ KINDS = {
 
 
 def base_model(path: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """Hugging Face's model of a checkpoint."""
+    """Load Hugging Face's model of a checkpoint."""
     moe = Architecture.from_hf(path).is_moe
     model = getattr(transformers, f"Qwen3VL{'Moe' if moe else ''}ForConditionalGeneration")
     return model.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
 
 
 def make(kind: Kind, base: Path, folder: Path, *, dtype: torch.dtype = torch.float32) -> Any:
-    """Save an adapter with random factors; returns the PEFT model that it was saved from."""
+    """Save an adapter with random factors, and return the PEFT model that it was saved from."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = base_model(base, dtype)
         experts = [m for m in model.modules() if type(m).__name__.endswith("TextExperts")]
-        if kind.swapped:  # PEFT then takes what is (E, out, in) as (E, in, out)
+        if kind.swapped:  # PEFT then reads (E, out, in) as (E, in, out)
             for module in experts:
                 module.is_transposed = True
         model = get_peft_model(model, LoraConfig(**kind.config))
@@ -127,7 +127,7 @@ def make(kind: Kind, base: Path, folder: Path, *, dtype: torch.dtype = torch.flo
 
 @torch.no_grad()
 def fill(model: Any) -> None:
-    """Random values in everything that trains; tied weights stay one tensor."""
+    """Add random values to everything that trains; tied weights stay one tensor."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -135,7 +135,7 @@ def fill(model: Any) -> None:
 
 
 def load(base: Path, folder: Path) -> Any:
-    """PEFT's model with an adapter; a key that is missing or unknown is an error."""
+    """Load PEFT's model with an adapter; a missing or unknown key is an error."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = LoraConfig.from_pretrained(folder)
@@ -150,7 +150,7 @@ def load(base: Path, folder: Path) -> Any:
 
 @torch.no_grad()
 def logits(model: Any, architecture: Architecture) -> Tensor:
-    """(1, 24, vocabulary) of a sequence with one image of 4 features."""
+    """Return the logits, (1, 24, vocabulary), of a sequence with one image of 4 features."""
     generator = torch.Generator().manual_seed(7)
     ids = torch.randint(0, 200, (1, 24), generator=generator)
     ids[0, 5] = architecture.vision_start_token_id

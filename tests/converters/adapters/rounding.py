@@ -1,7 +1,7 @@
-"""How far float32 sums of an adapter's update may be from the exact ones, whatever their order.
+"""Bounds on the error of an adapter's update in float32, whatever the order of the sums.
 
 The bits of a matrix product depend on the library, the processor, the number of rows and where the
-operands lie in memory. That the error is bounded does not.
+operands lie in memory. The bound on its error does not.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ UNIT = torch.finfo(torch.float32).eps / 2
 
 
 def update_range(factors: Factors) -> tuple[Tensor, Tensor]:
-    """Smallest and largest s·B·A that float32 arithmetic may give, from the sum in float64.
+    """Return the smallest and largest s·B·A that float32 may give, from the sum in float64.
 
-    A term meets at most r + 1 roundings: its product, r - 1 sums, the scaling. The error is thus
+    A term is rounded at most r + 1 times: in its product, r - 1 sums, the scaling. The error is
     within γ·|s|·|B|·|A| with γ = nu / (1 - nu), n = r + 1 (Higham, Accuracy and Stability of
     Numerical Algorithms, 3.1).
 
     Returns:
-        Two of (out, in), or of (E, out, in) for fused experts, float32.
+        Two float32 tensors (out, in), or (E, out, in) for fused experts.
     """
     experts = factors.a.shape[0] // factors.r
     pairs = [of_expert(factors, index) for index in range(experts)]
@@ -39,9 +39,9 @@ def update_range(factors: Factors) -> tuple[Tensor, Tensor]:
 
 
 def is_merged(found: Tensor, weight: Tensor, factors: Factors) -> bool:
-    """Whether `found` is W + s·B·A, summed in float32 and rounded to its dtype once.
+    """Return whether `found` is W + s·B·A, summed in float32 and rounded to its dtype once.
 
-    Rounding keeps order, so what lies within the range before it does after it.
+    Rounding keeps order, so a value within the range before rounding is within it after.
 
     Args:
         found, weight: (out, in), or (E, out, in) for fused experts.
@@ -51,10 +51,10 @@ def is_merged(found: Tensor, weight: Tensor, factors: Factors) -> bool:
 
 
 def assert_merged(found: dict[str, Tensor], base: dict[str, Tensor], adapter: Adapter) -> None:
-    """Tensors with factors are their sums, within float32's rounding; all others bitwise.
+    """Check that tensors with factors are W + s·B·A within rounding, and all others bit for bit.
 
     Args:
-        found, base: by name, experts in the layout of transformers 5.
+        found, base: tensors by name, experts in the layout of transformers 5.
     """
     assert adapter.factors
     assert adapter.factors.keys() <= found.keys()

@@ -1,4 +1,4 @@
-"""Adapters that are damaged, or for another model: one error that names the thing."""
+"""A damaged adapter, or one for another model, gives one error that names the fault."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_an_adapter_of_another_model(made: Callable[[str], Made]) -> None:
 
 
 def test_ambiguous_roles(tiny: Callable[[str], Path], tmp_path: Path) -> None:
-    """One expert parameter as wide as it is high is not guessed; with the other one it is clear."""
+    """Roles of one square expert parameter are not guessed; with both parameters they are clear."""
     base, folder = tiny("moe-H=I"), tmp_path / "down"
     make(Kind("", {"target_parameters": EXPERTS[1:]}), base, folder)
     with pytest.raises(BadInput, match="do not tell which roles"):
@@ -140,7 +140,7 @@ def test_writing_refuses_what_the_config_does_not_call_for(
     with pytest.raises(BadInput, match="whole tensors given are not those"):
         write_adapter(tmp_path / "out", adapter.config, adapter.factors, {}, source.base)
     assert list(tmp_path.iterdir()) == []
-    (one, *_) = adapter.saved  # of tied embeddings one will do
+    (one, *_) = adapter.saved  # one of two tied embeddings is enough
     write_adapter(
         tmp_path / "out", adapter.config, adapter.factors, {one: adapter.saved[one]}, source.base
     )

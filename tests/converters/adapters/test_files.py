@@ -1,4 +1,4 @@
-"""PEFT's adapters come back from here as they went in, and PEFT takes what is written here."""
+"""PEFT's adapters are read and written back unchanged, and PEFT loads what is written."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WEIGHTS = "adapter_model.safetensors"
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_there_and_back(kind: str, made: Callable[[str], Made], tmp_path: Path) -> None:
-    """Tensors byte for byte, and the config field by field."""
+    """Tensors come back byte for byte, and the config field by field."""
     source = made(kind)
     adapter = read_adapter(source.folder, source.base)
     assert adapter.roles == ("swapped" if KINDS[kind].swapped else "canonical")
@@ -51,9 +51,9 @@ def test_there_and_back(kind: str, made: Callable[[str], Made], tmp_path: Path) 
 
 @pytest.mark.parametrize("kind", ["swapped roles", "tied", "lm_head"])
 def test_peft_takes_it(kind: str, made: Callable[[str], Made], tmp_path: Path) -> None:
-    """Every key loads; the logits are those of the model that the adapter was saved from.
+    """Every key loads, and the logits are those of the model that the adapter was saved from.
 
-    Where the roles are those of the source, the files are too (above), so three kinds will do.
+    With the source's roles, files are equal byte for byte (above), so three kinds are enough.
     """
     source = made(kind)
     adapter = read_adapter(source.folder, source.base)
@@ -67,7 +67,7 @@ def test_peft_takes_it(kind: str, made: Callable[[str], Made], tmp_path: Path) -
 
 
 def test_all_linear_is_spelled_out(made: Callable[[str], Made], tmp_path: Path) -> None:
-    """As PEFT stores it, since what the word means differs between releases of transformers."""
+    """Modules are listed, as PEFT does: the word's meaning depends on transformers' release."""
     source = made("all-linear")
     adapter = read_adapter(source.folder, source.base)
     short = replace(adapter.config, target_modules="all-linear")
@@ -79,7 +79,7 @@ def test_all_linear_is_spelled_out(made: Callable[[str], Made], tmp_path: Path) 
 
 
 def test_a_router_that_was_a_linear_layer(made: Callable[[str], Made], tmp_path: Path) -> None:
-    """transformers 4.57 stores the same tensors; converted, PEFT takes them with transformers 5."""
+    """An adapter of transformers 4.57 has the same tensors; converted, it loads with version 5."""
     source, old = made("router"), tmp_path / "old"
     shutil.copytree(source.folder, old)
     config = json.loads((old / "adapter_config.json").read_text())

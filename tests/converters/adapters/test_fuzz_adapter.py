@@ -1,4 +1,4 @@
-"""Whatever is done to an adapter's files: a clean refusal, or what the files now say."""
+"""An adapter's damaged files are refused cleanly, or read as what they now say."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.converters.fuzz import Damage, spoil_header, spoil_json, trial
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 SPOIL = {"weights": (WEIGHTS, spoil_header), "config": (CONFIG, spoil_json)}
 COUNT = 12
-"""Cases in a default run; the slow one makes 25 times as many for each kind."""
+"""Cases in a default run; the slow run makes 25 times as many for each kind."""
 
 
 def same(a: Any, b: Any) -> bool:
-    """As JSON values; a number that is none equals itself."""
+    """Return whether two JSON values are equal; NaN equals itself here."""
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, list) and isinstance(b, list):
@@ -35,7 +35,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def attempt_in(folder: Path, base: Path) -> Callable[[], str | None]:
-    """Read and write again: the copy must say what the files say, read by other code."""
+    """Return a trial that reads and rewrites: other code must read the same from the copy."""
 
     def attempt() -> str | None:
         back = folder.parent / "back"

@@ -1,4 +1,4 @@
-"""Merging: PEFT's own result to the rounding of float32, where PEFT's is the adapted model."""
+"""Merging gives PEFT's result within float32's rounding, where PEFT's is the adapted model."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from tests.converters.adapters.rounding import assert_merged, is_merged, update_
 from tests.converters.checkpoints import load, turned
 
 PARTED = ("lm_head of tied", "untied apart")
-"""The adapter changes one of two tied embeddings."""
+"""Kinds whose adapter changes one of two tied embeddings."""
 
 
 def peft_merged(made: Made) -> dict[str, Tensor]:
-    """What ``merge_and_unload`` makes, by HF name, in the layout of transformers 5."""
+    """Return what ``merge_and_unload`` makes, by HF name, in the layout of transformers 5."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return copy.deepcopy(made.model).merge_and_unload().state_dict()
 
 
 def in_v5(path: Path) -> dict[str, Tensor]:
-    """The tensors of a checkpoint, experts turned into the layout of transformers 5."""
+    """Load the tensors of a checkpoint, with experts in the layout of transformers 5."""
     published = Architecture.from_hf(path).expert_layout == "published"
     return turned(load(path)) if published else load(path)
 
@@ -43,7 +43,7 @@ def in_v5(path: Path) -> dict[str, Tensor]:
 def test_equals_peft(
     kind: str, made: Callable[[str], Made], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bitwise but for the sums, which are within the rounding of float32, as PEFT's are."""
+    """Tensors equal PEFT's bit for bit, except sums: both are within float32's rounding."""
     monkeypatch.setattr(update, "CHUNK_VALUES", 100)
     source, target = made(kind), tmp_path / "merged"
     result = merge(source.base, source.folder, target, max_shard_size="300KB")
@@ -84,7 +84,7 @@ def test_computes_what_the_adapted_model_does(
 
 
 def test_bf16_is_rounded_once(tiny: Callable[[str], Path], tmp_path: Path) -> None:
-    """Linear layers come out as PEFT's; it rounds the update of parameters before it adds it."""
+    """Linear layers equal PEFT's; for parameters, PEFT rounds the update before it adds it."""
     base, folder = tiny("bf16-sharded"), tmp_path / "adapter"
     kind = Kind("", {"target_modules": ["q_proj"], "target_parameters": EXPERTS})
     model = make(kind, base, folder, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Merging has the engine's guarantees: killed, failing or repeated, it ends in the same bytes."""
+"""Merging ends in the same bytes if it is killed, fails or is repeated, as conversions do."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_full_disk_is_one_error(
 
 
 def test_layouts_roles_and_dtypes(made: Get, tmp_path: Path) -> None:
-    """Whatever the files of base, adapter and result are, it is the same model."""
+    """Any layout, roles and dtype of base, adapter and result give the same model."""
     source = made("swapped roles")
     hf_to_hf(source.base, tmp_path / "base-v5", expert_layout="v5")
     canonical = tmp_path / "canonical"

@@ -1,4 +1,4 @@
-"""What counts as a merged weight: no wrong update does."""
+"""The check of merged weights accepts the right update and no wrong one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an adapter's config means for a model: as PEFT does, and nothing passed over in silence."""
+"""An adapter's config selects what PEFT selects, and nothing is skipped silently."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_selections() -> None:
 
 @pytest.mark.parametrize("config", [DENSE, MOE, MIXED], ids=["dense", "moe", "mixed"])
 def test_presets(config: dict[str, Any]) -> None:
-    """Each is the one before and a part more; together they leave out head and router only."""
+    """Each preset adds a part to the one before; the last leaves out only head and router."""
     architecture = Architecture.from_hf(config)
     found = []
     for name in ("language", "language-aligner", "all"):

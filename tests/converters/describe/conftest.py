@@ -1,3 +1,3 @@
-"""Adapters, as the tests of their files have them."""
+"""The fixture of adapters, shared with the tests of adapter files."""
 
 from tests.converters.adapters.conftest import made  # noqa: F401

@@ -1,4 +1,4 @@
-"""What ``inspect`` says of an adapter, with its model at hand and without."""
+"""``inspect`` describes an adapter with and without its base model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.converters.adapters.conftest import Made
 
 
 def inspect(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
-    """Exit code, and the JSON or the message."""
+    """Run ``inspect``; return its exit code, and its JSON, text or error message."""
     with pytest.raises(SystemExit) as ended:
         main(["inspect", *map(str, arguments)])
     captured = capsys.readouterr()
@@ -29,7 +29,7 @@ def test_an_adapter(
     made: Callable[[str], Made], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = made("swapped roles")
-    code, found = inspect(capsys, source.folder, "--json")  # the base is where PEFT says
+    code, found = inspect(capsys, source.folder, "--json")  # PEFT's config names the base
     assert (code, found["kind"], found["base"]) == (0, "adapter", str(source.base))
     assert (found["roles"], found["dtypes"], found["tensors"]) == ("swapped", ["float32"], 24)
     parts = {part["name"]: part for part in found["parts"]}

@@ -1,4 +1,4 @@
-"""A conversion on paper, against transformers' own model and against what the readers hand out."""
+"""The estimate of a conversion agrees with transformers' model and with the readers' slices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BF16 = torch.bfloat16
 
 
 def transformers_bytes(file: Path) -> int:
-    """Bytes of the weights of Hugging Face's model, which no code of ours has counted."""
+    """Count the bytes of the weights in Hugging Face's model, without our code."""
     import transformers
 
     config = json.loads(file.read_text())
@@ -54,14 +54,14 @@ def test_the_largest_model(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("layout", ["published", "v5"])
 def test_no_slice_is_larger(layout: Any) -> None:
-    """What the two streams hand out for every row of 235B-A22B, with tensors of no memory."""
+    """Neither stream yields more for any row of 235B-A22B, tried with meta tensors."""
     architecture = Architecture.from_hf(SHAPES / "235b_a22b.json")
     rows = table(architecture, expert_layout=layout)
     most = max(slice_bytes(row, BF16) for row in rows)
     seen = 0
     for row in rows:
         if row.offset and (row.offset[0] > 1 or row.offset[-1] > 1):
-            continue  # the same shapes again
+            continue  # these repeat the same shapes
         how, limit = row.rearrangement, max_rows(row, BF16)
         sources = [torch.empty(s.piece_shape, dtype=BF16, device="meta") for s in row.sources]
         stored = torch.empty(row.shape, dtype=BF16, device="meta")

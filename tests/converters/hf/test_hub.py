@@ -1,4 +1,4 @@
-"""Hub ids: a cache laid out as huggingface_hub does, and a hub that is played by a function."""
+"""Hub ids are resolved in a cache laid out like huggingface_hub's, and by a simulated hub."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REPO = "Owner/Qwen3-VL-Tiny"
 
 
 def fill_cache(cache: Path, checkpoint: Path, commit: str = COMMIT, ref: str = "main") -> Path:
-    """``blobs/`` with the files, ``snapshots/COMMIT/`` with links to them, ``refs/``."""
+    """Write ``blobs/`` with the files, ``snapshots/COMMIT/`` with links to them, and ``refs/``."""
     folder = cache / f"models--{REPO.replace('/', '--')}"
     snapshot = folder / "snapshots" / commit
     for file in (file for file in checkpoint.rglob("*") if file.is_file()):
@@ -44,7 +44,7 @@ def fill_cache(cache: Path, checkpoint: Path, commit: str = COMMIT, ref: str = "
 
 @pytest.fixture
 def cache(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache that holds the case ``bf16-sharded``; offline."""
+    """Return a cache that holds the case ``bf16-sharded``, with the hub offline."""
     path = tmp_path / "cache"
     fill_cache(path, tiny("bf16-sharded"))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(path))
@@ -99,7 +99,7 @@ def test_offline_and_not_in_the_cache(cache: Path, capsys: pytest.CaptureFixture
 
 
 def test_no_network(tmp_path: Path) -> None:
-    """Nothing listens at the hub's address."""
+    """The error says what to do when nothing listens at the hub's address."""
     command = [sys.executable, "-c", "from mcore_qwen3vl.cli import main; main()", "inspect", REPO]
     environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:1"}
     environment.pop("HF_HUB_OFFLINE", None)
@@ -124,14 +124,14 @@ def test_a_shard_missing_from_the_cache_is_named(
     cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shard = sorted(hub.resolve(REPO).glob("model-*.safetensors"))[1]
-    shard.resolve().unlink()  # the blob: the link dangles
+    shard.resolve().unlink()  # this removes the blob, so the link dangles
     assert code("convert", "hf-to-mcore", REPO, tmp_path / "mcore") == 2
     assert f"in {shard.name}, which does not exist" in capsys.readouterr().err
     assert not (tmp_path / "mcore").exists()
 
 
 def test_the_environment_is_obeyed(cache: Path) -> None:
-    """As a user sets them, in a process of its own."""
+    """A separate process uses the variables that a user sets."""
     work = f"from mcore_qwen3vl.converters.hf.hub import resolve; print(resolve({REPO!r}))"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(cache)}
     found = subprocess.run(

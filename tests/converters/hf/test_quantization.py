@@ -1,4 +1,4 @@
-"""FP8 in blocks is read as what it means; every other quantisation is refused by name."""
+"""Block-wise FP8 is read dequantised; every other quantisation is refused by name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CONFIG = {
     "quant_method": "fp8",
     "weight_block_size": [128, 128],
 }
-# No dimension of a matrix is a multiple of 128, and most are more than one block.
+# No dimension of a matrix is a multiple of 128, and most are longer than one block.
 LARGE: dict[str, Any] = {
     "text": {
         "hidden_size": 152,
@@ -56,11 +56,11 @@ def is_quantized(name: str) -> bool:
 
 
 def quantize(tensors: Tensors) -> tuple[Tensors, Tensors]:
-    """As published: a factor for each block, so that its largest value becomes 448.
+    """Quantise like published checkpoints: each block's factor makes its largest value 448.
 
     Returns:
-        The tensors of the FP8 checkpoint, and in float32 what they mean. Written block by block,
-        to have nothing in common with the code under test.
+        The tensors of the FP8 checkpoint, and their values in float32. They are computed block by
+        block, to have nothing in common with the code under test.
     """
     stored: Tensors = {}
     meant: Tensors = {}
@@ -87,7 +87,7 @@ def quantize(tensors: Tensors) -> tuple[Tensors, Tensors]:
 
 
 def split_experts(tensors: Tensors, layout: ExpertLayout) -> Tensors:
-    """Fused experts as three matrices an expert."""
+    """Split fused experts into three matrices an expert."""
     split: Tensors = {}
     for name, tensor in tensors.items():
         prefix, _, kind = name.rpartition(".")
@@ -104,7 +104,7 @@ def split_experts(tensors: Tensors, layout: ExpertLayout) -> Tensors:
 
 
 def fuse_experts(tensors: Tensors, layout: ExpertLayout) -> Tensors:
-    """Inverse of `split_experts`."""
+    """Invert `split_experts`."""
     fused = {name: tensor for name, tensor in tensors.items() if ".mlp.experts." not in name}
     for layer in range(LARGE["text"]["num_hidden_layers"]):
         prefix = f"model.language_model.layers.{layer}.mlp.experts"
@@ -121,7 +121,7 @@ def fuse_experts(tensors: Tensors, layout: ExpertLayout) -> Tensors:
 
 
 def write(path: Path, kind: str) -> Tensors:
-    """An FP8 checkpoint in `path`; returns what its tensors mean."""
+    """Write an FP8 checkpoint in `path`, and return its dequantised tensors."""
     layout: ExpertLayout = "v5" if "v5" in kind else "published"
     write_tiny_checkpoint(path, moe="moe" in kind, layout=layout, dtype="bfloat16", **LARGE)
     tensors = load(path)
@@ -133,7 +133,7 @@ def write(path: Path, kind: str) -> Tensors:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Tensors]]:
-    """FP8 checkpoints and what they mean, by kind; read-only."""
+    """Return a function that gives the FP8 checkpoint of a kind, read-only, and its values."""
     made: dict[str, tuple[Path, Tensors]] = {}
 
     def get(kind: str) -> tuple[Path, Tensors]:
@@ -402,6 +402,6 @@ def test_incomplete_experts_are_refused(
 
 
 def test_names_of_a_plain_checkpoint_are_not_mistaken(tiny: Tiny) -> None:
-    """Nothing of an unquantised checkpoint looks like what a quantiser leaves."""
+    """No tensor of an unquantised checkpoint is taken for a quantiser's."""
     for case in ("dense", "moe"):
         assert HuggingFaceCheckpoint(tiny(case)).quantization is None

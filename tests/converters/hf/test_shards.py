@@ -1,4 +1,4 @@
-"""Which tensors share a file: huggingface_hub's rule, and what it was before that was used."""
+"""Tensors share files by huggingface_hub's rule, which agrees with the rule used before."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def model(name: str) -> dict[str, TensorSpec]:
 
 
 def planned_by_hand(tensors: dict[str, TensorSpec], limit: int) -> list[Shard]:
-    """In order, a new file where the next tensor does not fit: the rule before huggingface_hub's.
+    """Fill files in order, a new one where the next tensor does not fit: the earlier rule.
 
-    The two part where a single tensor is larger than a file may be.
+    The two rules differ where a single tensor is larger than a file may be.
     """
     groups: list[dict[str, TensorSpec]] = [{}]
     size = 0
@@ -82,7 +82,7 @@ def test_what_is_no_size(text: str) -> None:
 
 
 def test_a_shard_is_filled_from_anywhere(tmp_path: Path) -> None:
-    """Parts in any order, by several calls, chunk by chunk."""
+    """Parts may come in any order, by several calls, chunk by chunk."""
     tensors = {"a": torch.randn(3, 5), "b": torch.randn(4099).bfloat16(), "c": torch.randn(2)}
     specs = {name: TensorSpec(t.dtype, tuple(t.shape)) for name, t in tensors.items()}
     (shard,) = plan_shards(specs, 10**9)

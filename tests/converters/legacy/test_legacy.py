@@ -1,4 +1,4 @@
-"""Megatron's legacy format without Megatron: round trips, names, damage, and what is refused."""
+"""Megatron's legacy format is written and read without Megatron; bad files are refused."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ LAYOUTS = ["tp2xpp2xvpp2", "tp4xpp2+first1", "tp2xpp4xep3xetp2"]
 
 
 def legacy(text: str, spec: str = "te") -> dict[str, Any]:
-    """What asks a conversion for the legacy format."""
+    """Return the options that ask a conversion for the legacy format."""
     return {"format": "torch", "layout": Layout.parse(text), "spec": spec}
 
 
 def layout_for(case: str, number: int) -> str:
-    """One of `LAYOUTS` that the case allows, in turn."""
+    """Return the next of the `LAYOUTS` that the case allows, in turn."""
     moe = CASES[case].get("moe", False)
     return LAYOUTS[number % (3 if moe else 2)]
 
@@ -62,7 +62,7 @@ def test_there_and_back_is_bitwise(tiny: Tiny, tmp_path: Path, number: int, case
 
 @pytest.fixture(scope="module")
 def mcore(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The MoE case for four files, one of which has every kind of part; read-only."""
+    """Return the MoE case in four files, one of which has every kind of part; read-only."""
     path = tmp_path_factory.mktemp("legacy") / "mcore"
     hf_to_mcore(tiny("moe"), path, **legacy("tp2xpp2xep2"))
     return path
@@ -77,7 +77,7 @@ def test_the_folders_are_megatrons(mcore: Path) -> None:
 
 
 def test_names_and_shapes_are_the_te_specs(tiny: Tiny, tmp_path: Path) -> None:
-    """Against the listing that `te_keys.py` made from Transformer Engine's modules."""
+    """They equal the listing that `te_keys.py` made from Transformer Engine's modules."""
     listing = json.loads((Path(__file__).parent / "te-rank-keys.json").read_text())
     for number, (name, files) in enumerate(listing.items()):
         case, layout = name.split()
@@ -162,12 +162,12 @@ def test_flags(tiny: Tiny, tmp_path: Path) -> None:
     assert not (tmp_path / "mcore").exists()
     code, _ = call("--format", "torch", "--tp", "2", "--pp", "2", "--ep", "2")
     assert code == 0
-    # Megatron's own default is ETP as TP: four pairs of TP and EP ranks instead of two.
+    # Megatron's own default is ETP = TP: four pairs of TP and EP ranks instead of two.
     assert len(list((tmp_path / "mcore" / "release").iterdir())) == 8
 
 
 def rewrite(mcore: Path, target: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
-    """A copy in which one file's content is changed; its folder is ``mp_rank_00_000_000``."""
+    """Copy a checkpoint and change the content of the file in ``mp_rank_00_000_000``."""
     shutil.copytree(mcore, target)
     file = target / "release" / "mp_rank_00_000_000" / "model_optim_rng.pt"
     content = torch.load(file, weights_only=False)
@@ -245,7 +245,7 @@ def test_a_lost_or_cut_file_is_named(mcore: Path, tmp_path: Path, folder: str) -
 
 
 class Hostile:
-    """What a pickle can do to whoever trusts it."""
+    """An object whose pickle runs code in whoever loads it."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -272,9 +272,9 @@ def test_what_other_libraries_admit_is_not_admitted_here(mcore: Path, tmp_path: 
 
 
 def test_what_megatron_puts_beside_the_model_is_read(tmp_path: Path) -> None:
-    """Everything of the list that can be made here, with tensors of every kind of pickle."""
+    """All listed types that can be made here are read, and tensors pickled in every way."""
     marked, fp32 = torch.arange(6.0).view(2, 3), torch.nn.Parameter(torch.randn(4))
-    marked.tensor_model_parallel = True  # as Megatron marks parameters
+    marked.tensor_model_parallel = True  # Megatron marks parameters so
     fp32.partition_dim = 0
     module = torch.nn.Linear(2, 3)  # whose state_dict() has an attribute, `_metadata`
     tensors = {
@@ -311,7 +311,7 @@ def test_what_megatron_puts_beside_the_model_is_read(tmp_path: Path) -> None:
     assert torch.equal(found["model"]["weight"], module.weight)
     for name, tensor in tensors.items():
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
-        # by their bytes: not every dtype can be compared
+        # Bytes are compared because not every dtype can be.
         assert bytes(as_bytes(found[name].detach())) == bytes(as_bytes(tensor.detach())), name
     for name in ("set", "dtype", "size", 3):
         assert found[name] == others[name]

@@ -1,4 +1,4 @@
-"""Loading a checkpoint into a running model: exactly the model's keys, training state aside."""
+"""A running model loads exactly its own keys from a checkpoint, training state left aside."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def build(config: Path):
 
 
 def saved_by_training(converted: Path, folder: Path) -> float:
-    """Save as training does, optimizer state beside the model; load that; compare."""
+    """Save with optimizer state, as training does, load that and return the largest difference."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 

@@ -1,4 +1,4 @@
-"""How factors start: as PEFT's do, and the same under every layout."""
+"""Factors start like PEFT's, with the same values under every layout."""
 
 from __future__ import annotations
 

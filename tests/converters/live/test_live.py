@@ -1,4 +1,4 @@
-"""Load, export and save on running, sharded models: bitwise, on every kind of layout."""
+"""Running, sharded models load, export and save bit for bit, under every kind of layout."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def unloaded_chunks(path: Path, layout: Layout) -> list[Any]:
-    """A model whose weights no load may leave in place."""
+    """Build a model full of NaN, so that a weight that no load has set shows."""
     chunks = build_chunks(Architecture.from_hf(path), layout)
     for chunk in chunks:
         for parameter in chunk.parameters():
@@ -86,7 +86,7 @@ def unloaded_chunks(path: Path, layout: Layout) -> list[Any]:
 
 
 def on_ranks(path: Path, text: str, work: Callable[[list[Any]], Any]) -> list[Any]:
-    """What `work` returns on each rank, given its loaded chunks."""
+    """Return what `work` returns on each rank, given its loaded chunks."""
     layout = Layout.parse(text)
 
     def on_rank() -> Any:
@@ -128,7 +128,7 @@ def test_what_was_loaded_is_exported_bitwise(tiny, tmp_path, case, layout):
     _, different, errors = filecmp.cmpfiles(exported, offline, compared.common, shallow=False)
     assert not different
     assert not errors
-    assert any("-of-" in name for name in compared.common)  # several shards
+    assert any("-of-" in name for name in compared.common)  # there are several shards
 
 
 def test_loaded_at_one_layout_and_reloaded_at_another(tiny, tmp_path):
@@ -212,7 +212,7 @@ def test_minus_zero_keeps_its_sign(tiny):
 
 
 def test_every_local_value_belongs_to_one_hf_place(tiny):
-    """Main parts of all ranks cover each HF value once; frozen parameters have no gradient."""
+    """All ranks' main parts cover each HF value once; frozen parameters have no gradient."""
 
     def work(chunks: list[Any]) -> dict[str, int]:
         counts: dict[str, int] = {}
@@ -290,7 +290,7 @@ def test_an_existing_target_is_refused_on_every_rank(tiny, tmp_path):
 
 
 def test_what_is_published_is_on_the_disk(tiny, tmp_path):
-    """And the buckets of one shard are synced once, not once a tensor."""
+    """All of it is synced, each shard once and not once a tensor; without a sync, it is noticed."""
     source, target = tiny("dense"), tmp_path / "target"
 
     def work(chunks: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Megatron's own loader takes what the converter wrote, strictly, under every kind of layout."""
+"""Megatron's own loader, in strict mode, loads converted checkpoints under every layout."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def load_strictly(chunks: list[Any], checkpoint: Path) -> None:
 
 
 def check_rank(layout: Layout, source: Path, checkpoint: Path) -> int:
-    """Load and compare; returns how many parameters this rank compared."""
+    """Load and compare, and return how many parameters this rank compared."""
     initialize(layout)
     chunks = build_chunks(layout, Architecture.from_hf(source))
     load_strictly(chunks, checkpoint)
@@ -101,7 +101,7 @@ def test_every_rank_holds_its_part(
 
 
 def save_rank(layout: Layout, source: Path, checkpoint: Path, out: Path) -> None:
-    """Load, then save as a training run does, with optimizer state beside the model."""
+    """Load, then save like a training run, with optimizer state beside the model."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
@@ -145,7 +145,7 @@ def test_what_megatron_saves_at_a_layout_exports_bitwise(
 
 
 def stored(chunks: list[Any]) -> tuple[dict[str, Any], set[str]]:
-    """Tensors (shape and dtype) and objects of the model's own sharded state dict."""
+    """Return tensors (shape and dtype) and objects of the model's own sharded state dict."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import (
         ShardedObject,
@@ -183,7 +183,7 @@ def test_keys_shapes_and_dtypes_are_the_models(
 def test_keys_shapes_and_dtypes_are_the_te_specs(
     converted: Callable[[str], Path], case: str
 ) -> None:
-    """Against the listing that `te_keys.py` made from Transformer Engine's modules."""
+    """They equal the listing that `te_keys.py` made from Transformer Engine's modules."""
     listing = json.loads((Path(__file__).parent / "te-keys.json").read_text())[case]
     index = TorchDistCheckpoint(converted(case)).index
     found = {key: [list(t.shape), str(t.dtype)] for key, t in index.tensors.items()}

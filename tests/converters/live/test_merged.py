@@ -1,4 +1,4 @@
-"""A running model gives its merged weights, as the offline merge does, and stays as it is."""
+"""A running model exports the offline merge's weights, and its own stay unchanged."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from tests.converters.adapters.rounding import assert_merged
 from tests.converters.checkpoints import load, turned
 
 BUCKET = 20_000
-"""Bytes: several tensors a bucket, and tensors larger than one."""
+"""Bytes of a bucket: some buckets hold several tensors, and some tensors are larger than one."""
 
 
 def merged_of(layout: Layout, dtype: torch.dtype, hf: Path, adapter: Path, out: Path) -> dict:
-    """What the first rank is given; the base and the adapter as they stand are written to `out`."""
+    """Return this rank's merged weights; write the base and the adapter to `out`."""
     initialize(layout)
     chunks = build_chunks(Architecture.from_hf(hf), layout, params_dtype=dtype)
     load_hf(chunks, hf)

@@ -1,4 +1,4 @@
-"""Lists the checkpoint keys of the Transformer Engine spec on a machine without CUDA.
+"""A script that lists the checkpoint keys of the ``te`` spec on a machine without CUDA.
 
 Transformer Engine's Python code is enough to build the model on the meta device; its compiled
 extension is replaced by a stand-in that only has the enumerations. `te-keys.json` was made so:
@@ -27,7 +27,7 @@ RANK_CASES = [("dense-tied", "tp2xpp2xvpp2"), ("moe", "tp2xpp2xep2+sp"), ("mixed
 
 
 class Anything:
-    """Any attribute, any call, any number: what enumerations of the extension are used for."""
+    """An object with any attribute, callable, and 0 as a number: a stand-in for enumerations."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -44,7 +44,7 @@ class Anything:
 
 
 def stand_in(packages: Path) -> types.ModuleType:
-    """The extension, with the two enumerations whose members Python mirrors and checks."""
+    """Make the extension, with the two enumerations whose members Python mirrors and checks."""
     module = types.ModuleType("transformer_engine_torch")
     anything = Anything()
     mirrored = {"DType": "constants.py", "NVTE_Fused_Attn_Backend": "cpp_extensions/fused_attn.py"}
@@ -84,7 +84,7 @@ def prepare(packages: Path) -> None:
 
 
 def build(case: str, layout: str = "single", vp_stage: int | None = None) -> Any:
-    """One pipeline chunk of this rank, without memory for its parameters."""
+    """Build one pipeline chunk of this rank, without memory for its parameters."""
     import torch
     from megatron.core import parallel_state as mpu
 
@@ -107,7 +107,7 @@ def build(case: str, layout: str = "single", vp_stage: int | None = None) -> Any
 
 
 def keys(case: str) -> dict[str, Any]:
-    """Names in a ``torch_dist`` checkpoint."""
+    """Return the names in a ``torch_dist`` checkpoint."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
@@ -126,7 +126,7 @@ def keys(case: str) -> dict[str, Any]:
 
 
 def rank_keys(case: str, layout_text: str) -> dict[str, Any]:
-    """Names in this rank's file of a legacy checkpoint, vision left out, by chunk."""
+    """Return the names in this rank's file of a legacy checkpoint, by chunk, without vision's."""
     from megatron.core import parallel_state as mpu
 
     from mcore_qwen3vl.converters.legacy.layout import Rank
@@ -161,7 +161,7 @@ if __name__ == "__main__":
     if sys.argv[2:] == ["ranks"]:
         for case, layout in RANK_CASES:
             ranks = run_layout(rank_keys, Layout.parse(layout).world_size, case, layout)
-            first_and_last = {**ranks[0], **ranks[-1]}  # the others differ in nothing new
+            first_and_last = {**ranks[0], **ranks[-1]}  # the others add nothing new
             listing[f"{case} {layout}"] = first_and_last
     else:
         listing = {case: run_layout(keys, 1, case)[0] for case in KEY_CASES}

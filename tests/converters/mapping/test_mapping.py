@@ -1,4 +1,4 @@
-"""The table and its transforms, against the layouts stated a second time in plain indexing."""
+"""The table and its transforms agree with the layouts written again in plain indexing."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def weights(rows: list[Row], seed: int = 0) -> dict[str, Tensor]:
 
 
 def assemble(rows: list[Row], hf: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Whole mcore tensors: every row put where its key and offset say; NaN where none went."""
+    """Put every row where its key and offset say, in whole mcore tensors; NaN where none went."""
     mcore = {key: torch.full(shape, torch.nan) for key, shape in mcore_shapes(rows).items()}
     for row in rows:
         pieces = [hf[s.name] if s.index is None else hf[s.name][s.index] for s in row.sources]
@@ -78,7 +78,7 @@ def assemble(rows: list[Row], hf: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def test_qkv_puts_each_kv_group_together() -> None:
-    # Rows are numbered: query head h, dim i is 100 h + i; keys start at 1000, values at 2000.
+    # Row i of query head h is 100 h + i; keys start at 1000 and values at 2000.
     def numbered(heads: int, base: int) -> Tensor:
         return torch.tensor([[base + 100 * h + i] for h in range(heads) for i in range(3)])
 
@@ -157,7 +157,7 @@ def layer_name(i: int, name: str) -> str:
 
 
 def expected_qkv(hf: dict[str, Tensor], i: int) -> Tensor:
-    """Per KV head: its queries, its key, its value (mcore ``SelfAttention``)."""
+    """Interleave by KV head: its queries, its key, its value (mcore ``SelfAttention``)."""
     q, k, v = (hf[layer_name(i, f"self_attn.{n}_proj.weight")] for n in "qkv")
     groups = q.view(2, 3, 8, 20), k.view(2, 1, 8, 20), v.view(2, 1, 8, 20)
     return torch.cat(groups, dim=1).reshape(80, 20)

@@ -1,4 +1,4 @@
-"""Parameters, counted in the table and in Hugging Face's models."""
+"""Parameters counted in the table equal those of Hugging Face's models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The disk fails: one clear error, exit code 2, nothing half-written, and it goes on from there."""
+"""A failing disk gives one clear error and exit code 2; the same command later continues."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_source_is_cut_short_while_it_is_read(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A page of a mapped file that is not there any more, as when the disk cannot read it."""
+    """A page missing from a mapped file, as if the disk could not read it, is one error."""
     source = copy(source, tmp_path / "source")
     files = [*source.glob("*.safetensors"), *source.rglob("*.distcp")]
     sound = {file: (file.read_bytes(), file.stat()) for file in files}
@@ -134,7 +134,7 @@ def test_source_is_cut_short_while_it_is_read(
 
 
 def obey_permissions() -> None:
-    """As root too: give up the two capabilities that pass over a file's mode."""
+    """Drop the two capabilities by which root ignores a file's mode."""
     header = struct.pack("=Ii", 0x20080522, 0)
     data = bytearray(24)
     libc = ctypes.CDLL(None, use_errno=True)

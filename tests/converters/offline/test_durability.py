@@ -1,4 +1,4 @@
-"""Nothing is published, or noted as done, before it is on the disk: data first, then names."""
+"""Nothing is published or noted as done before it is on the disk: data first, then names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLACES = {
     "hf-to-legacy": {*EVERYWHERE, "write_durably"},
     "mcore-to-hf": {*EVERYWHERE, "write_durably", "Shard.create"},
 }
-"""Every function that syncs."""
+"""All functions that sync, by direction."""
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ def test_what_is_published_is_on_the_disk(
 def test_every_sync_is_needed(
     convert: Convert, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without one of them the test above fails."""
+    """If any one of them is left out, the test above fails."""
     disk = Disk(monkeypatch, tmp_path / "target", ignored=place)
 
     def run() -> None:

@@ -22,7 +22,7 @@ Tiny = Callable[[str], Path]
 
 
 def load_model(path: Path) -> Any:
-    """The HF model, or a failure if any tensor is missing, unexpected or of another shape."""
+    """Load the HF model; fail if any tensor is missing, unexpected or of another shape."""
     from transformers import AutoModelForImageTextToText
 
     model, report = AutoModelForImageTextToText.from_pretrained(
@@ -35,7 +35,7 @@ def load_model(path: Path) -> Any:
 
 @torch.no_grad()
 def logits(model: Any) -> torch.Tensor:
-    """Of text and one image."""
+    """Return the logits of text and one image."""
     config = model.config
     patches = 4 * 4
     image = [config.vision_start_token_id] + [config.image_token_id] * (patches // 4)
@@ -56,8 +56,8 @@ def logits(model: Any) -> torch.Tensor:
 CASES = ["dense-tied", "dense", "dense-v5", "moe", "moe-v5", "mixed-listed"]
 EXPORTS = [
     *((case, layout) for case in CASES for layout in ("source", "published", "v5")),
-    # transformers 5 decides by shape and takes a square tensor for published, whatever it is, so
-    # a square v5 export cannot be judged by it; `test_layouts_are_transposes` does.
+    # transformers 5 decides by shape and takes any square tensor for published, so it cannot
+    # judge a square v5 export; `test_layouts_are_transposes_of_each_other` does.
     ("moe-H=2I", "source"),
     ("moe-H=2I", "published"),
 ]
@@ -74,7 +74,7 @@ def test_transformers_makes_the_same_model(
     weights = wanted.state_dict()
     assert found.state_dict().keys() == weights.keys()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in found.state_dict().items())
-    # Kernels round by how the weights lie in memory, so not bitwise.
+    # They are not equal bit for bit: rounding depends on how the weights lie in memory.
     assert measure(logits(found), logits(wanted)).relative <= TOLERANCE
     assert not compare_checkpoints(source, back).parts()["", TENSORS].failed
     declared = Architecture.from_hf(back).expert_layout
@@ -104,7 +104,7 @@ def test_layouts_are_transposes_of_each_other(
     for name, tensor in source.items():
         want = tensor.transpose(1, 2) if ".experts." in name else tensor
         assert torch.equal(back[name], want), name
-    # and back again, through the other layout
+    # Back again, through the other layout.
     hf_to_mcore(tmp_path / "back", tmp_path / "mcore-2")
     original = "published" if layout == "v5" else "v5"
     mcore_to_hf(tmp_path / "mcore-2", tmp_path / "back-2", expert_layout=original)

@@ -1,4 +1,4 @@
-"""NaN and infinite weights are converted bit for bit, and never without a word."""
+"""NaN and infinite weights are converted bit for bit, and always reported."""
 
 from __future__ import annotations
 

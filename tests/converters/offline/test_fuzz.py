@@ -1,4 +1,4 @@
-"""Whatever is done to headers, indexes and metadata: a clean refusal or the right result."""
+"""Damaged headers, indexes and metadata give a clean refusal or the right result."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ COUNTS = {
     "legacy": 25,
     "small": 13,
 }
-"""Cases in a default run; the slow one makes 160 times as many, others."""
+"""Cases in a default run; the slow run makes 160 times as many, with another seed."""
 
 Digests = dict[str, str]
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A tiny sharded HF checkpoint and the mcore checkpoint made of it."""
+    """Return a tiny sharded HF checkpoint and the mcore checkpoint made from it."""
     folder = tmp_path_factory.mktemp("fuzz")
     hf = write_tiny_checkpoint(
         folder / "hf", moe=True, dtype="bfloat16", max_shard_size="90KB", text=TEXT, vision=VISION
@@ -57,12 +57,12 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def weights(digests: Digests) -> Digests:
-    """The stored tensors; the config travels as it is, and the manifest quotes it."""
+    """Keep the stored tensors: the config is copied as it is, and the manifest quotes it."""
     return {name: value for name, value in digests.items() if name.startswith("release/")}
 
 
 def same_tensors(expected: Path, found: Path, *, left_out: bool = False) -> bool:
-    """Bitwise; `left_out`: the last rows of the vocabulary were said to be missing."""
+    """Compare bit for bit; with `left_out`, the last rows of the vocabulary may be missing."""
     left, right = load(expected), load(found)
     if left_out:
         for name in ("lm_head.weight", "model.language_model.embed_tokens.weight"):
@@ -74,7 +74,7 @@ def same_tensors(expected: Path, found: Path, *, left_out: bool = False) -> bool
 
 
 def import_attempt(source: Path, scratch: Path) -> Callable[[], str | None]:
-    """Convert; the result must be the sound one, or lead back to what the files now say."""
+    """Return a trial that imports: the result is the sound one, or exports as the files now say."""
     mcore, back = scratch / "mcore", scratch / "back"
     hf_to_mcore(source, mcore, workers=1)
     expected = weights(tree_digests(mcore))
@@ -93,7 +93,7 @@ def import_attempt(source: Path, scratch: Path) -> Callable[[], str | None]:
 
 
 def export_attempt(source: Path, scratch: Path) -> Callable[[], str | None]:
-    """Convert; the tensors must be the sound ones."""
+    """Return a trial that exports: the tensors must be the sound ones."""
     back, sound = scratch / "back", scratch.parent / "sound"
     mcore_to_hf(source, sound, workers=1)
 
@@ -112,7 +112,7 @@ def clear(scratch: Path) -> None:
 
 
 def data_ranges(folder: Path) -> dict[str, list[tuple[int, int]]]:
-    """Where the tensors' own bytes lie, by file; found with the standard library's zip reader."""
+    """Find where the tensors' own bytes lie, by file, with the standard library's zip reader."""
     ranges: dict[str, list[tuple[int, int]]] = {}
     for tensor in metadata.read(folder).tensors.values():
         for chunk in tensor.chunks:
@@ -130,7 +130,7 @@ def data_ranges(folder: Path) -> dict[str, list[tuple[int, int]]]:
 
 
 def legacy_damage(file: Path) -> Damage:
-    """Anything but the tensors' own bytes, which have no checksum that is read."""
+    """Return damage outside the tensors' own bytes, which have no checksum that is read."""
     whole = file.read_bytes()
     ranges = []
     with zipfile.ZipFile(file) as archive:

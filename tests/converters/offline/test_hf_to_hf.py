@@ -1,4 +1,4 @@
-"""Hugging Face to Hugging Face: the same files as by way of Megatron-Core, which are proven."""
+"""HF to HF gives the same files as the way through Megatron-Core, which is proven."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A conversion that dies leaves nothing a loader takes, and continues to the same bytes."""
+"""A killed conversion leaves nothing that a loader accepts, and continues to the same bytes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _small_units(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def directions(tiny: Tiny, tmp_path: Path) -> dict[str, tuple[Convert, Path]]:
-    """Source of each direction."""
+    """Return the conversion and the source of each direction."""
     mcore = tmp_path / "reference-mcore"
     hf_to_mcore(tiny("moe"), mcore)
     to_legacy = functools.partial(
@@ -50,7 +50,7 @@ def directions(tiny: Tiny, tmp_path: Path) -> dict[str, tuple[Convert, Path]]:
 
 
 def in_child(work: Callable[[], object]) -> int:
-    """Run in a forked process; its exit code, negative for a signal."""
+    """Run `work` in a forked process and return its exit code, negative for a signal."""
     process = multiprocessing.get_context("fork").Process(target=work)
     process.start()
     process.join(60)
@@ -97,7 +97,7 @@ def test_kill_at_any_point(
 def test_kill_at_any_moment(
     directions: dict[str, tuple[Convert, Path]], tmp_path: Path, direction: str
 ) -> None:
-    """By the clock instead of between two calls; about every third time the rest is killed too."""
+    """Kills come at random times, not between two calls; a third of resumed runs are killed too."""
     convert, source = directions[direction]
     whole, target = tmp_path / "whole", tmp_path / "target"
     started = time.monotonic()
@@ -115,7 +115,7 @@ def test_kill_at_any_moment(
         child.kill()
         child.join()
         killed += child.exitcode == -signal.SIGKILL
-        if target.exists():  # complete, or it must not be there
+        if target.exists():  # then it must be complete
             assert tree_digests(target) == expected
         elif rng.random() < 0.3:
             continue
@@ -137,7 +137,7 @@ def test_kill_while_finishing(
     step: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """After the last unit, and around the two renames by which --force replaces a checkpoint."""
+    """It may be after the last unit, or around the two renames by which --force replaces."""
     convert, source = directions[direction]
     target = tmp_path / "target"
     convert(source, target)
@@ -180,7 +180,7 @@ def test_kill_while_finishing(
 def test_a_write_that_fails_is_one_error_and_resumes(
     directions: dict[str, tuple[Convert, Path]], tmp_path: Path, direction: str
 ) -> None:
-    """The system refuses to let files grow past a limit, as a full disk would."""
+    """A limit on the size of files makes writes fail, as on a full disk."""
     convert, source = directions[direction]
     whole, target = tmp_path / "whole", tmp_path / "target"
     convert(source, whole)

@@ -26,7 +26,7 @@ def test_segments_without_cp_are_the_samples() -> None:
 
 
 def test_segments_under_cp_end_at_the_last_query() -> None:
-    """Rank 0 of 2 holds positions 0, 3 of the first sample and 4 5, 10 11 of the second."""
+    """Rank 0 of 2 holds positions 0 and 3 of the first sample, and 4, 5, 10, 11 of the second."""
     segments = causal_segments((0, 4, 12), 2, 0, CPU)
     assert segments.query_lengths == (1, 1, 2, 2)
     assert segments.key_lengths == (1, 4, 2, 8)
@@ -44,7 +44,7 @@ def test_cumulative_lengths_for_the_varlen_kernel() -> None:
 
 
 def test_padding_that_ends_a_sample_is_attended_to_as_a_part_of_it() -> None:
-    """Told of it, Transformer Engine's ring attention reads what its kernels leave unwritten."""
+    """Were it told of the padding, TE's ring attention would read memory that no kernel wrote."""
     bounds = torch.tensor([0, 8, 24], dtype=torch.int32)
     params = PackedSeqParams(
         qkv_format="thd",

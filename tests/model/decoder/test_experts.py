@@ -1,4 +1,4 @@
-"""All experts of a rank in one parameter, against mcore's own, which are modules."""
+"""Our experts, one parameter for all of a rank, equal mcore's, which are a module each."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LAYOUTS = ["single", "ep2xdp4", "tp2xetp2+sp", "tp2xep2xetp2xdp2+sp"]
 
 
 def make(layout: Layout, **overrides: Any) -> Any:
-    """Experts as the torch spec builds them, with random weights."""
+    """Build experts as the torch spec does, with random weights."""
     config = transformer_config(MOE, **{**layout.config_overrides(), **overrides})
     layer = block_spec(config, "torch", deepstack_layers=0).layer_specs[0]
     build = layer.submodules.mlp.keywords["submodules"].experts
@@ -42,7 +42,7 @@ def make(layout: Layout, **overrides: Any) -> Any:
 
 
 def both(layout: Layout) -> tuple[GroupedExperts, SequentialMLP]:
-    """With the same weights, which go through ``state_dict()``."""
+    """Build our experts and mcore's with the same weights, copied by ``state_dict()``."""
     ours, theirs = make(layout), make(layout, moe_grouped_gemm=False)
     assert isinstance(ours, GroupedExperts)
     assert isinstance(theirs, SequentialMLP)
@@ -51,7 +51,7 @@ def both(layout: Layout) -> tuple[GroupedExperts, SequentialMLP]:
 
 
 def described(entries: dict[str, Any]) -> set[tuple[Any, ...]]:
-    """What would be written, without local names."""
+    """Return what a checkpoint would hold, without local names."""
     return set(map(_facts, _built(entries)))
 
 
@@ -83,7 +83,7 @@ def _checkpoints_agree(layout: Layout) -> int:
 @pytest.mark.parametrize("layout", map(Layout.parse, LAYOUTS), ids=LAYOUTS)
 def test_names_and_boxes_in_checkpoints_are_megatrons(layout: Layout) -> None:
     counts = run_layout(_checkpoints_agree, layout.world_size, layout)
-    # Gate, up and down of each expert, and a place for the scales of both linears.
+    # Each expert has gate, up and down, and an extra state (FP8 scales) for each of two linears.
     assert set(counts) == {(3 + 2) * MOE.num_experts // layout.ep}
 
 
@@ -143,7 +143,7 @@ def _outputs_agree(layout: Layout, remakes: bool) -> list[float]:
 
 
 def _gradients(experts: Any) -> Iterator[Tensor]:
-    """fc1 and fc2, experts stacked."""
+    """Yield the gradients of fc1 and fc2, experts stacked."""
     if isinstance(experts, GroupedExperts):
         yield from (experts.linear_fc1.weight.grad, experts.linear_fc2.weight.grad)
         return
@@ -161,7 +161,7 @@ def test_outputs_and_gradients_are_megatrons(layout: Layout, remakes: bool) -> N
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_weighted_swiglu_rounds_where_megatrons_does(dtype: torch.dtype) -> None:
-    """Which is computed in the dtype of the router's weights."""
+    """Megatron computes it in the dtype of the router's weights."""
     torch.manual_seed(4)
     halves, weights = torch.randn(7, 2 * 5, dtype=dtype), torch.rand(7)
     gradient = torch.randn(7, 5, dtype=dtype)

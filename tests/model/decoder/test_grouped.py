@@ -1,4 +1,4 @@
-"""One product for many matrices against one product for each, with and without a kernel for it."""
+"""The grouped product equals one product for each matrix, with and without a grouped kernel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mcore_qwen3vl.model.decoder import grouped
 from mcore_qwen3vl.model.decoder.grouped import Groups, grouped_product
 
 COUNTS = [3, 0, 5, 1]
-KERNEL, NO_KERNEL = (12, 20), (10, 14)  # in and out: lines of whole 16 bytes, or not
+KERNEL, NO_KERNEL = (12, 20), (10, 14)  # in, out: the kernel needs lines of whole 16 bytes
 
 
 def one_by_one(rows: Tensor, matrices: Tensor, counts: list[int]) -> Tensor:
@@ -59,7 +59,7 @@ def test_when_the_kernel_is_taken(shape: tuple[int, int], dtype: torch.dtype, ca
 
 @pytest.mark.parametrize("counts", [COUNTS, [3, 1, 4, 1]])
 def test_what_the_kernel_leaves_for_no_rows_is_no_gradient(counts: list[int]) -> None:
-    """On Blackwell: pytorch/pytorch#172439."""
+    """On Blackwell the kernel leaves groups without rows unwritten: pytorch/pytorch#172439."""
     rows, matrices = torch.randn(9, 12), torch.randn(4, 20, 12, requires_grad=True)
     kernel = F.grouped_mm
 

@@ -1,4 +1,4 @@
-"""The rotary embedding against plain torch, and the form in which the kernel is given it."""
+"""The rotary embedding equals plain torch, and the fused kernel is called as it requires."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def plain(x: Tensor, angles: Tensor) -> Tensor:
 
 
 def unfused_kernel(x: Tensor, angles: Tensor) -> Tensor:
-    """What Transformer Engine's asks for: one row of angles for all of the batch."""
+    """Stand in for Transformer Engine's kernel, which takes one row of angles for the batch."""
     assert angles.shape == (len(x), 1, 1, x.shape[-1])
     return plain(x, angles)
 

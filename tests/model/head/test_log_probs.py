@@ -1,4 +1,4 @@
-"""Log-probabilities in chunks against torch's on all logits, in values, gradients and memory."""
+"""Log-probabilities in chunks equal torch's on all logits, in values and gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Inputs:
     hidden: Tensor  # (s, B, H)
     weight: Tensor  # (V padded, H)
     targets: Tensor  # (B, s)
-    of_log_probs: Tensor  # (B, s) gradients that arrive
+    of_log_probs: Tensor  # (B, s) incoming gradients
     of_entropy: Tensor
 
 
@@ -32,7 +32,7 @@ def inputs() -> Inputs:
     torch.manual_seed(7)
     return Inputs(
         torch.randn(LENGTH, BATCH, WIDTH),
-        torch.randn(PADDED, WIDTH),  # rows of padding too
+        torch.randn(PADDED, WIDTH),  # padding rows included
         torch.randint(VOCABULARY, (BATCH, LENGTH)),
         torch.randn(BATCH, LENGTH),
         torch.randn(BATCH, LENGTH),
@@ -57,7 +57,7 @@ def expected(given: Inputs, temperature: float) -> dict[str, Tensor]:
 
 
 def on_rank(layout: Layout, chunk: int | None, temperature: float) -> dict[str, Tensor]:
-    """The gradient of the hidden states summed over ranks, that of the weight this rank's."""
+    """Return outputs and gradients: of hidden states summed over ranks, of this rank's weight."""
     initialize(layout)
     given, rows, rank = inputs(), PADDED // layout.tp, dist.get_rank()
     hidden = given.hidden.requires_grad_()
@@ -103,7 +103,7 @@ def check(found: Tensor, right: Tensor) -> None:
     ],
 )
 def test_equals_torch(tp: int, chunk: int | None, temperature: float) -> None:
-    """With TP 4 the last rank's columns are all padding."""
+    """Values and gradients equal torch's; with TP 4 the last rank's columns are all padding."""
     right = expected(inputs(), temperature)
     ranks = run_layout(on_rank, tp, Layout(tp=tp), chunk, temperature)
     for rank in ranks:
@@ -116,7 +116,7 @@ def test_equals_torch(tp: int, chunk: int | None, temperature: float) -> None:
 def _without_or_with_entropy(
     chunk: int | None, temperature: float, entropy: bool
 ) -> list[tuple[Tensor, ...]]:
-    """Own columns' part: log-probabilities, and twice the gradients from the same graph."""
+    """Return log-probabilities and gradients of this rank's columns, twice from the same graph."""
     initialize(Layout(tp=2))
     given, rank = inputs(), torch.distributed.get_rank()
     columns = Columns(0, 9) if rank == 0 else Columns(9, VOCABULARY - 9)
@@ -178,7 +178,7 @@ def test_a_frozen_input_has_no_gradient_and_the_other_its_own(frozen: str) -> No
 
 
 def test_bf16_adds_the_weights_gradient_up_in_float32() -> None:
-    """1,000 tokens with the same gradient, one at a time: bf16 would stop counting at 256."""
+    """1,000 equal gradients are added one at a time, where a sum in bf16 would stop at 256."""
     hidden = torch.ones(1000, 1, 2, dtype=torch.bfloat16)
     weight = torch.zeros(2, 2, dtype=torch.bfloat16, requires_grad=True)
     targets = torch.zeros(1, 1000, dtype=torch.int64)

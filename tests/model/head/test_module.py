@@ -1,4 +1,4 @@
-"""What the head cannot be made of."""
+"""The head refuses layers that it cannot adopt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A vocabulary that is padded to a size that divides gives what the unpadded one gives."""
+"""A vocabulary padded so that TP divides it gives what the unpadded one gives."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LENGTH, VOCABULARY = 24, 352
 def losses_and_gradients(
     checkpoint: Path, layout: Layout, rows: int, fused: bool
 ) -> dict[str, Tensor]:
-    """Of one text sample, with a head of `rows` rows; the head's gradient is this rank's."""
+    """Run one text sample with a head of `rows` rows; the head's gradient is this rank's part."""
     initialize(layout)
     options = {"params_dtype": torch.float32, "cross_entropy_loss_fusion": fused}
     model = Qwen3VLModel.from_hf_config(
@@ -32,7 +32,7 @@ def losses_and_gradients(
     head = model.output_layer.weight
     first = dist.get_rank() * len(head)
     with torch.no_grad():
-        head[max(VOCABULARY - first, 0) :] = 0.3  # as training would not leave it, and far from 0
+        head[max(VOCABULARY - first, 0) :] = 0.3  # padding rows far from 0 would show
     ids = torch.arange(LENGTH)[None] % 50
     positions = torch.arange(LENGTH).expand(3, 1, -1)
     logits = model(ids, positions).detach()

@@ -1,4 +1,4 @@
-"""What attaching changes, and what it leaves alone: memory, frozen weights, dropout, te's calls."""
+"""What attaching adapters changes and what not: memory, frozen weights, dropout, TE's calls."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def inputs(length: int = 8) -> tuple[Tensor, Tensor]:
 
 
 def memory_of_a_frozen_weight(distributed: bool) -> dict[str, int]:
-    """bf16 as Megatron trains it: what there is beside weights, in numbers of values."""
+    """Count what bf16 training holds beside the weights, in numbers of values."""
     chunk = adapted(moe=True, dtype="bfloat16")
     model = DistributedDataParallel(
         chunk.config,
@@ -113,14 +113,14 @@ def memory_of_a_frozen_weight(distributed: bool) -> dict[str, int]:
 def test_frozen_weights_have_no_gradient_no_copy_and_no_moments(distributed: bool) -> None:
     (counts,) = run_layout(memory_of_a_frozen_weight, 1, distributed)
     assert counts["trained"] * 10 < counts["all"]
-    padding = 256  # Megatron's, a buffer
+    padding = 256  # Megatron may pad each of two buffers by this many values
     assert counts["trained"] <= counts["gradients"] <= counts["trained"] + 2 * padding
     assert counts["copies"] == counts["trained"]
     assert counts["moments"] == 2 * counts["trained"]
 
 
 def weight_gradients() -> list[str]:
-    """Calls of mcore's functions that work out a weight's gradient, in a step of an MoE model."""
+    """Return the calls of mcore's functions that compute weight gradients, in an MoE step."""
     chunk = adapted(moe=True)
     calls = []
     for function in (
@@ -147,7 +147,7 @@ def test_no_gradient_of_a_frozen_weight_is_worked_out() -> None:
 
 
 def rows_of_factors(layout: Layout) -> dict[str, tuple[int, bool]]:
-    """Rows of each B on this rank, and whether it trains."""
+    """Return, for each B, its number of rows on this rank and whether it trains."""
     chunk = build(layout, num_key_value_heads=2)
     attach(chunk, dict.fromkeys(ATTENTION, Target()))
     freezing().apply(chunk)
@@ -155,7 +155,7 @@ def rows_of_factors(layout: Layout) -> dict[str, tuple[int, bool]]:
 
 
 def test_with_fewer_kv_heads_than_ranks_some_hold_no_row_of_a_key() -> None:
-    """q q q q k v for each of two groups, over four ranks; every rank has all A factors."""
+    """Four ranks divide two groups of q q q q k v; every rank has all A factors."""
     d = 24
     q, k, v = ATTENTION
     first, second = (
@@ -237,7 +237,7 @@ def site(into: int, out: int) -> Site:
 
 
 class FusedNorm(nn.Module):
-    """The call of Transformer Engine's norm and linear in one, as mcore wraps it."""
+    """A stand-in for Transformer Engine's fused norm and linear, called as mcore wraps it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""B factors laid into one matrix: their place, and their gradients back."""
+"""B factors are placed in one matrix, and its gradients reach each factor."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from mcore_qwen3vl.model.lora.blocks import Blocks
 
-# Rows of a fused linear: q q k v | q q k v, where k is no target, and one row of padding.
+# A fused linear has the rows q q k v | q q k v, where k has no adapter, and one row of padding.
 BLOCKS = Blocks(
     rows=9,
     shapes=((4, 2), (2, 3)),

@@ -1,4 +1,4 @@
-"""Checkpoints of adapters alone: saved under one layout, loaded under another, bit for bit."""
+"""Adapter-only checkpoints saved under one layout load bit for bit under another."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def adapted(layout: Layout, reference: CachedReference) -> list[Qwen3VLModel]:
 
 
 def trained(chunks: list[Qwen3VLModel]) -> dict[str, Any]:
-    """As a run saves them: see ``training.lora.run.keep_trained``."""
+    """Return the state that a run saves: see ``training.lora.run.keep_trained``."""
     state = {}
     for i, chunk in enumerate(chunks):
         names = trained_names(chunk)
@@ -60,7 +60,7 @@ def save(layout: Layout, reference: CachedReference, folder: Path) -> int:
 
 
 def load(layout: Layout, reference: CachedReference, folder: Path) -> tuple[int, list[str]]:
-    """How many values were loaded here, and the names of what is not as `reference` has it."""
+    """Return how many values this rank loaded, and the names of parts unlike `reference`'s."""
     chunks = adapted(layout, reference)
     adapter = reference.adapter
     expected: dict[str, Tensor] = dict(whole_tensors(adapter))
@@ -126,7 +126,7 @@ def test_another_layout_loads_the_same_bits(
 def as_copies(
     self: Adapter, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
 ) -> dict[str, ShardedTensor]:
-    """How mcore describes the children of its linears."""
+    """Describe factors as mcore describes the children of its linears: as copies on each rank."""
     replica = (0, self._groups.tp.rank(), self._groups.dp_cp.rank())
     return {
         f"{prefix}{path}.{factor}": ShardedTensor.from_rank_offsets(
@@ -141,9 +141,9 @@ def as_copies(
 def test_factors_described_as_copies_would_be_seen(
     matrix: Matrix, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Rank 1 would get the factors of rank 0, without an error from mcore."""
+    """Rank 1 would load the factors of rank 0, without an error from mcore."""
     monkeypatch.setattr(Adapter, "sharded_state_dict", as_copies)
     wrong = round_trip(matrix, "dense", "mixed ranks", "tp2", "tp2", tmp_path)
     print("observed:", len(wrong), "factors differ, as", wrong[:2])
     assert {name.rpartition(".")[2] for name in wrong} == {"lora_A", "lora_B"}
-    assert len(wrong) == 4 * 7  # in each layer B of q, k, v, gate and up, A of o and down
+    assert len(wrong) == 4 * 7  # in each layer: B of q, k, v, gate and up; A of o and down

@@ -1,9 +1,9 @@
-"""Transformer Engine's modules on the CPU: its questions answered, its kernels computed by torch.
+"""Transformer Engine's modules on the CPU, with torch in place of kernels and CUDA queries.
 
-The Python of Transformer Engine, and of Megatron-Core's extension for it, runs as it is: modules,
-autograd functions, sequence parallelism, ring attention, the choice of an attention backend. What
-is replaced is what the compiled extension and the Triton kernels would compute
-(:mod:`tests.model.te.kernels`), and what is asked of CUDA.
+The Python of Transformer Engine, and of Megatron-Core's extension for it, runs unchanged: modules,
+autograd functions, sequence parallelism, ring attention, the choice of an attention backend. Only
+what the compiled extension and the Triton kernels compute (:mod:`tests.model.te.kernels`), and
+the answers that CUDA gives, are replaced.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from megatron.core.tensor_parallel import random as tp_random
 from mcore_qwen3vl.runtime import cpu
 
 HOPPER = types.SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="H100")
-"""What Transformer Engine is told that it runs on."""
+"""The GPU that Transformer Engine is told it runs on."""
 CUDNN, CUBLASLT = 91900, 130100
-"""Versions that it is told of: those which torch 2.11 brings."""
+"""The versions that it is told of, which are those that torch 2.11 brings."""
 
 
 class _Instead(types.ModuleType):
@@ -39,7 +39,7 @@ class _Instead(types.ModuleType):
 
 
 def install() -> None:
-    """Replace, in this process and those forked from it. It may be called again."""
+    """Replace kernels and answers in this process and its later forks; safe to call again."""
     if isinstance(torch.Tensor.is_cuda, property):
         return
     cpu.install()
@@ -61,7 +61,7 @@ def install() -> None:
         _replace_kernels(tex, kernels)
     _replace_everywhere(tex.multi_tensor_scale_tensor, optimizer.multi_tensor_scale)
     _replace_kernels(triton_permutation, permutation)
-    # Apex's kernel, with which Megatron's own linears add to main_grad.
+    # Megatron's own linears add to main_grad with this kernel of Apex.
     layers._grad_accum_fusion_available = True
     layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(
         wgrad_gemm_accum_fp32=gemm.fused_weight_gradient
@@ -70,14 +70,14 @@ def install() -> None:
 
 
 def _replace_kernels(extension: Any, kernels: types.ModuleType) -> None:
-    """Those functions of `kernels` that have a namesake."""
+    """Replace each function of `extension` that has a namesake in `kernels`."""
     for name, kernel in vars(kernels).items():
         if isinstance(kernel, types.FunctionType) and hasattr(extension, name):
             _replace_everywhere(getattr(extension, name), kernel)
 
 
 def _replace_everywhere(original: Any, kernel: Any) -> None:
-    """In all modules that hold it under whatever name, since many import functions by name."""
+    """Replace `original` in every module, under any name: many import functions by name."""
     for module in [*sys.modules.values()]:
         for name, value in [*getattr(module, "__dict__", {}).items()]:
             if value is original:
@@ -85,7 +85,7 @@ def _replace_everywhere(original: Any, kernel: Any) -> None:
 
 
 def _answer(tex: Any) -> None:
-    """What Transformer Engine, and it alone, asks of CUDA."""
+    """Answer what Transformer Engine asks of CUDA; other libraries see the real torch."""
     cuda = _Instead(
         torch.cuda,
         is_available=lambda: True,
@@ -93,7 +93,7 @@ def _answer(tex: Any) -> None:
         get_device_properties=lambda device=None: HOPPER,
         is_current_stream_capturing=lambda: False,
     )
-    # Its attention takes half precision only: here its float16 is float32.
+    # Its attention takes half precision only, so that what it calls float16 is float32 here.
     for name, module in [*sys.modules.items()]:
         if name.startswith("transformer_engine.") and getattr(module, "torch", None) is torch:
             half = {"float16": torch.float32} if name.endswith(".backends") else {}
@@ -136,7 +136,7 @@ def _choose_as_in_half_precision() -> None:
 
 
 class _Once:
-    """A transfer; gloo's waits for another one when it is waited for again, NCCL's do not."""
+    """A transfer that is waited for once: a second wait on gloo's would take another transfer."""
 
     def __init__(self, transfer: Any) -> None:
         self._transfer = transfer
@@ -148,7 +148,7 @@ class _Once:
 
 
 def _wait_once() -> None:
-    """Ring attention waits for its transfers at the end of a step and before the next."""
+    """Let ring attention wait for a transfer twice: at the end of a step and before the next."""
     from transformer_engine.pytorch.attention.dot_product_attention import context_parallel
 
     communicate = context_parallel.flash_attn_p2p_communicate

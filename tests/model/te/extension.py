@@ -3,8 +3,8 @@
 It has the names that Transformer Engine's source mentions: enumerations with their members, and
 functions that refuse to be called until :mod:`tests.model.te.device` gives them a reference.
 
-Given to pytest as a plugin (``-p tests.model.te.extension``), so that it is there before anything
-imports megatron, and with it Transformer Engine.
+Pytest loads it as a plugin (``-p tests.model.te.extension``), before anything imports megatron,
+which imports Transformer Engine.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from typing import Any
 
 NAME = "transformer_engine_torch"
 MIRRORED = ("DType", "NVTE_Fused_Attn_Backend")
-"""Their members are repeated in Python, and compared when it is imported."""
+"""Enumerations whose members Transformer Engine repeats in Python and compares at import."""
 
 
 def install() -> None:
     """Make ``transformer_engine.pytorch`` importable; megatron must not have been imported yet.
 
-    Nothing to do where the real extension, or no Transformer Engine at all, is installed.
+    Does nothing where the real extension is installed, or Transformer Engine is not.
     """
     package = _package()
     if package is None or _compiled(package):
         return
-    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # it would look for libraries
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # otherwise it looks for libraries
     sys.modules[NAME] = _stand_in(package / "pytorch")
     import transformer_engine.common as common
 
@@ -45,7 +45,7 @@ def _package() -> Path | None:
 
 
 def _compiled(package: Path) -> bool:
-    """Whether the real extension is there, from its wheel or built from source."""
+    """Return whether the real extension is installed, from its wheel or built from source."""
     places = (package.parent, package, package / "wheel_lib")
     return any(file.suffix == ".so" for place in places for file in place.glob(f"{NAME}*"))
 

@@ -1,4 +1,4 @@
-"""For test modules that need Transformer Engine's Python: skip them, or set it up on the CPU."""
+"""The requirement of test modules that need Transformer Engine's Python."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ REASON = "Transformer Engine is not installed: `make test-te` makes an environme
 
 
 def require() -> None:
-    """Skip the calling module where there is no Transformer Engine, else put it on the CPU.
+    """Skip the calling module without Transformer Engine; otherwise set that up on the CPU.
 
-    Called when the module is imported, before it imports anything of Transformer Engine's.
+    The module calls this before it imports anything of Transformer Engine's.
     """
     if find_spec("transformer_engine") is None:
         pytest.skip(REASON, allow_module_level=True)

@@ -1,7 +1,8 @@
-"""``TRITON_INTERPRET=1 python -m tests.model.te.interpreted``: TE's own Triton kernels.
+"""``TRITON_INTERPRET=1 python -m tests.model.te.interpreted``: TE's Triton kernels checked.
 
-Run by Triton's interpreter on the CPU and compared with the references; a program of its own,
-because Triton must be told before anything imports it. Prints the largest differences as JSON.
+Triton's interpreter runs them on the CPU, and their results are compared with the references'.
+It is a separate program because Triton reads the variable when it is first imported.
+Prints the largest differences as JSON.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def main() -> None:
 
     for kernel in vars(own).values():
         if hasattr(kernel, "configs"):
-            kernel.configs = kernel.configs[:1]  # nothing to choose between without a GPU
+            kernel.configs = kernel.configs[:1]  # there is nothing to tune without a GPU
     torch.manual_seed(0)
     print(json.dumps({**_to_experts(own, reference), **_chunks(own, reference)}))
 
@@ -38,7 +39,7 @@ def _to_experts(own: Any, reference: Any) -> dict[str, float]:
     tokens, experts, hidden, top = 13, 12, 48, 3
     routing = torch.zeros(tokens, experts, dtype=torch.bool)
     for token in range(tokens):
-        routing[token, torch.randperm(experts)[:top]] = token != 4  # one that is routed nowhere
+        routing[token, torch.randperm(experts)[:top]] = token != 4  # token 4 has no expert
     count = int(routing.sum())
     row_map = own.make_row_id_map(routing, tokens, experts)
     expected = reference.make_row_id_map(routing, tokens, experts)

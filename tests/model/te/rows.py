@@ -1,4 +1,4 @@
-"""The layout matrix for the ``te`` spec: each of its rows, as training sets it up."""
+"""The layout matrix for the ``te`` spec, each row with the options that training sets."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from mcore_qwen3vl.verify.parity.lora_matrix import LORA_MATRIX
 from mcore_qwen3vl.verify.parity.matrix import MATRIX, MatrixRow
 
 TRAINED = {"bias_activation_fusion": True, "bias_dropout_fusion": True}
-"""Fusions of Megatron's that are on in training, and off in a model that is built directly."""
+"""Megatron's fusions that training switches on; a model built directly has them off."""
 TRAINED_EXPERTS = {"moe_permute_fusion": True}
-"""What the launch scripts add for experts; the spec itself groups their GEMMs."""
+"""Options that the launch scripts add for experts; the spec itself groups their GEMMs."""
 
 
 def with_te(row: MatrixRow) -> MatrixRow:
-    """`row` with the ``te`` spec, which takes no padding on the left."""
+    """Return `row` with the ``te`` spec, without batches padded on the left, which it refuses."""
     config = TRAINED | (TRAINED_EXPERTS if row.model.startswith("moe") else {})
     config |= row.options.get("config", {})
     return replace(

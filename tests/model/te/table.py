@@ -23,7 +23,7 @@ SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")
 
 
 def main() -> int:
-    """Exit code 0 when everything is equal, 1 when something is not."""
+    """Return exit code 0 if every row equals Hugging Face, otherwise 1."""
     parser = argparse.ArgumentParser(prog="python -m tests.model.te.table", description=__doc__)
     parser.add_argument("--output", type=Path, help="write the table as Markdown")
     parser.add_argument("--only", default="", help="rows whose description contains this")
@@ -47,7 +47,7 @@ def main() -> int:
 
 
 def summary(results: Sequence[tuple[MatrixRow, Report]]) -> Iterable[str]:
-    """Markdown: a line for rows of one kind, with their worst errors in units of 1e-6."""
+    """Yield a Markdown table: a line for each kind of rows, with worst errors in units of 1e-6."""
     kinds: dict[str, list[tuple[MatrixRow, Report]]] = {}
     for row, report in results:
         kinds.setdefault(_kind(row), []).append((row, report))

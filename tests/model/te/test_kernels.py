@@ -1,4 +1,4 @@
-"""The reference kernels against torch's own operators and autograd, and against Triton's."""
+"""The reference kernels equal torch's operators and autograd, and Triton's kernels."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ SCALE = 0.7
 
 
 def attend(layout: str, mask: Any, cu: Any, padded: Any, q: Any, k: Any, v: Any, dy: Any) -> Any:
-    """Output, log-sum-exp and the gradients of q, k and v."""
+    """Return the output, the log-sum-exp and the gradients of q, k and v."""
     cu_q, cu_k = (torch.tensor(one, dtype=torch.int32) for one in cu)
     padded_q, padded_k = (
         None if one is None else torch.tensor(one, dtype=torch.int32) for one in padded
@@ -133,7 +133,7 @@ def attend(layout: str, mask: Any, cu: Any, padded: Any, q: Any, k: Any, v: Any,
 
 
 def expected_of_one(q: Tensor, k: Tensor, v: Tensor, dy: Tensor, visible: Tensor) -> Any:
-    """The same for one sample, by autograd in float64."""
+    """Compute the same for one sample by autograd in float64."""
     q, k, v = leaves = [x.double().requires_grad_() for x in (q, k, v)]
     group = q.shape[1] // k.shape[1]
     keys, values = (x.repeat_interleave(group, dim=1) for x in (k, v))

@@ -1,4 +1,4 @@
-"""Adapters under the ``te`` spec, beside fused norms and grouped experts: as PEFT's."""
+"""Adapters under the ``te`` spec, beside fused norms and grouped experts, equal PEFT's."""
 
 from __future__ import annotations
 

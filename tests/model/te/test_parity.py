@@ -1,4 +1,4 @@
-"""The ``te`` spec under every layout and batch: logits, loss, gradients, a step equal HF's."""
+"""The ``te`` spec equals HF in logits, loss, gradients and a step, in all layouts and batches."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def test_equals_hugging_face(matrix: Matrix, row: MatrixRow) -> None:
 def test_samples_that_end_in_padding(
     matrix: Matrix, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
-    """Lengths and padded bounds apart: the padding at the batch's tail is the last sample's.
+    """Lengths and padded bounds may differ: the batch's tail padding belongs to the last sample.
 
-    Handed to ring attention so, gradients were NaN where memory that no kernel writes is.
+    Passed to ring attention in this form, they gave NaN gradients from memory never written.
     """
 
     def packing(micro: MicroBatch) -> PackedSeqParams:
@@ -65,14 +65,14 @@ def test_samples_that_end_in_padding(
 
 
 def test_all_batches_of_the_command(matrix: Matrix) -> None:
-    """Where no batch is named: those that the spec takes, and no more."""
+    """Without named batches, exactly those that the spec accepts are run."""
     report = verify_parity(matrix.reference("dense").path, spec="te", gradients=False)
     report.require()
     assert {f.context for f in report.findings} == {*RECIPES} - {"padded-left"}
 
 
 def test_padding_on_the_left_is_refused(matrix: Matrix, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before there are ranks, and by the model where the mask is on the host."""
+    """Parity refuses it before it starts ranks, and the model where the mask is on the host."""
     row = MatrixRow("dense", "single", ("padded-left",), {"spec": "te"})
     with pytest.raises(BadInput, match="padded-left is padded on the left"):
         matrix.run(row)
@@ -95,7 +95,7 @@ def _built(path: Path) -> str | None:
 def test_transformer_engine_has_room_for_all_adapters(
     matrix: Matrix, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever builds the model: training, parity, a benchmark or VERL."""
+    """Every model gets the room, whether training, parity, a benchmark or VERL builds it."""
     monkeypatch.delenv("NVTE_TENSOR_HANDLE_POOL_SIZE_MB", raising=False)
     assert run_layout(_built, 1, matrix.reference("dense").path) == ["200"]
 
@@ -103,7 +103,7 @@ def test_transformer_engine_has_room_for_all_adapters(
 def test_the_torch_specs_router_multiplies_in_float32(
     matrix: Matrix, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Megatron gives it Transformer Engine's product, which is in TF32 on a GPU."""
+    """Megatron would give it Transformer Engine's product, which runs in TF32 on a GPU."""
     product = gemm._product
 
     def in_tf32(left: torch.Tensor, transa: bool, right: torch.Tensor, transb: bool) -> Any:

@@ -1,6 +1,6 @@
-"""What the ``te`` rows can see: with a mistake made on purpose, the comparison fails.
+"""Deliberate mistakes that the ``te`` rows detect.
 
-Ranks are forked from this process, so what is replaced here is replaced there.
+Ranks are forked from this process, so a function replaced here is replaced there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.model.te.rows import with_te  # noqa: E402
 
 pytestmark = pytest.mark.slow
 FAR_OFF = 1e-3
-"""Far above the tolerance of 2e-5: each mistake is a gross one, and is seen as such."""
+"""Far above the tolerance of 2e-5, because each of the mistakes is a gross one."""
 
 
 def worst(report: Report, part: str, name: str = "") -> float:
@@ -56,7 +56,7 @@ def test_gamma_is_not_zero_centred(matrix: Matrix) -> None:
 def test_samples_of_a_pack_are_apart(
     matrix: Matrix, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
-    """Taken for one sample by attention alone."""
+    """Errors show when attention alone takes a pack for one sample."""
     complete = PackedSequence.of.__func__  # type: ignore[attr-defined]
 
     def of(cls: Any, params: Any, device: Any) -> Any:
@@ -87,7 +87,7 @@ def test_deepstack_is_added(matrix: Matrix, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_rotary_axes_alternate(matrix: Matrix, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunked, as Megatron has them."""
+    """Errors show when the axes are in chunks, as in Megatron."""
     make = InterleavedMRoPE.__init__
 
     def chunked(self: Any, head_dim: int, base: float, section: tuple[int, int, int]) -> None:
@@ -102,7 +102,7 @@ def test_rotary_axes_alternate(matrix: Matrix, monkeypatch: pytest.MonkeyPatch) 
 def test_context_parallel_ranks_hold_two_chunks(
     matrix: Matrix, monkeypatch: pytest.MonkeyPatch, batch: str
 ) -> None:
-    """One run of tokens a rank, in order, is not what ring attention takes them for."""
+    """Errors show when each rank holds one run of tokens in order."""
 
     def in_order(seq_len: int, *, cp_size: int, cp_rank: int, **_: Any) -> torch.Tensor:
         return torch.arange(seq_len).chunk(cp_size)[cp_rank]

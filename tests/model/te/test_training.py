@@ -1,6 +1,6 @@
-"""Megatron's training loop with the ``te`` spec: Hugging Face's curve, and an exact resume.
+"""Megatron's loop with the ``te`` spec follows Hugging Face's curve and resumes exactly.
 
-``--cpu`` refuses Transformer Engine, rightly: it has no kernels there. Here it has.
+``--cpu`` refuses Transformer Engine, which has no CPU kernels; here it has reference kernels.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def test_goes_on_where_it_stopped(
     is_moe: bool, before: str, after: str, flags: tuple[str, ...], dense: Path, moe: Path,
     data: Path, tmp_path: Path,
 ) -> None:  # fmt: skip
-    """With the states of Transformer Engine's Adam, where torch's needs care of its own."""
+    """A run resumes with the states of TE's Adam, where torch's needs extra steps."""
     first, then = (
         Job(moe if is_moe else dense, data, Layout.parse(layout), steps=STEPS, flags=flags)
         for layout in (before, after)

@@ -1,4 +1,4 @@
-"""Our flags beside Megatron's: the config decides the architecture, the user everything else."""
+"""The checkpoint's config decides the architecture, and the user's flags everything else."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_sequence_length_must_divide_by_the_layout(dense: Path) -> None:
     layout = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
     cp = ("--context-parallel-size", "2")
     args = parsed(dense, *layout, *cp, "--packing", world_size=4)
-    assert data_config(args).length_multiple == 4  # CP cuts samples, SP the pack
+    assert data_config(args).length_multiple == 4  # CP divides each sample, and SP the pack
     args.seq_length = 126
     with pytest.raises(BadInput, match="not a multiple of 4"):
         data_config(args)
@@ -167,14 +167,14 @@ QUANTIZED = [
 def test_rows_fit_the_products_of_quantized_layers(
     recipe: dict[str, str], tokens: int, dense: Path
 ) -> None:
-    """Transformer Engine refuses other numbers of local tokens, in the middle of a run."""
+    """Rows are padded to them: TE refuses other numbers of local tokens in the middle of a run."""
     layout = ("--tensor-model-parallel-size", "2", "--sequence-parallel", "--seq-length", "256")
     args = parsed(dense, *layout, "--pad-to-longest", world_size=2)
     assert data_config(args).length_multiple == 2
     vars(args).update(recipe)
     assert data_config(args).padded(3) == 2 * tokens
     args.packing, args.balance, args.pad_to_longest = True, False, False
-    assert data_config(args).length_multiple == 1  # a sample's: the pack has the whole length
+    assert data_config(args).length_multiple == 1  # for a sample; a pack has the full length
     args.seq_length = 2 * tokens + 2
     with pytest.raises(BadInput, match=f"multiple of {2 * tokens}, .*a rank's part"):
         data_config(args)
@@ -240,7 +240,7 @@ def test_what_is_not_given_has_a_default_and_is_stated(dense: Path, tmp_path: Pa
 
 
 def test_half_precision_is_the_default_on_gpus(dense: Path) -> None:
-    """Fused attention has no float32; the least command would need memory of the square."""
+    """Fused attention has no float32, and unfused attention needs memory for length squared."""
     argv = ["--hf-model", str(dense), "--train-iters", "20", "--spec", "torch"]
     args = validate(argv, 1)
     assert args.params_dtype == torch.bfloat16
@@ -274,7 +274,7 @@ def test_a_resumed_run_keeps_its_global_batch(dense: Path, tmp_path: Path) -> No
     folder = state.folder_of(tmp_path, 7)
     folder.mkdir(parents=True)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
-    torch.save({}, folder / "rank_00000.pt")  # as earlier versions
+    torch.save({}, folder / "rank_00000.pt")  # earlier versions saved no batch size
     assert parsed(dense, *save, world_size=2).global_batch_size == 2
     torch.save({state.GLOBAL_BATCH: 4}, folder / "rank_00000.pt")
     for ranks in (1, 2, 4):

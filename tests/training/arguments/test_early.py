@@ -1,4 +1,4 @@
-"""A command line that cannot work is answered before anything slow."""
+"""A command line that cannot work is refused before anything slow starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mcore_qwen3vl.training.arguments.early import check_early, check_names, fla
 
 
 def test_the_list_is_that_of_the_installed_megatron() -> None:
-    """For another version: write this set, one a line, to a file that is named after it."""
+    """For another version, write this set, one flag a line, to a file named after the version."""
     from megatron.training.arguments import add_megatron_arguments
 
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False, add_help=False))
@@ -41,7 +41,7 @@ def test_flags_of_a_version_without_a_list_are_left_to_megatron(
         (["--tp", "2"], r"Did you mean --tensor-model-parallel-size\?"),
         (["--dryrun"], r"Did you mean --dry-run \(of a launch script\)\?"),
         (["--lr-wrong"], r"unrecognized arguments: --lr-wrong\. mcore-qwen3vl train --help"),
-        (["--train-iters", "3", "--save-interval"], None),  # Megatron's own flag, its own error
+        (["--train-iters", "3", "--save-interval"], None),  # left to Megatron, whose flag it is
         (["--train-iters", "many"], "--train-iters: invalid int value: 'many'"),
         (["--train-iters", "3", "--max-bad-fraction", "x"], "invalid float value: 'x'"),
         (["--train-iters", "3", "--data-path", "gone.jsonl"], "gone.jsonl does not exist"),

@@ -1,4 +1,4 @@
-"""``--help`` of the training commands."""
+"""``--help`` of the training commands shows the right flags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One model, said twice: through Megatron's flags and straight to ``TransformerConfig``."""
+"""Megatron's flags and a direct ``TransformerConfig`` describe the same model."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_flags_and_config_describe_one_model(model: str, tmp_path: Path) -> None
 
 
 def values(config: Any) -> dict[str, Any]:
-    """The config's fields, with initialisers as what they are made of, which can be compared."""
+    """Return the config's fields, with partial functions as tuples that can be compared."""
     return {
         name: (value.func, value.args, value.keywords)
         if isinstance(value, functools.partial)

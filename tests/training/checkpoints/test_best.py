@@ -1,4 +1,4 @@
-"""Runs that stop by their validation loss, and the checkpoint that they keep."""
+"""A run stops early by its validation loss and keeps its best checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mcore_qwen3vl.verify.curves.job import Job, train
 
 @pytest.fixture
 def job(dense: Path, tmp_path: Path) -> Job:
-    """One record to train and to validate on, so that each validation sees the same."""
+    """Return a job that trains and validates on one record, so that validations are comparable."""
     data = write_image_qa(tmp_path / "one", 1)
     flags = (
         "--valid-data-path", str(data), "--eval-iters", "1", "--eval-interval", "2",
@@ -26,7 +26,7 @@ def job(dense: Path, tmp_path: Path) -> Job:
 
 
 def saved(folder: Path) -> tuple[set[int], dict[str, Any]]:
-    """The checkpoints that are there, and what is known of the validations."""
+    """Return the iterations of the checkpoints, and the record of the validations."""
     names = {path.name for path in folder.glob("iter_*")}
     assert {path.name for path in (folder / "dataloader").iterdir()} == names
     return {int(name[5:]) for name in names}, json.loads((folder / "validation.json").read_text())
@@ -36,7 +36,7 @@ def saved(folder: Path) -> tuple[set[int], dict[str, Any]]:
 def test_a_run_without_improvement_stops_and_goes_on_with_more_patience(
     job: Job, tmp_path: Path
 ) -> None:
-    """Only the last of two stages has the loss."""
+    """Both of two pipeline stages stop, though only the last has the loss."""
     save, hf = tmp_path / "save", tmp_path / "hf"
     stuck = ("--lr", "0", "--early-stop-patience", "2", "--save-hf", str(hf))
     job = replace(job, layout=Layout(pp=2), flags=(*job.flags, *stuck))
@@ -64,4 +64,4 @@ def test_the_best_replaces_the_best_before_it(job: Job, tmp_path: Path) -> None:
     losses = [loss for _, loss in known["losses"]]
     assert losses == sorted(losses, reverse=True)
     assert known["best"] == [10, losses[-1]]
-    assert kept == {4, 8, 10}  # not 2 and 6, which no interval saves
+    assert kept == {4, 8, 10}  # 2 and 6 were replaced: no interval saves them

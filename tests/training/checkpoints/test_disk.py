@@ -1,4 +1,4 @@
-"""A disk that is full while a run saves."""
+"""A run whose disk is full while it saves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mcore_qwen3vl.training.checkpoints.disk import explained_save
 from mcore_qwen3vl.verify.curves import job as jobs
 from mcore_qwen3vl.verify.curves.job import Job, train
 
-ROOM = 700_000  # bytes a file; a rank writes two million
+ROOM = 700_000  # bytes a file may have; a rank writes two million
 
 
 def rank_without_room(*args: Any) -> None:

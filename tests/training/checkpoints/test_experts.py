@@ -1,4 +1,4 @@
-"""Resuming with EP where there was none, and without where there was."""
+"""A run may resume with EP from a checkpoint without, and without EP from one with it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_state_of_two_serves_one() -> None:
     assert found["param_state"] == "asked"
     assert found["param_state_sharding_type"] == "some"
     groups = found["optimizer"]["param_groups"]
-    # What is looked for by what it says is the last of those that say the same.
+    # Megatron looks groups up by their options, and takes the last of equal ones.
     assert groups[-2:] == [group(1.0, False), group(2.0, True)]
     assert group(2.0, False) in groups
 
@@ -63,7 +63,7 @@ def test_the_same_number_stays_as_it_is() -> None:
 def test_experts_go_on_where_they_are_divided_otherwise(
     before: tuple[str, ...], after: tuple[str, ...], moe: Path, data: Path, tmp_path: Path
 ) -> None:
-    """With EP they have an optimizer of their own, which a checkpoint without EP has not."""
+    """With EP, experts have an optimizer of their own, unlike in a checkpoint without EP."""
     first, then = (
         Job(moe, data, Layout.parse(layout), steps=4, flags=(*DISTRIBUTED, *flags))
         for layout, *flags in (before, after)

@@ -1,4 +1,4 @@
-"""Megatron's own legacy writer and loader against ours: the same files, both ways, bitwise."""
+"""Our legacy checkpoints and Megatron's own are the same, bit for bit, in both directions."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ CASES = [
     ("tied", "single"),
     ("dense", "pp2+first1"),
     ("dense", "pp2+E|t|tt|tL"),
-    ("moe", "tp2xpp2xep2+sp"),  # ETP 1: TP and EP ranks are the same ones
-    ("moe", "tp2xpp2xep2xetp2xdp2+sp"),  # ETP as TP, Megatron's default: 8 ranks
+    ("moe", "tp2xpp2xep2+sp"),  # ETP 1: the TP ranks are the EP ranks
+    ("moe", "tp2xpp2xep2xetp2xdp2+sp"),  # ETP equals TP, Megatron's default: 8 ranks
     ("moe", "tp2xetp2+sp"),
     ("mixed", "pp2xep2xdp2"),
 ]
@@ -65,7 +65,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def arguments(source: Path, layout: Layout, *flags: str) -> Namespace:
-    """Megatron's, as a training run has them."""
+    """Return Megatron's arguments of a training run."""
     uneven = ["--decoder-first-pipeline-num-layers", str(layout.first)] if layout.first else []
     words = ["--cpu", "--hf-model", str(source), "--seq-length", "128", "--micro-batch-size", "1"]
     words += ["--train-iters", "1", "--lr", "1", "--ckpt-format", "torch", *uneven]
@@ -74,7 +74,7 @@ def arguments(source: Path, layout: Layout, *flags: str) -> Namespace:
 
 
 def start(layout: Layout, args: Namespace) -> list[Any]:
-    """This rank of a run, up to a model without weights."""
+    """Start this rank of a run, up to a model without weights."""
     from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
     from megatron.training.global_vars import set_args
 
@@ -105,14 +105,14 @@ def test_megatron_loads_what_was_converted_and_saves_the_same(tiny, tmp_path, ca
     assert min(compared for compared, _ in ranks) > 10
     said = "".join(text for _, text in ranks)
     assert "successfully loaded checkpoint" in said
-    assert "load_return" not in said  # what it prints when strict loading has failed
+    assert "load_return" not in said  # Megatron prints this when strict loading has failed
     assert_same_legacy(theirs / "iter_0000007", ours / "release")
     mcore_to_hf(theirs, tmp_path / "back", hf_config=source)
     assert_same_tensors(source, tmp_path / "back")
 
 
 def assert_same_legacy(theirs: Path, ours: Path) -> None:
-    """The same files with the same parameters; the arguments that ours has are theirs too."""
+    """Check that files and parameters are the same, and that all of our arguments are in theirs."""
     names = {str(file.relative_to(theirs)) for file in theirs.rglob("*.pt")}
     assert names == {str(file.relative_to(ours)) for file in ours.rglob("*.pt")}
     for name in names:
@@ -175,7 +175,7 @@ def test_a_run_of_another_layout_is_refused(tiny, tmp_path, case, layout, differ
 
 
 def test_an_optimizers_state_of_single_experts_is_refused(tiny, tmp_path, monkeypatch):
-    """Which would load, in another order, with the distributed optimizer."""
+    """With the distributed optimizer it would load, in the wrong order."""
     hf_to_mcore(tiny("moe"), tmp_path / "mcore", format="torch", layout=Layout(), spec="torch")
     release = tmp_path / "mcore" / "release"
     trained = release.rename(release.with_name("iter_0000003"))

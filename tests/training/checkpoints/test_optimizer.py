@@ -1,4 +1,4 @@
-"""The optimizer's state in the ranks' own parts: what Megatron gathers, and either reads both."""
+"""The optimizer's state in ranks' own parts equals what Megatron gathers; both read either."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ from tests.training.checkpoints.trained import (
     stored,
 )
 
-# Values of a gradient bucket, each of which is divided over the ranks: many cuts.
+# Values in a gradient bucket. Each bucket is divided over the ranks, so that there are many cuts.
 BUCKET = 20_011
 
 
 Action = tuple[str, str, bool]
-"""What is done, with which folder, and whether in the ranks' own parts or gathered."""
+"""A method of `Trained`, its folder, and whether state is in the ranks' own parts or gathered."""
 
 
 def act(
@@ -61,7 +61,7 @@ def act(
 
 
 def assert_state_of(weights: Path, found: Path) -> None:
-    """`found` holds the state that :meth:`Trained.fill` gives to `weights`, and nothing else."""
+    """Check that `found` holds exactly the state that :meth:`Trained.fill` gives to `weights`."""
     expected = {}
     for key, weight in stored(weights).items():
         for name, factor in {"param": 1.0, **MOMENTS}.items():
@@ -101,7 +101,7 @@ def test_own_parts_are_what_megatron_gathers(
         ("read", "gathered", OWN), ("write", "gathered, own, gathered", GATHER),
         ("read", "own", GATHER), ("write", "own, gathered, own", OWN),
     ]  # fmt: skip
-    # Of one bucket: with more, what Megatron gathers is shifted by the padding between them.
+    # There is one bucket: with more, Megatron gathers state shifted by the padding between them.
     run_layout(act, first.world_size, first, model, None, actions, tmp_path)
     actions = [("read", "own", OWN), ("write", "elsewhere", OWN),
                ("read_shared", "gathered", OWN), ("write", "elsewhere too", OWN)]  # fmt: skip
@@ -115,7 +115,7 @@ def test_own_parts_are_what_megatron_gathers(
 
 
 def written(folder: Path) -> Counter[str]:
-    """How many values each rank wrote."""
+    """Count the values that each rank wrote."""
     counts: Counter[str] = Counter()
     for tensor in metadata.read(folder).tensors.values():
         for chunk in tensor.chunks:
@@ -149,7 +149,7 @@ def test_a_run_goes_on_bit_for_bit_from_the_other_way(
 def test_every_checkpoint_of_a_run_is_its_own(
     flags: tuple[str, ...], moe: Path, data: Path, tmp_path: Path
 ) -> None:
-    """Also where the plan of the first is kept, or it is written while training goes on."""
+    """So it is if the first save's plan is reused, or if training continues while it is written."""
     run = Job(moe, data, Layout.parse("ep2xdp2"), steps=4, flags=(*DISTRIBUTED, *flags))
     save = tmp_path / "save"
     whole = train(run, tmp_path / "whole", "--save", str(save), "--save-interval", "1")
@@ -163,7 +163,7 @@ def test_every_checkpoint_of_a_run_is_its_own(
 @pytest.mark.parametrize(
     ("is_moe", "before", "after"),
     [
-        # The vocabulary is padded otherwise too.
+        # The padding of the vocabulary changes, too.
         (
             False,
             ("pp2xvpp2xdp2", "--num-workers", "1", "--make-vocab-size-divisible-by", "100"),
@@ -177,7 +177,7 @@ def test_another_layout_goes_on_closely_with_many_buckets(
     is_moe: bool, before: tuple[str, ...], after: tuple[str, ...], dense: Path, moe: Path,
     data: Path, tmp_path: Path,
 ) -> None:  # fmt: skip
-    """Where what Megatron gathers is shifted; the same layout goes on bit for bit."""
+    """Megatron's gathered state would be shifted; the same layout continues bit for bit."""
     first, then = (
         Job(
             moe if is_moe else dense, data, Layout.parse(layout), steps=4,
@@ -196,7 +196,7 @@ def test_another_layout_goes_on_closely_with_many_buckets(
 
 @slow
 def test_what_megatron_gathered_wrongly_is_refused(dense: Path, data: Path, tmp_path: Path) -> None:
-    """By DP 3 the padding is at the end of almost every bucket."""
+    """With DP 3 almost every bucket ends in padding."""
     flags = ("--bf16", *DISTRIBUTED, "--ddp-bucket-size", str(BUCKET))
     run = Job(dense, data, Layout.parse("dp3"), steps=4, batch=3, flags=flags)
     with mock.patch.object(own_parts, "keep_own_parts"):

@@ -1,4 +1,4 @@
-"""Stop anywhere and go on: bit for bit at the same layout, closely at another."""
+"""A stopped run continues bit for bit under the same layout, and closely under another."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def job(checkpoint: Path, data: Path, layout: str, *flags: str) -> Job:
 @pytest.mark.parametrize(
     ("is_moe", "layout", "flags"),
     [
-        # From DP2 to TP2 below: what TP divides comes back there too.
+        # "DP2 to TP2" below restores what TP divides, too.
         pytest.param(False, "tp2+sp", ("--packing",), marks=pytest.mark.slow),
-        # ep2xdp2 shards its dense parameters over DP 2 in the same way.
+        # ep2xdp2 below shards its dense parameters over DP 2 in the same way.
         pytest.param(False, "dp2", DISTRIBUTED, marks=pytest.mark.slow),
         (True, "ep2xdp2", DISTRIBUTED),
     ],
@@ -65,7 +65,7 @@ def test_same_layout_continues_bit_for_bit(
             marks=pytest.mark.slow,
         ),
         pytest.param(("pp2+E|t|tt|tL", ()), ("pp2+Ettt|tL", ()), marks=pytest.mark.slow),
-        pytest.param(  # packs of equal work, divided by two ranks, go on to one in the same order
+        pytest.param(  # balanced packs of two ranks continue on one rank in the same order
             ("dp2", (*DISTRIBUTED, "--packing")),
             ("single", ("--use-distributed-optimizer", "--packing")),
             marks=pytest.mark.slow,
@@ -128,7 +128,7 @@ def terminate_after_two_steps(folder: Path) -> None:
 
 
 def _child() -> int:
-    """The one rank that this process has forked."""
+    """Return the process id of the one rank that this process has forked."""
     import multiprocessing
 
     (rank,) = multiprocessing.active_children()
@@ -140,7 +140,7 @@ def _child() -> int:
 def two_checkpoints(
     dense: Path, data: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Job, Path, list[dict[str, Any]]]:
-    """A finished run that saved at half and at the end, to be damaged."""
+    """Return a finished run that saved halfway and at the end, for tests to damage copies."""
     folder = tmp_path_factory.mktemp("saved")
     run = job(dense, data, "single")
     flags = ("--save", str(folder / "save"), "--save-interval", str(HALF))
@@ -241,7 +241,7 @@ def test_other_data_are_not_taken_for_those_of_the_checkpoint(
 def test_a_trained_checkpoint_is_exported_as_it_is(
     two_checkpoints: tuple[Job, Path, list[dict[str, Any]]], dense: Path, tmp_path: Path
 ) -> None:
-    """Config, tokenizer and processor lie beside it, whichever folder of it is named."""
+    """Config, tokenizer and processor come along, whichever folder of the checkpoint is named."""
     save = two_checkpoints[1]
     assert not list(save.glob(".hf.*"))
     companions = {name: file.read_bytes() for name, file in companion_files(dense).items()}

@@ -1,4 +1,4 @@
-"""A model with its distributed optimizer on the ranks of a layout, saved and loaded alone."""
+"""A model with its distributed optimizer on the ranks of a layout, saved without a run."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ FORMAT = {
     "distrib_optim_fully_reshardable_mem_efficient": True,
     "chained_optim_avoid_prefix": True,
 }
-MOMENTS = {"exp_avg": -1.0, "exp_avg_sq": 0.5}  # in multiples of the weight, exact in float32
+MOMENTS = {"exp_avg": -1.0, "exp_avg_sq": 0.5}  # multiples of the weight, exact in float32
 
 
 @dataclass(frozen=True)
 class Model:
-    """What is built, and which of it trains."""
+    """The model to build, and which parameters train."""
 
     config: dict[str, Any] = field(default_factory=dict)
     frozen: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ PARTLY = replace(DENSE, frozen=("vision", "embedding"))
 
 @dataclass
 class Trained:
-    """This rank's chunks, as Megatron wraps them and bare, and their optimizer."""
+    """This rank's chunks, wrapped by Megatron and bare, and their optimizer."""
 
     wrapped: list[Any]
     chunks: list[Any]
@@ -104,14 +104,14 @@ class Trained:
         return getattr(self.optimizer, "chained_optimizers", [self.optimizer])
 
     def states(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-        """The weights that this rank owns, each flat, and their moments."""
+        """Yield the weights that this rank owns, each flat, with their moments."""
         for part in self.parts:
             for group in part.optimizer.param_groups:
                 yield from ((weight, part.optimizer.state[weight]) for weight in group["params"])
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Random weights, in the model too, and moments that they determine."""
+        """Set random weights, also in the model, and moments computed from them."""
         torch.manual_seed(dist.get_rank())
         for weight, state in self.states():
             weight.copy_(torch.randn_like(weight).bfloat16())
@@ -137,7 +137,7 @@ class Trained:
         return states
 
     def weights(self, folder: Path) -> None:
-        """Save the model alone, as mcore does."""
+        """Save the model without its optimizer, as mcore does."""
         self._save(self.described(), folder)
 
     def write(self, folder: Path) -> None:
@@ -155,7 +155,7 @@ class Trained:
         self._load(folder, TorchDistLoadShardedStrategy())
 
     def read_shared(self, folder: Path) -> None:
-        """As ``--ckpt-fully-parallel-load`` does."""
+        """Read in the way of ``--ckpt-fully-parallel-load``."""
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self._load(folder, FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), group))
 
@@ -172,7 +172,7 @@ class Trained:
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
-        """Inside, Megatron's own way."""
+        """Use Megatron's own methods inside the context."""
         ours = [{name: vars(part).pop(name) for name in (SAVE, LOAD)} for part in self.parts]
         yield
         for part, methods in zip(self.parts, ours, strict=True):
@@ -180,13 +180,13 @@ class Trained:
 
 
 def make_anew(adam: torch.optim.Optimizer) -> None:
-    """New tensors for the moments, as Transformer Engine's Adam makes them, here without values."""
+    """Replace the moments by new tensors, as TE's Adam does when it loads, filled with NaN here."""
     for state in adam.state.values():
         state |= {name: torch.full_like(state[name], torch.nan) for name in MOMENTS}
 
 
 def adapted(chunk: Any) -> list[str]:
-    """Every projection, whose factors are cut along either axis and in pieces."""
+    """Return the names of all projections; their factors are cut along either axis or in pieces."""
     text = "model.language_model.layers.{}."
     names = [f"self_attn.{x}_proj.weight" for x in "qkvo"]
     names += ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -195,7 +195,7 @@ def adapted(chunk: Any) -> list[str]:
 
 
 def stored(folder: Path) -> dict[str, Tensor]:
-    """Every tensor, read by torch alone."""
+    """Read every tensor with torch alone."""
     reader = dcp.FileSystemReader(folder)
     tensors = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)

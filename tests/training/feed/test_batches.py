@@ -1,4 +1,4 @@
-"""One reader for a TP x CP group: everyone gets the same batches, errors included."""
+"""One reader serves a TP x CP group: every rank gets the same batches, errors included."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.training.toy import batch
 
 
 def stream(path: Path) -> Iterator[Batch]:
-    """With an image, without, and then the end."""
+    """Yield a batch with an image and one without, then raise an error."""
     architecture = Architecture.from_hf(path)
     torch.manual_seed(5)
     yield batch(architecture, image=True)
@@ -62,12 +62,12 @@ def test_every_rank_and_chunk_sees_the_readers_batches(
     assert pixels[0] is not None
     assert pixels[0] != 0
     assert pixels == [pixels[0]] * chunks + [None] * chunks
-    assert shown == 2  # each batch once, whatever the number of chunks
+    assert shown == 2  # each batch is shown once, whatever the number of chunks
     assert error == "too many bad samples"
 
 
 def staged(path: Path) -> tuple[list[tuple[str, int, float]], list[str], str]:
-    """Two stages of two ranks; the second asks only after the first has read everything."""
+    """Run two stages of two ranks; the second asks only after the first has read everything."""
     stage, place = divmod(dist.get_rank(), 2)
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     readers = dist.new_group([0, 2])
@@ -107,7 +107,7 @@ def test_later_stages_get_all_but_pixels_and_the_first_never_waits(dense: Path) 
 
 
 def alone(loader: Iterator[Batch], ahead: ThreadPoolExecutor | None) -> SharedBatches:
-    """Of a rank without others."""
+    """Share batches with no other rank."""
     group = type("Alone", (), {"size": lambda self: 1})()
     return SharedBatches(
         loader,
@@ -130,8 +130,8 @@ def test_the_next_batch_is_read_while_this_one_is_worked_on(dense: Path) -> None
         batches = alone(slowly(), ahead).chunk(0)
         next(batches)
         read.acquire()
-        assert read.acquire(timeout=30)  # of the second, which nobody has asked for
-        assert not read.acquire(timeout=0.2)  # and of no third
+        assert read.acquire(timeout=30)  # the second is read, which nobody has asked for
+        assert not read.acquire(timeout=0.2)  # the third is not
 
 
 @pytest.mark.slow
@@ -170,7 +170,7 @@ def test_what_was_read_ahead_comes_again_after_a_resume(
 
 
 def test_processes_are_started_by_the_main_thread(dense: Path) -> None:
-    """Forked off another one, they hang where the main thread has used PyAV's converter."""
+    """Forked from another thread, they hang if the main thread has used PyAV's converter."""
     threads = []
 
     def noted() -> Iterator[Batch]:

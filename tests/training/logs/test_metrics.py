@@ -1,4 +1,4 @@
-"""The numbers in the log: summed over ranks, per second, and written everywhere."""
+"""The log's numbers are summed over ranks, given per second, and written to every log."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.training.toy import batch
 
 
 def report(path: Path) -> dict[str, float]:
-    """Rank 0 has an image in its one micro-batch, rank 1 has two micro-batches of text."""
+    """Report one micro-batch with an image on rank 0, and two of text on rank 1."""
     architecture = Architecture.from_hf(path)
     seconds = count(step=2)
     recorder = metrics.Metrics(architecture, peak_tflops=1e-6, clock=lambda: float(next(seconds)))
@@ -27,7 +27,7 @@ def report(path: Path) -> dict[str, float]:
     for _ in range(1 + rank):
         recorder.count(batch(architecture, image=rank == 0))
     with recorder.paused():
-        next(seconds)  # takes long, and is left out
+        next(seconds)  # time that the report leaves out
     return recorder.report(dist.group.WORLD)
 
 
@@ -52,7 +52,7 @@ def test_a_report_covers_all_ranks(dense: Path) -> None:
 
 
 class Writer:
-    """Stands for TensorBoard's and for W&B."""
+    """A stand-in for TensorBoard's writer and for W&B."""
 
     def __init__(self) -> None:
         self.seen: list[tuple] = []

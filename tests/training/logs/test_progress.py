@@ -1,4 +1,4 @@
-"""A run as a person follows it."""
+"""A run shows its progress on a terminal and elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUMBERS = {"lm loss": 1.23456, "grad norm": 2.5, "learning rate": 1e-5, "tokens/
 
 
 class Clock:
-    """Two seconds a look, none while a line is drawn."""
+    """A clock that moves only when a test moves it."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -58,7 +58,7 @@ def test_a_terminal_shows_a_bar_that_moves_each_step(clock: Clock) -> None:
         assert f"step {step}/100" in drawn
     assert "5,120 tokens/s  2 s/step  0:02:40 left" in drawn
     assert out.getvalue().count("\n") == 2  # the line that was said, and the bar's end
-    assert out.getvalue().endswith("\x1b[?25h")  # the cursor is back
+    assert out.getvalue().endswith("\x1b[?25h")  # the cursor is shown again
 
 
 def test_what_went_wrong_with_data_is_shown_when_there_is_any(clock: Clock) -> None:

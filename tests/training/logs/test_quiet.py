@@ -1,4 +1,4 @@
-"""What goes to the terminal of a run, and what to its log file."""
+"""A run's output goes to the terminal or to its log file, by what it is."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture(autouse=True)
 def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """pytest's own handlers would see the records too."""
+    """Remove pytest's own handlers, which would see the records too."""
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
 
 

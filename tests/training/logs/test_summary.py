@@ -1,4 +1,4 @@
-"""What a run prints, and what it keeps."""
+"""A run prints a summary of its choices and keeps Megatron's log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mcore_qwen3vl.verify.curves.job import Job, train
 
 
 def test_a_run_is_quiet_and_keeps_megatrons_log(dense: Path, data: Path, tmp_path: Path) -> None:
-    """The first rank introduces, the last one, which knows the loss, says how it goes."""
+    """The first rank prints the summary, and the last one, which has the loss, the progress."""
     save, valid = tmp_path / "save", ("--valid-data-path", str(data))
     job = Job(
         dense, data, Layout.parse("pp2"), steps=4, batch=1, seq_length=256,

@@ -1,4 +1,4 @@
-"""What --lora flags come to, and which are refused."""
+"""The --lora flags give the right adapter config, and wrong ones are refused."""
 
 from __future__ import annotations
 
@@ -120,4 +120,4 @@ def test_flags_that_do_not_go_with_lora(
 ) -> None:
     with pytest.raises(BadInput, match=message):
         check_flags(parse(*flags, **others))
-    check_flags(parse("--lora-rank", "4", load_hf=None, save=None))  # nothing is kept
+    check_flags(parse("--lora-rank", "4", load_hf=None, save=None))  # allowed: nothing is saved

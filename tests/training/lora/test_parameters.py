@@ -1,4 +1,4 @@
-"""How many parameters a LoRA run trains, against the model that it builds."""
+"""The count of parameters that a LoRA run trains equals that of the model it builds."""
 
 from __future__ import annotations
 

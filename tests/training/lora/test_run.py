@@ -1,4 +1,4 @@
-"""A LoRA run through Megatron's loop: its curve, its checkpoints, what it exports."""
+"""A LoRA run in Megatron's loop has PEFT's curve, and its checkpoints and exports are right."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def test_a_run_goes_on_under_another_layout_and_its_export_is_pefts(
     )
     assert before.keys() == after.keys()
     assert all(not torch.equal(before[key], after[key]) for key in before)
-    # PEFT's logits from what was written are ours.
+    # PEFT gives our logits from the exported adapter.
     verify_parity(dense, None, ["image"], gradients=False, lora=written).require()
 
 
 def loads_strictly(checkpoint: Path, adapter: Path) -> None:
-    """PEFT finds every key that it looks for, and no other."""
+    """Check that PEFT finds every factor that it looks for, and no unknown key."""
     from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
     from transformers import AutoModelForImageTextToText
 

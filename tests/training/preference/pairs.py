@@ -1,4 +1,4 @@
-"""Preference data, and DPO as a plain loop over Hugging Face's model, one sequence at a time."""
+"""Preference data, and a plain DPO loop over Hugging Face's model, one sequence at a time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mcore_qwen3vl.verify.curves.job import (
 
 
 def write_pairs(folder: Path, samples: int) -> Path:
-    """Image questions, each with its answer and another record's, in both forms of a record."""
+    """Write image questions, each with its own answer and another's, in all forms of a record."""
     file = write_image_qa(folder, samples)
     records = [json.loads(line)["messages"] for line in file.read_text().splitlines()]
     lines = []
@@ -46,7 +46,7 @@ def write_pairs(folder: Path, samples: int) -> Path:
 
 
 def as_tar(pairs: Path, folder: Path) -> Path:
-    """What :func:`write_pairs` wrote as a WebDataset, each image in its sample."""
+    """Write what :func:`write_pairs` wrote as a WebDataset, each image in its sample."""
     folder.mkdir()
     with tarfile.open(folder / "0.tar", "w") as tar:
         for index, line in enumerate(pairs.read_text().splitlines()):
@@ -61,7 +61,7 @@ def as_tar(pairs: Path, folder: Path) -> Path:
 
 
 def sides_of(record: dict[str, Any]) -> list[list[dict[str, Any]]]:
-    """Both conversations of what :func:`write_pairs` writes."""
+    """Return both conversations of a record that :func:`write_pairs` wrote."""
     found = []
     for value in (record["chosen"], record["rejected"]):
         turns = value if isinstance(value, list) else [value]
@@ -71,7 +71,7 @@ def sides_of(record: dict[str, Any]) -> list[list[dict[str, Any]]]:
 
 
 def log_prob(model: Any, sample: tuple[dict[str, Tensor], Tensor]) -> tuple[Tensor, int]:
-    """Of the answer, and its length, from all logits."""
+    """Return the log-probability of the answer, from all logits, and the answer's length."""
     inputs, labels = sample
     logits = model(**inputs).logits[0, :-1]
     trained = labels[1:] != -100
@@ -82,7 +82,7 @@ def log_prob(model: Any, sample: tuple[dict[str, Tensor], Tensor]) -> tuple[Tens
 def formula(
     policy: list[Tensor], reference: list[Tensor], lengths: list[int], p: Preference
 ) -> Tensor:
-    """As TRL's trainer has it for one pair."""
+    """Return the loss of one pair by the formula of TRL's trainer."""
     if p.kind == "ipo":
         gap = (policy[0] - reference[0]) / lengths[0] - (policy[1] - reference[1]) / lengths[1]
         loss = (gap - 1 / (2 * p.beta)) ** 2
@@ -96,14 +96,14 @@ def formula(
 
 
 def refuse_ties(router: Any, inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
-    """Data whose choice of experts hangs on rounding (once: a loss off by 4e-3) tests nothing."""
+    """Refuse data where rounding decides the experts, which once put a loss off by 4e-3."""
     best = output[0].detach().softmax(-1).sort(-1, descending=True).values
     gap = (best[:, router.top_k - 1] - best[:, router.top_k]).min()
     assert gap > 1e-6, f"two experts are {gap:.1e} apart: other data, please"
 
 
 def plain_curve(job: Job, preference: Preference) -> tuple[list[StepMetrics], list[float]]:
-    """Loss and gradient norm, and the mean margin, of each step; the base is the reference."""
+    """Return each step's loss and gradient norm, and mean margin; the base is the reference."""
     from peft import PeftModel
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -131,7 +131,7 @@ def plain_curve(job: Job, preference: Preference) -> tuple[list[StepMetrics], li
     optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=EPSILON)
     curve, margins = [], []
     for lines in sample_order(job):
-        order = lines[::2]  # each names its pair twice
+        order = lines[::2]  # every pair is named twice in a row
         optimizer.zero_grad()
         total = margin = 0.0
         for line in order:

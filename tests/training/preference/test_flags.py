@@ -1,4 +1,4 @@
-"""Which flags of preference training go together, and where the reference comes from."""
+"""Flags of preference training that go together, and where the reference comes from."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_values_and_defaults(dense: Path) -> None:
         ((), "file"),
         (("--lora-rank", "4"), "adapter"),
         (("--lora-rank", "4", "--dpo-reference", "file"), "file"),
-        # The adapter that training goes on from is part of the reference.
+        # An adapter that training starts from is part of the reference.
         (("--lora-init", "ADAPTER"), "file"),
         (("--lora-init", "ADAPTER", "--dpo-reference", "adapter"), "adapter"),
         (("--lora-rank", "4", "--lora-modules-to-save", "merger"), "file"),

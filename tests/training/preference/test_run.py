@@ -1,4 +1,4 @@
-"""DPO through Megatron's loop against a plain loop: every source of the reference, every layout."""
+"""DPO in Megatron's loop equals a plain loop, for each source of the reference and each layout."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def dpo_job(
     folder: Path, checkpoint: Path, pairs: Path, layout: str, *flags: str, steps: int = 3
 ) -> Job:
-    """Two layers of randomness: an adapter that is not zero, so that policy and base differ."""
+    """Return a job with a random adapter that is not zero, so that policy and base differ."""
     adapter = folder / "adapter"
     if not adapter.exists():
         targets = "router" if Architecture.from_hf(checkpoint).is_moe else "language"
@@ -110,7 +110,7 @@ def test_thirty_steps_are_those_of_a_plain_loop(
 @pytest.mark.parametrize(
     ("flags", "preference"),
     [
-        # The formulae have tests of their own: these are for the flags.
+        # The formulas have tests of their own; these cases test the flags.
         pytest.param(
             ("--dpo-label-smoothing", "0.1"),
             Preference(beta=BETA, label_smoothing=0.1),
@@ -133,7 +133,7 @@ def test_every_loss(
 def test_the_reference_by_file_is_the_one_by_adapter_and_a_run_resumes(
     dense: Path, pairs: Path, tmp_path: Path
 ) -> None:
-    """Stopped at half and resumed: bit for bit."""
+    """A run that stopped halfway and resumed has the same losses, bit for bit."""
     score(Request(dense, pairs, layout=Layout(tp=2, sp=True), force=True), on_cpu=True)
     job = dpo_job(tmp_path, dense, pairs, "single", "--packing", *BY_ADAPTER, steps=4)
     by_adapter, save = whole_and_half(job, tmp_path)
@@ -159,7 +159,7 @@ def test_a_webdataset_of_pairs_trains_and_validates_as_the_file(
         return [{n: v for n, v in entry.items() if "/s" not in n} for entry in entries]
 
     found = figures(as_tar(pairs, tmp_path / "tar"))
-    # Rounding depends on where in memory a tensor lies.
+    # They are not equal bit for bit: rounding depends on where in memory a tensor lies.
     assert found == [pytest.approx(entry, rel=OTHER_LAYOUT) for entry in figures(pairs)]
     validation = [entry for entry in found if "validation dpo loss" in entry]
     assert len(validation) == 2

@@ -1,4 +1,4 @@
-"""A training batch through the model: what attention and the router are told of its padding."""
+"""In training, the router alone is told of a batch's padding; attention gets no mask."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def batch_of(micro: MicroBatch) -> Batch:
 
 
 def _losses(model: Path) -> tuple[Tensor, Tensor, list[Any], list[Tensor]]:
-    """Losses by the training's way and with a mask, and what attention and routers were given."""
+    """Return losses of training's forward and of one with a mask, and the masks of both kinds."""
     initialize(Layout())
     architecture = Architecture.from_hf(model)
     (chunk,) = build_chunks(architecture, Layout(), params_dtype=torch.float32)
@@ -65,7 +65,7 @@ def _losses(model: Path) -> tuple[Tensor, Tensor, list[Any], list[Tensor]]:
 
 
 def test_padding_that_follows_is_masked_for_the_router_alone(moe: Path) -> None:
-    """Attention with a mask is S x S in memory, and not causal to its kernel."""
+    """A mask would take S x S memory in attention, and its kernel would not treat it as causal."""
     ((losses, expected, masks, padding),) = run_layout(_losses, 1, moe)
     torch.testing.assert_close(losses, expected)
     assert len(masks) == 4

@@ -1,4 +1,4 @@
-"""Gradients that the TP group adds up: in pieces, all of them, and as mcore does it at once."""
+"""Gradients that the TP group reduces in pieces equal those that mcore reduces at once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MARKS = {
 
 
 def chunk() -> Any:
-    """A model chunk as DDP wraps one, with this rank's gradients."""
+    """Make a model chunk like one that DDP wraps, with this rank's gradients."""
     rank = torch.distributed.get_rank()
     module = nn.ParameterDict({name: torch.zeros(size) for name, size in SIZES.items()})
     for number, (name, parameter) in enumerate(module.items()):
@@ -37,7 +37,7 @@ def chunk() -> Any:
 
 
 def on_rank(piece: int) -> tuple[list[Tensor], list[Tensor], int]:
-    """What mcore alone makes of the gradients, what comes of pieces, and how many there were."""
+    """Return gradients reduced by mcore at once, those reduced in pieces, and the piece count."""
     from importlib import import_module
 
     initialize(Layout(tp=2, sp=True))

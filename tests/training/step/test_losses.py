@@ -1,4 +1,4 @@
-"""Losses: sums and counts, padding, and finding them by name."""
+"""Losses have the right sums and counts, ignore padding, and are found by name."""
 
 from __future__ import annotations
 

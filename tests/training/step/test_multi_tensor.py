@@ -1,4 +1,4 @@
-"""The stand-ins for Apex's kernels against plain torch."""
+"""The replacements for Apex's kernels equal plain torch."""
 
 from __future__ import annotations
 

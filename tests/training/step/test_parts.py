@@ -1,4 +1,4 @@
-"""Freezing, learning rates and norms by part, in the training loop."""
+"""Freezing, learning rates and gradient norms by part of the model, in the training loop."""
 
 from __future__ import annotations
 

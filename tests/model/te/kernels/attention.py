@@ -1,7 +1,7 @@
 """cuDNN's fused attention, ``fused_attn_fwd`` and ``fused_attn_bwd``: sbhd, bshd and thd.
 
-The backward pass takes the output and the log-sum-exp that it is given, and not its own: under
-context parallelism those are of all keys, where the call sees a part of them. Computed in float32.
+The backward pass uses the output and log-sum-exp that it is given and recomputes neither: under
+context parallelism they cover all keys, of which one call sees a part. It computes in float32.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Sample:
 
 @dataclass(frozen=True)
 class _Call:
-    """What forward and backward are told alike."""
+    """The arguments that forward and backward share."""
 
     layout: Any
     mask: Any
@@ -46,7 +46,7 @@ class _Call:
 
     @property
     def form(self) -> str:
-        """``sbhd``, ``bshd`` or ``thd``; how q, k and v share memory makes no difference here."""
+        """``sbhd``, ``bshd`` or ``thd``; whether q, k and v share memory does not matter here."""
         name = self.layout.name.removeprefix("NVTE_")
         return "thd" if name.startswith("T") else "sbhd" if name.startswith("SB") else "bshd"
 
@@ -74,7 +74,7 @@ class _Call:
             yield _Sample(at(n), at(m), (i, slice(None), slice(n), 0))
 
     def stats(self, q: Tensor, longest: int) -> Tensor:
-        """Room for the log-sum-exp; what no sample covers stays undefined."""
+        """Make room for the log-sum-exp, filled with NaN: what no sample covers is undefined."""
         heads = q.shape[-2]
         shape = (
             (len(q), heads, 1)
@@ -84,12 +84,12 @@ class _Call:
         return torch.full(shape, torch.nan, dtype=torch.float32)
 
     def of_stats(self, stats: Tensor, sample: _Sample) -> Tensor:
-        """(heads, queries) of one sample."""
+        """Return the log-sum-exp of one sample, (heads, queries)."""
         part = stats[sample.stats]
         return part.T if self.form == "thd" else part
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """(heads, queries, keys), minus infinity where a query may not look."""
+        """Return (heads, queries, keys) scores, minus infinity where a query may not look."""
         scores = torch.einsum("qhd,khd->hqk", q, _repeated(k, q)) * self.scale
         if self.mask in _UNMASKED:
             return scores
@@ -148,9 +148,9 @@ def fused_attn_fwd(
     return_max_logit: bool,
     cuda_graph: bool,
 ) -> list[Tensor]:
-    """Output like `q`, log-sum-exp and an unused random state.
+    """Return the output, shaped like `q`, the log-sum-exp and an unused random state.
 
-    The log-sum-exp is (tokens, heads, 1) packed, else (samples, heads, queries, 1).
+    The log-sum-exp is (tokens, heads, 1) if packed, otherwise (samples, heads, queries, 1).
     """
     _check(bias_type, softmax_type, window, dropout, page_table_k, page_table_v, s_quantizer, bias)
     call = _Call(
@@ -213,7 +213,7 @@ def fused_attn_bwd(
     dqkv_quantizer: Any,
     cuda_graph: bool,
 ) -> list[Tensor | None]:
-    """Gradients of q, k and v, and two of what is not used."""
+    """Return the gradients of q, k and v, and None for two inputs that are not used."""
     _check(bias_type, softmax_type, window, dropout, s_quantizer, dp_quantizer, dqkv_quantizer)
     call = _Call(
         layout,

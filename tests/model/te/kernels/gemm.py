@@ -1,7 +1,7 @@
 """Matrix products: cuBLAS through ``generic_gemm`` and ``te_general_grouped_gemm``.
 
-Both are asked for column-major products of row-major matrices, so that ``A`` stands on the right.
-Where a bias is given and ``grad`` is set, what is asked for is the bias's gradient.
+Callers ask for column-major products of row-major matrices, so ``A`` is the right factor here.
+With a bias and ``grad`` set, they ask for the bias's gradient.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ TORCH_DTYPE = {int(number): dtype for dtype, number in TE_DType.items()}
 
 
 def _product(a: Tensor, transa: bool, b: Tensor, transb: bool) -> Tensor:
-    """(rows of B, columns of A) after transposition; leading axes of a plain B are kept."""
+    """Return (rows of B, columns of A) after transposition; a plain B keeps its leading axes."""
     a = a.reshape(-1, a.shape[-1])
     if transb:
         b = b.reshape(-1, b.shape[-1]).T
@@ -55,7 +55,7 @@ def generic_gemm(
     alpha: float = 1.0,
     beta: float | None = None,
 ) -> tuple[Tensor, Tensor | None, None, None]:
-    """Source: ``gemm`` in Transformer Engine's ``csrc/extensions/gemm.cpp``."""
+    """Compute ``gemm`` of Transformer Engine's ``csrc/extensions/gemm.cpp``."""
     assert quantizer is None
     assert not gelu
     assert comm_overlap is None
@@ -91,9 +91,9 @@ def te_general_grouped_gemm(
     split_accumulator: bool,
     sm_count: int,
 ) -> list[Tensor]:
-    """Source: ``te_general_grouped_gemm`` in ``csrc/extensions/gemm.cpp``.
+    """Compute ``te_general_grouped_gemm`` of ``csrc/extensions/gemm.cpp``.
 
-    With a single output the results lie one below the other in it.
+    A single output holds the results one below the other.
     """
     parts = out
     if single_output:
@@ -110,5 +110,5 @@ def te_general_grouped_gemm(
 
 
 def fused_weight_gradient(inputs: Tensor, gradient: Tensor, main_grad: Tensor) -> None:
-    """Apex's ``wgrad_gemm_accum_fp32``, which Megatron's own linears add weight gradients with."""
+    """Add a weight gradient, as Apex's ``wgrad_gemm_accum_fp32`` does for Megatron's linears."""
     main_grad.add_(torch.mm(gradient.T, inputs))

@@ -1,6 +1,6 @@
-"""RMSNorm and LayerNorm, forward and backward, as ``transformer_engine_torch`` has them.
+"""RMSNorm and LayerNorm of ``transformer_engine_torch``, forward and backward.
 
-Computed in float32, whatever the input.
+They compute in float32, whatever the dtype of the input.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def rmsnorm_fwd(
     sm_margin: int,
     zero_centered: bool,
 ) -> tuple[Tensor, None, Tensor]:
-    """Output like `x`, no mean, and one over the root mean square, (rows,)."""
+    """Return the output, shaped like `x`, no mean, and one over the root mean square, (rows,)."""
     assert quantizer is None
     rsigma = torch.rsqrt(x.float().square().mean(-1) + eps)
     normed = x.float() * rsigma[:, None]
@@ -41,7 +41,7 @@ def rmsnorm_fwd(
 def rmsnorm_bwd(
     grad: Tensor, x: Tensor, rsigma: Tensor, gamma: Tensor, sm_margin: int, zero_centered: bool
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the input and of gamma."""
+    """Return the gradients of the input and of gamma."""
     normed = x.float() * rsigma[:, None]
     scaled = grad.float() * _scale(gamma, zero_centered)
     back = rsigma[:, None] * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
@@ -59,7 +59,7 @@ def layernorm_fwd(
     sm_margin: int,
     zero_centered: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output like `x`, the mean and one over the standard deviation, (rows,) each."""
+    """Return the output, the mean and one over the standard deviation; the latter two (rows,)."""
     assert quantizer is None
     mean = x.float().mean(-1)
     rsigma = torch.rsqrt(x.float().var(-1, unbiased=False) + eps)
@@ -76,7 +76,7 @@ def layernorm_bwd(
     sm_margin: int,
     zero_centered: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the input, of gamma and of beta."""
+    """Return the gradients of the input, of gamma and of beta."""
     normed = (x.float() - mean[:, None]) * rsigma[:, None]
     scaled = grad.float() * _scale(gamma, zero_centered)
     centred = scaled - scaled.mean(-1, keepdim=True)

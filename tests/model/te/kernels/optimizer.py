@@ -21,7 +21,7 @@ def multi_tensor_adam(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """One step; gradients, parameters, first and second moments."""
+    """Do one step; `tensors` are gradients, parameters, first moments and second moments."""
     gradients, parameters, first, second = tensors
     for g, p, m, v in zip(gradients, parameters, first, second, strict=True):
         if mode != _ADAMW:
@@ -39,7 +39,7 @@ def multi_tensor_adam(
 def multi_tensor_l2norm(
     chunk_size: int, noop: Tensor, tensors: list[list[Tensor]], per_tensor: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """(1,) norm of all values and, if asked, (tensors,) of each."""
+    """Return the norm of all values, (1,), and with `per_tensor` that of each, (tensors,)."""
     norms = torch.stack([tensor.norm() for tensor in tensors[0]])
     return norms.norm().reshape(1), norms if per_tensor else None
 

@@ -1,7 +1,7 @@
-"""The Triton kernels that send tokens to their experts and back, and sort chunks of them.
+"""The Triton kernels that send tokens to their experts and back, and sort chunks of tokens.
 
-A row map, (tokens, 2 * experts + 1), holds for each token its rows among the permuted ones, highest
-first, from column `experts` on the expert of each, and in the last column how many there are.
+A row map, (tokens, 2 * experts + 1), holds for each token: its rows among the permuted ones,
+highest first; from column `experts` on, the expert of each; in the last column, their number.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 UNUSED = -7
-"""In those entries of a row map that the kernel does not write."""
+"""The value of those entries of a row map that the kernel does not write."""
 
 
 def make_row_id_map(routing_map: Tensor, num_tokens: int, num_experts: int) -> Tensor:
-    """The row map of (tokens, experts): rows are counted expert by expert, then token by token."""
+    """Return the row map of (tokens, experts); rows count expert by expert, then by token."""
     chosen = routing_map.bool()
     rows = chosen.T.flatten().cumsum(0).view(num_experts, num_tokens).T - 1
     result = torch.full((num_tokens, 2 * num_experts + 1), UNUSED, dtype=torch.int32)
@@ -28,7 +28,7 @@ def make_row_id_map(routing_map: Tensor, num_tokens: int, num_experts: int) -> T
 
 
 def _entries(row_id_map: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Token, permuted row and expert of every choice."""
+    """Return the token, the permuted row and the expert of every choice."""
     counts = row_id_map[:, -1].long()
     tokens = torch.arange(len(row_id_map)).repeat_interleave(counts)
     place = torch.cat([torch.arange(int(n)) for n in counts]) if len(counts) else tokens
@@ -51,7 +51,7 @@ def permute_with_mask_map(
     hidden_size: int,
     scale_hidden_dim: int | None,
 ) -> tuple[Tensor, None, Tensor | None]:
-    """(rows, H) and, with `probs` (tokens, experts), (rows,)."""
+    """Return permuted tokens (rows, H) and, given `probs` (tokens, experts), theirs (rows,)."""
     assert scale is None
     token, row, expert = _entries(row_id_map, num_experts)
     if pad_offsets is not None:
@@ -77,7 +77,7 @@ def unpermute_with_mask_map(
     num_experts: int,
     hidden_size: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """Sums (tokens, H) of each token's rows and, with `permuted_probs`, (tokens, experts)."""
+    """Sum each token's rows, (tokens, H); given `permuted_probs`, return (tokens, experts) too."""
     token, row, expert = _entries(row_id_map, num_experts)
     if pad_offsets is not None:
         row = row + pad_offsets[expert]
@@ -103,7 +103,7 @@ def unpermute_with_mask_map_bwd_with_merging_probs(
     num_out_tokens: int,
     hidden_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the rows and of the probabilities."""
+    """Return the gradients of the rows and of the probabilities."""
     token, row, expert = _entries(row_id_map, num_experts)
     if pad_offsets is not None:
         row = row + pad_offsets[expert]
@@ -117,7 +117,7 @@ def unpermute_with_mask_map_bwd_with_merging_probs(
 def make_chunk_sort_map(
     split_sizes: Tensor, sorted_indices: Tensor, num_tokens: int, num_splits: int
 ) -> Tensor:
-    """(tokens,) row of each token once the chunks lie in the order of `sorted_indices`."""
+    """Return the row of each token, (tokens,), with the chunks in the order of `sorted_indices`."""
     chunks = torch.arange(num_tokens).split(split_sizes.tolist())
     order = torch.cat([chunks[i] for i in sorted_indices.tolist()])
     return order.argsort().int()
@@ -131,7 +131,7 @@ def sort_chunks_by_map(
     hidden_size: int,
     is_forward: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """`rows` sorted, or with ``is_forward`` False put back."""
+    """Sort `rows`, or put them back if ``is_forward`` is False."""
     source = row_id_map.long()
     if is_forward:
         source = source.argsort()

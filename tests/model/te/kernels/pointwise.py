@@ -1,6 +1,6 @@
-"""SwiGLU and the rotary embedding, forward and backward, as ``transformer_engine_torch`` has them.
+"""SwiGLU and the rotary embedding of ``transformer_engine_torch``, forward and backward.
 
-Computed in float32, whatever the input.
+They compute in float32, whatever the dtype of the input.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from torch import Tensor
 
 
 def swiglu(halves: Tensor, quantizer: Any) -> Tensor:
-    """``silu`` of the first half, times the second."""
+    """Multiply ``silu`` of the first half by the second half."""
     assert quantizer is None
     gate, up = halves.float().chunk(2, -1)
     return (gate * gate.sigmoid() * up).to(halves.dtype)
 
 
 def dswiglu(grad: Tensor, halves: Tensor, quantizer: Any) -> Tensor:
-    """Gradients of both halves."""
+    """Return the gradients of both halves."""
     assert quantizer is None
     gate, up = halves.float().chunk(2, -1)
     sigmoid, grad = gate.sigmoid(), grad.float()
@@ -28,14 +28,14 @@ def dswiglu(grad: Tensor, halves: Tensor, quantizer: Any) -> Tensor:
 
 
 def fused_rope_forward(t: Tensor, freqs: Tensor, *arguments: Any) -> Tensor:
-    """(s, B, heads, D) turned by (s, 1, 1, D) angles."""
+    """Rotate (s, B, heads, D) by (s, 1, 1, D) angles."""
     _only_plain(arguments)
     turned = t.float() * freqs.cos() + _rotate_half(t.float()) * freqs.sin()
     return turned.to(t.dtype)
 
 
 def fused_rope_backward(grad: Tensor, freqs: Tensor, *arguments: Any) -> Tensor:
-    """The transpose, which reads the sine of the other half."""
+    """Apply the transposed rotation, which reads the sine of the other half."""
     _only_plain(arguments)
     sines = grad.float() * freqs.sin()
     return (grad.float() * freqs.cos() - _rotate_half(sines)).to(grad.dtype)

@@ -1,7 +1,7 @@
-"""What ring attention does to packed tensors between its steps (``thd_*``).
+"""The kernels that ring attention runs on packed tensors between its steps (``thd_*``).
 
-A rank holds two chunks of each sample, one after the other; the halves are those.
-``cu_seqlens`` are the rank's bounds of samples, padding included.
+A rank holds two chunks of each sample, one after the other; they are the halves here.
+``cu_seqlens`` are the bounds of the rank's parts of samples, padding included.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def _half(cu_seqlens: Tensor, half: int) -> Tensor:
-    """Rows of the first (0) or second (1) chunk of every sample."""
+    """Return the rows of the first (0) or second (1) chunk of every sample."""
     rows = []
     for start, stop in pairwise(cu_seqlens.tolist()):
         middle = (start + stop) // 2
@@ -22,7 +22,7 @@ def _half(cu_seqlens: Tensor, half: int) -> Tensor:
 
 
 def thd_read_half_tensor(tensor: Tensor, cu_seqlens: Tensor, half: int) -> Tensor:
-    """(t, ...) -> (t / 2, ...), or (2, t, ...) -> (2, t / 2, ...) of keys and values together."""
+    """Take one half: (t, ...) to (t / 2, ...), or stacked keys and values with 2 in front."""
     tokens = tensor.ndim - 3
     result = torch.full_like(
         tensor.narrow(tokens, 0, tensor.shape[tokens] // 2),
@@ -37,14 +37,14 @@ def thd_read_half_tensor(tensor: Tensor, cu_seqlens: Tensor, half: int) -> Tenso
 def thd_second_half_lse_correction(
     lse: Tensor, step: Tensor, cu_seqlens: Tensor, packed: bool
 ) -> None:
-    """Add what a step saw for the second chunks; (heads, t) and (heads, t / 2)."""
+    """Merge a step's log-sum-exp, (heads, t / 2), into the second chunks of `lse`, (heads, t)."""
     assert packed
     rows = _half(cu_seqlens, 1)
     lse[:, rows] = torch.logaddexp(lse[:, rows], step[:, : len(rows)])
 
 
 def thd_read_second_half_lse(lse: Tensor, cu_seqlens: Tensor, packed: bool, length: int) -> Tensor:
-    """(heads, t) -> (heads, `length`)."""
+    """Take the second chunks: (heads, t) to (heads, `length`)."""
     assert packed
     rows = _half(cu_seqlens, 1)
     result = torch.full((len(lse), length), torch.nan, dtype=lse.dtype)
@@ -62,7 +62,7 @@ def thd_out_correction(
     only_second_half: bool,
     packed: bool,
 ) -> None:
-    """Merge a step's output, (t, heads, D), into that of the steps before."""
+    """Merge a step's output, (t, heads, D), into the output of earlier steps."""
     assert packed
     end = int(cu_seqlens[-1])
     rows = _half(cu_seqlens, 1) if only_second_half else torch.arange(end)
@@ -75,7 +75,7 @@ def thd_out_correction(
 def thd_grad_correction(
     grad: Tensor, step: Tensor, cu_seqlens: Tensor, first: str, second: str
 ) -> None:
-    """Add a step's gradient into, or write it over, the chunks; ``none`` leaves them."""
+    """Add a step's gradient to each chunk, copy it there, zero the chunk or (``none``) leave it."""
     both = "none" not in (first, second) and "zero" not in (first, second)
     for half, action in enumerate((first, second)):
         rows = _half(cu_seqlens, half)
@@ -89,7 +89,7 @@ def thd_grad_correction(
 
 
 def _sequence_rows(cu_seqlens: Tensor, cp_size: int) -> Tensor:
-    """Places in the sequence, in the order in which the ranks' tokens lie one rank after another.
+    """Return the position in the sequence of every token, ordered rank by rank.
 
     A sample is cut into 2 * `cp_size` chunks, and rank r holds chunks r and 2 * `cp_size` - 1 - r.
     """
@@ -104,7 +104,7 @@ def _sequence_rows(cu_seqlens: Tensor, cp_size: int) -> Tensor:
 def thd_cp_rank_order_to_sequence_order(
     x: Tensor, cu_seqlens: Tensor, cp_size: int, total: int
 ) -> Tensor:
-    """(total, ...), ranks one after another -> in the order of the sequence."""
+    """Reorder (total, ...) from rank by rank to the order of the sequence."""
     result = torch.empty_like(x)
     result[_sequence_rows(cu_seqlens, cp_size)] = x
     return result
@@ -113,14 +113,14 @@ def thd_cp_rank_order_to_sequence_order(
 def thd_sequence_order_to_cp_rank_order(
     x: Tensor, cu_seqlens: Tensor, cp_size: int, total: int
 ) -> Tensor:
-    """The inverse."""
+    """Reorder (total, ...) from the order of the sequence to rank by rank."""
     return x[_sequence_rows(cu_seqlens, cp_size)]
 
 
 def thd_copy_valid_tokens_from_per_split_to_rank_local(
     target: Tensor, split: Tensor, cu_seqlens_padded: Tensor, cu_seqlens: Tensor
 ) -> None:
-    """Copy each sample's tokens, which lie at the same rows of both."""
+    """Copy each sample's tokens, padding left out; both tensors have them at the same rows."""
     lengths = cu_seqlens.diff().tolist()
     for start, length in zip(cu_seqlens_padded.tolist(), lengths, strict=False):
         target[start : start + length] = split[start : start + length]
