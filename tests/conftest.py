@@ -1,4 +1,4 @@
-"""The CPU backend, and tiny checkpoints and data that several folders of tests share."""
+"""The CPU backend, and the tiny checkpoints and data that several test folders share."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from mcore_qwen3vl.tiny.records import write_image_qa  # noqa: E402
 
 pytest_plugins = ("tests.turns",)
 logging.getLogger("megatron").setLevel(logging.ERROR)
-launch.PATIENCE = 10.0  # a machine that is five times slower fails no test; a hang still ends
-torch.set_num_threads(1)  # the models are too small to share out, and other ranks want the cores
-# The first call of PyTorch in a fork makes a pool of threads anew. Two threads that make it at once
-# fail, so it is made here, before a test's fork starts any.
+launch.PATIENCE = 10.0  # a machine five times slower fails no test, and a hang still ends
+torch.set_num_threads(1)  # the models are tiny, and other ranks need the cores
+# PyTorch's first call in a fork makes a new pool of threads. If two threads make it at once, they
+# fail, so it is made here, before a test's fork starts a thread.
 os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What is computed from the tests' data goes with them; compiled libraries are shared."""
+    """Use a cache of the session's own, in which only compiled libraries are shared."""
     folder, own = tmp_path_factory.mktemp("cache"), cache_folder()
     own.mkdir(parents=True, exist_ok=True)
     for shared in own.parent.iterdir():
@@ -64,7 +64,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the limits of `run_layout` as they stand, for ranks that are meant to hang."""
+    """Use the limits of `run_layout` unchanged, for ranks that are meant to hang."""
     monkeypatch.setattr(launch, "PATIENCE", 1.0)
 
 
@@ -82,7 +82,7 @@ ON_WORKBENCH = (
 
 @pytest.fixture(scope="session")
 def workbench() -> Iterator[Workbench]:
-    """A process on the pretended device that has imported everything, for all tests."""
+    """Start one process on the pretended device for all tests, with everything imported."""
     with Workbench(ON_WORKBENCH) as bench:
         yield bench
 
@@ -104,7 +104,7 @@ LONGEST = (
     "docs/test_examples.py",
     "training/logs/test_summary.py",
 )
-"""Files that take half a minute and more: first, so that no worker is left with one at the end."""
+"""Files of half a minute or more, which run first so that no worker ends late with one."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

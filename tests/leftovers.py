@@ -1,4 +1,4 @@
-"""What a command leaves on the machine once it has ended, however it was ended."""
+"""Checks of what a command leaves on the machine after it ends, however it ends."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ import psutil
 
 PATIENCE = 15.0
 """Seconds after the end until nothing may be left. PyTorch's data workers look for their parent
-every five seconds; what else is asked to go goes within one, on a machine that is not busy."""
+every five seconds; everything else ends within one, on a machine that is not busy."""
 
-START = 300.0  # seconds that a command may take to come to the moment at which it is ended
+START = 300.0  # seconds that a command may take until the moment at which it is ended
 
 Ending = Callable[[subprocess.Popen[bytes]], None]
 
@@ -33,8 +33,8 @@ ENDINGS: dict[str, Ending] = {
     "SIGTERM to all": lambda process: _terminate_all(process.pid),
     "SIGKILL to the group": lambda process: os.killpg(process.pid, signal.SIGKILL),
 }
-"""A terminal sends Ctrl-C to all processes of the command, a user's `kill` to the first one. Slurm
-and systemd send SIGTERM to all that they find, and `timeout -k` SIGKILL to the group."""
+"""A terminal sends Ctrl-C to all processes of the command, and a user's `kill` signals the first.
+Slurm and systemd send SIGTERM to all that they find, and `timeout -k` SIGKILL to the group."""
 
 _MARK = "LEFTOVERS_OF"
 _SHARED = Path("/dev/shm")
@@ -49,7 +49,7 @@ def _terminate_all(process: int) -> None:
 
 @dataclass(frozen=True)
 class Left:
-    """What was there once a command had ended, and `PATIENCE` had passed."""
+    """The leftovers of a command, `PATIENCE` seconds after its end."""
 
     exit_code: int
     printed: str
@@ -59,7 +59,7 @@ class Left:
 
     @property
     def anything(self) -> list[str]:
-        """All of it, as text. Sockets are among it: one that listens is held by a process."""
+        """All leftovers as text. Sockets count too, as a process holds each one that listens."""
         return [*self.processes, *self.files, *self.shared_memory]
 
 
@@ -71,25 +71,25 @@ def run_and_end(
     processes: int = 1,
     ready: Callable[[Path], bool] = lambda temporary: True,
 ) -> Left:
-    """Run a command in a temporary folder of its own, end it, and look around.
+    """Run a command in its own temporary folder, end it, and look for leftovers.
 
     Args:
-        command: its words.
-        folder: for what it prints, and PyTorch's cache.
-        ending: a name of `ENDINGS`.
-        processes: it is ended once it has had as many at a time, itself included.
-        ready: and once this holds, given its temporary folder.
+        command: the words of the command.
+        folder: the folder for its output, and for PyTorch's cache.
+        ending: a name in `ENDINGS`.
+        processes: the number of processes, its own included, that it must have when it is ended.
+        ready: a condition, given its temporary folder, that must also hold then.
 
     Raises:
-        AssertionError: it had ended before.
+        AssertionError: the command ended before, or did not get so far in `START` seconds.
     """
     mark, output = uuid.uuid4().hex, folder / "printed"
-    # Not in pytest's folder, whose path is too long for sockets.
+    # pytest's own folder would not do: its path is too long for sockets.
     temporary = Path(tempfile.mkdtemp(prefix="leftovers-"))
     before = set(_SHARED.iterdir())
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     own = {"PATH": path, "TMPDIR": str(temporary), _MARK: mark, "OMP_NUM_THREADS": "1"}
-    # PyTorch's own cache is one for all runs, and no leftover.
+    # PyTorch's own cache is shared by all runs and is no leftover.
     own["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
     with output.open("wb") as stream:
         process = subprocess.Popen(
@@ -118,7 +118,7 @@ def run_and_end(
 
 
 def heed_ctrl_c() -> None:
-    """For a process that is about to run a command: a shell's background jobs ignore SIGINT, and
+    """Let a process about to run a command obey SIGINT: a shell's background jobs ignore it, and
     the commands that a test starts would inherit that."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -147,10 +147,10 @@ def _look(mark: str, temporary: Path, before: set[Path], code: int, output: Path
 
 
 def _marked(mark: str) -> list[int]:
-    """Processes that descend from the command, whoever is their parent now; zombies are none."""
+    """Return the processes that descend from the command, whatever their parent; no zombies."""
     wanted, found = f"{_MARK}={mark}".encode(), []
     for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it ends meanwhile, or is another user's
+        with suppress(OSError):  # the process may end meanwhile, or be another user's
             if wanted in (folder / "environ").read_bytes().split(b"\0"):
                 found.append(int(folder.name))
     return found
@@ -165,7 +165,7 @@ def _described(process: int) -> str:
 
 
 def _abandoned(entries: set[Path]) -> list[str]:
-    """Those that no process maps: what another program uses meanwhile is not ours."""
+    """Return entries that no process maps; what another program uses meanwhile is not ours."""
     if not entries:
         return []
     used = ""

@@ -1,7 +1,7 @@
 """The tests that compute, as other processors would run them: ``make numerics``.
 
 An instruction set, a library's choice of routine and the number of threads change the order of
-sums, and with it the last bits. A test that only holds for the order of one machine fails here.
+sums, and so the last bits. A test that holds only for one machine's order fails here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SETTINGS: tuple[dict[str, str], ...] = (
     },
     {"PYTEST_ADDOPTS": "-p tests.other_library"},
 )
-"""What each run sets; the first is the machine as it is, with one thread."""
+"""Environment variables of each run; the first is the machine as it is, with one thread."""
 
 COMPUTING = [
     "tests/model",
@@ -102,7 +102,7 @@ def _environment(setting: dict[str, str]) -> dict[str, str]:
 
 
 def _bits(setting: dict[str, str]) -> list[str]:
-    """Digests of what `PROBE` computes, one for each of `KINDS`."""
+    """Return digests of what `PROBE` computes, one for each of `KINDS`."""
     command = [sys.executable, "-c", PROBE]
     found = subprocess.run(
         command, env=_environment(setting), capture_output=True, text=True, check=True

@@ -1,7 +1,7 @@
 """Matrix products as another library may sum them: ``pytest -p tests.other_library``.
 
-Libraries choose a routine by the operands' shapes, strides and alignment, each with an order of
-sums of its own. Here half of these combinations sum in the reverse order on the CPU, so that tests
+Libraries choose a routine by the operands' shapes, strides and alignment, and each routine has its
+own order of sums. Here half of these combinations sum in reverse order on the CPU, so that tests
 meet a library that chooses where the one in use does not. The same call gives the same bits.
 """
 
@@ -18,7 +18,7 @@ ALIGNMENT = 64
 """Bytes of a cache line and of the widest registers, by which libraries choose."""
 
 SUMMED = {"mm": (1, 0), "bmm": (2, 1), "addmm": (1, 0), "baddbmm": (2, 1)}
-"""Operators by name: the axis of the left and of the right factor that is summed over."""
+"""By operator: the summed axis of the left factor and of the right one."""
 
 
 def _reversing(name: str) -> Any:
@@ -38,6 +38,6 @@ def _reversing(name: str) -> Any:
 
 LIBRARY = Library("aten", "IMPL")
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # that a kernel is replaced
+    warnings.simplefilter("ignore")  # torch warns that a kernel is replaced
     for replaced in {name: _reversing(name) for name in SUMMED}.items():
         LIBRARY.impl(*replaced, "CPU", with_keyset=True)

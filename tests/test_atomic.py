@@ -1,4 +1,4 @@
-"""A disk that is full, as the commands meet it."""
+"""Commands on a full disk leave nothing half-written."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from mcore_qwen3vl.scoring.output import Output
 
 @contextmanager
 def full_disk(room: int) -> Iterator[None]:
-    """No file grows beyond `room` bytes; the system's error is another than on a full disk."""
+    """Keep files from growing beyond `room` bytes; the error differs from a full disk's."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sys, "dont_write_bytecode", True)  # modules would be cut, and kept so
+        patched.setattr(sys, "dont_write_bytecode", True)  # or truncated bytecode would be kept
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
         try:
             yield
@@ -90,7 +90,7 @@ def test_what_was_there_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_device_stays_one(tmp_path: Path) -> None:
-    """As `--report /dev/stdout` of somebody who may rename files in /dev."""
+    """For example, `--report /dev/stdout` does not replace it, even if the user could."""
     os.mkfifo(tmp_path / "pipe")
     with atomic_write(tmp_path / "pipe") as partial:
         assert partial == tmp_path / "pipe"
@@ -98,7 +98,7 @@ def test_a_device_stays_one(tmp_path: Path) -> None:
 
 
 def test_an_index_of_a_json_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """numpy's `tofile` leaves an empty file, without a word."""
+    """It is an error, where numpy's `tofile` would silently leave an empty file."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "a.json").write_text(json.dumps([{"text": "a"}] * 100))
     with full_disk(1000), pytest.raises(BadInput, match=r"cannot be written in .*File too large"):

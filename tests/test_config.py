@@ -10,7 +10,7 @@ from mcore_qwen3vl.tiny import tiny_config
 
 
 def as_v5(config: dict) -> dict:
-    """The same model as transformers 5 writes its config."""
+    """Return the config of the same model in the form of transformers 5."""
     config = json.loads(json.dumps(config))
     text = config["text_config"]
     text["rope_parameters"] = text.pop("rope_scaling") | {"rope_theta": text.pop("rope_theta")}

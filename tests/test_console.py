@@ -1,4 +1,4 @@
-"""What libraries say beside a command's own output, and text that would steer the terminal."""
+"""Libraries' notes are hidden, and foreign text cannot steer the terminal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_notes_of_libraries_are_not_shown_and_warnings_are(
     monkeypatch.setattr(root, "handlers", [])
     monkeypatch.setattr(root, "level", logging.WARNING)
     quiet_libraries()
-    logging.basicConfig(level=logging.INFO)  # as megatron.training does when it is imported
+    logging.basicConfig(level=logging.INFO)  # megatron.training does so when it is imported
     logging.getLogger("a.library").info("saved")
     logging.getLogger("a.library").warning("careful")
     assert capsys.readouterr() == ("", "warning: careful\n")
@@ -46,7 +46,7 @@ def test_text_of_others_does_not_steer_the_terminal() -> None:
 
 
 HOSTILE = "[red]a[/red]\x1b[2J<script>"
-"""A name that files and records may have, and that neither terminal nor browser shall obey."""
+"""A name that a file or a record may have, and that no terminal or browser may obey."""
 
 
 def print_hostile(shown: Any) -> None:
@@ -118,7 +118,7 @@ def test_a_word_of_the_command_line_is_utf8_in_any_locale() -> None:
 
 
 def test_every_text_file_has_an_encoding() -> None:
-    """Where a locale is not UTF-8, Python would take that of the locale."""
+    """Without one, Python would use the locale's, which may not be UTF-8."""
     lacking = []
     for file in [*PACKAGE.rglob("*.py"), *(PACKAGE / "converters").rglob("*.py")]:
         for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -128,7 +128,7 @@ def test_every_text_file_has_an_encoding() -> None:
 
 
 def _has_encoding(call: ast.Call) -> bool:
-    """Or needs none."""
+    """Return whether a call names an encoding or needs none."""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
     given = {keyword.arg for keyword in call.keywords}
     modes = [a.value for a in call.args if isinstance(a, ast.Constant)]

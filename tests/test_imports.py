@@ -1,6 +1,6 @@
 """Imports go one way: a package imports only what is listed before it, and there is no cycle.
 
-Imports inside functions and under ``TYPE_CHECKING`` count: they are what ties packages together.
+Imports inside functions and under ``TYPE_CHECKING`` count, because they tie packages together.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ ORDER = (
     "cli",
     "__main__",
 )
-"""From the lowest up. A package may import itself and what comes before it."""
+"""Packages from the lowest up. Each may import itself and those before it."""
 
 
 def sources() -> dict[str, Path]:
-    """Every module of the package, by its name without ``mcore_qwen3vl.``."""
+    """Return every module of the package, by its name without ``mcore_qwen3vl.``."""
     found = {}
     top = ROOT / "mcore_qwen3vl"
     for folder, _, names in top.walk(follow_symlinks=True):
@@ -76,12 +76,12 @@ def sources() -> dict[str, Path]:
 
 
 def package_of(module: str) -> str | None:
-    """The entry of `ORDER` that `module` belongs to: itself, or a package around it."""
+    """Return the entry of `ORDER` for `module`: itself, or a package around it."""
     return next((p for p in ORDER if module == p or module.startswith(f"{p}.")), None)
 
 
 def imported(source: str) -> Iterator[tuple[int, str]]:
-    """Line and name of whatever of this project `source` imports."""
+    """Yield the line and the name of each import of this project in `source`."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -97,7 +97,7 @@ def imported(source: str) -> Iterator[tuple[int, str]]:
 
 
 def upward(modules: Mapping[str, str]) -> list[str]:
-    """What imports something that is not before its own package in `ORDER`."""
+    """Return the imports of something that comes after the module's own package in `ORDER`."""
     wrong = []
     for module, source in modules.items():
         own = package_of(module)
@@ -109,7 +109,7 @@ def upward(modules: Mapping[str, str]) -> list[str]:
 
 
 def cycles(modules: Mapping[str, str]) -> list[list[str]]:
-    """Modules that import each other, in a circle; longest first."""
+    """Return groups of modules that import each other in a circle, the longest first."""
     edges = {
         module: {found for _, name in imported(source) if (found := _module(name, modules))}
         for module, source in modules.items()
@@ -128,7 +128,7 @@ def cycles(modules: Mapping[str, str]) -> list[list[str]]:
 
 
 def _module(name: str, modules: Mapping[str, str]) -> str | None:
-    """The module that ``from a import b`` reads: ``a.b`` where that is one, else ``a``."""
+    """Return the module that ``from a import b`` reads: ``a.b`` if that is one, otherwise ``a``."""
     if name in modules:
         return name
     parent = name.rpartition(".")[0]
@@ -141,7 +141,7 @@ def modules() -> dict[str, str]:
 
 
 def test_every_module_has_its_place(modules: dict[str, str]) -> None:
-    placeless = {"", "converters", "verify"}  # docstrings of the packages around the others
+    placeless = {"", "converters", "verify"}  # outer packages, which hold docstrings only
     assert [m for m in modules if package_of(m) is None and m not in placeless] == []
 
 

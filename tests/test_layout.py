@@ -1,4 +1,4 @@
-"""Layouts are read, written, and refused with the numbers and the remedy."""
+"""Layouts are read and written, and impossible ones refused with the remedy."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_dense_layouts_that_work(text: str, ranks: int) -> None:
     [("tp2xep4xdp2+sp", 4), ("tp2xep2xetp2xdp2+sp", 4), ("ep12xdp12", 12), ("ep2xcp2", 2)],
 )
 def test_moe_layouts_that_work(text: str, ranks: int) -> None:
-    """Experts are divided over ranks that there are anyway."""
+    """Expert parallelism adds no ranks: experts are divided over the existing ones."""
     layout = Layout.parse(text)
     layout.validate(MOE)
     assert (layout.world_size, str(layout)) == (ranks, text)

@@ -1,4 +1,4 @@
-"""Systems that lack what Linux has."""
+"""The package works on systems without Linux's own functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LINUX_ONLY = ("O_DIRECT", "sched_getaffinity", "posix_fadvise", "posix_fallocate
 
 @pytest.fixture
 def not_linux(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``os`` as it is on macOS, and a system that does not know Linux's advice about memory."""
+    """Simulate macOS's ``os``, and a system that does not know Linux's advice about memory."""
     for name in LINUX_ONLY:
         monkeypatch.delattr(os, name)
     monkeypatch.setattr(mapped, "POPULATE_READ", 9999)

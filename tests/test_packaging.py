@@ -1,4 +1,4 @@
-"""What ends up in the wheel, and that a GPU container's own builds satisfy the requirements."""
+"""The wheel holds the right files, and a GPU container's builds satisfy the requirements."""
 
 import shutil
 import subprocess
@@ -20,16 +20,16 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
     [("torch", "2.11.0a0+nv26.3"), ("torch", "2.13.0"), ("torchvision", "0.26.0a0+nv26.3")],
 )
 def test_container_builds_satisfy_the_requirements(name, version):
-    """A pre-release torch that did not satisfy its requirement would be replaced by pip."""
+    """They satisfy them: pip would replace a pre-release torch that did not."""
     requirements = map(Requirement, PROJECT["project"]["dependencies"])
     (specifier,) = (r.specifier for r in requirements if r.name == name)
     assert specifier.contains(version, prereleases=True)
 
 
 def test_wheel_holds_every_module_once(tmp_path):
-    """The wheel of the checkout and that of its source archive hold the tracked files, no others.
+    """The wheels of the checkout and of its source archive hold the tracked files and no others.
 
-    Two folders of the checkout are in the package by a symbolic link, which the archive resolves.
+    Symbolic links put two folders of the checkout in the package; the archive resolves them.
     """
     tracked = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
@@ -54,7 +54,7 @@ def test_wheel_holds_every_module_once(tmp_path):
 
 
 def build(kind, source, target):
-    """The path of the wheel or the sdist of `source`, written into `target`."""
+    """Build the wheel or the sdist of `source` in `target`, and return its path."""
     target.mkdir(exist_ok=True)
     call = f"from setuptools.build_meta import build_{kind}; print(build_{kind}({str(target)!r}))"
     command = [sys.executable, "-c", call]
@@ -63,13 +63,13 @@ def build(kind, source, target):
 
 
 def packed(wheel):
-    """The names in a wheel but for its metadata, sorted; one that is in it twice is there twice."""
+    """Return the sorted names in a wheel, metadata left out and duplicates kept."""
     names = zipfile.ZipFile(wheel).namelist()
     return sorted(name for name in names if ".dist-info/" not in name)
 
 
 def test_every_package_is_type_checked():
-    """What mypy would pass over in silence: a package of ours that is skipped or not named."""
+    """None of our packages is skipped or missing, which mypy would not report."""
     mypy = PROJECT["tool"]["mypy"]
     assert mypy["packages"] == ["mcore_qwen3vl"]
     assert not mypy.get("exclude")

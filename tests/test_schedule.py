@@ -1,4 +1,4 @@
-"""The order of work is mcore's, and playing it gives what can be worked out by hand."""
+"""The order of work is mcore's, and simulating it gives the times worked out by hand."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_long_first_virtual_stage_keeps_all_others_waiting() -> None:
     # One micro-batch runs through every virtual stage and back.
     stages = [[Durations(5, 7), Durations(1, 2)], [Durations(1, 2), Durations(1, 3)]]
     assert play(stages, 1) == 5 + 1 + 1 + 1 + 3 + 2 + 2 + 7
-    # Rank 1 waits until rank 0 is through with both; then it has work until rank 0 ends alone.
+    # Rank 1 waits until rank 0 has finished both; then it works until rank 0 ends alone.
     assert play(stages, 2, 2) == 5 + 5 + (1 + 1 + 3 + 1 + 3 + 2) + 7 + 7
 
 

@@ -1,4 +1,4 @@
-"""What docs/installation.md calls the smallest installation converts, and says what it lacks."""
+"""The smallest installation of docs/installation.md converts, and names what it lacks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IMPORTED = {
     "pillow": "PIL",
     "pyyaml": "yaml",
 }
-"""What packages are imported by, where that is another name."""
+"""The names by which packages are imported, where they differ."""
 
 PROGRAM = """
 import sys
@@ -37,7 +37,7 @@ main()
 
 
 def absent() -> list[str]:
-    """Modules that the page's commands do not install, of all that the package declares."""
+    """Return the declared dependencies that the page's commands do not install, as modules."""
     page = (ROOT / "docs" / "installation.md").read_text()
     (line,) = re.findall(r"^pip install (numpy .*)$", page, re.MULTILINE)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

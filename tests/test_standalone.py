@@ -1,6 +1,6 @@
-"""The model in a program of one's own: the loss is Hugging Face's, and what comes out loads there.
+"""The model works in a user's own program: its loss is Hugging Face's, and its exports load there.
 
-The calls as the README shows them, in a fresh process, are run by tests/docs.
+tests/docs runs the calls as the documentation shows them, in a fresh process.
 """
 
 import pytest
@@ -47,7 +47,7 @@ def hugging_face_model(checkpoint):
 
 
 def hugging_face_loss(checkpoint, model=None):
-    """The mean over the answers' tokens, one conversation at a time, by HF's own code alone."""
+    """Compute the mean loss over the answers' tokens, one conversation at a time, by HF alone."""
     from transformers import AutoProcessor
 
     processor = AutoProcessor.from_pretrained(checkpoint)
@@ -118,13 +118,13 @@ def test_what_cannot_be_used_is_named(checkpoint):
 
 
 def adamw(parameters):
-    # With the usual epsilon, a gradient that is zero up to rounding moves its parameter by the
-    # full learning rate in a random direction.
+    # With the usual epsilon, a gradient that is zero up to rounding would move its parameter by
+    # the full learning rate in a random direction.
     return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-3)
 
 
 def _backward(chunks, batch):
-    """One pass as the README has it, or through Megatron's schedule; the count of the tokens."""
+    """Run a pass like the documentation's, or by Megatron's schedule; return the token count."""
     held = chunks[0].local_tokens(batch.input_ids.shape[1])
     weights = batch.loss_weights[:, held]
 
@@ -169,7 +169,7 @@ def _three_steps(checkpoint, layout, out, reduce=reduce_gradients):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Checkpoints by kind, each with Hugging Face's weights before and after three steps."""
+    """Return a function that gives a checkpoint, and HF's weights before and after three steps."""
     made = {}
 
     def get(kind):

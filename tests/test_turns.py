@@ -1,4 +1,4 @@
-"""Slow tests take turns: every file has one, and none starts when the time is over."""
+"""Slow tests take turns: each file has one turn, and no test starts after the time is over."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_rows_are_slow_except_the_named_ones() -> None:
 
 @pytest.fixture
 def suite(pytester: pytest.Pytester) -> pytest.Pytester:
-    """Two files of tests, one of them slow, with the options of this suite."""
+    """Make three files of tests, some of them slow, with the options of this suite."""
     pytester.makeconftest("pytest_plugins = ('tests.turns',)")
     pytester.makepyfile(
         test_a="import pytest\n@pytest.mark.slow\ndef test_one(): pass\n",

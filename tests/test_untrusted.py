@@ -1,4 +1,4 @@
-"""Files from elsewhere that are no files, lead elsewhere, or are nested beyond all reason."""
+"""Untrusted files that are devices, links to elsewhere, or nested too deeply are refused."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_no_file_in_a_megatron_checkpoint(
     with time_limit(5):
         with pytest.raises(BadInput, match=said):
             mcore_to_hf(tmp_path / "mcore", tmp_path / "out")
-        assert damage(iteration)  # what a resumed run asks
+        assert damage(iteration)  # a resumed run calls this
 
 
 def test_no_file_in_a_legacy_checkpoint(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is said of versions that are not supported, and the lists of those that are."""
+"""Unsupported versions are named, and the lists of supported ones agree."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_another_python_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("command", slow_except(["cli", "training"], "cli"))
 def test_it_is_said_at_start(command: str, tmp_path: Path) -> None:
-    """By the command line, and by the program that launch scripts start on every rank."""
+    """The command line says it, and the program that launch scripts start on every rank."""
     install("transformers", "6.0.0", tmp_path)
     lines = {
         "cli": "import mcore_qwen3vl.cli as cli; cli.main(['launch', 'list'])",
@@ -70,7 +70,7 @@ def test_it_is_said_at_start(command: str, tmp_path: Path) -> None:
 
 
 def install(package: str, version: str, folder: Path) -> None:
-    """Let `folder`, once it is on the path, say that this version is installed."""
+    """Write metadata to `folder` so that on the path it says that this version is installed."""
     information = folder / f"{package}-{version}.dist-info"
     information.mkdir()
     content = f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n"
@@ -78,7 +78,7 @@ def install(package: str, version: str, folder: Path) -> None:
 
 
 def cells() -> set[str]:
-    """The lists of pins that ``make test-versions`` runs."""
+    """Return the names of the lists of pins that ``make test-versions`` runs."""
     tried = subprocess.run(
         ["make", "--dry-run", "test-versions"], cwd=ROOT, check=True, capture_output=True, text=True
     )
@@ -94,7 +94,7 @@ def test_the_workflow_and_the_page_have_the_cells_of_the_makefile() -> None:
 
 
 def test_the_pins_reach_from_end_to_end_of_what_is_supported() -> None:
-    """Each is allowed, and every minor version of torch that is allowed is pinned or locked."""
+    """Each pin is allowed, and every allowed minor version of torch is pinned or locked."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     allowed = {r.name: r.specifier for r in map(Requirement, project["project"]["dependencies"])}
     locked = project["tool"]["uv"]["constraint-dependencies"]

@@ -1,8 +1,8 @@
-"""Which tests are slow, and two options of pytest that let slow tests take turns.
+"""The mark of slow tests, and two options of pytest that let slow tests take turns.
 
 ``--turn K/N`` runs the K-th of N shares of the test files; every file is in one share.
-``--start-until SECONDS`` (since 1970) starts no test after that moment: what did not start is
-skipped and named in the summary.
+``--start-until SECONDS`` (since 1970) starts no test after that moment. Tests that did not start
+are skipped and named in the summary.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NOT_STARTED = "not started: the time for this check is over"
 
 
 def slow_except(rows: Sequence[Any], *fast: Any) -> list[Any]:
-    """`rows` for ``parametrize``, all but the `fast` ones marked slow; tuples are several values.
+    """Mark all `rows` for ``parametrize`` slow but the `fast` ones; a tuple is several values.
 
     Raises:
         ValueError: a fast row is not among `rows`.
@@ -56,7 +56,7 @@ class Turn:
         return cls((int(number) - 1) % int(count) + 1, int(count))
 
     def share(self, files: set[Path]) -> set[Path]:
-        """The files of this turn: every `count`-th one of the sorted list."""
+        """Return the files of this turn: every `count`-th of the sorted list."""
         return set(sorted(files)[self.number - 1 :: self.count])
 
 
@@ -68,7 +68,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.hookimpl(trylast=True)  # after `-m` and `-k`: tests that they leave out have no share
+@pytest.hookimpl(trylast=True)  # after `-m` and `-k`, so that tests they leave out do not count
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     turn: Turn | None = config.getoption("--turn")
     if turn is None:

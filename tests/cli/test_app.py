@@ -1,4 +1,4 @@
-"""The command line: exit codes, messages, JSON, and that a failure leaves nothing behind."""
+"""The command line has the right exit codes, messages and JSON; failures leave nothing behind."""
 
 import json
 import shutil
@@ -81,7 +81,7 @@ def test_weights_in_another_format_are_refused(checkpoint, tmp_path, capsys):
     assert run("convert", "hf-to-mcore", tmp_path / "old", tmp_path / "out") == 2
     message = capsys.readouterr().err
     assert "with save_pretrained" in message
-    assert "safe_serialization" not in message  # which transformers 5 does not have
+    assert "safe_serialization" not in message  # transformers 5 has no such option
 
 
 def test_a_difference_is_exit_code_1(checkpoint, tmp_path, capsys):
@@ -90,7 +90,7 @@ def test_a_difference_is_exit_code_1(checkpoint, tmp_path, capsys):
     printed = capsys.readouterr()
     assert "134 of 140 comparisons failed" in printed.out
     assert "and 114 more" in printed.out
-    assert printed.err == ""  # the verdict once
+    assert printed.err == ""  # the verdict is printed once
     assert run("verify", "tensors", checkpoint, other, "--json") == 1
     printed = capsys.readouterr()
     assert json.loads(printed.out)["verdict"] == "134 of 140 comparisons failed."
@@ -231,7 +231,7 @@ def test_a_checkpoint_of_the_other_kind(
 
 @pytest.fixture
 def _interruptible():
-    """A shell's background jobs ignore SIGINT, and so would the suite as one of them."""
+    """Handle SIGINT, which a suite that a shell runs in the background would ignore."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

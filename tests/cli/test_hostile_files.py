@@ -1,4 +1,4 @@
-"""No command runs code, or opens what is on the network, because a file asks for it."""
+"""No command runs code or opens a network address because a file asks for it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ TRAINING = {
 
 
 class Code:
-    """What a pickle can do to whoever trusts it."""
+    """An object whose pickle runs code in whoever loads it."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -70,7 +70,7 @@ class Code:
 
 @pytest.fixture
 def places(dense: Path, tmp_path: Path) -> dict[str, Path]:
-    """Poisoned checkpoints; whoever runs their code makes the file `marker`."""
+    """Return paths of poisoned checkpoints; their code, if run, makes the file `marker`."""
     found = {
         "good": dense,
         "data": tmp_path / "few.jsonl",
@@ -155,7 +155,7 @@ def _function(folder: Path) -> tuple[Path, str]:
 
 
 def _nested(folder: Path) -> tuple[Path, str]:
-    """One of energon's own classes, with an argument that another module would compute."""
+    """Write one of energon's own classes with an argument that another module would compute."""
     file = folder / "nested.yaml"
     call = f"{{__module__: os, __function__: mkdir, path: {folder / 'marker'}}}"
     file.write_text(
@@ -166,7 +166,7 @@ def _nested(folder: Path) -> tuple[Path, str]:
 
 
 def _own_loader(folder: Path) -> tuple[Path, str]:
-    """A WebDataset with a Python file beside it."""
+    """Write a WebDataset with a Python file beside it."""
     shards = folder / "shards"
     shards.mkdir()
     with tarfile.open(shards / "0.tar", "w") as tar:
@@ -187,7 +187,7 @@ def _own_loader(folder: Path) -> tuple[Path, str]:
 
 
 def _leaf(folder: Path) -> tuple[Path, str]:
-    """A sound metadataset of such a WebDataset."""
+    """Write a sound metadataset of such a WebDataset."""
     _, where = _own_loader(folder)
     file = folder / "leaf.yaml"
     file.write_text(f"{ENERGON}__class__: MetadatasetV2\nsplits:\n  train:\n    path: shards\n")
@@ -206,7 +206,7 @@ def test_data_that_names_code(
     message = refused(READERS_OF_DATA[name], places, capsys)
     assert f"{where} names code" in message
     assert "--trust-data" in message
-    with suppress(Exception, SystemExit):  # what the code makes of the data is its own affair
+    with suppress(Exception, SystemExit):  # only whether the code runs matters here
         main([*(word.format(**places) for word in READERS_OF_DATA[name]), "--trust-data"])
     assert places["marker"].exists()
 
@@ -221,7 +221,7 @@ def test_training_on_data_that_names_code(places: dict[str, Path]) -> None:
 
 @pytest.fixture
 def calls() -> Iterator[list[str]]:
-    """A server whose address comes first; the others are what was asked of it."""
+    """Yield a server's address, followed by the paths that it was asked for."""
     found = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -271,7 +271,7 @@ def test_a_saved_data_state_that_names_code(places: dict[str, Path]) -> None:
 def test_an_object_of_a_checkpoint_that_names_code(
     places: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
-    """torch's restricted reader refuses it, and advises to switch the restriction off."""
+    """It is refused, without torch's advice to switch its restricted reader off."""
     stream = io.BytesIO()
     torch.save(Code(places["marker"]), stream)
 

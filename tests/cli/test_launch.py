@@ -1,4 +1,4 @@
-"""The training scripts, as an installed package has them."""
+"""``mcore-qwen3vl launch`` lists, shows and copies the training scripts of the package."""
 
 from __future__ import annotations
 

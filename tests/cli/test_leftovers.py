@@ -19,7 +19,7 @@ TWO_RANKS = ("--cpu", "--tp", "2")
 
 @dataclass(frozen=True)
 class Files:
-    """What the commands read, and where they write."""
+    """The files that commands read, and the folder that they write."""
 
     model: Path
     data: Path
@@ -31,19 +31,19 @@ class Files:
 
 
 def ranks_work(_: Files, temporary: Path) -> bool:
-    """Whether the ranks have met, through the file that `run_layout` gives them."""
+    """Return whether the ranks have met, through the file that `run_layout` gives them."""
     return any(file.stat().st_size for file in temporary.glob("*-ranks-*/store"))
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command that works for long, and what makes it short.
+    """A command that runs long, and flags that make it short.
 
     Attributes:
-        words: given the files.
-        processes: it has at work, itself included.
-        short: words added where it shall succeed.
-        working: whether it has come to where its processes work; given its temporary folder too.
+        words: a function that makes its words from the files.
+        processes: the number of processes at work, its own included.
+        short: words added where it is to succeed.
+        working: whether its processes are at work, given the files and its temporary folder.
     """
 
     words: Callable[[Files], list[object]]

@@ -1,4 +1,4 @@
-"""``mcore-qwen3vl memory``: the estimate of every pipeline stage, and that it says what it is."""
+"""``mcore-qwen3vl memory`` prints an estimate for every pipeline stage, and calls it modelled."""
 
 from __future__ import annotations
 

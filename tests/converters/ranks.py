@@ -1,4 +1,4 @@
-"""What each rank of a layout must hold, worked out from HF tensors by parameter name.
+"""The tensors that each rank of a layout must hold, computed from HF's by parameter name.
 
 The table is not used, so that an error in it cannot hide.
 """
@@ -19,7 +19,7 @@ HEADS, GROUPS, HEAD_DIM, EXPERTS = 8, 4, 24, 12
 
 
 def build_chunks(layout: Layout, architecture: Architecture, **overrides: Any) -> list[Any]:
-    """This rank's pipeline chunks, with parameters that no load may leave in place."""
+    """Build this rank's pipeline chunks, full of NaN, so that unloaded parameters show."""
     from megatron.core import parallel_state as mpu
 
     from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
@@ -41,7 +41,7 @@ def build_chunks(layout: Layout, architecture: Architecture, **overrides: Any) -
 
 
 def check_chunks(chunks: list[Any], source: Path) -> int:
-    """Compare every parameter with the HF checkpoint `source`; returns how many there were."""
+    """Compare every parameter with the HF checkpoint `source`, and return their number."""
     hf = load(source)
     published = Architecture.from_hf(source).expert_layout == "published"
     compared = 0
@@ -58,7 +58,7 @@ def check_chunks(chunks: list[Any], source: Path) -> int:
 
 
 def expected(name: str, layer: int, hf: dict[str, Tensor], published: bool) -> Tensor:
-    """What the parameter `name` of global layer `layer` holds on this rank."""
+    """Return what the parameter `name` of global layer `layer` must hold on this rank."""
     from megatron.core import parallel_state as mpu
 
     tp, tp_rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
@@ -104,7 +104,7 @@ def expected(name: str, layer: int, hf: dict[str, Tensor], published: bool) -> T
 
 
 def expected_qkv(at: str, hf: dict[str, Tensor], tp: int, tp_rank: int) -> Tensor:
-    """This rank's KV groups one after another, in each its query heads, its key, its value."""
+    """Return this rank's KV groups one after another, each with its query heads, key and value."""
     q, k, v = (hf[f"{at}self_attn.{n}_proj.weight"] for n in "qkv")
     rows = []
     for group in range(GROUPS // tp * tp_rank, GROUPS // tp * (tp_rank + 1)):

@@ -1,4 +1,4 @@
-"""The legacy format is one folder and one line: without them everything else works."""
+"""The legacy format is one folder and one line; everything else works without them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mcore_qwen3vl import converters
 Tiny = Callable[[str], Path]
 LINE = '    "mcore_qwen3vl.converters.legacy.format",\n'
 
-# Modules of the copy: everything but what needs a model's or a trainer's libraries at import.
+# It imports all modules of the copy but those that need a model's or a trainer's libraries.
 SCRIPT = """
 import importlib, pkgutil, sys
 from pathlib import Path
@@ -43,7 +43,7 @@ for words in COMMANDS:
 """
 
 
-@pytest.mark.slow  # it imports everything in a copy; the test below guards the common mistake
+@pytest.mark.slow  # it imports everything in a copy; the test below finds the common mistake
 def test_legacy_can_be_removed(tiny: Tiny, tmp_path: Path) -> None:
     product = Path(mcore_qwen3vl.__path__[0])
     tree = tmp_path / "tree" / "mcore_qwen3vl"
@@ -75,7 +75,7 @@ def test_legacy_can_be_removed(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_nothing_outside_imports_it() -> None:
-    """Not by name either; `formats.MODULES` has the one line."""
+    """Nothing outside names it either, except one line of `formats.MODULES`."""
     folders = [Path(mcore_qwen3vl.__path__[0]), Path(converters.__path__[0])]
     files = [file for folder in folders for file in folder.rglob("*.py")]
     naming = [

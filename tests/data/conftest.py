@@ -1,4 +1,4 @@
-"""A tiny processor and synthetic media, made once."""
+"""A tiny processor and synthetic media, made once a session."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def processor_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def processor(processor_dir: Path) -> Any:
-    """A fresh one each time: loaders change its budgets."""
+    """Load a fresh processor for each test, because loaders change its budgets."""
     return load_processor(processor_dir)
 
 
@@ -59,7 +59,7 @@ def write_video(path: Path, frames: int, height: int, width: int, fps: int = 10)
 
 @pytest.fixture(scope="session")
 def media(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of images of distinct shapes and two videos."""
+    """Make a folder of images of distinct shapes and two videos."""
     folder = tmp_path_factory.mktemp("media")
     for index, (height, width) in enumerate([(24, 40), (50, 31), (64, 64), (17, 90)]):
         write_png(folder / f"{index}.png", height, width, seed=index)
@@ -73,7 +73,7 @@ WriteJsonl = Callable[..., Path]
 
 @pytest.fixture
 def write_jsonl(media: Path, tmp_path: Path) -> WriteJsonl:
-    """Write records to a JSONL beside links to the media."""
+    """Return a function that writes records to a JSONL beside a link to the media."""
     (tmp_path / "media").symlink_to(media)
 
     def write(records: list[Any], name: str = "data.jsonl") -> Path:
@@ -86,7 +86,7 @@ def write_jsonl(media: Path, tmp_path: Path) -> WriteJsonl:
 
 
 def question(index: int, *, image: bool = True, words: int = 3) -> dict[str, Any]:
-    """A record whose text and length depend on its index."""
+    """Make a record whose text and length depend on its index."""
     text = f"sample {index} " + "word " * words
     if not image:
         return chat(("user", text), ("assistant", f"answer {index}"))

@@ -52,10 +52,10 @@ def test_report(
         assert counts.sum() == 8
         assert len(counts) <= edges[-1] - edges[0] + 1  # no bin between integers
 
-    assert capsys.readouterr() == ("", "")  # stdout may be taken by JSON
+    assert capsys.readouterr() == ("", "")  # stdout may be used for JSON
 
     headers = check_data(path, processor, config, decode=False, limit=9)
-    assert (headers.samples, headers.bad) == (9, [])  # its header alone is whole
+    assert (headers.samples, headers.bad) == (9, [])  # the cut image's header is whole
 
     plot_report(report, tmp_path / "histograms.png")
     with Image.open(tmp_path / "histograms.png") as image:
@@ -123,7 +123,7 @@ def test_preference_records_are_one_sample_of_both_answers(
 def test_a_hook_is_asked_once_for_a_preference_record(
     processor: Any, write_jsonl: WriteJsonl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its errors are counted, and it may be slow or draw at random."""
+    """A second call could count its errors twice, be slow, or give another random record."""
     asked: list[str] = []
 
     def hook(record: dict[str, str]) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def test_the_command_takes_the_budgets_of_training(
         assert left.value.code == 0
         patches.append(json.loads(capsys.readouterr().out)["patches"])
     assert max(patches[0]) > 4 * 6
-    assert max(patches[1]) <= 4 * 6  # of two by two patches a token
+    assert max(patches[1]) <= 4 * 6  # a token has two by two patches
 
 
 def test_nothing_to_draw(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The page of one sample holds what the model is given."""
+"""The page of one sample shows what the model receives."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_sample_as_the_model_sees_it(
     assert len(video.pictures) == video.grid[0] > 1
     (shown,) = (picture(uri) for uri in image.pictures)
     assert shown.shape == (image.height, image.width, 3)
-    # HF's own resizing of it, before it is cut into patches.
+    # HF resizes the image so before it cuts it into patches.
     original = Image.open(media / "3.png")
     resized = original.resize((image.width, image.height), Image.Resampling.BICUBIC)
     assert np.abs(shown.astype(int) - np.asarray(resized).astype(int)).mean() < 3

@@ -1,4 +1,4 @@
-"""The demo holds, and does not when a conversion is wrong."""
+"""The demo passes, and fails when a conversion is wrong."""
 
 import json
 

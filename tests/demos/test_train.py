@@ -1,4 +1,4 @@
-"""Eight image-question pairs learnt by heart, exported, and answered by HF's own generate."""
+"""HF's own generate answers eight image questions from a model trained on them and exported."""
 
 from __future__ import annotations
 

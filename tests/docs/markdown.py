@@ -1,4 +1,4 @@
-"""What the documentation says: its pages, their fenced blocks, links and commands."""
+"""The pages of the documentation, with their fenced blocks, links and commands."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ class Block:
 
 
 def blocks(page: Path, *languages: str) -> list[Block]:
-    """The fenced blocks of a page in order; of these languages, if any are given."""
+    """Return the fenced blocks of a page in order, only those of `languages` if any are given."""
     found = [Block(page.name, *match.groups()) for match in _FENCE.finditer(page.read_text())]
     return [block for block in found if not languages or block.language in languages]
 
 
 def prose(page: Path) -> str:
-    """A page without its fenced blocks."""
+    """Return a page without its fenced blocks."""
     return _FENCE.sub("", page.read_text())
 
 
 def links(page: Path) -> list[str]:
-    """Targets of the links in the prose."""
+    """Return the targets of the links in the prose."""
     return re.findall(r"\]\(([^)\s]+)\)", prose(page))
 
 
 def anchors(page: Path) -> set[str]:
-    """What ``page.md#...`` may name: its headings, as GitHub and mkdocs write them."""
+    """Return the anchors that ``page.md#...`` may name, as GitHub and mkdocs write headings."""
     headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
     return {
         re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings
@@ -53,7 +53,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """Every ``mcore-qwen3vl`` command of a page, in blocks and prose: the words after it."""
+    """Return the words after each ``mcore-qwen3vl`` of a page, in blocks and in prose."""
     lines = [line for block in blocks(page) for line in joined(block.text).splitlines()]
     lines += re.findall(r"`([^`]+)`", prose(page).replace("\n", " "))
     found = []
@@ -65,13 +65,13 @@ def commands(page: Path) -> list[list[str]]:
 
 
 def joined(text: str) -> str:
-    """Continued lines as one, a YAML string's included."""
+    """Join continued lines, a YAML string's included."""
     text = re.sub(r"\\\n\s*", " ", text)
     return re.sub(r"\n\s+(--)", r" \1", text)
 
 
 def _words(text: str) -> list[str]:
-    """Shell words, the brackets of optional ones left out, up to a comment or a redirection."""
+    """Split shell words up to a comment or a redirection, without the brackets of optional ones."""
     text = text.replace("'", "") if text.count("'") % 2 else text
     words = shlex.split(text.replace("[", " ").replace("]", " "), comments=True)
     end = next((i for i, word in enumerate(words) if word in ("|", ">", "<<", "&&")), len(words))

@@ -1,4 +1,4 @@
-"""The examples of README and docs, run as they stand."""
+"""The examples of README and docs run exactly as printed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ENVIRONMENT = {
 
 
 def run(command: list[str], folder: Path) -> str:
-    """Standard output of a command that must succeed, in a process without our test's traces."""
+    """Run a command that must succeed in a clean process, and return its standard output."""
     done = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -41,7 +41,7 @@ def run(command: list[str], folder: Path) -> str:
 @pytest.mark.slow
 def test_python_example(tmp_path):
     (example,) = blocks(DOCS / "python.md", "python")
-    write_tiny_checkpoint(tmp_path / "model")  # as `mcore-qwen3vl tiny model`
+    write_tiny_checkpoint(tmp_path / "model")  # the same as `mcore-qwen3vl tiny model`
     printed = run([sys.executable, "-c", example.text], tmp_path)
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
     assert len(losses) == 3
@@ -52,11 +52,11 @@ def test_python_example(tmp_path):
 
 @pytest.mark.parametrize("layout", [Layout(tp=2, sp=True), Layout(cp=2), Layout(dp=2)], ids=str)
 def test_python_example_under_a_layout(layout, tmp_path, monkeypatch):
-    """Copies that differed between ranks would not be saved."""
+    """The model is saved, which is refused where copies on ranks differ."""
     (example,) = blocks(DOCS / "python.md", "python")
     text = example.text.replace("layout = Layout()", f"layout = {layout!r}")
     assert text != example.text
-    text = text.replace("torch.distributed.destroy_process_group()", "")  # run_layout's own
+    text = text.replace("torch.distributed.destroy_process_group()", "")  # run_layout does it
     monkeypatch.chdir(tmp_path)
     write_tiny_checkpoint("model")
     run_layout(lambda: exec(text, {}), layout.world_size)
@@ -64,7 +64,7 @@ def test_python_example_under_a_layout(layout, tmp_path, monkeypatch):
 
 
 def test_train_commands_pass_megatrons_validation(monkeypatch, tmp_path):
-    """The least one on one GPU; the other at the size that its layout is for, 8."""
+    """The shortest command passes on one GPU, and the other on the 8 that its layout needs."""
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr("megatron.training.arguments.get_device_arch_version", lambda: 9)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -79,7 +79,7 @@ def test_train_commands_pass_megatrons_validation(monkeypatch, tmp_path):
 
 @pytest.mark.slow  # a minute of starting commands
 def test_the_readmes_four_tasks(tmp_path):
-    """As printed, in order, in an empty directory; the model answers what the page says."""
+    """They run as printed, in order, in an empty directory; the answer is the page's."""
     tasks = blocks(README, "bash")
     assert len(tasks) == 4
     printed = [run(["bash", "-euo", "pipefail", "-c", task.text], tmp_path) for task in tasks]
@@ -89,7 +89,7 @@ def test_the_readmes_four_tasks(tmp_path):
 
 @pytest.mark.slow  # over a minute of starting commands
 def test_tutorial(tmp_path):
-    """Every shell block, in order, in an empty directory; the model answers what the page says."""
+    """Every shell block runs, in order, in an empty directory; the answers are the page's."""
     shell = blocks(DOCS / "tutorial.md", "bash", "sh", "console")
     assert len(shell) >= 6
     printed = [run(["bash", "-euo", "pipefail", "-c", block.text], tmp_path) for block in shell]
@@ -110,7 +110,7 @@ def test_every_data_record_is_one(tmp_path):
 
 
 def _objects(text: str) -> list[str]:
-    """One JSON object over several lines, or one a line."""
+    """Split a block into JSON objects: one over several lines, or one a line."""
     try:
         json.loads(text)
     except json.JSONDecodeError:
@@ -138,7 +138,7 @@ def test_loss_example(tmp_path, monkeypatch):
 
 
 def test_the_mapping_on_the_conversion_page_is_what_inspect_prints(tmp_path):
-    """The shortened table, line by line, against the whole one."""
+    """Each line of the shortened table is in the whole one."""
     from mcore_qwen3vl.converters.describe.inspect import inspect_path
     from mcore_qwen3vl.converters.describe.mapping_lines import mapping_lines
 

@@ -1,4 +1,4 @@
-"""What the pages say exists: links, commands, flags, files, targets and modules."""
+"""All links, commands, flags, files, targets and modules that the pages name exist."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SOURCES = ("", "mcore_qwen3vl/", "mcore_qwen3vl/model/", "docs/")
 
 @pytest.fixture(scope="module")
 def training_flags() -> set[str]:
-    """Megatron's and ours."""
+    """Return Megatron's flags and ours."""
     from megatron.training.arguments import add_megatron_arguments
 
     parser = argparse.ArgumentParser(allow_abbrev=False)
@@ -107,7 +107,7 @@ def test_files_targets_and_modules_exist(page):
 
 
 def _importable(name: str) -> bool:
-    """A module, or something in one; parents are imported, as for every user."""
+    """Return whether `name` is a module, or something in one; parents are imported."""
     parent, _, last = name.rpartition(".")
     try:
         return find_spec(name) is not None
@@ -125,7 +125,7 @@ def test_the_api_reference_has_every_package():
     packages = {f"mcore_qwen3vl.{p.parent.name}" for p in ROOT.glob("mcore_qwen3vl/*/__init__.py")}
     folders = ROOT.glob("converters/*/__init__.py")
     packages |= {f"mcore_qwen3vl.converters.{init.parent.name}" for init in folders}
-    unshown = {"cli", "converters", "demos", "launch"}  # of `converters`, each of its packages is
+    unshown = {"cli", "converters", "demos", "launch"}  # the packages of `converters` are shown
     assert packages - shown == {f"mcore_qwen3vl.{name}" for name in unshown}
 
 
@@ -136,7 +136,7 @@ def test_the_readme_names_every_page():
 
 
 def test_every_table_of_numbers_names_its_command():
-    """A heading of the verification page whose section holds a table of measured numbers."""
+    """Each section of the verification page with a table of measured numbers names a command."""
     page = ROOT / "docs" / "verification.md"
     sections = re.split(r"^## ", page.read_text(), flags=re.MULTILINE)[1:]
     tables = [section for section in sections if re.search(r"^\|.*\d.*\|$", section, re.MULTILINE)]

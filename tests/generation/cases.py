@@ -1,4 +1,4 @@
-"""Prompts of every kind, what Hugging Face answers to them, and what a layout answers."""
+"""Prompts of every kind, with Hugging Face's answers and those of a layout."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ Conversation = list[dict[str, Any]]
 
 @cache
 def checkpoint(moe: bool) -> Path:
-    # Seeds for which no greedy choice is so close that float32 rounding could turn it; the tests
-    # check the margin.
+    # With these seeds no greedy choice is so close that float32 rounding could change it; the
+    # tests check the margin.
     return write_tiny_checkpoint(Path(mkdtemp()) / "hf", moe=moe, seed=1 if moe else 5)
 
 
@@ -43,7 +43,7 @@ def picture(number: int, height: int, width: int) -> Image.Image:
 
 @cache
 def clip() -> Path:
-    """Two seconds of moving stripes, 40 x 24 pixels at 8 frames a second."""
+    """Make two seconds of moving stripes, 40 x 24 pixels at 8 frames a second."""
     path = Path(mkdtemp()) / "clip.mp4"
     with av.open(str(path), "w") as container:
         stream = container.add_stream("mpeg4", rate=8)
@@ -58,7 +58,7 @@ def clip() -> Path:
 
 
 def frames(path: str) -> tuple[np.ndarray, VideoMetadata]:
-    """All frames (F, H, W, 3), with what the processor needs to sample them itself."""
+    """Return all frames, (F, H, W, 3), and the metadata by which a processor samples them."""
     with av.open(path) as container:
         fps = float(container.streams.video[0].average_rate)
         decoded = [frame.reformat(format="rgb24", threads=1) for frame in container.decode(video=0)]
@@ -96,8 +96,8 @@ KINDS = ("text", "image", "multi-image", "video", "batch")
 
 @dataclass(frozen=True)
 class Expected:
-    tokens: list[list[int]]  # of each conversation
-    margin: float  # smallest lead of a chosen token's logit over the next one's
+    tokens: list[list[int]]  # the answer to each conversation
+    margin: float  # smallest lead of a chosen token's logit over the second largest
 
 
 @cache
@@ -108,7 +108,7 @@ def hugging_face_model(moe: bool) -> Any:
 
 
 def hugging_face_inputs(processor: Any, conversation: Conversation) -> dict[str, Any]:
-    """One conversation alone, unpadded; the processor samples the frames of its video."""
+    """Encode one conversation alone, unpadded; the processor samples the frames of its video."""
     parts = [part for message in conversation for part in message["content"]]
     videos = [frames(p["video"]) for p in parts if p["type"] == "video"]
     return processor(
@@ -123,7 +123,7 @@ def hugging_face_inputs(processor: Any, conversation: Conversation) -> dict[str,
 
 @cache
 def expected(moe: bool, kind: str, new_tokens: int = NEW_TOKENS) -> Expected:
-    """HF ``generate``, greedy, each conversation by itself."""
+    """Return the greedy answers of HF's ``generate``, each conversation by itself."""
     processor = transformers.AutoProcessor.from_pretrained(checkpoint(moe))
     tokens, margin = [], float("inf")
     for conversation in conversations(kind):
@@ -144,13 +144,13 @@ def expected(moe: bool, kind: str, new_tokens: int = NEW_TOKENS) -> Expected:
 def answer(
     moe: bool, batches: list[list[Conversation]], layout: Layout, **options: Any
 ) -> list[list[list[Generation]]]:
-    """What every rank of `layout` returns for each batch."""
+    """Return what every rank of `layout` answers for each batch."""
     path = checkpoint(moe)  # written before the ranks are forked
     return run_layout(on_rank, layout.world_size, path, layout, batches, options)
 
 
 def load(path: Path, layout: Layout) -> tuple[Qwen3VLModel, Any]:
-    """This rank's loaded model, and the processor."""
+    """Return this rank's loaded model, and the processor."""
     initialize(layout)
     (model,) = build_chunks(Architecture.from_hf(path), layout)
     load_hf(model, path)

@@ -44,7 +44,7 @@ def main() -> int:
 
 
 def _equal(want: list[list[int]], answers: list[Generation]) -> int:
-    """Tokens that agree, those of a longer or shorter answer not counted."""
+    """Count the tokens that agree, up to the end of the shorter answer."""
     return sum(
         a == b
         for row, generation in zip(want, answers, strict=True)

@@ -1,4 +1,4 @@
-"""``mcore-qwen3vl generate``: every kind of checkpoint, of prompt and of bad input; bfloat16."""
+"""``mcore-qwen3vl generate`` takes every kind of checkpoint and prompt, and refuses bad input."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ from tests.generation.cases import (
 )
 
 FEW = 6
-"""New tokens: enough to decode, and fewer than what Hugging Face answered."""
+"""New tokens: enough to decode, and fewer than Hugging Face's answers have."""
 
 IMAGES = {"a": (0, 40, 64), "b": (1, 40, 64), "c": (2, 72, 24), "d": (3, 24, 24)}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Images, and the dense checkpoint as converted and as Megatron saves it."""
+    """Make images, and the dense checkpoint both as converted and as saved by Megatron."""
     path = tmp_path_factory.mktemp("generate")
     for name, image in IMAGES.items():
         picture(*image).save(path / f"{name}.png")
@@ -70,7 +70,7 @@ def tokens(capsys: Any, *arguments: Any) -> list[list[int]]:
 
 
 def first(moe: bool, kind: str) -> list[list[int]]:
-    """The beginning of Hugging Face's answers."""
+    """Return the beginning of Hugging Face's answers."""
     return [answer[:FEW] for answer in expected(moe, kind).tokens]
 
 
@@ -121,7 +121,7 @@ def test_the_time_is_that_of_imports_too(
 
 @torch.no_grad()
 def test_half_precision(folder: Path) -> None:
-    """As near to float32 as Hugging Face's own bfloat16, at every step of a given answer."""
+    """In bfloat16, each step of a given answer is as near to float32 as HF's own bfloat16."""
     path = checkpoint(False)
     inputs = hugging_face_inputs(
         transformers.AutoProcessor.from_pretrained(path), conversations("image")[0]

@@ -8,7 +8,7 @@ from mcore_qwen3vl.layout import Layout
 from tests.generation.cases import KINDS, answer, conversations, expected
 from tests.turns import slow_except
 
-# Float32 logits of the two differ by about 1e-5; a token chosen by less would be chance.
+# Our float32 logits and HF's differ by about 1e-5; a token that led by less would be chance.
 CLEAR_MARGIN = 1e-3
 
 

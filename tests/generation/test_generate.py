@@ -1,4 +1,4 @@
-"""Stop tokens, streaming, draws, what a decoding step costs, and bad input."""
+"""Stop tokens, streaming, sampling, the cost of a decoding step, and bad input."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_images_are_encoded_once_and_each_step_takes_one_token() -> None:
 
 
 def test_the_model_is_afterwards_as_it_was() -> None:
-    """Sequence parallelism, which decoding cannot use, is back, and so is training mode."""
+    """Sequence parallelism, which decoding cannot use, and training mode are restored."""
 
     def work() -> Any:
         model, processor = load(checkpoint(False), Layout(tp=2, sp=True))

@@ -1,4 +1,4 @@
-"""Answers with an adapter are those of the checkpoint that it is merged into."""
+"""Answers with an adapter equal those of the merged checkpoint."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Each rule of cached decoding bites: with the mistake made on purpose, the answers are not HF's.
+"""Each rule of cached decoding matters: if it is broken deliberately, answers differ from HF's.
 
-Ranks are forked from this process, so what is replaced here is replaced there.
+Ranks are forked from this process, so a function replaced here is replaced there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.generation.cases import answer, conversations, expected
 
 
 def equal(kind: str, layout: str = "single") -> list[bool]:
-    """Of each conversation, whether the answer is Hugging Face's."""
+    """Return for each conversation whether the answer is Hugging Face's."""
     [[answers], *_] = answer(False, [conversations(kind)], Layout.parse(layout))
     found = [
         a.token_ids == want for a, want in zip(answers, expected(False, kind).tokens, strict=True)
@@ -47,7 +47,7 @@ def test_no_rope_delta(monkeypatch: Any) -> None:
 
 
 def test_rope_delta_that_counts_padding(monkeypatch: Any) -> None:
-    """Only the longest prompt has none."""
+    """All answers differ but that to the longest prompt, which has no padding."""
     with_next_position(monkeypatch, lambda p: p.next_position + (p.attention_mask == 0).sum(1))
     found = equal("batch")
     assert found.count(True) == 1
@@ -73,7 +73,7 @@ def test_sequence_parallelism_left_on(monkeypatch: Any) -> None:
 
 @pytest.mark.parametrize("shift", [-1, 1])
 def test_cache_written_in_the_wrong_place(monkeypatch: Any, shift: int) -> None:
-    """Over the last token of the prompt, or with a hole after it."""
+    """Answers differ if it overwrites the prompt's last token, or leaves a hole after it."""
     prefill = CachedModel.prefill
 
     def shifted(self: CachedModel) -> Any:
@@ -86,7 +86,7 @@ def test_cache_written_in_the_wrong_place(monkeypatch: Any, shift: int) -> None:
 
 
 def test_cache_that_does_not_grow(monkeypatch: Any) -> None:
-    """Every new token overwrites the one before."""
+    """Answers differ if every new token overwrites the one before."""
     grow = StaticInferenceContext.increment_sequence_len_offset
 
     def once(self: StaticInferenceContext, count: int) -> None:
@@ -98,7 +98,7 @@ def test_cache_that_does_not_grow(monkeypatch: Any) -> None:
 
 
 def test_images_kept_after_prefill(monkeypatch: Any) -> None:
-    """They would be encoded again for each token, and have no placeholders there."""
+    """Ranks fail if images are encoded again for a token, where they have no placeholders."""
     forward = CachedModel._forward
 
     def with_images(self: CachedModel, *arguments: Any, **inputs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Scripts and commands run for real on the CPU: processes of their own, signals, exit codes."""
+"""Scripts and commands run on the CPU in their own processes, with right signals and exit codes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def entries(log: Path) -> list[dict[str, Any]]:
 def interrupt_after_two_steps(
     process: subprocess.Popen[bytes], log: Path, number: signal.Signals
 ) -> int:
-    """Send the signal, and return the exit code."""
+    """Send the signal after two steps, and return the exit code."""
     deadline = time.monotonic() + PATIENCE
     while len(entries(log)) < 2:
         assert process.poll() is None, "ended before its second step"

@@ -26,7 +26,7 @@ SCRIPTS += [LAUNCH / f"{name}.sh" for name in OTHERS]
 
 @pytest.fixture(autouse=True)
 def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron asks for the device and for Transformer Engine; answer as an H100 node does."""
+    """Answer Megatron's questions about device and Transformer Engine like an H100 node."""
     from megatron.core.transformer.moe import moe_utils
 
     for fused in [name for name in vars(moe_utils) if name.startswith("fused_")]:
@@ -39,7 +39,7 @@ def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def final_command(script: Path, *arguments: str, **environment: str) -> list[str]:
-    """What the script would run, word by word."""
+    """Return the words of the command that the script would run."""
     command = ["bash", str(script), *arguments, "--dry-run"]
     clean = {"PATH": "/usr/bin:/bin", **environment}
     shown = subprocess.run(command, capture_output=True, text=True, check=True, env=clean)
@@ -47,7 +47,7 @@ def final_command(script: Path, *arguments: str, **environment: str) -> list[str
 
 
 def parsed(script: Path, tmp_path: Path, *arguments: str, **env: str) -> argparse.Namespace:
-    """The script's flags, validated by Megatron on the world size that it starts."""
+    """Return the script's flags, validated by Megatron with the world size that it starts."""
     from mcore_qwen3vl.training.arguments.parser import validate
 
     words = final_command(
@@ -138,7 +138,10 @@ esac
 
 @pytest.fixture
 def sbatch(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Submits a script to a Slurm that runs it at once, from another folder than the script's."""
+    """Return a function that submits a script to a simulated Slurm, which runs it at once.
+
+    It runs from another folder than the script's.
+    """
     for name, text in (("sbatch", SBATCH), ("scontrol", SCONTROL)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -173,7 +176,7 @@ def test_sbatch_starts_one_torchrun_a_node(
 def test_sbatch_of_scripts_that_were_copied_and_changed(
     tmp_path: Path, sbatch: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
-    """Their own common.sh is used, not one in a folder launch/ of where they are submitted."""
+    """Their own common.sh is used, not the one in a folder launch/ where they are submitted."""
     for folder in ("launch", "mine"):
         shutil.copytree(LAUNCH, tmp_path / folder)
     common = tmp_path / "mine" / "common.sh"
@@ -236,7 +239,7 @@ def test_help_is_about_the_script_and_starts_nothing() -> None:
 
 
 def test_several_nodes_are_not_started_without_their_names() -> None:
-    """Each would wait for others at its own address."""
+    """Without the address of the first, each would wait for the others at its own."""
     command = ["bash", str(LAUNCH / "sft_8b.sh")]
     environment = {"PATH": "/usr/bin:/bin", "NODES": "2"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -290,7 +293,7 @@ def test_what_a_script_sets_can_be_taken_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_the_torch_spec_can_be_appended(script: Path, tmp_path: Path) -> None:
-    """Flags that only Transformer Engine knows, and that no flag takes back, are left out."""
+    """The script leaves out flags that only Transformer Engine knows and no flag can undo."""
     args = parsed(script, tmp_path, "--spec", "torch")
     assert args.spec == ["torch"]
     assert args.moe_grouped_gemm == bool(args.num_experts)
@@ -301,7 +304,7 @@ def test_the_torch_spec_can_be_appended(script: Path, tmp_path: Path) -> None:
 def test_gradients_are_accumulated_in_the_product_where_apex_is_installed(
     apex: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The head is Megatron's own layer, which crashes without Apex whatever the spec."""
+    """The head is Megatron's own layer, which crashes without Apex under any spec."""
     from mcore_qwen3vl.training.arguments import parser
 
     kernel = "fused_weight_gradient_mlp_cuda"

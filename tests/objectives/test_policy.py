@@ -1,4 +1,4 @@
-"""Policy losses against loops over sequences and tokens, written from the papers."""
+"""Policy losses equal loops over sequences and tokens, written from the papers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from mcore_qwen3vl.objectives.aggregate import aggregate
 from mcore_qwen3vl.objectives.divergence import divergence
 from mcore_qwen3vl.objectives.policy import Clipping, policy_loss
 
-LENGTHS = (5, 2, 7, 0)  # the last sequence has no token at all
+LENGTHS = (5, 2, 7, 0)  # the last sequence has no token
 WIDTH = 7
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
 def inputs() -> dict[str, Tensor]:
-    """Ratios well beyond both bounds; outside the mask, values that would spoil everything."""
+    """Draw ratios well beyond both bounds, and outside the mask values that would spoil all."""
     generator = torch.Generator().manual_seed(3)
 
     def drawn() -> Tensor:
@@ -37,7 +37,7 @@ def inputs() -> dict[str, Tensor]:
 
 
 def fold(per_token: list[list[float]], mode: str) -> float:
-    """One number, from lists of the tokens of each sequence."""
+    """Reduce lists of the tokens of each sequence to one number."""
     full = [tokens for tokens in per_token if tokens]
     if mode == "token-mean":
         everything = [value for tokens in full for value in tokens]
@@ -88,7 +88,7 @@ def by_hand(
 
 def check(level: str, clipping: Clipping, mode: str, kl: tuple[str, float] | None) -> None:
     given = inputs()
-    if level == "sequence":  # equation 7 of the paper has one advantage a sequence
+    if level == "sequence":  # equation 7 of the paper has one advantage for each sequence
         given["advantages"] = given["advantages"][:, :1].expand(-1, WIDTH).nan_to_num(0.0)
     log_probs = given["log_probs"].clone().requires_grad_()
     options: dict[str, Any] = {"level": level, "clipping": clipping, "mode": mode}
@@ -159,7 +159,7 @@ def test_straight_through_estimates_have_the_gradient_of_k2() -> None:
 
 
 def test_a_sequences_ratio_leaves_each_token_its_own_advantage() -> None:
-    """GSPO-token, equation 14: the gradient of token t is that of -A[t] s log p[t], unclipped."""
+    """Unclipped, token t has the gradient of -A[t] s log p[t]: GSPO-token, equation 14."""
     generator = torch.Generator().manual_seed(2)
     new, old = (torch.randn(1, 5, generator=generator, dtype=torch.float64) for _ in range(2))
     advantages = torch.tensor([[1.0, -2.0, 3.0, 0.5, -1.5]], dtype=torch.float64)
@@ -172,7 +172,7 @@ def test_a_sequences_ratio_leaves_each_token_its_own_advantage() -> None:
 
 
 def test_shares_of_clipped_tokens() -> None:
-    """By hand: ratios e and 1/e, with advantages of both signs."""
+    """The shares are those by hand for ratios e and 1/e, with advantages of both signs."""
     old = torch.tensor([[-1.0, -1.0, -1.0, -1.0]])
     new = torch.tensor([[0.0, 0.0, -2.0, -2.0]])
     advantages = torch.tensor([[1.0, -1.0, 1.0, -1.0]])

@@ -1,4 +1,4 @@
-"""Losses over pairs, against formulae written out for one pair at a time."""
+"""Losses over pairs equal the formulas written out for one pair at a time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CASES = [
 
 
 def by_hand(policy: list[float], pair: int, p: Preference) -> float:
-    """Of one pair, with Python's floats."""
+    """Compute the loss of one pair with Python's floats."""
     (chosen, rejected), (r_chosen, r_rejected) = policy, REFERENCE[pair].tolist()
     n_chosen, n_rejected = LENGTHS[pair].tolist()
 

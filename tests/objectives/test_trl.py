@@ -1,7 +1,7 @@
-"""The losses of pairs, with their gradients, against TRL's trainer: `make test-trl`.
+"""The losses of pairs and their gradients equal those of TRL's trainer: `make test-trl`.
 
-TRL is no dependency, not even of tests: it brings a training stack of its own. Without it this is
-skipped, and ``test_preference.py`` has the same formulae written out.
+TRL is no dependency, not even of tests, because it brings a training stack of its own. Without it
+this module is skipped; ``test_preference.py`` has the same formulas written out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CASES = [
 
 
 def trainer(beta: float, losses: list[str], weights: list[float]) -> Any:
-    """What TRL's loss reads of its trainer."""
+    """Make a stand-in with what TRL's loss reads from its trainer."""
     accelerator = SimpleNamespace(
         gather=lambda value: value,
         device=torch.device("cpu"),
@@ -55,12 +55,12 @@ def trainer(beta: float, losses: list[str], weights: list[float]) -> Any:
 
 
 def of_trl(log_probs: Tensor, mask: Tensor, reference: Tensor, preference: Any) -> Tensor:
-    """TRL's loss of one pair: its loss of the chosen answer is a mean over a batch's tokens.
+    """Return TRL's loss of one pair; its loss of chosen answers is a mean over a batch's tokens.
 
     Args:
-        log_probs: (2, S - 1) of each token: chosen, rejected.
-        mask: (2, S) of the answers.
-        reference: (2,).
+        log_probs: log-probabilities of each token, (2, S - 1): chosen, rejected.
+        mask: mask of the answers, (2, S).
+        reference: the reference's log-probabilities of both answers, (2,).
     """
     settings, losses, weights = preference
     outputs = SimpleNamespace(

@@ -20,11 +20,11 @@ Command = Callable[..., tuple[int, Any]]
 def command(
     workbench: Workbench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Command:
-    """``mcore-qwen3vl rehearse``: its exit code and what --json says."""
+    """Return a function that runs ``rehearse --json``, and gives its exit code and output."""
     from mcore_qwen3vl.cli import main
     from mcore_qwen3vl.rehearsal import run
 
-    # Imports take fifteen seconds, and the workbench has done them.
+    # Imports take fifteen seconds; the shared workbench has done them.
     monkeypatch.setattr(run, "Workbench", lambda *_: nullcontext(workbench))
 
     def call(*words: object) -> tuple[int, Any]:
@@ -40,7 +40,7 @@ def command(
 
 @pytest.fixture(scope="session")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with nothing but the config of a tiny MoE model."""
+    """Return a directory with nothing but the config of a tiny MoE model."""
     folder = tmp_path_factory.mktemp("config")
     (folder / "config.json").write_text(json.dumps(tiny_config(moe=True)))
     return folder

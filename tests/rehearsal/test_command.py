@@ -1,4 +1,4 @@
-"""What is rehearsed: read from a launch script or from flags, and which ranks stand for all."""
+"""A rehearsal is read from a launch script or flags, and some ranks stand for all."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_script_gives_flags_ranks_and_the_model_of_its_name() -> None:
     command = read_command([str(LAUNCH / "sft_30b_a3b.sh"), "--lr", "3e-6"], None)
     assert command.gpus == 16
     assert str(command.layout) == "tp2xep8xdp8+sp"
-    assert command.value("--lr") == "3e-6"  # appended, so it wins
+    assert command.value("--lr") == "3e-6"  # the last value wins
     assert command.value("--hf-model") == str(SHAPES / "30b_a3b.json")
     fused = command.value("--moe-permute-fusion") is not None
     noted = any("Transformer Engine is not installed here" in note for note in command.notes)
@@ -37,7 +37,7 @@ def test_a_script_gives_flags_ranks_and_the_model_of_its_name() -> None:
     assert (command.value("--spec"), fused, noted) == (
         ("te", True, False) if there else ("torch", False, True)
     )
-    assert not any("fewer kernels" in note for note in command.notes)  # not with experts
+    assert not any("fewer kernels" in note for note in command.notes)  # said without experts only
     assert command.micro_batches == 64 // 8
 
 
@@ -106,7 +106,7 @@ def test_one_stage_two_stages_virtual_stages_and_another_order_of_ranks() -> Non
     split = (*flags, "4", "--pipeline-model-parallel-layout")
     alike = roles_of(Command((*split, "E|t*12|t*12|t*12L"), 8), SMALL)
     assert [(r.stage, r.stages) for r in alike] == [(0, 1), (1, 2), (3, 1)]
-    # As many layers on a rank, and not in the same virtual stages.
+    # Ranks have equally many layers, but not in the same virtual stages.
     uneven = Command((*split, "E|tt|ttt|t|t*12|t*9|t*8|tL"), 8)
     assert [r.stage for r in roles_of(uneven, SMALL)] == [0, 1, 2, 3]
     assert {r.name.partition(", ")[2] for r in roles_of(uneven, SMALL)} == {"2 virtual"}

@@ -1,4 +1,4 @@
-"""The page of a rehearsal: what it is of, the GPU's memory in the plot, labels that can be read."""
+"""The page of a rehearsal names its subject, plots the GPU's memory, and has readable labels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STAGES = {"model and optimizer": 0.3, "iteration 1": 2.0, "iteration 2": 2.0, "e
 
 
 def outcome(peak: int, usable: int) -> RoleOutcome:
-    """One role that holds `peak` bytes at most, in three stages of unequal length."""
+    """Make a role that holds `peak` bytes at most, in stages of unequal length."""
     stages = [Stage(n, seconds, 0, peak, peak, {}, [], [], {}) for n, seconds in STAGES.items()]
     moments = [
         {"seconds": i / 10, "allocated": peak * i // 40, "sizes": {"weights": peak * i // 40}}
@@ -44,7 +44,7 @@ def test_a_peak_that_is_far_below_it_is_drawn_alone() -> None:
 def test_labels_do_not_overlap() -> None:
     drawn = plot(outcome(10**9, 2 * 10**9))
     first, second, third = drawn.marks
-    assert second.x < first.x + LETTER * len(first.name)  # on one line they would
+    assert second.x < first.x + LETTER * len(first.name)  # on one line they would overlap
     assert second.y > first.y == third.y
     assert all(drawn.floor < mark.y < drawn.height for mark in drawn.marks)
 

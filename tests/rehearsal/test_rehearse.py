@@ -1,4 +1,4 @@
-"""``mcore-qwen3vl rehearse`` on a tiny model: what it measures, what does not fit, bad input."""
+"""``mcore-qwen3vl rehearse`` measures a tiny model, says what does not fit, refuses bad input."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def test_two_stages_of_a_model_that_is_only_a_config(
     assert (found["micro-batches of an iteration"], found["micro-batches rehearsed"]) == (8, 3)
     first, last = found["roles"]
     assert [role["role"]["rank"] for role in (first, last)] == [0, 2]
-    # Weights, gradients and states are those that the model has, counted on their own.
+    # Weights, gradients and optimizer states equal the model's, which the estimate counts.
     a = Architecture.from_hf(config)
     for role, expected in zip(
         (first, last), memory.by_stage(a, layout, memory.Workload(512)), strict=True
     ):
         held = role["held at the peak"]
         assert sum(role["parameters"].values()) == expected.weights / memory.WEIGHT
-        assert held["weights"] == pytest.approx(expected.weights, rel=0.02)  # and padding
+        assert held["weights"] == pytest.approx(expected.weights, rel=0.02)  # there is padding
         assert held["gradients"] == pytest.approx(expected.gradients, rel=0.02)
         assert held["optimizer"] == pytest.approx(expected.optimizer, rel=0.05)
         # The replayed history is PyTorch's own count, which rounds each tensor up to 512 bytes.
@@ -66,7 +66,7 @@ def test_two_stages_of_a_model_that_is_only_a_config(
         assert sum(role["seconds"].values()) == pytest.approx(step["seconds"], rel=1e-3)
         assert {"GEMM", "host", "waiting for other stages"} <= role["seconds"].keys()
     assert 0 < step["mfu"] < 0.1  # tiny kernels, which the host cannot launch fast enough
-    # 16 packs, most of whose 512 tokens are real
+    # There are 16 packs of 512 tokens, most of them real.
     assert 0.7 < step["tokens_per_s"] * step["seconds"] / (16 * 512) <= 1
     _check_page(page.read_text(), first)
 
@@ -86,9 +86,10 @@ def _check_page(text: str, role: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_what_does_not_fit_says_what_would(command: Command, config: Path) -> None:
-    """On a GPU with room for what full recompute keeps, and not for what is kept without.
+    """On a GPU too small without recompute, full recompute is found to fit.
 
-    168 MB of 201 MB; with torch 2.11, whose grouped experts keep more, 203 MB of 256 MB.
+    Recompute needs 168 MB instead of 201; with torch 2.11, whose grouped experts keep more, 203
+    MB instead of 256.
     """
     gib = 0.21 if torch.__version__.startswith("2.11") else 0.17
     flags = ("--seq-length", 4096, "--packing", "--bf16", "--use-distributed-optimizer")

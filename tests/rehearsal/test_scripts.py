@@ -1,4 +1,4 @@
-"""Every launch script, one rank of each role, at its real size: it runs, fits, and says so."""
+"""Every launch script runs and fits at its real size, one rank of each role, as its header says."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.runtime.pretended.conftest import WITHOUT_TE
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "launch").glob("*_*.sh"))
-TOLERANCE = 0.02  # of memory; for a change that is meant: benchmarks/launch_memory.py
+TOLERANCE = 0.02  # of memory; benchmarks/launch_memory.py records an intended change
 ROUNDING = 0.11  # GB
 
-# Where the host may wait inside forward and backward: the counts of tokens for each expert, and the
-# synchronisation that Megatron puts behind transfers between pipeline stages.
+# The host syncs allowed inside forward and backward: for the counts of tokens of each expert, and
+# Megatron's synchronisation after transfers between pipeline stages.
 KNOWN_WAITS = (
     "megatron/core/transformer/moe/token_dispatcher.py",
     "megatron/core/pipeline_parallel/p2p_communication.py",
@@ -26,21 +26,21 @@ KNOWN_WAITS = (
 
 
 def figures(text: str) -> list[float]:
-    """The numbers of a header's line about memory."""
+    """Return the numbers in a header's line about memory."""
     stated = re.search(r"([\d.]+ GB reserved of .*?\))", " ".join(text.split("\n# ")), re.DOTALL)
     assert stated is not None
     return [float(number) for number in re.findall(r"\d+\.\d", stated[1])]
 
 
 def recorded(name: str) -> dict[str, list[float]]:
-    """What the guide says of a script's roles: GB held and reserved."""
+    """Return what the guide says of a script's roles: GB held and reserved."""
     page = (ROOT / "docs" / "rehearse.md").read_text()
     rows = re.findall(rf"^\| {name} \| (.+?) \| *([\d.]+) \| *([\d.]+) ", page, re.MULTILINE)
     return {role: [float(held), float(reserved)] for role, held, reserved in rows}
 
 
 def waiting(text: str) -> list[float]:
-    """Per cent of an iteration that a rank waits, if the header says so."""
+    """Return the percentage of an iteration that a rank waits, if the header states it."""
     stated = " ".join(text.split("\n# "))
     return [float(share) for share in re.findall(r"A rank waits ([\d.]+)% of an iteration", stated)]
 

@@ -1,4 +1,4 @@
-"""--fit: candidates, the order that the roofline gives them, and three that are seen to fit."""
+"""--fit lists candidates, orders them by a roofline, and measures until three fit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_one_gpu_computes_at_half_of_its_peak() -> None:
 
 def test_what_layouts_cost() -> None:
     alone = step_seconds(DENSE, Layout(), H100, STEP, False)
-    # TP 2 halves the work and adds ten exchanges of half of the hidden states in each layer.
+    # TP 2 halves the work and adds ten exchanges of half the hidden states in each layer.
     moved = 10 * 36 * 8192 * 4096 * 2 / 2 / 450e9
     divided = step_seconds(DENSE, Layout(tp=2, sp=True), H100, STEP, False)
     assert divided == pytest.approx(alone / 2 + 4 * moved)
@@ -53,7 +53,7 @@ def test_what_layouts_cost() -> None:
 
 
 def test_the_pipeline_s_bubble_is_that_of_the_schedule() -> None:
-    """(p - 1) / (m v) of the work for equal stages; the slowest stage sets the pace."""
+    """With equal stages it is (p - 1) / (m v) of the work; the slowest stage sets the pace."""
     even = model_pipeline([[Durations(1, 2)]] * 4, 12)
     assert (even.imbalance, even.flops) == (1, [3] * 4)
     assert even.bubble == pytest.approx(1 - 12 / 15)
@@ -74,7 +74,7 @@ def test_candidates_replace_the_layout_and_nothing_else() -> None:
     assert all(c.command.layout.ep <= 8 and c.command.layout.tp <= 8 for c in found)
     (own,) = (candidate for candidate in found if candidate.own)
     assert own.command == command
-    assert [c.command.layout for c in found].count(command.layout) == 2  # the other recomputes not
+    assert [c.command.layout for c in found].count(command.layout) == 2  # one recomputes
     for candidate in set(found) - {own}:
         assert candidate.command.value("--global-batch-size") == "32"
         assert candidate.command.value("--expert-tensor-parallel-size") == "1"
@@ -87,7 +87,7 @@ def test_candidates_replace_the_layout_and_nothing_else() -> None:
     [("8b", 1), ("30b_a3b", 2), pytest.param("235b_a22b", 4, marks=pytest.mark.slow)],
 )
 def test_each_row_can_be_appended_to_the_script(name: str, nodes: int) -> None:
-    """What the script sets and the row has not is taken back."""
+    """A row undoes what the script sets and the row does not have."""
     script, gpus = SCRIPT.with_name(f"sft_{name}.sh"), 8 * nodes
     a = Architecture.from_hf(SHAPES / f"{name}.json")
     rows = list(candidates(read_command([str(script)], gpus), a, H100))

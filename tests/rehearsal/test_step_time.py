@@ -1,4 +1,4 @@
-"""The modelled step, against the same sums by hand."""
+"""The modelled step time equals the same sums by hand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BACKWARD = {"gemm": 2e14, "attention": 1e14, "bytes": 1e11, "launches": 20}
 
 
 def stage(*traffic: Traffic, **changes: Any) -> Stage:
-    """Two micro-batches and an optimizer that moves 1e10 bytes."""
+    """Make a stage of two micro-batches and an optimizer that moves 1e10 bytes."""
     flops = {"gemm": int(6e14), "attention": int(3e14)}
     counters = {"launches": 60, "waits": 0}
     made = Stage("iteration 2", 1, 0, 0, 0, counters, [], list(traffic), flops, moved=int(3.1e11))
@@ -70,7 +70,7 @@ def test_exchanges_by_link() -> None:
     found = stage(replace(TP, size=8 * 10**10), replace(EP, size=32 * 10**9))
     spent = modelled(found=found, forward=forward).roles[0].seconds
     assert spent["TP exchange"] == pytest.approx(6 * 4e10 * 3 / 4 / 200e9)
-    # Seven of the other fifteen are on the same node.
+    # Seven of the other fifteen ranks are on the same node.
     assert spent["EP exchange"] == pytest.approx(6 * 1e9 * (7 / 200e9 + 8 / 20e9))
     hidden = modelled("--tp-comm-overlap", found=found, forward=forward).roles[0].seconds
     assert hidden["TP exchange"] == pytest.approx(0.3 * spent["TP exchange"])

@@ -1,4 +1,4 @@
-"""The one queue of a GPU by which Megatron orders its transfers, before Blackwell."""
+"""Before Blackwell, GPUs are given one hardware queue, by which Megatron orders transfers."""
 
 from __future__ import annotations
 

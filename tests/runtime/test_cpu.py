@@ -1,4 +1,4 @@
-"""The CPU backend replaces what exists, refuses what it was not tested with, and is idempotent."""
+"""The CPU backend replaces existing functions, refuses untested versions, and is idempotent."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_cuda_means_the_cpu() -> None:
 
 
 def test_every_function_that_makes_tensors_is_known() -> None:
-    """As torch itself lists them, which it did before they were replaced."""
+    """They are those that torch itself lists, from before they were replaced."""
     from torch.utils._device import _device_constructors
 
     known = {r.name for r in cpu.DEVICE_REPLACEMENTS}

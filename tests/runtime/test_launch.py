@@ -1,4 +1,4 @@
-"""Ranks return, fail and hang in ways that can be told apart."""
+"""Ranks return, fail and hang in distinguishable ways."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_rank_that_dies() -> None:
 
 
 def test_a_rank_that_died_comes_before_those_that_lost_it() -> None:
-    """They may report the lost connection before the death is noticed."""
+    """It is named first, even if others report the lost connection before its death is noticed."""
 
     def report(lost: threading.Event) -> None:
         if dist.get_rank() == 0:
@@ -113,7 +113,7 @@ def test_ranks_end_with_the_process_that_was_killed(tmp_path: Path) -> None:
     ranks = [psutil.Process(int(file.name)) for file in tmp_path.iterdir()]
     parent.kill()
     parent.join()
-    _, left = psutil.wait_procs(ranks, 15)  # they take no time, on a machine that is not busy
+    _, left = psutil.wait_procs(ranks, 15)  # they end at once on a machine that is not busy
     for rank in left:
         rank.kill()
     assert left == []

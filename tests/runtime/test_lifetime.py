@@ -1,4 +1,4 @@
-"""Processes and folders go with the process that they were made for, however it ends."""
+"""Processes and folders end with the process that they were made for, however it ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two processes do not write one place; a dead one holds nothing."""
+"""Two processes do not write one place, and a dead process holds no lock."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FORK = multiprocessing.get_context("fork")
 
 @contextmanager
 def held_elsewhere(place: Path) -> Iterator[int]:
-    """Another process holds `place` meanwhile, until it is killed; gives its number."""
+    """Let another process hold `place` inside the context; yield its process id."""
     holds = FORK.Event()
 
     def hold() -> None:

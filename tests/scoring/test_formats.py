@@ -1,4 +1,4 @@
-"""Every data set of training has the same scores, and its records the same names as elsewhere."""
+"""Every kind of data set gets the same scores, and records have the same names as elsewhere."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ def test_the_same_scores_from_every_kind_of_file(
 
 
 def brief(record: dict[str, Any]) -> dict[str, Any]:
-    """A hook."""
+    """Serve as a hook that makes a chat of a record."""
     return chat(("user", "Say it."), ("assistant", record["said"]))
 
 
 def test_a_mixture_is_scored_one_data_set_after_the_other(
     dense: Path, written: Callable[[str], Path], of_jsonl: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    """Whatever their weights, on two replicas, each with its own settings."""
+    """It is so whatever their weights, on two replicas, and each keeps its own settings."""
     table, lines = written("parquet_of_bytes"), tmp_path / "own.jsonl"
     lines.write_text('\n{"said": "Yes."}\n{"said": "No."}\n')
     mixture = tmp_path / "mixture.yaml"

@@ -1,4 +1,4 @@
-"""Scores are Hugging Face's, whatever the layout and the packing; a killed run's file is whole."""
+"""Scores equal Hugging Face's in any layout and packing, and a killed run's file is completed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.generation.cases import clip, frames, picture
 from tests.runtime.test_lock import held_elsewhere
 
 TOLERANCE = 2e-5
-"""Of the largest log-probability, in float32."""
+"""The largest error in float32, relative to the largest log-probability."""
 
 TURNS: dict[str, list[tuple[str, list[dict[str, str]], str]]] = {
     "text": [("What is two plus three?", [], "It is five, as ever.")],
@@ -72,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def hugging_face(checkpoint: Path, folder: Path, temperature: float = 1.0) -> list[Any]:
-    """(log-probabilities, entropies, token ids) of each record's trained tokens, one at a time."""
+    """Return (log-probabilities, entropies, token ids) of each record's trained tokens."""
     processor = transformers.AutoProcessor.from_pretrained(checkpoint)
     model = transformers.AutoModelForImageTextToText.from_pretrained(
         checkpoint, dtype=torch.float32
@@ -124,7 +124,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def check(found: list[dict[str, Any]], right: list[Any]) -> float:
-    """The worst difference, of what may be no worse than the tolerance."""
+    """Check scores, and return the worst difference, which the tolerance bounds."""
     worst = 0.0
     assert [entry["line"] for entry in found] == list(range(1, len(right) + 1))
     for entry, (log_probs, entropy, ids) in zip(found, right, strict=True):
@@ -199,7 +199,7 @@ def test_a_converted_checkpoint_with_an_adapter_scores_like_pefts_model(
 
 
 def many(folder: Path, count: int, kind: str = "jsonl") -> Path:
-    """Records of all kinds, again and again, some of them bad or too long."""
+    """Write records of all kinds, again and again, some of them bad or too long."""
     records: list[Any] = [{"messages": messages_of(k)} for _ in range(count // 5) for k in TURNS]
     said = [{"type": "text", "text": "no answer"}]
     records[4] = {"messages": [{"role": "user", "content": said}]}
@@ -226,7 +226,7 @@ def run(arguments: list[str]) -> int:
 def test_a_bad_record_has_its_line_in_every_command(
     dense: Path, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """As an editor counts: from 1, blank lines too."""
+    """Lines are counted as by an editor: from 1, blank lines included."""
     good, bad = json.dumps({"messages": messages_of("text")}), '{"messages": []}'
     data = tmp_path / "data.jsonl"
     data.write_text(f"\n{good}\n  \n{bad}\n{good}\n")
@@ -247,7 +247,7 @@ def test_a_bad_record_has_its_line_in_every_command(
         (4, True),
         (5, False),
     ]
-    data.write_text(f"{bad}\n{good}\n")  # an index of other blank lines is not taken
+    data.write_text(f"{bad}\n{good}\n")  # the index of the earlier lines must not be used
     run(["data", "check", str(data), "--hf-model", str(dense)])
     assert "data.jsonl:1" in "".join(capfd.readouterr()).replace("\n", "")
     data.write_text(f"\n{good}\n\n\n{good}")
@@ -263,7 +263,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(
     data = many(folder, 60, kind)
     whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
     partial = broken.with_name("broken.jsonl.partial")
-    child = os.fork()  # what it imports is imported
+    child = os.fork()  # it needs no imports of its own
     if not child:
         os.setsid()  # its ranks die with it
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
@@ -275,7 +275,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(
     os.waitpid(child, 0)
     written = partial.read_bytes()
     assert 0 < written.count(b"\n") < 60
-    # A part of the block that it was in, as far as the disk had it.
+    # Add a part of the next block, such as the disk might hold.
     partial.write_bytes(written + b'{"line": 1}\n{"line": 9, "log_pr')
     assert not broken.exists()
     assert run(command(dense, data, whole)) == 0

@@ -1,4 +1,4 @@
-"""The tiny checkpoints are what every other test stands on."""
+"""The tiny checkpoints, on which every other test relies, are sound."""
 
 import json
 
@@ -29,7 +29,7 @@ def test_loads_in_transformers_with_every_tensor_random(tmp_path, moe, tie, layo
 
 
 def test_published_experts_are_transposed_against_v5(tmp_path):
-    """The two layouts hold the same model: the same seed gives transposed expert tensors."""
+    """The same seed gives the same model in both layouts, with expert tensors transposed."""
     name = "model.language_model.layers.2.mlp.experts.gate_up_proj"
     published = load_file(write_tiny_checkpoint(tmp_path / "a", moe=True) / "model.safetensors")
     v5 = load_file(
@@ -62,7 +62,7 @@ def test_processor_renders_a_conversation_with_an_image(tmp_path):
 
 
 def test_using_one_config_leaves_the_next_one_alone():
-    """transformers writes rope_theta into the rope_scaling it is given."""
+    """A config shares nothing with the next: transformers writes rope_theta into rope_scaling."""
     fresh = tiny_config()
     tiny_config()["text_config"]["rope_scaling"]["rope_theta"] = 1.0
     assert tiny_config() == fresh

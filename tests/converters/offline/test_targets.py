@@ -1,4 +1,4 @@
-"""What is at the target already is left alone, or replaced only when that is safe."""
+"""An existing target is left alone, or replaced only when that is safe."""
 
 from __future__ import annotations
 

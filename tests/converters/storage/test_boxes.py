@@ -1,4 +1,4 @@
-"""Chunks that do not fill a tensor exactly once are noticed, however they lie."""
+"""Chunks that do not fill a tensor exactly once are noticed, wherever they lie."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def covered_once(boxes: list[Extent], shape: Shape) -> bool:
 
 
 def cut(rng: random.Random, box: Extent, times: int) -> list[Extent]:
-    """Cut a box in two, and again, along any axis: what ranks of any layout may have stored."""
+    """Cut a box in two again and again, along any axis, into parts that ranks may have stored."""
     axis = rng.randrange(len(box.sizes))
     if not times or box.sizes[axis] < 2:
         return [box]
@@ -56,7 +56,7 @@ def test_against_counting() -> None:
     for _ in range(400):
         shape = tuple(rng.randrange(1, 6) for _ in range(rng.randrange(1, 4)))
         boxes = cut(rng, Extent((0,) * len(shape), shape), 3)
-        if rng.random() < 0.7:  # move one, inside the tensor: a hole, and an overlap or none
+        if rng.random() < 0.7:  # moving one within the tensor leaves a hole, maybe an overlap
             at = rng.randrange(len(boxes))
             moved = (rng.randrange(n - k + 1) for n, k in zip(shape, boxes[at].sizes, strict=True))
             boxes[at] = replace(boxes[at], offsets=tuple(moved))

@@ -1,4 +1,4 @@
-"""Files written past the page cache hold what was written, wherever the pieces begin and end."""
+"""Files written past the page cache hold what was written, wherever pieces begin and end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PWRITE = os.pwrite
 
 @pytest.fixture(params=["direct", "not opened", "not aligned enough", "written in parts"])
 def system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What the file system makes of direct writes."""
+    """Simulate file systems that handle direct writes in several ways."""
     opened: list[int | None] = []
 
     def open_direct(path: Path, flags: int) -> int | None:
@@ -60,7 +60,7 @@ def test_pieces_of_any_size(tmp_path: Path, system: str, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_two_writers_share_blocks_and_keep_the_rest(tmp_path: Path, system: str, seed: int) -> None:
-    """Neighbouring ranges written in turns, as the workers fill one shard."""
+    """Two writers write neighbouring ranges in turns, as workers fill one shard."""
     rng = random.Random(seed)
     expected = bytearray(rng.randbytes(1_000_000))
     (tmp_path / "file").write_bytes(expected)
@@ -80,7 +80,7 @@ def test_two_writers_share_blocks_and_keep_the_rest(tmp_path: Path, system: str,
 
 
 def test_large_pieces(tmp_path: Path) -> None:
-    """On this machine's own file system."""
+    """Pieces larger than the buffer are written right by this machine's own file system."""
     piece = random.Random(0).randbytes(BUFFER_BYTES + 5)
     with DirectFile(tmp_path / "file", create=True) as out:
         out.write(b"head")

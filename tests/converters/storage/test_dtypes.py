@@ -1,4 +1,4 @@
-"""Casts that lose no finite value, and what is finite."""
+"""Casts lose no finite value, and values that are not finite are found."""
 
 from __future__ import annotations
 

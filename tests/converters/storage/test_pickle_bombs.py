@@ -1,4 +1,4 @@
-"""Pickles of a few bytes that would take gigabytes, hours, or change what is read after them."""
+"""Small pickles that would take gigabytes or hours, or change later reads, are refused."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ METADATA = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
 
 
 def shared_tuples(levels: int) -> bytes:
-    """((..., ...), (..., ...)): 2**levels leaves to hash, though only `levels` tuples."""
+    """Return a pickle of ((..., ...), (..., ...)): `levels` tuples but 2**levels leaves to hash."""
     return b")" + b"".join(b"2\x86" for _ in range(levels))
 
 
 def memoised_tuples(levels: int) -> bytes:
-    """The same with the few instructions that torch's own restricted unpickler knows."""
+    """Return the same with only instructions that torch's own restricted unpickler knows."""
     start = b")q\x00"
     return start + b"".join(bytes((104, n, 104, n, 0x86, 113, n + 1)) for n in range(levels))
 
@@ -86,7 +86,7 @@ def test_metadata_bomb(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_legacy_bomb(tmp_path: Path, name: str) -> None:
-    """Also as one value of an otherwise sound file."""
+    """A bomb takes little memory, also as one value of an otherwise sound file."""
     for number, content in enumerate((BOMBS[name], b"}X\x05\x00\x00\x00other" + BOMBS[name])):
         if not content.endswith(b"."):
             continue
@@ -94,7 +94,7 @@ def test_legacy_bomb(tmp_path: Path, name: str) -> None:
         file.write_bytes(zipped({"data.pkl": b"\x80\x02" + content, "version": b"3\n"}))
         tracemalloc.start()
         try:
-            with contextlib.suppress(BadInput):  # some are only odd, once nothing is copied
+            with contextlib.suppress(BadInput):  # some are harmless if nothing is copied
                 torch_load.load(file)
             assert small(tracemalloc.get_traced_memory()[1])
         finally:
@@ -102,7 +102,7 @@ def test_legacy_bomb(tmp_path: Path, name: str) -> None:
 
 
 def test_arguments_that_never_end_when_they_are_printed(tmp_path: Path) -> None:
-    """Shared tuples as a parallel size: messages that repeat what the file says would not end."""
+    """With shared tuples as a parallel size, a message that printed the value would never end."""
     arguments = b"cargparse\nNamespace\n)\x81}X\x1a\x00\x00\x00tensor_model_parallel_size"
     arguments += shared_tuples(64) + b"sb"
     content = b"}X\x04\x00\x00\x00args" + arguments + b"s."
@@ -149,6 +149,6 @@ def test_compressed_bomb() -> None:
 def test_encrypted_part() -> None:
     archive = zipped({"data.pkl": b"N.", "data/0": b""})
     directory = bytes(archive).index(b"PK\1\2")
-    archive[directory + 8] |= 1  # the flag: encrypted
+    archive[directory + 8] |= 1  # the flag for encryption
     with pytest.raises(BadArchive, match="encrypted"):
         read_tensor(archive)

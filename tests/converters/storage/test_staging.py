@@ -1,4 +1,4 @@
-"""One process at a time writes a directory, and one that died leaves no lock."""
+"""One process at a time writes a directory, and a process that died leaves no lock."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path: Path) -
     os.kill(first.pid, signal.SIGKILL)
     first.communicate()
     with staging(target, "plan", force=False, replaceable=nothing) as stage:
-        assert stage.done == {"unit": 1}  # the refused one cleared nothing away
+        assert stage.done == {"unit": 1}  # the refused process removed nothing
         stage.publish()
     assert (target / "file").read_text() == "half"
     assert list(tmp_path.iterdir()) == [target]
@@ -53,7 +53,7 @@ def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path: Path) -
 def test_what_may_be_replaced_is_for_the_caller_to_say(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.mkdir()
-    check_target(target, force=True, replaceable=nothing)  # empty
+    check_target(target, force=True, replaceable=nothing)  # an empty folder may be replaced
     (target / "file").touch()
     check_target(target, force=True, replaceable=lambda path: (path / "file").exists())
     with pytest.raises(BadInput, match="something other than a checkpoint"):

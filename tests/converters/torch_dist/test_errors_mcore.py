@@ -1,4 +1,4 @@
-"""Every mcore checkpoint that cannot be exported exactly is refused by name."""
+"""An mcore checkpoint that cannot be exported exactly is refused, with the fault named."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def metadata_with(path: Path, content: bytes) -> None:
 
 
 class Bomb:
-    """A pickle that would run code."""
+    """An object whose pickle would run code."""
 
     def __reduce__(self) -> Any:
         return Path.touch, (Path("pickle-was-run"),)

@@ -1,4 +1,4 @@
-"""The pieces of a torch_dist checkpoint: archives of tensors, and the metadata that finds them."""
+"""A torch_dist checkpoint's archives of tensors, and its metadata, are read and written right."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.converters.checkpoints import load
 
 Tiny = Callable[[str], Path]
 OLD = Path(__file__).parent / "torch-2.11"
-"""Written by torch 2.11's distributed checkpoint: two tensors, a transposed view and an object."""
+"""A checkpoint that torch 2.11 wrote: two tensors, a transposed view and an object."""
 
 
 def archive(tensor: torch.Tensor, pieces: int = 1) -> bytes:
@@ -132,7 +132,7 @@ def test_metadata_round_trips(tmp_path: Path) -> None:
 
 
 def test_metadata_names_nothing_that_torch_2_11_lacks() -> None:
-    """Classes and fields of torch 2.11, as its own file (in `OLD`) and source have them."""
+    """It has only classes and fields that torch 2.11's own file (in `OLD`) and source have."""
     names = {
         arg.replace(" ", ".")
         for op, arg, _ in pickletools.genops(metadata.dumps(example_index()))
@@ -174,7 +174,7 @@ def test_reading_what_torch_2_11_wrote() -> None:
 
 @pytest.fixture
 def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own reading and writing, whatever was called before; a test may guard it again."""
+    """Restore torch's own reading and writing, whatever was called before."""
     monkeypatch.setattr(filesystem, "pickle", pickle)
     monkeypatch.setattr(TensorProperties, "__getstate__", metadata._get_state)
     monkeypatch.setattr(TensorProperties, "__setstate__", metadata._set_state)
@@ -185,7 +185,7 @@ def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_fields_of_a_newer_torch_do_not_matter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unguarded: None
 ) -> None:
-    """torch 2.15 stores a sixth field: this reader leaves it out, and so do guarded ones.
+    """torch 2.15 stores a sixth field, which our reader ignores, and torch's when guarded.
 
     Without the guard, an older torch cannot read it, and megatron-core 0.19 cannot use it.
     """
@@ -200,7 +200,7 @@ def test_fields_of_a_newer_torch_do_not_matter(
     for key, tensor in tensors.items():
         assert torch.equal(checkpoint.tensor(key), tensor)
         properties = described[key].properties
-        made = torch.empty(described[key].size, **vars(properties), device="meta")  # as megatron
+        made = torch.empty(described[key].size, **vars(properties), device="meta")  # like Megatron
         assert (made.shape, made.dtype) == (tensor.shape, tensor.dtype)
         assert len(properties.__getstate__()) == 5
         assert properties == TensorProperties.create_from_tensor(tensor)
@@ -208,7 +208,7 @@ def test_fields_of_a_newer_torch_do_not_matter(
 
 @pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
 def test_a_path_as_any_python_writes_it(module: str, unguarded: None) -> None:
-    """torch stores the folder's path; Python 3.13 pickles it under another module's name."""
+    """It is read: torch stores a folder's path, which Python 3.13 pickles under another module."""
     stored = f"c{module}\nPosixPath\n(Va\nVb\ntR.".encode()
     metadata.loads(stored)
     metadata.guard_reads()
@@ -216,7 +216,7 @@ def test_a_path_as_any_python_writes_it(module: str, unguarded: None) -> None:
 
 
 def test_torch_reads_our_checkpoint(tiny: Tiny, tmp_path: Path) -> None:
-    """With torch's reader and nothing of Megatron or of this project."""
+    """torch reads it with its own reader, without Megatron or this project."""
     hf_to_mcore(tiny("moe"), tmp_path / "mcore")
     folder = tmp_path / "mcore" / "release"
     described = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
@@ -237,7 +237,7 @@ def test_torch_reads_our_checkpoint(tiny: Tiny, tmp_path: Path) -> None:
 
 
 class Call:
-    """Pickles as a call of any function."""
+    """An object that is pickled as a call of any function."""
 
     def __init__(self, function: Any, *args: Any) -> None:
         self.function, self.args = function, args

@@ -16,7 +16,7 @@ Segment = int | tuple[str, int, int, int]
 
 @dataclass
 class Sample:
-    """One sequence: token ids, and grids in the order of its images and of its videos."""
+    """One sequence: its token ids, and the grids of its images and of its videos in order."""
 
     tokens: list[int] = field(default_factory=list)
     images: list[tuple[int, int, int]] = field(default_factory=list)
@@ -24,7 +24,7 @@ class Sample:
 
 
 def sample(architecture: Architecture, segments: list[Segment], rng: random.Random) -> Sample:
-    """Token ids for `segments`; every frame of a video has a two-token timestamp before it."""
+    """Make token ids for `segments`, with a two-token timestamp before each frame of a video."""
     special = {
         architecture.image_token_id,
         architecture.video_token_id,
@@ -50,25 +50,25 @@ def sample(architecture: Architecture, segments: list[Segment], rng: random.Rand
 
 
 def random_segments(rng: random.Random, merge: int = 2) -> list[Segment]:
-    """Text around up to four images and videos of different shapes."""
+    """Draw text around up to four images and videos of different shapes."""
     segments: list[Segment] = [rng.randint(1, 6)]
     for _ in range(rng.randint(0, 4)):
         kind = rng.choice(["image", "video"])
         frames = 1 if kind == "image" else rng.randint(1, 3)
         segments.append((kind, frames, merge * rng.randint(1, 5), merge * rng.randint(1, 5)))
-        if rng.random() < 0.7:  # else the next image follows at once
+        if rng.random() < 0.7:  # otherwise the next image follows at once
             segments.append(rng.randint(1, 9))
     return segments
 
 
 def grids(samples: list[Sample], kind: str) -> Tensor | None:
-    """(n, 3) grids of all `samples`, in order."""
+    """Return the (n, 3) grids of all `samples`, in order."""
     rows = [grid for one in samples for grid in getattr(one, f"{kind}s")]
     return torch.tensor(rows) if rows else None
 
 
 def pad(samples: list[Sample], side: str, pad_id: int = 0) -> tuple[Tensor, Tensor]:
-    """(B, S) token ids and attention mask, padded on the ``left`` or ``right``."""
+    """Return (B, S) token ids and attention mask, padded on the ``left`` or ``right``."""
     width = max(len(one.tokens) for one in samples)
     ids = torch.full((len(samples), width), pad_id)
     mask = torch.zeros_like(ids)

@@ -1,4 +1,4 @@
-"""Loaders of all ranks with balanced work, over real files."""
+"""Loaders of all ranks balance their work over real files."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_ranks_share_an_epoch_and_each_bad_sample_is_counted_once(
             dropped += sum(batch.counts.dropped for batch in row)
             assert len(seen) < 3 * len(USABLE)
     assert set(seen) == USABLE
-    # One waits for the next buffer at most: none is half an epoch ahead of another.
+    # A sample waits for at most one buffer, so none is half an epoch ahead of another.
     assert max(Counter(seen).values()) <= 2
     assert (skipped, dropped) == (2, 1) or (skipped, dropped) == (2, 2)
     for line in (8, 21):
@@ -95,7 +95,7 @@ def sizes_in(folder: Path) -> list[Path]:
 def test_sizes_are_measured_once_and_again_when_something_changes(
     make: Callable[..., Loader], data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are kept in the cache; those that an earlier version left beside the data do, too."""
+    """Sizes are kept in the cache; those that an earlier version left beside the data are used."""
     cache = data.parent / "cache"
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
 
@@ -121,7 +121,7 @@ def test_sizes_are_measured_once_and_again_when_something_changes(
 def test_a_signal_ends_measuring_whatever_the_rank_does_with_it(
     make: Callable[..., Loader], data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank's own handler finishes a step first, and is inherited."""
+    """Measuring processes inherit a rank's handler, which would finish a step first."""
 
     def killed(*args: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -143,7 +143,7 @@ def test_a_signal_ends_measuring_whatever_the_rank_does_with_it(
 def test_resumed_ranks_go_on_with_the_same_rows(
     stop: int, make: Callable[..., Loader], data: Path
 ) -> None:
-    """Also where the packer has left samples for the next buffer."""
+    """The rows are the same also where the packer has left samples for the next buffer."""
     loaders = [make(data, rank) for rank in range(RANKS)]
     for _ in range(stop):
         for loader in loaders:
@@ -174,7 +174,7 @@ def test_a_file_that_vanished_after_measuring_is_a_bad_sample(
     [
         (3, 2, 0),
         pytest.param(1, 4, 0, marks=pytest.mark.slow),
-        # Each starts a dozen data workers or more: half a minute.
+        # Each of these starts a dozen data workers or more, which takes half a minute.
         pytest.param(2, 3, 2, marks=pytest.mark.slow),
         pytest.param(4, 1, 2, marks=pytest.mark.slow),
     ],
@@ -182,7 +182,7 @@ def test_a_file_that_vanished_after_measuring_is_a_bad_sample(
 def test_another_number_of_ranks_goes_on_with_the_same_packs(
     ranks: int, new: int, workers: int, make: Callable[..., Loader], data: Path
 ) -> None:
-    """In the same order, through several buffers, and again after another change."""
+    """The order stays the same through several buffers, and after another change."""
     options: dict[str, Any] = {"num_workers": workers, "checkpoint_every_seconds": 0.05}
 
     def several(count: int) -> list[Loader]:
@@ -196,7 +196,7 @@ def test_another_number_of_ranks_goes_on_with_the_same_packs(
         return others
 
     def take(count: int, loaders: list[Loader]) -> None:
-        """Rows of packs, which data workers give in turns."""
+        """Read rows of packs, which data workers give in turns."""
         for row in range(count):
             streams[row % len(streams)] += [numbers(next(loader)) for loader in loaders]
 

@@ -1,4 +1,4 @@
-"""Packs of equal work: nothing lost, nothing over capacity, and level where it counts."""
+"""Packs have equal work; no sample is lost, and no pack is over capacity."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CAPACITY = 8192
 
 
 def heavy_tailed(count: int, seed: int = 0) -> list[Size]:
-    """Half text, half text with an image, both with tails to the capacity."""
+    """Draw sizes, half of them with an image; long tails reach up to the capacity."""
     random = np.random.default_rng(seed)
     sizes = []
     for _ in range(count):
@@ -38,7 +38,7 @@ def model() -> Architecture:
 def stream(
     model: Architecture, sizes: list[Size], ranks: int, per_rank: int, rows_per_step: int = 1
 ) -> tuple[list[list[list[int]]], list[list[int]]]:
-    """Rows of packs, samples by their place in the stream, and what each buffer left."""
+    """Return rows of packs, with samples by place in the stream, and what each buffer left."""
     measures = [Measure(s.tokens, extra_work(model, s)) for s in sizes]
     buffer: list[int] = []
     rows, lefts, place, carried = [], [], 0, 0
@@ -75,7 +75,7 @@ def test_every_sample_comes_once_and_waits_for_one_buffer_at_most(model: Archite
 
 @pytest.mark.parametrize("ranks", [8, pytest.param(64, marks=pytest.mark.slow)])
 def test_the_work_of_a_row_is_level(ranks: int, model: Architecture) -> None:
-    """Against packs by length, as they are without balancing."""
+    """A row's work is more even than in packs by length, which are made without balancing."""
     load = Workload(model, heavy_tailed(30000), CAPACITY)
     per_step = 512 // ranks
     before = load.balance(list(each_rank(load.lengths, CAPACITY, ranks, 128)), per_step)
@@ -94,7 +94,7 @@ def test_totals_of_the_ranks_are_level_and_steps_are_alike(model: Architecture) 
     assert totals.max() / totals.mean() < 1.01
     first = work.mean(1)[: len(work) // 8 * 8].reshape(-1, 8)
     steps = first.mean(1)
-    # Sorted within a step; each step has rows of every amount of work.
+    # Rows are sorted within a step, and each step has rows of every amount of work.
     assert steps.std() / steps.mean() < 0.25 * first.std() / first.mean()
 
 

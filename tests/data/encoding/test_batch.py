@@ -1,4 +1,4 @@
-"""What a batch holds: packed, it is its samples side by side and nothing else."""
+"""A packed batch holds its samples side by side and nothing else; a padded one, one a row."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_best_fit_packs_everything_once_within_capacity() -> None:
         assert sorted(i for pack in packs for i in pack) == list(range(40))
         assert all(sum(lengths[i] for i in pack) <= capacity for pack in packs)
         assert packs == sorted(sorted(pack) for pack in packs)
-        # the bound of best-fit decreasing, against the trivial lower bound on the optimum
+        # This is the bound of best-fit decreasing, with a trivial lower bound for the optimum.
         assert len(packs) <= 11 / 9 * max(-(-sum(lengths) // capacity), big(lengths, capacity)) + 4
 
 

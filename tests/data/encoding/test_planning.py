@@ -1,4 +1,4 @@
-"""Tokens, pixels and the loss mask against Hugging Face's processor."""
+"""Tokens, pixels and the loss mask equal those of Hugging Face's processor."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def planned(processor: Any, record: Any, folder: Path, **config: Any) -> tuple[P
 
 
 def hf_inputs(processor: Any, parsed: Conversation, **options: Any) -> Any:
-    """What HF's processor makes of the same sample, end to end, on its own."""
+    """Encode the same sample by HF's processor alone, end to end."""
     images = [load_image(str(m.content)) for m in parsed.media if m.kind == "image"]
     videos, metadata = [], []
     for item in parsed.media:
@@ -105,7 +105,7 @@ def test_tokens_and_pixels_are_those_of_the_hf_processor(
 def assert_pixels_are_hf_s(
     loader: PixelLoader, plan: Plan, expected: Any, dtype: torch.dtype
 ) -> None:
-    """Bit for bit, once normalised."""
+    """Check that normalised pixels equal HF's bit for bit."""
     pixels = loader.load(plan.media)
     for key in ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"):
         ours = getattr(pixels, key)
@@ -148,7 +148,7 @@ def test_video_sampling_follows_fps_and_max_frames(processor: Any, media: Path) 
         expected = hf_inputs(processor, parsed)
         assert plan.input_ids.tolist() == expected["input_ids"][0].tolist()
         frames[fps] = plan.media[0].frames * 2
-    assert frames == {2.0: 4, 5.0: 12, 10.0: 6}  # 2.3 s: 4.6, 11.5 and at most 6 frames
+    assert frames == {2.0: 4, 5.0: 12, 10.0: 6}  # 2.3 s give 4.6, 11.5 and at most 6 frames
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_image_budgets_bind(limits: MediaLimits, processor: Any, media: Path) ->
 
 
 def trained_text(processor: Any, plan: Plan) -> list[str]:
-    """The runs of trained tokens, decoded."""
+    """Decode each run of trained tokens."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], plan.loss_weights > 0, [0]])))
     return [
         processor.tokenizer.decode(plan.input_ids[a:b].tolist())
@@ -199,7 +199,7 @@ def test_trained_are_the_answers_and_their_end_of_turn(
 def test_mask_is_hf_s_own_where_the_template_marks_the_turns(
     name: str, processor: Any, media: Path
 ) -> None:
-    """Token by token: HF computes its mask from ``{% generation %}`` blocks, we from the text."""
+    """The masks agree token by token: HF's is from ``{% generation %}`` blocks, ours from text."""
     plan, parsed = planned(processor, RECORDS[name], media)
     rendered = processor.apply_chat_template(parsed.messages, tokenize=False)
     processor.chat_template = marked_template()
@@ -213,7 +213,7 @@ def test_mask_is_hf_s_own_where_the_template_marks_the_turns(
 
 
 def marked_template() -> str:
-    """The tiny template, with the assistant's part between generation markers."""
+    """Return the tiny template with the assistant's part between generation markers."""
     from mcore_qwen3vl.tiny.processor import chat_template
 
     original = chat_template()
@@ -228,7 +228,7 @@ def marked_template() -> str:
 
 
 def _with_media(parsed: Conversation) -> list[dict[str, Any]]:
-    """Messages whose image parts carry their file, as HF's own loading wants."""
+    """Return messages whose image parts name their file, as HF's own loading requires."""
     files = iter(parsed.media)
     messages = []
     for message in parsed.messages:
@@ -348,7 +348,7 @@ def test_template_without_end_of_turn_is_refused(processor: Any, media: Path) ->
 
 
 def test_other_chatml_like_template(processor: Any, media: Path) -> None:
-    """Other markers, another end-of-turn token, a default system prompt, a generation prefix."""
+    """Masks are right with other markers, end of turn, system prompt and generation prefix."""
     processor.chat_template = (
         "{{- '<|box_start|>sys<|box_end|>' -}}{%- for m in messages -%}"
         "{{- '<|object_ref_start|>' + m['role'] + ': ' + m['content'] + '<|object_ref_end|>' -}}"

@@ -1,4 +1,4 @@
-"""Position ids against Hugging Face's, in transformers 5 (live) and 4.57 (recorded)."""
+"""Position ids equal Hugging Face's, in transformers 5 (live) and 4.57 (recorded)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loaders over real files, and comparisons of what they give."""
+"""Loaders over real files, and comparisons of their batches."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make(architecture: Architecture, processor_dir: Path) -> MakeLoader:
 
 
 def lines(batch: Batch) -> list[int]:
-    """The lines of a batch's samples in their JSONL, from 0; names count from 1."""
+    """Return the lines of a batch's samples in their JSONL, from 0; names count from 1."""
     return [int(name.rsplit(":", 1)[1]) - 1 for name in batch.names]
 
 

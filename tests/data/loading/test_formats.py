@@ -1,4 +1,4 @@
-"""The same samples in every kind of file: read alike, resumed alike, blended, and refused alike."""
+"""The same samples in every kind of file are read, resumed, blended and refused alike."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def as_lines_called_json(folder: Path, media: Path) -> Path:
 
 
 def as_parquet_of_bytes(folder: Path, media: Path) -> Path:
-    """Images as a column of bytes, in row groups that divide nothing."""
+    """Write images as a column of bytes, in row groups of an odd size."""
     rows = [{**r, "images": [_bytes(media, name) for name in r.get("images", [])]} for r in RECORDS]
     pq.write_table(pa.Table.from_pylist(rows), folder / "data.parquet", row_group_size=17)
     return folder / "data.parquet"
 
 
 def _hf(media: Path) -> Dataset:
-    """Images as the struct of datasets' own feature."""
+    """Make a data set whose images are the struct of datasets' own feature."""
     images = [[str(media / Path(n).name) for n in r.get("images", [])] for r in RECORDS]
     columns = {"messages": [r["messages"] for r in RECORDS], "images": images}
     features = Features({"messages": MESSAGES, "images": List(ImageFeature())})
@@ -79,7 +79,7 @@ def as_saved_dict(folder: Path, media: Path) -> Path:
 
 
 def as_shards(folder: Path, media: Path) -> Path:
-    """As `push_to_hub` leaves it."""
+    """Write shards like `push_to_hub`."""
     (folder / "hub" / "data").mkdir(parents=True)
     whole = _hf(media)
     for shard in range(2):
@@ -124,7 +124,7 @@ def written(tmp_path: Path, media: Path) -> Callable[[str], Path]:
 
 OTHERS = [name for name in WRITERS if name != "jsonl"]
 QUICK = ("array", "saved", "tars")
-"""Kinds of files that stand for the others where time counts."""
+"""Kinds of files that stand for the others where time is short."""
 
 
 @pytest.mark.parametrize("name", slow_except(OTHERS, *QUICK))
@@ -190,7 +190,7 @@ def test_resumed_with_workers(
 def test_a_table_is_read_by_parts_in_any_order(
     written: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forwards a batch is decoded once; going back decodes its row group again."""
+    """Reading forwards decodes a batch once; going back decodes its row group again."""
     monkeypatch.setattr(tables, "_BATCH", 4)
     monkeypatch.setattr(tables, "_KEPT", 2)
     reader = TableReader(written("parquet_of_bytes"))
@@ -209,7 +209,7 @@ def test_a_table_is_read_by_parts_in_any_order(
 def test_a_table_of_large_rows_is_held_in_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the number of rows; small rows are read as many at a time as before."""
+    """Its memory is limited whatever the number of rows; small rows are read 32 at a time."""
     monkeypatch.setattr(tables, "_BATCH_BYTES", 1 << 20)
     monkeypatch.setattr(tables, "_KEPT_BYTES", 3 << 20)
     large = [random.Random(i).randbytes(200_000) for i in range(40)] + [b"a" * 1_500_000] * 2
@@ -366,7 +366,7 @@ def test_a_mixture_says_everything_of_its_data_sets(
     for batch in batches:
         kind = "b.jsonl" if "b.jsonl" in batch.names[0] else "arrow"
         patches[kind].add(batch.counts.patches)
-    assert patches["b.jsonl"] == {16}  # four tokens of two by two patches
+    assert patches["b.jsonl"] == {16}  # four tokens, each of two by two patches
     assert max(patches["arrow"]) > 16
 
 

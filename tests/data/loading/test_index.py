@@ -1,4 +1,4 @@
-"""Indexes of data sets: made once, in the cache, and read where energon has left them."""
+"""Indexes of data sets are made once, in the cache, and read where energon has left them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.data.loading.conftest import PACKED, MakeLoader, lines, same
 
 
 def index_at_once(path: str, barrier: Any, results: Any) -> None:
-    """As a rank does it: all start at the same moment."""
+    """Index as a rank does; all ranks start at the same moment."""
     barrier.wait()
     index = json_file.index_of(ensure_index(Path(path)))
     results.put((index, index.stat().st_ino, index.stat().st_size))
@@ -44,7 +44,7 @@ def test_ranks_index_a_new_jsonl_at_once(write_jsonl: WriteJsonl) -> None:
     for rank in ranks:
         rank.join(60)
         assert rank.exitcode == 0
-    # One file, written once: had a second rank written too, the inode would have changed.
+    # It was written once: if a second rank had written too, the inode would have changed.
     assert len(found) == 1
     assert found.pop()[2] == 8 * 3001
 
@@ -64,7 +64,7 @@ def test_blank_lines_are_no_samples(make: MakeLoader, tmp_path: Path) -> None:
     path = tmp_path / "blank.jsonl"
     path.write_text(f"\n\n{record}\n\n  \n{record}\n\n{record}")
     loader = make(path)
-    # Their numbers in the file, from 0.
+    # Lines keep their numbers in the file, here from 0.
     assert [lines(next(loader))[0] for _ in range(4)] == [2, 5, 7, 2]
 
 
@@ -87,7 +87,7 @@ def test_unusable_paths_are_refused(
 
 @pytest.fixture
 def _read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a read-only disk; root may write to a folder whatever its mode says."""
+    """Simulate a read-only disk, because root may write to a folder whatever its mode."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     acquire = FileLock.acquire
 
@@ -100,7 +100,7 @@ def _read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def one_tar(folder: Path, media: Path) -> Path:
-    """A record in it shows an image beside the tars."""
+    """Write a tar with a record whose image lies beside the tars."""
     (folder / "inner").mkdir(parents=True)
     shutil.copy(media / "0.png", folder)
     talk = {**chat(("user", "<image>?"), ("assistant", "z")), "images": ["0.png"]}
@@ -119,7 +119,7 @@ def test_nothing_is_written_beside_the_data(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Neither indexes nor sizes nor locks."""
+    """Neither indexes nor sizes nor locks are written there."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     records = [question(i) for i in range(6)]
     path = write_jsonl(["", *records])
@@ -130,7 +130,7 @@ def test_nothing_is_written_beside_the_data(
         next(make(one))
         next(make(one, config=replace(PACKED, balance=True)))
     batch = next(make(folder))
-    assert batch.counts.images == 1  # found beside the tars, not beside their stand-in
+    assert batch.counts.images == 1  # found beside the tars, not beside their copy in the cache
     assert batch.names[0].startswith(f"{folder}/inner/0.tar")
     loader = make(write_jsonl([*records, question(7)]))  # the index follows the data
     assert sorted(lines(next(loader))[0] for _ in range(7)) == list(range(7))
@@ -143,7 +143,7 @@ def test_nothing_is_written_beside_the_data(
 def test_an_index_beside_the_data_is_read_and_kept(
     name: str, make: MakeLoader, media: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As an earlier version or energon's own preparation has left it."""
+    """Earlier versions and energon's own preparation leave such an index."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = tmp_path / name
     if name == "tars":

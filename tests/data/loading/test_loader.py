@@ -1,4 +1,4 @@
-"""Energon's real loaders over real files: sharding, blending, resuming, bad samples."""
+"""Energon's real loaders shard, blend and resume real files, and skip bad samples."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PADDED = DataConfig(seq_length=256, micro_batch_size=2, pad_to_longest=True)
 
 
 def slow(*values: object) -> Any:
-    """A case that starts many data workers: half a minute or more."""
+    """Mark a case that starts many data workers, which takes half a minute or more."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
@@ -94,7 +94,7 @@ def test_resume_continues_with_the_next_batch(
 def test_resume_from_a_resumed_run(
     between: int, workers: int, make: MakeLoader, records: Path
 ) -> None:
-    """A second interruption soon after the first, when some worker may not have read anything."""
+    """A run may stop again soon after it resumed, when a worker may not have read anything."""
     uninterrupted = make(records, config=PACKED, num_workers=workers)
     every = [next(uninterrupted) for _ in range(12)]
 
@@ -114,7 +114,7 @@ def test_resume_from_a_resumed_run(
 def test_state_does_not_depend_on_when_workers_noted_theirs(
     make: MakeLoader, records: Path
 ) -> None:
-    """Noted every batch instead of every minute, nothing is left to be redone."""
+    """If workers note their state every batch, not every minute, nothing is read again."""
     often = {"config": PACKED, "num_workers": 2, "checkpoint_every_seconds": 0.0}
     uninterrupted = make(records, **often)
     for _ in range(11):
@@ -150,7 +150,7 @@ def test_resume_on_another_number_of_ranks(
 def test_a_worker_that_is_killed_is_one_message(
     make: MakeLoader, records: Path, noticed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Batches that it has left in its queue are fetched from the process that is gone."""
+    """It is one message also if the reader first tries to fetch batches from the dead process."""
     loader = make(records, num_workers=1)
     next(loader)
     (worker,) = multiprocessing.active_children()
@@ -264,7 +264,7 @@ def test_bad_samples_are_skipped_counted_and_named(
             seen += lines(batch)
             skipped += batch.counts.skipped
     assert sorted(set(seen)) == [i for i in range(16) if i not in BAD]
-    assert skipped == len(BAD)  # each once, in whatever epoch
+    assert skipped == len(BAD)  # each is counted once, in either epoch
     if workers == 0:  # a worker process logs for itself
         for line in BAD:
             named = [m for m in caplog.messages if f"data.jsonl:{line + 1} skipped: " in m]
@@ -288,7 +288,7 @@ def test_too_many_bad_samples_stop_the_run(workers: int, make: MakeLoader, flawe
 def test_the_share_of_bad_records_is_that_of_the_data_set(
     bad: int, stops: bool, make: MakeLoader, write_jsonl: WriteJsonl
 ) -> None:
-    """One line of 31 is 3.2 %, however often and by however many workers the data is read."""
+    """One line of 31 is 3.2 %, however often and by however many workers it is read."""
     good = [question(i, image=False) for i in range(31 - bad)]
     path = write_jsonl([*["{broken json"] * bad, *good])
     loader = make(path, config=DataConfig(seq_length=256, shuffle=False), dp_size=2)
@@ -336,7 +336,7 @@ def test_overlong_samples_alone_stop(
 def test_workers_hand_over_batches_below_a_temporary_folder_of_a_long_name(
     make: MakeLoader, records: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The longest with which multiprocessing's own sockets do: their paths have 107 bytes."""
+    """The folder's name is the longest possible: paths of sockets have at most 107 bytes."""
     with scratch_folder() as short:
         longest = 107 - len("/pymp-12345678/listener-12345678")
         folder = short / ("x" * (longest - len(f"{short}/")))
@@ -372,17 +372,17 @@ def test_sources_are_read_as_megatron_reads_its_data_path() -> None:
 def test_processors_of_an_older_transformers_are_refused(
     processor_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They write other text for videos, and cannot say how many patches one will have."""
+    """They write other text for videos, and cannot tell how many patches one will have."""
     monkeypatch.setattr(loader, "version", {"transformers": "5.17.0"}.get)
     with pytest.raises(BadInput, match=r"5\.18 or newer; 5\.17\.0 is"):
         load_processor(processor_dir)
 
 
-GROWTH = 25_000  # bytes a batch, where an honest loader's memory and files stay as they are
+GROWTH = 25_000  # bytes a batch that count as a leak
 
 
 def leaks(loader: Loader, meanwhile: Callable[[], Any] = lambda: None) -> set[str]:
-    """What grows while 200 batches are read, once 100 have filled caches and pools."""
+    """Return what grows while 200 batches are read, after 100 have filled caches and pools."""
     kept = []
 
     def held() -> tuple[int, int]:

@@ -30,7 +30,7 @@ TEMPLATE = """{%- if tools -%}{{- '<|im_start|>system\\n' -}}
 {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
-"""A chat template with tools, in the manner of the published one."""
+"""A chat template with tools, similar to the published one."""
 
 WEATHER = {
     "type": "function",
@@ -41,12 +41,12 @@ CALL = {"name": "weather", "arguments": {"city": "Oslo"}}
 
 @dataclass(frozen=True)
 class Example:
-    """A record, and what it means."""
+    """A record, and the chat that it stands for."""
 
     format: str
     record: dict[str, Any]
-    chat: list[dict[str, Any]]  # as Hugging Face's template takes it; images by their path
-    trained: list[str]  # what the loss falls on, without the end of turn
+    chat: list[dict[str, Any]]  # in the form of Hugging Face's template, images by path
+    trained: list[str]  # the trained text, without the end of turn
     tools: list[Any] | None = None
 
 
@@ -349,4 +349,4 @@ MALFORMED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"texts": [" "]}, "holds no text"),
     ],
 }
-"""At least ten of each format, and what is said of it."""
+"""At least ten malformed records of each format, each with a part of its message."""

@@ -1,4 +1,4 @@
-"""Every format, against Hugging Face's chat template; and its malformed variants."""
+"""Every format gives the tokens of HF's chat template, and malformed records are named."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ END = "<|im_end|>"
 
 @pytest.fixture
 def with_tools(processor: Any) -> Any:
-    """A processor whose template knows tools."""
+    """Return a processor whose template knows tools."""
     processor.chat_template = TEMPLATE
     return processor
 
@@ -97,7 +97,7 @@ def test_a_record_of_no_format_says_which_keys_are_looked_for() -> None:
 
 
 def vqa(record: Any) -> Any:
-    """A hook."""
+    """Serve as a hook that makes a chat of a record, or raises."""
     if record.get("drop"):
         return None
     return chat(("user", record["q"]), ("assistant", str(10 / record["n"])))

@@ -1,4 +1,4 @@
-"""Preference records: both forms, what counts, and what is said of the others."""
+"""Preference records of all forms are read with the right weights, and bad ones are named."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_all_forms_of_a_record_are_one() -> None:
     for pair in forms:
         assert pair == forms[0]
         for side in (pair.chosen, pair.rejected):
-            assert side.weights == [0, 0, 0, 1]  # the earlier answer is shared
+            assert side.weights == [0, 0, 0, 1]  # the earlier answer is shared, so not trained
             assert [media.name for media in side.media] == ["i.png"]
     assert forms[0].chosen.messages[-1]["content"] == "Yes."
     assert forms[0].rejected.messages[-1]["content"] == "No."
@@ -51,7 +51,7 @@ def test_several_turns_of_their_own_count_unless_their_weight_is_0() -> None:
 
 
 def test_what_a_data_set_says_of_its_records() -> None:
-    """Its hook makes the record, and its system prompt begins both sides."""
+    """A data set's hook makes the record, and its system prompt begins both sides."""
     record = {"asked": "Which?", "good": "This.", "bad": "That."}
     reading = Reading(preprocess=f"{__name__}:as_pair", system="Be brief.")
     pair = parse_pair(record, FOLDER, reading)

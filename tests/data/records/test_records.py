@@ -1,4 +1,4 @@
-"""Which records are read, and what is said of the others."""
+"""Sound records are read, and the faults of others are named."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_webdataset_parts() -> None:
 def test_exif_orientation_is_applied_to_size_and_pixels(suffix: str, tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (20, 50, 3), np.uint8)
     exif = Image.Exif()
-    exif[0x0112] = 6  # shown turned by a quarter
+    exif[0x0112] = 6  # the orientation "rotated by a quarter"
     Image.fromarray(pixels).save(tmp_path / f"a.{suffix}", exif=exif)
     media = MediaFolder(tmp_path, {}).resolve("image", f"a.{suffix}")
     assert image_size(media) == (50, 20)
@@ -250,7 +250,7 @@ def image_as_hf(media: Media) -> Image.Image:
 
 
 def hf_rgb(image: Image.Image) -> Any:
-    """HF's own conversion, which in newer transformers paints a background on request."""
+    """Convert by HF, asking newer transformers to paint a background."""
     background = [True] * (len(signature(convert_to_rgb).parameters) - 1)
     return convert_to_rgb(image, *background)
 
@@ -282,12 +282,12 @@ def test_unreadable_media_say_so(tmp_path: Path) -> None:
 
 
 def test_images_start_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PIL has Ghostscript read EPS."""
+    """EPS is refused, for which PIL would start Ghostscript."""
     ghostscript = tmp_path / "gs"
     ghostscript.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\nexit 1\n")
     ghostscript.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # not looked for yet
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # so that PIL looks for it again
     Image.new("RGB", (64, 64)).save(tmp_path / "a.png", "EPS")
     media = MediaFolder(tmp_path, {}).resolve("image", "a.png")
     for read in (image_size, load_image, peculiarities):

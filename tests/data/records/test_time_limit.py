@@ -1,4 +1,4 @@
-"""A record that never ends is a bad one."""
+"""A record that takes too long is a bad one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LIMIT = 1.0
 
 
 def stubborn(record: dict[str, Any]) -> dict[str, Any]:
-    """A hook that hangs at one record, and goes on once when it is interrupted."""
+    """Hang at one record, and hang once more when interrupted."""
     if "sample 1" in str(record):
         try:
             time.sleep(60)
@@ -67,6 +67,6 @@ def test_pipes_and_devices_are_not_opened(
 def test_the_limit_ends_with_its_block_and_the_outer_one_counts() -> None:
     with time_limit(0.2), time_limit(60), pytest.raises(BadSample, match=r"more than 0\.2 s"):
         time.sleep(60)
-    time.sleep(1.5)  # no alarm is left
+    time.sleep(1.5)  # an alarm that was left would interrupt this
     with time_limit(0):
         time.sleep(0.1)

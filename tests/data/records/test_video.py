@@ -1,4 +1,4 @@
-"""Seeking gives the frames that decoding everything gives, for every kind of stream."""
+"""Seeking gives the same frames as decoding everything, for every kind of stream."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mcore_qwen3vl.data.records.video import load_frames
 def write(
     path: Path, codec: str, *, frames: int = 120, uneven: bool = False, **options: str
 ) -> Media:
-    """Every frame differs; `uneven` ones are shown for unequal times."""
+    """Write a video whose frames all differ; `uneven` ones are shown for unequal times."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=25, options=options)
         stream.height, stream.width, stream.pix_fmt = 48, 64, "yuv420p"
@@ -87,7 +87,7 @@ def test_few_frames_of_a_long_video_are_not_reached_by_decoding_all(tmp_path: Pa
 
 
 def test_a_video_without_times_is_decoded_in_order(tmp_path: Path) -> None:
-    """Raw H.264 has no times to seek to."""
+    """Raw H.264 is such a video: it has no times to seek to."""
     media = write(tmp_path / "a.mp4", "libx264", g="24")
     with av.open(str(tmp_path / "a.mp4")) as source, av.open(str(tmp_path / "a.h264"), "w") as raw:
         stream = raw.add_stream_from_template(source.streams.video[0])
@@ -115,8 +115,8 @@ def test_decoding_stops_when_time_is_up(tmp_path: Path) -> None:
     media = write(tmp_path / "a.mp4", "libx264", g="24")
 
     def decode_for_a_minute(indices: np.ndarray) -> None:
-        """A fast machine decodes the video before time is up, and FFmpeg's callback may swallow
-        the first interruption."""
+        """Decode again and again: a fast machine may decode the video once before time is up, and
+        FFmpeg's callback may swallow the first interruption."""
         until = time.monotonic() + 60
         while time.monotonic() < until:
             load_frames(media, indices)

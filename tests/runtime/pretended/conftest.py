@@ -1,4 +1,4 @@
-"""A launch script's flags as one of its ranks, on the workbench that all tests share."""
+"""Launch scripts run as one of their ranks, on the workbench that all tests share."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Rehearse = Callable[..., Report]
 def rehearse(
     workbench: Workbench, data: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Rehearse:
-    """Two iterations of a launch script with its own flags, as one of its ranks."""
+    """Return a function that runs two iterations of a launch script as one of its ranks."""
 
     def run(
         script: str,
@@ -65,7 +65,7 @@ def rehearse(
 
 
 def final_command(script: str, *flags: str, gpus_per_node: int) -> list[str]:
-    """What a launch script would run, word by word."""
+    """Return the words of the command that a launch script would run."""
     command = ["bash", str(ROOT / "launch" / f"{script}.sh"), *flags, "--dry-run"]
     environment = {"PATH": "/usr/bin:/bin", "GPUS_PER_NODE": str(gpus_per_node)}
     shown = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)

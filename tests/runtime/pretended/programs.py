@@ -1,4 +1,4 @@
-"""What the tests run on the workbench; each function is called in a process of its own."""
+"""Functions that the tests run on the workbench, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BF16 = {"device": "cuda", "dtype": torch.bfloat16}
 
 
 def operators() -> str:
-    """The kernels, libraries and optimizers that training uses, forwards and backwards."""
+    """Run the kernels, libraries and optimizers that training uses, forwards and backwards."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.attention.varlen import varlen_attn
 
@@ -43,7 +43,7 @@ def operators() -> str:
 
 
 def memory() -> dict[str, Any]:
-    """More than the host has, and more than the device has."""
+    """Allocate more than the host has, then more than the device has."""
     before = _resident()
     held = torch.empty(60 << 30, dtype=torch.uint8, device="cuda")
     taken = _resident() - before
@@ -89,22 +89,22 @@ def integers() -> dict[str, Any]:
 
 
 def waits() -> None:
-    """One wait of each kind, in this function."""
+    """Cause one host sync of each kind, in this function."""
     x = torch.ones(4, device="cuda")
     x.sum().item()
     x.cpu()
     torch.cuda.synchronize()
-    x.to("cpu", non_blocking=True)  # none: into pinned memory
+    x.to("cpu", non_blocking=True)  # no sync: the copy goes into pinned memory
     pinned = torch.empty(4, pin_memory=True)
-    pinned.copy_(x, non_blocking=True)  # none
-    torch.ones(4).pin_memory().to("cuda", non_blocking=True)  # none
+    pinned.copy_(x, non_blocking=True)  # no sync
+    torch.ones(4).pin_memory().to("cuda", non_blocking=True)  # no sync
     event = torch.cuda.Event()
     event.record()
     event.synchronize()
 
 
 def launches() -> int:
-    """Three kernels from one line, among others; how many in all, products apart."""
+    """Launch three kernels from one line, among others; return the count of all but products."""
     from mcore_qwen3vl.runtime.pretended import rank as this_rank
 
     rank = this_rank.current
@@ -147,12 +147,12 @@ def collectives() -> dict[str, Any]:
 
 
 def two_devices() -> None:
-    """An error on a GPU, and here."""
+    """Add tensors of two devices, which is an error on a GPU and here."""
     torch.ones(3, device="cuda") + torch.ones(3)
 
 
 def fork_after_asking() -> str:
-    """CUDA does not survive a fork: the child's error, as a GPU would give it."""
+    """Use CUDA in a fork, which it does not survive, and return the child's error."""
     torch.zeros(1, device="cuda")
     readable, writable = os.pipe()
     if not os.fork():
@@ -167,7 +167,7 @@ def fork_after_asking() -> str:
 
 
 def late_events() -> tuple[int, int]:
-    """Blocks that a side stream holds back: reused at once, or not before the host waits."""
+    """Free blocks that a side stream holds; return the peaks of reserved and allocated memory."""
     stream = torch.cuda.Stream()
     for _ in range(4):
         block = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
@@ -182,7 +182,7 @@ def _answer(number: int) -> tuple[int, int, str, int]:
 
 
 def spawned_ranks() -> list[Any]:
-    """As `generate` and `verify parity` start ranks: from a process that has asked for CUDA."""
+    """Start ranks like `generate` and `verify parity`, from a process that has used CUDA."""
     from mcore_qwen3vl.runtime.launch import run_layout
 
     _without_torchrun()
@@ -192,7 +192,7 @@ def spawned_ranks() -> list[Any]:
 
 
 def verify_parity(checkpoint: Path) -> dict[str, int]:
-    """Ours on the device against Hugging Face's on the host: how many values were compared."""
+    """Compare our model on the device with HF's on the host; return the numbers of values."""
     from mcore_qwen3vl.verify.parity.comparison import verify_parity as verify
 
     _without_torchrun()
@@ -201,7 +201,7 @@ def verify_parity(checkpoint: Path) -> dict[str, int]:
 
 
 def generate(checkpoint: Path, under_torchrun: bool) -> list[int]:
-    """How many tokens each answer has."""
+    """Return how many tokens each answer has."""
     from mcore_qwen3vl.generation.prompts import user_turns
     from mcore_qwen3vl.generation.run import Request, run
 
@@ -212,7 +212,7 @@ def generate(checkpoint: Path, under_torchrun: bool) -> list[int]:
 
 
 def built_without_cuda(checkpoint: Path) -> list[str]:
-    """Parameters and buffers of README's example that are not on the device."""
+    """Return the parameters and buffers of README's example that are not on the device."""
     from mcore_qwen3vl.config import Architecture
     from mcore_qwen3vl.layout import Layout
     from mcore_qwen3vl.model.build import build_chunks
@@ -226,7 +226,7 @@ def built_without_cuda(checkpoint: Path) -> list[str]:
 
 
 def own_parts(folder: Path) -> dict[str, Any]:
-    """A bf16 model's optimizer saved from the device and loaded onto it again."""
+    """Save a bf16 model's optimizer from the device and load it onto the device again."""
     from mcore_qwen3vl.layout import Layout
     from tests.training.checkpoints.trained import BF16 as MODEL
     from tests.training.checkpoints.trained import Trained, stored
@@ -249,7 +249,7 @@ def own_parts(folder: Path) -> dict[str, Any]:
 
 
 def processes_after_training(flags: list[str]) -> list[str]:
-    """Those that this process has started and that still run."""
+    """Train, and return the processes that this one has started and that still run."""
     from mcore_qwen3vl.training import pretended
 
     pretended.main(flags)
@@ -262,12 +262,12 @@ def _without_torchrun() -> None:
 
 
 def routing() -> list[list[int]]:
-    """What a router of 16 experts chooses for four tokens."""
+    """Return what a router of 16 experts chooses for four tokens."""
     return torch.randn(4, 16, device="cuda").topk(2).indices.tolist()
 
 
 def flops() -> None:
-    """Products and attention whose operations can be counted by hand."""
+    """Run products and attention whose operations can be counted by hand."""
     from torch.nn.attention.varlen import varlen_attn
 
     layer = torch.nn.Linear(30, 50, **BF16)  # 2 * 30 * 50 a row, and twice that backwards
@@ -283,7 +283,7 @@ def flops() -> None:
 
 
 def received_shape() -> list[int]:
-    """Integers that another rank would send: none did."""
+    """Receive integers that no rank has sent."""
     dist.init_process_group("nccl")
     shape = torch.full((3,), 7, device="cuda")
     dist.recv(shape, 1)

@@ -1,4 +1,4 @@
-"""Commands that start on a GPU: ranks, generation, parity, and a model built by hand."""
+"""Commands run on the pretended device: ranks, generation, parity, and a model built by hand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_ranks_start_from_a_process_that_has_used_cuda(workbench: Workbench) -> None:
-    """Forked ones would raise: CUDA does not survive a fork."""
+    """They are spawned: forked ones would raise, because CUDA does not survive a fork."""
     ranks, _ = workbench.call(f"{HERE}:spawned_ranks")
     assert ranks == [(0, 2, "cuda:0", 5), (1, 2, "cuda:0", 5)]
 
@@ -35,7 +35,7 @@ def test_generate(workbench: Workbench, tiny: Path, under_torchrun: bool) -> Non
 
 
 def test_verify_parity_on_cuda_compares_everything(workbench: Workbench, tiny: Path) -> None:
-    """Its findings are nonsense here, as every float is; that they are all there is not."""
+    """Nothing is missing from its findings, though their floats mean nothing here."""
     counts, _ = workbench.call(f"{HERE}:verify_parity", tiny)
     assert counts["logits all"] > 10_000
     assert any(name.startswith("gradients model.visual") for name in counts)
@@ -43,7 +43,7 @@ def test_verify_parity_on_cuda_compares_everything(workbench: Workbench, tiny: P
 
 
 def test_a_model_built_without_cuda_lands_on_the_device(workbench: Workbench, tiny: Path) -> None:
-    """Megatron makes norms and routers on the host, and its training loop moves them."""
+    """Megatron makes norms and routers on the host, and only its training loop moves them."""
     elsewhere, _ = workbench.call(f"{HERE}:built_without_cuda", tiny)
     assert elsewhere == []
 

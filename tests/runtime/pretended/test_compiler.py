@@ -1,4 +1,4 @@
-"""Megatron's compiled functions on a GPU machine without a C compiler, Dynamo being on."""
+"""Megatron's compiled functions run on a GPU machine without a C compiler, with Dynamo on."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_fused_functions_run_without_a_compiler(way: str, tmp_path: Path) -> Non
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
         "TRITON_CACHE_DIR": str(tmp_path / "triton"),
     }
-    # Not as a rank, whose record of operators would keep Dynamo out.
+    # It is not run as a rank, whose record of operators would keep Dynamo out.
     command = [sys.executable, "program.py", way]
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
@@ -45,6 +45,6 @@ def test_fused_functions_run_without_a_compiler(way: str, tmp_path: Path) -> Non
     if way == "as training":
         assert done.returncode == 0, done.stderr
         assert done.stdout.strip() == "(4, 4)"
-    else:  # what the other case would end in
+    else:  # the error that our choice of device avoids
         assert done.returncode != 0
         assert "compiler" in done.stderr

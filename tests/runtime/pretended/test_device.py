@@ -1,4 +1,4 @@
-"""The pretended device: what is real on it, what is counted, and what it refuses."""
+"""The pretended device runs real operators, counts memory and work, and errs where GPUs err."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_memory_is_counted_and_not_taken_from_the_host(workbench: Workbench) -> 
 
 
 def test_its_properties_are_read_at_the_right_offsets(workbench: Workbench) -> None:
-    """A canary: PyTorch was compiled against one layout of ``cudaDeviceProp``."""
+    """This canary fails if PyTorch is compiled against another layout of ``cudaDeviceProp``."""
     found, _ = workbench.call(f"{HERE}:properties")
     assert found == {
         "total_memory": 80 << 30,
@@ -69,7 +69,7 @@ def both():
 def test_modules_may_ask_what_the_device_is_while_they_are_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """megatron-core 0.20 does."""
+    """megatron-core 0.20 asks while it is imported."""
     (tmp_path / "asking.py").write_text(ASKING)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     with Workbench(("asking",)) as bench:
@@ -104,7 +104,7 @@ def test_skewed_routing_crowds_the_first_quarter_of_the_experts(workbench: Workb
 
 
 def test_flops_are_those_of_the_products(workbench: Workbench) -> None:
-    """Causal attention sees half of each segment's square; backward is five products, not two."""
+    """Causal attention counts half of each segment's square; backward is five products, not two."""
     _, report = workbench.call(f"{HERE}:flops")
     counted = report.stage("end").flops
     assert counted["gemm"] == 3 * 2 * 7 * 30 * 50 + 2 * 3 * 11 * 13 * 17
@@ -180,7 +180,7 @@ def test_late_events_give_the_most_that_streams_hold_back(workbench: Workbench) 
     assert reserved == 4 * allocated
 
 
-# ---- canaries: each symbol that is replaced ----
+# ---- canaries: every replaced symbol ----
 
 
 def _symbols(library: Path, *options: str) -> set[str]:
@@ -203,8 +203,8 @@ def ours() -> set[str]:
     return set().union(*(_symbols(library, "--defined-only") for library in build.libraries()))
 
 
-# Neither graphs, nor memory of other processes, nor what torch 2.15 asks of libraries of kernels
-# that a program brings along: NVIDIA's own say that there is no device.
+# Graphs, memory of other processes, and what torch 2.15 asks of kernel libraries that a program
+# brings along are not replaced: NVIDIA's own functions answer that there is no device.
 NOT_REPLACED = (
     "cudaGraph",
     "cudaUserObject",
@@ -231,7 +231,7 @@ OF_OTHER_VERSIONS = {
 
 @pytest.mark.parametrize("name", ["libc10_cuda.so", "libtorch_cuda.so", "libtorch_python.so"])
 def test_canary_every_cuda_function_that_torch_needs_is_replaced(name: str, ours: set[str]) -> None:
-    """One that is not would reach NVIDIA's library, which finds no device."""
+    """A function that is not replaced would reach NVIDIA's library, which finds no device."""
     needed = _symbols(_torch_library(name), "--undefined-only")
     prefixes = ("cuda", "__cuda", "cublas", "nvrtc", "nvml")
     needed = {s for s in needed if s.startswith(prefixes) and not s.startswith(NOT_REPLACED)}
@@ -239,7 +239,7 @@ def test_canary_every_cuda_function_that_torch_needs_is_replaced(name: str, ours
 
 
 def test_canary_every_replaced_runtime_function_still_exists(ours: set[str]) -> None:
-    """A name that NVIDIA has renamed would be dead here, and its successor not replaced."""
+    """If NVIDIA renames a function, ours is never called, and its successor is not replaced."""
     import nvidia
 
     real: set[str] = set()

@@ -1,4 +1,4 @@
-"""Counted work: FLOPs that PyTorch has no formula for, and bytes of all other kernels."""
+"""FLOPs for which PyTorch has no formula, and bytes of all other kernels, are counted right."""
 
 from __future__ import annotations
 
@@ -63,6 +63,6 @@ def test_what_would_be_compiled_counts_as_one_kernel(monkeypatch: pytest.MonkeyP
     gate, up = torch.randn(2, 3, 5)
     with each_launches() as work:
         swiglu(gate, up)
-    # Two readings an operator while it runs alone, one inside of the kernel.
+    # The counter rises when read: twice by an operator on its own, once by one inside a kernel.
     assert work.counts == {BYTES: 4 * 3 * 15, FUSED: 3}
-    assert swiglu(gate, up).shape == (3, 5)  # where nothing counts
+    assert swiglu(gate, up).shape == (3, 5)  # it also works where nothing is counted

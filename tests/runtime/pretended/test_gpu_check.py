@@ -1,6 +1,6 @@
-"""``make gpu-check`` and README's example on the pretended device: that they do not break at once.
+"""``make gpu-check`` and the Python example do not break at once, on the pretended device.
 
-Floats are nonsense there, so that parity must fail, by its findings; everything else must hold.
+Floats mean nothing there, so parity must fail by its findings; everything else must pass.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def test_every_part_runs(tmp_path: Path) -> None:
     assert len(others) == 13
     assert parts["versions"]["found"]["GPUs"] == ["Pretended GPU, 80.0 GiB"]
     assert parts["training step, torch"]["found"]["peak memory GB"] > 0
-    # The same loop, flags and data, so the same memory.
+    # With the same loop, flags and data, memory is the same.
     memory = parts["memory against its rehearsal"]["found"]
     assert memory["measured / rehearsed"] == pytest.approx(1, abs=0.02)
     assert memory["measured / modelled seconds"] > 0
@@ -100,7 +100,7 @@ def test_a_part_that_fails_or_hangs_is_reported_and_the_next_one_runs(
 def test_attention_is_compared_as_it_is_computed(
     gpu_check: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the host: half precision is within the limit, and a key too many is not."""
+    """On the host, half precision is within the limit, and a key too many is not."""
     from benchmarks import attention
     from mcore_qwen3vl.model.decoder import attention as ours
 
@@ -151,7 +151,7 @@ time.sleep(float(sys.argv[1]))
 def test_processes_in_sessions_of_their_own_end_with_their_part(
     gpu_check: Any, tmp_path: Path, seconds: int
 ) -> None:
-    """As torchrun's workers, which would hold the GPUs through the parts that follow."""
+    """Such are torchrun's workers, which would otherwise hold the GPUs in later parts."""
     command = [sys.executable, "-c", DETACHED, str(seconds)]
     part = gpu_check.Part("detached", command, 3, lambda printed: {"child": int(printed)})
     gpu_check.run(part, tmp_path, time.monotonic() + 60)
@@ -184,7 +184,7 @@ def test_any_number_of_gpus_has_a_layout(gpu_check: Any, dense: Path, moe: Path,
 
 @pytest.mark.slow  # twenty seconds of imports
 def test_python_example(tmp_path: Path) -> None:
-    """As on a GPU: the model lands on it, trains and is exported; the losses mean nothing."""
+    """The model lands on the device, trains and is exported; its losses mean nothing."""
     (example,) = blocks(ROOT / "docs" / "python.md", "python")
     write_tiny_checkpoint(tmp_path / "model")
     (tmp_path / "example.py").write_text(

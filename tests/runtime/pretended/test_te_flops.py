@@ -1,4 +1,4 @@
-"""FLOPs of Transformer Engine's own kernels, counted where its Python code calls them."""
+"""FLOPs of Transformer Engine's own kernels are counted where its Python code calls them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_all_three_products_of_a_linear_layer_are_as_large(
     with te_flops.count_transformer_engine(counts):
         assert extension.generic_gemm(a, transposed, b, "rest")[3] == "rest"
         extension.te_general_grouped_gemm([a, a], transposed, [b, b])
-    extension.generic_gemm(a, transposed, b)  # outside
+    extension.generic_gemm(a, transposed, b)  # not counted outside the context
     assert counts == {"gemm": 3 * 2 * TOKENS * INNER * OUTER}
 
 

@@ -1,7 +1,7 @@
-"""The launch scripts' flags through Megatron's real loop, as one rank of their layouts.
+"""The launch scripts' flags run through Megatron's real loop, as one rank of their layouts.
 
-Real widths, tokens and pixels: memory is only counted. Dense models at their real depth; the MoE
-model with 4 of 48 layers, which would take minutes otherwise.
+Widths, tokens and pixels are real, because memory is only counted. Dense models have their real
+depth; the MoE model has 4 of 48 layers, because it would take minutes otherwise.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ TOLERANCE = 0.02  # of peak memory
 
 RECORDED_WITH = {"torch": "2.13", "te": "2.11"}
 
-# Waits of the host inside forward and backward that are known, by what their place begins with.
-# The alltoall dispatcher copies the number of tokens of each expert to the host; transfers between
-# pipeline stages are batched, after which Megatron synchronises the device.
+# Known host syncs inside forward and backward, by the beginning of their place.
+# The alltoall dispatcher copies the number of tokens of each expert to the host. Transfers between
+# pipeline stages are batched, and Megatron synchronises the device after them.
 DISPATCHER = "megatron/core/transformer/moe/token_dispatcher.py"
 TRANSFERS = "megatron/core/pipeline_parallel/p2p_communication.py"
 
@@ -99,7 +99,7 @@ PARAMS = [pytest.param(role, id=name, marks=marks(name)) for name, role in ROLES
 
 @pytest.fixture(scope="module", params=PARAMS)
 def rehearsed(request: pytest.FixtureRequest, rehearse: Rehearse) -> tuple[Role, Report]:
-    """Two iterations; an error in them fails every test below."""
+    """Run two iterations; an error in them fails every test below."""
     role = request.param
     return role, rehearse(role.script, *role.flags, **role.where, spec=role.spec)
 
@@ -132,8 +132,8 @@ def test_forward_and_backward_wait_for_nothing_unknown(rehearsed: tuple[Role, Re
 
 
 def test_nothing_else_waits_between_two_logged_steps(rehearsed: tuple[Role, Report]) -> None:
-    """Megatron's loop does: once a tensor for the gradient's norm without Apex, once a rank of the
-    world for ``--exit-signal-handler``, for success, norm, learning rate and the loss's scale."""
+    """Megatron's own loop does: for each tensor in the gradient's norm without Apex, for each rank
+    with ``--exit-signal-handler``, and for success, norm, learning rate and the loss's scale."""
     _, report = rehearsed
     inside = (FORWARD_BACKWARD, FINALIZE, LOG)
     waits = report.stage("iteration 2").waits
@@ -142,7 +142,7 @@ def test_nothing_else_waits_between_two_logged_steps(rehearsed: tuple[Role, Repo
 
 
 def test_peak_memory_is_what_it_was(rehearsed: tuple[Role, Report]) -> None:
-    """A change that is meant belongs into the table above."""
+    """The peaks are in the table above; change them there if a change is intended."""
     role, report = rehearsed
     if not torch.__version__.startswith(RECORDED_WITH[role.spec]):
         pytest.skip(
@@ -152,7 +152,7 @@ def test_peak_memory_is_what_it_was(rehearsed: tuple[Role, Report]) -> None:
 
 
 def test_export_out_of_a_running_job(rehearse: Rehearse, tmp_path: Path) -> None:
-    """``--save-hf`` as the only rank: several would all claim to hold the same slices."""
+    """``--save-hf`` works as the only rank; pretended others would claim the same slices."""
     tiny = write_tiny_checkpoint(tmp_path / "tiny", moe=True)
     out = tmp_path / "exported"
     flags = ("--seq-length", "1024", "--global-batch-size", "2", "--save-hf", str(out))
@@ -171,7 +171,7 @@ def test_a_rank_that_is_sent_its_batches_is_refused(workbench: Workbench, tmp_pa
 def test_a_later_stage_takes_patterns_that_select_nothing_of_it(
     workbench: Workbench, tmp_path: Path
 ) -> None:
-    """The tower is on the first stage, which is not there to say so."""
+    """The tower is on the first stage, which does not run and so cannot tell."""
     layout = ("--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "2")
     report = _tiny_rank(workbench, tmp_path, 1, *layout, "--freeze", "vision", "aligner")
     assert report.facts["without gradient"] == []
@@ -181,7 +181,7 @@ def test_a_later_stage_takes_patterns_that_select_nothing_of_it(
 def test_batches_wait_for_nothing_read_ahead_or_not(
     workers: int, workbench: Workbench, tmp_path: Path
 ) -> None:
-    """Torch's loader has pinned what this rank reads; copies run on a stream of their own."""
+    """Torch's loader pins what this rank reads, and copies run on a stream of their own."""
     flags = ("--num-workers", str(workers), "--train-iters", "3")
     report = _tiny_rank(workbench, tmp_path, 0, *flags)
     assert report.facts["batch"]["patches"] is not None
@@ -191,7 +191,7 @@ def test_batches_wait_for_nothing_read_ahead_or_not(
 
 
 def test_a_save_starts_no_process(workbench: Workbench, tmp_path: Path) -> None:
-    """Megatron's own starts one on each rank, which stays for ever once its rank is killed."""
+    """Megatron's own save starts one on each rank, which stays forever if its rank is killed."""
     save = tmp_path / "save"
     flags = _tiny_flags(tmp_path, "--tensor-model-parallel-size", "1", "--save", str(save))
     program = "tests.runtime.pretended.programs:processes_after_training"
