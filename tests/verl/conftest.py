@@ -1,4 +1,4 @@
-"""VERL on the CPU, and what Hugging Face expects of it.
+"""VERL on the CPU, and Hugging Face's numbers, which it must give.
 
 Every file here skips itself where VERL is not installed; ``make test-verl`` makes an environment
 that has it.
@@ -25,7 +25,7 @@ if find_spec("verl"):
 
 @dataclass(frozen=True)
 class Case:
-    """A checkpoint, samples for it, and what Hugging Face says of them."""
+    """A checkpoint, samples for it, and Hugging Face's numbers for them."""
 
     path: Path
     samples: list[Any]
@@ -34,7 +34,7 @@ class Case:
 
 @pytest.fixture(scope="session")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Case]:
-    """A case by kind of checkpoint and of samples, made once."""
+    """Return a function that gives a case by kind of checkpoint and of samples, made once."""
     made: dict[tuple[Any, ...], Case] = {}
 
     def make(kind: str = "dense", media: str = "images") -> Case:
@@ -53,7 +53,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Case]:
 
 @pytest.fixture(scope="session")
 def on_ranks() -> Callable[..., list[Any]]:
-    """``on_ranks(world_size, function, *args)``: what each rank returns."""
+    """Return ``on_ranks(world_size, function, *args)``, which gives what each rank returns."""
 
     def run(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         return run_layout(function, world_size, *args, timeout=240)

@@ -1,4 +1,4 @@
-"""Engines as VERL's workers build them, in float32, and what is done with one."""
+"""Engines built like VERL's workers build them, in float32, and steps with one."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def build(
     checkpoint: dict[str, Any] | None = None,
     optimizer: dict[str, Any] | None = None,
 ) -> Any:
-    """An initialised engine.
+    """Build and initialise an engine.
 
     Args:
         path: Hugging Face checkpoint.
         engine: fields of ``McoreEngineConfig``.
-        model: of ``HFModelConfig``.
+        model: fields of ``HFModelConfig``.
         kind: VERL's model type.
-        checkpoint, optimizer: of their configs.
+        checkpoint, optimizer: fields of their configs.
     """
     made = new(path, engine, model, kind=kind, checkpoint=checkpoint, optimizer=optimizer)
     made.initialize()
@@ -46,7 +46,7 @@ def new(
     checkpoint: dict[str, Any] | None = None,
     optimizer: dict[str, Any] | None = None,
 ) -> Any:
-    """As :func:`build`, not initialised."""
+    """Build an engine without initialising it; the arguments are :func:`build`'s."""
     from verl.workers.config import HFModelConfig, McoreCheckpointConfig
     from verl.workers.engine import EngineRegistry
 
@@ -72,7 +72,7 @@ def new(
 
 
 def engine_config(*, dtype: str = "bfloat16", **given: Any) -> Any:
-    """VERL's, which knows half precision alone, with any dtype."""
+    """Make VERL's engine config with any dtype; VERL's own allows half precision only."""
     from verl.workers.config import McoreEngineConfig
 
     class AnyDtype(McoreEngineConfig):
@@ -84,7 +84,7 @@ def engine_config(*, dtype: str = "bfloat16", **given: Any) -> Any:
 
 
 def optimizer_config(**given: Any) -> Any:
-    """VERL's, for a few steps of one rate."""
+    """Make VERL's optimizer config for a few steps with a constant learning rate."""
     from verl.workers.config import McoreOptimizerConfig
 
     schedule = {"lr_warmup_steps": 0, "total_training_steps": 10, "weight_decay": 0.0}
@@ -92,7 +92,7 @@ def optimizer_config(**given: Any) -> Any:
 
 
 def infer(engine: Any, samples: list[Sample], **options: Any) -> tuple[dict[str, Any], slice]:
-    """The outputs of this rank, {} where it has none, and of which samples."""
+    """Return this rank's outputs, {} if it has none, and the samples that they are for."""
     data, own = mine(batch(samples, **options), engine)
     with engine.eval_mode():
         out = engine.infer_batch(data)
@@ -100,19 +100,19 @@ def infer(engine: Any, samples: list[Sample], **options: Any) -> tuple[dict[str,
 
 
 def error(found: Any, expected: list[Tensor], *, shifted: bool) -> float:
-    """The largest difference.
+    """Return the largest difference.
 
     Args:
-        found: nested, one tensor a sample.
-        expected: by sample.
-        shifted: the last position says nothing.
+        found: nested tensor with one tensor for each sample.
+        expected: expected tensor of each sample.
+        shifted: whether the last position means nothing.
     """
     pairs = zip(found.unbind(), expected, strict=True)
     return max(float(((a[:-1] if shifted else a) - b).abs().max()) for a, b in pairs)
 
 
 def ppo_step(engine: Any, samples: list[Sample], expected: Any, **options: Any) -> dict[str, Any]:
-    """One step of VERL's own PPO loss; loss and metrics of this rank, if it has any."""
+    """Do one step with VERL's own PPO loss; return this rank's loss and metrics, if any."""
     from verl.workers.config import ActorConfig
     from verl.workers.utils.losses import ppo_loss
 
@@ -127,11 +127,11 @@ def ppo_step(engine: Any, samples: list[Sample], expected: Any, **options: Any) 
 
 
 def exported(engine: Any) -> dict[str, Tensor]:
-    """Copies of what a rollout is given."""
+    """Return copies of the tensors that a rollout receives."""
     return {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()[0]}
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    """Names of the tensors that are bitwise equal."""
+    """Return the names of the tensors that are equal bit for bit."""
     assert list(one) == list(other)
     return [name for name in one if torch.equal(one[name], other[name])]

@@ -14,7 +14,7 @@ os.environ["VERL_PLATFORM"] = "cpu-gloo"
 
 
 class _Device(types.ModuleType):
-    """``torch.cuda``, as the CPU backend has it, less what raises without a device."""
+    """``torch.cuda`` of the CPU backend, with replacements for what raises without a device."""
 
     mem_get_info = staticmethod(lambda device=None: (1, 1))
     empty_cache = staticmethod(lambda: None)
@@ -28,13 +28,13 @@ _DEVICE = _Device("cpu_device")
 
 
 def install() -> None:
-    """Register platform and engines; once, before anything else imports VERL."""
+    """Register platform and engines. Call it once, before anything else imports VERL."""
     assert cpu.installed()
     from verl.plugin.platform import PlatformRegistry
     from verl.plugin.platform.platform_cuda import PlatformCUDA
 
     class CpuPlatform(PlatformCUDA):
-        """Says "cpu" where VERL asks for the device."""
+        """A platform that answers "cpu" when VERL asks for the device."""
 
         device_name = "cpu"
         vendor_name = "none"
@@ -67,9 +67,9 @@ def install() -> None:
 
 
 def as_accelerator() -> None:
-    """Say "cuda" from now on in this process, so that VERL moves what it thinks is on a device.
+    """Answer "cuda" from now on in this process, so that VERL moves what it thinks is on a device.
 
-    Pinned memory, which needs one, is ordinary memory.
+    Pinned memory, which needs a device, is replaced by ordinary memory.
     """
     from verl.plugin.platform import get_platform
     from verl.workers.engine import EngineRegistry

@@ -17,11 +17,12 @@ from tests.verl.samples import TEMPERATURE, Sample, advantages
 
 @dataclass(frozen=True)
 class Expected:
-    """By sample: log-probabilities (s - 1,) of the next tokens, entropies (s,), hidden (s, H).
+    """Numbers by sample: next tokens' log-probabilities (s - 1,), entropies (s,), hidden (s, H).
 
     Attributes:
-        grad_norm: of VERL's vanilla PPO loss at ratio one, the mean over the tokens of responses.
-        frozen_norm: the same without the gradients of the vision tower and its mergers.
+        grad_norm: gradient norm of VERL's vanilla PPO loss at ratio one, a mean over the tokens of
+            responses.
+        frozen_norm: the same norm without the gradients of the vision tower and its mergers.
     """
 
     log_probs: list[Tensor]
@@ -59,7 +60,7 @@ def of(path: Path, samples: list[Sample]) -> Expected:
 
 
 def _kinds(ids: Tensor, a: Architecture) -> Tensor:
-    """0 for text, 1 for images, 2 for videos."""
+    """Return the kind of each token: 0 for text, 1 for images, 2 for videos."""
     return (ids == a.image_token_id).int() + 2 * (ids == a.video_token_id).int()
 
 

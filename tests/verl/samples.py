@@ -1,4 +1,4 @@
-"""Prompts with images or videos and responses, as VERL's trainer hands them to a worker."""
+"""Prompts with images or videos, and responses, in the form that VERL's trainer gives a worker."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mcore_qwen3vl.tiny.processor import SPECIAL_TOKENS
 
 TEMPERATURE = 1.3
 WIDTH = 9
-"""Responses are padded to this; prompts to the longest."""
+"""The length to which responses are padded; prompts are padded to the longest."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Prompt (p,) and response (r,), and what the processor made of the media."""
+    """A prompt (p,), a response (r,), and the processor's output for the media."""
 
     prompt: Tensor
     response: Tensor
@@ -32,12 +32,12 @@ class Sample:
 
 
 def make(path: Path, media: str = "images") -> list[Sample]:
-    """Four samples of distinct lengths.
+    """Make four samples of distinct lengths.
 
     Args:
-        path: checkpoint.
-        media: ``images``: two samples have one, of distinct shapes; ``videos``: one has a video of
-            two frames and one an image; ``text``: none.
+        path: checkpoint folder.
+        media: ``images``: two samples have one each, of distinct shapes; ``videos``: one sample has
+            a video of two frames and one an image; ``text``: no sample has any.
     """
     architecture = Architecture.from_hf(path)
     generator = torch.Generator().manual_seed(7)
@@ -79,17 +79,17 @@ def _sample(
 
 
 def advantages(samples: list[Sample]) -> Tensor:
-    """(samples, WIDTH)."""
+    """Draw advantages, (samples, WIDTH)."""
     return torch.randn(len(samples), WIDTH, generator=torch.Generator().manual_seed(1))
 
 
 def batch(samples: list[Sample], expected: Any = None, **options: Any) -> Any:
-    """A ``TensorDict`` after ``left_right_2_no_padding``.
+    """Make a ``TensorDict`` and apply ``left_right_2_no_padding`` to it.
 
     Args:
-        samples: of this batch.
-        expected: if given, ``old_log_probs`` are Hugging Face's.
-        options: non-tensor data of VERL; defaults: micro-batches of two, entropies.
+        samples: samples of this batch.
+        expected: Hugging Face's numbers, whose log-probabilities become ``old_log_probs``.
+        options: VERL's non-tensor data; by default micro-batches of two, with entropies.
     """
     from tensordict import TensorDict
     from tensordict.tensorclass import NonTensorData, NonTensorStack
@@ -135,7 +135,7 @@ def batch(samples: list[Sample], expected: Any = None, **options: Any) -> Any:
 
 
 def mine(data: Any, engine: Any) -> tuple[Any, slice]:
-    """This DP rank's part, and which samples it is."""
+    """Return this DP rank's part of the batch, and which samples it has."""
     from verl.utils import tensordict_utils
 
     size, rank = engine.get_data_parallel_size(), engine.get_data_parallel_rank()

@@ -1,4 +1,4 @@
-"""What VERL's engine does beside a step: routes, frozen parts, critics, offloading, its worker."""
+"""VERL's engine replays routes, freezes parts, trains critics, offloads, and runs in its worker."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RANKS = {"1": (1, {}), "tp2": (2, TP2), "pp2": (2, PP2), "cp2": (2, CP2), "dp2":
 
 
 def replayed(path: Path, layout: Any, samples: Any, expected: Any, mode: str) -> Any:
-    """Log-probabilities under recorded routes and under others, and a step under the others."""
+    """Return log-probabilities under recorded routes and others, and do a step under the others."""
     from verl.workers.config import EngineRouterReplayConfig
 
     engine = build(path, {"router_replay": EngineRouterReplayConfig(mode=mode), **layout})
@@ -61,7 +61,7 @@ def recorded_routes(engine: Any, samples: Any) -> list[Any]:
 
 
 def made_up_routes(samples: Any, architecture: Any) -> list[Any]:
-    """By sample (s, layers, top k): routes that no router would choose, distinct experts each."""
+    """Make routes that no router would choose: (s, layers, top k) distinct experts a sample."""
     generator = torch.Generator().manual_seed(3)
     layers, k = architecture.num_hidden_layers, architecture.num_experts_per_tok
     return [
@@ -90,7 +90,7 @@ def under(engine: Any, samples: Any, routes: list[Any]) -> Any:
 
 @pytest.mark.parametrize("mode", ["R2", "R3"])
 def test_router_replay(mode: str, case: Any, on_ranks: Any) -> None:
-    """Recorded routes give the log-probabilities back; others give others, the same everywhere."""
+    """Recorded routes repeat the log-probabilities; others change them alike in all layouts."""
     given = case("moe")
     layouts = {"1": (1, {}), "tp2ep2": (2, TP2 | EP2), "pp2": (2, PP2), "cp2": (2, CP2)}
     layouts |= {"pp2vpp2": (2, VPP2)} if mode == "R2" else {}
@@ -148,7 +148,7 @@ def test_frozen_routers(case: Any, on_ranks: Any) -> None:
 
 
 def critic(path: Path, layout: Any, samples: Any, expected: Any, folder: Path) -> Any:
-    """A critic's values before and after a step of VERL's value loss, and after loading."""
+    """Compare a critic's values before and after a step of VERL's value loss, and after loading."""
     from verl.workers.config import CriticConfig
     from verl.workers.utils.losses import value_loss
 
@@ -209,7 +209,7 @@ def test_value_head(kind: str, case: Any, on_ranks: Any, tmp_path: Path) -> None
 
 
 def offloaded(path: Path, layout: Any, samples: Any, expected: Any) -> Any:
-    """As on an accelerator, whose memory VERL frees between its phases."""
+    """Run like on an accelerator, whose memory VERL frees between its phases."""
     from tests.verl.platform import as_accelerator
 
     as_accelerator()
@@ -248,7 +248,7 @@ def test_offloading(name: str, case: Any, on_ranks: Any) -> None:
 
 
 def in_worker(path: Path, layout: Any, samples: Any, expected: Any) -> Any:
-    """VERL's ``TrainingWorker``, which a Ray actor holds in a cluster."""
+    """Run VERL's ``TrainingWorker``, which a Ray actor holds in a cluster."""
     from verl.utils import tensordict_utils
     from verl.workers.config import ActorConfig, HFModelConfig, TrainingWorkerConfig
     from verl.workers.engine_workers import TrainingWorker

@@ -1,4 +1,4 @@
-"""The ready configurations: whole for VERL's own classes, and nothing in them without a reason."""
+"""The ready configurations satisfy VERL's own classes, and every option has a reason."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_everything_written_is_explained(name: str) -> None:
 
 
 def as_its_worker_does(config: Any) -> None:
-    """What ``ActorRolloutRefWorker.init_model`` changes before it reads the reference's part."""
+    """Change what ``ActorRolloutRefWorker.init_model`` changes before it reads the reference."""
     ref = config.ref
     ref.ppo_mini_batch_size = config.actor.ppo_mini_batch_size
     ref.ppo_micro_batch_size = ref.pop("log_prob_micro_batch_size")

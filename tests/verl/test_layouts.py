@@ -1,4 +1,4 @@
-"""VERL's engine under every layout against HF: log-probabilities, PPO step, checkpoint."""
+"""VERL's engine equals HF under every layout: log-probabilities, PPO step, checkpoint."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "moe pp2": ("moe", 2, PP2),
 }
 LOGITS = {"use_fused_kernels": False}
-"""VERL's own way from all logits; without it, the chunked head's."""
+"""The option for VERL's own way, from all logits; without it the chunked head is used."""
 
 
 def one_cell(
     path: Path, layout: dict[str, Any], samples: Any, expected: Any, folder: Path
 ) -> dict[str, Any]:
-    """Everything of one layout on one rank."""
+    """Measure everything for one layout on one rank."""
     engine = build(path, layout)
     report: dict[str, Any] = {}
     out, own = infer(engine, samples)
@@ -91,9 +91,9 @@ def test_layout(name: str, case: Any, on_ranks: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", [{}, TP2], ids=["1", "tp2"])
 def test_bfloat16(layout: Any, case: Any, on_ranks: Any, tmp_path: Path) -> None:
-    """What real runs use: half precision, and an optimizer with float32 copies.
+    """Layouts also hold as in real runs: bfloat16, and an optimizer with float32 copies.
 
-    HF in bfloat16 is as far from HF in float32; wrong positions are 0.38 away.
+    HF in bfloat16 is equally far from HF in float32; wrong positions are 0.38 away.
     """
     given, engine = case(), {"dtype": "bfloat16", **layout}
     ranks = 2 if layout else 1
@@ -118,7 +118,7 @@ def weights_alone(path: Path, samples: Any, expected: Any, folder: Path) -> bool
     engine.load_checkpoint(str(folder / "start"), del_local_after_load=False)
     for group in engine.optimizer.param_groups:
         group["lr"] = 0.0
-    ppo_step(engine, samples, expected)  # writes the copies into the model
+    ppo_step(engine, samples, expected)  # this writes the copies into the model
     return moved and len(same(exported(engine), start)) == len(start)
 
 
@@ -128,7 +128,7 @@ def test_loading_weights_alone(case: Any, on_ranks: Any, tmp_path: Path) -> None
 
 
 def test_experts_are_handed_on_as_published(case: Any, on_ranks: Any) -> None:
-    """Whatever the checkpoint has: vLLM reads no other layout."""
+    """It is so for any layout of the checkpoint, because vLLM reads no other."""
 
     def shapes(path: Path) -> dict[str, tuple[int, ...]]:
         return {name: tuple(t.shape) for name, t in exported(build(path)).items()}
@@ -137,7 +137,7 @@ def test_experts_are_handed_on_as_published(case: Any, on_ranks: Any) -> None:
 
 
 def published_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """What a rollout expects: the names and shapes of the published checkpoint."""
+    """Return what a rollout expects: the names and shapes of the published checkpoint."""
     from safetensors import safe_open
 
     with safe_open(path / "model.safetensors", "pt") as file:
@@ -189,7 +189,7 @@ def test_media(media: str, layout: Any, case: Any, on_ranks: Any) -> None:
 def test_control_with_positions_of_text_fails(
     case: Any, on_ranks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The comparison notices what users of other stacks hit: images counted like text."""
+    """The comparison notices a mistake known from other stacks: images counted like text."""
     from mcore_qwen3vl.verl import model
 
     def counted(a: Any, ids: Any, images: Any, videos: Any, valid: Any, bounds: Any) -> Any:

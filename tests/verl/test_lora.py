@@ -1,4 +1,4 @@
-"""LoRA under VERL: the reference, merged weights for the rollout, checkpoints of adapters."""
+"""LoRA under VERL has the right reference, merged weights for rollouts, and checkpoints."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CASES = {
 
 
 def lora_run(path: Path, layout: Any, given: Any, samples: Any, expected: Any, folder: Path) -> Any:
-    """Two steps with a checkpoint between, and what the rollout is given."""
+    """Do two steps with a checkpoint between, and report what the rollout receives."""
     engine = build(path, layout, {"lora": LORA | given})
     first = ppo_step(engine, samples, expected)
     trained = bits(engine)
@@ -59,7 +59,7 @@ def lora_run(path: Path, layout: Any, given: Any, samples: Any, expected: Any, f
 
 
 def bits(engine: Any) -> dict[str, torch.Tensor]:
-    """Copies of every parameter of this rank."""
+    """Return copies of every parameter of this rank."""
     return {
         f"{number}.{name}": parameter.detach().clone()
         for number, chunk in enumerate(engine.module)
@@ -88,7 +88,7 @@ def test_lora(name: str, case: Any, on_ranks: Any, tmp_path: Path) -> None:
     assert report["base"] < TOLERANCE, "the reference is not the base model"
     assert report["adapted"] > 100 * TOLERANCE
 
-    # What was handed on is what `lora merge` makes of the adapter that was saved.
+    # The rollout received what `lora merge` makes from the saved adapter.
     adapter = tmp_path / "step" / "model" / "huggingface"
     assert (adapter / "adapter_config.json").exists()
     merged = tmp_path / "merged"

@@ -1,4 +1,4 @@
-"""What is refused, by its name in VERL's configuration; and which engine VERL chooses."""
+"""Unsupported options are refused by their VERL names, and VERL chooses the right engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ASKING: dict[str, dict[str, Any]] = {
     "model.tiled_mlp.enabled": {"model": {"tiled_mlp": {"enabled": True}}},
     "model.enable_activation_offload": {"model": {"enable_activation_offload": True}},
     "model.override_config": {"model": {"override_config": {"num_hidden_layers": 2}}},
-    "model.hf_config_path": {},  # below: it needs a second folder
+    "model.hf_config_path": {},  # it needs a second folder, so it has a test below
     "optim.optimizer": {"optimizer": {"optimizer": "muon"}},
     "checkpoint.async_save": {"checkpoint": {"async_save": True}},
     "checkpoint.mbridge_config": {"checkpoint": {"mbridge_config": {"memory_efficient": True}}},

@@ -1,7 +1,7 @@
-"""Checkpoints that vLLM takes, prompts of every kind, and what vLLM makes of them.
+"""Checkpoints that vLLM can serve, prompts of every kind, and vLLM's results for them.
 
 Every file here skips itself where vLLM is not installed; ``make test-vllm`` makes an environment
-that has it. vLLM runs in processes of their own.
+that has it. vLLM runs in separate processes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from tests.data.conftest import write_png, write_video
 
 
 def write_servable(path: Path, kind: str) -> Path:
-    """A Hugging Face checkpoint of `kind`: dense, tied or moe."""
+    """Write a Hugging Face checkpoint of `kind`: dense, tied or moe."""
     return write_tiny_checkpoint(path, moe=kind == "moe", tie=kind == "tied", text=SERVABLE)
 
 
 def environment() -> dict[str, str]:
-    """Of a process with vLLM: no network, and little memory."""
+    """Return the environment of a process with vLLM: no network, and little memory."""
     return os.environ | {
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -38,10 +38,10 @@ def environment() -> dict[str, str]:
 
 
 def in_process(script: str, *arguments: Path) -> None:
-    """Run a script of this folder.
+    """Run a script of this folder in its own process.
 
     Raises:
-        RuntimeError: it failed; with the end of what it said.
+        RuntimeError: the script failed; the message is the end of its error output.
     """
     command = [sys.executable, Path(__file__).parent / script, *arguments]
     variables = environment() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # errors reach the script
@@ -54,7 +54,7 @@ def in_process(script: str, *arguments: Path) -> None:
 
 @dataclass(frozen=True)
 class Made:
-    """A model in both forms: ours, and what was exported from it."""
+    """A model in both forms: our checkpoint, and the export from it."""
 
     mcore: Path
     exported: Path
@@ -62,7 +62,7 @@ class Made:
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
-    """A model by kind, made once."""
+    """Return a function that gives the model of a kind, made once."""
     made: dict[str, Made] = {}
 
     def make(kind: str) -> Made:
@@ -78,19 +78,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One user turn: parts in Hugging Face's form, with paths; and an answer to score."""
+    """One user turn, with parts in Hugging Face's form and paths, and an answer to score."""
 
     parts: list[dict[str, str]]
     answer: str
 
     @property
     def conversation(self) -> list[dict[str, Any]]:
-        """As `generate` and data sets have it."""
+        """The conversation in the form of `generate` and data sets."""
         return [{"role": "user", "content": self.parts}]
 
     @property
     def openai(self) -> list[dict[str, Any]]:
-        """As OpenAI's clients have it."""
+        """The conversation in the form of OpenAI's clients."""
         content = [
             part
             if part["type"] == "text"
@@ -103,7 +103,7 @@ class Prompt:
 
 @pytest.fixture(scope="session")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Prompt]:
-    """One prompt of each kind."""
+    """Return one prompt of each kind."""
     folder = tmp_path_factory.mktemp("media")
     sizes = [(24, 40), (50, 31), (64, 64)]
     images = [
@@ -132,7 +132,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Prompt]:
 def in_vllm(
     tmp_path_factory: pytest.TempPathFactory, prompts: dict[str, Prompt]
 ) -> Callable[..., dict[str, Any]]:
-    """``in_vllm(checkpoint, adapters, **options)``: what `engine.py` finds for all prompts."""
+    """Return ``in_vllm(checkpoint, adapters, **options)``: it runs `engine.py` on all prompts."""
 
     def run(
         checkpoint: Path,

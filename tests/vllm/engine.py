@@ -1,11 +1,12 @@
-"""Run vLLM on the CPU over prompts with pictures and videos; a process of its own.
+"""A program that runs vLLM on the CPU over prompts with images and videos.
 
     python engine.py JOB RESULT
 
 JOB is a JSON file with ``model``, ``options`` of ``vllm.LLM``, ``adapters`` (directories by name;
-null: without) and ``prompts``: by name a conversation and the answer to score. RESULT gets for each
-adapter and prompt its tokens, the greedy ones after it and, if ``score`` is true, tokens and
-log-probabilities of conversation and answer; or, for an adapter that vLLM refuses, its error.
+null: none) and ``prompts`` (by name, a conversation and the answer to score). RESULT gets, for each
+adapter and prompt, the prompt's tokens, the greedy ones after it and, if ``score`` is true, tokens
+and log-probabilities of conversation and answer. For an adapter that vLLM refuses, it gets the
+error.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def main(job_file: str, result_file: str) -> None:
 
 
 def answers(engine: Any, prompts: dict[str, Any], adapter: Any) -> dict[str, Any]:
-    """Tokens of the prompt and greedy ones after it, by prompt."""
+    """Return the tokens of each prompt and the greedy ones after it, by prompt."""
     from vllm import SamplingParams
 
     greedy = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
@@ -64,7 +65,7 @@ def answers(engine: Any, prompts: dict[str, Any], adapter: Any) -> dict[str, Any
 
 
 def scores(engine: Any, prompts: dict[str, Any], adapter: Any) -> dict[str, Any]:
-    """Tokens and log-probabilities of conversation and answer, by prompt."""
+    """Return tokens and log-probabilities of conversation and answer, by prompt."""
     from vllm import SamplingParams
 
     scoring = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
@@ -76,7 +77,7 @@ def scores(engine: Any, prompts: dict[str, Any], adapter: Any) -> dict[str, Any]
     return {
         name: {
             "token_ids": list(output.prompt_token_ids),
-            # Nothing comes before the first token, which has none.
+            # The first token has no log-probability, because nothing comes before it.
             "log_probs": [
                 float(found[token].logprob)
                 for token, found in zip(

@@ -1,9 +1,9 @@
-"""Load tensors into vLLM's own model on the CPU, through its own loader; a process of its own.
+"""A program that loads tensors into vLLM's own model on the CPU, by vLLM's own loader.
 
     python load.py CHECKPOINT TENSORS RESULT [TENSORS RESULT]...
 
-Builds the model of CHECKPOINT. For each pair of files it fills its parameters with NaN, hands it
-the tensors of the file TENSORS one by one, and writes its parameters to the file RESULT.
+It builds the model of CHECKPOINT. For each pair of files, it fills the model's parameters with
+NaN, gives it the tensors of the file TENSORS one by one, and writes its parameters to RESULT.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What our own commands say of the prompts that vLLM is given, and how far vLLM is from it."""
+"""Results of our own commands for vLLM's prompts, and how far vLLM's are from them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.vllm.conftest import Prompt
 from tests.vllm.engine import NEW_TOKENS
 
 TOLERANCE = 16 * 2.0**-23
-"""Of a log-probability, relative to the largest one of the answer: sixteen roundings of float32. It
-is a sum of logits of that size, which vLLM's kernels add up in another order than ours."""
+"""The largest error of a log-probability, relative to the answer's largest: sixteen roundings of
+float32. It is a sum of logits of that size, which vLLM's kernels add in another order than ours."""
 
 
 def tokens(checkpoint: Path, prompts: dict[str, Prompt]) -> dict[str, list[int]]:
-    """Those of each prompt, with images and videos."""
+    """Return the tokens of each prompt, those of images and videos included."""
     architecture, processor = Architecture.from_hf(checkpoint), load_processor(checkpoint)
     found = {}
     for name, prompt in prompts.items():
@@ -35,7 +35,7 @@ def tokens(checkpoint: Path, prompts: dict[str, Prompt]) -> dict[str, list[int]]
 def scored(
     checkpoint: Path, prompts: dict[str, Prompt], folder: Path, **options: Any
 ) -> dict[str, Any]:
-    """What ``score`` writes of each prompt's answer."""
+    """Return what ``score`` writes for each prompt's answer."""
     data, out = folder / "data.jsonl", folder / "scores.jsonl"
     records = [
         {"messages": [*p.conversation, {"role": "assistant", "content": p.answer}]}
@@ -48,7 +48,7 @@ def scored(
 
 
 def answered(checkpoint: Path, prompts: dict[str, Prompt], **options: Any) -> dict[str, Generation]:
-    """What ``generate`` answers, greedily."""
+    """Return the greedy answers of ``generate``."""
     greedy = {"temperature": 0.0, "max_new_tokens": NEW_TOKENS}
     conversations = [prompt.conversation for prompt in prompts.values()]
     answers = run(Asked(checkpoint, conversations, options=greedy, **options), on_cpu=True)
@@ -57,7 +57,7 @@ def answered(checkpoint: Path, prompts: dict[str, Prompt], **options: Any) -> di
 
 @dataclass(frozen=True)
 class Difference:
-    """Of the log-probabilities of an answer: the largest, and what it is relative to."""
+    """The largest difference in an answer's log-probabilities, and the scale to divide it by."""
 
     absolute: float
     scale: float
@@ -68,7 +68,7 @@ class Difference:
 
 
 def differences(found: dict[str, Any], ours: dict[str, Any]) -> dict[str, Difference]:
-    """By prompt, whose answers must have the same tokens."""
+    """Return the difference of each prompt; check that answers have the same tokens."""
     result = {}
     for name, expected in ours.items():
         count = expected["tokens"]

@@ -1,4 +1,4 @@
-"""vLLM serves what is exported: it scores and answers as we do, whatever the prompt holds."""
+"""vLLM serves our exports: it scores and answers any kind of prompt as we do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rollout is handed, given to vLLM's own loader: it takes every name and every shape."""
+"""vLLM's own loader takes every name and shape of what a rollout receives."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.vllm.conftest import in_process, write_servable
 
 
 def export(path: Path, layout: Layout, expert_layout: Any, target: Path) -> None:
-    """What ``get_per_tensor_param`` gives, from a sharded model into one file."""
+    """Write what ``get_per_tensor_param`` gives, from a sharded model, into one file."""
     initialize(layout)
     chunks = build_chunks(Architecture.from_hf(path), layout)
     load_hf(chunks, path)
@@ -33,7 +33,7 @@ def export(path: Path, layout: Layout, expert_layout: Any, target: Path) -> None
 
 
 def in_vllm(checkpoint: Path, *files: Path) -> list[dict[str, Tensor]]:
-    """What the parameters of vLLM's model are after it was handed each of `files`."""
+    """Return the parameters of vLLM's model after it has loaded each of `files`."""
     results = [file.with_suffix(".got") for file in files]
     pairs = [path for pair in zip(files, results, strict=True) for path in pair]
     in_process("load.py", checkpoint, *pairs)

@@ -1,3 +1,3 @@
-"""Tiny checkpoints as the converters' tests have them, written without waiting for the disk."""
+"""The converters' tiny checkpoints, written without waiting for the disk."""
 
 from tests.converters.conftest import _no_fsync, tiny  # noqa: F401

@@ -1,4 +1,4 @@
-"""Adapters through a sharded model, bit for bit; a factor that is cut wrongly is named."""
+"""Adapters pass through a sharded model bit for bit, and a wrongly cut factor is named."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_every_tensor_comes_back(
 def test_experts_in_another_order_would_be_seen(
     moe: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """B with its columns expert by expert on the way out, as other tools have it."""
+    """The report fails if the export orders B's columns expert by expert, as other tools do."""
     parts = export.factor_parts
 
     def contiguous(models: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The comparison finds one flipped bit anywhere, and says what differs."""
+"""The comparison finds one flipped bit anywhere, and names what differs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The manifest holds true checksums of the Hugging Face side, and checking finds any change."""
+"""The manifest holds the right checksums of the HF tensors, and its check finds any change."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def failed(path: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def mcore(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An mcore checkpoint of the case ``moe``; read-only."""
+    """Return an mcore checkpoint of the case ``moe``; read-only."""
     path = tmp_path_factory.mktemp("manifest") / "mcore"
     hf_to_mcore(tiny("moe"), path)
     return path
@@ -106,7 +106,7 @@ def test_it_says_what_was_converted(tiny: Tiny, tmp_path: Path) -> None:
 def test_one_value_is_found(
     tiny: Tiny, mcore: Path, tmp_path: Path, name: str, place: tuple[int, ...]
 ) -> None:
-    """The weights differ from those that the manifest was written for in one bit of one tensor."""
+    """It is found if one tensor differs in one bit from what the manifest was written for."""
     source = copy(tiny("moe"), tmp_path / "source")
     tensors = load(source)
     tensors[name].view(torch.int32)[place] ^= 1

@@ -1,4 +1,4 @@
-"""Our training curve is Hugging Face's: a few steps of `python -m mcore_qwen3vl.verify.curves`."""
+"""A few steps of `python -m mcore_qwen3vl.verify.curves` show Hugging Face's training curve."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_loss_and_gradient_norm_are_those_of_a_plain_hf_loop(
     checkpoint = moe if is_moe else dense
     job = replace(cases(is_moe)[name], checkpoint=checkpoint, data=data, steps=STEPS)
     ours, theirs = curve_of(train(job, tmp_path, timeout=120)), hf_curve(job)
-    assert theirs[-1].loss < theirs[0].loss - 0.5  # it does learn
+    assert theirs[-1].loss < theirs[0].loss - 0.5  # the model does learn
     difference = worst_difference(ours, theirs)
     assert difference.loss <= TOLERANCE
     assert difference.grad_norm <= TOLERANCE

@@ -5,5 +5,5 @@ from mcore_qwen3vl.verify.parity.matrix import Matrix
 
 @pytest.fixture(scope="session")
 def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
-    """Tiny checkpoints and references, each made once a session."""
+    """Return the layout matrix; it makes each tiny checkpoint and reference once a session."""
     return Matrix(tmp_path_factory.mktemp("parity"))

@@ -22,7 +22,7 @@ def test_a_batch_is_what_its_name_says(architecture, name, multiple):
         assert micro.input_ids.shape[1] % multiple == 0
         assert micro.labels.shape == micro.loss_mask.shape == micro.input_ids.shape
         assert micro.position_ids.shape == (3, *micro.input_ids.shape)
-        if micro.visual is not None:  # time, height and width differ from one another
+        if micro.visual is not None:  # then time, height and width differ from one another
             time, height, width = micro.position_ids
             assert (time != height).any()
             assert (time != width).any()

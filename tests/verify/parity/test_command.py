@@ -1,4 +1,4 @@
-"""``mcore-qwen3vl verify parity``: its layout flags, reports and exit codes."""
+"""``mcore-qwen3vl verify parity`` has the right layout flags, reports and exit codes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_layout_that_cannot_be(matrix: Matrix, capsys: Any) -> None:
 def test_the_te_spec_is_given_no_padding_on_the_left(
     matrix: Matrix, capsys: Any, monkeypatch: Any
 ) -> None:
-    """On a GPU an assertion of the device would end it, and what had been compared is lost."""
+    """On a GPU, a device assertion would end the command and lose what had been compared."""
     path = matrix.reference("dense").path
     named: list[str] = []
 
@@ -88,7 +88,7 @@ def test_progress_counts_every_pass_of_both_models(matrix: Matrix, dtype: Any) -
         shown.append(total)
         yield shown.append
 
-    layout, batches = Layout(pp=2), ["text", "ragged"]  # uneven ones run by themselves
+    layout, batches = Layout(pp=2), ["text", "ragged"]  # uneven batches run by themselves
     path = matrix.reference("dense").path
     comparison.verify_parity(path, layout, batches, gradients=False, dtype=dtype, progress=progress)
     total = shown[0]

@@ -1,4 +1,4 @@
-"""Every kind of target under every kind of parallelism: all that trains equals PEFT's."""
+"""All that trains equals PEFT's, for every kind of target and of parallelism."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FAST = {
     "moe ep2xdp2 LoRA: experts",
     "moe pp2xvpp2 LoRA: router",
 }
-"""With `test_lora_rules`, one of each rule; `make test-all` and `make parity` run all rows."""
+"""With `test_lora_rules`, one row for each rule; `make test-all` and `make parity` run all rows."""
 
 ROWS = [
     pytest.param(row, marks=() if str(row) in FAST else pytest.mark.slow, id=str(row))
@@ -44,7 +44,7 @@ def test_equals_peft(matrix: Matrix, row: MatrixRow) -> None:
     compared = {finding.name for finding in report.findings if finding.part == "gradients"}
     factors = {f"{name}.{factor}" for name in adapter.factors for factor in ("lora_A", "lora_B")}
     assert factors <= compared
-    # Beside the factors only what is trained whole has gradients; experts are compared one by one.
+    # Besides factors, only what is trained whole has gradients; experts are compared one by one.
     rest = {name.partition("[")[0] for name in compared - factors}
     tied = {"lm_head.weight"} if row.model == "tied" else set()
     assert rest == set(adapter.saved) - set(adapter.factors) - tied

@@ -1,6 +1,6 @@
-"""Each gradient rule of LoRA bites: with the mistake made on purpose, the comparison fails.
+"""Each gradient rule of LoRA matters: if it is broken deliberately, the comparison fails.
 
-Ranks are forked from this process, so what is replaced here is replaced there.
+Ranks are forked from this process, so a function replaced here is replaced there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mcore_qwen3vl.verify.report.result import Report
 pytestmark = pytest.mark.slow
 
 FAR_OFF = 1e-2
-"""Far above the tolerance: each mistake is a gross one, and is seen as such."""
+"""Far above the tolerance, because each of the mistakes is a gross one."""
 
 
 def worst(report: Report, part: str, name: str = "") -> float:
@@ -33,7 +33,7 @@ def row(model: str, layout: str, lora: str, batch: str = "image", **options: Any
 
 
 def marking(monkeypatch: Any, cut: int | None, expert: bool, mark: str, value: Any) -> None:
-    """Set one mark of all factors of one kind of linear otherwise than it should be."""
+    """Set one mark of all factors of one kind of linear to a wrong value."""
     original = kinds.Kind.mark
 
     def wrong(self: kinds.Kind, pair: Pair, weight: Any) -> None:
@@ -50,7 +50,7 @@ def test_the_product_with_a_is_copied_into_tp(matrix: Matrix, monkeypatch: Any) 
     monkeypatch.setattr(regions, "column", lambda group, linear: regions.local)
     report = matrix.run(row("dense", "tp2", "mixed ranks"))
     assert worst(report, "gradients", "q_proj.weight.lora_A") > FAR_OFF
-    assert worst(report, "gradients", "down_proj.weight.lora_B") > FAR_OFF  # of a wrong input
+    assert worst(report, "gradients", "down_proj.weight.lora_B") > FAR_OFF  # its input is wrong
     assert worst(report, "logits") < 2e-5
 
 
@@ -71,7 +71,7 @@ def test_b_beside_a_row_is_summed_over_tp(matrix: Matrix, monkeypatch: Any) -> N
 
 
 def test_the_gathered_product_is_summed_backwards(matrix: Matrix, monkeypatch: Any) -> None:
-    """The ranks' rows of B each give a part of the gradient of x A^T."""
+    """Each rank's rows of B give a part of the gradient of x A^T, so the parts must be summed."""
 
     def column(group: Any, linear: Any) -> Any:
         def slicing(x: Any) -> Any:
@@ -98,7 +98,7 @@ def test_a_cut_factor_is_counted_on_every_rank(matrix: Matrix, monkeypatch: Any)
 def test_vision_factors_are_reduced_as_the_tower(
     matrix: Matrix, monkeypatch: Any, layout: str
 ) -> None:
-    """Frames are divided over TP: a rank's gradient is a part, or without SP twice a part."""
+    """Frames are divided over TP: a rank's gradient is a part, or twice a part without SP."""
     for mark in ("sequence_parallel", "average_gradients_across_tp_domain"):
         marking(monkeypatch, None, False, mark, False)
     report = matrix.run(row("dense", layout, "everything"))
@@ -132,7 +132,7 @@ def test_whole_expert_factors_are_summed_over_etp(matrix: Matrix, monkeypatch: A
 
 
 def test_etp_cuts_gate_and_up_rows_apart(matrix: Matrix, monkeypatch: Any) -> None:
-    """Half of the fused rows would be gate's alone."""
+    """If ETP cut the fused rows in half, one half would be gate's alone."""
     joined = attach._joined
 
     def halves(rows: Any) -> Any:
@@ -148,7 +148,7 @@ def test_etp_cuts_gate_and_up_rows_apart(matrix: Matrix, monkeypatch: Any) -> No
 
 
 def test_gathered_factors_are_waited_for(matrix: Matrix, monkeypatch: Any) -> None:
-    """With overlap a factor that is read without calling its owner is the one before the step."""
+    """With overlap, a factor read without calling its owner has its value before the step."""
     monkeypatch.setattr(
         site.Site,
         "_factors",

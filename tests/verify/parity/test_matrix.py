@@ -1,4 +1,4 @@
-"""Every layout and every batch kind: logits, loss, gradients and an optimizer step equal HF's."""
+"""Logits, loss, gradients and an optimizer step equal HF's in every layout and kind of batch."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ FAST = {
     "moe ep2xdp2 patterns frozen, overlap",
     "moe-all tp2xep2+sp bf16",
 }
-"""Each kind of parallelism, model and option once, mostly in the layout that has the most of them;
-the others are parts of these, or the same with other batches. `make parity` runs all rows."""
+"""Rows with each kind of parallelism, model and option once, mostly in the layout with the most.
+The other rows are parts of these, or the same with other batches. `make parity` runs all rows."""
 
 ROWS = [
     pytest.param(row, id=str(row), marks=() if str(row) in FAST else pytest.mark.slow)
@@ -70,7 +70,7 @@ def test_fast_rows_have_every_model_batch_and_option() -> None:
     assert {batch for row in fast for batch in row.batches} == set(RECIPES)
     assert {name for row in fast for name in row.options} == {
         name for row in MATRIX for name in row.options if name != "compile_pointwise"
-    }  # half a minute in the C++ compiler
+    }  # compile_pointwise takes half a minute in the C++ compiler
     for name in ("tp", "pp", "vpp", "cp", "ep", "etp", "dp"):
         assert any(getattr(Layout.parse(row.layout), name) > 1 for row in fast), name
 

@@ -1,9 +1,9 @@
-"""The router's auxiliary losses against Hugging Face's, where the two define the same thing.
+"""The router's auxiliary losses equal Hugging Face's, where the two define the same.
 
-HF's ``load_balancing_loss_func`` multiplies, over the tokens of all layers together, the share of
-choices by the mean probability; Megatron does so for each layer. With one MoE layer they are the
-same up to a factor of top-k, which Megatron divides by. For one sample a micro-batch the tokens are
-the same too. In per-token mode Megatron weighs a micro-batch's loss with its tokens.
+HF's ``load_balancing_loss_func`` multiplies the share of choices by the mean probability over the
+tokens of all layers together; Megatron does so for each layer. With one MoE layer they are equal
+up to a factor of top-k, by which Megatron divides. With one sample a micro-batch, the tokens are
+the same, too. In per-token mode Megatron weights a micro-batch's loss by its tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mcore_qwen3vl.verify.parity.reference import Reference
 from tests.turns import slow_except
 
 AUX, Z = 0.3, 0.05
-"""Far above practice, so that an error in them is an error in the gradients."""
+"""Coefficients far above those in use, so that an error in a loss shows in the gradients."""
 
 
 class WithRouterLosses(Reference):
@@ -78,9 +78,9 @@ def test_the_balancing_loss_is_hugging_faces(one_moe_layer, layout):
 
 @pytest.mark.parametrize("layout", ["tp2+sp", "cp2xep2"])
 def test_the_balancing_loss_weighs_a_ranks_own_tokens(one_moe_layer, layout, monkeypatch):
-    """Training always has a padding mask; here one without padding, so that HF has the same loss.
+    """It does so with a padding mask, as in training; here nothing is padded, as HF requires.
 
-    Megatron took the number of the whole TP x CP group's tokens for a rank's own.
+    Megatron took the number of tokens of the whole TP x CP group for the rank's own.
     """
     arguments = Engine._arguments
 
@@ -99,7 +99,7 @@ def test_the_z_loss_is_the_mean_squared_logsumexp(one_moe_layer, layout):
 
 @pytest.mark.parametrize("layout", slow_except(["single", "tp2+sp", "cp2xep2"], "cp2xep2"))
 def test_padding_has_no_part_in_the_z_loss(one_moe_layer, layout):
-    """Neither beside a sample nor at the tail of a pack."""
+    """This holds for padding beside a sample and at the tail of a pack."""
     run(one_moe_layer, layout, 0.0, Z, ["padded", "padded-left", "packed"]).require()
 
 
@@ -121,7 +121,7 @@ def test_a_wrong_coefficient_would_be_seen(one_moe_layer, loss):
 
 
 def test_several_layers_are_balanced_one_by_one(tmp_path):
-    """The documented difference: HF averages over the layers first, so the sums differ."""
+    """The documented difference holds: HF averages over the layers first, so the sums differ."""
     path = write_tiny_checkpoint(tmp_path / "two", moe=True, text={"mlp_only_layers": [0, 1]})
     report = run(path, "single", AUX, 0.0, ["mixed"])
     assert not report.ok

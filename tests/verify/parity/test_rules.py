@@ -1,7 +1,7 @@
-"""Each gradient rule bites: with the mistake made on purpose, the comparison fails.
+"""Each gradient rule matters: if it is broken deliberately, the comparison fails.
 
-The mistakes are those that other implementations made; see which part they show in. Ranks are
-forked from this process, so what is replaced here is replaced there.
+Other implementations made these mistakes; each test says in which part they show. Ranks are
+forked from this process, so a function replaced here is replaced there.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from mcore_qwen3vl.verify.parity.matrix import UNIFORM, Matrix, MatrixRow
 from mcore_qwen3vl.verify.report.result import Report
 
 FAR_OFF = 1e-2
-"""Far above the tolerance: each mistake is a gross one, and is seen as such."""
+"""Far above the tolerance, because each of the mistakes is a gross one."""
 
 HANGS = 5.0
-"""Seconds to wait for ranks that may wait for one another for ever; right ones need half of one."""
+"""Seconds to wait for ranks that may hang; correct ones need half a second."""
 
 
 def worst(report: Report, part: str, name: str = "") -> float:
@@ -36,7 +36,7 @@ def worst(report: Report, part: str, name: str = "") -> float:
 
 
 def test_vision_replicated_over_tp_without_a_sum(matrix: Matrix, monkeypatch: Any) -> None:
-    """DeepStack rows of an SP rank give part of the vision gradient: it must be summed over TP."""
+    """An SP rank's DeepStack rows give a part of the vision gradient, to be summed over TP."""
     build = vision.VisionTower.__init__
 
     def unmarked(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -51,7 +51,7 @@ def test_vision_replicated_over_tp_without_a_sum(matrix: Matrix, monkeypatch: An
 
 
 def test_deepstack_by_gathering_adding_and_scattering(matrix: Matrix, monkeypatch: Any) -> None:
-    """Each TP rank does the same work on gathered states; a summing backward counts it TP times."""
+    """TP ranks do the same work on gathered states, which a summing backward counts TP times."""
     add = fusion.DeepStack.add_to
 
     def gathered(self: Any, index: int, hidden: torch.Tensor) -> torch.Tensor:
@@ -97,7 +97,7 @@ def test_features_placed_batch_first(matrix: Matrix, monkeypatch: Any) -> None:
 
 @pytest.mark.usefixtures("impatient")
 def test_a_rank_without_image_that_skips_the_tower(matrix: Matrix, monkeypatch: Any) -> None:
-    """With overlap, reductions of the tower's gradients wait for every parameter to be used."""
+    """The ranks hang: with overlap, reductions wait until every parameter of the tower is used."""
     encode = vision.VisionTower.forward
 
     def skipping(self: Any, visual: Any) -> Any:
@@ -115,8 +115,8 @@ def test_a_rank_without_image_that_skips_the_tower(matrix: Matrix, monkeypatch: 
 def test_padding_that_the_router_counts(matrix: Matrix, monkeypatch: Any) -> None:
     """The tail of a pack changes the balancing loss unless it is masked.
 
-    Megatron balances a whole pack, for which Hugging Face has no counterpart: what is compared are
-    the errors with and without the mask. The z-loss has one, see ``test_router_losses``.
+    Megatron balances a whole pack, for which Hugging Face has no counterpart, so the errors with
+    and without the mask are compared. The z-loss has a counterpart, see ``test_router_losses``.
     """
     row = MatrixRow("moe", "single", ("packed",), {"config": {"moe_aux_loss_coeff": 0.3}})
 
@@ -134,7 +134,7 @@ def test_padding_that_the_router_counts(matrix: Matrix, monkeypatch: Any) -> Non
 
 
 def test_samples_of_a_pack_that_see_one_another(matrix: Matrix, monkeypatch: Any) -> None:
-    """The bounds are lost: the pack is one sample."""
+    """Errors show if the bounds are lost, so that the pack is one sample."""
     of = attention.PackedSequence.of.__func__
 
     def unbounded(cls: Any, *arguments: Any) -> Any:
@@ -146,7 +146,7 @@ def test_samples_of_a_pack_that_see_one_another(matrix: Matrix, monkeypatch: Any
 
 
 def test_recompute_that_drops_deepstack(matrix: Matrix, monkeypatch: Any) -> None:
-    """Layers run inside a checkpointed region must get the features too."""
+    """Layers run inside a checkpointed region must receive the features, too."""
     recompute = transformer_block.checkpointed_forward
 
     def dropping(*args: Any, **kwargs: Any) -> Any:
@@ -160,7 +160,7 @@ def test_recompute_that_drops_deepstack(matrix: Matrix, monkeypatch: Any) -> Non
 
 
 def test_features_that_do_not_travel(matrix: Matrix, monkeypatch: Any) -> None:
-    """DeepStack layers on later pipeline stages."""
+    """Errors show if features do not reach DeepStack layers on later pipeline stages."""
 
     def forgetting(self: Any, seq_len: int, plan: Any) -> Any:
         received = layer.unpack_features(
@@ -180,7 +180,7 @@ def test_features_that_do_not_travel(matrix: Matrix, monkeypatch: Any) -> None:
 def test_an_interleaved_pipeline_needs_overlapped_transfers(
     matrix: Matrix, monkeypatch: Any
 ) -> None:
-    """On gloo they would pair up wrongly, in silence; so it is refused."""
+    """It is refused without them, because on gloo transfers would silently pair up wrongly."""
     config = {"overlap_p2p_comm": False, "batch_p2p_comm": True}
     row = MatrixRow("dense", "pp2xvpp2", ("text",), {"config": config})
     with pytest.raises(BadInput, match="VPP 2 without overlap_p2p_comm gives wrong results"):

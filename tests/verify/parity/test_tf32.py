@@ -1,4 +1,4 @@
-"""Parity in float32 where products may be in TF32, as in NVIDIA's containers."""
+"""Parity multiplies in float32 even where TF32 is allowed, as in NVIDIA's containers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.verify.parity.tf32 import TF32
 
 @pytest.fixture
 def container(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As with ``TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1``; ranks are forked from here."""
+    """Simulate ``TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1``, also in ranks forked from here."""
     measure = on_rank.measure_on_rank
 
     def emulated(*args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What an NVIDIA GPU makes of float32 products that are allowed to be in TF32, on the CPU."""
+"""A simulation on the CPU of an NVIDIA GPU's float32 products where TF32 is allowed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 aten = torch.ops.aten
 _PRODUCTS = {aten.mm, aten.bmm, aten.addmm, aten.baddbmm}
 _CONVOLUTIONS = {aten.convolution, aten.convolution_backward}
-_LOST = 13  # of float32's 23 bits of mantissa
+_LOST = 13  # bits of float32's 23 bits of mantissa
 
 
 def rounded(x: Any) -> Any:
-    """Float32 to the nearest value with TF32's ten bits of mantissa."""
+    """Round float32 to the nearest value with TF32's ten bits of mantissa."""
     if not isinstance(x, Tensor) or x.dtype != torch.float32:
         return x
     bits = x.contiguous().view(torch.int32) + (1 << (_LOST - 1))
@@ -23,7 +23,7 @@ def rounded(x: Any) -> Any:
 
 
 class TF32(TorchDispatchMode):
-    """Rounds the factors of products, where PyTorch's settings would let a GPU do so."""
+    """A mode that rounds the factors of products where PyTorch's settings let a GPU do so."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

@@ -103,7 +103,7 @@ def test_a_report_on_nothing_is_not_a_success():
 
 
 def test_values_that_ranks_hold_copies_of_are_counted_once():
-    """Each TP rank has all of a norm's weight."""
+    """For example, each TP rank holds all of a norm's weight."""
     found = measure(torch.ones(7), torch.zeros(7), bitwise=True)
     right = measure(torch.zeros(7), torch.zeros(7), bitwise=True)
 

@@ -1,4 +1,4 @@
-"""One report for every ``verify`` command, complete without any other file."""
+"""Every ``verify`` command writes the same kind of report, complete without any other file."""
 
 import json
 import re
@@ -30,7 +30,7 @@ def report(*errors: float) -> Report:
 
 
 class Checker(HTMLParser):
-    """Every tag is closed, and nothing is loaded from anywhere."""
+    """A parser that checks that every tag is closed and nothing is loaded."""
 
     VOID = ("meta", "br", "circle", "line", "rect", "polyline")
 
@@ -152,5 +152,5 @@ def test_ci_systems_see_each_part(tmp_path: Path) -> None:
     assert "layers.1.mlp.up_proj" in (failure.text or "")
     write_report(report(1e-6), tmp_path)
     assert ElementTree.parse(tmp_path / "junit.xml").find(".//failure") is None
-    write_report(report(), tmp_path)  # nothing was compared: no success
+    write_report(report(), tmp_path)  # a report of no comparison is no success
     assert ElementTree.parse(tmp_path / "junit.xml").find("error") is not None

@@ -1,4 +1,4 @@
-"""Fault injection: a converted checkpoint with a fault, and whether the trace names it.
+"""Fault injection: checkpoints are converted with a fault, and the trace must name it.
 
 ``python -m tests.verify.trace.fault_injection`` prints the table. It needs no GPU and downloads
 nothing.
@@ -22,13 +22,13 @@ from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from tests.verify.trace.faults import FAULTS, Fault
 
-if TYPE_CHECKING:  # imports transformers, which is slow
+if TYPE_CHECKING:  # it imports transformers, which is slow
     from mcore_qwen3vl.verify.trace.reference import TraceReference
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Where the trace pointed and what it named."""
+    """The point and the cause that the trace named for a fault."""
 
     fault: Fault
     point: str
@@ -42,14 +42,14 @@ class Outcome:
 
 
 class FaultInjector:
-    """Correct checkpoints, and converted ones with a fault, below one folder."""
+    """A maker of correct checkpoints, and of converted ones with a fault, in one folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._references: dict[bool, TraceReference] = {}
 
     def reference(self, *, moe: bool) -> TraceReference:
-        """The correct checkpoint as the trace takes it."""
+        """Return the correct checkpoint in the form that the trace takes."""
         from mcore_qwen3vl.verify.trace.reference import TraceReference
 
         if moe not in self._references:
@@ -63,7 +63,7 @@ class FaultInjector:
         return path
 
     def with_fault(self, fault: Fault) -> Path:
-        """A Megatron-Core checkpoint of the correct one, with the fault in it."""
+        """Convert the correct checkpoint to Megatron-Core's format with the fault in it."""
         from safetensors.torch import load_file, save_file
 
         target = self.folder / f"mcore-{FAULTS.index(fault)}"
@@ -100,7 +100,7 @@ class FaultInjector:
 
 
 def print_table(outcomes: Iterable[Outcome]) -> bool:
-    """Print a line for each fault; whether all were named rightly."""
+    """Print a line for each fault, and return whether all were named correctly."""
     from mcore_qwen3vl import console
 
     lines = console.table("Injected faults", "fault", "the trace points at", "names", "")
@@ -114,7 +114,7 @@ def print_table(outcomes: Iterable[Outcome]) -> bool:
 
 
 def main() -> int:
-    """Inject every fault, one at a time; exit code 1 if one is not named."""
+    """Inject every fault, one at a time; return exit code 1 if one is not named, otherwise 0."""
     cpu.install()
     from mcore_qwen3vl import console
 

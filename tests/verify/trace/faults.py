@@ -1,4 +1,4 @@
-"""The faults that a trace must find: what is changed, and what it must say.
+"""The faults that a trace must find, each with what is changed and what the trace must say.
 
 A fault changes the weights of a checkpoint or its config, as a wrong conversion would.
 """
@@ -22,12 +22,12 @@ class Fault:
     """One fault.
 
     Attributes:
-        name: what is done.
-        kind: the name the trace must give it (``Cause.kind``).
-        point: the probe point that the trace must name.
-        inject: changes the Hugging Face tensors before they are converted, experts as published.
-        config: changes the config that the converted checkpoint carries.
-        moe: in the MoE model.
+        name: description of the fault.
+        kind: name that the trace must give it (``Cause.kind``).
+        point: probe point that the trace must name.
+        inject: change of the Hugging Face tensors before conversion, experts as published.
+        config: change of the config in the converted checkpoint.
+        moe: whether the fault is in the MoE model.
     """
 
     name: str
@@ -57,7 +57,7 @@ def _set(section: str, **values: Any) -> Callable[[dict[str, Any]], None]:
 
 
 def _ungrouped_qkv(tensors: Tensors) -> None:
-    """All queries, all keys, all values, where mcore expects them group by group."""
+    """Put all queries, then all keys, then all values, where mcore expects groups of them."""
     from mcore_qwen3vl.converters.mapping.transforms import qkv
 
     names = [f"{TEXT}.layers.1.self_attn.{x}_proj.weight" for x in "qkv"]

@@ -1,4 +1,4 @@
-"""Mistakes in the code, beyond those of a conversion: each is named for what it is."""
+"""The trace names mistakes in the code, beyond those of a conversion."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

@@ -1,4 +1,4 @@
-"""Every injected fault must be found where it is and named for what it is."""
+"""The trace finds every injected fault at its place and names its kind."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Adapted models are traced against PEFT's; what is wrong with an adapter is named."""
+"""Adapted models are traced against PEFT's, and a fault of an adapter is named."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Equal models pass at every probe point under any layout; mistakes in the code are named too."""
+"""Equal models pass at every probe point under any layout, and mistakes in the code are named."""
 
 import json
 from dataclasses import replace
@@ -36,7 +36,7 @@ def traced(
         ("single", True, "mixed"),
         pytest.param("tp2", False, "images", marks=pytest.mark.slow),
         pytest.param("tp4+sp", True, "padded", marks=pytest.mark.slow),
-        # More ranks than key/value heads.
+        # There are more ranks than key/value heads here.
         pytest.param("tp8+sp", False, "mixed", marks=pytest.mark.slow),
         ("pp2xvpp2", False, "video"),
         pytest.param("cp2", True, "packed", marks=pytest.mark.slow),
@@ -50,7 +50,7 @@ def test_equal_models(injector: FaultInjector, layout: str, moe: bool, batch: st
     assert result.ok, [str(f) for f in result.failures[:5]]
     assert result.first is None
     assert result.cause is None
-    assert max(result.margins.values()) < MARGIN / 2  # the bound has room, and is no guess
+    assert max(result.margins.values()) < MARGIN / 2  # the bound leaves room
 
 
 def test_every_probe_point_is_compared(injector: FaultInjector) -> None:
@@ -61,7 +61,7 @@ def test_every_probe_point_is_compared(injector: FaultInjector) -> None:
     assert names == {p.name for p in data_path(Architecture.from_hf(injector.correct(moe=True)))}
     with_gradient = {f.name for f in result.findings if f.part == ACTIVATION_GRADIENTS}
     assert names - with_gradient == {
-        "model.visual.rotary_pos_emb",  # computed from positions alone
+        "model.visual.rotary_pos_emb",  # both are computed from positions alone
         f"{TEXT}.rotary_emb",
     }
     assert any(f.part == GRADIENTS for f in result.findings)
@@ -129,7 +129,7 @@ def test_queries_and_keys_not_turned(
 
 
 def test_gradient_too_large_by_tp(injector: FaultInjector, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The activations are right; what comes back through DeepStack is twice as much."""
+    """It is named when activations are right and DeepStack's backward gives twice as much."""
     add_to = fusion.DeepStack.add_to
 
     def doubled(self, layer, hidden):
