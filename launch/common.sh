@@ -1,21 +1,21 @@
-# What every script in this folder shares: the flags that never differ, and starting torchrun.
+# Every script in this folder uses this file: it has the common flags, and starts torchrun.
 #
 #   bash launch/sft_8b.sh --hf-model DIR --load-hf DIR --data-path train.jsonl --save runs/8b
 #   sbatch launch/sft_8b.sh --hf-model ...
 #
-# Whatever is appended overrides what a script sets, and every Megatron flag works. Running the
-# same command again resumes from --save. --dry-run prints the final command instead of running it.
+# Flags that you append override the script's, and every Megatron flag works. Run the same command
+# again to resume from --save. --dry-run prints the final command instead of running it.
 #
-# From the environment: NODES (default: those of the Slurm job, or what the script is for),
-# GPUS_PER_NODE, MASTER_PORT, FP8=1, TP_OVERLAP=1, DEEPEP=1; off Slurm MASTER_ADDR and NODE_RANK.
-# CHECK_RANKS=0 prints commands whose layout does not divide the ranks, too.
-# LAUNCH_DIR is this folder, for a Slurm that cannot be asked where a script was taken from.
+# Environment variables: NODES (default: the Slurm job's nodes, or else the script's),
+# GPUS_PER_NODE, MASTER_PORT, FP8=1, TP_OVERLAP=1, DEEPEP=1; without Slurm MASTER_ADDR and NODE_RANK.
+# CHECK_RANKS=0 skips the check that the layout divides the ranks.
+# LAUNCH_DIR is the path of this folder, in case Slurm cannot tell where a script comes from.
 set -euo pipefail
 
 LAUNCH_DIR=${LAUNCH_DIR:-$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)}
 GPUS_PER_NODE=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-8}}
 MASTER_PORT=${MASTER_PORT:-29500}
-# What a step and a checkpoint may take after SIGTERM; torchrun's 30 s would kill a rank in it.
+# Seconds for a step and a checkpoint after SIGTERM. torchrun's 30 s would kill a rank while it saves.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 
 COMMON=(
@@ -24,18 +24,18 @@ COMMON=(
     --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0
     --lr-decay-style cosine --lr-warmup-fraction 0.03
     --num-workers 8 --save-interval 500 --log-interval 10
-    # It waits twice for every bucket of gradients; the norm is checked after each step anyhow.
+        # The check has two host syncs for every gradient bucket. The norm is checked after each step anyway.
     --no-check-for-nan-in-loss-and-grad
     --distributed-timeout-minutes 30
 )
 
-# Full fine-tuning. The pretrained tower moves slower than the language model.
+# Full fine-tuning. The pretrained tower has a lower learning rate than the language model.
 SFT=(--train-iters 2000 --lr 1e-5 --min-lr 1e-6 --vision-lr-mult 0.2)
 
-# LoRA on the decoder's linear layers, which moves faster; --load-hf is needed at every start.
+# LoRA on the decoder's linear layers, with a higher learning rate. --load-hf is needed at every start.
 LORA=(--train-iters 2000 --lr 1e-4 --min-lr 1e-5 --lora-rank 16 --lora-target language)
 
-# Preference pairs, with an adapter that can be switched off for the reference.
+# DPO on preference pairs. The reference is the model with its adapter switched off.
 DPO=(
     --loss dpo --dpo-beta 0.1 --train-iters 500 --lr 5e-6 --min-lr 5e-7
     --lora-rank 16 --lora-target language
@@ -44,18 +44,18 @@ DPO=(
 # Continued pretraining on interleaved image-text.
 PRETRAIN=(--train-iters 50000 --lr 5e-5 --min-lr 5e-6 --vision-lr-mult 0.5)
 
-# All decoder layers and vision blocks keep their input only.
+# All decoder layers and vision blocks keep only their inputs.
 FULL_RECOMPUTE=(--recompute-granularity full --recompute-method uniform --recompute-num-layers 1)
 
-# The z-loss keeps router logits small in long bf16 runs; the load-balancing coefficient comes from
-# the checkpoint's config. Experts are one grouped GEMM.
+# The z-loss keeps router logits small in long bf16 runs. The load-balancing coefficient comes from
+# the checkpoint's config. The experts of a rank are one grouped GEMM.
 MOE=(--moe-z-loss-coeff 1e-5 --moe-grouped-gemm)
 
-# Only with Transformer Engine, and no flag takes it back, so that train adds it unless
-# --spec torch was appended.
+# This needs Transformer Engine, and no flag switches it off. train therefore adds it only if
+# --spec torch was not appended.
 MOE_TE=(--moe-permute-fusion)
 
-# Optional, and only with Transformer Engine (--spec te).
+# These are optional and need Transformer Engine (--spec te).
 OPTIONAL=()
 if [[ ${FP8:-0} == 1 ]]; then # Hopper: per-block scales; parameters stay in bf16
     OPTIONAL+=(--fp8-format e4m3 --fp8-recipe blockwise)
@@ -64,11 +64,11 @@ fi
 if [[ ${TP_OVERLAP:-0} == 1 ]]; then # hides TP collectives behind GEMMs; needs TP > 1 and MPI
     OPTIONAL+=(--tp-comm-overlap)
 fi
-if [[ ${DEEPEP:-0} == 1 ]]; then # MoE exchange by DeepEP kernels, which must be installed
+if [[ ${DEEPEP:-0} == 1 ]]; then # dispatches MoE tokens with DeepEP, which must be installed
     OPTIONAL+=(--moe-token-dispatcher-type flex --moe-enable-deepep)
 fi
 
-# value_of NAME DEFAULT FLAGS...: the last value that FLAGS give the flag NAME.
+# value_of NAME DEFAULT FLAGS...: print the last value of the flag NAME in FLAGS, or DEFAULT.
 value_of() {
     local name=$1 value=$2
     shift 2
@@ -87,7 +87,7 @@ refuse() {
     exit 2
 }
 
-# usage: the comments at the top of the script and of this file.
+# usage: print the comments at the top of the script and of this file.
 usage() {
     local file
     for file in "$0" "$LAUNCH_DIR/common.sh"; do
@@ -98,7 +98,7 @@ usage() {
     exit
 }
 
-# check_switches: refuse a switch of the environment that is neither on nor off.
+# check_switches: refuse a switch in the environment that is neither 0 nor 1.
 check_switches() {
     local name
     for name in FP8 TP_OVERLAP DEEPEP; do
@@ -134,7 +134,7 @@ check_ranks() {
         refuse "$run take $rows samples at once, which do not divide --global-batch-size $global: append --global-batch-size $(((global / rows + 1) * rows)), or change NODES."
 }
 
-# train FLAGS...: run launch/train.py on NODES x GPUS_PER_NODE ranks, or print how.
+# train FLAGS...: run launch/train.py on NODES x GPUS_PER_NODE ranks, or print the command.
 train() {
     local flags=() dry_run=0 flag
     check_switches
@@ -171,8 +171,9 @@ train() {
         printf '\n'
         return
     fi
-    # Each rank says the same, a minute later and among torchrun's pages. Only 2 is an answer: where
-    # srun starts a container, the Python here may know nothing of the package.
+        # Check the flags once, in a second. Each rank would print the same error a minute later, among
+    # torchrun's tracebacks. Only exit code 2 counts: if srun starts a container, the Python here may
+    # lack the package.
     WORLD_SIZE=$((NODES * GPUS_PER_NODE)) python3 -m mcore_qwen3vl.training.arguments.early \
         "${flags[@]}" || (($? != 2)) || exit 2
     exec "${command[@]}"

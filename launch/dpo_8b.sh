@@ -2,14 +2,14 @@
 #SBATCH --nodes=1 --ntasks-per-node=1 --gpus-per-node=8 --exclusive
 # Qwen3-VL-8B, DPO with LoRA of the language model at 8k packed: one node of 8xH100-80GB.
 #
-# Layout: as for LoRA. The reference is the adapter switched off, one forward pass more: it keeps nothing
-# but the micro-batches of an iteration. Data are records with chosen and rejected; a global batch counts
-# packs of pairs.
+# Layout: as for LoRA. The reference is the model with the adapter switched off. It costs one more
+# forward pass, and keeps only the micro-batches of an iteration in memory. Data are records with chosen
+# and rejected. The global batch size counts packs of pairs.
 # Memory of a GPU, rehearsed with the torch spec: 23.9 GB reserved of 83.0, 23.6 held (weights 9.4,
 # gradients 0.1, optimizer 0.1, logits and loss 0.9, the rest 13.1).
 NODES=${NODES:-${SLURM_NNODES:-1}}
 HERE=$(dirname "${BASH_SOURCE[0]}")
-# sbatch runs a copy of this file; Slurm knows where it was taken from.
+# sbatch runs a copy of this file. Slurm knows the path of the original.
 [[ -e $HERE/common.sh ]] || HERE=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\([^ ]*\)/.*|\1|p')
 source "${LAUNCH_DIR:-$HERE}/common.sh" || exit 2
 

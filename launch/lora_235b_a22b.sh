@@ -2,15 +2,15 @@
 #SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 --exclusive
 # Qwen3-VL-235B-A22B, LoRA of the language model at 8k packed: two nodes of 8xH100-80GB.
 #
-# Layout: the weights alone take 470 GB. PP 2 gives each node half of the layers, EP 8 divides its
-# experts, TP 4 is the most that the four key/value heads allow.
+# Layout: the weights alone take 470 GB. PP 2 gives each node half of the layers, and EP 8 divides their
+# experts over the node. TP 4 is the most that the four key/value heads allow.
 # Memory of a GPU (first stage), rehearsed with the torch spec: 38.8 GB reserved of 79.0, 38.2 held
 # (weights 31.9, gradients 0.7, optimizer 1.9, logits and loss 0.0, the rest 3.6). A rank waits 4.1%
 # of an iteration for others (modelled).
 NODES=${NODES:-${SLURM_NNODES:-2}}
 MOE_MODEL=1
 HERE=$(dirname "${BASH_SOURCE[0]}")
-# sbatch runs a copy of this file; Slurm knows where it was taken from.
+# sbatch runs a copy of this file. Slurm knows the path of the original.
 [[ -e $HERE/common.sh ]] || HERE=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\([^ ]*\)/.*|\1|p')
 source "${LAUNCH_DIR:-$HERE}/common.sh" || exit 2
 

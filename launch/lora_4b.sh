@@ -2,13 +2,13 @@
 #SBATCH --nodes=1 --ntasks-per-node=1 --gpus-per-node=8 --exclusive
 # Qwen3-VL-4B, LoRA of the language model at 8k packed: one node of 8xH100-80GB.
 #
-# Layout: frozen weights have no gradients and no optimizer states, so the model fits one GPU and all
-# eight are data parallel.
+# Layout: frozen weights have no gradients and no optimizer states, so the model fits one GPU, and all
+# eight GPUs are data parallel.
 # Memory of a GPU, rehearsed with the torch spec: 32.4 GB reserved of 83.6, 31.0 held (weights 8.9,
 # gradients 0.1, optimizer 0.0, logits and loss 0.8, the rest 21.0).
 NODES=${NODES:-${SLURM_NNODES:-1}}
 HERE=$(dirname "${BASH_SOURCE[0]}")
-# sbatch runs a copy of this file; Slurm knows where it was taken from.
+# sbatch runs a copy of this file. Slurm knows the path of the original.
 [[ -e $HERE/common.sh ]] || HERE=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\([^ ]*\)/.*|\1|p')
 source "${LAUNCH_DIR:-$HERE}/common.sh" || exit 2
 

@@ -2,7 +2,8 @@
 #SBATCH --nodes=32 --ntasks-per-node=1 --gpus-per-node=8 --exclusive
 # Qwen3-VL-235B-A22B, continued pretraining at 8k packed: 32 nodes of 8xH100-80GB.
 #
-# Layout: as for fine-tuning, without CP, with eight data-parallel ranks and 64 micro-batches a pipeline.
+# Layout: as for fine-tuning, but without CP, and with eight data-parallel ranks and 64 micro-batches
+# per pipeline.
 # Memory of a GPU (first stage, 2 virtual), rehearsed with the torch spec: 42.7 GB reserved of 79.0,
 # 41.3 held (weights 7.2, gradients 14.5, optimizer 9.5, logits and loss 0.0, the rest 10.1). A rank
 # waits 7.5% of an iteration for others (modelled).
@@ -10,7 +11,7 @@ NODES=${NODES:-${SLURM_NNODES:-32}}
 MOE_MODEL=1
 SPLIT="Ettt|(t*7|)*4(t*6|)*10tttL"
 HERE=$(dirname "${BASH_SOURCE[0]}")
-# sbatch runs a copy of this file; Slurm knows where it was taken from.
+# sbatch runs a copy of this file. Slurm knows the path of the original.
 [[ -e $HERE/common.sh ]] || HERE=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\([^ ]*\)/.*|\1|p')
 source "${LAUNCH_DIR:-$HERE}/common.sh" || exit 2
 

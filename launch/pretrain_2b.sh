@@ -2,12 +2,12 @@
 #SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 --exclusive
 # Qwen3-VL-2B, continued pretraining at 8k packed: two nodes of 8xH100-80GB.
 #
-# Layout: as for fine-tuning; more data-parallel ranks divide the optimizer states further.
+# Layout: as for fine-tuning. More data-parallel ranks divide the optimizer states further.
 # Memory of a GPU, rehearsed with the torch spec: 35.9 GB reserved of 83.6, 34.5 held (weights 4.3,
 # gradients 8.5, optimizer 1.6, logits and loss 1.0, the rest 19.2).
 NODES=${NODES:-${SLURM_NNODES:-2}}
 HERE=$(dirname "${BASH_SOURCE[0]}")
-# sbatch runs a copy of this file; Slurm knows where it was taken from.
+# sbatch runs a copy of this file. Slurm knows the path of the original.
 [[ -e $HERE/common.sh ]] || HERE=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\([^ ]*\)/.*|\1|p')
 source "${LAUNCH_DIR:-$HERE}/common.sh" || exit 2
 

@@ -2,14 +2,14 @@
 #SBATCH --nodes=8 --ntasks-per-node=1 --gpus-per-node=8 --exclusive
 # Qwen3-VL-30B-A3B, continued pretraining at 8k packed: eight nodes of 8xH100-80GB.
 #
-# Layout: enough data-parallel ranks divide the optimizer states to do without TP, whose exchange is
-# dear for layers this narrow. EP 8 stays inside a node.
+# Layout: enough data-parallel ranks divide the optimizer states, so TP is not needed. Its communication
+# would be expensive for layers this narrow. EP 8 stays inside a node.
 # Memory of a GPU, rehearsed with the torch spec: 52.6 GB reserved of 80.3, 47.4 held (weights 11.4,
 # gradients 22.8, optimizer 5.8, logits and loss 0.0, the rest 7.3).
 NODES=${NODES:-${SLURM_NNODES:-8}}
 MOE_MODEL=1
 HERE=$(dirname "${BASH_SOURCE[0]}")
-# sbatch runs a copy of this file; Slurm knows where it was taken from.
+# sbatch runs a copy of this file. Slurm knows the path of the original.
 [[ -e $HERE/common.sh ]] || HERE=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\([^ ]*\)/.*|\1|p')
 source "${LAUNCH_DIR:-$HERE}/common.sh" || exit 2
 

@@ -7,7 +7,7 @@
 # gradients 9.7, optimizer 3.6, logits and loss 0.9, the rest 14.8).
 NODES=${NODES:-${SLURM_NNODES:-2}}
 HERE=$(dirname "${BASH_SOURCE[0]}")
-# sbatch runs a copy of this file; Slurm knows where it was taken from.
+# sbatch runs a copy of this file. Slurm knows the path of the original.
 [[ -e $HERE/common.sh ]] || HERE=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\([^ ]*\)/.*|\1|p')
 source "${LAUNCH_DIR:-$HERE}/common.sh" || exit 2
 

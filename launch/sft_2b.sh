@@ -2,13 +2,13 @@
 #SBATCH --nodes=1 --ntasks-per-node=1 --gpus-per-node=8 --exclusive
 # Qwen3-VL-2B, full fine-tuning at 8k packed: one node of 8xH100-80GB.
 #
-# Layout: the model fits one GPU, so all eight are data parallel and nothing is exchanged inside a
-# layer. Half of the activations are the vision tower's; recompute would cost time and is not needed.
+# Layout: the model fits one GPU, so all eight GPUs are data parallel, without communication inside a
+# layer. Half of the activations belong to the vision tower. Recompute would cost time and is not needed.
 # Memory of a GPU, rehearsed with the torch spec: 37.1 GB reserved of 83.6, 36.1 held (weights 4.3,
 # gradients 8.5, optimizer 3.2, logits and loss 1.0, the rest 19.2).
 NODES=${NODES:-${SLURM_NNODES:-1}}
 HERE=$(dirname "${BASH_SOURCE[0]}")
-# sbatch runs a copy of this file; Slurm knows where it was taken from.
+# sbatch runs a copy of this file. Slurm knows the path of the original.
 [[ -e $HERE/common.sh ]] || HERE=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's|^ *Command=\([^ ]*\)/.*|\1|p')
 source "${LAUNCH_DIR:-$HERE}/common.sh" || exit 2
 
