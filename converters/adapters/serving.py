@@ -1,7 +1,8 @@
 """Notes for the user on what vLLM would refuse or ignore in an adapter.
 
 The rules come from vLLM 0.33's sources: ``vllm/lora/peft_helper.py``, ``lora_model.py``,
-``model_manager.py`` and ``vllm/config/lora.py``. vLLM was not run here.
+``model_manager.py`` and ``vllm/config/lora.py``. ``tests/vllm/test_lora.py`` checks them with
+vLLM 0.32 on the CPU, except for those on models with experts, which vLLM does not adapt there.
 """
 
 from __future__ import annotations
