@@ -7,6 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.runtime.compiler import c_compiler
 
 SEQ_LENGTH = 8192
 """Default row length, for ``data check`` too; less if the model has fewer positions."""
@@ -32,6 +33,8 @@ def run_defaults(
         defaults["pad_to_longest"] = True  # rows of the full length would be mostly padding
     if not cpu and not DTYPES & set(explicit):
         defaults["bf16"] = True  # fused attention and Transformer Engine's packed attention need it
+    if not cpu and c_compiler() is not None:
+        defaults["compile_pointwise"] = True
     if "save" in explicit:
         defaults["save_interval"] = 500
     return {name: value for name, value in defaults.items() if name not in explicit}
@@ -45,6 +48,8 @@ def statement(args: argparse.Namespace, explicit: Collection[str]) -> str | None
     taken = [f"--{n.replace('_', '-')} {getattr(args, n)}" for n in names if n not in explicit]
     if args.bf16 and "bf16" not in explicit:
         taken.append("--bf16")
+    if args.compile_pointwise and "compile_pointwise" not in explicit:
+        taken.append("--compile-pointwise")
     if args.pad_to_longest and "pad_to_longest" not in explicit:
         taken.append("--pad-to-longest")
     return " ".join(taken) or None

@@ -129,9 +129,9 @@ def _add_training_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--compile-pointwise",
-        action="store_true",
+        action=argparse.BooleanOptionalAction,
         help="compile the rotary embedding and the losses' reductions to one kernel each with "
-        "torch.compile; with --spec te the losses alone",
+        "torch.compile; with --spec te the losses alone (default: on GPUs, where a C compiler is)",
     )
     group.add_argument(
         "--log-json", metavar="FILE", help="append each logged iteration's numbers, unrounded"

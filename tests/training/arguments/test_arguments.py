@@ -261,11 +261,27 @@ def test_kernels_that_need_a_compiler_are_refused_without(
     argv = ["--hf-model", str(moe), "--train-iters", "20", "--spec", "torch", "--data-path", "a"]
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
-    assert dict(summary(validate(argv, 1), Architecture.from_hf(moe), {}))["kernels"]
+    args = validate(argv, 1)
+    assert dict(summary(args, Architecture.from_hf(moe), {}))["kernels"]
+    assert not args.compile_pointwise
     with pytest.raises(BadInput, match=r"--compile-pointwise needs a C compiler"):
         validate([*argv, "--compile-pointwise"], 1)
     monkeypatch.setenv("CC", "/elsewhere/cc")
     assert validate([*argv, "--compile-pointwise"], 1).compile_pointwise
+
+
+def test_pointwise_kernels_are_compiled_on_gpus_with_a_compiler(
+    moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = ["--hf-model", str(moe), "--train-iters", "20", "--spec", "torch", "--data-path", "a"]
+    monkeypatch.setenv("CC", "/elsewhere/cc")
+    args = validate(argv, 1)
+    assert args.compile_pointwise
+    assert " --compile-pointwise" in (statement(args, {}) or "")
+    for flag in ("--no-compile-pointwise", "--cpu"):
+        args = validate([*argv, flag], 1)
+        assert not args.compile_pointwise
+        assert "--compile-pointwise" not in (statement(args, {}) or "")
 
 
 def test_a_resumed_run_keeps_its_global_batch(dense: Path, tmp_path: Path) -> None:
