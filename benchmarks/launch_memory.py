@@ -71,7 +71,10 @@ def rows(name: str, command: Command, found: Rehearsal) -> Iterator[str]:
     if "--lora-rank" in command.flags:  # the estimate knows LoRA's memory from parsed flags only
         yield from (_row(name, outcome, None) for outcome in found.outcomes)
         return
-    recompute = "full" if command.value("--recompute-granularity") == "full" else "cheap"
+    recompute: memory.Recompute = "cheap"
+    if command.value("--recompute-granularity") == "full":
+        block = command.value("--recompute-method") == "block"
+        recompute = command.number("--recompute-num-layers", 1) if block else "full"
     work = memory.Workload(command.number("--seq-length", 8192))
     estimates = memory.by_stage(architecture_of(command), found.layout, work, recompute)
     for outcome in found.outcomes:

@@ -24,7 +24,8 @@ from mcore_qwen3vl.schedule import order_of_work
 from mcore_qwen3vl.training.lora.flags import adapter_config, asked
 from mcore_qwen3vl.training.lora.parameters import trained_parameters
 
-Recompute = Literal["none", "cheap", "full"]
+Recompute = Literal["none", "cheap", "full"] | int
+"""What the backward pass recomputes; see :func:`estimate`."""
 
 TrainedCounts = Counter[parameters.Group]
 """Number of trained parameters in each group, for a LoRA run, which does not train all.
@@ -86,7 +87,9 @@ def estimate(
         work: the micro-batch.
         recompute: ``none``: nothing is recomputed, as with --keep-activations; ``cheap``: the
             outputs of norms, SwiGLU and rotary embedding are recomputed; ``full``: every decoder
-            layer and vision block keeps its input only.
+            layer and vision block keeps its input only; a number: every vision block does so, and
+            so do that many decoder layers of each virtual stage (``--recompute-method block``),
+            while the other layers keep everything, as with ``none``.
         trained: see `TrainedCounts`; None if everything trains.
     """
     stages = by_stage(a, layout, work, recompute, trained)
@@ -109,7 +112,7 @@ def of_arguments(args: argparse.Namespace, a: Architecture) -> Memory:
     work = Workload(args.seq_length, args.micro_batch_size)
     recompute: Recompute = "none" if args.keep_activations else "cheap"
     if args.recompute_granularity == "full":
-        recompute = "full"
+        recompute = args.recompute_num_layers if args.recompute_method == "block" else "full"
     lora = asked(args)
     trained = trained_parameters(adapter_config(args, a), args.hf_model) if lora else None
     return estimate(a, layout_of(args), work, recompute, trained)
@@ -223,11 +226,11 @@ def _activations(
         [_layer_activations(a, layout, tokens, a.moe_layers[n], cheap) for n in layers]
         for layers in held
     ]
-    kept, recomputed = [sum(chunk) for chunk in each], 0.0
-    if recompute == "full":
-        inputs = ACTIVATION * a.hidden_size * tokens / (layout.tp if layout.sp else 1)
-        kept = [inputs * len(layers) for layers in held]
-        recomputed = max((size for chunk in each for size in chunk), default=0.0)
+    again = recompute if isinstance(recompute, int) else a.num_hidden_layers
+    again = 0 if recompute in ("none", "cheap") else again
+    inputs = ACTIVATION * a.hidden_size * tokens / (layout.tp if layout.sp else 1)
+    kept = [inputs * len(chunk[:again]) + sum(chunk[again:]) for chunk in each]
+    recomputed = max((size for chunk in each for size in chunk[:again]), default=0.0)
     if stage == 0 and any(group.part == "vision" for group in trained):
         kept[0] += _vision_activations(a, layout, work, recompute)
     return in_flight(layout, stage, kept) + recomputed
@@ -263,10 +266,10 @@ def _layer_activations(
         inner += 1
     if not moe:
         return ACTIVATION * (values + inner * a.intermediate_size * tokens / layout.tp)
-    # Rows that this rank's experts receive on average. Each row is kept twice: as the experts'
-    # input and as their output before the weighted sum.
+    # Rows that this rank's experts receive on average. Each keeps its input, gate, up and their
+    # product, which the router's weights are already in.
     rows = a.num_experts_per_tok * tokens / layout.tp * layout.etp
-    values += rows * (2 * h + 3 * a.moe_intermediate_size / layout.etp)
+    values += rows * (h + 3 * a.moe_intermediate_size / layout.etp)
     return ACTIVATION * values
 
 
@@ -280,7 +283,7 @@ def _vision_activations(
     v = a.vision
     tokens = work.seq_length * work.micro_batch_size * work.visual_share
     patches = tokens * v.spatial_merge_size**2 / (layout.tp * layout.cp)
-    if recompute == "full":
+    if recompute not in ("none", "cheap"):
         return ACTIVATION * patches * v.depth * v.hidden_size
     # Inputs of both norms, q and k rotated, v, the attention's output, and the activation
     # function's input. The outputs of the norms and of the activation function are recomputed.
