@@ -205,7 +205,7 @@ def test_nodes_off_slurm() -> None:
 @pytest.mark.parametrize(
     ("name", "flags", "environment", "message"),
     [
-        ("sft_8b", (), {"NODES": "3"}, r"24 ranks take 6 samples .* append --global-batch-size 66"),
+        ("sft_8b", (), {"NODES": "3"}, r"24 ranks take 12 samples .* --global-batch-size 72"),
         ("sft_8b", ("--global-batch-size=60",), {"NODES": "4"}, "append --global-batch-size 64"),
         ("sft_8b", ("--tensor-model-parallel-size", "16"), {}, "cannot be divided by TP 16"),
         ("sft_30b_a3b", ("--expert-model-parallel-size", "32"), {}, "divided by EP 32 x ETP 1"),

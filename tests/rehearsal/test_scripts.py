@@ -49,6 +49,9 @@ def waiting(text: str) -> list[float]:
 @pytest.mark.parametrize("spec", ["torch", pytest.param("te", marks=WITHOUT_TE)])
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_it_runs_and_fits_as_the_guide_says(command: Command, script: Path, spec: str) -> None:
+    stated = recorded(script.stem if spec == "torch" else f"{script.stem}, {spec}")
+    if spec == "te" and not stated:
+        pytest.skip("not rehearsed with Transformer Engine yet: benchmarks/launch_memory.py")
     code, found = command("--no-suggest", script, "--spec", spec)
     assert code == 0, found
     taken = {}
@@ -59,7 +62,6 @@ def test_it_runs_and_fits_as_the_guide_says(command: Command, script: Path, spec
         assert [w for w in inside if not w["place"].startswith(KNOWN_WAITS)] == []
         name = role["role"]["name"].partition(", ")[0]
         taken[name] = [role["peak"] / 1e9, role["reserved"] / 1e9]
-    stated = recorded(script.stem if spec == "torch" else f"{script.stem}, {spec}")
     assert taken.keys() == stated.keys()
     for role, figures_of_role in stated.items():
         assert taken[role] == pytest.approx(figures_of_role, rel=TOLERANCE, abs=ROUNDING), role

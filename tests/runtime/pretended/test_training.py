@@ -42,10 +42,20 @@ class Role:
     spec: str = "torch"
 
 
+RECOMPUTE = (
+    *("--recompute-granularity", "full", "--recompute-method", "uniform"),
+    *("--recompute-num-layers", "1"),
+)
 PIPELINE = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
 ROLES = {
     "2B": Role("sft_2b", ("--global-batch-size", "16"), 36.07e9, 2_127_532_032, {}),
-    "8B, TP4": Role("sft_8b", ("--global-batch-size", "4"), 41.69e9, 2_624_303_344, {}),
+    "8B, TP4": Role(
+        "sft_8b",
+        ("--global-batch-size", "4", "--tensor-model-parallel-size", "4"),
+        41.69e9,
+        2_624_303_344,
+        {},
+    ),
     "8B, TP2 PP2, last stage": Role(
         "sft_8b",
         ("--global-batch-size", "8", *PIPELINE),
@@ -56,16 +66,22 @@ ROLES = {
     ),
     "30B-A3B, 4 layers, TP2 EP8": Role(
         "sft_30b_a3b",
-        ("--global-batch-size", "16"),
+        ("--global-batch-size", "16", *RECOMPUTE),
         9.39e9,
         840_094_400,
         {"layers": 4, "vision_blocks": 4},
         waits=(DISPATCHER,),
     ),
-    "LoRA 8B, TP2": Role("lora_8b", ("--global-batch-size", "8"), 23.57e9, 30_081_024, {}),
+    "LoRA 8B, TP2": Role(
+        "lora_8b",
+        ("--global-batch-size", "8", "--tensor-model-parallel-size", "2", "--sequence-parallel"),
+        23.57e9,
+        30_081_024,
+        {},
+    ),
     "LoRA 30B-A3B, 4 layers, TP2 EP8": Role(
         "lora_30b_a3b",
-        ("--global-batch-size", "16"),
+        ("--global-batch-size", "16", *RECOMPUTE),
         3.14e9,
         7_372_800,
         {"layers": 4, "vision_blocks": 4},
