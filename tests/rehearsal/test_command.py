@@ -50,7 +50,7 @@ def test_a_script_is_named_as_launch_list_has_it(tmp_path: Path, monkeypatch: An
 def test_gpus_change_the_data_parallel_size_and_a_model_can_be_named() -> None:
     words = [str(LAUNCH / "sft_8b.sh"), "--hf-model", str(SHAPES / "4b.json")]
     command = read_command(words, 16)
-    assert command.layout.dp == 4
+    assert command.layout.dp == 8
     assert command.value("--hf-model") == str(SHAPES / "4b.json")
 
 
