@@ -121,9 +121,10 @@ def read_config_file(path: Path) -> dict[str, Any]:
 def _architecture(config: dict[str, Any]) -> Architecture:
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
+        what = "" if "vision_config" in config else ", a model without vision"
         raise BadInput(
-            f"config.json has model_type {model_type!r:.40}; this tool handles "
-            f"{' and '.join(MODEL_TYPES)} only."
+            f"config.json has model_type {model_type!r:.40}{what}; this tool handles "
+            f"{' and '.join(MODEL_TYPES)} only. Name a whole Qwen3-VL checkpoint."
         )
     moe = MODEL_TYPES[model_type]
     text = _section(config, "text_config")
@@ -153,9 +154,7 @@ def _architecture(config: dict[str, Any]) -> Architecture:
         mrope_section=(section[0], section[1], section[2]),
         max_position_embeddings=_integer(text, "max_position_embeddings"),
         initializer_range=_number(text, "initializer_range", 0.02),
-        # transformers 5 sometimes writes text_config.tie_word_embeddings: true beside a
-        # top-level false; its loader follows the top level.
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tie_word_embeddings=ties_embeddings(config),
         dtype=str(_first(config, text, "dtype", "torch_dtype", default="bfloat16")),
         image_token_id=_integer(config, "image_token_id"),
         video_token_id=_integer(config, "video_token_id"),
@@ -196,6 +195,17 @@ def _vision(vision: dict[str, Any]) -> VisionArchitecture:
             f"not different layers of the depth {numbers['depth']}."
         )
     return VisionArchitecture(**numbers, deepstack_visual_indexes=indexes)
+
+
+def ties_embeddings(config: dict[str, Any]) -> bool:
+    """Return whether the head and the embedding are one tensor.
+
+    transformers 5 sometimes writes ``text_config.tie_word_embeddings: true`` beside a top-level
+    false; its loader follows the top level. The text's flag counts where the top level has none.
+    """
+    text = config.get("text_config")
+    text = text if isinstance(text, dict) else {}
+    return bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
 
 
 def declared_expert_layout(config: dict[str, Any]) -> ExpertLayout | None:

@@ -25,10 +25,10 @@ from mcore_qwen3vl.converters.mapping.row import Row, SourceTensor
 from mcore_qwen3vl.converters.mapping.table import table
 from mcore_qwen3vl.converters.mcore import formats
 from mcore_qwen3vl.converters.offline.engine import ConversionResult, execute
-from mcore_qwen3vl.converters.offline.hf_to_hf import layout_notes, open_checkpoint, stream_copy
+from mcore_qwen3vl.converters.offline.hf_to_hf import layout_notes, stream_copy
 from mcore_qwen3vl.converters.offline.plan import ConversionPlan
 from mcore_qwen3vl.converters.offline.to_hf import LayoutChoice, chosen_layout, lay_out
-from mcore_qwen3vl.converters.offline.to_mcore import dequantized_notes
+from mcore_qwen3vl.converters.offline.to_mcore import dequantized_notes, open_checkpoint
 from mcore_qwen3vl.converters.storage.boxes import Selection
 from mcore_qwen3vl.converters.storage.dtypes import cast, parse_dtype
 from mcore_qwen3vl.converters.storage.progress import Progress
@@ -103,6 +103,9 @@ def plan_merge(
     layout = chosen_layout(architecture, choice)
     checkpoint = open_checkpoint(base, architecture)
     found = read_adapter(adapter, base, roles=roles)
+    if HEAD in found.factors or HEAD in found.saved:
+        checkpoint.form.require_language_model(base)
+    form = checkpoint.form.for_transformers
     untied = architecture.tie_word_embeddings and _parts_embeddings(found)
     merged = Merged(
         checkpoint,
@@ -115,7 +118,7 @@ def plan_merge(
     return lay_out(
         "lora merge",
         base,
-        table(written, expert_layout=layout),
+        table(written, expert_layout=layout, head=form.head),
         merged.stream,
         origin=merged.origin,
         hf_config=base,
@@ -123,9 +126,11 @@ def plan_merge(
         dtype=wanted,
         max_shard_size=max_shard_size,
         layout=layout,
-        form=None if choice == "source" or choice == architecture.expert_layout else choice,
+        config_form=None if choice == "source" or choice == architecture.expert_layout else choice,
+        names=form.names,
         untied=untied,
         notes=(
+            *form.notes,
             *dequantized_notes(checkpoint, wanted),
             *layout_notes(layout),
             *found.notes,

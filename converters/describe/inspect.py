@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.checkpoint import HuggingFaceCheckpoint, is_huggingface
+from mcore_qwen3vl.converters.hf.form_file import read_form
 from mcore_qwen3vl.converters.mapping import parameters
-from mcore_qwen3vl.converters.mapping.row import Row
+from mcore_qwen3vl.converters.mapping.forms import Form
+from mcore_qwen3vl.converters.mapping.row import Row, SourceTensor
 from mcore_qwen3vl.converters.mapping.table import hf_shapes, table
 from mcore_qwen3vl.converters.mcore.formats import is_megatron, open_megatron
 from mcore_qwen3vl.converters.mcore.paths import hf_folder
@@ -35,6 +37,7 @@ class Inspection:
     Attributes:
         kind: "huggingface", "megatron" or "config" (a config without weights).
         architecture: the model's shape.
+        form: how its Hugging Face tensors are called, and which head it has.
         expert_layout: declared layout of the fused experts; None for a dense model.
         iteration: name of the iteration's folder in a Megatron checkpoint; else None.
         tensors: the stored tensors; for a config, the tensors that its weights would have.
@@ -48,6 +51,7 @@ class Inspection:
     path: str
     kind: str
     architecture: Architecture
+    form: Form
     expert_layout: str | None
     iteration: str | None
     tensors: tuple[TensorInfo, ...]
@@ -66,8 +70,14 @@ class Inspection:
         return tuple(sorted({tensor.dtype for tensor in self.tensors}))
 
     def mapping(self) -> list[Row]:
-        """Return the rows of the mapping, with this checkpoint's vocabulary padding."""
-        return table(self.architecture, padded_vocab_size=self.padded_vocab_size)
+        """Return the rows of the mapping, with this checkpoint's vocabulary padding and names."""
+        rows = table(
+            self.architecture, padded_vocab_size=self.padded_vocab_size, head=self.form.head
+        )
+        return [replace(row, sources=tuple(map(self._stored, row.sources))) for row in rows]
+
+    def _stored(self, source: SourceTensor) -> SourceTensor:
+        return replace(source, name=self.form.names.stored(source.name))
 
 
 def inspect_path(path: str | Path) -> Inspection:
@@ -89,7 +99,8 @@ def inspect_path(path: str | Path) -> Inspection:
 
 
 def _megatron(path: Path) -> Inspection:
-    architecture = Architecture.from_hf(hf_folder(path))
+    folder = hf_folder(path)
+    architecture = Architecture.from_hf(folder)
     checkpoint = open_megatron(path, architecture)
     stored = {key: checkpoint.index.tensors[key] for key in sorted(checkpoint.model_keys())}
     tensors = tuple(
@@ -99,6 +110,7 @@ def _megatron(path: Path) -> Inspection:
         path,
         "megatron",
         architecture,
+        read_form(folder),
         tensors,
         iteration=checkpoint.folder.name,
         padded_vocab_size=checkpoint.vocab_size,
@@ -109,11 +121,17 @@ def _megatron(path: Path) -> Inspection:
 def _huggingface(path: Path) -> Inspection:
     checkpoint = HuggingFaceCheckpoint(path)
     tensors = tuple(
-        _info(name, e.shape, dtype_name(e.stored), e.stored.itemsize)
+        _info(checkpoint.form.names.stored(name), e.shape, dtype_name(e.stored), e.stored.itemsize)
         for name, e in (checkpoint.entries | checkpoint.scales).items()
     )
-    architecture = Architecture.from_hf(path)
-    return _inspection(path, "huggingface", architecture, tensors, files=len(checkpoint.files))
+    return _inspection(
+        path,
+        "huggingface",
+        Architecture.from_hf(path),
+        checkpoint.form,
+        tensors,
+        files=len(checkpoint.files),
+    )
 
 
 def _config(path: Path) -> Inspection:
@@ -121,13 +139,14 @@ def _config(path: Path) -> Inspection:
     shapes = hf_shapes(table(architecture))
     itemsize = {"float32": 4}.get(architecture.dtype, 2)
     tensors = tuple(_info(n, s, architecture.dtype, itemsize) for n, s in shapes.items())
-    return _inspection(path, "config", architecture, tensors, files=0)
+    return _inspection(path, "config", architecture, Form(), tensors, files=0)
 
 
 def _inspection(
     path: Path,
     kind: str,
     architecture: Architecture,
+    form: Form,
     tensors: tuple[TensorInfo, ...],
     *,
     files: int,
@@ -138,11 +157,12 @@ def _inspection(
         path=str(path),
         kind=kind,
         architecture=architecture,
+        form=form,
         expert_layout=architecture.expert_layout,
         iteration=iteration,
         tensors=tensors,
-        parameters=dict(parameters.by_part(architecture)),
-        active_parameters=parameters.active(architecture),
+        parameters=dict(parameters.by_part(architecture, form.head)),
+        active_parameters=parameters.active(architecture, form.head),
         padded_vocab_size=padded_vocab_size,
         files=files,
         nbytes=sum(tensor.nbytes for tensor in tensors),

@@ -13,11 +13,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mcore_qwen3vl.config import read_config_file
+from mcore_qwen3vl.config import read_config_file, ties_embeddings
 from mcore_qwen3vl.converters.hf.fp8 import declared, dequantize, pair
 from mcore_qwen3vl.converters.hf.header import DTYPES, TensorHeader
 from mcore_qwen3vl.converters.hf.single_experts import fuse
-from mcore_qwen3vl.converters.mapping.row import Row
+from mcore_qwen3vl.converters.mapping.forms import (
+    INPUT_EMBEDDING,
+    LM_HEAD,
+    TIED_COPY,
+    recognise,
+    renamed,
+)
+from mcore_qwen3vl.converters.mapping.row import CHUNK_BYTES, Row
 from mcore_qwen3vl.converters.mapping.table import hf_shapes
 from mcore_qwen3vl.converters.storage.boxes import Selection, Shape, explicit
 from mcore_qwen3vl.converters.storage.dtypes import cast
@@ -42,7 +49,8 @@ class HuggingFaceCheckpoint:
 
     Attributes:
         path: the directory.
-        entries: the header of each tensor of the model, by HF name.
+        form: the names of the tensors in the files, and the kind of head.
+        entries: the header of each tensor of the model, by the table's HF name.
         scales: the headers of the scale tensors that belong to quantised tensors, by name.
         split: the fused tensors among `entries` that the files hold expert by expert.
         quantization: the ``quantization_config``, or None.
@@ -68,7 +76,10 @@ class HuggingFaceCheckpoint:
                 self._add(file, name, handle.get_slice(name))
         if index is not None:
             self._compare_with(index)
-        self._stored, self.scales = pair(self.entries, self.quantization)
+        shapes = {name: entry.shape for name, entry in self.entries.items()}
+        self.form = recognise(shapes, tied=ties_embeddings(config))
+        stored, self.scales = pair(self.entries, self.quantization)
+        self._stored = renamed(stored, self.form.names)
         self.entries, self.split = fuse(self._stored, config)
 
     @property
@@ -83,14 +94,14 @@ class HuggingFaceCheckpoint:
         if (split := self.split.get(name)) is not None:
             return split.take(box, self.stored)
         entry = self._stored.get(name) or self.scales[name]
-        self._first_bytes[entry.file].check(name)
-        return bring_in(self._files[entry.file].get_tensor(name)[box])
+        self._first_bytes[entry.file].check(entry.name)
+        return bring_in(self._files[entry.file].get_tensor(entry.name)[box])
 
     def read(self, name: str, box: Selection = (), dtype: torch.dtype | None = None) -> Tensor:
         """Return `box` of a tensor, by default all of it; the result is not to be written to.
 
         Args:
-            name: HF name.
+            name: HF name in the table.
             box: a slice for each of the leading axes; the first of three axes may have an index.
             dtype: dtype of the result; default: the entry's, in which case the result is a view
                 of the file unless the tensor is quantised.
@@ -112,30 +123,57 @@ class HuggingFaceCheckpoint:
         """Check that the checkpoint holds exactly the tensors that `rows` consume.
 
         Raises:
-            BadInput: a tensor is missing, has another shape, or no row consumes it.
+            BadInput: a tensor is missing, has another shape, or no row consumes it; or the head is
+                to be tied to the embedding and differs from it.
         """
         wanted = hf_shapes(list(rows))
+        if LM_HEAD in wanted:
+            self.form.require_language_model(self.path)
+        stored = self.form.names.stored
         for name, shape in wanted.items():
             if name not in self.entries:
                 raise BadInput(
-                    f"{self.path} lacks the tensor {name} {list(shape)}, which config.json calls "
-                    "for. Nothing is initialised at random here: fetch the complete checkpoint."
+                    f"{self.path} lacks the tensor {stored(name)} {list(shape)}, which config.json "
+                    "calls for. Nothing is initialised at random here: fetch the complete "
+                    "checkpoint."
                 )
             found = self.entries[name].shape
             if found != shape:
                 raise BadInput(
-                    f"{self.path}: tensor {name} has shape {list(found)}, but config.json makes it "
-                    f"{list(shape)}. The config and the weights belong to different models"
+                    f"{self.path}: tensor {stored(name)} has shape {list(found)}, but config.json "
+                    f"makes it {list(shape)}. The config and the weights belong to different models"
                     f"{_layout_hint(name, found, shape)}."
                 )
         for name in self.entries:
             if name not in wanted:
                 raise BadInput(
-                    f"{self.path} holds the tensor {name} {list(self.entries[name].shape)}, which "
-                    "is no part of the model that config.json describes"
-                    f"{_tied_hint(name)}. Dropping it in silence would lose data, so nothing "
+                    f"{self.path} holds the tensor {stored(name)} "
+                    f"{list(self.entries[name].shape)}, which is no part of the model that "
+                    "config.json describes. Dropping it in silence would lose data, so nothing "
                     "was converted."
                 )
+        if self.form.head.kind is TIED_COPY:
+            self._compare_tied()
+
+    def _compare_tied(self) -> None:
+        """Refuse a stored head that is not the embedding to which the config ties it."""
+        rows, width = self.entries[INPUT_EMBEDDING].shape
+        step = max(CHUNK_BYTES // (4 * width), 1)
+        boxes = [(slice(first, min(first + step, rows)),) for first in range(0, rows, step)]
+
+        def bits(name: str, box: Selection) -> Tensor:
+            return self.stored(name, box).view(torch.uint8)
+
+        dtypes = {self.entries[name].stored for name in (INPUT_EMBEDDING, LM_HEAD)}
+        if len(dtypes) > 1 or not all(
+            torch.equal(bits(LM_HEAD, box), bits(INPUT_EMBEDDING, box)) for box in boxes
+        ):
+            raise BadInput(
+                f"{self.path}: config.json ties the embeddings (tie_word_embeddings), but the "
+                f"stored {LM_HEAD} differs from {self.form.names.stored(INPUT_EMBEDDING)}. Set "
+                "tie_word_embeddings to false in config.json if the model has a head of its own, "
+                f"or remove {LM_HEAD}."
+            )
 
     def _add(self, file: str, name: str, header: Any) -> None:
         if name in self.entries:
@@ -147,9 +185,10 @@ class HuggingFaceCheckpoint:
         if dtype is None:
             raise BadInput(
                 f"{self.path}: tensor {name} in {file} has dtype {header.get_dtype()}; "
-                f"{', '.join(DTYPES)} are understood."
+                f"{', '.join(DTYPES)} are understood. If it is a quantised checkpoint, convert the "
+                "model's original one."
             )
-        self.entries[name] = TensorHeader(file, dtype, tuple(header.get_shape()), dtype)
+        self.entries[name] = TensorHeader(name, file, dtype, tuple(header.get_shape()), dtype)
 
     def _compare_with(self, index: dict[str, str]) -> None:
         for name, file in index.items():
@@ -173,12 +212,6 @@ def _layout_hint(name: str, found: Shape, wanted: Shape) -> str:
             " (the last two axes are swapped: the experts are in the other layout than the one "
             "that config.json declares, so the config is not the one saved with these weights)"
         )
-    return ""
-
-
-def _tied_hint(name: str) -> str:
-    if name == "lm_head.weight":
-        return " (tie_word_embeddings is true, so the embedding serves as output layer)"
     return ""
 
 

@@ -13,6 +13,7 @@ import torch
 from mcore_qwen3vl.config import ExpertLayout, read_config_file
 from mcore_qwen3vl.converters.hf.checkpoint import INDEX
 from mcore_qwen3vl.converters.hf.config_file import for_weights
+from mcore_qwen3vl.converters.hf.form_file import FILE as FORM_FILE
 from mcore_qwen3vl.converters.storage.staging import write_durably
 from mcore_qwen3vl.untrusted import refuse_links_out
 
@@ -25,9 +26,9 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msg
 def companion_files(path: Path) -> dict[str, Path]:
     """Return every small file of an HF checkpoint that is not weights, by relative path.
 
-    Weights, their index, files over `LARGEST` and hidden directories (``.git``, ``.cache``) are
-    left out. A link to a file counts as the file, since the Hugging Face cache stores files as
-    links; a link to a directory is not followed.
+    Weights, their index, the record of their form, files over `LARGEST` and hidden directories
+    (``.git``, ``.cache``) are left out. A link to a file counts as the file, since the Hugging Face
+    cache stores files as links; a link to a directory is not followed.
 
     Raises:
         BadInput: a file is a link that leads out of the checkpoint.
@@ -83,6 +84,6 @@ def _walk(path: Path) -> Iterator[Path]:
 
 
 def _is_companion(file: Path) -> bool:
-    if file.name == INDEX or file.suffix in WEIGHTS or not file.is_file():
+    if file.name in (INDEX, FORM_FILE) or file.suffix in WEIGHTS or not file.is_file():
         return False
     return file.stat().st_size <= LARGEST

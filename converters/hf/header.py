@@ -22,6 +22,7 @@ class TensorHeader:
     """One tensor as a safetensors header declares it.
 
     Attributes:
+        name: name of the tensor in the file.
         file: name of the file that holds the tensor.
         dtype: default dtype of what `HuggingFaceCheckpoint.read` returns.
         shape: shape of the tensor.
@@ -29,6 +30,7 @@ class TensorHeader:
         scale: name of the tensor that holds a quantised tensor's factors, else None.
     """
 
+    name: str
     file: str
     dtype: torch.dtype
     shape: Shape

@@ -186,6 +186,7 @@ def plan(source: Path, layout: Layout, spec: Spec, **options: Any) -> Conversion
     assert isinstance(base, ToMcore)
     layout = layout if base.architecture.is_moe else replace(layout, etp=1)
     legacy = Legacy(layout, spec)
+    _check_head(base)
     rows = [row for unit in same.units for row in unit.work]
     _check(layout, base, rows)
     divisor = options.get("make_vocab_size_divisible_by", 1)
@@ -229,6 +230,14 @@ def _check(layout: Layout, mcore: ToMcore, rows: list[Row]) -> None:
                 f"{row.key} {list(row.shape)} cannot be cut into {size} equal parts along axis "
                 f"{row.tp_axis}: choose another TP."
             )
+
+
+def _check_head(mcore: ToMcore) -> None:
+    if not mcore.source.form.head.kind.is_language_model:
+        raise BadInput(
+            f"{mcore.source.path} has no language model's head, and Megatron loads the legacy "
+            "format only with one: choose --format torch_dist."
+        )
 
 
 def _arguments(legacy: Legacy, mcore: ToMcore, divisor: int) -> dict[str, Any]:

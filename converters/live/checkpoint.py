@@ -9,7 +9,11 @@ from typing import Any
 
 from mcore_qwen3vl.converters.mcore.checkpoint import NOT_THE_MODEL
 from mcore_qwen3vl.converters.mcore.formats import format_of
-from mcore_qwen3vl.converters.mcore.paths import iteration_folder, require_whole_model
+from mcore_qwen3vl.converters.mcore.paths import (
+    iteration_folder,
+    require_language_model,
+    require_whole_model,
+)
 from mcore_qwen3vl.converters.storage.unpickling import refused_by_torch
 from mcore_qwen3vl.converters.torch_dist.metadata import guard_reads, read
 from mcore_qwen3vl.errors import BadInput
@@ -37,6 +41,7 @@ def load_checkpoint(models: Sequence[Any], path: str | Path, *, whole: bool = Tr
 
     folder = iteration_folder(Path(path))
     require_whole_model(folder)
+    require_language_model(folder)
     guard_reads()
     if (format := format_of(folder)).per_layout is not None:
         raise BadInput(

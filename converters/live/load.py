@@ -12,7 +12,7 @@ from torch import nn
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.live.sharded import hf_parts, table_of, unwrap
-from mcore_qwen3vl.converters.mapping.table import VALUE_HEAD
+from mcore_qwen3vl.converters.mapping.forms import CLASSIFIER, SCORE, TIED_COPY
 
 
 def load_hf(
@@ -26,8 +26,7 @@ def load_hf(
     Args:
         models: the model, or its virtual pipeline chunks, on any layout.
         path: checkpoint directory.
-        spare_value_head: leave the model's value head as it is if the checkpoint has none, since
-            it is a language model's.
+        spare_value_head: leave the model's value head as it is if the checkpoint has none.
 
     Returns:
         Bytes of tensor data that this rank read.
@@ -39,13 +38,15 @@ def load_hf(
     chunks = unwrap(models)
     checkpoint = HuggingFaceCheckpoint(path)
     layout = Architecture.from_hf(path).expert_layout
-    spared = spare_value_head and VALUE_HEAD not in checkpoint.entries
-    checkpoint.require(table_of(chunks, layout, value_head=False if spared else None))
+    stored = checkpoint.form.head
+    spared = spare_value_head and stored.kind is not CLASSIFIER
+    head = stored if spared or stored.kind is TIED_COPY else None
+    checkpoint.require(table_of(chunks, layout, head=head))
     read = 0
     with torch.no_grad():
         _zero_padding(chunks)
         for part in hf_parts(chunks, expert_layout=layout):
-            if spared and part.name == VALUE_HEAD:
+            if spared and part.name == SCORE:
                 continue
             part.local.copy_(checkpoint.read(part.name, part.box, part.local.dtype))
             read += checkpoint.stored(part.name, part.box).nbytes

@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from torch import Tensor, nn
 
 from mcore_qwen3vl.config import ExpertLayout
+from mcore_qwen3vl.converters.mapping.forms import AS_CONFIG, VALUE_HEAD, Head
 from mcore_qwen3vl.converters.mapping.row import Row
 from mcore_qwen3vl.converters.mapping.table import table
 from mcore_qwen3vl.converters.storage.boxes import Selection
@@ -122,22 +123,21 @@ def table_of(
     chunks: Sequence[Any],
     expert_layout: ExpertLayout | None = None,
     *,
-    value_head: bool | None = None,
+    head: Head | None = None,
 ) -> list[Row]:
     """Return the table of a running model, whose vocabulary may be padded.
 
     Args:
         chunks: the model chunks of this rank.
         expert_layout: as in :func:`hf_parts`.
-        value_head: whether the head is a critic's instead of a language model's; default: as in
-            the model.
+        head: the head on the HF side; default: the model's own.
     """
     model = chunks[0]
     return table(
         model.architecture,
         expert_layout=expert_layout,
         padded_vocab_size=model.vocab_size,
-        value_head=model.value_head if value_head is None else value_head,
+        head=head or (VALUE_HEAD if model.value_head else AS_CONFIG),
     )
 
 

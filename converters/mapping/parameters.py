@@ -10,6 +10,7 @@ from functools import cache
 from typing import NamedTuple
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.mapping.forms import AS_CONFIG, Head
 from mcore_qwen3vl.converters.mapping.row import Row
 from mcore_qwen3vl.converters.mapping.table import table
 
@@ -43,32 +44,34 @@ class Group(NamedTuple):
 
 
 @cache
-def count(architecture: Architecture) -> Counter[Group]:
+def count(architecture: Architecture, head: Head = AS_CONFIG) -> Counter[Group]:
     """Count the parameters of each group, in the order of the table. Do not change the result."""
     # Both expert layouts have the same number of parameters.
-    rows = table(architecture, expert_layout=architecture.expert_layout or "v5")
+    layout = architecture.expert_layout or "v5"
+    rows = table(architecture, expert_layout=layout, head=head.in_megatron)
     counts: Counter[Group] = Counter()
     for row in rows:
         counts[Group(_part(row), row.layer, row.tp_axis is not None)] += row.numel
     return counts
 
 
-def by_part(architecture: Architecture) -> Counter[str]:
+def by_part(architecture: Architecture, head: Head = AS_CONFIG) -> Counter[str]:
     """Count the parameters of each part; a part that the model lacks has 0."""
     counts: Counter[str] = Counter()
-    for group, number in count(architecture).items():
+    for group, number in count(architecture, head).items():
         counts[group.part] += number
     return counts
 
 
-def total(architecture: Architecture) -> int:
+def total(architecture: Architecture, head: Head = AS_CONFIG) -> int:
     """Count all parameters; a tied head and the embedding count once."""
-    return count(architecture).total()
+    return count(architecture, head).total()
 
 
-def active(architecture: Architecture) -> int:
+def active(architecture: Architecture, head: Head = AS_CONFIG) -> int:
     """Count the parameters used for one token: all parts, but only the top k experts a layer."""
-    return total(architecture) - by_part(architecture)["experts"] + active_experts(architecture)
+    idle = by_part(architecture, head)["experts"] - active_experts(architecture)
+    return total(architecture, head) - idle
 
 
 def active_experts(architecture: Architecture) -> int:

@@ -13,6 +13,17 @@ from dataclasses import dataclass
 
 from mcore_qwen3vl.config import Architecture, ExpertLayout
 from mcore_qwen3vl.converters.mapping import transforms
+from mcore_qwen3vl.converters.mapping.forms import (
+    AS_CONFIG,
+    CLASSIFIER,
+    INPUT_EMBEDDING,
+    LANGUAGE_MODEL,
+    LM_HEAD,
+    SCORE,
+    SCORE_BIAS,
+    TIED_COPY,
+    Head,
+)
 from mcore_qwen3vl.converters.mapping.row import Row, SourceTensor, same
 from mcore_qwen3vl.converters.mapping.transforms import Rearrangement
 from mcore_qwen3vl.converters.mapping.vision import vision_rows
@@ -25,7 +36,7 @@ def table(
     *,
     expert_layout: ExpertLayout | None = None,
     padded_vocab_size: int | None = None,
-    value_head: bool = False,
+    head: Head = AS_CONFIG,
 ) -> list[Row]:
     """Return every row of a model, in the order of the network.
 
@@ -33,8 +44,7 @@ def table(
         architecture: the model's shape.
         expert_layout: layout of the fused experts on the HF side; default: the one declared.
         padded_vocab_size: rows of the mcore embedding and output layer; default: not padded.
-        value_head: whether the output layer gives one value per token, as a critic's does; HF
-            calls it ``score``, as in a token classifier.
+        head: the head on the HF side.
 
     Raises:
         BadInput: the expert layout of a MoE model is neither given nor declared, or the padded
@@ -58,7 +68,7 @@ def table(
         for row in _layer(architecture, layer, layout)
     )
     vision = vision_rows(architecture.vision)
-    return [*vision, *_ends(architecture, padded, value_head), *decoder]
+    return [*vision, *_ends(architecture, padded, head), *decoder]
 
 
 def padded_vocab_size(vocab_size: int, *, make_vocab_size_divisible_by: int, tp: int) -> int:
@@ -106,16 +116,19 @@ def _shard(place: list[tuple[int, int]]) -> str:
 
 TEXT = "model.language_model."
 EMBEDDING = "embedding.word_embeddings.weight"
-VALUE_HEAD = "score.weight"
 
 
-def _ends(a: Architecture, padded: int, value_head: bool) -> Iterator[Row]:
-    """Yield the rows outside the layers: embedding, output layer unless tied, and final norm."""
-    vocabulary = [(EMBEDDING, f"{TEXT}embed_tokens.weight")]
-    if value_head:
-        yield same("output_layer.weight", VALUE_HEAD, (1, a.hidden_size))
-    elif not a.tie_word_embeddings:
-        vocabulary.append(("output_layer.weight", "lm_head.weight"))
+def _ends(a: Architecture, padded: int, head: Head) -> Iterator[Row]:
+    """Yield the rows outside the layers: embedding, head and final norm."""
+    vocabulary = [(EMBEDDING, INPUT_EMBEDDING)]
+    if head.kind is TIED_COPY:
+        vocabulary.append((EMBEDDING, LM_HEAD))
+    elif head.kind is LANGUAGE_MODEL and not a.tie_word_embeddings:
+        vocabulary.append(("output_layer.weight", LM_HEAD))
+    elif head.kind is CLASSIFIER:
+        yield same("output_layer.weight", SCORE, (head.labels, a.hidden_size))
+        if head.bias:
+            yield same("output_layer.bias", SCORE_BIAS, (head.labels,))
     for key, name in vocabulary:
         yield Row(
             key,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mcore_qwen3vl.converters.hf.form_file import read_form
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.untrusted import refuse_special_files
 
@@ -71,6 +72,16 @@ def require_whole_model(path: Path) -> None:
                 "command that trained it again with --save-hf DIR to write the adapter, then "
                 "use `generate BASE --lora ADAPTER` or `lora merge BASE ADAPTER OUT`."
             )
+
+
+def require_language_model(path: Path) -> None:
+    """
+    Raises:
+        BadInput: the checkpoint at `path` was converted from one without a language model's head.
+    """
+    folder = find_hf_folder(path)
+    if folder is not None:
+        read_form(folder).require_language_model(path)
 
 
 def find_hf_folder(path: Path) -> Path | None:

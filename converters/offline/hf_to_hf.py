@@ -14,7 +14,7 @@ from mcore_qwen3vl.converters.mapping.row import Row, SourceTensor, max_rows
 from mcore_qwen3vl.converters.mapping.table import table
 from mcore_qwen3vl.converters.offline.plan import ConversionPlan
 from mcore_qwen3vl.converters.offline.to_hf import LayoutChoice, chosen_layout, lay_out
-from mcore_qwen3vl.converters.offline.to_mcore import dequantized_notes
+from mcore_qwen3vl.converters.offline.to_mcore import dequantized_notes, open_checkpoint
 from mcore_qwen3vl.converters.storage.dtypes import parse_dtype
 
 
@@ -31,6 +31,7 @@ def plan(
     layout = chosen_layout(architecture, expert_layout)
     checkpoint = open_checkpoint(source, architecture)
     swapped = layout != architecture.expert_layout
+    form = checkpoint.form if expert_layout == "source" else checkpoint.form.for_transformers
 
     def stream(row: Row, number: int, dtype: torch.dtype) -> Iterator[Tensor]:
         return stream_copy(checkpoint, row, number, dtype, swapped=swapped)
@@ -41,7 +42,7 @@ def plan(
     return lay_out(
         "hf-to-hf",
         source,
-        table(architecture, expert_layout=layout),
+        table(architecture, expert_layout=layout, head=form.head),
         stream,
         origin=origin,
         hf_config=source,
@@ -49,20 +50,10 @@ def plan(
         dtype=wanted,
         max_shard_size=max_shard_size,
         layout=layout,
-        form=None if expert_layout == "source" else expert_layout,
-        notes=(*dequantized_notes(checkpoint, wanted), *layout_notes(layout)),
+        config_form=None if expert_layout == "source" else expert_layout,
+        names=form.names,
+        notes=(*form.notes, *dequantized_notes(checkpoint, wanted), *layout_notes(layout)),
     )
-
-
-def open_checkpoint(source: Path, architecture: Architecture) -> HuggingFaceCheckpoint:
-    """Open a checkpoint and check that it holds the model that its config describes.
-
-    Raises:
-        BadInput: the checkpoint holds other tensors, or is damaged.
-    """
-    checkpoint = HuggingFaceCheckpoint(source)
-    checkpoint.require(table(architecture))
-    return checkpoint
 
 
 def stream_copy(

@@ -140,7 +140,10 @@ def dumps(
         "checksum": f"{CHECKSUM} of a tensor's bytes as converted, row-major and little-endian; "
         "of each expert apart where experts are fused",
     }
-    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(t)}" for name, t in tensors.items())
+    stored = checkpoint.form.names.stored
+    lines = ",\n".join(
+        f"  {json.dumps(stored(name))}: {json.dumps(tensor)}" for name, tensor in tensors.items()
+    )
     head = json.dumps(content, indent=1).removesuffix("\n}")
     return f'{head},\n "tensors": {{\n{lines}\n }}\n}}\n'.encode()
 
@@ -156,7 +159,8 @@ def _tensor(
         "source_dtype": dtype_name(entry.stored),
     }
     if name in checkpoint.split:
-        parts = checkpoint.split[name].parts
+        stored = checkpoint.form.names.stored
+        parts = [tuple(map(stored, expert)) for expert in checkpoint.split[name].parts]
         tensor["source_tensors"] = [
             part.replace(".experts.0.", ".experts.{expert}.") for part in parts[0]
         ]

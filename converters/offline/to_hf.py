@@ -20,9 +20,11 @@ from mcore_qwen3vl.config import Architecture, ExpertLayout
 from mcore_qwen3vl.converters.hf import processor_files, shards
 from mcore_qwen3vl.converters.hf.checkpoint import INDEX
 from mcore_qwen3vl.converters.hf.companions import companion_files, copy_companions
+from mcore_qwen3vl.converters.hf.form_file import read_form
 from mcore_qwen3vl.converters.hf.shards import Shard
+from mcore_qwen3vl.converters.mapping.forms import CURRENT, Names
 from mcore_qwen3vl.converters.mapping.row import Row, SourceTensor, max_rows
-from mcore_qwen3vl.converters.mapping.table import table
+from mcore_qwen3vl.converters.mapping.table import hf_shapes, table
 from mcore_qwen3vl.converters.mcore.checkpoint import MegatronCheckpoint
 from mcore_qwen3vl.converters.mcore.formats import open_megatron
 from mcore_qwen3vl.converters.mcore.paths import hf_folder
@@ -51,12 +53,9 @@ class Fill:
 
     row: Row
     source: int
+    name: str  # in the shard
     dtype: torch.dtype
     offset: int
-
-    @property
-    def name(self) -> str:
-        return self.row.sources[self.source].name
 
     @property
     def nbytes(self) -> int:
@@ -144,7 +143,14 @@ def plan(
     architecture = Architecture.from_hf(folder)
     checkpoint = open_megatron(source, architecture)
     layout = chosen_layout(architecture, expert_layout)
-    rows = table(architecture, expert_layout=layout, padded_vocab_size=checkpoint.vocab_size)
+    form = read_form(folder)
+    form = form if expert_layout == "source" else form.for_transformers
+    rows = table(
+        architecture,
+        expert_layout=layout,
+        padded_vocab_size=checkpoint.vocab_size,
+        head=form.head,
+    )
     checkpoint.require(rows)
     return lay_out(
         "mcore-to-hf",
@@ -157,8 +163,9 @@ def plan(
         dtype=wanted,
         max_shard_size=max_shard_size,
         layout=layout,
-        form=None if expert_layout == "source" else expert_layout,
-        notes=_notes(checkpoint.vocab_size - architecture.vocab_size),
+        config_form=None if expert_layout == "source" else expert_layout,
+        names=form.names,
+        notes=(*form.notes, *_notes(checkpoint.vocab_size - architecture.vocab_size)),
     )
 
 
@@ -174,7 +181,8 @@ def lay_out(
     dtype: torch.dtype | None,
     max_shard_size: str,
     layout: ExpertLayout | None,
-    form: ExpertLayout | None,
+    config_form: ExpertLayout | None,
+    names: Names = CURRENT,
     untied: bool = False,
     notes: tuple[str, ...] = (),
 ) -> ConversionPlan:
@@ -190,7 +198,8 @@ def lay_out(
         dtype: dtype of all tensors written; None: each keeps its own.
         max_shard_size: largest safetensors file, like "5GB".
         layout: layout of the experts written.
-        form: form to convert the config to; None: it stays as it is.
+        config_form: form to convert the config to; None: it stays as it is.
+        names: names of the tensors in the files written.
         untied: whether the config ties the embeddings but they are written separately.
 
     Raises:
@@ -198,11 +207,12 @@ def lay_out(
             its directory.
     """
     limit = shards.parse_size(max_shard_size)
-    origins = {named.name: origin(row, named) for row in rows for named in row.sources}
+    origins = {
+        names.stored(named.name): origin(row, named) for row in rows for named in row.sources
+    }
+    shapes = {names.stored(name): shape for name, shape in hf_shapes(rows).items()}
     tensors = {
-        named.name: shards.TensorSpec(dtype or origins[named.name][1], named.shape)
-        for row in rows
-        for named in row.sources
+        name: shards.TensorSpec(dtype or origins[name][1], shape) for name, shape in shapes.items()
     }
     parts = tuple(shards.plan_shards(tensors, limit))
     companions = companion_files(hf_config)
@@ -213,7 +223,7 @@ def lay_out(
             PlannedTensor((origins[name][0],), name, t.shape, dtype_name(t.dtype), t.nbytes)
             for name, t in tensors.items()
         ),
-        units=tuple(_units(rows, tensors, parts)),
+        units=tuple(_units(rows, names, parts)),
         companion_files=companions,
         expert_layout=layout,
         identity={
@@ -221,10 +231,11 @@ def lay_out(
             "files": file_identity([*files, *companions.values()]),
             "dtype": None if dtype is None else dtype_name(dtype),
             "shard": limit,
-            "layout": [layout, form],
+            "layout": [layout, config_form],
+            "names": names.key,
             "untied": untied,
         },
-        conversion=ToHuggingFace(stream, parts, hf_config, form, dtype, untied),
+        conversion=ToHuggingFace(stream, parts, hf_config, config_form, dtype, untied),
         files=len(parts),
         notes=(*notes, *processor_files.notes(hf_config)),
     )
@@ -249,24 +260,24 @@ def chosen_layout(architecture: Architecture, choice: LayoutChoice) -> ExpertLay
     return architecture.expert_layout if choice == "source" else choice
 
 
-def _units(
-    rows: list[Row], tensors: dict[str, shards.TensorSpec], files: tuple[Shard, ...]
-) -> Iterator[Unit]:
-    places: dict[str, list[tuple[Row, int]]] = {name: [] for name in tensors}
+def _units(rows: list[Row], names: Names, files: tuple[Shard, ...]) -> Iterator[Unit]:
+    places: dict[str, list[tuple[Row, int]]] = {}
     for row in rows:
         for number, source in enumerate(row.sources):
-            places[source.name].append((row, number))
-    size = unit_bytes(sum(tensor.nbytes for tensor in tensors.values()))
+            places.setdefault(names.stored(source.name), []).append((row, number))
+    size = unit_bytes(sum(shard.data_bytes for shard in files))
     for shard in files:
         fills = (
-            _fill(row, number, shard) for name in shard.tensors for row, number in places[name]
+            _fill(row, number, shard, name)
+            for name in shard.tensors
+            for row, number in places[name]
         )
         work = ((fill, fill.nbytes) for fill in fills)
         yield from group_units(work, size, functools.partial("{}:{}".format, shard.file))
 
 
-def _fill(row: Row, number: int, shard: Shard) -> Fill:
+def _fill(row: Row, number: int, shard: Shard, name: str) -> Fill:
     source = row.sources[number]
-    dtype = shard.tensors[source.name].dtype
+    dtype = shard.tensors[name].dtype
     piece = shards.TensorSpec(dtype, source.piece_shape).nbytes
-    return Fill(row, number, dtype, shard.offset(source.name) + (source.index or 0) * piece)
+    return Fill(row, number, name, dtype, shard.offset(name) + (source.index or 0) * piece)

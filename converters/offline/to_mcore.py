@@ -17,6 +17,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf import fp8, processor_files
 from mcore_qwen3vl.converters.hf.checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.hf.companions import companion_files, copy_companions
+from mcore_qwen3vl.converters.hf.form_file import write_form
 from mcore_qwen3vl.converters.mapping.row import Row, max_rows
 from mcore_qwen3vl.converters.mapping.table import extra_state_keys, padded_vocab_size, table
 from mcore_qwen3vl.converters.mcore.index import CheckpointIndex, Chunk, ChunkedTensor, FileRange
@@ -92,6 +93,7 @@ class ToMcore:
     def accompany(self, tree: Path, results: dict[str, Any]) -> None:
         """Write the files beside the weights in any mcore format; the tracker comes last."""
         copy_companions(self.source.path, tree / HF_FOLDER, dtype=self.dtype)
+        write_form(tree / HF_FOLDER, self.source.form)
         checksums = (found for result in results.values() for found in result.get("checksums", ()))
         content = manifest.dumps(self.source, self.facts, self.dtype, checksums)
         write_durably(tree / manifest.FILE, content)
@@ -138,9 +140,8 @@ def plan(
         make_vocab_size_divisible_by=make_vocab_size_divisible_by,
         tp=tp,
     )
-    rows = table(architecture, padded_vocab_size=padded)
-    checkpoint = HuggingFaceCheckpoint(source)
-    checkpoint.require(rows)
+    checkpoint = open_checkpoint(source, architecture)
+    rows = table(architecture, padded_vocab_size=padded, head=checkpoint.form.head.in_megatron)
     tensors = _targets(checkpoint, rows, wanted)
     companions = companion_files(source)
     work = [(row, row.numel * tensors[row.key].dtype.itemsize) for row in rows]
@@ -174,10 +175,22 @@ def plan(
         ),
         files=len(units),
         notes=(
+            *checkpoint.form.notes,
             *dequantized_notes(checkpoint, wanted),
             *processor_files.notes(checkpoint.path),
         ),
     )
+
+
+def open_checkpoint(source: Path, architecture: Architecture) -> HuggingFaceCheckpoint:
+    """Open a checkpoint and check that it holds the model that its config describes.
+
+    Raises:
+        BadInput: the checkpoint holds other tensors, or is damaged.
+    """
+    checkpoint = HuggingFaceCheckpoint(source)
+    checkpoint.require(table(architecture, head=checkpoint.form.head))
+    return checkpoint
 
 
 def dequantized_notes(

@@ -168,7 +168,8 @@ def inspect(
         return
     if json:
         total = inspection.total_parameters
-        console.emit_json({"total_parameters": total, **asdict(inspection)})
+        form = inspection.form.record
+        console.emit_json({"total_parameters": total, **asdict(inspection), "form": form})
     else:
         show.inspection(inspection, tensors=tensors)
 

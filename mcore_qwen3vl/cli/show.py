@@ -72,7 +72,8 @@ def inspection(inspection: Inspection, *, tensors: bool) -> None:
         "what": kinds.get(inspection.kind, "config without weights"),
         "model": f"Qwen3-VL {'MoE' if a.is_moe else 'dense'}, {a.num_hidden_layers} layers, "
         f"hidden {a.hidden_size}, vocabulary {a.vocab_size}",
-        "embedding and head": "tied" if a.tie_word_embeddings else "separate",
+        "embedding and head": _head(inspection),
+        "form": " ".join(inspection.form.notes) or None,
         "experts": f"{a.num_experts}, {a.num_experts_per_tok} a token, layout "
         f"{inspection.expert_layout}"
         if a.is_moe
@@ -97,6 +98,12 @@ def inspection(inspection: Inspection, *, tensors: bool) -> None:
     for t in inspection.tensors:
         lines.add_row(plain(t.name), "x".join(map(str, t.shape)), t.dtype, size(t.nbytes))
     output.print(lines)
+
+
+def _head(inspection: Inspection) -> str | None:
+    if not inspection.form.head.kind.is_language_model:
+        return None  # the form says which head there is
+    return "tied" if inspection.architecture.tie_word_embeddings else "separate"
 
 
 def adapter(adapter: AdapterInspection) -> None:

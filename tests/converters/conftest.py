@@ -34,6 +34,24 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
+def form(
+    tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """``form(name)`` is a checkpoint in a form of `FORMS`; read-only."""
+    from tests.converters.forms import FORMS  # imports transformers' models, which takes seconds
+
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp("forms") / "hf"
+            FORMS[name].make(tiny(FORMS[name].source), made[name])
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
 def mcore_dense(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return an mcore checkpoint of the case ``dense``; read-only."""
     path = tmp_path_factory.mktemp("errors") / "mcore"

@@ -177,6 +177,7 @@ def _check_kinds(args: argparse.Namespace) -> None:
         require_huggingface,
         require_megatron,
     )
+    from mcore_qwen3vl.converters.mcore.paths import require_language_model
 
     if args.load_hf:
         require_huggingface(
@@ -190,6 +191,7 @@ def _check_kinds(args: argparse.Namespace) -> None:
                 f"{folder} holds no checkpoint of Megatron's to begin from: check the path of "
                 f"{'--load' if folder == args.load else '--pretrained-checkpoint'}."
             )
+        require_language_model(Path(folder))
 
 
 def check_writable(folder: Path) -> None:

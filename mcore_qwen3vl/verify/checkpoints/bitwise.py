@@ -15,6 +15,7 @@ from mcore_qwen3vl.config import Architecture, read_config_file
 from mcore_qwen3vl.converters.hf import config_file, fp8
 from mcore_qwen3vl.converters.hf.checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.hf.companions import companion_files, digest
+from mcore_qwen3vl.converters.hf.form_file import read_form
 from mcore_qwen3vl.converters.mapping.row import Row, max_rows
 from mcore_qwen3vl.converters.mapping.table import table
 from mcore_qwen3vl.converters.mcore.formats import is_megatron, open_megatron
@@ -82,7 +83,8 @@ class _Side:
         self.hf = HuggingFaceCheckpoint(path) if self.megatron is None else None
         self.companions = companion_files(folder) if _config_folder(path) else {}
         vocabulary = self.megatron.vocab_size if self.megatron else None
-        rows = table(architecture, padded_vocab_size=vocabulary)
+        form = self.hf.form if self.hf is not None else read_form(folder)
+        rows = table(architecture, padded_vocab_size=vocabulary, head=form.head)
         self.pieces: dict[str, list[_Piece]] = {}
         for row in rows:
             for number, source in enumerate(row.sources):

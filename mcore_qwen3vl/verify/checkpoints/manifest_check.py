@@ -14,6 +14,8 @@ import torch
 import xxhash
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.hf.form_file import read_form
+from mcore_qwen3vl.converters.mapping.forms import renamed
 from mcore_qwen3vl.converters.mapping.row import Row
 from mcore_qwen3vl.converters.mapping.table import hf_shapes, table
 from mcore_qwen3vl.converters.mcore.checkpoint import MegatronCheckpoint
@@ -54,15 +56,16 @@ def check_manifest(
     file = _find(Path(path))
     manifest = _read(file)
     folder = file.parent / manifest["iteration"]
-    architecture = Architecture.from_hf(hf_folder(folder))
+    architecture, form = Architecture.from_hf(hf_folder(folder)), read_form(hf_folder(folder))
     checkpoint = open_megatron(folder, architecture)
     rows = table(
         architecture,
         expert_layout=manifest["expert_layout"],
         padded_vocab_size=checkpoint.vocab_size,
+        head=form.head.in_megatron,
     )
     checkpoint.require(rows)
-    stated: dict[str, dict[str, Any]] = manifest["tensors"]
+    stated: dict[str, dict[str, Any]] = renamed(manifest["tensors"], form.names)
     problems = dict(_misfits(rows, checkpoint, stated))
     sound = {name: tensor for name, tensor in stated.items() if name not in problems}
     pieces = list(_pieces(rows, checkpoint, sound))

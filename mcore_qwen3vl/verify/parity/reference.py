@@ -92,7 +92,7 @@ class Reference:
     ) -> None:
         import transformers
 
-        HuggingFaceCheckpoint(path)  # its errors say what is wrong with the files
+        HuggingFaceCheckpoint(path).form.require_transformers(path)
         self.architecture = Architecture.from_hf(path)
         self.device = device
         kind = "Moe" if self.architecture.is_moe else ""

@@ -60,17 +60,12 @@ HF_DAMAGES: dict[str, tuple[str, Damage, str]] = {
     "head in a tied model": (
         "dense-tied",
         lambda p: edit_tensors(p, lambda t: t.update({"lm_head.weight": torch.zeros(352, 48)})),
-        r"holds the tensor lm_head.weight .*tie_word_embeddings is true",
+        r"tie_word_embeddings.*stored lm_head.weight differs from \S+embed_tokens.weight",
     ),
     "missing tensor": (
         "moe",
         lambda p: edit_tensors(p, lambda t: t.pop(LAYER + "mlp.experts.down_proj")),
         r"lacks the tensor \S+layers.1.mlp.experts.down_proj \[12, 36, 48\]",
-    ),
-    "missing head": (
-        "dense",
-        lambda p: edit_tensors(p, lambda t: t.pop("lm_head.weight")),
-        r"lacks the tensor lm_head.weight",
     ),
     "renamed tensor": (
         "dense",

@@ -1,0 +1,217 @@
+"""Forms of a Hugging Face checkpoint: how its tensors are called, and which head it stores.
+
+The table speaks of `CURRENT` names and of the head that the config calls for. What else is
+published is a row here; a reader translates names, and a writer translates them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mcore_qwen3vl.converters.storage.boxes import Shape
+from mcore_qwen3vl.errors import BadInput
+
+LM_HEAD = "lm_head.weight"
+SCORE = "score.weight"
+SCORE_BIAS = "score.bias"
+INPUT_EMBEDDING = "model.language_model.embed_tokens.weight"
+
+
+@dataclass(frozen=True)
+class Names:
+    """One way of calling the tensors.
+
+    Attributes:
+        key: what a record of a form says.
+        prefixes: how a name starts in `CURRENT`, and how it starts here.
+        note: what a user should know; empty for nothing.
+        read_by_transformers: whether transformers loads a model that is stored so.
+    """
+
+    key: str
+    prefixes: tuple[tuple[str, str], ...] = ()
+    note: str = ""
+    read_by_transformers: bool = True
+
+    def stored(self, name: str) -> str:
+        """Return the name here of what the table calls `name`."""
+        for current, here in self.prefixes:
+            if name.startswith(current):
+                return here + name.removeprefix(current)
+        return name
+
+    def current(self, name: str) -> str:
+        """Return the table's name of what is called `name` here."""
+        for current, here in self.prefixes:
+            if name.startswith(here):
+                return current + name.removeprefix(here)
+        return name
+
+
+@dataclass(frozen=True)
+class HeadKind:
+    """One kind of head.
+
+    Attributes:
+        key: what a record of a form says.
+        note: what a user should know; empty for nothing.
+        is_language_model: whether the model predicts tokens, as everything that runs it needs.
+    """
+
+    key: str
+    note: str = ""
+    is_language_model: bool = True
+
+
+CURRENT = Names("current")
+BASE = Names(
+    "base",
+    (("model.language_model.", "language_model."), ("model.visual.", "visual.")),
+    "Tensors are named as Qwen3VLModel saves them, without the prefix `model.`.",
+)
+OLD = Names(
+    "old",
+    (("model.language_model.", "model."), ("model.visual.", "visual.")),
+    "Tensors have the names `model.layers` and `visual.` of older transformers, which transformers "
+    "5 does not load: `--expert-layout v5` of `convert` writes its names.",
+    read_by_transformers=False,
+)
+NAMES = {names.key: names for names in (CURRENT, BASE, OLD)}
+
+LANGUAGE_MODEL = HeadKind("language model")
+TIED_COPY = HeadKind(
+    "tied copy",
+    f"Embeddings are tied, and {LM_HEAD} is stored too; it equals the embedding and is kept once.",
+)
+HEADLESS = HeadKind(
+    "none",
+    f"This is a headless model, without {LM_HEAD}: it can be converted, but training, generation "
+    "and scoring need a language model's head.",
+    is_language_model=False,
+)
+CLASSIFIER = HeadKind(
+    "score",
+    f"This model has a classifier's head ({SCORE}), as reward models and rerankers have: it can be "
+    "converted, but training, generation and scoring need a language model's head.",
+    is_language_model=False,
+)
+HEADS = {kind.key: kind for kind in (LANGUAGE_MODEL, TIED_COPY, HEADLESS, CLASSIFIER)}
+
+
+@dataclass(frozen=True)
+class Head:
+    """A head, with what the config does not say of it.
+
+    Attributes:
+        kind: one of `HEADS`.
+        labels: rows of a classifier's ``score.weight``; 0 for others.
+        bias: whether a classifier has ``score.bias``.
+    """
+
+    kind: HeadKind = LANGUAGE_MODEL
+    labels: int = 0
+    bias: bool = False
+
+    @property
+    def in_megatron(self) -> Head:
+        """The same head where a tied one is stored once."""
+        return AS_CONFIG if self.kind is TIED_COPY else self
+
+
+AS_CONFIG = Head()
+"""A language model's, tied to the embedding or not as the config says."""
+
+VALUE_HEAD = Head(CLASSIFIER, labels=1)
+"""A critic's: one value a token."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How one checkpoint is stored."""
+
+    names: Names = CURRENT
+    head: Head = AS_CONFIG
+
+    @property
+    def for_transformers(self) -> Form:
+        """The form that transformers would save the same model in."""
+        names = self.names if self.names.read_by_transformers else CURRENT
+        return Form(names, self.head.in_megatron)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know, one sentence or two each."""
+        return tuple(filter(None, (self.head.kind.note, self.names.note)))
+
+    @property
+    def record(self) -> dict[str, str | int]:
+        """What tells this form from another, for JSON."""
+        head = self.head
+        return {
+            "names": self.names.key,
+            "head": head.kind.key,
+            "labels": head.labels,
+            "bias": head.bias,
+        }
+
+    def require_language_model(self, path: object) -> None:
+        """
+        Raises:
+            BadInput: the model at `path` has no head that predicts tokens.
+        """
+        if not self.head.kind.is_language_model:
+            raise BadInput(f"{path}: {self.head.kind.note} Name a checkpoint that has one.")
+
+    def require_transformers(self, path: object) -> None:
+        """
+        Raises:
+            BadInput: transformers does not load a whole language model from `path`.
+        """
+        self.require_language_model(path)
+        if not self.names.read_by_transformers:
+            raise BadInput(f"{path}: {self.names.note}")
+
+
+def recognise(shapes: Mapping[str, Shape], *, tied: bool) -> Form:
+    """Tell the form of a checkpoint from its tensors' names.
+
+    Args:
+        shapes: of all tensors, by the names that the files have.
+        tied: whether the config ties head and embedding.
+
+    Raises:
+        BadInput: tensors are named in two ways.
+    """
+    found = [names for names in NAMES.values() if names.stored(INPUT_EMBEDDING) in shapes]
+    if len(found) > 1:
+        both = " and ".join(names.stored(INPUT_EMBEDDING) for names in found)
+        raise BadInput(f"the checkpoint holds both {both}: files of two checkpoints are mixed.")
+    names = found[0] if found else CURRENT
+    return Form(names, _head(shapes, tied))
+
+
+def _head(shapes: Mapping[str, Shape], tied: bool) -> Head:
+    if (score := shapes.get(SCORE)) is not None:
+        return Head(CLASSIFIER, labels=score[0] if score else 0, bias=SCORE_BIAS in shapes)
+    if LM_HEAD in shapes:
+        return Head(TIED_COPY) if tied else AS_CONFIG
+    return AS_CONFIG if tied else Head(HEADLESS)
+
+
+def renamed[Entry](entries: Mapping[str, Entry], names: Names) -> dict[str, Entry]:
+    """Return `entries` under the table's names.
+
+    Raises:
+        BadInput: two of them come to have one name.
+    """
+    found: dict[str, Entry] = {}
+    for name, entry in entries.items():
+        current = names.current(name)
+        if current in found:
+            raise BadInput(
+                f"the checkpoint holds the tensor {current} under two names: files of two "
+                "checkpoints are mixed."
+            )
+        found[current] = entry
+    return found

@@ -1,0 +1,190 @@
+"""Every published form of a checkpoint goes to mcore and back bitwise, under its own names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3VLModel
+
+from mcore_qwen3vl.converters.convert import hf_to_hf, hf_to_mcore, mcore_to_hf, plan_hf_to_mcore
+from mcore_qwen3vl.converters.describe.inspect import inspect_path
+from mcore_qwen3vl.converters.mcore.paths import require_language_model
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.verify.checkpoints.bitwise import compare_checkpoints
+from mcore_qwen3vl.verify.checkpoints.manifest_check import check_manifest
+from mcore_qwen3vl.verify.parity.reference import Reference
+from tests.converters.checkpoints import assert_same_files, assert_same_tensors, copy, load, save
+from tests.converters.forms import FORMS, record_of, rewritten
+
+Tiny = Callable[[str], Path]
+Make = Callable[[str], Path]
+
+USUAL = {"names": "current", "head": "language model", "labels": 0, "bias": False}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_it_goes_round_under_its_own_names(form: Make, tmp_path: Path, name: str) -> None:
+    source, mcore, back = form(name), tmp_path / "mcore", tmp_path / "back"
+    case = FORMS[name]
+    there = hf_to_mcore(source, mcore)
+    returned = mcore_to_hf(mcore, back)
+    assert_same_tensors(source, back)
+    assert_same_files(source, back)
+    assert record_of(mcore / "hf") == (USUAL | case.record if case.record else {})
+    for result in (there, returned):
+        assert bool(result.notes) == (case.says is not None)
+        assert re.search(case.says or "", " ".join(result.notes))
+    for pair in ((source, mcore), (mcore, source), (source, back)):
+        compare_checkpoints(*pair).require()
+    check_manifest(mcore).require()
+
+
+@pytest.mark.parametrize("name", [name for name, case in FORMS.items() if case.load is not None])
+def test_transformers_loads_what_comes_back(form: Make, tmp_path: Path, name: str) -> None:
+    mcore, back, case = tmp_path / "mcore", tmp_path / "back", FORMS[name]
+    hf_to_mcore(form(name), mcore)
+    mcore_to_hf(mcore, back)
+    _, info = case.load.from_pretrained(back, output_loading_info=True, **case.arguments)
+    assert not any(info.values())
+
+
+@pytest.mark.parametrize("name", ["before the move", "head stored though tied", "base, MoE"])
+def test_a_copy_keeps_the_form(form: Make, tmp_path: Path, name: str) -> None:
+    hf_to_hf(form(name), tmp_path / "copy")
+    assert_same_tensors(form(name), tmp_path / "copy")
+    assert_same_files(form(name), tmp_path / "copy")
+
+
+@pytest.mark.parametrize("name", ["before the move", "head stored though tied"])
+def test_an_export_for_transformers_has_its_names(
+    form: Make, tiny: Tiny, tmp_path: Path, name: str
+) -> None:
+    hf_to_mcore(form(name), tmp_path / "mcore")
+    result = mcore_to_hf(tmp_path / "mcore", tmp_path / "back", expert_layout="v5")
+    hf_to_hf(form(name), tmp_path / "copy", expert_layout="v5")
+    assert not result.notes
+    assert_same_tensors(tiny(FORMS[name].source), tmp_path / "back")
+    assert_same_tensors(tiny(FORMS[name].source), tmp_path / "copy")
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_inspection_counts_what_is_there_under_its_names(
+    form: Make, tmp_path: Path, name: str
+) -> None:
+    source, mcore = form(name), tmp_path / "mcore"
+    hf_to_mcore(source, mcore)
+    tensors = load(source)
+    tied_copy = FORMS[name].record.get("head") == "tied copy"
+    once = [t.numel() for n, t in tensors.items() if not (tied_copy and n == "lm_head.weight")]
+    for path in (source, mcore):
+        found = inspect_path(path)
+        assert found.total_parameters == sum(once)
+        assert {s.name for row in found.mapping() for s in row.sources} == set(tensors)
+    assert {tensor.name for tensor in inspect_path(source).tensors} == set(tensors)
+
+
+def test_a_tied_head_that_differs_is_refused(form: Make, tmp_path: Path) -> None:
+    source = copy(form("head stored though tied"), tmp_path / "hf")
+    tensors = load(source)
+    tensors["lm_head.weight"][-1, -1] += 1
+    save(tensors, source)
+    with pytest.raises(BadInput, match=r"lm_head.weight differs from .*embed_tokens.weight"):
+        plan_hf_to_mcore(source)
+    tensors["lm_head.weight"] = tensors["model.language_model.embed_tokens.weight"].bfloat16()
+    save(tensors, source)
+    with pytest.raises(BadInput, match=r"lm_head.weight differs"):
+        plan_hf_to_mcore(source)
+
+
+def test_two_ways_of_naming_are_refused(form: Make, tmp_path: Path) -> None:
+    source = copy(form("before the move"), tmp_path / "hf")
+    tensors = load(source)
+    extra = {"model.language_model.embed_tokens.weight": torch.ones(2, 2)}
+    save(tensors | extra, source)
+    with pytest.raises(BadInput, match=r"holds both model\.language_model.* and model\.embed"):
+        plan_hf_to_mcore(source)
+
+
+def test_a_tensor_is_named_as_its_file_names_it(form: Make, tmp_path: Path) -> None:
+    source = copy(form("before the move"), tmp_path / "hf")
+    tensors = load(source)
+    removed = tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save(tensors, source)
+    with pytest.raises(BadInput, match=r"lacks the tensor model\.layers\.1\.mlp\.up_proj\.weight"):
+        plan_hf_to_mcore(source)
+    save(tensors | {"model.layers.1.mlp.up_proj.weight": removed[1:]}, source)
+    with pytest.raises(BadInput, match=r"tensor model\.layers\.1\.mlp\.up_proj\.weight has shape"):
+        plan_hf_to_mcore(source)
+    save(
+        tensors | {"model.layers.1.mlp.up_proj.weight": removed, "visual.extra": removed + 1},
+        source,
+    )
+    with pytest.raises(BadInput, match=r"holds the tensor visual\.extra"):
+        plan_hf_to_mcore(source)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"names": "other"}', '{"names": "old"}'])
+def test_a_damaged_record_is_refused(form: Make, tmp_path: Path, content: str) -> None:
+    hf_to_mcore(form("before the move"), tmp_path / "mcore")
+    (tmp_path / "mcore/hf/checkpoint_form.json").write_text(content)
+    with pytest.raises(BadInput, match=r"checkpoint_form\.json does not say"):
+        mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
+
+
+@pytest.mark.parametrize("name", ["embedding", "sequence classifier"])
+def test_the_legacy_format_is_for_language_models(form: Make, name: str) -> None:
+    with pytest.raises(BadInput, match=r"no language model's head.*choose --format torch_dist"):
+        plan_hf_to_mcore(form(name), format="torch")
+
+
+def unquantised_config_of_gptq(source: Path, target: Path) -> None:
+    tensors = load(copy(source, target))
+    name = "model.language_model.layers.0.mlp.up_proj.weight"
+    weight = tensors.pop(name)
+    packed = torch.zeros(weight.shape[1] // 8, weight.shape[0], dtype=torch.int32)
+    save(tensors | {name.replace("weight", "qweight"): packed}, target)
+
+
+def pickled(source: Path, target: Path) -> None:
+    torch.save(load(copy(source, target)), target / "pytorch_model.bin")
+    (target / "model.safetensors").unlink()
+
+
+def without_vision(source: Path, target: Path) -> None:
+    Qwen3VLModel.from_pretrained(source).language_model.save_pretrained(target)
+
+
+REFUSED = {
+    "AWQ": (rewritten(dict, quantization_config={"quant_method": "awq"}), r"'awq'.*original"),
+    "GPTQ": (rewritten(dict, quantization_config={"quant_method": "gptq"}), r"'gptq'.*original"),
+    "GPTQ, config restored": (unquantised_config_of_gptq, r"qweight .* I32.*original one"),
+    "pickled": (pickled, r"pytorch_model\.bin, are not read.*save_pretrained"),
+    "text only": (without_vision, r"'qwen3_vl_text', a model without vision.*Name a whole"),
+    "another family": (rewritten(dict, model_type="qwen3_omni"), r"'qwen3_omni';.*Name a whole"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_forms_are_refused_in_one_line(tiny: Tiny, tmp_path: Path, name: str) -> None:
+    make, message = REFUSED[name]
+    make(tiny("dense-v5"), tmp_path / "hf")
+    with pytest.raises(BadInput, match=message) as refused:
+        plan_hf_to_mcore(tmp_path / "hf")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["embedding", "sequence classifier", "before the move"])
+def test_parity_is_of_what_transformers_loads(form: Make, name: str) -> None:
+    with pytest.raises(BadInput, match=r"language model's head|older transformers"):
+        Reference(form(name))
+
+
+@pytest.mark.parametrize("name", ["embedding", "reward model, MoE"])
+def test_a_run_begins_from_a_language_model(form: Make, tmp_path: Path, name: str) -> None:
+    hf_to_mcore(form(name), tmp_path / "mcore")
+    with pytest.raises(BadInput, match=r"language model's head\. Name a checkpoint that has one"):
+        require_language_model(tmp_path / "mcore/release")
