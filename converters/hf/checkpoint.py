@@ -158,7 +158,7 @@ class HuggingFaceCheckpoint:
     def _compare_tied(self) -> None:
         """Refuse a stored head that is not the embedding to which the config ties it."""
         rows, width = self.entries[INPUT_EMBEDDING].shape
-        step = max(CHUNK_BYTES // (4 * width), 1)
+        step = max(CHUNK_BYTES // max(4 * width, 1), 1)
         boxes = [(slice(first, min(first + step, rows)),) for first in range(0, rows, step)]
 
         def bits(name: str, box: Selection) -> Tensor:
