@@ -276,9 +276,9 @@ class Loader(Iterator[Batch]):
             raise BadInput(
                 f"The data state is that of rank {saved['rank']} of {saved['world_size']} with "
                 f"{saved['num_workers']} workers, but this is rank {self._place['rank']} of "
-                f"{self._place['world_size']} with {self._place['num_workers']}. Set "
-                f"--num-workers to {saved['num_workers']}, and redistribute the states of all "
-                "ranks when the data-parallel size changes."
+                f"{self._place['world_size']} with {self._place['num_workers']}. Give "
+                "the states of all ranks to mcore_qwen3vl.data.redistribute, which makes those of "
+                "another number of ranks and says how many workers each needs."
             )
         restored = from_plain(state["loader"])
         self._loader.restore_state_rank(restored)

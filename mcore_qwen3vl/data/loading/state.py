@@ -115,7 +115,8 @@ def redistribute(states: list[dict[str, Any]], world_size: int) -> list[dict[str
             f"The data state was saved by {len(states)} data-parallel ranks with {workers} "
             f"worker processes each and cannot be divided over {world_size} ranks: the total "
             "number of workers must stay the same, with at least one for each rank. Resume "
-            "with a data-parallel size that divides it, or start the data from the beginning."
+            "with a data-parallel size that divides it, or start the data from the beginning: "
+            "train --load DIR --finetune, and another --save."
         )
     per_rank = total // world_size
     streams = [worker for s in states for worker in _worker_states(s)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 
 from mcore_qwen3vl.config import Architecture
@@ -47,6 +48,16 @@ def check_layout_flags(argv: Sequence[str], architecture: Architecture, world_si
         parser.add_argument("--" + name.replace("_", "-"), nargs="?", const=True)
     parser.add_argument("--pipeline-model-parallel-layout")
     check_layout(parser.parse_known_args(take_back(argv))[0], architecture, world_size)
+
+
+def data_parallel_size(args: argparse.Namespace, world_size: int) -> int:
+    """Ranks of `world_size` that hold the same part of the model, where they divide."""
+    sizes = (
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.context_parallel_size,
+    )
+    return world_size // math.prod(sizes)
 
 
 def check_layout(args: argparse.Namespace, architecture: Architecture, world_size: int) -> None:

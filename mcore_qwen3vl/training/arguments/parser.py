@@ -26,8 +26,8 @@ from mcore_qwen3vl.training.arguments.checks import check, complaint
 from mcore_qwen3vl.training.arguments.data_flags import add_data_arguments
 from mcore_qwen3vl.training.arguments.defaults import run_defaults
 from mcore_qwen3vl.training.arguments.explicit import check_explicit, explicit_arguments
-from mcore_qwen3vl.training.arguments.kept_batch import KeptBatch
-from mcore_qwen3vl.training.arguments.layout import check_layout
+from mcore_qwen3vl.training.arguments.kept import Kept
+from mcore_qwen3vl.training.arguments.layout import check_layout, data_parallel_size
 from mcore_qwen3vl.training.arguments.refusal import StrictParser, refuse_by
 from mcore_qwen3vl.training.arguments.resets import take_back
 from mcore_qwen3vl.training.lora.flags import add_lora_arguments, check_flags
@@ -233,7 +233,7 @@ class ArgumentSetup:
         self.argv = _train_data_path(take_back(argv))
         self._world_size = world_size
         self.explicit: frozenset[str] = frozenset()
-        self._kept: KeptBatch | None = None
+        self._kept: Kept | None = None
         self.cpu = is_cpu(argv)
         self.hf_model = hf_model_of(self.argv)
         self.architecture = Architecture.from_hf(self.hf_model)
@@ -260,13 +260,18 @@ class ArgumentSetup:
         if explicit.get("save"):
             # The same command starts a run and resumes it.
             parser.set_defaults(load=explicit["save"])
-        kept = self._kept = KeptBatch.of(explicit)
-        if kept is not None:
-            parser.set_defaults(global_batch_size=kept.size)
+        self._kept = Kept.of(explicit)
+        if self._kept and self._kept.batch:
+            parser.set_defaults(global_batch_size=self._kept.batch)
         args = parser.parse_args(self.argv)
         check_layout(args, self.architecture, self._world_size)
-        if kept is not None:
-            kept.check(args, self._world_size)
+        if self._kept:
+            ranks = data_parallel_size(args, self._world_size)
+            workers = self._kept.workers_of_a_rank(ranks)
+            if "num_workers" not in explicit and workers is not None:
+                args.num_workers = workers
+                parser.set_defaults(num_workers=workers)
+            self._kept.check(args, ranks=ranks)
         return parser
 
     def finish(self, args: argparse.Namespace) -> None:
@@ -274,7 +279,7 @@ class ArgumentSetup:
         from megatron.training.vocab_utils import calculate_padded_vocab_size
 
         args.hf_model = str(self.hf_model)
-        args.kept_global_batch = self._kept is not None
+        args.kept_global_batch = bool(self._kept and self._kept.batch)
         if args.padded_vocab_size is None:
             args.padded_vocab_size = calculate_padded_vocab_size(
                 args.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size

@@ -49,7 +49,7 @@ def save(
         dp_rank: this rank's data-parallel rank.
         sources: the data that the loader reads.
         position: result of :meth:`Loader.position` to save; None: the loader's current position.
-        global_batch: samples per step, for :func:`global_batch_of`.
+        global_batch: samples per step, which a resumed run keeps.
     """
     folder = folder_of(checkpoints, iteration)
     folder.mkdir(parents=True, exist_ok=True)
@@ -94,10 +94,10 @@ def load(
     loader.load_state_dict(state)
 
 
-def global_batch_of(checkpoints: str | Path, iteration: int) -> int | None:
-    """Return the samples per step of the run that wrote a checkpoint; None if not stored."""
-    file = next(folder_of(checkpoints, iteration).glob("rank_*.pt"), None)
-    return None if file is None else _read(file).get(GLOBAL_BATCH)
+def first_of(checkpoints: str | Path, iteration: int) -> dict[str, Any] | None:
+    """The first data-parallel rank's state in a checkpoint; None where none was saved."""
+    file = folder_of(checkpoints, iteration) / "rank_00000.pt"
+    return _read(file) if file.exists() else None
 
 
 def _described(sources: Sequence[Source]) -> list[tuple[str, int | None]]:

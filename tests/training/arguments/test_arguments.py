@@ -290,19 +290,31 @@ def test_a_resumed_run_keeps_its_global_batch(dense: Path, tmp_path: Path) -> No
     folder = state.folder_of(tmp_path, 7)
     folder.mkdir(parents=True)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
-    torch.save({}, folder / "rank_00000.pt")  # earlier versions saved no batch size
+    place = {"world_size": 2, "num_workers": 2}
+    torch.save(place, folder / "rank_00000.pt")  # earlier versions saved no batch size
     assert parsed(dense, *save, world_size=2).global_batch_size == 2
-    torch.save({state.GLOBAL_BATCH: 4}, folder / "rank_00000.pt")
+    torch.save({**place, state.GLOBAL_BATCH: 4}, folder / "rank_00000.pt")
     for ranks in (1, 2, 4):
         args = parsed(dense, *save, world_size=ranks)
         assert (args.global_batch_size, args.data_parallel_size) == (4, ranks)
         assert args.kept_global_batch
+        assert args.num_workers * ranks == 4
     assert parsed(dense, "--load", *save[1:], "--finetune").global_batch_size == 1
     args = parsed(dense, *save, "--global-batch-size", "6", world_size=2)
     assert (args.global_batch_size, args.kept_global_batch) == (6, False)
-    refused = r"has a global batch of 4, and 3 data-parallel ranks .* take 3 .* --global-batch-size"
-    with pytest.raises(BadInput, match=refused):
-        parsed(dense, *save, world_size=3)
+    for flags, message, ranks in (
+        (["--num-workers", "2"], r"micro-batch 1, add --num-workers 1\.", 4),
+        (
+            ["--num-workers", "2", "--micro-batch-size", "3"],
+            r"add --global-batch-size 12 --override-opt-param-scheduler --num-workers 1\.",
+            4,
+        ),
+        ([], r"over 3 data-parallel ranks: use 1 or 2 or 4, or .* --finetune, and another", 3),
+    ):
+        with pytest.raises(BadInput, match=message):
+            parsed(dense, *save, *flags, world_size=ranks)
+    torch.save({**place, "balance": True, state.GLOBAL_BATCH: 4}, folder / "rank_00000.pt")
+    assert parsed(dense, *save, "--packing", world_size=4).num_workers == 2
 
 
 def test_one_rank_of_a_node_reports_bad_input(
