@@ -17,7 +17,8 @@ from mcore_qwen3vl.training.logs.quiet import LogFile, log_of
 def report_crash(error: Exception, flags: Sequence[str], *, aloud: bool = True) -> None:
     """Write a rank's traceback to its log, and print the error and where the log is.
 
-    Without ``--save`` there is no log, so the traceback is printed.
+    Without ``--save`` there is no log, so the traceback is printed, except of a loss that is no
+    number, whose message says all there is.
 
     Args:
         error: the rank's error.
@@ -26,19 +27,23 @@ def report_crash(error: Exception, flags: Sequence[str], *, aloud: bool = True) 
     """
     rank = int(os.environ.get("RANK", "0"))
     place = log_of(flags, rank)
-    if place is None:
+    explained = isinstance(error, FloatingPointError)
+    if place is None and not explained:
         if aloud:
             traceback.print_exception(error)
         return
-    log = LogFile(place)
-    log.write("".join(traceback.format_exception(error)))
-    log.close()
+    where = ""
+    if place is not None:
+        log = LogFile(place)
+        log.write("".join(traceback.format_exception(error)))
+        log.close()
+        where = f" The traceback is in {place}."
     if not aloud:
         return
-    kind = "" if isinstance(error, FloatingPointError) else f"{type(error).__name__}: "
+    kind = "" if explained else f"{type(error).__name__}: "
     first = next(iter(str(error).strip().splitlines()), "")
     print(
-        f"error: rank {rank}: {kind}{visible(first).rstrip('.')}. The traceback is in {place}.",
+        f"error: rank {rank}: {kind}{visible(first).rstrip('.')}.{where}",
         file=sys.stderr,
         flush=True,
     )

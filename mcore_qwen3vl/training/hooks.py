@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 from torch import Tensor
 
 from mcore_qwen3vl.errors import BadInput
@@ -49,6 +50,18 @@ def results_queue(original: Any, mp_mode: str = "spawn") -> queue.Queue[Any]:
     rank) and never ends if its rank is killed. Only a save in the background needs that.
     """
     return queue.Queue()
+
+
+def skip_step(original: Any, batches: Any) -> None:
+    """In place of ``training.dummy_train_step``: take the batches of a step and leave them.
+
+    Args:
+        original: Megatron's.
+        batches: the stream of this rank's pipeline chunk; a list where it has several.
+    """
+    for chunk in batches if isinstance(batches, list) else [batches]:
+        for _ in range(get_num_microbatches()):
+            next(chunk)
 
 
 class Signals:

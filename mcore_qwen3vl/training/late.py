@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -36,7 +37,12 @@ class NormCheck:
     Megatron's own check takes two host syncs per gradient bucket, inside the backward pass.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, explain: Callable[[int], FloatingPointError]) -> None:
+        """
+        Args:
+            explain: what to raise for a step.
+        """
+        self._explain = explain
         self._pending: tuple[int, Late] | None = None
 
     def add(self, norm: float | Tensor | None, iteration: int) -> None:
@@ -66,8 +72,4 @@ class NormCheck:
             return
         iteration, (norm,) = pending[0], pending[1].read()
         if not math.isfinite(norm):
-            raise FloatingPointError(
-                f"The gradient norm of iteration {iteration} is {norm}. No checkpoint holds its "
-                "step. Go on from the last one, with a lower --lr or other data; without "
-                "--no-check-for-nan-in-loss-and-grad Megatron says in which rank it appeared."
-            )
+            raise self._explain(iteration)

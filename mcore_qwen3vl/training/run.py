@@ -32,6 +32,9 @@ from mcore_qwen3vl.training.logs import metrics
 from mcore_qwen3vl.training.logs.progress import RunProgress
 from mcore_qwen3vl.training.logs.quiet import quiet
 
+_NO_NUMBER = "in local grad norm for bucket"
+"""What Megatron's check of the gradients says, which does not name the step as its log does."""
+
 
 def main(argv: Sequence[str]) -> int:
     """Train as the command line says; every rank calls this.
@@ -104,7 +107,7 @@ class Run:
         self.data = DataProvider(args, self.architecture, self.metrics.count)
         self.forward_step = ForwardStep(_objective(args))
         self.last_report: dict[str, float] = {}
-        self.norms = NormCheck()
+        self.norms = NormCheck(self.forward_step.records.explain)
         self.validations = Validations(args)
         self._validated_at = -1
         self._new_validation = True
@@ -135,6 +138,11 @@ class Run:
             try:
                 self._pretrain()
                 self.data.close()
+            except RuntimeError as error:
+                if _NO_NUMBER not in str(error):
+                    raise
+                step = self.args.curr_iteration + 1
+                raise self.forward_step.records.explain(step) from error
             except SystemExit as leaving:  # Megatron's way out when a signal or a limit stops it
                 if leaving.code:
                     raise
@@ -192,6 +200,7 @@ class Run:
             Signals,
             Stats,
             results_queue,
+            skip_step,
             success_of_all,
             wrap,
         )
@@ -227,6 +236,8 @@ class Run:
                 "save_checkpoint_and_time": self._save_checkpoint,
                 # Also exports to Hugging Face.
                 "checkpoint_and_decide_exit": self._after_iteration,
+                # Takes our batches, which are no dictionaries, past --iterations-to-skip.
+                "dummy_train_step": skip_step,
                 # Its time does not count in the speed that we log.
                 "evaluate_and_print_results": self._validate,
                 # Returns the losses of a validation, which the function above only prints.
@@ -396,6 +407,7 @@ class Run:
         finalize_model_grads(model, None, *args, **kwargs)
         self.forward_step.normalise(model)
         iteration = self.args.curr_iteration + 1
+        self.forward_step.records.finish(iteration)
         if iteration % self.args.log_interval == 0:
             self._report(model, iteration)
 

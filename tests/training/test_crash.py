@@ -31,6 +31,8 @@ def test_one_line_and_a_log(
     )
     report_crash(raised.value, ["--lr", "1"])  # there is no log
     assert "in _fail" in capsys.readouterr().err
+    report_crash(FloatingPointError("In step 2 the loss is NaN"), ["--lr", "1"])
+    assert capsys.readouterr().err == "error: rank 3: In step 2 the loss is NaN.\n"
 
 
 def _ended(code: int, at: float) -> SimpleNamespace:

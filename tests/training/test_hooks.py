@@ -54,19 +54,32 @@ def test_only_a_loss_scaler_asks_the_other_ranks_whether_a_step_was_taken() -> N
     assert not success_of_all(lambda success, group: False, True, fp16=True)
 
 
-@pytest.mark.parametrize("log_interval", ["1", "50"])
-def test_a_poisoned_step_is_not_saved(
-    dense: Path, data: Path, tmp_path: Path, log_interval: str
+_LATE = "--no-check-for-nan-in-loss-and-grad"  # as the launch scripts run
+
+
+@pytest.mark.parametrize(("log_interval", "flags"), [("1", ()), ("1", (_LATE,)), ("50", (_LATE,))])
+def test_a_poisoned_step_is_not_saved_and_its_records_are_named(
+    dense: Path, data: Path, tmp_path: Path, log_interval: str, flags: tuple[str, ...]
 ) -> None:
-    """It is not saved even without Megatron's check of every bucket, as the launch scripts run."""
+    """The same happens with and without Megatron's check of every bucket."""
     from mcore_qwen3vl.runtime.launch import RanksFailed
 
-    job = Job(dense, data, steps=2, flags=("--lr", "1e30", "--no-check-for-nan-in-loss-and-grad"))
+    job = Job(dense, data, steps=2, flags=("--lr", "1e30", *flags))
     save = tmp_path / "save"
     intervals = ("--save-interval", "100", "--log-interval", log_interval)
-    with pytest.raises(RanksFailed, match="The gradient norm of iteration 2 is nan"):
+    said = r"In step 2 the loss is NaN or infinite, on \S+\.jsonl:\d+, "
+    with pytest.raises(RanksFailed, match=said):
         train(job, tmp_path / "run", "--save", str(save), *intervals)
     assert not (save / "latest_checkpointed_iteration.txt").exists()
+
+
+def test_the_records_of_a_step_are_left_out(dense: Path, data: Path, tmp_path: Path) -> None:
+    """Three steps of an untrained model: the third sees the same records with and without."""
+    job = Job(dense, data, steps=3, flags=("--lr", "0"))
+    whole = train(job, tmp_path / "whole")
+    skipping = train(job, tmp_path / "skipping", "--iterations-to-skip", "2")
+    assert [entry["iteration"] for entry in skipping] == [1, 3]
+    assert [entry["lm loss"] for entry in skipping] == [whole[at]["lm loss"] for at in (0, 2)]
 
 
 def test_batches_padded_to_their_longest_sample_cross_pipeline_stages(

@@ -17,9 +17,9 @@ def test_a_norm_that_is_no_number_stops_the_run_at_the_next_step_or_save(
     norm: float | torch.Tensor,
 ) -> None:
     for settle in (True, False):
-        check = NormCheck()
+        check = NormCheck(lambda step: FloatingPointError(f"step {step}"))
         for iteration, fine in enumerate((None, 0.0, torch.tensor(1e9), 2.0), start=3):
             check.add(fine, iteration)
         check.add(norm, 7)
-        with pytest.raises(FloatingPointError, match=r"norm of iteration 7 is (nan|inf)\. No che"):
+        with pytest.raises(FloatingPointError, match="step 7"):
             check.settle() if settle else check.add(1.0, 8)

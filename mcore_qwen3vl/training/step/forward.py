@@ -15,6 +15,7 @@ from torch import Tensor
 from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.model.decoder.attention import PackedSequence
 from mcore_qwen3vl.model.inputs import to_device
+from mcore_qwen3vl.training.step.blame import StepRecords
 from mcore_qwen3vl.training.step.losses import Objective
 
 LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
@@ -56,6 +57,7 @@ class ForwardStep:
         """
         self._objective = objective
         self._normaliser: Tensor | None = None
+        self.records = StepRecords()
 
     def __call__(
         self, batches: Iterator[Batch], model: torch.nn.Module
@@ -66,6 +68,8 @@ class ForwardStep:
             The chunk's output, and the function that Megatron applies to it on the last stage.
         """
         batch = next(batches)
+        if torch.is_grad_enabled():
+            self.records.add(batch.names)
         output, local = forward(batch, model)
         return output, partial(self._reduce, batch, local)
 
@@ -81,6 +85,7 @@ class ForwardStep:
         if torch.is_grad_enabled():  # not in validation
             done = self._normaliser
             self._normaliser = normaliser if done is None else done + normaliser
+            self.records.add(batch.names, found.total.detach())
         reports = {
             name: torch.stack([value, normaliser.to(value.dtype)])
             for name, value in found.sums.items()
