@@ -4,7 +4,8 @@
 #   sbatch launch/sft_8b.sh --hf-model ...
 #
 # Flags that you append override the script's, and every Megatron flag works. Run the same command
-# again to resume from --save. --dry-run prints the final command instead of running it.
+# again to resume from --save. --dry-run prints the final command instead of running it, and notes
+# on standard error a wrong flag or a missing path that would stop it on this machine.
 #
 # Environment variables: NODES (default: the Slurm job's nodes, or else the script's),
 # GPUS_PER_NODE, MASTER_PORT, FP8=1, TP_OVERLAP=1, DEEPEP=1; without Slurm MASTER_ADDR and NODE_RANK.
@@ -134,6 +135,17 @@ check_ranks() {
         refuse "$run take $rows samples at once, which do not divide --global-batch-size $global: append --global-batch-size $(((global / rows + 1) * rows)), or change NODES."
 }
 
+# check_flags FLAGS...: check the flags once, in a second. Each rank would print the same error a
+# minute later, among torchrun's tracebacks. Only exit code 2 counts: if srun starts a container, the
+# Python here may lack the package.
+check_flags() {
+    local said code=0
+    said=$(WORLD_SIZE=$((NODES * GPUS_PER_NODE)) python3 -m mcore_qwen3vl.training.arguments.early "$@" 2>&1) || code=$?
+    ((code == 2)) || return 0
+    printf '%s\n' "$said" >&2
+    return 2
+}
+
 # train FLAGS...: run launch/train.py on NODES x GPUS_PER_NODE ranks, or print the command.
 train() {
     local flags=() dry_run=0 flag
@@ -159,8 +171,8 @@ train() {
         if ((!dry_run)) && [[ -z ${NODE_RANK:-} || -z ${MASTER_ADDR:-} ]]; then
             refuse "NODES is $NODES: start this on each node, with MASTER_ADDR, the name of the first, and NODE_RANK, from 0."
         fi
-        command+=(
-            --node-rank "${NODE_RANK:-0}" --master-addr "${MASTER_ADDR:-localhost}"
+        command+=( # of a dry run, what is to be filled in
+            --node-rank "${NODE_RANK:-NODE_RANK}" --master-addr "${MASTER_ADDR:-MASTER_ADDR}"
             --master-port "$MASTER_PORT"
         )
     fi
@@ -169,12 +181,11 @@ train() {
     if ((dry_run)); then
         printf '%q ' "${command[@]}"
         printf '\n'
+        if [[ ${CHECK_RANKS:-1} == 1 ]]; then
+            { check_flags "${flags[@]}" 2>&1 || true; } | sed 's/^error: /note: this would be refused here: /' >&2
+        fi
         return
     fi
-        # Check the flags once, in a second. Each rank would print the same error a minute later, among
-    # torchrun's tracebacks. Only exit code 2 counts: if srun starts a container, the Python here may
-    # lack the package.
-    WORLD_SIZE=$((NODES * GPUS_PER_NODE)) python3 -m mcore_qwen3vl.training.arguments.early \
-        "${flags[@]}" || (($? != 2)) || exit 2
+    check_flags "${flags[@]}" || exit 2
     exec "${command[@]}"
 }

@@ -13,6 +13,8 @@ import typer
 from mcore_qwen3vl import console
 from mcore_qwen3vl.cli import sources
 from mcore_qwen3vl.cli.options import ConfigSource, Cpu, Dtype, Json, Spec, layout_flags
+from mcore_qwen3vl.data.records.references import is_missing_file
+from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 
 
@@ -64,6 +66,10 @@ def generate(
     wherever TP is.
     """
     prompt = [console.as_utf8(one) for one in prompt]
+    videos = [str(path) for path in video or []]
+    for kind, references in (("Image", image or []), ("Video", videos)):
+        for reference in filter(is_missing_file, references):
+            raise BadInput(f"{kind} {reference!r}: no such file.")
     start = time.monotonic()  # a small model takes most of its time for the imports
     console.quiet_libraries()
     if cpu:
@@ -76,7 +82,7 @@ def generate(
     streams = len(prompt) == 1 and not json
     request = Request(
         checkpoint,
-        user_turns(prompt, image or [], [str(path) for path in video or []]),
+        user_turns(prompt, image or [], videos),
         layout,
         spec=spec,
         dtype=dtype,

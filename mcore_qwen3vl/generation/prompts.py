@@ -19,14 +19,13 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.encoding.positions import mrope_position_ids
 from mcore_qwen3vl.data.records.bad_samples import BadSample
 from mcore_qwen3vl.data.records.media import Media, load_image, to_rgb
+from mcore_qwen3vl.data.records.references import is_missing_file
 from mcore_qwen3vl.data.records.video import load_frames, probe_video
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.inputs import VisualInputs, visual_inputs
 
 Conversation = Sequence[Mapping[str, Any]]
 
-_NO_PATH = ("http://", "https://", "data:")
-_LONGEST_PATH = 1000
 _URL_SECONDS = 60.0
 _TAG = re.compile("<(image|video)>")
 
@@ -204,9 +203,8 @@ def _unreadable(kind: str, reference: Any, error: Exception) -> BadInput:
 
     An image may also be base64, so for a wrong path the decoder would complain about base64.
     """
-    at = str(reference)
-    if not at.startswith(_NO_PATH) and len(at) < _LONGEST_PATH and not os.path.exists(at):
-        return BadInput(f"{kind} {at!r}: no such file.")
+    if is_missing_file(str(reference)):
+        return BadInput(f"{kind} {str(reference)!r}: no such file.")
     return BadInput(f"{kind} {reference!r:.120} cannot be read: {error}")
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -199,6 +201,18 @@ def test_bad_input_is_one_message(
     printed = capsys.readouterr()
     assert message in printed.err
     assert printed.out == ""
+
+
+def test_a_missing_image_is_said_before_libraries_are_imported(folder: Path) -> None:
+    code = (
+        "import sys, mcore_qwen3vl.cli as cli\n"
+        "try: cli.main(sys.argv[1:])\n"
+        "except SystemExit as left: sys.exit(left.code + 40 * ('torch' in sys.modules))"
+    )
+    command = ["generate", str(folder / "mcore"), "--prompt", "?", "--image", "missing.png"]
+    done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr == "error: Image 'missing.png': no such file.\n"
 
 
 def test_adapters_and_lora_runs_are_told_from_models(

@@ -159,6 +159,27 @@ def sbatch(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     return submit
 
 
+def test_a_dry_run_says_what_would_be_refused_and_what_is_to_be_filled_in(tmp_path: Path) -> None:
+    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+    command = ["bash", str(LAUNCH / "sft_8b.sh"), "--hf-model", str(SHAPES / "8b.json")]
+
+    def dry(*flags: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*command, *flags, "--dry-run"],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={"PATH": path, "NODES": "2", "HOME": str(tmp_path)},
+        )
+
+    done = dry("--train-itres", "3")
+    assert "note: this would be refused here: unrecognized arguments: --train-itres" in done.stderr
+    words = shlex.split(done.stdout)
+    assert words[words.index("--node-rank") + 1] == "NODE_RANK"
+    assert words[words.index("--master-addr") + 1] == "MASTER_ADDR"
+    assert "gone.jsonl does not exist" in dry("--data-path", "gone.jsonl").stderr
+
+
 @pytest.mark.parametrize("name", ["sft_30b_a3b", "pretrain_2b", "lora_235b_a22b"])
 def test_sbatch_starts_one_torchrun_a_node(
     name: str, sbatch: Callable[..., subprocess.CompletedProcess[str]]

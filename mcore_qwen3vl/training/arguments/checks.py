@@ -9,6 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.hf.hub import HUB_ID
+from mcore_qwen3vl.converters.mcore.paths import folder_name
 from mcore_qwen3vl.data.loading.sources import parse_sources, require_data_set
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.compiler import c_compiler
@@ -166,11 +168,16 @@ def check_surroundings(args: argparse.Namespace) -> None:
 
 
 def _check_kinds(args: argparse.Namespace) -> None:
-    """Check which kind of checkpoint each flag names.
+    """Check which kind of checkpoint each flag names, and that it is there.
 
     Megatron would start from random weights if ``--load`` held none of its checkpoints.
     """
-    if not (args.load_hf or args.load or args.pretrained_checkpoint):
+    if args.ckpt_step and (folder := args.load or args.save):
+        _check_step(Path(folder), args.ckpt_step)
+    hf = args.load_hf
+    if hf and not Path(hf).exists() and not HUB_ID.fullmatch(hf):
+        raise BadInput(f"{hf} does not exist: check the path of --load-hf.")
+    if not (hf or args.load or args.pretrained_checkpoint):
         return
     from mcore_qwen3vl.converters.mcore.formats import (
         is_megatron,
@@ -179,9 +186,9 @@ def _check_kinds(args: argparse.Namespace) -> None:
     )
     from mcore_qwen3vl.converters.mcore.paths import require_language_model
 
-    if args.load_hf:
+    if hf:
         require_huggingface(
-            Path(args.load_hf),
+            Path(hf),
             instead="use --load, or --pretrained-checkpoint for the base of LoRA",
         )
     for folder in filter(None, (args.load, args.pretrained_checkpoint)):
@@ -192,6 +199,14 @@ def _check_kinds(args: argparse.Namespace) -> None:
                 f"{'--load' if folder == args.load else '--pretrained-checkpoint'}."
             )
         require_language_model(Path(folder))
+
+
+def _check_step(folder: Path, step: int) -> None:
+    if (folder / folder_name(step)).is_dir():
+        return
+    found = sorted(int(there.name[5:]) for there in folder.glob("iter_[0-9]*"))
+    listed = f"it has {', '.join(map(str, found))}" if found else "it has none"
+    raise BadInput(f"--ckpt-step {step}: {folder} has no checkpoint of that step; {listed}.")
 
 
 def check_writable(folder: Path) -> None:

@@ -24,13 +24,14 @@ from mcore_qwen3vl.training.arguments.help import asked_words
 from mcore_qwen3vl.training.arguments.layout import check_layout_flags
 from mcore_qwen3vl.training.arguments.parser import add_arguments, hf_model_of
 from mcore_qwen3vl.training.arguments.refusal import StrictParser, refuse_unknown
+from mcore_qwen3vl.training.lora.flags import check_targets
 from mcore_qwen3vl.untrusted import refuse_links_out
 
 _TEXTS = (
     "--load", "--pretrained-checkpoint", "--save", "--tensorboard-dir", "--wandb-project",
     "--wandb-exp-name", "--wandb-save-dir",
 )  # fmt: skip
-_NUMBERS = ("--train-iters", "--train-samples")
+_NUMBERS = ("--train-iters", "--train-samples", "--ckpt-step")
 _LISTS = ("--data-path", "--train-data-path", "--valid-data-path")
 
 
@@ -50,6 +51,7 @@ def check_early(argv: Sequence[str]) -> Architecture:
     model = hf_model_of(argv)
     architecture = Architecture.from_hf(model)
     processor_files.require(model)
+    check_targets(args, architecture)
     targets = [Path(folder) for folder in (args.save, args.save_hf) if folder]
     if targets and os.environ.get("RANK", "0") == "0":
         for folder in targets:

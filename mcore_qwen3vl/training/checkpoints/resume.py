@@ -31,6 +31,10 @@ from mcore_qwen3vl.converters.storage.unpickling import refused_by_torch
 from mcore_qwen3vl.converters.torch_dist.metadata import read as read_metadata
 from mcore_qwen3vl.errors import BadInput
 
+_OTHER_SCHEDULE = re.compile(
+    r"class input value (?P<ours>\S+) and checkpoint ?value (?P<theirs>\S+) for (?P<what>.+) do not"
+)
+
 log = logging.getLogger(__name__)
 
 _ZIP = b"PK\x03\x04"  # every stored tensor starts with a zip's first bytes
@@ -187,8 +191,8 @@ def explained(directory: str) -> Iterator[None]:
         if "OptimizerParamScheduler" not in str(error):
             raise
         raise BadInput(
-            f"The checkpoint in {directory} was made with another schedule: {error}. Add "
-            "--override-opt-param-scheduler to take the command line's, or "
+            f"The checkpoint in {directory} was made with another schedule: {_schedules(error)}. "
+            "Add --override-opt-param-scheduler to take the command line's, or "
             "--use-checkpoint-opt-param-scheduler to take the checkpoint's."
         ) from error
     except ValueError as error:
@@ -207,6 +211,19 @@ def explained(directory: str) -> Iterator[None]:
             f"The checkpoint in {directory} was saved without {error}. Add --no-load-optim "
             "--no-load-rng to go on without, or --finetune to take its weights only."
         ) from error
+
+
+def _schedules(error: AssertionError) -> str:
+    """Megatron's complaint in other words: it counts in samples what it calls iterations."""
+    found = _OTHER_SCHEDULE.search(str(error))
+    if found is None:
+        return str(error)
+    named = {
+        "total number of iterations": "its length, from --train-iters or --lr-decay-iters, is {} "
+        "samples",
+        "warmup iterations": "its warm-up, from --lr-warmup-iters or -fraction, is {} samples",
+    }.get(found["what"], f"its {found['what']} is {{}}")
+    return f"{named.format(found['theirs'])}, and {found['ours']} in this command"
 
 
 def damage(folder: Path) -> str | None:

@@ -5,12 +5,22 @@ from __future__ import annotations
 import argparse
 import re
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import get_args
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
-from mcore_qwen3vl.converters.adapters.presets import EXPERTS, ROUTER, Preset, preset
+from mcore_qwen3vl.converters.adapters.presets import (
+    ATTENTION,
+    EXPERTS,
+    MERGERS,
+    MLP,
+    ROUTER,
+    VISION,
+    Preset,
+    preset,
+)
 from mcore_qwen3vl.errors import BadInput
 
 RANK = 16
@@ -23,6 +33,7 @@ _PARAMETERS = (".weight", "gate_up_proj", "experts.down_proj")
 """Suffixes of the names that PEFT takes for parameters, not for modules."""
 
 _EMBEDDINGS = ("embed_tokens", "lm_head")
+_NAMES = (*ATTENTION, *MLP, *MERGERS, *VISION, *EXPERTS, ROUTER, "mlp.gate", *_EMBEDDINGS)
 
 
 def add_lora_arguments(group: argparse._ArgumentGroup) -> None:
@@ -99,6 +110,25 @@ def check_flags(args: argparse.Namespace) -> None:
             "LoRA saves adapters alone, so the weights beside them must be given again each time: "
             "add --load-hf DIR, or --pretrained-checkpoint DIR for a Megatron-Core checkpoint."
         )
+
+
+def check_targets(args: argparse.Namespace, architecture: Architecture) -> None:
+    """What can be said of ``--lora-target`` before PEFT is asked, which takes seconds to import.
+
+    Raises:
+        BadInput: a name is that of no module of a Qwen3-VL, or cannot be combined with others.
+    """
+    modules, _ = _targets(tuple(args.lora_target or ["language"]), architecture)
+    known = {name.rpartition(".")[2] for name in _NAMES}
+    for name in () if isinstance(modules, str) else modules or ():
+        if (last := name.rpartition(".")[2]) not in known:
+            close = get_close_matches(last, [*known, *get_args(Preset)], 1, 0.75)
+            meant = f" Did you mean {close[0]}?" if close else ""
+            raise BadInput(
+                f"--lora-target {name} names no module of the model.{meant} There are "
+                f"{', '.join(dict.fromkeys(_NAMES))}, and the choices "
+                f"{', '.join(get_args(Preset))} and all-linear."
+            )
 
 
 def adapter_config(args: argparse.Namespace, architecture: Architecture) -> AdapterConfig:

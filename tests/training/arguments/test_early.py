@@ -45,13 +45,25 @@ def test_flags_of_a_version_without_a_list_are_left_to_megatron(
         (["--train-iters", "many"], "--train-iters: invalid int value: 'many'"),
         (["--train-iters", "3", "--max-bad-fraction", "x"], "invalid float value: 'x'"),
         (["--train-iters", "3", "--data-path", "gone.jsonl"], "gone.jsonl does not exist"),
+        (["--train-iters", "3", "--load-hf", "gone"], "gone does not exist: check .* --load-hf"),
+        (
+            ["--train-iters", "3", "--save", "{run}", "--ckpt-step", "17"],
+            "--ckpt-step 17: .* has no checkpoint of that step; it has 2, 10",
+        ),
+        (["--train-iters", "3", "--save", "{run}", "--ckpt-step", "10"], None),
+        (["--train-iters", "3", "--lora-target", "q_poj"], r"q_poj names no .* mean q_proj\?"),
+        (["--train-iters", "3", "--lora-target", "languge"], r"Did you mean language\?"),
+        (["--train-iters", "3", "--lora-target", "layers.0.self_attn.q_proj", "attn.qkv"], None),
+        (["--train-iters", "3", "--lora-target", ".*q_poj"], None),  # a pattern is PEFT's to read
         (["--train-iters", "3", "--save", "{data}/run"], "run cannot be written: Not a directory"),
     ],
 )
 def test_what_is_answered_at_once(
-    flags: list[str], message: str | None, dense: Path, data: Path
+    flags: list[str], message: str | None, dense: Path, data: Path, tmp_path: Path
 ) -> None:
-    given = [flag.format(data=data) for flag in flags]
+    for step in (10, 2):
+        (tmp_path / f"iter_{step:07d}").mkdir()
+    given = [flag.format(data=data, run=tmp_path) for flag in flags]
     argv = ["--cpu", "--hf-model", str(dense), "--data-path", str(data), *given]
     if message is None:
         check_early(argv)
