@@ -219,7 +219,7 @@ def _own_data(base: Any, watch: _Watch) -> Any:
             if parallel_state.get_tensor_and_context_parallel_rank() != 0:
                 raise BadInput(
                     f"Rank {parallel_state.get_tensor_and_context_parallel_rank()} of a TP x CP "
-                    "group is sent its batches, which the pretended device cannot do: choose the "
+                    "group is sent its batches, which the simulated GPU cannot do: choose the "
                     "first rank of the group, which does the same work."
                 )
             return True

@@ -35,7 +35,7 @@ def heading(found: Rehearsal) -> str:
     return (
         f"{found.layout}, {found.gpus} x {device.gpu.name}: {gb(device.memory_gib * GIB)} GB, "
         f"of which {gb(device.allowance_gib * GIB)} GB are taken for context and NCCL (assumed), "
-        f"so that {gb(device.usable)} GB are left. Measured on a pretended device:"
+        f"so that {gb(device.usable)} GB are left. Measured on a simulated GPU:"
     )
 
 

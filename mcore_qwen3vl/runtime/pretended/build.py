@@ -30,7 +30,7 @@ def libraries() -> list[Path]:
     """
     if sys.platform != "linux":
         raise BadInput(
-            f"The pretended device needs Linux with glibc, and this is {sys.platform}: run it in a "
+            f"The simulated GPU needs Linux with glibc, and this is {sys.platform}: run it in a "
             "Linux container. Everything else of this package works here with --cpu."
         )
     return [_library(cached_in() / name, parts) for name, parts in _LIBRARIES.items()]
@@ -55,7 +55,7 @@ def _library(target: Path, parts: tuple[str, ...]) -> Path:
         partial.rename(target)  # another process may have been first; both are the same
     except OSError as error:
         raise BadInput(
-            f"The pretended device cannot be kept in {target.parent} ({error}): set XDG_CACHE_HOME "
+            f"The simulated GPU cannot be kept in {target.parent} ({error}): set XDG_CACHE_HOME "
             "to a directory that can be written to."
         ) from error
     return target
@@ -65,7 +65,7 @@ def _compile(arguments: list[str]) -> None:
     words = (os.environ.get("CC") or "cc").split()
     if shutil.which(words[0]) is None:
         raise BadInput(
-            f"The pretended device is compiled on first use, and there is no C compiler {words[0]}:"
+            f"The simulated GPU is compiled on first use, and there is no C compiler {words[0]}:"
             " install gcc or clang (Debian: apt-get install gcc libc6-dev), or set CC."
         )
     done = subprocess.run(
@@ -76,6 +76,6 @@ def _compile(arguments: list[str]) -> None:
     )
     if done.returncode:
         raise BadInput(
-            f"{words[0]} cannot compile the pretended device; it needs glibc and its headers "
+            f"{words[0]} cannot compile the simulated GPU; it needs glibc and its headers "
             f"(Debian: libc6-dev). It says: {done.stderr.strip()[-600:]}"
         )

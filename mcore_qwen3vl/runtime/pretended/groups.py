@@ -47,7 +47,7 @@ def install() -> None:
         if not hasattr(c10d, name):
             raise BadInput(
                 f"torch.distributed.distributed_c10d.{name} does not exist in torch "
-                f"{torch.__version__}, so the pretended device cannot stand in for other ranks. "
+                f"{torch.__version__}, so the simulated GPU cannot stand in for other ranks. "
                 "Install the torch version that this package pins."
             )
     dist.Backend.register_backend("pretended", _make, devices=["cpu", "cuda"])

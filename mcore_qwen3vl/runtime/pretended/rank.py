@@ -108,7 +108,7 @@ def one_rank(rank: int = 0, world_size: int = 1, routing: Routing = "uniform") -
     global current
     if not preloaded():
         raise BadInput(
-            "This process does not run on the pretended device: start it with python -m "
+            "This process does not run on the simulated GPU: start it with python -m "
             "mcore_qwen3vl.runtime.pretended, or call pretended.start_again() first."
         )
     os.environ |= {

@@ -167,7 +167,7 @@ def _answering_for_the_device() -> Iterator[None]:
     def answer(device: Any = None) -> SimpleNamespace:
         found, error = _in_a_fork(lambda: (_plain(ask(0)), None))
         if error is not None:
-            raise Failed(f"the pretended device cannot be asked: {error}")
+            raise Failed(f"the simulated GPU cannot be asked: {error}")
         return SimpleNamespace(**found)
 
     with mock.patch.object(torch.cuda, "get_device_properties", answer):

@@ -282,7 +282,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     with pytest.raises(BadInput, match=r"no C compiler no-such-compiler: install gcc"):
         build.libraries()
     monkeypatch.setenv("CC", "false")
-    with pytest.raises(BadInput, match=r"false cannot compile the pretended device"):
+    with pytest.raises(BadInput, match=r"false cannot compile the simulated GPU"):
         build.libraries()
     assert not list(tmp_path.rglob("*.so*"))
 
@@ -335,5 +335,5 @@ def test_outside_it_says_so() -> None:
     from mcore_qwen3vl.runtime.pretended.rank import one_rank
 
     assert not hasattr(ctypes.CDLL(None), "pretended_counters")
-    with pytest.raises(BadInput, match="does not run on the pretended device"), one_rank():
+    with pytest.raises(BadInput, match="does not run on the simulated GPU"), one_rank():
         pass
