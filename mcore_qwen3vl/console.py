@@ -189,6 +189,11 @@ def emit_json(data: Any) -> None:
     sys.stdout.write(json.dumps(data, indent=2, default=str) + "\n")
 
 
+def counted(number: int, what: str) -> str:
+    """Return a number with its noun: ``1 image``, ``2 images``."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 def size(count: float) -> str:
     """Format a byte count for people: ``4.26 GB`` (powers of ten, as disks are sold)."""
     for unit in ("B", "kB", "MB", "GB"):

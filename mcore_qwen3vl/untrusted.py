@@ -21,6 +21,8 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    except json.JSONDecodeError as error:  # whose line is that of `text`, not of a file
+        raise ValueError(f"no valid JSON: {error.msg}, at character {error.pos + 1:,}") from None
 
 
 def refuse_special_files(folder: Path) -> None:

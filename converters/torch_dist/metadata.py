@@ -70,6 +70,8 @@ def read(folder: Path) -> CheckpointIndex:
         return _index(loads(file.read_bytes()))
     except Refused as error:
         raise _hostile(file, error) from None
+    except FileNotFoundError:
+        raise BadInput(f"{file} is missing. Copy the checkpoint again.") from None
     except (OSError, *FAILURES) as error:
         raise BadInput(
             f"{file} is not readable checkpoint metadata ({error!r:.200}). Copy the checkpoint "

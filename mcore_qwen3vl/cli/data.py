@@ -1,5 +1,6 @@
 """``mcore-qwen3vl data``: look at training data before training on it."""
 
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +12,7 @@ from mcore_qwen3vl import console
 from mcore_qwen3vl.cli import show, sources
 from mcore_qwen3vl.cli.options import Json, media_flags, require
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.data.config import MediaLimits
+from mcore_qwen3vl.data.config import DataConfig, MediaLimits
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.training.arguments import data_flags
 
@@ -20,7 +21,9 @@ DATA_SETS = (
     "dataset on disk, mixture file or energon metadataset."
 )
 
-_BUFFER, _TRUST = (data_flags.TEXTS[name] for name in ("packing_buffer", "trust_data"))
+_BUFFER, _TRUST, _SECONDS = (
+    data_flags.TEXTS[name] for name in ("packing_buffer", "trust_data", "max_sample_seconds")
+)
 DataPath = Annotated[Path, sources.data_argument(DATA_SETS)]
 HfModel = Annotated[
     Path, sources.option("Checkpoint of either kind, or hub id, whose processor is used.")
@@ -63,6 +66,9 @@ def check(
         Path | None, typer.Option(help="Write histograms to this PNG (extra: plots).")
     ] = None,
     preprocess: Preprocess = None,
+    max_sample_seconds: Annotated[
+        float, typer.Option(help=f"{_SECONDS[0].upper()}{_SECONDS[1:]}.")
+    ] = DataConfig.max_sample_seconds,
     trust_data: TrustData = False,
     write_clean: Annotated[
         Path | None,
@@ -79,7 +85,7 @@ def check(
     """Read every sample as training would: formats, flaws, lengths, packing, balance of work."""
     console.quiet_libraries()
     from mcore_qwen3vl.converters.mcore.paths import config_folder
-    from mcore_qwen3vl.data import DataConfig, load_processor
+    from mcore_qwen3vl.data import load_processor
     from mcore_qwen3vl.data.check import check_data, plot_report
     from mcore_qwen3vl.data.clean import clean_file
     from mcore_qwen3vl.runtime.extras import require_extra
@@ -92,6 +98,7 @@ def check(
         seq_length,
         packing=True,
         packing_buffer=packing_buffer,
+        max_sample_seconds=max_sample_seconds,
         trust_data=trust_data,
         media=media,
     )
@@ -124,7 +131,7 @@ def check(
             console.output.print(console.plain(wrote), soft_wrap=True)
     require(
         not report.bad or write_clean is not None,
-        f"{len(report.bad)} samples of {path} cannot be used.",
+        f"{console.counted(len(report.bad), 'sample')} of {path} cannot be used.",
     )
     require(
         bool(report.tokens),
@@ -152,15 +159,17 @@ def show_sample(
     """Write one sample as the model will see it: tokens, what is trained, images after resizing."""
     console.quiet_libraries()
     from mcore_qwen3vl.converters.mcore.paths import config_folder
-    from mcore_qwen3vl.data import DataConfig, load_processor
+    from mcore_qwen3vl.data import load_processor
     from mcore_qwen3vl.data.show import read_sample, write_page
 
     processor = load_processor(config_folder(hf_model))
     config = DataConfig(seq_length, trust_data=trust_data, media=media)
     seen = read_sample(path, number, processor, config, split=split, preprocess=preprocess)
     write_page(seen, out)
+    kinds = Counter(one.kind for one in seen.media)
+    shown = ", ".join(console.counted(kinds[kind], kind) for kind in sorted(kinds)) or "no images"
     said = (
-        f"{seen.name}: {seen.format}, {seen.tokens:,} tokens, {seen.trained:,} of them trained, "
-        f"{len(seen.media)} images and videos: {out}"
+        f"{seen.name}: {seen.format}, {console.counted(seen.tokens, 'token')}, {seen.trained:,} of "
+        f"them trained, {shown}: {out}"
     )
     console.output.print(console.plain(said), soft_wrap=True)

@@ -44,7 +44,10 @@ def test_report(
         "data.jsonl:10",
     ]
     assert "cut.png cannot be decoded" in report.bad[0].reason
-    assert report.bad[1].reason.startswith("JSONDecodeError: ")
+    assert report.bad[1].reason == (
+        "ValueError: no valid JSON: Expecting property name enclosed in double quotes, at "
+        "character 2"
+    )
     assert [flaw.sample.rsplit("/", 1)[-1] for flaw in report.overlong] == ["data.jsonl:11"]
     assert report.packing_efficiency == sum(report.tokens) / (200 * report.packed_sequences)
     assert dict(report.summary())["bad"] == "2"
@@ -204,6 +207,25 @@ def check(path: Path, model: Path, *flags: str) -> int:
     return int(stopped.value.code or 0)
 
 
+def test_a_sample_that_takes_too_long_is_bad(
+    dense: Path,
+    write_jsonl: WriteJsonl,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = write_jsonl([question(0, image=False, words=3)])
+    path.with_name("slow_hook.py").write_text(
+        "import time\n\n\ndef slow(record):\n    time.sleep(1)\n    return record\n"
+    )
+    monkeypatch.syspath_prepend(path.parent)
+    slow = ("--preprocess", "slow_hook:slow")
+    assert check(path, dense, *slow, "--max-sample-seconds", "0.2") == 1
+    printed = capsys.readouterr()
+    assert "takes more than 0.2 s (--max-sample-seconds)" in printed.out
+    assert "error: 1 sample of" in printed.err
+    assert check(path, dense, *slow, "--max-sample-seconds", "0") == 0
+
+
 def test_usable_records_are_written(
     dense: Path, write_jsonl: WriteJsonl, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -213,7 +235,7 @@ def test_usable_records_are_written(
     clean = path.with_name("clean.jsonl")
     assert check(path, dense, "--write-clean", str(clean)) == 0
     printed = capsys.readouterr().out
-    assert "data.jsonl:2: JSONDecodeError" in printed
+    assert "data.jsonl:2: ValueError: no valid JSON" in printed
     assert "data.jsonl:5: the record has the keys prompt; none of" in printed
     assert "rewrites them: --preprocess MODULE:FUNCTION" in printed
     assert re.search(r"data\.jsonl:6: \d{3} tokens, more than seq_length 200\.", printed)

@@ -118,7 +118,19 @@ class Renderer:
             )
         # A template may raise any error of Jinja or Python, depending on the messages.
         except Exception as error:
-            raise BadSample(f"the chat template refuses the messages: {error}.") from error
+            place = self._refused(record, count)
+            raise BadSample(f"the chat template refuses {place}: {error}.") from error
+
+    def _refused(self, record: Conversation, count: int) -> str:
+        """Name the first message that the template refuses, since its own error does not."""
+        for index, message in enumerate(record.messages[: count - 1]):
+            try:
+                self._processor.apply_chat_template(
+                    record.messages[: index + 1], tools=record.tools, tokenize=False
+                )
+            except Exception:
+                return f"message {index}, of role {message['role']}"
+        return f"message {count - 1}, of role {record.messages[count - 1]['role']}"
 
     def _document(self, record: Document) -> Rendered:
         pieces: list[str] = []

@@ -37,8 +37,8 @@ def time_limit(seconds: float) -> Iterator[None]:
         )
 
     before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN)
     try:
+        signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN)
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

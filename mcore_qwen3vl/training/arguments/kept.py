@@ -36,7 +36,8 @@ class Kept:
 
     @classmethod
     def of(cls, explicit: Mapping[str, Any]) -> Kept | None:
-        """
+        """Read what the checkpoint that the command line resumes was trained with.
+
         Args:
             explicit: what the command line sets, by ``dest`` name.
 
@@ -63,14 +64,15 @@ class Kept:
         )
 
     def workers_of_a_rank(self, ranks: int) -> int | None:
-        """Data workers that each of `ranks` data-parallel ranks needs; None: no number fits."""
+        """Return how many data workers each of `ranks` ranks needs; None: no number fits."""
         if self.shared or ranks == self.ranks:
             return self.workers
         total = self.workers * self.ranks
         return total // ranks if total and total % ranks == 0 else None
 
     def check(self, args: argparse.Namespace, *, ranks: int) -> None:
-        """
+        """Check that the run can go on.
+
         Args:
             args: of the run that goes on.
             ranks: its data-parallel ranks.
@@ -106,7 +108,7 @@ class Kept:
         )
 
     def _possible(self, args: argparse.Namespace) -> str:
-        """Numbers of data-parallel ranks that can go on without another flag."""
+        """List the numbers of data-parallel ranks that can go on without another flag."""
         workers, rows = self.workers * self.ranks, (self.batch or 0) // args.micro_batch_size
         fit = [n for n in range(1, workers + 1) if workers % n == rows % n == 0]
         return " or ".join(map(str, fit or [self.ranks]))

@@ -51,7 +51,7 @@ def check_layout_flags(argv: Sequence[str], architecture: Architecture, world_si
 
 
 def data_parallel_size(args: argparse.Namespace, world_size: int) -> int:
-    """Ranks of `world_size` that hold the same part of the model, where they divide."""
+    """Return how many of `world_size` ranks hold the same part of the model."""
     sizes = (
         args.tensor_model_parallel_size,
         args.pipeline_model_parallel_size,

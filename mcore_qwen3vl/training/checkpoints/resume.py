@@ -214,7 +214,7 @@ def explained(directory: str) -> Iterator[None]:
 
 
 def _schedules(error: AssertionError) -> str:
-    """Megatron's complaint in other words: it counts in samples what it calls iterations."""
+    """Say Megatron's complaint in other words: what it calls iterations are samples."""
     found = _OTHER_SCHEDULE.search(str(error))
     if found is None:
         return str(error)

@@ -95,7 +95,7 @@ def load(
 
 
 def first_of(checkpoints: str | Path, iteration: int) -> dict[str, Any] | None:
-    """The first data-parallel rank's state in a checkpoint; None where none was saved."""
+    """Return the first data-parallel rank's state in a checkpoint; None if none was saved."""
     file = folder_of(checkpoints, iteration) / "rank_00000.pt"
     return _read(file) if file.exists() else None
 

@@ -113,7 +113,7 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 def check_targets(args: argparse.Namespace, architecture: Architecture) -> None:
-    """What can be said of ``--lora-target`` before PEFT is asked, which takes seconds to import.
+    """Check ``--lora-target`` as far as possible without PEFT, which takes seconds to import.
 
     Raises:
         BadInput: a name is that of no module of a Qwen3-VL, or cannot be combined with others.

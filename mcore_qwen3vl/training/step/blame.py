@@ -19,21 +19,22 @@ class StepRecords:
         self._done: dict[int, dict[Names, Tensor | None]] = {}
 
     def add(self, names: Names, loss: Tensor | None = None) -> None:
-        """
+        """Note a micro-batch of the step that runs.
+
         Args:
-            names: of a micro-batch of the step that runs.
+            names: of its samples.
             loss: scalar, on the device, which it stays on; None before it is known, and on the
                 ranks that compute none.
         """
         self._running[names] = loss
 
     def finish(self, step: int) -> None:
-        """What was added belongs to `step`, as the log counts."""
+        """Count what was added to `step`, as the log counts."""
         self._done[step], self._running = self._running, {}
         self._done = dict(list(self._done.items())[-_KEPT_STEPS:])
 
     def explain(self, step: int) -> FloatingPointError:
-        """Say where the numbers of `step` ended, and how to go on; waits for the device."""
+        """Make the error that names the records of `step`, and how to go on; waits for the device."""
         batches = self._done.get(step, self._running)
         bad = [n for n, loss in batches.items() if loss is not None and not loss.isfinite().item()]
         what = "loss is" if bad else "gradients are"

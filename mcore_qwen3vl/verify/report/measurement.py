@@ -182,7 +182,7 @@ class Finding:
         return ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON, with infinities as text."""
+        """Return plain values for JSON: infinities as text, null for the scale of a bitwise one."""
         m = self.measured
         return {
             "part": self.part,
@@ -191,7 +191,7 @@ class Finding:
             "ok": self.ok,
             "relative_error": _finite(self.error),
             "absolute_error": _finite(m.error),
-            "largest_expected": _finite(m.scale),
+            "largest_expected": _finite(m.scale) if self.tolerance else None,
             "tolerance": self.tolerance,
             "values": m.count,
             "detail": self.detail,

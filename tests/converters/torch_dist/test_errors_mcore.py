@@ -60,7 +60,7 @@ MCORE_DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     "no metadata": (
         lambda p: (p / "release" / ".metadata").unlink(),
-        r"\.metadata is not readable checkpoint metadata",
+        r"\.metadata is missing\. Copy the checkpoint again",
     ),
     "missing data file": (drop_file, r"__0_0.distcp cannot be read"),
     "truncated data file": (

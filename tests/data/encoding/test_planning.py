@@ -359,3 +359,16 @@ def test_other_chatml_like_template(processor: Any, media: Path) -> None:
     assert trained_text(processor, plan) == [
         f"{answer}<|object_ref_end|>" for answer in ("first", ANSWER)
     ]
+
+
+def test_the_message_that_a_template_refuses_is_named(
+    processor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails = (
+        "{% for m in messages %}{% if loop.index0 == 2 %}{{ m.gone.far }}{% endif %}{% endfor %}"
+    )
+    monkeypatch.setattr(processor, "chat_template", fails)
+    turns = [(role, "text") for role in ("user", "assistant", "user", "assistant")]
+    parsed = parse_record(chat(*turns), MediaFolder(Path(), {}))
+    with pytest.raises(BadSample, match=r"refuses message 2, of role user: .*gone"):
+        Renderer(processor).render(parsed)

@@ -100,6 +100,7 @@ def test_bitwise_comparisons_and_files() -> None:
     assert "3 values differ, by at most 0.1" in text
     assert "only in A" in text
     assert Report("x and y", {}, [same, files[0]]).ok
+    assert same.to_dict()["largest_expected"] is None  # bits have no scale
 
 
 def test_trace_says_where_and_why() -> None:
