@@ -171,7 +171,8 @@ train() {
         if ((!dry_run)) && [[ -z ${NODE_RANK:-} || -z ${MASTER_ADDR:-} ]]; then
             refuse "NODES is $NODES: start this on each node, with MASTER_ADDR, the name of the first, and NODE_RANK, from 0."
         fi
-        command+=( # of a dry run, what is to be filled in
+        # A dry run prints the names of the variables that are to be filled in.
+        command+=(
             --node-rank "${NODE_RANK:-NODE_RANK}" --master-addr "${MASTER_ADDR:-MASTER_ADDR}"
             --master-port "$MASTER_PORT"
         )

@@ -34,7 +34,7 @@ class StepRecords:
         self._done = dict(list(self._done.items())[-_KEPT_STEPS:])
 
     def explain(self, step: int) -> FloatingPointError:
-        """Make the error that names the records of `step`, and how to go on; waits for the device."""
+        """Make the error that names the records of `step`; waits for the device."""
         batches = self._done.get(step, self._running)
         bad = [n for n, loss in batches.items() if loss is not None and not loss.isfinite().item()]
         what = "loss is" if bad else "gradients are"
