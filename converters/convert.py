@@ -62,7 +62,7 @@ def plan_hf_to_mcore(
     if layout is not None or spec is not None:
         raise BadInput(
             f"{format} loads under any layout and layer spec: leave layout and spec out, or choose "
-            "a format that is written for one."
+            "a format that is written for one layout."
         )
     return to_mcore.plan(
         _directory(src),

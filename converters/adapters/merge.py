@@ -140,9 +140,9 @@ def plan_merge(
 
 
 _UNTIED = (
-    "The model ties its embeddings and the adapter changes one of them alone: they are written "
-    "apart, with tie_word_embeddings false, so that the merged model computes what the adapted one "
-    "does. PEFT's merge_and_unload does not."
+    "The model ties its embedding and head, and the adapter makes them differ: they are written as "
+    "two tensors, with tie_word_embeddings false, so that the merged model computes the same as "
+    "the base with the adapter. PEFT's merge_and_unload keeps them tied."
 )
 
 

@@ -199,10 +199,10 @@ def _slots(wrapped: Any, peft: Any) -> Any:
 def _unsupported(name: str) -> str:
     text = f"LoRA on {name} is not supported. "
     if name.endswith("patch_embed.proj.weight"):
-        return text + "It is a convolution that the target `proj` means too: write `attn.proj`."
+        return text + "It is a convolution, which the target `proj` matches too: use `attn.proj`."
     if "embed" in name:
         return text + "To train an embedding, name its module in modules_to_save."
-    return text + "Take it out of the targets."
+    return text + "Remove it from the targets."
 
 
 def _hint(text: str) -> str:

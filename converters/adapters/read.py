@@ -78,8 +78,8 @@ def read_adapter(path: str | Path, hf_config: HFConfig, *, roles: Roles | None =
     router = any(name.endswith(".mlp.gate.weight") for name in applied.slots)
     if router and names_a_linear_router(config):
         notes.append(
-            "The router is named as in transformers 4.57; with transformers 5 PEFT takes the "
-            "adapter after `mcore-qwen3vl lora convert`."
+            "The router has its name of transformers 4.57. To use the adapter with transformers 5, "
+            "run `mcore-qwen3vl lora convert`."
         )
     return Adapter(config, factors, saved, found, tuple(notes))
 
@@ -149,12 +149,12 @@ def _require_keys(file: Path, found: set[str], whole: Mapping[str, str], applied
     if missing := [key for key in wanted if key not in found and key != BASE_LAYER]:
         raise BadInput(
             f"{file} lacks {some(missing)} of the {len(wanted)} tensors that {config_file.FILE} "
-            "calls for. PEFT would leave them at their random start; copy the adapter again."
+            "calls for. PEFT would leave them at random values; copy the adapter again."
         )
     if foreign := sorted(found - set(wanted)):
         raise BadInput(
             f"{file} holds {some(foreign)}, which {config_file.FILE} does not call for in this "
-            "model. PEFT would pass over it in silence. Check that the adapter is for this model, "
+            "model. PEFT would ignore it silently. Check that the adapter is for this model, "
             "and that its config was saved with it."
         )
 

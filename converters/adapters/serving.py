@@ -39,23 +39,26 @@ def _notes(adapter: Adapter, moe: bool, roles: Roles) -> Iterator[str]:
         enough = min(size for size in RANKS if size >= rank)
         yield f"vLLM needs max_lora_rank {enough} for rank {rank}; its default is {DEFAULT_RANK}."
     if adapter.config.modules_to_save:
-        yield "vLLM refuses adapters with modules_to_save: merge it."
+        yield "vLLM refuses adapters with modules_to_save: merge the adapter."
     experts = {name.rpartition(".")[2] for name in adapter.factors if ".mlp.experts." in name}
     if len(experts) == 1:
         yield (
-            f"vLLM refuses the adapter: of the fused experts it adapts {min(experts)} alone, and "
-            "vLLM takes gate_up_proj and down_proj together or neither: merge it."
+            f"vLLM refuses the adapter: in the fused experts it adapts only {min(experts)}, and "
+            "vLLM needs gate_up_proj and down_proj together, or neither: merge the adapter."
         )
     if experts and roles == "swapped":
         yield (
-            "vLLM reads the factors of fused experts in the canonical roles only: turn them with "
-            "`mcore-qwen3vl lora convert --roles canonical`."
+            "vLLM reads the factors of fused experts only in the canonical roles: convert the "
+            "adapter with `mcore-qwen3vl lora convert --roles canonical`."
         )
     tower = [name for name in adapter.factors if name.startswith("model.visual.")]
     if tower:
         yield (
-            f"vLLM passes over the {len(tower)} adapted parameters of vision tower and mergers "
+            f"vLLM ignores the {len(tower)} adapted parameters of vision tower and mergers "
             "unless enable_tower_connector_lora is set."
         )
     if moe and any(name.endswith("attn.qkv.weight") for name in tower):
-        yield "vLLM passes over the vision tower's attn.qkv of a MoE model even then: merge it."
+        yield (
+            "Even with enable_tower_connector_lora, vLLM ignores attn.qkv in the vision tower of a "
+            "MoE model: merge the adapter."
+        )

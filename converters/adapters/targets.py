@@ -79,7 +79,10 @@ def unused_names(config: AdapterConfig, applied: Applied) -> Iterator[str]:
             # Same rule as peft.utils.other.get_pattern_key; a parameter is matched by its own name.
             rule = re.compile(rf"(.*\.)?({key})$")
             if not any(rule.match(each) for each in (*adapted, *parameters)):
-                yield f"{name}_pattern has the key {key!r}, which matches nothing that is adapted."
+                yield (
+                    f"{name}_pattern has the key {key!r}, which matches no adapted module or "
+                    "parameter."
+                )
     if isinstance(config.exclude_modules, tuple):
         for name in config.exclude_modules:
             if not _ends(name, applied.modules):
@@ -87,7 +90,10 @@ def unused_names(config: AdapterConfig, applied: Applied) -> Iterator[str]:
     layers = config.layers_to_transform
     for layer in (layers,) if isinstance(layers, int) else layers or ():
         if not any(re.search(rf"\.{layer}\.", module) for module in adapted):
-            yield f"layers_to_transform names layer {layer}, in which nothing is adapted."
+            yield (
+                f"layers_to_transform names layer {layer}, but no target matches a module in that "
+                "layer."
+            )
     for name in config.modules_to_save or ():
         # Same rule as peft.utils.other._set_trainable: any end of the name, without a dot.
         if not any(module.endswith(name) for module in applied.modules):
@@ -105,7 +111,7 @@ def _unmatched(
             where = " It is a parameter: name it in target_parameters."
         elif field == "target_parameters" and _ends(name, applied.modules):
             where = " It is a module: name it in target_modules, or add .weight."
-        yield f"{field} names {name!r}, which matches nothing that PEFT adapts here.{where}"
+        yield f"{field} names {name!r}, which matches nothing that PEFT can adapt.{where}"
 
 
 def _ends(name: str, names: Iterable[str]) -> bool:

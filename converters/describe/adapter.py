@@ -131,8 +131,8 @@ def require_base(config: AdapterConfig, hf_config: str | Path | None) -> Path:
     if found is None:
         named = config.raw.get("base_model_name_or_path")
         raise BadInput(
-            f"the adapter's model ({named!r:.100}) is not here, and its shapes are needed: name "
-            "the directory of its config.json, or a hub id, with --hf-config."
+            f"the adapter's base model ({named!r:.100}) was not found, and its shapes are needed: "
+            "pass the directory of its config.json, or a hub id, as --hf-config."
         )
     return found
 

@@ -50,8 +50,8 @@ def export_merged(
     if chunks[0].architecture.tie_word_embeddings and HEAD in targets:
         raise BadInput(
             "The adapter changes the head, which is tied to the embedding, so one merged "
-            "weight cannot be both. Export the adapter; `mcore-qwen3vl lora merge` writes the "
-            "two apart."
+            "weight cannot serve as both. Export the adapter, and merge it with "
+            "`mcore-qwen3vl lora merge`, which writes two tensors."
         )
     weights = Gatherer.of_model(models, expert_layout, group)
     shapes = {

@@ -87,6 +87,6 @@ def layout_notes(layout: str | None) -> tuple[str, ...]:
     if layout != "v5":
         return ()
     return (
-        "vLLM loads the published layout of fused experts only, and this checkpoint has that of "
-        "transformers 5.",
+        "vLLM loads fused experts only in the published layout, and this checkpoint has the layout "
+        "of transformers 5.",
     )

@@ -17,7 +17,7 @@ from pathlib import Path
 from torch import Tensor
 
 POPULATE_READ = 22  # MADV_POPULATE_READ of <asm-generic/mman-common.h>
-LOST = "a mapped file cannot be read: bad disk, or cut short by now"
+LOST = "a memory-mapped file cannot be read: the disk failed, or the file was cut short"
 UNREADABLE = (errno.EFAULT, errno.EIO, 133)  # 133: EHWPOISON
 
 _libc = ctypes.CDLL(None, use_errno=True)

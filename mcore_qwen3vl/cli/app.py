@@ -114,19 +114,19 @@ def inspect(
     hf_config: Annotated[
         Path | None,
         sources.option(
-            "Instead of PATH: estimate what converting a model of this config takes. "
-            "With an adapter: the model that it adapts."
+            "Instead of PATH: estimate the cost of converting a model with this config. "
+            "With an adapter as PATH: its base model."
         ),
     ] = None,
     workers: Workers = None,
     disk_gb_per_s: Annotated[
-        float | None, typer.Option(help="With --hf-config: the disk's speed, to estimate time.")
+        float | None, typer.Option(help="With --hf-config: disk speed, for the time estimate.")
     ] = None,
     table: Annotated[
         bool,
-        typer.Option("--table", help="The mapping: which tensors become which, and how."),
+        typer.Option("--table", help="Show which tensors are converted into which, and how."),
     ] = False,
-    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor too.")] = False,
+    tensors: Annotated[bool, typer.Option("--tensors", help="Also list every tensor.")] = False,
     json: Json = False,
 ) -> None:
     """Show what a checkpoint is: sizes, shapes, layout, dtype, parameter count by part."""
@@ -197,7 +197,9 @@ def tiny(
 
 @app.command("demo")
 def demo(
-    dense: Annotated[bool, typer.Option("--dense", help="The dense model, tied.")] = False,
+    dense: Annotated[
+        bool, typer.Option("--dense", help="Use a dense model with tied embeddings, not MoE.")
+    ] = False,
     keep: Annotated[
         Path | None, typer.Option(help="Keep the checkpoints in this directory.")
     ] = None,
@@ -209,7 +211,7 @@ def demo(
     with console.messages.status("starting") as status:
         result = run_demo(dense=dense, keep=keep, status=status.update)
     show.demo(result)
-    require(result.ok, "the demo did not hold.")
+    require(result.ok, "the demo failed: see its results above.")
 
 
 @app.command(
@@ -237,7 +239,9 @@ def train(
 @app.command("train-demo")
 def train_demo(
     keep: Annotated[Path | None, typer.Option(help="Keep the files in this directory.")] = None,
-    lora: Annotated[bool, typer.Option("--lora", help="Train an adapter, and ask PEFT.")] = False,
+    lora: Annotated[
+        bool, typer.Option("--lora", help="Train an adapter, and generate with PEFT.")
+    ] = False,
 ) -> None:
     """Train a tiny model on image questions on the CPU, stop, resume, export, ask it."""
     console.quiet_libraries()

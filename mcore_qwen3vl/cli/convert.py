@@ -109,14 +109,14 @@ def hf_to_mcore(
     ] = 1,
     tp: Annotated[
         int,
-        typer.Option(min=1, help="Tensor parallel size that padding or --format torch is for."),
+        typer.Option(min=1, help="Tensor-parallel size for padding and for --format torch."),
     ] = 1,
     format: Annotated[
         Format,
-        typer.Option(help="torch_dist loads under any layout; torch (legacy) under one."),
+        typer.Option(help="torch_dist loads under any layout; torch (legacy) only under its own."),
     ] = Format.torch_dist,
     pp: Annotated[int | None, _legacy_size("pp", "Pipeline parallel size")] = None,
-    vpp: Annotated[int | None, _legacy_size("vpp", "Virtual stages of a pipeline rank")] = None,
+    vpp: Annotated[int | None, _legacy_size("vpp", "Virtual stages per pipeline rank")] = None,
     ep: Annotated[int | None, _legacy_size("ep", "Expert parallel size")] = None,
     etp: Annotated[
         int | None, _legacy_size("etp", "Expert tensor parallel size", "--tp, as in Megatron")

@@ -28,8 +28,8 @@ DataPath = Annotated[Path, sources.data_argument(DATA_SETS)]
 HfModel = Annotated[
     Path, sources.option("Checkpoint of either kind, or hub id, whose processor is used.")
 ]
-SeqLength = Annotated[int, typer.Option(help="Longest sample, and length of a pack.")]
-Split = Annotated[str, typer.Option(help="Part of a data set that has several.")]
+SeqLength = Annotated[int, typer.Option(help="Longest sample, and length of a pack, in tokens.")]
+Split = Annotated[str, typer.Option(help="Split to read, if the data set has several.")]
 Preprocess = Annotated[
     str | None,
     typer.Option(metavar="MODULE:FUNCTION", help=f"{data_flags.PREPROCESS.capitalize()}."),
@@ -74,8 +74,8 @@ def check(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Write the usable records to this .jsonl file, in the folder of the data; exit "
-            "code 0 then, whatever was left out.",
+            help="Write the usable records to this .jsonl file, in the folder of the data. The "
+            "exit code is then 0, even if records were left out.",
         ),
     ] = None,
     json: Json = False,
@@ -93,7 +93,9 @@ def check(
     if plot is not None:  # before the data is read
         require_extra("matplotlib", "--plot")
     if write_clean is not None and limit is not None:
-        raise BadInput("--write-clean with --limit would leave out what is not read: drop one.")
+        raise BadInput(
+            "--write-clean with --limit would leave out all records after the limit: drop one."
+        )
     config = DataConfig(
         seq_length,
         packing=True,

@@ -32,8 +32,8 @@ def generate(
     prompt: Annotated[
         list[str],
         typer.Option(
-            help="What to ask; repeatable. Every prompt is about all images and videos, unless "
-            "<image> and <video> in the prompts take them one by one."
+            help="What to ask; repeatable. Every prompt gets all images and videos, unless the "
+            "prompts place them one by one with <image> and <video>."
         ),
     ],
     layout: Layout,
@@ -45,12 +45,12 @@ def generate(
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option(help="Draw from the likeliest tokens that make up this probability."),
+        typer.Option(help="Sample from the likeliest tokens that make up this probability."),
     ] = None,
     top_k: Annotated[
-        int | None, typer.Option(help="Draw from this many of the likeliest tokens.")
+        int | None, typer.Option(help="Sample from this many of the likeliest tokens.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the draws; default: random.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Sampling seed; default: random.")] = None,
     dtype: Dtype = "config",
     spec: Spec = "torch",
     hf_model: ConfigSource = None,

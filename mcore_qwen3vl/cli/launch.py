@@ -34,7 +34,9 @@ def list_scripts() -> None:
 
 
 @app.command("show")
-def show(name: Annotated[str, typer.Argument(help="As `launch list` has it.")]) -> None:
+def show(
+    name: Annotated[str, typer.Argument(help="A script's name, as `launch list` prints it.")],
+) -> None:
     """Print a script."""
     script = scripts().get(name.removesuffix(".sh").removesuffix(".yaml"))
     if script is None:

@@ -19,7 +19,9 @@ RolesChoice = Literal["canonical", "swapped"]
 
 FromRoles = Annotated[
     RolesChoice | None,
-    typer.Option(help="Roles of the experts' factors in ADAPTER, where the shapes do not tell."),
+    typer.Option(
+        help="Roles of the experts' factors in ADAPTER, if their shapes do not show them."
+    ),
 ]
 
 

@@ -39,7 +39,7 @@ def rehearse(
     ] = "uniform",
     memory_gib: Annotated[
         float | None,
-        typer.Option(metavar="GIB", help="Memory of the GPU; default: what --gpu has."),
+        typer.Option(metavar="GIB", help="Memory of the GPU; default: that of --gpu."),
     ] = None,
     allowance_gib: Annotated[
         float | None,
@@ -51,13 +51,13 @@ def rehearse(
     ] = None,
     suggest: Annotated[
         bool,
-        typer.Option(help="If it does not fit, rehearse neighbouring options until some do."),
+        typer.Option(help="If it does not fit, rehearse similar settings until some fit."),
     ] = True,
     fit: Annotated[
         bool,
         typer.Option(
             "--fit",
-            help="Search layouts for these GPUs until three fit, beside the run's own; not with "
+            help="Rehearse the run's layout and others for these GPUs until three fit; not with "
             "--report.",
         ),
     ] = False,
@@ -110,7 +110,7 @@ def rehearse(
             console.emit_json([one.to_dict() for one in fits])
         else:
             show_fits(fits, command)
-        require(any(one.good for one in fits), "no layout that was rehearsed fits.")
+        require(any(one.good for one in fits), "none of the rehearsed layouts fits.")
         return
     with console.progress("rehearsing") as say, Rehearser(options, say) as rehearser:
         found = rehearser.rehearse(command)

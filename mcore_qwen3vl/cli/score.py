@@ -66,7 +66,7 @@ def score(
     ] = None,
     cpu: Cpu = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Replace the output, finished or begun.")
+        bool, typer.Option("--force", help="Replace an output that is finished or begun.")
     ] = False,
     json: Json = False,
     *,

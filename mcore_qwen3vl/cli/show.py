@@ -111,7 +111,7 @@ def adapter(adapter: AdapterInspection) -> None:
     c = adapter.config
     facts = {
         "what": "LoRA adapter (PEFT)",
-        "checked against": adapter.base or "no model: name one with --hf-config",
+        "checked against": adapter.base or "no model: pass one as --hf-config",
         "rank and alpha": f"{c['r']} and {c['lora_alpha']:g}{', rsLoRA' * c['use_rslora']}",
         "roles of experts": adapter.roles,
         "dtype": ", ".join(adapter.dtypes),

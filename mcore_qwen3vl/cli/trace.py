@@ -29,7 +29,7 @@ def verify_trace(
     video: Annotated[list[Path] | None, typer.Option(help="A video; may be repeated.")] = None,
     prompt: Annotated[str | None, typer.Option(help="What to ask about images and videos.")] = None,
     batch: Annotated[
-        str, typer.Option(help="Without a prompt: the parity batch to take.")
+        str, typer.Option(help="Without --prompt: the parity batch to use.")
     ] = "mixed",
     gradients: Annotated[
         bool, typer.Option("--gradients", help="Compare gradients of the loss as well.")
@@ -38,7 +38,7 @@ def verify_trace(
         Path | None,
         sources.adapter_option("A PEFT adapter for both models; PEFT's model is the reference."),
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Longest time for the ranks, in seconds.")] = 600.0,
+    timeout: Annotated[float, typer.Option(help="Time limit for the ranks, in seconds.")] = 600.0,
     report: ReportFolder = None,
     json: Json = False,
 ) -> None:

@@ -116,17 +116,18 @@ def verify_parity(
         str | None,
         typer.Option(
             metavar="ADAPTER",
-            help="PEFT adapter directory; or language, language-aligner, all: random factors.",
+            help="PEFT adapter directory; or language, language-aligner or all, for an adapter "
+            "there with random factors.",
         ),
     ] = None,
     compile_pointwise: Annotated[
         bool,
         typer.Option(
             "--compile-pointwise",
-            help="Compile pointwise operations, as train's flag of that name.",
+            help="Compile pointwise operations, as the flag of train does.",
         ),
     ] = False,
-    timeout: Annotated[float, typer.Option(help="Longest time for the ranks, in seconds.")] = 600.0,
+    timeout: Annotated[float, typer.Option(help="Time limit for the ranks, in seconds.")] = 600.0,
     report: ReportFolder = None,
     json: Json = False,
 ) -> None:

@@ -87,7 +87,7 @@ def test_a_router_that_was_a_linear_layer(made: Callable[[str], Made], tmp_path:
     (old / "adapter_config.json").write_text(json.dumps(config | {"lora_dropout": 0.1}))
     with pytest.raises(BadInput, match=r"name mlp\.gate\.weight in target_parameters"):
         resolve_targets(AdapterConfig.from_file(old), source.base)
-    assert "named as in transformers 4.57" in " ".join(read_adapter(old, source.base).notes)
+    assert "has its name of transformers 4.57" in " ".join(read_adapter(old, source.base).notes)
     (old / "adapter_config.json").write_text(json.dumps(config))
     convert_adapter(old, tmp_path / "new", source.base, roles="canonical")
     assert (source.folder / WEIGHTS).read_bytes() == (tmp_path / "new" / WEIGHTS).read_bytes()

@@ -150,7 +150,7 @@ def test_the_plan_says_where_tensors_come_from(made: Get, monkeypatch: pytest.Mo
     plan = plan_merge(source.base, source.folder)
     origins = {tensor.target: tensor.sources[0] for tensor in plan.planned}
     assert origins["lm_head.weight"] == "adapter + B·A"
-    assert "written apart, with tie_word_embeddings false" in " ".join(plan.notes)
+    assert "two tensors, with tie_word_embeddings false" in " ".join(plan.notes)
 
 
 def test_what_vllm_would_refuse_is_said(
@@ -161,12 +161,12 @@ def test_what_vllm_would_refuse_is_said(
         return " ".join(vllm_notes(found, Architecture.from_hf(made(kind).base)))
 
     assert notes("rank patterns") == ""
-    assert "adapts gate_up_proj alone" in notes("only gate_up")
-    assert "canonical roles only" in notes("swapped roles")
-    assert "modules_to_save: merge it" in notes("tied")
+    assert "adapts only gate_up_proj" in notes("only gate_up")
+    assert "only in the canonical roles" in notes("swapped roles")
+    assert "modules_to_save: merge the adapter" in notes("tied")
     assert "enable_tower_connector_lora is set" in notes("vision")
     assert "attn.qkv" not in notes("vision")
-    assert "attn.qkv of a MoE model even then" in notes("all-linear")
+    assert "attn.qkv in the vision tower of a MoE model" in notes("all-linear")
     for rank, said in ((16, ""), (17, "needs max_lora_rank 32"), (600, "refuses the adapter")):
         folder = tmp_path / str(rank)
         make(Kind("", {"r": rank, "target_modules": ["q_proj"]}), tiny("dense"), folder)

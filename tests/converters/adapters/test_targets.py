@@ -95,7 +95,7 @@ EXPERTS = ("mlp.experts.gate_up_proj",)
         ({"target_modules": r".*(q_proj|mlp\.gate)"}, "name mlp.gate.weight in target_parameters"),
         ({"target_modules": ("gate",)}, "name mlp.gate.weight in target_parameters"),
         ({"target_parameters": (*EXPERTS, "mlp.experts")}, "name it in target_modules"),
-        ({"target_modules": ("proj",)}, "write `attn.proj`"),
+        ({"target_modules": ("proj",)}, "use `attn.proj`"),
         ({"target_modules": ("embed_tokens",)}, "embed_tokens.weight is not supported"),
         ({"target_modules": ("pos_embed",)}, "pos_embed.weight is not supported"),
         ({"target_parameters": ("embed_tokens.weight",)}, "name its module in modules_to_save"),

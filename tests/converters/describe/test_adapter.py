@@ -35,7 +35,7 @@ def test_an_adapter(
     parts = {part["name"]: part for part in found["parts"]}
     down = parts["model.language_model.layers.*.mlp.experts.down_proj"]
     assert (down["count"], down["r"], down["shapes"]) == (4, 5, [[60, 36], [48, 60]])
-    assert any("canonical roles only" in note for note in found["notes"])
+    assert any("only in the canonical roles" in note for note in found["notes"])
     code, text = inspect(capsys, source.folder)
     assert "swapped" in text
     assert "vLLM reads the factors" in text
@@ -52,7 +52,7 @@ def test_an_adapter(
     with pytest.raises(SystemExit) as ended:
         main(["lora", "convert", str(moved), str(tmp_path / "out")])
     assert ended.value.code == 2
-    assert "('someone/model') is not here" in " ".join(capsys.readouterr().err.split())
+    assert "('someone/model') was not found" in " ".join(capsys.readouterr().err.split())
 
 
 def test_without_peft(

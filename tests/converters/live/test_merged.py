@@ -88,5 +88,5 @@ def tied_head(hf: Path) -> None:
 
 def test_the_head_of_tied_embeddings_is_refused(tmp_path: Path) -> None:
     hf = write_tiny_checkpoint(tmp_path / "hf", tie=True)
-    with pytest.raises(BadInput, match="one merged weight cannot be both"):
+    with pytest.raises(BadInput, match="one merged weight cannot serve as both"):
         run_layout(tied_head, 1, hf)

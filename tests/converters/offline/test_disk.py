@@ -124,7 +124,7 @@ def test_source_is_cut_short_while_it_is_read(
         file.write_bytes(content)
         os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     message = json.loads(capsys.readouterr().out)["error"]
-    assert "a mapped file cannot be read" in message
+    assert "a memory-mapped file cannot be read" in message
     assert "running the same command again continues from there" in message
     assert not target.exists()
     assert command(direction, source, target) == 0
