@@ -192,7 +192,7 @@ def _vision(vision: dict[str, Any]) -> VisionArchitecture:
     if any(not 0 <= i < numbers["depth"] for i in indexes) or len(set(indexes)) < len(indexes):
         raise BadInput(
             f"vision_config.deepstack_visual_indexes is {list(indexes)}, "
-            f"not different layers of the depth {numbers['depth']}."
+            f"but must name distinct layers below the depth {numbers['depth']}."
         )
     return VisionArchitecture(**numbers, deepstack_visual_indexes=indexes)
 

@@ -88,7 +88,7 @@ def test_unusable_text_config(text, message):
     [
         ({"hidden_act": "gelu"}, "vision_config.hidden_act is 'gelu'"),
         ({"rope_parameters": {"rope_theta": 5e6}}, "rope_theta is 5000000"),
-        ({"deepstack_visual_indexes": [1, 5]}, "not different layers of the depth 5"),
+        ({"deepstack_visual_indexes": [1, 5]}, "must name distinct layers below the depth 5"),
         ({"depth": "5"}, "depth is '5'"),
     ],
 )

@@ -124,9 +124,9 @@ class References:
         if [digest(chosen), digest(rejected)] != self.digests[index].tolist():
             line = line_of(ensure_index(self.data), index)
             raise BadInput(
-                f"{self.data}:{line} has other tokens than when {self.scores} was made: the "
-                "processor, the chat template or the budgets of images and videos differ. "
-                "Score the data again with the settings of training."
+                f"{self.data}:{line} no longer has the tokens that it had when {self.scores} was "
+                "made: the processor, the chat template or the budgets of images and videos "
+                "differ. Score the data again with the settings of training."
             )
 
 
@@ -147,7 +147,7 @@ def _check_facts(scores: Path, data: Path, how: str) -> None:
         )
     if made_of != file_digest(data):
         raise BadInput(
-            f"{scores} was made from other data than {data} holds now: make it again with `{how}`."
+            f"{scores} was not made from the current content of {data}: make it again with `{how}`."
         )
 
 

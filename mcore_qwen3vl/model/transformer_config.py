@@ -42,8 +42,8 @@ def transformer_config(
     _check_graphs(overrides)
     if not overrides.get("qk_layernorm", True):
         raise BadInput(
-            "qk_layernorm is False: the norms of queries and keys that every Qwen3-VL has would "
-            "have no place in the model, and be dropped from checkpoints in silence."
+            "qk_layernorm is False: the model would have no norms of queries and keys, which every "
+            "Qwen3-VL has, and would drop them from checkpoints silently. Leave it True."
         )
     dtype = overrides.get("params_dtype", getattr(torch, architecture.dtype))
     fields: dict[str, Any] = {
@@ -109,14 +109,14 @@ def _check_spec(spec: Spec, overrides: dict[str, Any]) -> None:
     for name in ("moe_apply_probs_on_input", "fp8", "fp4", "moe_permute_fusion", "tp_comm_overlap"):
         if overrides.get(name):
             raise BadInput(
-                f"{name} needs Transformer Engine, which the torch spec does without: use the te "
+                f"{name} needs Transformer Engine, which the torch spec does not use: use the te "
                 f"spec, or drop {name}."
             )
     fused = {"layernorm", "moe_act"} & set(overrides.get("recompute_modules") or ())
     if fused:
         raise BadInput(
             f"Recomputing {' and '.join(sorted(fused))} needs Transformer Engine, which the torch "
-            "spec does without: recompute core_attn, mlp or moe."
+            "spec does not use: recompute core_attn, mlp or moe."
         )
     if overrides.get("attention_dropout"):
         raise BadInput("The torch spec has no attention dropout; Qwen3-VL uses none either.")
@@ -126,8 +126,8 @@ def _check_graphs(overrides: dict[str, Any]) -> None:
     for name in ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"):
         if overrides.get(name) not in (None, False, "none"):
             raise BadInput(
-                f"{name} is {overrides[name]}: a CUDA graph repeats one number of image tokens, "
-                "which differs from batch to batch, and Megatron's graphs of single layers leave "
+                f"{name} is {overrides[name]}: a CUDA graph needs the same number of image tokens "
+                "in every batch, which differs here, and Megatron's per-layer graphs leave "
                 f"DeepStack out. Drop {name}."
             )
 

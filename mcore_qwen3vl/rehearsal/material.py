@@ -73,8 +73,8 @@ def prepare(command: Command, folder: Path) -> Command:
     batch = count * command.number("--micro-batch-size", 1) * command.layout.dp
     if count < command.micro_batches:
         prepared = prepared.noting(
-            f"{count} of the {command.micro_batches} micro-batches of an iteration: launches, "
-            "waits, bytes and FLOPs are theirs"
+            f"only {count} of the {command.micro_batches} micro-batches of an iteration were run: "
+            "launches, waits, bytes and FLOPs count these alone"
         )
     return prepared.plus(
         *("--train-iters", ITERATIONS, "--num-workers", 0, "--global-batch-size", batch),

@@ -159,7 +159,7 @@ _MAKERS = (
     "triu_indices", "zeros", "zeros_like",
 )  # fmt: skip
 _NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
-_SPELT = "schedules, gradient clipping and the optimizers spell CUDA out: it means the CPU"
+_SPELT = "schedules, gradient clipping and the optimizers name CUDA as the device: use the CPU"
 
 # Each function is replaced separately. A torch function mode would cover them all, but would also
 # intercept every other operator, which takes a fifth of a small model's time.
@@ -168,7 +168,9 @@ DEVICE_REPLACEMENTS = (
     *(Replacement("torch.Tensor", name, _made_on_cpu, _SPELT) for name in _NEW),
     Replacement("torch.Tensor", "to", _to_cpu, _SPELT),
     Replacement("torch.Tensor", "cuda", _constant(lambda self, *a, **k: self), _SPELT),
-    Replacement("torch.Tensor", "type", _cuda_type, "gradients are sorted by the names of types"),
+    Replacement(
+        "torch.Tensor", "type", _cuda_type, "gradients are grouped by the name of their tensor type"
+    ),
 )
 
 _RNG = "the tensor-parallel RNG tracker saves and restores the device generator: use the CPU's"
@@ -177,9 +179,19 @@ _CUDA = "torch.cuda"
 _NULL = NullStream()
 
 TORCH_REPLACEMENTS = (
-    Replacement(_CUDA, "current_device", _constant(lambda: CPU), "buffers are allocated there"),
-    Replacement(_CUDA, "set_device", _constant(lambda device: None), "there is one device"),
-    Replacement(_CUDA, "synchronize", _constant(lambda device=None: None), "p2p waits for it"),
+    Replacement(
+        _CUDA,
+        "current_device",
+        _constant(lambda: CPU),
+        "buffers are allocated on the current device",
+    ),
+    Replacement(_CUDA, "set_device", _constant(lambda device: None), "the CPU is the only device"),
+    Replacement(
+        _CUDA,
+        "synchronize",
+        _constant(lambda device=None: None),
+        "p2p communication synchronizes the device",
+    ),
     Replacement(_CUDA, "get_rng_state", _constant(_get_rng_state), _RNG),
     Replacement(_CUDA, "set_rng_state", _constant(_set_rng_state), _RNG),
     Replacement("torch.cuda.random", "get_rng_state", _constant(_get_rng_state), _RNG),
@@ -202,7 +214,7 @@ TORCH_REPLACEMENTS = (
 
 _TP_RANDOM = "megatron.core.tensor_parallel.random"
 _MOE = "megatron.core.transformer.moe"
-_HOST = "returns a tensor when the input is on the CPU already; all_to_all wants the numbers"
+_HOST = "returns a tensor if the input is on the CPU already; all_to_all needs a list of numbers"
 
 MEGATRON_REPLACEMENTS = (
     Replacement(_TP_RANDOM, "_get_cuda_rng_state", _constant(_get_rng_state), _RNG),
@@ -224,7 +236,7 @@ TRAINING_REPLACEMENTS = (
         f"{_TRAINING}.training",
         "initialize_megatron",
         _initialize_without_cuda,
-        "refuses to start without CUDA",
+        "Megatron refuses to start without CUDA",
     ),
     Replacement(
         f"{_TRAINING}.training",
@@ -242,7 +254,7 @@ TRAINING_REPLACEMENTS = (
         _CUDA,
         "get_device_capability",
         _constant(lambda device=None: (8, 0)),
-        "must be that at least for --moe-grouped-gemm",
+        "--moe-grouped-gemm requires compute capability 8.0",
     ),
     Replacement(
         f"{_TRAINING}.arguments",

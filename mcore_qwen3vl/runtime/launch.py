@@ -70,7 +70,7 @@ def check_gpus(world_size: int) -> None:
             f"On CUDA each rank needs a GPU: this machine has {found or 'none'}, the layout "
             f"{world_size} rank{'s' if world_size > 1 else ''}. Run on the CPU "
             "(verify: --device cpu)"
-            f"{', or divide less' if found else ''}."
+            f"{', or use a smaller layout' if found else ''}."
         )
 
 
@@ -261,7 +261,7 @@ def _raise_errors(ranks: list[_Rank], timeout: float) -> None:
         )
     late = [f"rank {ranks.index(r)} did not finish within {timeout:g} s" for r in hanging]
     stacks = [f"{line}:\n{_stack(r)}" for line, r in zip(late, hanging, strict=True)]
-    said = f"{late[0]}, so nothing is known. Pass a larger --timeout."
+    said = f"{late[0]}, so the result is unknown. Pass a larger --timeout."
     raise RanksFailed(said, "\n".join(stacks))
 
 

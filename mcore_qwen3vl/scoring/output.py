@@ -70,8 +70,8 @@ class Output:
             begun = parse_json(self._partial_facts.read_text(encoding="utf-8"))["settings"]
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise BadInput(
-                f"{self._partial_facts} is missing or damaged, so what {self._partial.name} was "
-                "made with is not known. Pass --force to begin anew."
+                f"{self._partial_facts} is missing or damaged, so the settings behind "
+                f"{self._partial.name} are unknown. Pass --force to start again."
             ) from error
         wanted = json.loads(json.dumps(self._settings))
         if begun != wanted:

@@ -76,7 +76,7 @@ def lora_run(
 
 def _check(given: Mapping[str, Any]) -> None:
     wrong = [
-        f"model.lora.{name}: it is Megatron-Bridge's, which is not used here; leave it at "
+        f"model.lora.{name}: an option of Megatron-Bridge, which is not used here; leave it at "
         f"{DEFAULTS.get(name)!r}."
         for name, value in given.items()
         if name not in TAKEN and value != DEFAULTS.get(name)
@@ -85,8 +85,8 @@ def _check(given: Mapping[str, Any]) -> None:
         wrong.append("model.lora.type: use lora.")
     if not given.get("merge"):
         wrong.append(
-            "model.lora.merge: adapters alone are not handed to the rollout; set it to True, which "
-            "hands on merged weights and leaves those that train as they are."
+            "model.lora.merge: the rollout cannot take an adapter without its base; set it to "
+            "True, which sends merged weights and does not change the weights that train."
         )
     if wrong:
         raise BadInput(

@@ -30,7 +30,7 @@ MOE = Architecture.from_hf(tiny_config(moe=True))
         ({"fp4": "e2m1"}, "fp4 needs Transformer Engine"),
         ({"recompute_modules": ["core_attn", "layernorm"]}, "layernorm needs Transformer Engine"),
         ({"attention_dropout": 0.1}, "no attention dropout"),
-        ({"qk_layernorm": False}, "dropped from checkpoints in silence"),
+        ({"qk_layernorm": False}, "drop them from checkpoints silently"),
         ({"cuda_graph_impl": "transformer_engine"}, "DeepStack out"),
         (
             {

@@ -355,8 +355,8 @@ def test_references_are_checked(dense: Path, tmp_path: Path) -> None:
     found = References.beside(data)
     assert found.of(0) == (entry["chosen"]["log_prob"], entry["rejected"]["log_prob"])
     tokens = torch.arange(5).numpy()
-    with pytest.raises(BadInput, match=r"pairs\.jsonl:1 has other tokens"):
+    with pytest.raises(BadInput, match=r"pairs\.jsonl:1 no longer has the tokens"):
         found.check(0, tokens, tokens)
     data.write_text(data.read_text() + "\n")
-    with pytest.raises(BadInput, match="was made from other data"):
+    with pytest.raises(BadInput, match="was not made from the current content"):
         References.beside(data)

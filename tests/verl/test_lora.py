@@ -120,10 +120,10 @@ def test_goes_on_from_an_adapter(case: Any, on_ranks: Any, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"merge": False}, "model.lora.merge: adapters alone are not handed"),
+        ({"merge": False}, "model.lora.merge: the rollout cannot take an adapter"),
         ({"type": "canonical_lora"}, "model.lora.type: use lora"),
-        ({"dropout_position": "post"}, "model.lora.dropout_position: it is Megatron-Bridge's"),
-        ({"exclude_modules": ["router"]}, "model.lora.exclude_modules: it is"),
+        ({"dropout_position": "post"}, "model.lora.dropout_position: an option of Megatron-Bridge"),
+        ({"exclude_modules": ["router"]}, "model.lora.exclude_modules: an option"),
         ({"target_modules": ["*.linear_qkv"]}, "PEFT does not apply this"),
     ],
 )

@@ -300,7 +300,7 @@ def _encoder(
 ) -> Any:
     """Make the encoder of single sequences, balanced or not, or of pairs with their references."""
     if config.pairs and config.balance:
-        raise BadInput("--balance does not weigh preference pairs: leave it out with --loss dpo.")
+        raise BadInput("--balance does not support preference pairs: leave it out with --loss dpo.")
     if config.balance:
         return BalancedTaskEncoder(architecture, processor, config, sources, **balancing)
     if not config.pairs:

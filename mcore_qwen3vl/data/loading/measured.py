@@ -242,8 +242,8 @@ def _measured(
                 show(len(sizes))
     except BrokenProcessPool:
         raise BadInput(
-            f"A process that measured {path} was killed, by a signal or for want of memory. Start "
-            "again, or leave measuring out with --no-balance."
+            f"A process that measured the samples of {path} was killed, by a signal or because "
+            "memory ran out. Start again, or skip the measuring with --no-balance."
         ) from None
     return sizes
 

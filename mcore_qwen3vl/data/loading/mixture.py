@@ -59,9 +59,9 @@ def read_mixture(path: Path) -> list[Source]:
     content = _content(path)
     entries = content["datasets"]
     if other := sorted(set(content) - {"datasets"}):
-        raise BadInput(f"{path}: unknown key {other[0]!r} beside datasets.")
+        raise BadInput(f"{path}: unknown key {other[0]!r}; the only key is datasets.")
     if not isinstance(entries, list) or not entries:
-        raise BadInput(f"{path}: datasets must be a list of at least one.")
+        raise BadInput(f"{path}: datasets must be a list with at least one entry.")
     return [_source(entry, f"{path}: data set {i + 1}", path) for i, entry in enumerate(entries)]
 
 
@@ -84,8 +84,8 @@ def _source(entry: Any, where: str, file: Path) -> Source:
         _check_format(values["format"], where)
     if "preprocess" in values and "format" in values:
         raise BadInput(
-            f"{where} has both preprocess and format; keep one of them. The format of the "
-            "hook's records is told by their keys."
+            f"{where} has both preprocess and format; keep one of them. The keys of the hook's "
+            "records show their format."
         )
     here = file.absolute().parent
     return Source(

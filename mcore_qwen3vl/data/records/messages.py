@@ -95,7 +95,9 @@ def _conversation(
         if not isinstance(system, str):
             raise BadSample(f"system is {type(system).__name__}; text is needed.")
         if turns[0]["role"] == "system":
-            raise BadSample("a system text stands beside a system turn; keep one of them.")
+            raise BadSample(
+                "the record has both a system text and a system turn; keep one of them."
+            )
         rendered.append({"role": "system", "content": system})
         weights.append(0.0)
     previous = None
@@ -111,7 +113,9 @@ def _conversation(
         weight = weight_of(turn) * weight_of(turn, "loss") * sample_weight
         if role == previous == _CALL:  # consecutive calls are one assistant turn
             if weight != weights[-1]:
-                raise BadSample(f"message {index}: calls in a row must have one weight.")
+                raise BadSample(
+                    f"message {index}: consecutive tool calls must have the same weight."
+                )
             rendered[-1]["tool_calls"] += message["tool_calls"]
         else:
             rendered.append(message)
@@ -145,13 +149,13 @@ def _legacy_call(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _calls(turn: Mapping[str, Any], index: int) -> list[dict[str, Any]]:
     """Return the calls of a turn whose text is ``{"name": ..., "arguments": ...}``, or a list."""
-    said = _unpacked(turn.get("content"), f"message {index}, a call of a tool,")
+    said = _unpacked(turn.get("content"), f"message {index}, a tool call,")
     calls = said if isinstance(said, list) else [said]
     for call in calls:
         if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
-            raise BadSample(f"message {index}, a call of a tool, has no name.")
+            raise BadSample(f"message {index}, a tool call, has no name.")
     if not calls:
-        raise BadSample(f"message {index}, a call of a tool, is empty.")
+        raise BadSample(f"message {index}, a tool call, is empty.")
     return [
         {
             "type": "function",
@@ -180,7 +184,7 @@ def _content(content: Any, index: int, shelf: Shelf) -> str | list[dict[str, Any
     if isinstance(content, str):
         if found := next((tag for tag in _GROUNDING if tag in content), None):
             raise BadSample(
-                f"message {index}: {found} is not filled in from objects; write it out."
+                f"message {index}: {found} is not replaced from objects; write its text out."
             )
         parts = list(shelf.split_tags(content))
         return content if all(part["type"] == "text" for part in parts) else parts

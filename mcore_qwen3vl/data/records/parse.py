@@ -124,7 +124,7 @@ def _chosen(parsed: Conversation, reading: Reading) -> Conversation:
     """Add the data set's system prompt, and choose the turns to train on."""
     messages, weights = parsed.messages, _chosen_weights(parsed, reading.train_on)
     if not any(weights):
-        raise BadSample(f"no assistant turn is one that train_on {reading.train_on!r} chooses.")
+        raise BadSample(f"train_on {reading.train_on!r} selects no assistant turn.")
     if reading.system is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": reading.system}, *messages]
         weights = [0.0, *weights]

@@ -39,9 +39,9 @@ def whole(chunk: Qwen3VLModel, saved: Collection[str]) -> Iterator[str]:
             continue
         if alone := sorted(sources - names):
             raise BadInput(
-                f"Megatron holds {', '.join(sorted(sources & names))} in one weight with "
-                f"{', '.join(alone)}, so they train whole together or not at all: name all of "
-                "them, or give them an adapter."
+                f"Megatron stores {', '.join(sorted(sources & names))} in one weight with "
+                f"{', '.join(alone)}, so modules_to_save must name all of them or none: add the "
+                "others, or train them with an adapter."
             )
         yield re.escape(global_name(chunk, parameter)) + "$"
 

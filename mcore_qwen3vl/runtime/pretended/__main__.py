@@ -28,20 +28,22 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--world-size", type=int, default=1, help="ranks of the whole run")
-    parser.add_argument("--rank", type=int, default=0, help="which of them this is")
-    parser.add_argument("--memory-gib", type=float, default=80.0, help="of the device")
+    parser.add_argument("--rank", type=int, default=0, help="rank of this process")
+    parser.add_argument("--memory-gib", type=float, default=80.0, help="memory of the device")
     parser.add_argument("--capability", type=int, default=90, help="compute capability x 10")
     parser.add_argument(
         "--late-events",
         action="store_true",
-        help="an upper bound of the memory that several streams hold",
+        help="report an upper bound of the memory that several streams hold",
     )
-    parser.add_argument("--peak", action="store_true", help="say what held the memory at its peak")
     parser.add_argument(
-        "--launches", action="store_true", help="say which lines start which kernels; slow"
+        "--peak", action="store_true", help="print what held the memory at its peak"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the whole record here")
-    parser.add_argument("-m", dest="module", action="store_true", help="PROGRAM is a module")
+    parser.add_argument(
+        "--launches", action="store_true", help="print which lines launch which kernels; slow"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all measurements to FILE")
+    parser.add_argument("-m", dest="module", action="store_true", help="run PROGRAM as a module")
     parser.add_argument("program")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     return parser

@@ -167,13 +167,13 @@ def _answering_for_the_device() -> Iterator[None]:
     def answer(device: Any = None) -> SimpleNamespace:
         found, error = _in_a_fork(lambda: (_plain(ask(0)), None))
         if error is not None:
-            raise Failed(f"the simulated GPU cannot be asked: {error}")
+            raise Failed(f"the properties of the simulated GPU cannot be read: {error}")
         return SimpleNamespace(**found)
 
     with mock.patch.object(torch.cuda, "get_device_properties", answer):
         yield
     if torch.cuda.is_initialized():
-        raise Failed("a module that was imported uses CUDA, and no fork could use it any more")
+        raise Failed("an imported module has started CUDA, so forked processes cannot use it")
 
 
 def _plain(properties: Any) -> dict[str, Any]:

@@ -71,10 +71,10 @@ def _check_best(args: argparse.Namespace) -> None:
     flag = "--keep-best" if args.keep_best else "--early-stop-patience"
     if not args.eval_iters:
         raise BadInput(
-            f"{flag} goes by the validation loss: add --valid-data-path PATH and --eval-iters N."
+            f"{flag} needs the validation loss: add --valid-data-path PATH and --eval-iters N."
         )
     if args.multiple_validation_sets:
-        raise BadInput(f"{flag} goes by one validation loss: drop --multiple-validation-sets.")
+        raise BadInput(f"{flag} needs a single validation loss: drop --multiple-validation-sets.")
     if patience is not None and patience < 1:
         raise BadInput(f"--early-stop-patience is {patience}; it is at least 1.")
     if args.keep_best and not args.save:
@@ -82,8 +82,8 @@ def _check_best(args: argparse.Namespace) -> None:
     if args.keep_best and (args.async_save or args.save_retain_interval):
         other = "--async-save" if args.async_save else "--save-retain-interval"
         raise BadInput(
-            f"--keep-best removes the checkpoint that was the best before, and {other} decides "
-            "when checkpoints come and go: drop one of the two."
+            f"--keep-best removes the previous best checkpoint, and {other} also decides when "
+            "checkpoints are written or removed: drop one of the two."
         )
 
 
@@ -91,8 +91,8 @@ def _check_graphs(args: argparse.Namespace) -> None:
     if args.cuda_graph_impl != "none":  # Megatron turns its older flags into this one
         raise BadInput(
             f"--cuda-graph-impl {args.cuda_graph_impl} (--enable-cuda-graph and "
-            "--external-cuda-graph mean it too): a CUDA graph repeats one number of image tokens, "
-            "which differs from batch to batch, and Megatron's graphs of single layers leave "
+            "--external-cuda-graph mean it too): a CUDA graph needs the same number of image "
+            "tokens in every batch, which differs here, and Megatron's per-layer graphs leave "
             "DeepStack out: drop the flag."
         )
 

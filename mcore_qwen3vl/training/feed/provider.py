@@ -39,10 +39,10 @@ def data_config(args: argparse.Namespace) -> DataConfig:
     local = _tokens_of_a_product(args)
     whole = length_multiple(cp, tp, args.sequence_parallel, local=local)
     if args.seq_length % whole:
-        quantized = f" (a rank's part a multiple of {local} for its 8 or 4 bits)"
+        quantized = f" (FP8 and FP4 need a multiple of {local} on each rank)"
         raise BadInput(
-            f"--seq-length {args.seq_length} is not a multiple of {whole}, which CP {cp} and TP "
-            f"{tp} divide it by{quantized if local > 1 else ''}. Round it."
+            f"--seq-length {args.seq_length} is not a multiple of {whole}, as CP {cp} and TP {tp} "
+            f"require{quantized if local > 1 else ''}. Round it."
         )
     given = vars(args)
     chosen = {f.name: given[f.name] for f in fields(DataConfig) if f.name in given}

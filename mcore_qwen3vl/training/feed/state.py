@@ -87,8 +87,8 @@ def load(
     if saved and [size for _, size in saved] != [size for _, size in given]:
         raise BadInput(
             f"The checkpoint in {checkpoints} belongs to other data: it was trained on "
-            f"{_listing(saved)}, and this command names {_listing(given)}. To go on from its "
-            f"weights with these data: --load {checkpoints} --finetune, and another --save."
+            f"{_listing(saved)}, and this command names {_listing(given)}. To train its weights on "
+            f"these data, pass --load {checkpoints} --finetune and another --save."
         )
     state = states[0] if len(files) == dp_size else redistribute(states, dp_size)[dp_rank]
     loader.load_state_dict(state)

@@ -182,7 +182,7 @@ def _schedule(args: argparse.Namespace) -> str:
 
 def _memory(args: argparse.Namespace, a: Architecture) -> str:
     if not (args.bf16 and args.use_distributed_optimizer):
-        return "not estimated: that is done for --bf16 with --use-distributed-optimizer"
+        return "not estimated: the estimate needs --bf16 with --use-distributed-optimizer"
     return f"about {memory.of_arguments(args, a)}"
 
 

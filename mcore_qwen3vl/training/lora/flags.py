@@ -50,7 +50,7 @@ def add_lora_arguments(group: argparse._ArgumentGroup) -> None:
         f"parameters ({EXPERTS[0]}, {ROUTER})",
     )
     group.add_argument(
-        "--lora-config", metavar="FILE", help="take all of this from an adapter_config.json"
+        "--lora-config", metavar="FILE", help="take all LoRA settings from an adapter_config.json"
     )
     group.add_argument(
         "--lora-init", metavar="ADAPTER", help="continue from this PEFT adapter, with its config"
@@ -101,7 +101,8 @@ def check_flags(args: argparse.Namespace) -> None:
         )
     if args.ckpt_format != "torch_dist":
         raise BadInput(
-            f"--ckpt-format {args.ckpt_format} cannot hold an adapter alone: leave it out."
+            f"--ckpt-format {args.ckpt_format} cannot store an adapter without its base: leave it "
+            "out."
         )
     if args.load_hf and args.pretrained_checkpoint:
         raise BadInput("--load-hf and --pretrained-checkpoint both give the base: drop one.")
@@ -153,8 +154,8 @@ def adapter_config(args: argparse.Namespace, architecture: Architecture) -> Adap
     init = config.raw.get("init_lora_weights", True)
     if args.lora_config and init is not True:
         raise BadInput(
-            f"{source} has init_lora_weights {init!r}: only PEFT's default start (true) is known "
-            "here. Let PEFT make the adapter, and give it with --lora-init."
+            f"{source} has init_lora_weights {init!r}: only PEFT's default (true) is supported. "
+            "Create the adapter with PEFT, and pass it as --lora-init."
         )
     if args.lora_init:
         require_tying(config, architecture, source)

@@ -59,7 +59,9 @@ def adapter_roundtrip(
         there, here = ({**one.tensors(), **whole_tensors(one)} for one in (adapter, returned))
         for name, tensor in there.items():
             if name not in here:
-                report.findings.append(Finding(TENSORS, name, flaw="did not come back"))
+                report.findings.append(
+                    Finding(TENSORS, name, flaw="is missing after the round trip")
+                )
                 continue
             one = measure(here[name], tensor, bitwise=True)
             report.findings.append(Finding(TENSORS, name, one, expected_count=tensor.numel()))

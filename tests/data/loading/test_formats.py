@@ -387,7 +387,7 @@ def test_a_mixture_says_everything_of_its_data_sets(
         ("datasets: [{path: a, train_on: '('}]", "neither all nor last"),
         ("datasets: [{path: a, preprocess: m:f, format: caption}]", "both preprocess and format"),
         ("datasets: [{path: a, max_samples: 1.5}]", "max_samples is 1.5; int is needed"),
-        ("{datasets: [{path: a}], seed: 1}", "unknown key 'seed' beside datasets"),
+        ("{datasets: [{path: a}], seed: 1}", "unknown key 'seed'; the only key is datasets"),
         ("datasets: [", "cannot be read as YAML"),
     ],
 )

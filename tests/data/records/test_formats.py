@@ -149,7 +149,7 @@ def test_the_turns_that_are_trained_and_the_system_prompt(
 
 
 def test_no_turn_chosen_and_a_broken_expression(tmp_path: Path) -> None:
-    with pytest.raises(BadSample, match="no assistant turn is one that train_on 'x' chooses"):
+    with pytest.raises(BadSample, match="train_on 'x' selects no assistant turn"):
         parse_record(question(0, image=False), MediaFolder(tmp_path, {}), Reading(train_on="x"))
     with pytest.raises(BadInput, match=r"train_on is '\(': neither all nor last"):
         Reading(train_on="(")

@@ -73,19 +73,19 @@ def test_a_flag_that_agrees_with_the_checkpoint_is_fine(dense: Path) -> None:
         (("--save-hf-interval", "5"), "--save-hf DIR"),
         (("--eval-iters", "2"), "--valid-data-path"),
         (("--full-validation",), "--eval-iters N"),
-        (("--keep-best", "--save", "run"), "--keep-best goes by the validation loss: add --valid"),
-        (("--early-stop-patience", "3"), "--early-stop-patience goes by the validation loss"),
+        (("--keep-best", "--save", "run"), "--keep-best needs the validation loss: add --valid"),
+        (("--early-stop-patience", "3"), "--early-stop-patience needs the validation loss"),
         ((*VALIDATION, "--early-stop-patience", "0"), "patience is 0; it is at least 1"),
         ((*VALIDATION, "--keep-best"), "--keep-best is set without --save DIR"),
         (
             (*VALIDATION, "--keep-best", "--save", "run", "--save-retain-interval", "1000"),
-            "--save-retain-interval decides when checkpoints come and go",
+            "--save-retain-interval also decides when checkpoints are written or removed",
         ),
         (("--fp8-format", "e4m3"), "needs Transformer Engine"),
-        (("--cuda-graph-impl", "local"), r"--cuda-graph-impl local \(.*: a CUDA graph repeats"),
+        (("--cuda-graph-impl", "local"), r"--cuda-graph-impl local \(.*: a CUDA graph needs"),
         (("--cuda-graph-impl", "transformer_engine"), "leave DeepStack out: drop the flag"),
-        (("--enable-cuda-graph",), "a CUDA graph repeats one number of image tokens"),
-        (("--external-cuda-graph",), "a CUDA graph repeats one number of image tokens"),
+        (("--enable-cuda-graph",), "a CUDA graph needs the same number of image tokens"),
+        (("--external-cuda-graph",), "a CUDA graph needs the same number of image tokens"),
         (("--no-such-flag", "3"), r"unrecognized arguments: --no-such-flag 3\. .*--help"),
         (("--train-iters", "many"), "--train-iters: invalid int value: 'many'"),
         (("--global-batch-size", "0"), "Megatron refuses these flags: .*global_batch_size"),
@@ -176,7 +176,7 @@ def test_rows_fit_the_products_of_quantized_layers(
     args.packing, args.balance, args.pad_to_longest = True, False, False
     assert data_config(args).length_multiple == 1  # for a sample; a pack has the full length
     args.seq_length = 2 * tokens + 2
-    with pytest.raises(BadInput, match=f"multiple of {2 * tokens}, .*a rank's part"):
+    with pytest.raises(BadInput, match=f"multiple of {2 * tokens}, .*on each rank"):
         data_config(args)
 
 

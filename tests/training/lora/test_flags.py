@@ -82,7 +82,7 @@ def test_a_config_file_decides_everything(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"--lora-config decides this already: drop --lora-rank"):
         config("--lora-config", str(file), "--lora-rank", "4")
     file.write_text(json.dumps({**made.to_dict(), "init_lora_weights": "gaussian"}))
-    with pytest.raises(BadInput, match="give it with --lora-init"):
+    with pytest.raises(BadInput, match="pass it as --lora-init"):
         config("--lora-config", str(file))
 
 
@@ -110,7 +110,11 @@ def test_what_makes_no_sense_is_refused(flags: tuple[str, ...], message: str) ->
         (("--lora-alpha", "4"), {}, r"--lora-alpha is set, but nothing asks for LoRA"),
         (("--lora-rslora",), {}, r"add --lora-rank 16"),
         (("--lora-rank", "4"), {"freeze": ["vision"]}, "LoRA freezes them all"),
-        (("--lora-rank", "4"), {"ckpt_format": "torch"}, "cannot hold an adapter alone"),
+        (
+            ("--lora-rank", "4"),
+            {"ckpt_format": "torch"},
+            "cannot store an adapter without its base",
+        ),
         (("--lora-rank", "4"), {"load_hf": None}, "add --load-hf DIR"),
         (("--lora-rank", "4"), {"pretrained_checkpoint": "mcore"}, "both give the base"),
     ],

@@ -55,7 +55,7 @@ def find_cause(divergence: Divergence) -> Cause:
         "unknown",
         f"The inputs of {name} and its weights agree with Hugging Face's; what it computes from "
         "them does not.",
-        f"{len(tried)} kinds of experiments were made; none gave what mcore computed.",
+        f"{len(tried)} kinds of experiments were made; none reproduces what mcore computed.",
         confirmed=False,
     )
     return next(filter(None, chain.from_iterable(tried)), unknown)
