@@ -39,8 +39,8 @@ def sentence(folder: Path) -> str | None:
     if "tokenizer" in lacking:
         files["tokenizer_config.json"] = None
     return (
-        f"There is no {' and no '.join(lacking)} in {folder}, so data cannot be prepared: copy "
-        f"{', '.join(files)} from the model's repository into it."
+        f"There is no {' and no '.join(lacking)} in {folder}, without which no data can be "
+        f"prepared: copy {', '.join(files)} of the model's repository there."
     )
 
 
