@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from mcore_qwen3vl.layout import Layout
@@ -19,7 +18,7 @@ def test_text_beside_images_with_overlap(dense: Path, tmp_path: Path) -> None:
     text = [line for line in lines if "image" not in line]
     images = [line for line in lines if "image" in line]
     data.write_text("\n".join(text + images) + "\n")
-    assert all(json.loads(line) for line in lines)
+    assert len(text) == len(images) == 20
     job = Job(
         dense, data, Layout(dp=2), steps=STEPS, batch=2, flags=(*DISTRIBUTED, "--no-shuffle")
     )  # fmt: skip
