@@ -22,8 +22,8 @@ import torch.distributed as dist
 from mcore_qwen3vl import console
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
-from mcore_qwen3vl.tiny.checkpoint import write_tiny_checkpoint
 from mcore_qwen3vl.tiny.records import write_image_qa
+from mcore_qwen3vl.tiny.tiny_checkpoint import write_tiny_checkpoint
 from mcore_qwen3vl.verify.curves.job import DISTRIBUTED, Job, train
 
 PARTS = "mcore_qwen3vl.training.checkpoints.optimizer.keep_own_parts"

@@ -21,7 +21,7 @@ from mcore_qwen3vl.rehearsal.command import Command, read_command
 from mcore_qwen3vl.rehearsal.gpus import GPUS
 from mcore_qwen3vl.rehearsal.material import architecture_of
 from mcore_qwen3vl.rehearsal.outcome import Rehearsal, RoleOutcome, memory_line
-from mcore_qwen3vl.rehearsal.run import Options, Rehearser
+from mcore_qwen3vl.rehearsal.rehearse import Options, Rehearser
 from mcore_qwen3vl.training import memory
 
 ROOT = Path(__file__).parents[1]

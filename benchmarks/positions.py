@@ -21,7 +21,7 @@ from transformers import Qwen3VLConfig, Qwen3VLModel
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.encoding.positions import mrope_position_ids
-from mcore_qwen3vl.tiny.checkpoint import tiny_config
+from mcore_qwen3vl.tiny.tiny_checkpoint import tiny_config
 
 IMAGE = (48, 64)  # 768 x 1024 pixels with patches of 16: 768 tokens
 VIDEO = (22, 40)  # frames of 352 x 640 pixels: 220 tokens each

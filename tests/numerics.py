@@ -48,7 +48,7 @@ QUICK = [
     "tests/converters/adapters/test_merge.py",
     "tests/converters/adapters/test_rounding.py",
     "tests/converters/live/test_merged.py",
-    "tests/model/test_remake.py",
+    "tests/model/test_recompute.py",
     "tests/model/test_vision_lean.py",
 ]
 

@@ -12,7 +12,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.split import read_split
-from mcore_qwen3vl.tiny.checkpoint import tiny_config
+from mcore_qwen3vl.tiny.tiny_checkpoint import tiny_config
 
 DENSE = Architecture.from_hf(tiny_config())
 MOE = Architecture.from_hf(tiny_config(moe=True))

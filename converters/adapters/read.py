@@ -29,8 +29,8 @@ from mcore_qwen3vl.converters.adapters.peft_model import (
 from mcore_qwen3vl.converters.adapters.roles import Roles, find_roles, swap
 from mcore_qwen3vl.converters.adapters.router import names_a_linear_router
 from mcore_qwen3vl.converters.adapters.targets import unused_names
-from mcore_qwen3vl.converters.hf.checkpoint import open_safetensors
 from mcore_qwen3vl.converters.hf.header import DTYPES
+from mcore_qwen3vl.converters.hf.hf_checkpoint import open_safetensors
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.converters.storage.dtypes import MODEL_DTYPES, all_finite
 from mcore_qwen3vl.converters.storage.mapped import FirstBytes, bring_in

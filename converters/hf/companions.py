@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from mcore_qwen3vl.config import ExpertLayout, read_config_file
-from mcore_qwen3vl.converters.hf.checkpoint import INDEX
 from mcore_qwen3vl.converters.hf.config_file import for_weights
 from mcore_qwen3vl.converters.hf.form_file import FILE as FORM_FILE
+from mcore_qwen3vl.converters.hf.hf_checkpoint import INDEX
 from mcore_qwen3vl.converters.storage.staging import write_durably
 from mcore_qwen3vl.untrusted import refuse_links_out
 

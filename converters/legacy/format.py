@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from mcore_qwen3vl.converters.legacy import to_legacy
-from mcore_qwen3vl.converters.legacy.checkpoint import LegacyCheckpoint
+from mcore_qwen3vl.converters.legacy.fit import check_run
 from mcore_qwen3vl.converters.legacy.layout import FILE
-from mcore_qwen3vl.converters.legacy.run import check_run
+from mcore_qwen3vl.converters.legacy.legacy_checkpoint import LegacyCheckpoint
 from mcore_qwen3vl.converters.mcore.formats import Format, PerLayout
 
 FORMAT = Format(

@@ -7,8 +7,8 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
-from mcore_qwen3vl.converters.mcore.checkpoint import NOT_THE_MODEL
 from mcore_qwen3vl.converters.mcore.formats import format_of
+from mcore_qwen3vl.converters.mcore.megatron_checkpoint import NOT_THE_MODEL
 from mcore_qwen3vl.converters.mcore.paths import (
     iteration_folder,
     require_language_model,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.hf.checkpoint import HuggingFaceCheckpoint
+from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.live.sharded import hf_parts, table_of, unwrap
 from mcore_qwen3vl.converters.mapping.forms import CLASSIFIER, SCORE, TIED_COPY
 

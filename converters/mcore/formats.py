@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.hf.checkpoint import is_huggingface
-from mcore_qwen3vl.converters.mcore.checkpoint import MegatronCheckpoint
+from mcore_qwen3vl.converters.hf.hf_checkpoint import is_huggingface
+from mcore_qwen3vl.converters.mcore.megatron_checkpoint import MegatronCheckpoint
 from mcore_qwen3vl.converters.mcore.paths import TRACKER, iteration_folder
 from mcore_qwen3vl.errors import BadInput
 

@@ -131,9 +131,9 @@ def inspect(
 ) -> None:
     """Show what a checkpoint is: sizes, shapes, layout, dtype, parameter count by part."""
     from mcore_qwen3vl.converters.adapters.adapter import is_adapter
-    from mcore_qwen3vl.converters.describe.adapter import inspect_adapter
     from mcore_qwen3vl.converters.describe.estimate import estimate
     from mcore_qwen3vl.converters.describe.inspect import inspect_path
+    from mcore_qwen3vl.converters.describe.inspect_adapter import inspect_adapter
     from mcore_qwen3vl.converters.describe.mapping_lines import mapping_lines
 
     if path is not None and is_adapter(path) and not table:

@@ -76,8 +76,8 @@ def generate(
         from mcore_qwen3vl.runtime import cpu as backend
 
         backend.install()  # before megatron is imported
+    from mcore_qwen3vl.generation.from_checkpoint import Request, run
     from mcore_qwen3vl.generation.prompts import user_turns
-    from mcore_qwen3vl.generation.run import Request, run
 
     streams = len(prompt) == 1 and not json
     request = Request(

@@ -88,7 +88,7 @@ def convert(
     from mcore_qwen3vl.converters.adapters.config import AdapterConfig
     from mcore_qwen3vl.converters.adapters.convert import convert_adapter
     from mcore_qwen3vl.converters.adapters.serving import vllm_notes
-    from mcore_qwen3vl.converters.describe.adapter import require_base
+    from mcore_qwen3vl.converters.describe.inspect_adapter import require_base
 
     base = require_base(AdapterConfig.from_file(adapter), hf_config)
     read = convert_adapter(

@@ -86,10 +86,10 @@ def rehearse(
     from mcore_qwen3vl.rehearsal.command import read_command
     from mcore_qwen3vl.rehearsal.gpus import find_gpu
     from mcore_qwen3vl.rehearsal.material import architecture_of
+    from mcore_qwen3vl.rehearsal.rehearse import Options, Rehearser, checked
     from mcore_qwen3vl.rehearsal.remedies import suggest_remedies
     from mcore_qwen3vl.rehearsal.report.page import write_page
     from mcore_qwen3vl.rehearsal.report.terminal import show, show_fits
-    from mcore_qwen3vl.rehearsal.run import Options, Rehearser, checked
     from mcore_qwen3vl.rehearsal.search import search
     from mcore_qwen3vl.rehearsal.step_time import Constants
 

@@ -82,8 +82,8 @@ def score(
 
         backend.install()  # before megatron is imported
     from mcore_qwen3vl.data.scores import scores_of
-    from mcore_qwen3vl.scoring.run import Request
-    from mcore_qwen3vl.scoring.run import score as run
+    from mcore_qwen3vl.scoring.score import Request
+    from mcore_qwen3vl.scoring.score import score as run
 
     request = Request(
         checkpoint, data, out, layout, spec, dtype, hf_model, lora, temperature, entropy, packing,

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from mcore_qwen3vl.console import emit_json, output, plain, size, table
 
 if TYPE_CHECKING:
-    from mcore_qwen3vl.converters.describe.adapter import AdapterInspection
     from mcore_qwen3vl.converters.describe.estimate import Estimate
     from mcore_qwen3vl.converters.describe.inspect import Inspection
+    from mcore_qwen3vl.converters.describe.inspect_adapter import AdapterInspection
     from mcore_qwen3vl.converters.describe.mapping_lines import MappingLine
     from mcore_qwen3vl.converters.offline.engine import ConversionResult
     from mcore_qwen3vl.converters.offline.plan import ConversionPlan

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from mcore_qwen3vl.data.config import DataConfig, MediaLimits
     from mcore_qwen3vl.data.encoding.batch import IGNORED, Batch, Counts
     from mcore_qwen3vl.data.loading.loader import Loader, load_processor
+    from mcore_qwen3vl.data.loading.loader_state import redistribute
     from mcore_qwen3vl.data.loading.sources import Source, parse_sources
-    from mcore_qwen3vl.data.loading.state import redistribute
 
 __all__ = [
     "IGNORED",
@@ -32,7 +32,7 @@ _HOMES = {
     "encoding.batch": ("IGNORED", "Batch", "Counts"),
     "loading.loader": ("Loader", "load_processor"),
     "loading.sources": ("Source", "parse_sources"),
-    "loading.state": ("redistribute",),
+    "loading.loader_state": ("redistribute",),
 }
 
 

@@ -26,7 +26,7 @@ from mcore_qwen3vl.model.decoder.specs import block_spec
 from mcore_qwen3vl.model.fusion import FusionPlan, fuse, plan_fusion
 from mcore_qwen3vl.model.head.module import Head
 from mcore_qwen3vl.model.inputs import VisualInputs, to_device
-from mcore_qwen3vl.model.lora.adapter import Adapter
+from mcore_qwen3vl.model.lora.adapter_module import Adapter
 from mcore_qwen3vl.model.sequence import local_positions
 from mcore_qwen3vl.model.transformer_config import Spec, layers_of_chunk, transformer_config
 from mcore_qwen3vl.model.vision.tower import VisionTower

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.rehearsal.command import Command
 from mcore_qwen3vl.rehearsal.outcome import Rehearsal, Remedy
-from mcore_qwen3vl.rehearsal.run import Rehearser, checked, with_flags
+from mcore_qwen3vl.rehearsal.rehearse import Rehearser, checked, with_flags
 
 GPUS_OF_A_NODE = 8
 """The largest TP, because its exchange needs NVLink."""

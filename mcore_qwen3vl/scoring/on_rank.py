@@ -19,9 +19,9 @@ from mcore_qwen3vl.model.head.module import Head
 from mcore_qwen3vl.model.inputs import to_device
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.scoring.records import Found, Records
-from mcore_qwen3vl.training.feed.batches import SharedBatches
-from mcore_qwen3vl.training.feed.groups import host_group, reads, stages_group
-from mcore_qwen3vl.training.feed.stages import StageFeed
+from mcore_qwen3vl.training.broadcast.batches import SharedBatches
+from mcore_qwen3vl.training.broadcast.groups import host_group, reads, stages_group
+from mcore_qwen3vl.training.broadcast.stages import StageFeed
 from mcore_qwen3vl.training.step.forward import forward
 
 

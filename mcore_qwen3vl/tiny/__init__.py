@@ -3,7 +3,7 @@
 Everything is made locally: the demo, the tests and the benchmarks need no download.
 """
 
-from mcore_qwen3vl.tiny.checkpoint import SERVABLE, tiny_config, write_tiny_checkpoint
 from mcore_qwen3vl.tiny.processor import write_processor
+from mcore_qwen3vl.tiny.tiny_checkpoint import SERVABLE, tiny_config, write_tiny_checkpoint
 
 __all__ = ["SERVABLE", "tiny_config", "write_processor", "write_tiny_checkpoint"]

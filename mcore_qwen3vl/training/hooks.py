@@ -18,7 +18,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from torch import Tensor
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.training.late import Late
+from mcore_qwen3vl.training.host_copy import AsyncHostCopy
 
 Wrapper = Callable[..., Any]
 """A function ``(original, *args, **kwargs) -> result`` that replaces ``original``."""
@@ -68,7 +68,7 @@ class Signals:
     """Tells all ranks, one step late, which of them have received a signal."""
 
     def __init__(self) -> None:
-        self._gathered: Late | None = None
+        self._gathered: AsyncHostCopy | None = None
 
     def gather(
         self, original: Any, item: Any, dtype: torch.dtype, group: Any = None, *_: Any, **__: Any
@@ -83,7 +83,7 @@ class Signals:
         own = torch.full((1,), item, dtype=dtype, device=torch.cuda.current_device())
         everyone = own.new_empty(dist.get_world_size(group))
         dist.all_gather_into_tensor(everyone, own, group=group)
-        before, self._gathered = self._gathered, Late(everyone)
+        before, self._gathered = self._gathered, AsyncHostCopy(everyone)
         return [0] * len(everyone) if before is None else before.read()
 
 

@@ -16,7 +16,7 @@ from mcore_qwen3vl.model import pointwise
 from mcore_qwen3vl.model.flops import Trained
 from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
-from mcore_qwen3vl.training.lora.run import LoraRun
+from mcore_qwen3vl.training.lora.lora_run import LoraRun
 from mcore_qwen3vl.training.preference.flags import is_preference
 
 

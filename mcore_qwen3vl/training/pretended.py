@@ -57,7 +57,7 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda model, optimizer: None)
 
     from mcore_qwen3vl.runtime.pretended.te_flops import count_transformer_engine
     from mcore_qwen3vl.training import run
-    from mcore_qwen3vl.training.feed import provider
+    from mcore_qwen3vl.training.broadcast import provider
     from mcore_qwen3vl.training.pretended_stages import (
         patterns_of_other_stages,
         shapes_from_neighbours,
@@ -198,7 +198,7 @@ def _own_data(base: Any, watch: _Watch) -> Any:
     """Derive a data provider that reads batches itself on every pipeline stage."""
     from megatron.core import parallel_state
 
-    from mcore_qwen3vl.training.feed.batches import without_pixels
+    from mcore_qwen3vl.training.broadcast.batches import without_pixels
 
     class OwnFeed:
         """Replaces the feed from the first stage: yields batches as that stage would send them."""

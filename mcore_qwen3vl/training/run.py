@@ -94,10 +94,10 @@ class Run:
             screen: the terminal from :func:`mcore_qwen3vl.training.logs.quiet.quiet`, or None.
         """
         from mcore_qwen3vl.config import Architecture
+        from mcore_qwen3vl.training.broadcast.provider import DataProvider
         from mcore_qwen3vl.training.checkpoints.best import Validations
-        from mcore_qwen3vl.training.feed.provider import DataProvider
-        from mcore_qwen3vl.training.late import NormCheck
-        from mcore_qwen3vl.training.lora.run import LoraRun
+        from mcore_qwen3vl.training.host_copy import NormCheck
+        from mcore_qwen3vl.training.lora.lora_run import LoraRun
         from mcore_qwen3vl.training.step.forward import ForwardStep
 
         self.args = args
@@ -204,7 +204,7 @@ class Run:
             success_of_all,
             wrap,
         )
-        from mcore_qwen3vl.training.lora.run import keep_trained
+        from mcore_qwen3vl.training.lora.lora_run import keep_trained
         from mcore_qwen3vl.training.model import model_provider
         from mcore_qwen3vl.training.preference.flags import is_preference, reference_of
         from mcore_qwen3vl.training.preference.reference import with_reference
@@ -283,7 +283,7 @@ class Run:
     def _load_checkpoint(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         from mcore_qwen3vl.training.checkpoints.optimizer import check_state_of_weights
         from mcore_qwen3vl.training.checkpoints.resume import choose_checkpoint, explained
-        from mcore_qwen3vl.training.lora.run import check_checkpoint
+        from mcore_qwen3vl.training.lora.lora_run import check_checkpoint
 
         check_checkpoint(self.args, self.lora)
         choose_checkpoint(self.args)

@@ -18,7 +18,7 @@ from mcore_qwen3vl.converters.live.load import load_hf
 from mcore_qwen3vl.converters.live.merged import export_merged
 from mcore_qwen3vl.converters.live.sharded import unwrap
 from mcore_qwen3vl.model.lora.adapt import load_saved, whole_tensors
-from mcore_qwen3vl.training.lora.run import LoraRun
+from mcore_qwen3vl.training.lora.lora_run import LoraRun
 
 Chunks = Sequence[nn.Module]
 

@@ -14,8 +14,8 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.presets import ATTENTION, EXPERTS, MLP, ROUTER
 from mcore_qwen3vl.converters.live.sharded import unwrap
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.model.lora import adapter
-from mcore_qwen3vl.training.lora.run import LoraRun
+from mcore_qwen3vl.model.lora import adapter_module
+from mcore_qwen3vl.training.lora.lora_run import LoraRun
 
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """VERL's default ``target_modules``, in Megatron's names: all linears of the language model."""
@@ -122,4 +122,4 @@ def switched_off(models: Sequence[nn.Module]) -> AbstractContextManager[None]:
             "The reference is configured as the base model of an adapter, but there is no "
             "adapter: set model.lora.rank."
         )
-    return adapter.switched_off([chunk.adapter for chunk in chunks])
+    return adapter_module.switched_off([chunk.adapter for chunk in chunks])

@@ -25,8 +25,8 @@ from mcore_qwen3vl.data.loading.index import index_beside
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
+from mcore_qwen3vl.training.broadcast import data_state
 from mcore_qwen3vl.training.checkpoints.resume import explained
-from mcore_qwen3vl.training.feed import state as data_state
 from mcore_qwen3vl.verify.curves.job import Job
 
 PROMPT = ("--prompt", "Hello", "--max-new-tokens", "1")

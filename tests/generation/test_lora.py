@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mcore_qwen3vl.converters.adapters.merge import merge
-from mcore_qwen3vl.generation.run import Request, run
+from mcore_qwen3vl.generation.from_checkpoint import Request, run
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
 

@@ -105,5 +105,5 @@ def test_images_kept_after_prefill(monkeypatch: Any) -> None:
         return forward(self, *arguments, **{**inputs, "visual": self._prompts.visual})
 
     monkeypatch.setattr(CachedModel, "_forward", with_images)
-    with pytest.raises(RanksFailed, match="index_copy_.*out of bounds"):
+    with pytest.raises(RanksFailed, match=r"index_copy_.*out of bounds"):
         equal("image")

@@ -16,7 +16,7 @@ from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, _require_right_padding
 from mcore_qwen3vl.model.transformer_config import transformer_config
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
-from mcore_qwen3vl.tiny.checkpoint import tiny_config
+from mcore_qwen3vl.tiny.tiny_checkpoint import tiny_config
 
 DENSE = Architecture.from_hf(tiny_config())
 MOE = Architecture.from_hf(tiny_config(moe=True))

@@ -30,7 +30,7 @@ from mcore_qwen3vl.model.fusion import DeepStack, fuse, plan_fusion
 from mcore_qwen3vl.model.inputs import VisualInputs, visual_inputs
 from mcore_qwen3vl.model.sequence import local_positions
 from mcore_qwen3vl.model.vision.tower import VisionTower
-from mcore_qwen3vl.tiny.checkpoint import tiny_config
+from mcore_qwen3vl.tiny.tiny_checkpoint import tiny_config
 
 ARCHITECTURE = Architecture.from_hf(tiny_config())
 LAYERS, HIDDEN, FFN, SEQ = 4, ARCHITECTURE.hidden_size, 56, 64

@@ -22,10 +22,10 @@ def command(
 ) -> Command:
     """Return a function that runs ``rehearse --json``, and gives its exit code and output."""
     from mcore_qwen3vl.cli import main
-    from mcore_qwen3vl.rehearsal import run
+    from mcore_qwen3vl.rehearsal import rehearse
 
     # Imports take fifteen seconds; the shared workbench has done them.
-    monkeypatch.setattr(run, "Workbench", lambda *_: nullcontext(workbench))
+    monkeypatch.setattr(rehearse, "Workbench", lambda *_: nullcontext(workbench))
 
     def call(*words: object) -> tuple[int, Any]:
         code = 0

@@ -16,7 +16,7 @@ from mcore_qwen3vl.data import DataConfig, load_processor
 from mcore_qwen3vl.data.check import check_data
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.scoring.run import Request, score
+from mcore_qwen3vl.scoring.score import Request, score
 from tests.data.conftest import chat, write_png
 from tests.data.loading.test_formats import COUNT, OTHERS, QUICK, WRITERS
 from tests.turns import slow_except
@@ -122,7 +122,7 @@ def test_a_bad_record_of_a_table_has_one_name(
 
 
 def test_what_was_begun_on_other_files_is_not_continued(dense: Path, tmp_path: Path) -> None:
-    from mcore_qwen3vl.scoring.run import _Job
+    from mcore_qwen3vl.scoring.score import _Job
 
     data, out = tmp_path / "data.parquet", tmp_path / "out.jsonl"
     good = chat(("user", "a"), ("assistant", "b"))

@@ -24,7 +24,7 @@ from mcore_qwen3vl.data.scores import References, facts_of
 from mcore_qwen3vl.data.show import read_sample
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.scoring.run import Request, score
+from mcore_qwen3vl.scoring.score import Request, score
 from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
 from tests.generation.cases import clip, frames, picture
 from tests.runtime.test_lock import held_elsewhere
@@ -328,7 +328,7 @@ def test_what_is_refused(dense: Path, folder: Path, tmp_path: Path, capfd: Any) 
     assert "not a multiple of 4" in said(data, "--cp", 2, "--seq-length", 510, "--out", out,
                                          "--force")  # fmt: skip
     begun = Request(dense, data, tmp_path / "begun.jsonl", seq_length=512)
-    from mcore_qwen3vl.scoring.run import _Job
+    from mcore_qwen3vl.scoring.score import _Job
 
     _Job.of(begun).output.open()
     message = said(data, "--out", tmp_path / "begun.jsonl", "--seq-length", 256)

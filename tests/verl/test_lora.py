@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("verl", reason="make test-verl makes an environment that has VERL")
 
 from mcore_qwen3vl.converters.adapters.merge import merge
-from mcore_qwen3vl.converters.hf.checkpoint import HuggingFaceCheckpoint
+from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.errors import BadInput
 from tests.verl.engines import build, error, exported, infer, ppo_step, same
 from tests.verl.test_layouts import CP2, EP2, PP2, TOLERANCE, TP2

@@ -21,8 +21,8 @@ from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.data.encoding.encoder import Qwen3VLTaskEncoder
 from mcore_qwen3vl.data.encoding.pairs import PairTaskEncoder
 from mcore_qwen3vl.data.loading.datasets import load_sources
+from mcore_qwen3vl.data.loading.loader_state import from_plain, to_plain
 from mcore_qwen3vl.data.loading.sources import Source
-from mcore_qwen3vl.data.loading.state import from_plain, to_plain
 from mcore_qwen3vl.data.loading.worker import start_worker
 from mcore_qwen3vl.data.scores import References
 from mcore_qwen3vl.errors import BadInput

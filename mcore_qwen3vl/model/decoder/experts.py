@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mcore_qwen3vl.model.decoder.grouped import Groups, grouped_product
 from mcore_qwen3vl.model.decoder.mlp import weighted_swiglu
 from mcore_qwen3vl.model.decoder.stored_experts import Stored, load_each, save_each
-from mcore_qwen3vl.model.remake import remember
+from mcore_qwen3vl.model.recompute import remember
 
 
 class GroupedExperts(nn.Module):

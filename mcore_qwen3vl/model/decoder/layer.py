@@ -19,7 +19,7 @@ from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from mcore_qwen3vl.model.fusion import DeepStack
-from mcore_qwen3vl.model.remake import remaking, remember_outputs_of
+from mcore_qwen3vl.model.recompute import recomputing, remember_outputs_of
 
 
 class DeepStackLayer(TransformerLayer):
@@ -29,20 +29,21 @@ class DeepStackLayer(TransformerLayer):
 
     Args:
         deepstack_layers: K, the number of layers, counted from the first, that have features.
-        remakes: whether to recompute the outputs of norms, SwiGLU and rotary embedding in the
-            backward pass, see :mod:`mcore_qwen3vl.model.remake`. Two modes turn this off. Full
+        recomputes: whether to recompute the outputs of norms, SwiGLU and rotary embedding in the
+            backward pass, see :mod:`mcore_qwen3vl.model.recompute`. Two modes turn this off. Full
             recompute holds one layer's outputs at a time anyway. Offloading of activations does
             not see the tensors that our hooks replace, and frees those that a recipe needs.
     """
 
     def __init__(
-        self, *args: Any, deepstack_layers: int = 0, remakes: bool = True, **kwargs: Any
+        self, *args: Any, deepstack_layers: int = 0, recomputes: bool = True, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
         self.deepstack_layers = deepstack_layers
         offloads = self.config.cpu_offloading or self.config.fine_grained_activation_offloading
-        self.remakes = remakes and not offloads and self.config.recompute_granularity != "full"
-        if self.remakes:
+        full = self.config.recompute_granularity == "full"
+        self.recomputes = recomputes and not offloads and not full
+        if self.recomputes:
             attention = self.self_attention
             for norm in (
                 *(self.input_layernorm, self.pre_mlp_layernorm),
@@ -67,7 +68,7 @@ class DeepStackLayer(TransformerLayer):
         Returns:
             (s_local, B, H) hidden states, and `context` for the layers that follow.
         """
-        with remaking() if self.remakes else nullcontext():
+        with recomputing() if self.recomputes else nullcontext():
             hidden, _ = super().forward(*args, **kwargs)
         if context is not None and context_mask is not None:
             index = self.layer_number - 1 - (self.deepstack_layers - len(context))

@@ -15,7 +15,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from mcore_qwen3vl.model.remake import remember
+from mcore_qwen3vl.model.recompute import remember
 
 
 class GatedMLP(MLP):

@@ -17,7 +17,7 @@ from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor, nn
 
 from mcore_qwen3vl.model.decoder.rotation import turn, turn_fused
-from mcore_qwen3vl.model.remake import recipe_of, remember
+from mcore_qwen3vl.model.recompute import recipe_of, remember
 
 
 class InterleavedMRoPE(nn.Module):

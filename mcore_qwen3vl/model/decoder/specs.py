@@ -27,7 +27,7 @@ from mcore_qwen3vl.model.decoder.layer import DeepStackLayer
 from mcore_qwen3vl.model.decoder.mlp import GatedMLP
 from mcore_qwen3vl.model.decoder.norm import RMSNorm, StandaloneRMSNorm
 from mcore_qwen3vl.model.decoder.rope import RotarySelfAttention
-from mcore_qwen3vl.model.remake import remember_fused_norms
+from mcore_qwen3vl.model.recompute import remember_fused_norms
 from mcore_qwen3vl.model.transformer_config import Spec, layers_of_chunk
 
 
@@ -47,7 +47,7 @@ def block_spec(
         spec: ``torch`` or ``te``.
         deepstack_layers: number of layers, counted from the first, that add visual features.
         keep_activations: whether to keep cheap activations instead of recomputing them, see
-            :mod:`mcore_qwen3vl.model.remake`.
+            :mod:`mcore_qwen3vl.model.recompute`.
         vp_stage: this chunk's virtual stage.
         pp_rank: this chunk's pipeline rank.
 
@@ -66,7 +66,7 @@ def block_spec(
     kinds = {moe: make(config, moe) for moe in {_is_moe(config, i) for i in _all(config)}}
     for layer in kinds.values():
         layer.module = DeepStackLayer
-        layer.params = {"deepstack_layers": deepstack_layers, "remakes": not keep_activations}
+        layer.params = {"deepstack_layers": deepstack_layers, "recomputes": not keep_activations}
         layer.submodules.self_attention.module = RotarySelfAttention
         _own_mlp(layer.submodules)
     held = layers_of_chunk(config, vp_stage, pp_rank)

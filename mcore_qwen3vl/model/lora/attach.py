@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mcore_qwen3vl.converters.adapters.peft_model import HEAD
 from mcore_qwen3vl.converters.live.sharded import Part, hf_parts
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.model.lora.adapter import Adapter
+from mcore_qwen3vl.model.lora.adapter_module import Adapter
 from mcore_qwen3vl.model.lora.blocks import Blocks
 from mcore_qwen3vl.model.lora.grouped import GroupedSite
 from mcore_qwen3vl.model.lora.kinds import Kind, kind_of, weight_shapes

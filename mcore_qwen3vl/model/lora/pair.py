@@ -90,7 +90,7 @@ class Pair(nn.Module):
     ) -> None:
         super().__init__()
         self.name, self.scaling, self.expert = name, scaling, expert
-        self.on = True  # see mcore_qwen3vl.model.lora.adapter.switched_off
+        self.on = True  # see mcore_qwen3vl.model.lora.adapter_module.switched_off
         self.places: dict[FactorName, Place] = {"lora_A": a, "lora_B": b}
         for factor, place in self.places.items():
             value = torch.zeros(place.local_shape, dtype=like.dtype, device=like.device)

@@ -66,7 +66,7 @@ class Site:
 
     @property
     def on(self) -> bool:
-        """Whether the adapters act; see :func:`mcore_qwen3vl.model.lora.adapter.switched_off`."""
+        """Whether the adapters act; see :func:`.adapter_module.switched_off`."""
         return self.pairs[0].on
 
     def add(self, x: Tensor, output: Tensor) -> Tensor:

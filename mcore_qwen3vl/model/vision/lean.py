@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionBlock
 
-from mcore_qwen3vl.model.remake import remaking, remember_outputs_of
+from mcore_qwen3vl.model.recompute import recomputing, remember_outputs_of
 
 
 def make_lean(block: nn.Module) -> None:
@@ -26,6 +26,6 @@ def make_lean(block: nn.Module) -> None:
 
 class _LeanBlock(Qwen3VLVisionBlock):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        with remaking():
+        with recomputing():
             output: Tensor = super().forward(*args, **kwargs)
         return output

@@ -44,14 +44,14 @@ class Kept:
         Returns:
             None where nothing is resumed.
         """
+        from mcore_qwen3vl.training.broadcast import data_state
         from mcore_qwen3vl.training.checkpoints.resume import latest_iteration
-        from mcore_qwen3vl.training.feed import state
 
         load = explicit.get("load") or explicit.get("save")
         if not load or "finetune" in explicit:
             return None
         iteration = explicit.get("ckpt_step") or latest_iteration(load)
-        saved = None if iteration is None else state.first_of(load, iteration)
+        saved = None if iteration is None else data_state.first_of(load, iteration)
         if saved is None:
             return None
         given = ("global_batch_size", "step_batch_size_schedule", "rampup_batch_size")
@@ -60,7 +60,7 @@ class Kept:
             saved["world_size"],
             saved["num_workers"],
             saved.get("balance", False),
-            None if any(name in explicit for name in given) else saved.get(state.GLOBAL_BATCH),
+            None if any(name in explicit for name in given) else saved.get(data_state.GLOBAL_BATCH),
         )
 
     def workers_of_a_rank(self, ranks: int) -> int | None:

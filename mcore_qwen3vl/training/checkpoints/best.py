@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from mcore_qwen3vl.atomic import replacing
 from mcore_qwen3vl.converters.mcore.paths import folder_name
-from mcore_qwen3vl.training.feed import state as data_state
+from mcore_qwen3vl.training.broadcast import data_state
 from mcore_qwen3vl.training.logs.progress import LOSSES
 
 FILE = "validation.json"

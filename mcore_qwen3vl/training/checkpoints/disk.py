@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_qwen3vl.converters.mcore.paths import folder_name, tracked
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.training.feed import state as data_state
+from mcore_qwen3vl.training.broadcast import data_state
 
 _OF_DISKS = frozenset(
     getattr(errno, name)

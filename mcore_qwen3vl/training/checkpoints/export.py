@@ -11,7 +11,7 @@ from megatron.training import training
 from megatron.training.utils import print_rank_0
 
 from mcore_qwen3vl.converters.live.export import save_hf
-from mcore_qwen3vl.training.lora.run import LoraRun
+from mcore_qwen3vl.training.lora.lora_run import LoraRun
 
 
 def export(

@@ -20,7 +20,7 @@ from mcore_qwen3vl.training.logs.quiet import FOLDER
 from mcore_qwen3vl.training.preference.flags import is_preference, preference_of, reference_of
 
 if TYPE_CHECKING:
-    from mcore_qwen3vl.training.lora.run import LoraRun
+    from mcore_qwen3vl.training.lora.lora_run import LoraRun
 
 
 def show_summary(

@@ -17,7 +17,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from mcore_qwen3vl.data.encoding.batch import Batch
-from mcore_qwen3vl.model.lora.adapter import switched_off
+from mcore_qwen3vl.model.lora.adapter_module import switched_off
 from mcore_qwen3vl.training.preference.objective import answer_log_probs
 from mcore_qwen3vl.training.step.forward import forward
 

@@ -18,8 +18,8 @@ from mcore_qwen3vl.converters.hf.form_file import read_form
 from mcore_qwen3vl.converters.mapping.forms import renamed
 from mcore_qwen3vl.converters.mapping.row import Row
 from mcore_qwen3vl.converters.mapping.table import hf_shapes, table
-from mcore_qwen3vl.converters.mcore.checkpoint import MegatronCheckpoint
 from mcore_qwen3vl.converters.mcore.formats import is_megatron, open_megatron
+from mcore_qwen3vl.converters.mcore.megatron_checkpoint import MegatronCheckpoint
 from mcore_qwen3vl.converters.mcore.paths import hf_folder
 from mcore_qwen3vl.converters.offline.engine import default_workers
 from mcore_qwen3vl.converters.offline.manifest import CHECKSUM, FILE, FORMAT

@@ -27,7 +27,7 @@ def sample_order(job: Job) -> list[list[int]]:
     """Return the data file's line indices (from 0) that each step trains, over all DP ranks."""
     from mcore_qwen3vl.data.loading.loader import Loader, Source, load_processor
     from mcore_qwen3vl.training.arguments.parser import validate
-    from mcore_qwen3vl.training.feed.provider import data_config
+    from mcore_qwen3vl.training.broadcast.provider import data_config
 
     with contextlib.redirect_stdout(io.StringIO()):  # Megatron prints every argument
         args = validate(job.argv, job.layout.world_size)

@@ -107,7 +107,7 @@ def _import_for_ranks() -> None:
     from mcore_qwen3vl.runtime import cpu
 
     cpu.install(training=True)  # before megatron is imported
-    import mcore_qwen3vl.training.feed.provider
+    import mcore_qwen3vl.training.broadcast.provider
     import mcore_qwen3vl.training.model
     import mcore_qwen3vl.training.run  # noqa: F401
 

@@ -14,7 +14,7 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from mcore_qwen3vl.converters.adapters.adapter import Adapter
-from mcore_qwen3vl.converters.hf.checkpoint import HuggingFaceCheckpoint
+from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.live.factors import factor_parts
 from mcore_qwen3vl.converters.live.sharded import Values, gradient, hf_parts, weight
 from mcore_qwen3vl.converters.storage.dtypes import cast

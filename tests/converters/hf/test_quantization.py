@@ -16,7 +16,7 @@ from torch import Tensor
 from mcore_qwen3vl.config import ExpertLayout
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf, plan_hf_to_mcore
 from mcore_qwen3vl.converters.describe.inspect import inspect_path
-from mcore_qwen3vl.converters.hf.checkpoint import HuggingFaceCheckpoint
+from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.tiny import write_tiny_checkpoint

@@ -91,7 +91,7 @@ def build(case: str, layout: str = "single", vp_stage: int | None = None) -> Any
     from mcore_qwen3vl.config import Architecture
     from mcore_qwen3vl.layout import Layout
     from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
-    from mcore_qwen3vl.tiny.checkpoint import tiny_config
+    from mcore_qwen3vl.tiny.tiny_checkpoint import tiny_config
 
     options = {k: v for k, v in CASES[case].items() if k not in ("seed", "layout")}
     with torch.device("meta"):

@@ -14,7 +14,7 @@ import pytest
 
 from mcore_qwen3vl.converters.legacy import torch_load
 from mcore_qwen3vl.converters.legacy.files import open_ranks
-from mcore_qwen3vl.converters.legacy.run import check_run
+from mcore_qwen3vl.converters.legacy.fit import check_run
 from mcore_qwen3vl.converters.storage.archive import BadArchive, read_tensor
 from mcore_qwen3vl.converters.torch_dist import metadata
 from mcore_qwen3vl.errors import BadInput

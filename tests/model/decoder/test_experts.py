@@ -21,11 +21,11 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.decoder.experts import GroupedExperts
 from mcore_qwen3vl.model.decoder.mlp import weighted_swiglu
 from mcore_qwen3vl.model.decoder.specs import block_spec
-from mcore_qwen3vl.model.remake import remaking
+from mcore_qwen3vl.model.recompute import recomputing
 from mcore_qwen3vl.model.transformer_config import transformer_config
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
-from mcore_qwen3vl.tiny.checkpoint import tiny_config
+from mcore_qwen3vl.tiny.tiny_checkpoint import tiny_config
 
 MOE = Architecture.from_hf(tiny_config(moe=True))
 OFFSETS = ((0, 2, 5),)  # the third of five layers
@@ -125,7 +125,7 @@ def test_a_state_that_lacks_an_expert_is_refused() -> None:
     run_layout(_state_that_lacks_an_expert, 1)
 
 
-def _outputs_agree(layout: Layout, remakes: bool) -> list[float]:
+def _outputs_agree(layout: Layout, recomputes: bool) -> list[float]:
     initialize(layout)
     ours, theirs = both(layout)
     torch.manual_seed(3)
@@ -135,7 +135,7 @@ def _outputs_agree(layout: Layout, remakes: bool) -> list[float]:
     found = []
     for experts in (ours, theirs):
         inputs = tokens.clone().requires_grad_(), probs.clone().requires_grad_()
-        with remaking() if remakes else torch.enable_grad():
+        with recomputing() if recomputes else torch.enable_grad():
             output, _ = experts(inputs[0], counts, inputs[1])
         output.backward(gradient)
         found.append([output, *(x.grad for x in inputs), *_gradients(experts)])
@@ -152,10 +152,10 @@ def _gradients(experts: Any) -> Iterator[Tensor]:
         yield torch.stack([torch.zeros_like(w) if w.grad is None else w.grad for w in weights])
 
 
-@pytest.mark.parametrize("remakes", [False, True])
+@pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("layout", map(Layout.parse, LAYOUTS[:2]), ids=LAYOUTS[:2])
-def test_outputs_and_gradients_are_megatrons(layout: Layout, remakes: bool) -> None:
-    for errors in run_layout(_outputs_agree, layout.world_size, layout, remakes):
+def test_outputs_and_gradients_are_megatrons(layout: Layout, recomputes: bool) -> None:
+    for errors in run_layout(_outputs_agree, layout.world_size, layout, recomputes):
         assert max(errors) < 1e-6
 
 

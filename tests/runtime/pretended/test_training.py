@@ -202,7 +202,7 @@ def test_batches_wait_for_nothing_read_ahead_or_not(
     report = _tiny_rank(workbench, tmp_path, 0, *flags)
     assert report.facts["batch"]["patches"] is not None
     waits = [w for i in (2, 3) for w in report.stage(f"iteration {i}").waits]
-    assert [w for w in waits if w.phase == FORWARD_BACKWARD or "feed/batches" in w.place] == []
+    assert [w for w in waits if w.phase == FORWARD_BACKWARD or "broadcast/batches" in w.place] == []
     assert report.stage("iteration 3").counters["unknown_calls"] == 0
 
 

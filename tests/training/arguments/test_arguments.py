@@ -15,8 +15,8 @@ from mcore_qwen3vl.training.arguments.checks import check_surroundings
 from mcore_qwen3vl.training.arguments.defaults import statement
 from mcore_qwen3vl.training.arguments.early import check_early
 from mcore_qwen3vl.training.arguments.parser import validate
-from mcore_qwen3vl.training.feed import state
-from mcore_qwen3vl.training.feed.provider import data_config
+from mcore_qwen3vl.training.broadcast import data_state
+from mcore_qwen3vl.training.broadcast.provider import data_config
 from mcore_qwen3vl.training.logs.summary import summary
 
 VALIDATION = ("--valid-data-path", "v.jsonl", "--eval-iters", "1")
@@ -144,7 +144,7 @@ def test_the_command_that_saves_resumes(dense: Path, tmp_path: Path) -> None:
 
 
 def test_sequence_length_must_divide_by_the_layout(dense: Path) -> None:
-    from mcore_qwen3vl.training.feed.provider import data_config
+    from mcore_qwen3vl.training.broadcast.provider import data_config
 
     layout = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
     cp = ("--context-parallel-size", "2")
@@ -287,13 +287,13 @@ def test_pointwise_kernels_are_compiled_on_gpus_with_a_compiler(
 def test_a_resumed_run_keeps_its_global_batch(dense: Path, tmp_path: Path) -> None:
     save = ("--save", str(tmp_path))
     assert parsed(dense, *save, world_size=2).global_batch_size == 2  # nothing to resume
-    folder = state.folder_of(tmp_path, 7)
+    folder = data_state.folder_of(tmp_path, 7)
     folder.mkdir(parents=True)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
     place = {"world_size": 2, "num_workers": 2}
     torch.save(place, folder / "rank_00000.pt")  # earlier versions saved no batch size
     assert parsed(dense, *save, world_size=2).global_batch_size == 2
-    torch.save({**place, state.GLOBAL_BATCH: 4}, folder / "rank_00000.pt")
+    torch.save({**place, data_state.GLOBAL_BATCH: 4}, folder / "rank_00000.pt")
     for ranks in (1, 2, 4):
         args = parsed(dense, *save, world_size=ranks)
         assert (args.global_batch_size, args.data_parallel_size) == (4, ranks)
@@ -313,7 +313,7 @@ def test_a_resumed_run_keeps_its_global_batch(dense: Path, tmp_path: Path) -> No
     ):
         with pytest.raises(BadInput, match=message):
             parsed(dense, *save, *flags, world_size=ranks)
-    torch.save({**place, "balance": True, state.GLOBAL_BATCH: 4}, folder / "rank_00000.pt")
+    torch.save({**place, "balance": True, data_state.GLOBAL_BATCH: 4}, folder / "rank_00000.pt")
     assert parsed(dense, *save, "--packing", world_size=4).num_workers == 2
 
 

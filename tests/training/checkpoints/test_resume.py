@@ -20,7 +20,7 @@ from mcore_qwen3vl.converters.convert import mcore_to_hf
 from mcore_qwen3vl.converters.hf.companions import companion_files
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.training.feed import state
+from mcore_qwen3vl.training.broadcast import data_state
 from mcore_qwen3vl.verify.curves.curve import curve_of, numbers_of, worst_difference
 from mcore_qwen3vl.verify.curves.job import DISTRIBUTED, Job, train
 from mcore_qwen3vl.verify.curves.tables import OTHER_LAYOUT, whole_and_half
@@ -91,9 +91,9 @@ def test_under_a_split_of_its_own_a_run_saves_and_exports_what_it_holds(
     still = replace(job(dense, data, "pp2+E|t|tt|tL", "--lr", "0", "--weight-decay", "0"), steps=1)
     save, hf = tmp_path / "save", tmp_path / "hf"
     train(still, tmp_path, "--save", str(save), "--save-interval", "1", "--save-hf", str(hf))
-    saved = state.first_of(save, 1)
+    saved = data_state.first_of(save, 1)
     assert saved is not None
-    assert saved[state.GLOBAL_BATCH] == still.batch
+    assert saved[data_state.GLOBAL_BATCH] == still.batch
     (live,) = (folder.parent for folder in hf.rglob("config.json"))
     mcore_to_hf(save, tmp_path / "back", hf_config=dense)
     assert_same_tensors(dense, live)

@@ -11,7 +11,7 @@ import pytest
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.objectives.settings import Preference
-from mcore_qwen3vl.scoring.run import Request, score
+from mcore_qwen3vl.scoring.score import Request, score
 from mcore_qwen3vl.verify.curves.curve import curve_of, worst_difference
 from mcore_qwen3vl.verify.curves.job import DISTRIBUTED, Job, train
 from mcore_qwen3vl.verify.curves.tables import OTHER_LAYOUT, TOLERANCE, whole_and_half

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.hf.checkpoint import HuggingFaceCheckpoint
+from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.verify.parity.case import Case
 from mcore_qwen3vl.verify.report.measurement import measure
 from mcore_qwen3vl.verify.trace.result import ACTIVATION_GRADIENTS, GRADIENTS, Cause

@@ -1,9 +1,10 @@
 """Recompute cheap activations in the backward pass instead of keeping them.
 
 A linear layer or attention often keeps, for its gradients, the output of a cheap operation: a norm,
-SwiGLU or the rotary embedding. The input of that operation is kept anyway. Within :func:`remaking`
-such an output is registered with a recipe, and autograd keeps the recipe in its place. The kernel
-and its input are the same both times, and so are the bits, if the kernel is deterministic.
+SwiGLU or the rotary embedding. The input of that operation is kept anyway. Within
+:func:`recomputing` such an output is registered with a recipe, and autograd keeps the recipe in its
+place. The kernel and its input are the same both times, and so are the bits, if the kernel is
+deterministic.
 
 mcore's own recomputation of norms and activations ("layernorm" and "moe_act" of
 ``recompute_modules``) covers only grouped experts and norms that are not fused into a linear layer,
@@ -64,7 +65,7 @@ _scopes = _Scopes()  # thread-local, because recomputation runs in a thread of a
 
 
 @contextmanager
-def remaking() -> Iterator[None]:
+def recomputing() -> Iterator[None]:
     """Recompute, in the backward pass, the outputs given to :func:`remember` inside this context.
 
     Autograd keeps their recipes instead of the outputs.

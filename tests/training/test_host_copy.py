@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mcore_qwen3vl.training.late import Late, NormCheck
+from mcore_qwen3vl.training.host_copy import AsyncHostCopy, NormCheck
 
 
 def test_numbers_arrive_as_they_were() -> None:
-    assert Late(torch.tensor([3, 5], dtype=torch.int32)).read() == [3, 5]
+    assert AsyncHostCopy(torch.tensor([3, 5], dtype=torch.int32)).read() == [3, 5]
 
 
 @pytest.mark.parametrize("norm", [float("nan"), float("inf"), torch.tensor([float("nan")])])

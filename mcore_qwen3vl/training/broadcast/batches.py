@@ -22,7 +22,7 @@ from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.data.loading.loader import Loader
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.inputs import PER_PATCH, VisualInputs
-from mcore_qwen3vl.training.feed.stages import StageFeed
+from mcore_qwen3vl.training.broadcast.stages import StageFeed
 
 
 @dataclass(frozen=True)

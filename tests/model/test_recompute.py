@@ -18,10 +18,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.model import remake
+from mcore_qwen3vl.model import recompute
 from mcore_qwen3vl.model.decoder.mlp import GatedMLP
 from mcore_qwen3vl.model.decoder.norm import RMSNorm
-from mcore_qwen3vl.model.remake import remaking, remember, remember_outputs_of
+from mcore_qwen3vl.model.recompute import recomputing, remember, remember_outputs_of
 from mcore_qwen3vl.runtime.launch import run_layout
 from tests.model.engine import TOLERANCE, Case, References, build, train_step, wrap
 from tests.model.reference import Expected
@@ -148,7 +148,7 @@ def test_offloading_takes_what_is_kept(reference: References, flags: dict[str, A
 def test_what_is_kept_by_several_is_made_for_each() -> None:
     norm, x = nn.LayerNorm(6), torch.randn(4, 6, requires_grad=True)
     remember_outputs_of(norm)
-    with remaking():
+    with recomputing():
         y = norm(x)
         z = (y * y).sum() + y[:, 1:3].exp().sum() + (y.t() @ y).sum()
     (gradient,) = torch.autograd.grad(z, x)
@@ -164,7 +164,7 @@ def test_a_tensor_at_the_address_of_one_that_is_gone_is_its_own(emptied: bool) -
     Transformer Engine empties the input of a frozen weight.
     """
     x = torch.randn(64, 64, requires_grad=True)
-    with remaking():
+    with recomputing():
         for _ in range(8):
             output = remember(x.detach() * 3, lambda: torch.zeros(64, 64))
             if emptied:
@@ -179,7 +179,7 @@ def test_a_tensor_at_the_address_of_one_that_is_gone_is_its_own(emptied: bool) -
 def test_an_empty_output_is_taken_for_no_other() -> None:
     """All empty tensors have address 0, for example on an expert rank that received no token."""
     weight, rows = torch.randn(3, 4, requires_grad=True), torch.empty(0, dtype=torch.int64)
-    with remaking():
+    with recomputing():
         remember(torch.empty(0, 4), lambda: torch.empty(0, 4))
         chosen = weight.index_select(0, rows)  # keeps the rows
     (gradient,) = torch.autograd.grad(chosen.sum(), weight)
@@ -188,6 +188,6 @@ def test_an_empty_output_is_taken_for_no_other() -> None:
 
 def test_nothing_is_remembered_outside_or_without_gradients() -> None:
     y = torch.ones(3)
-    assert remake.recipe_of(remember(y, lambda: y)) is None
-    with torch.no_grad(), remaking():
-        assert remake.recipe_of(remember(y, lambda: y)) is None
+    assert recompute.recipe_of(remember(y, lambda: y)) is None
+    with torch.no_grad(), recomputing():
+        assert recompute.recipe_of(remember(y, lambda: y)) is None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-class Late:
+class AsyncHostCopy:
     """An async host copy of a tensor's values.
 
     Args:
@@ -43,7 +43,7 @@ class NormCheck:
             explain: what to raise for a step.
         """
         self._explain = explain
-        self._pending: tuple[int, Late] | None = None
+        self._pending: tuple[int, AsyncHostCopy] | None = None
 
     def add(self, norm: float | Tensor | None, iteration: int) -> None:
         """Check the norm that was added before, and start copying this one to the host.
@@ -59,7 +59,7 @@ class NormCheck:
         self.settle()
         if norm is not None:
             values = norm.detach().reshape(1) if isinstance(norm, Tensor) else torch.tensor([norm])
-            self._pending = iteration, Late(values)
+            self._pending = iteration, AsyncHostCopy(values)
 
     def settle(self) -> None:
         """Check the norm that was added last, waiting for it if necessary.

@@ -16,8 +16,8 @@ import torch
 from mcore_qwen3vl.atomic import replacing
 from mcore_qwen3vl.converters.storage.unpickling import refused_by_torch
 from mcore_qwen3vl.data.loading.loader import Loader
+from mcore_qwen3vl.data.loading.loader_state import redistribute
 from mcore_qwen3vl.data.loading.sources import Source
-from mcore_qwen3vl.data.loading.state import redistribute
 from mcore_qwen3vl.errors import BadInput
 
 FOLDER = "dataloader"

@@ -31,7 +31,7 @@ IMPORTS = (
     "mcore_qwen3vl.rehearsal.on_rank",
     "mcore_qwen3vl.training.run",
     "mcore_qwen3vl.training.model",
-    "mcore_qwen3vl.training.feed.provider",
+    "mcore_qwen3vl.training.broadcast.provider",
     "megatron.training.training",
 )
 _ON_RANK = "mcore_qwen3vl.rehearsal.on_rank:rehearse"

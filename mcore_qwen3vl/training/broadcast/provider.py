@@ -22,10 +22,15 @@ from mcore_qwen3vl.data.loading.sources import Source, parse_sources
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.flops import ALL
 from mcore_qwen3vl.model.sequence import length_multiple
-from mcore_qwen3vl.training.feed import state as data_state
-from mcore_qwen3vl.training.feed.batches import SharedBatches
-from mcore_qwen3vl.training.feed.groups import host_group, reads, stages_group, wait_for_measuring
-from mcore_qwen3vl.training.feed.stages import StageFeed
+from mcore_qwen3vl.training.broadcast import data_state
+from mcore_qwen3vl.training.broadcast.batches import SharedBatches
+from mcore_qwen3vl.training.broadcast.groups import (
+    host_group,
+    reads,
+    stages_group,
+    wait_for_measuring,
+)
+from mcore_qwen3vl.training.broadcast.stages import StageFeed
 from mcore_qwen3vl.training.preference.flags import is_preference, reference_of
 
 
