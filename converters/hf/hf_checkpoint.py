@@ -5,6 +5,8 @@ Tensors are views of memory-mapped files; nothing is read until it is used.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -34,6 +36,7 @@ from mcore_qwen3vl.untrusted import parse_json, refuse_special_files
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+NUMBERED = re.compile(r"^(.*-)\d+-of-(\d{1,9})\.safetensors$")
 
 
 def is_huggingface(path: Path) -> bool:
@@ -251,7 +254,23 @@ def _index(path: Path) -> dict[str, str] | None:
         raise BadInput(f"{file} has no tensor in its weight_map. Copy it again.")
     for name, target in weight_map.items():
         _check_target(file, name, target)
+    _check_shards(file, set(weight_map.values()))
     return weight_map
+
+
+def _check_shards(index: Path, files: set[str]) -> None:
+    """Refuse an index that skips a shard of a set named ``model-00001-of-00007.safetensors``.
+
+    Nothing else would show it where the shard holds `LM_HEAD` alone, without which the rest has
+    the form of a headless model.
+    """
+    sets = Counter(NUMBERED.sub(r"\1*-of-\2", file) for file in files if NUMBERED.search(file))
+    for name, found in sets.items():
+        if found < int(name.rpartition("-")[2]):
+            raise BadInput(
+                f"{index} names {found} of the shards {name}.safetensors. The index belongs to "
+                "another checkpoint or is damaged: copy it again."
+            )
 
 
 def _check_target(index: Path, name: str, target: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.errors import BadInput
@@ -44,6 +45,17 @@ def header_length(length: int) -> Damage:
 
 def shard(path: Path) -> Path:
     return sorted(path.glob("model-*.safetensors"))[1]
+
+
+def forget_shard_of_head(path: Path) -> None:
+    """Give the head a shard of its own, as large models do, and leave that out of the index."""
+    rest, head = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    tensors = load(path)
+    (path / "model.safetensors").unlink()
+    save_file({"lm_head.weight": tensors.pop("lm_head.weight")}, path / head)
+    save_file(tensors, path / rest)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, rest)}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def renamed_tensor(tensors: dict[str, torch.Tensor]) -> None:
@@ -163,6 +175,11 @@ HF_DAMAGES: dict[str, tuple[str, Damage, str]] = {
         "bf16-sharded",
         lambda p: edit_index(p, lambda m: m.pop("lm_head.weight")),
         r"tensor lm_head.weight is in model-\S+ but not in model.safetensors.index.json",
+    ),
+    "index forgets the shard of the head": (
+        "moe",
+        forget_shard_of_head,
+        r"names 1 of the shards model-\*-of-00002\.safetensors",
     ),
     "index is not JSON": (
         "bf16-sharded",
