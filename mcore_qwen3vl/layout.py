@@ -69,6 +69,37 @@ class Layout:
                 )
         return cls(**sizes)
 
+    @classmethod
+    def from_flags(cls, flags: Any, world_size: int, *, moe: bool) -> Self:
+        """Read Megatron's flags, without checking that the sizes fit one another.
+
+        Args:
+            flags: Has the attributes of Megatron's parser, whether validated or not. Those of
+                VERL's engine config have the same names.
+            world_size: Number of ranks, from which DP follows.
+            moe: Whether the model has experts. Their ETP is TP unless a flag sets it.
+        """
+        tp, pp, cp = (
+            flags.tensor_model_parallel_size,
+            flags.pipeline_model_parallel_size,
+            flags.context_parallel_size,
+        )
+        chunks = getattr(flags, "num_virtual_stages_per_pipeline_rank", None)
+        return cls(
+            tp=tp,
+            pp=pp,
+            # Megatron's validation derives the first, from whichever flag sets the chunks.
+            vpp=getattr(flags, "virtual_pipeline_model_parallel_size", None) or chunks or 1,
+            ep=flags.expert_model_parallel_size,
+            etp=flags.expert_tensor_parallel_size or (tp if moe else 1),
+            cp=cp,
+            dp=max(world_size // max(tp * pp * cp, 1), 1),
+            sp=flags.sequence_parallel and tp > 1,  # Megatron turns it off without TP
+            first=getattr(flags, "decoder_first_pipeline_num_layers", None),
+            last=getattr(flags, "decoder_last_pipeline_num_layers", None),
+            split=getattr(flags, "pipeline_model_parallel_layout", None),
+        )
+
     def __str__(self) -> str:
         names = ("tp", "pp", "vpp", "ep", "etp", "cp", "dp")
         sizes = [f"{n}{getattr(self, n)}" for n in names if getattr(self, n) > 1]

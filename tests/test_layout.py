@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from argparse import Namespace
+from typing import Any
 
 import pytest
 
@@ -139,3 +141,36 @@ def test_virtual_stages_go_round_the_ranks() -> None:
     assert own.vpp == 2
     assert own.virtual_stages(4) == [range(0), range(3), range(3, 4), range(4, 4)]
     assert own.layers_per_stage(4) == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "moe", "layout"),
+    [
+        ({}, 4, False, "dp4"),
+        ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, 4, True, "tp2xetp2xdp2+sp"),
+        ({"tensor_model_parallel_size": 2}, 4, False, "tp2xdp2"),
+        ({"sequence_parallel": True}, 1, False, "single"),  # Megatron turns it off without TP
+        ({"expert_tensor_parallel_size": 1, "tensor_model_parallel_size": 2}, 2, True, "tp2"),
+        (
+            {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2},
+            4,
+            False,
+            "pp2xvpp2xdp2",
+        ),
+        (
+            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 3},
+            2,
+            False,
+            "pp2xvpp3",
+        ),
+    ],
+)
+def test_flags_are_read_as_megatron_reads_them(
+    flags: dict[str, Any], ranks: int, moe: bool, layout: str
+) -> None:
+    names = ("tensor_model", "pipeline_model", "context", "expert_model")
+    sizes: dict[str, Any] = {f"{n}_parallel_size": 1 for n in names} | {
+        "expert_tensor_parallel_size": None,
+        "sequence_parallel": False,
+    }
+    assert str(Layout.from_flags(Namespace(**sizes | flags), ranks, moe=moe)) == layout

@@ -19,6 +19,7 @@ from mcore_qwen3vl.data.loading.tables import TableReader
 from mcore_qwen3vl.data.records.time_limit import time_limit
 from mcore_qwen3vl.data.scores import References, facts_of, file_digest, scores_of
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.arguments.early import check_early
 from mcore_qwen3vl.training.checkpoints.resume import damage
 from mcore_qwen3vl.untrusted import parse_json
@@ -98,10 +99,10 @@ def test_what_a_link_out_of_the_model_names_is_not_copied(dense: Path, tmp_path:
     with pytest.raises(BadInput, match=said):
         hf_to_mcore(folder, tmp_path / "out")
     run = ["--hf-model", str(folder), "--train-iters", "1", "--data-path", str(dense), "--cpu"]
-    check_early(run)
+    check_early(CommandLine(run))
     for place in ("--save", "--save-hf"):
         with pytest.raises(BadInput, match=said):
-            check_early([*run, place, str(tmp_path / "saved")])
+            check_early(CommandLine([*run, place, str(tmp_path / "saved")]))
 
 
 def _json_array(folder: Path) -> None:

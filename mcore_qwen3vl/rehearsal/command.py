@@ -7,6 +7,7 @@ import shlex
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,8 +15,8 @@ import mcore_qwen3vl
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.shapes import SHAPES
+from mcore_qwen3vl.training.arguments.command_line import CommandLine, take_back, without_flags
 from mcore_qwen3vl.training.arguments.refusal import StrictParser
-from mcore_qwen3vl.training.arguments.resets import take_back, without_flags
 
 INSTALLED = Path(mcore_qwen3vl.__file__).parent / "launch"
 """The launch scripts that are installed with the package."""
@@ -76,31 +77,20 @@ class Command:
         named = self.value("--hf-model", "") or ""
         return Path(named).stem if Path(named).parent == SHAPES else named
 
-    @property
+    @cached_property
     def layout(self) -> Layout:
-        """The parallel sizes, not checked. DP follows from the number of GPUs."""
-        tp = self.number("--tensor-model-parallel-size", 1)
-        pp = self.number("--pipeline-model-parallel-size", 1)
-        cp = self.number("--context-parallel-size", 1)
-        moe_tp = self.number("--expert-tensor-parallel-size", tp)
-        ep = self.number("--expert-model-parallel-size", 1)
-        first, last = (
-            self.number(f"--decoder-{end}-pipeline-num-layers", 0) or None
-            for end in ("first", "last")
-        )
-        return Layout(
-            tp=tp,
-            pp=pp,
-            vpp=self.number("--num-virtual-stages-per-pipeline-rank", 1),
-            ep=ep,
-            etp=moe_tp if ep > 1 else 1,
-            cp=cp,
-            dp=max(self.gpus // (tp * pp * cp), 1),
-            sp=self.value("--sequence-parallel") is not None and tp > 1,
-            first=first,
-            last=last,
-            split=self.value("--pipeline-model-parallel-layout"),
-        )
+        """The parallel sizes, not checked. DP follows from the number of GPUs.
+
+        Raises:
+            BadInput: a flag has an invalid value.
+        """
+        args = self.line.args
+        return Layout.from_flags(args, self.gpus, moe=args.expert_model_parallel_size > 1)
+
+    @cached_property
+    def line(self) -> CommandLine:
+        """The flags, parsed."""
+        return CommandLine(self.flags)
 
     @property
     def micro_batches(self) -> int:

@@ -24,7 +24,7 @@ from mcore_qwen3vl.runtime.pretended.flops import flops_of
 from mcore_qwen3vl.runtime.pretended.preload import Routing, Settings
 from mcore_qwen3vl.runtime.pretended.workbench import As, Failed, Workbench
 from mcore_qwen3vl.schedule import Durations
-from mcore_qwen3vl.training.arguments.layout import check_layout_flags
+from mcore_qwen3vl.training.arguments.layout import check_layout
 from mcore_qwen3vl.training.phases import BACKWARD, FORWARD
 
 IMPORTS = (
@@ -198,7 +198,7 @@ def checked(command: Command) -> Architecture:
         BadInput: model or batch do not divide so, or there is no such model.
     """
     a = architecture_of(command)
-    check_layout_flags(command.flags, a, command.gpus)
+    check_layout(command.line.args, a, command.gpus)
     rows = command.number("--micro-batch-size", 1) * command.layout.dp
     batch = command.number("--global-batch-size", rows)
     if batch % rows:

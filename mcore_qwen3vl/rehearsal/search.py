@@ -19,7 +19,7 @@ from mcore_qwen3vl.rehearsal.remedies import FULL_RECOMPUTE
 from mcore_qwen3vl.rehearsal.roles import OWN_SPLIT
 from mcore_qwen3vl.rehearsal.roofline import NODE, Step, step_seconds
 from mcore_qwen3vl.training import memory
-from mcore_qwen3vl.training.arguments.resets import NONE
+from mcore_qwen3vl.training.arguments.command_line import NONE
 
 WANTED = 3
 TRIED = 9

@@ -8,6 +8,7 @@ from mcore_qwen3vl import versions
 from mcore_qwen3vl.console import use_utf8, visible
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.lifetime import end_with_parent
+from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.crash import report_crash
 
 
@@ -23,18 +24,19 @@ def entry() -> None:
     use_utf8()
     if os.environ.get("RANK", "0") == "0":
         versions.warn()
+    command = CommandLine(sys.argv[1:])
     try:
         _require_torchrun(sys.argv[1:])
         # Takes seconds, during which torchrun may be killed.
         from mcore_qwen3vl.training.run import main
 
-        main(sys.argv[1:])
+        main(command)
     except BadInput as error:
         if _first_on_this_node():
             print(f"error: {visible(str(error))}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)
     except Exception as error:
-        report_crash(error, sys.argv[1:], aloud=_first_on_this_node())
+        report_crash(error, command, aloud=_first_on_this_node())
         sys.exit(1)
 
 

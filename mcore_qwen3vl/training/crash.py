@@ -6,15 +6,16 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from mcore_qwen3vl.console import visible
 from mcore_qwen3vl.runtime.lifetime import death
+from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.logs.quiet import LogFile, log_of
 
 
-def report_crash(error: Exception, flags: Sequence[str], *, aloud: bool = True) -> None:
+def report_crash(error: Exception, command: CommandLine, *, aloud: bool = True) -> None:
     """Write a rank's traceback to its log, and print the error and where the log is.
 
     Without ``--save`` there is no log, so the traceback is printed, except of a loss that is no
@@ -22,11 +23,11 @@ def report_crash(error: Exception, flags: Sequence[str], *, aloud: bool = True) 
 
     Args:
         error: the rank's error.
-        flags: the command line.
+        command: the command line.
         aloud: whether to print; not if another rank has done so.
     """
     rank = int(os.environ.get("RANK", "0"))
-    place = log_of(flags, rank)
+    place = log_of(command, rank)
     explained = isinstance(error, FloatingPointError)
     if place is None and not explained:
         if aloud:

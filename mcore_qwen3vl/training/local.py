@@ -12,11 +12,12 @@ from mcore_qwen3vl import console
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.training.arguments.checks import check_device
+from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.arguments.common import add_common
 from mcore_qwen3vl.training.arguments.early import check_early
 from mcore_qwen3vl.training.arguments.help import PROGRAM, print_help
-from mcore_qwen3vl.training.arguments.layout import check_layout_flags
-from mcore_qwen3vl.training.arguments.parser import add_arguments, is_cpu
+from mcore_qwen3vl.training.arguments.layout import check_layout
+from mcore_qwen3vl.training.arguments.own_flags import add_arguments
 from mcore_qwen3vl.training.crash import death_of_a_rank, report_crash
 
 SHUTDOWN_SECONDS = 600
@@ -28,7 +29,7 @@ def show_help(words: Sequence[str]) -> None:
     if words:
         from mcore_qwen3vl.training.run import main
 
-        main(["--help", *words])
+        main(CommandLine(["--help", *words]))
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         usage="%(prog)s --hf-model DIR --data-path PATH [FLAG...]",
@@ -41,9 +42,9 @@ def show_help(words: Sequence[str]) -> None:
     print_help(add_arguments(parser))
 
 
-def default_processes(flags: Sequence[str]) -> int:
+def default_processes(command: CommandLine) -> int:
     """Return the number of ranks: one per GPU, or one on the CPU."""
-    if is_cpu(flags):
+    if command.cpu:
         return 1
     import torch
 
@@ -54,7 +55,7 @@ def train_locally(flags: Sequence[str], processes: int | None = None) -> int:
     """Train on this machine as torchrun would, without its long report about a failed rank.
 
     Args:
-        flags: our flags (:mod:`mcore_qwen3vl.training.arguments.parser`) and Megatron's.
+        flags: our flags (:mod:`mcore_qwen3vl.training.arguments.own_flags`) and Megatron's.
         processes: number of ranks; default: :func:`default_processes`.
 
     Returns:
@@ -64,15 +65,16 @@ def train_locally(flags: Sequence[str], processes: int | None = None) -> int:
         BadInput: see :func:`check_early`; or there is neither a GPU nor ``--cpu``, or the layout
             does not fit the model.
     """
-    architecture = check_early(flags)
+    command = CommandLine(flags)
+    check_early(command)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun sets it, without its warning
-    check_device(is_cpu(flags))
-    ranks = processes or default_processes(flags)
-    check_layout_flags(flags, architecture, ranks)
-    return _run_here(flags) if ranks == 1 else _run_torchrun(flags, ranks)
+    check_device(command.cpu)
+    ranks = processes or default_processes(command)
+    check_layout(command.args, command.architecture, ranks)
+    return _run_here(command) if ranks == 1 else _run_torchrun(command, ranks)
 
 
-def _run_here(flags: Sequence[str]) -> int:
+def _run_here(command: CommandLine) -> int:
     """Run a single rank in this process, which saves importing torch a second time."""
     from mcore_qwen3vl.training.run import main
 
@@ -82,15 +84,15 @@ def _run_here(flags: Sequence[str]) -> int:
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **address}
     try:
-        return main(flags)
+        return main(command)
     except BadInput:
         raise
     except Exception as error:
-        report_crash(error, flags)
+        report_crash(error, command)
         return 1
 
 
-def _run_torchrun(flags: Sequence[str], ranks: int) -> int:
+def _run_torchrun(command: CommandLine, ranks: int) -> int:
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -98,7 +100,7 @@ def _run_torchrun(flags: Sequence[str], ranks: int) -> int:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     arguments = ["--standalone", "--nproc-per-node", str(ranks)]
-    program = ["-m", "mcore_qwen3vl.training", *flags]
+    program = ["-m", "mcore_qwen3vl.training", *command.words]
     try:
         with scratch_folder("mcore-qwen3vl-torchrun-") as folder:
             torchrun.run(torchrun.parse_args([*arguments, "--log-dir", str(folder), *program]))

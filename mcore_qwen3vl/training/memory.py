@@ -21,6 +21,7 @@ from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.head.log_probs import CHUNK_LOGITS
 from mcore_qwen3vl.schedule import order_of_work
+from mcore_qwen3vl.training.arguments.layout import validated_layout
 from mcore_qwen3vl.training.lora.flags import adapter_config, asked
 from mcore_qwen3vl.training.lora.parameters import trained_parameters
 
@@ -115,24 +116,7 @@ def of_arguments(args: argparse.Namespace, a: Architecture) -> Memory:
         recompute = args.recompute_num_layers if args.recompute_method == "block" else "full"
     lora = asked(args)
     trained = trained_parameters(adapter_config(args, a), args.hf_model) if lora else None
-    return estimate(a, layout_of(args), work, recompute, trained)
-
-
-def layout_of(args: argparse.Namespace) -> Layout:
-    """Return the layout that validated Megatron arguments describe."""
-    return Layout(
-        tp=args.tensor_model_parallel_size,
-        pp=args.pipeline_model_parallel_size,
-        vpp=args.virtual_pipeline_model_parallel_size or 1,
-        ep=args.expert_model_parallel_size,
-        etp=args.expert_tensor_parallel_size if args.num_experts else 1,
-        cp=args.context_parallel_size,
-        dp=args.data_parallel_size,
-        sp=args.sequence_parallel,
-        first=args.decoder_first_pipeline_num_layers,
-        last=args.decoder_last_pipeline_num_layers,
-        split=args.pipeline_model_parallel_layout,
-    )
+    return estimate(a, validated_layout(args), work, recompute, trained)
 
 
 def _stage(

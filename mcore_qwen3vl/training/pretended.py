@@ -21,6 +21,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model import flops
 from mcore_qwen3vl.runtime.pretended import rank as this_rank
 from mcore_qwen3vl.runtime.pretended.rank import Rank
+from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.logs import metrics
 from mcore_qwen3vl.training.phases import FINALIZE, FORWARD_BACKWARD, LOG
 from mcore_qwen3vl.training.pretended_stages import Work
@@ -80,7 +81,7 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda model, optimizer: None)
         shapes_from_neighbours(),
         patterns_of_other_stages(),
     ):
-        run.main(argv)
+        run.main(CommandLine(argv))
 
 
 class _Watch:

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
@@ -24,10 +24,11 @@ from mcore_qwen3vl.runtime.compiler import compile_where_possible
 from mcore_qwen3vl.runtime.connections import order_transfers
 from mcore_qwen3vl.runtime.lock import only_writer
 from mcore_qwen3vl.training.arguments.checks import check_device
+from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.arguments.defaults import statement
 from mcore_qwen3vl.training.arguments.early import check_early
 from mcore_qwen3vl.training.arguments.help import asked_words, print_megatron_help
-from mcore_qwen3vl.training.arguments.parser import is_cpu, parse
+from mcore_qwen3vl.training.arguments.parser import parse
 from mcore_qwen3vl.training.logs import metrics
 from mcore_qwen3vl.training.logs.progress import RunProgress
 from mcore_qwen3vl.training.logs.quiet import quiet
@@ -36,7 +37,7 @@ _NO_NUMBER = "in local grad norm for bucket"
 """What Megatron's check of the gradients says, which does not name the step as its log does."""
 
 
-def main(argv: Sequence[str]) -> int:
+def main(command: CommandLine) -> int:
     """Train as the command line says; every rank calls this.
 
     Returns:
@@ -45,14 +46,14 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         BadInput: the flags, the data or the checkpoint cannot be used, or another run saves there.
     """
-    words = asked_words(argv)
+    words = asked_words(command.words)
     if words is not None:
         _choose_device(cpu=True)
         print_megatron_help(words)
-    check_early(argv)
-    with quiet(argv) as screen:
-        _choose_device(is_cpu(argv))
-        args, explicit = parse(argv)
+    check_early(command)
+    with quiet(command) as screen:
+        _choose_device(command.cpu)
+        args, explicit = parse(command)
         run = Run(args, screen)
         if args.rank == 0:
             run.introduce(screen, explicit)

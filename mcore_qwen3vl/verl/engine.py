@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -200,21 +201,11 @@ class Qwen3VLValueEngine(Qwen3VLEngine):
 
 def _layout(config: Any, architecture: Architecture) -> Layout:
     """Return the layout of VERL's parallel sizes; DP follows from the number of ranks."""
-    tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
-    cp, etp = config.context_parallel_size, config.expert_tensor_parallel_size
-    if etp is None:  # Megatron's default is TP; a dense model has no experts to divide
-        etp = tp if architecture.is_moe else 1
-    return Layout(
-        tp=tp,
-        pp=pp,
-        vpp=config.virtual_pipeline_model_parallel_size or 1,
-        cp=cp,
-        ep=config.expert_model_parallel_size,
-        etp=etp,
-        dp=max(dist.get_world_size() // (tp * pp * cp), 1),
-        sp=config.sequence_parallel,
-        first=config.override_transformer_config.get("num_layers_in_first_pipeline_stage"),
-        last=config.override_transformer_config.get("num_layers_in_last_pipeline_stage"),
+    overrides = config.override_transformer_config
+    return replace(
+        Layout.from_flags(config, dist.get_world_size(), moe=architecture.is_moe),
+        first=overrides.get("num_layers_in_first_pipeline_stage"),
+        last=overrides.get("num_layers_in_last_pipeline_stage"),
     )
 
 

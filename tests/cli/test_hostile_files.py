@@ -302,8 +302,9 @@ def test_a_file_of_earlier_megatrons_that_names_code(places: dict[str, Path], ca
 
 def _trainer(argv: list[str]) -> Callable[[], int]:
     def train() -> int:
+        from mcore_qwen3vl.training.arguments.command_line import CommandLine
         from mcore_qwen3vl.training.run import main as run
 
-        return run(argv)
+        return run(CommandLine(argv))
 
     return train

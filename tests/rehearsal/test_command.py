@@ -62,7 +62,11 @@ def test_gpus_change_the_data_parallel_size_and_a_model_can_be_named() -> None:
         (["launch/none.sh"], None, "There is no script launch/none.sh"),
         ([str(LAUNCH / "common.sh")], None, "does not print a torchrun command"),
         ([str(LAUNCH / "sft_2b.sh")], 0, "--gpus is 0"),
-        (["--hf-model", "x", "--tensor-model-parallel-size", "two"], 8, "'two': a whole number"),
+        (
+            ["--hf-model", "x", "--tensor-model-parallel-size", "two"],
+            8,
+            "--tensor-model-parallel-size: invalid int value: 'two'",
+        ),
     ],
 )
 def test_what_cannot_be_read(words: list[str], gpus: int | None, message: str) -> None:

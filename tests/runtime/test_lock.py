@@ -79,9 +79,10 @@ def test_a_run_has_its_checkpoint_directory_alone(
     argv = [*Job(dense, data, steps=1, batch=1).argv, flag, str(save)]
 
     def run() -> int:
+        from mcore_qwen3vl.training.arguments.command_line import CommandLine
         from mcore_qwen3vl.training.run import main
 
-        return main(argv)
+        return main(CommandLine(argv))
 
     with held_elsewhere(save) as number, pytest.raises(BadInput, match=f"Process {number} on"):
         run_layout(run, 1)

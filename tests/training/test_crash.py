@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.crash import death_of_a_rank, report_crash
 from mcore_qwen3vl.training.logs.quiet import log_file
 
@@ -22,16 +23,16 @@ def test_one_line_and_a_log(
     log = log_file(tmp_path, 3)
     with pytest.raises(ValueError, match="second") as raised:
         _fail()
-    report_crash(raised.value, ["--lr", "1", "--save", str(tmp_path)], aloud=False)
+    report_crash(raised.value, CommandLine(["--lr", "1", "--save", str(tmp_path)]), aloud=False)
     assert capsys.readouterr().err == ""
     assert "in _fail" in log.read_text()
-    report_crash(raised.value, ["--save", str(tmp_path)])
+    report_crash(raised.value, CommandLine(["--save", str(tmp_path)]))
     assert capsys.readouterr().err == (
         f"error: rank 3: ValueError: the second line. The traceback is in {log}.\n"
     )
-    report_crash(raised.value, ["--lr", "1"])  # there is no log
+    report_crash(raised.value, CommandLine(["--lr", "1"]))  # there is no log
     assert "in _fail" in capsys.readouterr().err
-    report_crash(FloatingPointError("In step 2 the loss is NaN"), ["--lr", "1"])
+    report_crash(FloatingPointError("In step 2 the loss is NaN"), CommandLine(["--lr", "1"]))
     assert capsys.readouterr().err == "error: rank 3: In step 2 the loss is NaN.\n"
 
 

@@ -42,7 +42,7 @@ def print_megatron_help(words: Sequence[str] = ()) -> NoReturn:
     """Print Megatron's flags and ours with :func:`print_help`, and exit; imports megatron."""
     from megatron.training.arguments import add_megatron_arguments
 
-    from mcore_qwen3vl.training.arguments.parser import add_arguments
+    from mcore_qwen3vl.training.arguments.own_flags import add_arguments
 
     parser = argparse.ArgumentParser(
         prog=PROGRAM,

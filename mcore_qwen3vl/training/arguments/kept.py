@@ -8,7 +8,6 @@ each data worker has its own place in the data, which cannot be cut.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -70,11 +69,12 @@ class Kept:
         total = self.workers * self.ranks
         return total // ranks if total and total % ranks == 0 else None
 
-    def check(self, args: argparse.Namespace, *, ranks: int) -> None:
+    def check(self, *, micro_batch_size: int, num_workers: int, ranks: int) -> None:
         """Check that the run can go on.
 
         Args:
-            args: of the run that goes on.
+            micro_batch_size: of the run that goes on.
+            num_workers: its data workers of a rank.
             ranks: its data-parallel ranks.
 
         Raises:
@@ -84,20 +84,20 @@ class Kept:
         if workers is None:
             raise BadInput(
                 f"{self._described()} Each worker has its own place in the data, and they cannot "
-                f"be divided over {ranks} data-parallel ranks: use {self._possible(args)}, or "
-                f"start the data anew with these weights: --load {self.load} --finetune, and "
-                "another --save."
+                f"be divided over {ranks} data-parallel ranks: use "
+                f"{self._possible(micro_batch_size)}, or start the data anew with these weights: "
+                f"--load {self.load} --finetune, and another --save."
             )
-        rows, flags = args.micro_batch_size * ranks, []
+        rows, flags = micro_batch_size * ranks, []
         if self.batch is not None and self.batch % rows:
             larger = -(-self.batch // rows) * rows
             flags += [f"--global-batch-size {larger}", "--override-opt-param-scheduler"]
-        if args.num_workers != workers:
+        if num_workers != workers:
             flags += [f"--num-workers {workers}"]
         if flags:
             raise BadInput(
                 f"{self._described()} To go on with {ranks} data-parallel ranks of micro-batch "
-                f"{args.micro_batch_size}, add {' '.join(flags)}."
+                f"{micro_batch_size}, add {' '.join(flags)}."
             )
 
     def _described(self) -> str:
@@ -107,8 +107,8 @@ class Kept:
             f"{self.workers} data workers each{batch}."
         )
 
-    def _possible(self, args: argparse.Namespace) -> str:
+    def _possible(self, micro_batch_size: int) -> str:
         """List the numbers of data-parallel ranks that can go on without another flag."""
-        workers, rows = self.workers * self.ranks, (self.batch or 0) // args.micro_batch_size
+        workers, rows = self.workers * self.ranks, (self.batch or 0) // micro_batch_size
         fit = [n for n in range(1, workers + 1) if workers % n == rows % n == 0]
         return " or ".join(map(str, fit or [self.ranks]))

@@ -1,7 +1,6 @@
-"""Our command-line flags, and how they are parsed together with Megatron's.
+"""Parse a command line with Megatron's parser, to which our flags and defaults are added.
 
-Every Megatron flag works. ``--hf-model`` supplies the architecture, so no size is ever typed.
-We reuse these Megatron flags: ``--data-path [WEIGHT PATH]...`` or
+Every Megatron flag works. We reuse these: ``--data-path [WEIGHT PATH]...`` or
 ``--train-data-path``/``--valid-data-path``, ``--num-workers``, ``--spec te|torch``,
 ``--seq-length``, ``--micro-batch-size``.
 """
@@ -11,179 +10,28 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.hf.hub import resolve
-from mcore_qwen3vl.converters.mcore.paths import config_folder
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.megatron_config import architecture_arguments, recommended_arguments
 from mcore_qwen3vl.training.arguments.checks import check, complaint
-from mcore_qwen3vl.training.arguments.data_flags import add_data_arguments
+from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.arguments.defaults import run_defaults
-from mcore_qwen3vl.training.arguments.explicit import check_explicit, explicit_arguments
 from mcore_qwen3vl.training.arguments.kept import Kept
-from mcore_qwen3vl.training.arguments.layout import check_layout, data_parallel_size
-from mcore_qwen3vl.training.arguments.refusal import StrictParser, refuse_by
-from mcore_qwen3vl.training.arguments.resets import take_back
-from mcore_qwen3vl.training.lora.flags import add_lora_arguments, check_flags
-from mcore_qwen3vl.training.preference.flags import (
-    add_preference_arguments,
-    check_preference,
-    preference_defaults,
-)
+from mcore_qwen3vl.training.arguments.layout import check_layout
+from mcore_qwen3vl.training.arguments.own_flags import add_arguments
+from mcore_qwen3vl.training.arguments.refusal import refuse_by
+from mcore_qwen3vl.training.lora.flags import check_flags
+from mcore_qwen3vl.training.preference.flags import check_preference, preference_defaults
 
 SPECS = ("te", "torch")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add our flags to Megatron's `parser`; has the signature of an ``extra_args_provider``."""
-    _add_model_arguments(parser.add_argument_group("qwen3-vl model"))
-    _add_training_arguments(parser.add_argument_group("qwen3-vl training"))
-    add_lora_arguments(parser.add_argument_group("qwen3-vl lora"))
-    add_preference_arguments(parser.add_argument_group("qwen3-vl preference"))
-    add_data_arguments(parser.add_argument_group("qwen3-vl data"))
-    return parser
-
-
-def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--hf-model",
-        metavar="DIR",
-        required=True,
-        help="Hugging Face checkpoint, hub id or converted checkpoint: its config gives the "
-        "architecture, its tokenizer and processor prepare the data. Weights are not read here.",
-    )
-    group.add_argument(
-        "--load-hf",
-        metavar="DIR",
-        help="Start from these Hugging Face weights (a directory or hub id), under any layout.",
-    )
-    group.add_argument(
-        "--save-hf",
-        metavar="DIR",
-        help="Export Hugging Face checkpoints here; with LoRA, PEFT adapters.",
-    )
-    group.add_argument(
-        "--save-hf-interval", type=int, metavar="N", help="Export every N iterations too."
-    )
-    group.add_argument("--cpu", action="store_true", help="Run on the CPU with gloo.")
-    group.add_argument(
-        "--fp32",
-        action="store_true",
-        help="Weights and computation in float32, the default with --cpu. On GPUs the default is "
-        "--bf16, because fused attention needs half precision.",
-    )
-
-
-def _add_training_arguments(group: argparse._ArgumentGroup) -> None:
-    patterns = "vision, aligner, language, or regular expressions for the start of names"
-    group.add_argument("--freeze", nargs="+", default=[], metavar="PATTERN", help=patterns)
-    group.add_argument(
-        "--trainable", nargs="+", default=[], metavar="PATTERN", help=f"freeze the rest; {patterns}"
-    )
-    group.add_argument(
-        "--vision-lr-mult", type=float, default=1.0, help="learning rate of the vision blocks / lr"
-    )
-    group.add_argument(
-        "--aligner-lr-mult", type=float, default=1.0, help="learning rate of the mergers / lr"
-    )
-    group.add_argument(
-        "--loss",
-        default="cross_entropy",
-        metavar="NAME",
-        help="dpo on preference pairs, a registered loss or module:function (see "
-        "mcore_qwen3vl.training.step.losses)",
-    )
-    group.add_argument(
-        "--recompute-vision",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="keep only the inputs of the vision tower's blocks for the backward pass "
-        "(default: with --recompute-granularity full)",
-    )
-    group.add_argument(
-        "--keep-activations",
-        action="store_true",
-        help="keep the outputs of the decoder's norms, SwiGLU and rotary embedding for the "
-        "backward pass instead of recomputing them: more memory, a little less compute "
-        "(always where activations are offloaded)",
-    )
-    group.add_argument(
-        "--head-chunk",
-        type=int,
-        metavar="TOKENS",
-        help="tokens whose logits are in memory at a time, forward and backward "
-        "(default: as many as take half a GiB)",
-    )
-    group.add_argument(
-        "--no-chunked-head",
-        action="store_const",
-        const=0,
-        dest="head_chunk",
-        help="hold all logits, and use Megatron's cross entropy (--cross-entropy-loss-fusion)",
-    )
-    group.add_argument(
-        "--compile-pointwise",
-        action=argparse.BooleanOptionalAction,
-        help="compile the rotary embedding and the losses' reductions to one kernel each with "
-        "torch.compile; with --spec te the losses alone (default: on GPUs, where a C compiler is)",
-    )
-    group.add_argument(
-        "--log-json", metavar="FILE", help="append each logged iteration's numbers, unrounded"
-    )
-    group.add_argument(
-        "--verbose",
-        action="store_true",
-        help="show all that Megatron prints, instead of a progress bar",
-    )
-    group.add_argument(
-        "--peak-tflops",
-        type=float,
-        help="peak of one device, for the MFU; A100, H100, H200 and B200 are known",
-    )
-    group.add_argument(
-        "--early-stop-patience",
-        type=int,
-        metavar="N",
-        help="end the run after N validations in a row without a lower loss than before",
-    )
-    group.add_argument(
-        "--keep-best",
-        action="store_true",
-        help="save a checkpoint after each validation with the lowest loss so far, in place of the "
-        "one before; validation.json in --save names it",
-    )
-    group.add_argument(
-        "--on-corrupt-checkpoint",
-        choices=("fallback", "stop"),
-        default="fallback",
-        help="when the latest checkpoint cannot be read: use the one before it, or stop",
-    )
-
-
-def is_cpu(argv: Sequence[str]) -> bool:
-    """Return whether ``--cpu`` is among the flags; needed before Megatron may be imported."""
-    return "--cpu" in argv
-
-
-def hf_model_of(argv: Sequence[str]) -> Path:
-    """Return the folder with the config that ``--hf-model`` names.
-
-    Raises:
-        BadInput: one of our flags is missing or has an invalid value.
-    """
-    own = StrictParser(allow_abbrev=False, add_help=False)
-    known, _ = add_arguments(own).parse_known_args(list(argv))
-    return config_folder(resolve(known.hf_model, weights=False))
-
-
-def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, frozenset[str]]:
-    """Parse and validate `argv` with Megatron, and set Megatron's global state.
+def parse(command: CommandLine) -> tuple[argparse.Namespace, frozenset[str]]:
+    """Parse and validate a command line with Megatron, and set Megatron's global state.
 
     Returns:
         The arguments, and the ``dest`` names of those that the command line sets.
@@ -195,12 +43,12 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, frozenset[str]]:
 
     from mcore_qwen3vl.training.checkpoints.resume import check_companions
 
-    setup = ArgumentSetup(argv, int(os.environ.get("WORLD_SIZE", "1")))
-    with _megatron_reads(setup.argv):
+    setup = ArgumentSetup(command, int(os.environ.get("WORLD_SIZE", "1")))
+    with _megatron_reads(command.words):
         args = parse_and_validate_args(extra_args_provider=setup.prepare)
     setup.finish(args)
     if args.save:
-        check_companions(args.save, setup.architecture)
+        check_companions(args.save, command.architecture)
     return args, setup.explicit
 
 
@@ -212,8 +60,9 @@ def validate(argv: Sequence[str], world_size: int) -> argparse.Namespace:
     """
     from megatron.training.arguments import parse_args, validate_args
 
-    setup = ArgumentSetup(argv, world_size)
-    with _megatron_reads(setup.argv):
+    command = CommandLine(argv)
+    setup = ArgumentSetup(command, world_size)
+    with _megatron_reads(command.words):
         args = parse_args(extra_args_provider=setup.prepare)
         args.rank, args.world_size = 0, world_size
         validate_args(args)
@@ -224,76 +73,119 @@ def validate(argv: Sequence[str], world_size: int) -> argparse.Namespace:
 class ArgumentSetup:
     """Adds our flags and defaults to Megatron's parser for one command line."""
 
-    def __init__(self, argv: Sequence[str], world_size: int) -> None:
+    def __init__(self, command: CommandLine, world_size: int) -> None:
         """
         Args:
-            argv: the command line.
+            command: the command line.
             world_size: number of ranks.
         """
-        self.argv = _train_data_path(take_back(argv))
+        self._command = command
         self._world_size = world_size
         self.explicit: frozenset[str] = frozenset()
         self._kept: Kept | None = None
-        self.cpu = is_cpu(argv)
-        self.hf_model = hf_model_of(self.argv)
-        self.architecture = Architecture.from_hf(self.hf_model)
 
     def prepare(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Add our flags and defaults to `parser`; Megatron's ``extra_args_provider``."""
         # By default every rank would print a screenful of all Megatron flags.
         parser.error = refuse_by(parser)  # type: ignore[assignment, method-assign]
-        explicit = explicit_arguments(add_arguments(parser), self.argv)
-        fixed = architecture_arguments(self.architecture)
-        check_explicit(parser, explicit, fixed)
+        command, a = self._command, self._command.architecture
+        explicit = _explicit_arguments(add_arguments(parser), command.words)
+        fixed = architecture_arguments(a)
+        _check_explicit(parser, explicit, fixed)
         self.explicit = frozenset(explicit)
-        spec = _spec(explicit.get("spec"), self.cpu)
+        spec = _spec(explicit.get("spec"), command.cpu)
         parser.set_defaults(
             **fixed,
-            **{**recommended_arguments(self.architecture), **preference_defaults(explicit)},
+            **{**recommended_arguments(a), **preference_defaults(explicit)},
             **_loop_defaults(),
-            moe_grouped_gemm=any(self.architecture.moe_layers),
-            **run_defaults(self.architecture, explicit, cpu=self.cpu),
+            moe_grouped_gemm=any(a.moe_layers),
+            **run_defaults(a, explicit, cpu=command.cpu),
             **(_torch_spec_defaults() if spec == "torch" else _te_spec_defaults()),
-            **(_cpu_defaults() if self.cpu else {}),
+            **(_cpu_defaults() if command.cpu else {}),
             spec=[spec],
         )
         if explicit.get("save"):
             # The same command starts a run and resumes it.
             parser.set_defaults(load=explicit["save"])
+        layout = check_layout(command.args, a, self._world_size)
         self._kept = Kept.of(explicit)
-        if self._kept and self._kept.batch:
-            parser.set_defaults(global_batch_size=self._kept.batch)
-        args = parser.parse_args(self.argv)
-        check_layout(args, self.architecture, self._world_size)
         if self._kept:
-            ranks = data_parallel_size(args, self._world_size)
-            workers = self._kept.workers_of_a_rank(ranks)
-            if "num_workers" not in explicit and workers is not None:
-                args.num_workers = workers
-                parser.set_defaults(num_workers=workers)
-            self._kept.check(args, ranks=ranks)
+            self._keep(parser, explicit, self._kept, layout.dp)
         return parser
+
+    def _keep(
+        self,
+        parser: argparse.ArgumentParser,
+        explicit: Mapping[str, Any],
+        kept: Kept,
+        ranks: int,
+    ) -> None:
+        """Make what the checkpoint was trained with the default, for `ranks` data-parallel ranks.
+
+        Raises:
+            BadInput: these ranks cannot go on with it.
+        """
+        workers = kept.workers_of_a_rank(ranks)
+        if kept.batch:
+            parser.set_defaults(global_batch_size=kept.batch)
+        if workers is not None:
+            parser.set_defaults(num_workers=workers)
+        micro_batch_size, num_workers = (
+            explicit.get(name, parser.get_default(name))
+            for name in ("micro_batch_size", "num_workers")
+        )
+        kept.check(micro_batch_size=micro_batch_size, num_workers=num_workers, ranks=ranks)
 
     def finish(self, args: argparse.Namespace) -> None:
         """Check and set what depends on Megatron's own validation, which has run."""
         from megatron.training.vocab_utils import calculate_padded_vocab_size
 
-        args.hf_model = str(self.hf_model)
+        args.hf_model = str(self._command.model)
         args.kept_global_batch = bool(self._kept and self._kept.batch)
         if args.padded_vocab_size is None:
             args.padded_vocab_size = calculate_padded_vocab_size(
                 args.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
             )
-        check(args, self.architecture)
+        check(args, self._command.architecture)
         check_flags(args)
         check_preference(args)
 
 
-def _train_data_path(argv: Sequence[str]) -> list[str]:
-    """Rename ``--data-path``: with ``--valid-data-path`` Megatron wants ``--train-data-path``."""
-    if "--valid-data-path" not in argv:
-        return list(argv)
-    return ["--train-data-path" if word == "--data-path" else word for word in argv]
+def _explicit_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
+    """Return the arguments that `argv` itself sets, by ``dest`` name, without any default."""
+    defaults = [(action, action.default) for action in parser._actions]
+    for action, _ in defaults:
+        action.default = argparse.SUPPRESS
+    explicit = vars(parser.parse_known_args(list(argv))[0])
+    for action, default in defaults:
+        action.default = default
+    return explicit
+
+
+def _check_explicit(
+    parser: argparse.ArgumentParser, explicit: Mapping[str, Any], fixed: Mapping[str, Any]
+) -> None:
+    """Refuse flags that contradict the checkpoint's config.
+
+    Args:
+        parser: knows the flag of each argument.
+        explicit: the arguments that the command line sets (:func:`_explicit_arguments`).
+        fixed: the arguments that the config sets; another value would be another model.
+
+    Raises:
+        BadInput: flags contradict the config; the message names each, its value and the config's.
+    """
+    flags = {action.dest: action.option_strings[0] for action in parser._actions if action.dest}
+    wrong = [
+        f"{flags[name]} sets {name} to {explicit[name]}, the config says {value}"
+        for name, value in fixed.items()
+        if name in explicit and explicit[name] != value
+    ]
+    if wrong:
+        raise BadInput(
+            f"The command line contradicts the --hf-model config: {'; '.join(wrong)}. "
+            "--hf-model supplies the architecture: leave these flags out."
+        )
 
 
 def _spec(value: list[str] | None, cpu: bool) -> str:

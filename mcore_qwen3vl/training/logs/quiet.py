@@ -7,13 +7,12 @@ a person wants to see. Warnings and errors still reach standard error.
 
 from __future__ import annotations
 
-import argparse
 import io
 import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import partialmethod
 from pathlib import Path
@@ -24,7 +23,7 @@ from rich.console import Console
 from tqdm import tqdm
 
 from mcore_qwen3vl.console import visible
-from mcore_qwen3vl.training.arguments.refusal import StrictParser
+from mcore_qwen3vl.training.arguments.command_line import CommandLine
 
 FOLDER = "logs"
 CLEAR_LINE = "\r\x1b[2K"
@@ -47,20 +46,20 @@ _OF_NO_USE = (
 
 
 @contextmanager
-def quiet(argv: Sequence[str]) -> Iterator[Console | None]:
+def quiet(command: CommandLine) -> Iterator[Console | None]:
     """Redirect standard output to a log file.
 
     Args:
-        argv: the command line; with ``--verbose`` nothing is redirected.
+        command: the command line; with ``--verbose`` nothing is redirected.
 
     Yields:
         The terminal, or wherever standard output went before; None with ``--verbose``.
     """
-    if _flags(argv).verbose:
+    if command.args.verbose:
         yield None
         return
     rank = int(os.environ.get("RANK", "0"))
-    file = LogFile(log_of(argv, rank))
+    file = LogFile(log_of(command, rank))
     terminal = sys.stdout
     # Lines of piped output are not folded: it is for files and grep.
     screen = _Screen(file=terminal, highlight=False, width=None if terminal.isatty() else 1000)
@@ -86,17 +85,10 @@ class _Screen(Console):
         os.close(nowhere)
 
 
-def log_of(argv: Sequence[str], rank: int) -> Path | None:
-    """Return the log file of `rank` for `argv`; None without ``--save`` or with ``--verbose``."""
-    known = _flags(argv)
-    return None if known.verbose or known.save is None else log_file(known.save, rank)
-
-
-def _flags(argv: Sequence[str]) -> argparse.Namespace:
-    parser = StrictParser(allow_abbrev=False, add_help=False)
-    parser.add_argument("--verbose", action="store_true")
-    parser.add_argument("--save", type=Path)
-    return parser.parse_known_args(list(argv))[0]
+def log_of(command: CommandLine, rank: int) -> Path | None:
+    """Return the log file of `rank`; None without ``--save`` or with ``--verbose``."""
+    args = command.args
+    return log_file(Path(args.save), rank) if args.save and not args.verbose else None
 
 
 def log_file(save: Path, rank: int) -> Path:

@@ -16,6 +16,7 @@ from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.runtime.compiler import c_compiler
 from mcore_qwen3vl.training import memory
 from mcore_qwen3vl.training.arguments.defaults import statement
+from mcore_qwen3vl.training.arguments.layout import validated_layout
 from mcore_qwen3vl.training.logs.quiet import FOLDER
 from mcore_qwen3vl.training.preference.flags import is_preference, preference_of, reference_of
 
@@ -127,7 +128,7 @@ def _weights(args: argparse.Namespace) -> str:
 
 
 def _layout(args: argparse.Namespace) -> str:
-    layout = memory.layout_of(args)
+    layout = validated_layout(args)
     ranks = f"{args.world_size} rank{'s' if args.world_size > 1 else ''}"
     device = "the CPU" if args.cpu else "GPUs"
     return f"{layout} on {ranks} on {device}, layer spec {args.spec[0]}"

@@ -114,6 +114,7 @@ def _import_for_ranks() -> None:
 
 def run_rank(argv: Sequence[str], output: Path) -> None:
     """Run one rank of a training run, and append its output to a file."""
+    from mcore_qwen3vl.training.arguments.command_line import CommandLine
     from mcore_qwen3vl.training.run import main
 
     multiprocessing.current_process().daemon = False  # daemons may not start data workers
@@ -126,7 +127,7 @@ def run_rank(argv: Sequence[str], output: Path) -> None:
             if isinstance(handler, logging.StreamHandler):
                 handler.setStream(stream)
         try:
-            main(argv)
+            main(CommandLine(argv))
         except SystemExit as leaving:  # Megatron exits so when a signal or a limit stops it
             if leaving.code:
                 raise

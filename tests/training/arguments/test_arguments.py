@@ -12,6 +12,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training.arguments.checks import check_surroundings
+from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.arguments.defaults import statement
 from mcore_qwen3vl.training.arguments.early import check_early
 from mcore_qwen3vl.training.arguments.parser import validate
@@ -222,9 +223,9 @@ def test_a_place_without_a_checkpoint_is_refused(dense: Path, tmp_path: Path) ->
 def test_all_that_is_missing_is_said_at_once(dense: Path) -> None:
     wanted = r"No training data: .* No length of the run: give --train"
     with pytest.raises(BadInput, match=wanted):
-        check_early(["--cpu", "--hf-model", str(dense)])
+        check_early(CommandLine(["--cpu", "--hf-model", str(dense)]))
     with pytest.raises(BadInput, match=r"No model: give --hf-model DIR.* " + wanted):
-        check_early(["--cpu"])
+        check_early(CommandLine(["--cpu"]))
 
 
 def test_what_is_not_given_has_a_default_and_is_stated(dense: Path, tmp_path: Path) -> None:

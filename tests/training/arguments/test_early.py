@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.training.arguments.early import check_early, check_names, flag_list
+from mcore_qwen3vl.training.arguments.command_line import CommandLine, flag_list
+from mcore_qwen3vl.training.arguments.early import check_early
 
 
 def test_the_list_is_that_of_the_installed_megatron() -> None:
@@ -28,9 +29,11 @@ def test_flags_of_a_version_without_a_list_are_left_to_megatron(
 ) -> None:
     argv = ["--train-itres", "3"]
     with pytest.raises(BadInput, match=r"--train-itres\. Did you mean --train-iters"):
-        check_names(argv)
-    monkeypatch.setattr("mcore_qwen3vl.training.arguments.early.version", lambda name: "0.19.99")
-    check_names(argv)
+        CommandLine(argv).check_names()
+    monkeypatch.setattr(
+        "mcore_qwen3vl.training.arguments.command_line.version", lambda name: "0.19.99"
+    )
+    CommandLine(argv).check_names()
 
 
 @pytest.mark.parametrize(
@@ -66,10 +69,10 @@ def test_what_is_answered_at_once(
     given = [flag.format(data=data, run=tmp_path) for flag in flags]
     argv = ["--cpu", "--hf-model", str(dense), "--data-path", str(data), *given]
     if message is None:
-        check_early(argv)
+        check_early(CommandLine(argv))
         return
     with pytest.raises(BadInput, match=message):
-        check_early(argv)
+        check_early(CommandLine(argv))
 
 
 def test_the_command_says_it_without_torch(dense: Path) -> None:

@@ -13,9 +13,10 @@ from megatron.training.arguments import add_megatron_arguments
 
 from mcore_qwen3vl.cli import main as command_line
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.arguments.common import COMMON
 from mcore_qwen3vl.training.arguments.help import asked_words, print_help
-from mcore_qwen3vl.training.arguments.parser import add_arguments
+from mcore_qwen3vl.training.arguments.own_flags import add_arguments
 from mcore_qwen3vl.training.run import main
 
 ROOT = Path(__file__).parents[3]
@@ -23,7 +24,7 @@ ROOT = Path(__file__).parents[3]
 
 def test_all_of_megatrons_flags_print_by_group(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
-        main(["--help"])
+        main(CommandLine(["--help"]))
     assert left.value.code == 0
     printed = capsys.readouterr().out
     for expected in ("--tensor-model-parallel-size", "--hf-model", "\nqwen3-vl data:\n"):
@@ -32,7 +33,7 @@ def test_all_of_megatrons_flags_print_by_group(capsys: pytest.CaptureFixture[str
 
 def test_words_choose_flags(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["--help", "--Context", "parallel-size"])
+        main(CommandLine(["--help", "--Context", "parallel-size"]))
     printed = capsys.readouterr().out
     assert "--context-parallel-size" in printed
     assert "--hf-model DIR " not in printed.split("\n\n", 1)[1]

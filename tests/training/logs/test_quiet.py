@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from tqdm import tqdm
 
+from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.logs.quiet import CLEAR_LINE, LogFile, log_file, quiet
 
 
@@ -36,7 +37,7 @@ def test_prints_and_notes_go_to_the_file_and_warnings_to_the_terminal_too(
 ) -> None:
     monkeypatch.setenv("RANK", rank)
     level = logging.getLogger().level
-    with quiet(["--save", str(tmp_path), "--no-such-flag"]) as screen:
+    with quiet(CommandLine(["--save", str(tmp_path), "--no-such-flag"])) as screen:
         print("a thousand lines")
         logging.getLogger("some.library").info("noted")
         for _ in range(2):
@@ -59,7 +60,7 @@ def test_prints_and_notes_go_to_the_file_and_warnings_to_the_terminal_too(
 
 
 def test_verbose_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with quiet(["--save", str(tmp_path), "--verbose"]) as screen:
+    with quiet(CommandLine(["--save", str(tmp_path), "--verbose"])) as screen:
         print("a thousand lines")
     assert screen is None
     assert capsys.readouterr().out == "a thousand lines\n"
@@ -67,7 +68,7 @@ def test_verbose_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_without_a_directory_it_is_lost(capsys: pytest.CaptureFixture[str]) -> None:
-    with quiet([]):
+    with quiet(CommandLine([])):
         print("a thousand lines")
     assert capsys.readouterr().out == ""
 
@@ -78,7 +79,7 @@ def test_a_warning_starts_on_a_line_of_its_own_above_a_progress_bar(
     errors = Terminal()
     monkeypatch.setattr("sys.stdout", Terminal())
     monkeypatch.setattr("sys.stderr", errors)
-    with quiet([]):
+    with quiet(CommandLine([])):
         logging.getLogger("mcore_qwen3vl").warning("one")
         print("two\nthree", file=sys.stderr)
     assert errors.getvalue() == f"{CLEAR_LINE}warning: one\n{CLEAR_LINE}two\nthree\n"
@@ -97,7 +98,7 @@ def test_a_run_goes_on_when_its_reader_has_gone(monkeypatch: pytest.MonkeyPatch)
     os.close(reading)
     with os.fdopen(writing, "w") as pipe:
         monkeypatch.setattr(sys, "stdout", pipe)
-        with quiet(["--lr", "1"]) as screen:
+        with quiet(CommandLine(["--lr", "1"])) as screen:
             assert screen is not None
             for _ in range(2):
                 screen.print("step 1")

@@ -1,0 +1,165 @@
+"""The command line of a training run, parsed once before torch and megatron are imported."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from functools import cache, cached_property
+from importlib.metadata import version
+from pathlib import Path
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.hf.hub import resolve
+from mcore_qwen3vl.converters.mcore.paths import config_folder
+from mcore_qwen3vl.training.arguments.own_flags import add_arguments
+from mcore_qwen3vl.training.arguments.refusal import StrictParser, refuse_unknown
+
+NONE = "none"
+"""``--FLAG none`` unsets a flag that a script set; Megatron has no value for "unset"."""
+
+_TEXTS = (
+    *("--load", "--pretrained-checkpoint", "--save", "--tensorboard-dir"),
+    *("--wandb-project", "--wandb-exp-name", "--wandb-save-dir"),
+    "--pipeline-model-parallel-layout",
+)
+_LISTS = ("--data-path", "--train-data-path", "--valid-data-path")
+_NUMBERS = (
+    *("--train-iters", "--train-samples", "--ckpt-step"),
+    *("--expert-tensor-parallel-size", "--num-virtual-stages-per-pipeline-rank"),
+    "--num-layers-per-virtual-pipeline-stage",
+    *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"),
+)
+_SIZES = (
+    *("--tensor-model-parallel-size", "--pipeline-model-parallel-size"),
+    *("--context-parallel-size", "--expert-model-parallel-size"),
+)
+_SWITCHES = (
+    *("--skip-train", "--sequence-parallel"),
+    *(f"--account-for-{end}-in-pipeline-split" for end in ("embedding", "loss")),
+)
+
+_RESETTABLE = frozenset(
+    {
+        *("--recompute-granularity", "--recompute-method", "--recompute-num-layers"),
+        *("--pipeline-model-parallel-layout", "--num-virtual-stages-per-pipeline-rank"),
+        "--num-layers-per-virtual-pipeline-stage",
+        *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"),
+        *(f"--account-for-{end}-in-pipeline-split" for end in ("embedding", "loss")),
+        "--sequence-parallel",
+    }
+)
+"""Flags that may be followed by ``none``."""
+
+
+class CommandLine:
+    """The flags of a training run: ours, and Megatron's.
+
+    Attributes:
+        words: The command line for Megatron's parser.
+        cpu: Whether ``--cpu`` is among the flags.
+    """
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        self.words = _train_data_path(take_back(argv))
+        self.cpu = "--cpu" in self.words
+
+    @cached_property
+    def args(self) -> argparse.Namespace:
+        """Our flags, and those of Megatron's that are needed before it is imported.
+
+        Raises:
+            BadInput: one of them has an invalid value.
+        """
+        return _parser().parse_known_args(self.words)[0]
+
+    @cached_property
+    def model(self) -> Path:
+        """The folder with the config that ``--hf-model`` names.
+
+        Raises:
+            BadInput: there is no such flag or model, or a flag has an invalid value.
+        """
+        if not self.args.hf_model:
+            _parser().error("the following arguments are required: --hf-model")
+        return config_folder(resolve(self.args.hf_model, weights=False))
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        """The model's shape."""
+        return Architecture.from_hf(self.model)
+
+    def check_names(self) -> None:
+        """Refuse flags that neither we nor the installed Megatron know.
+
+        Does nothing for a Megatron version whose flags are not listed here: its own parser decides.
+        Building that parser takes seconds, so the list is what answers a typo at once.
+
+        Raises:
+            BadInput: a flag is unknown.
+        """
+        listed = flag_list(version("megatron-core"))
+        if not listed.exists():
+            return
+        known = {*_parser()._option_string_actions, *listed.read_text(encoding="utf-8").split()}
+        flags = (word for word in self.words if word.startswith("--"))
+        unknown = [flag for flag in flags if flag.partition("=")[0] not in known]
+        if unknown:
+            refuse_unknown(unknown, known)
+
+
+@cache
+def _parser() -> StrictParser:
+    parser = StrictParser(allow_abbrev=False, add_help=False)
+    add_arguments(parser)
+    # A missing model is reported together with other missing flags.
+    parser._option_string_actions["--hf-model"].required = False
+    for flag in _TEXTS:
+        parser.add_argument(flag)
+    for flag in _LISTS:
+        parser.add_argument(flag, nargs="*")
+    for flag in _NUMBERS:
+        parser.add_argument(flag, type=int)
+    for flag in _SIZES:
+        parser.add_argument(flag, type=int, default=1)
+    for flag in _SWITCHES:
+        parser.add_argument(flag, action="store_true")
+    return parser
+
+
+def flag_list(megatron: str) -> Path:
+    """Return the file of a megatron-core version's flags, one per line; it may not exist."""
+    return Path(__file__).with_name(f"megatron-core-{megatron}.txt")
+
+
+def without_flags(argv: Sequence[str], names: frozenset[str]) -> list[str]:
+    """Return `argv` without the flags `names` and their values."""
+    kept, dropping = [], False
+    for word in argv:
+        if word.startswith("--"):
+            dropping = word.partition("=")[0] in names
+        if not dropping:
+            kept.append(word)
+    return kept
+
+
+def take_back(argv: Sequence[str]) -> list[str]:
+    """Remove each ``--FLAG none`` and the earlier uses of that flag from `argv`.
+
+    A later ``--FLAG VALUE`` sets the flag again.
+    """
+    kept: list[str] = []
+    for word in argv:
+        if word == NONE and kept and kept[-1] in _RESETTABLE:
+            kept = without_flags(kept, frozenset({kept[-1]}))
+        elif word.endswith(f"={NONE}") and word.partition("=")[0] in _RESETTABLE:
+            kept = without_flags(kept, frozenset({word.partition("=")[0]}))
+        else:
+            kept.append(word)
+    return kept
+
+
+def _train_data_path(argv: Sequence[str]) -> list[str]:
+    """Rename ``--data-path``: with ``--valid-data-path`` Megatron wants ``--train-data-path``."""
+    if "--valid-data-path" not in argv:
+        return list(argv)
+    return ["--train-data-path" if word == "--data-path" else word for word in argv]
