@@ -19,10 +19,9 @@ from textwrap import wrap
 from mcore_qwen3vl import console
 from mcore_qwen3vl.rehearsal.command import Command, read_command
 from mcore_qwen3vl.rehearsal.gpus import GPUS
-from mcore_qwen3vl.rehearsal.material import architecture_of
 from mcore_qwen3vl.rehearsal.outcome import Rehearsal, RoleOutcome, memory_line
 from mcore_qwen3vl.rehearsal.rehearse import Options, Rehearser
-from mcore_qwen3vl.training import memory
+from mcore_qwen3vl.rehearsal.search import estimate_stages, trained_of
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "rehearse.md"
@@ -68,20 +67,13 @@ def write_header(script: Path, found: Rehearsal) -> None:
 
 def rows(name: str, command: Command, found: Rehearsal) -> Iterator[str]:
     """Yield a line of the table for each role."""
-    if "--lora-rank" in command.flags:  # the estimate knows LoRA's memory from parsed flags only
-        yield from (_row(name, outcome, None) for outcome in found.outcomes)
-        return
-    recompute: memory.Recompute = "cheap"
-    if command.value("--recompute-granularity") == "full":
-        block = command.value("--recompute-method") == "block"
-        recompute = command.number("--recompute-num-layers", 1) if block else "full"
-    work = memory.Workload(command.number("--seq-length", 8192))
-    estimates = memory.by_stage(architecture_of(command), found.layout, work, recompute)
+    a = command.line.architecture
+    estimates = estimate_stages(command, a, trained_of(command, a))
     for outcome in found.outcomes:
         yield _row(name, outcome, estimates[outcome.role.stage].total)
 
 
-def _row(name: str, outcome: RoleOutcome, estimate: float | None) -> str:
+def _row(name: str, outcome: RoleOutcome, estimate: float) -> str:
     stage = outcome.iteration
     assert stage is not None
     cells = (
@@ -90,7 +82,7 @@ def _row(name: str, outcome: RoleOutcome, estimate: float | None) -> str:
         f"{outcome.peak / 1e9:.1f}",
         f"{outcome.reserved / 1e9:.1f}",
         f"{outcome.spare / 1e9:.1f} ({outcome.spare / outcome.usable:.0%})",
-        f"{estimate / 1e9:.1f} ({estimate / outcome.peak - 1:+.0%})" if estimate else "",
+        f"{estimate / 1e9:.1f} ({estimate / outcome.peak - 1:+.0%})",
         f"{stage.counters['launches']:,}",
         f"{outcome.waits:,}",
         f"{outcome.seconds:.0f}",

@@ -15,7 +15,6 @@ from mcore_qwen3vl import __version__, console, versions
 from mcore_qwen3vl.atomic import new_folder
 from mcore_qwen3vl.cli import convert, data, launch, lora, show, sources, verify
 from mcore_qwen3vl.cli.generate import generate
-from mcore_qwen3vl.cli.memory import memory
 from mcore_qwen3vl.cli.options import Json, Workers, require
 from mcore_qwen3vl.cli.rehearse import rehearse
 from mcore_qwen3vl.cli.score import score
@@ -37,7 +36,6 @@ app.add_typer(data.app, name="data")
 app.add_typer(launch.app, name="launch")
 app.command("generate")(generate)
 app.command("score")(score)
-app.command("memory")(memory)
 app.command(
     "rehearse", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
 )(rehearse)
@@ -234,6 +232,20 @@ def train(
     if words is None:
         sys.exit(train_locally(context.args, processes))
     show_help(words)
+
+
+@app.command(
+    "memory",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    hidden=True,
+)
+def memory() -> NoReturn:
+    """Say which command estimates memory now."""
+    raise BadInput(
+        "The command memory is now rehearse --estimate, with a launch script or training's flags: "
+        "mcore-qwen3vl rehearse --estimate --gpus 8 --hf-model DIR "
+        "--tensor-model-parallel-size 2."
+    )
 
 
 @app.command("train-demo")

@@ -61,6 +61,14 @@ def rehearse(
             "--report.",
         ),
     ] = False,
+    estimate: Annotated[
+        bool,
+        typer.Option(
+            "--estimate",
+            help="Only print the memory of each pipeline stage by a formula, which takes a second; "
+            "for bf16 with the distributed optimizer.",
+        ),
+    ] = False,
     constants: Annotated[
         Path | None,
         typer.Option(
@@ -85,14 +93,15 @@ def rehearse(
     console.quiet_libraries()
     from mcore_qwen3vl.rehearsal.command import read_command
     from mcore_qwen3vl.rehearsal.gpus import find_gpu
-    from mcore_qwen3vl.rehearsal.material import architecture_of
     from mcore_qwen3vl.rehearsal.rehearse import Options, Rehearser, checked
     from mcore_qwen3vl.rehearsal.remedies import suggest_remedies
     from mcore_qwen3vl.rehearsal.report.page import write_page
-    from mcore_qwen3vl.rehearsal.report.terminal import show, show_fits
-    from mcore_qwen3vl.rehearsal.search import search
+    from mcore_qwen3vl.rehearsal.report.terminal import show, show_estimate, show_fits
+    from mcore_qwen3vl.rehearsal.search import estimate_stages, search, trained_of
     from mcore_qwen3vl.rehearsal.step_time import Constants
 
+    if estimate and (fit or report is not None):
+        raise BadInput("--estimate rehearses nothing: drop it, or --fit and --report.")
     if fit and report is not None:
         raise BadInput(
             "--fit and --report cannot be combined: --report writes a page about one layout. "
@@ -102,7 +111,11 @@ def rehearse(
     kinds = tuple(word.strip() for word in roles.split(","))
     assumed = Constants() if constants is None else Constants.read(constants)
     options = Options(find_gpu(gpu), memory_gib, allowance_gib, kinds, routing, assumed)
-    architecture = checked(command) if not fit else architecture_of(command)
+    architecture = checked(command) if not fit else command.line.architecture
+    if estimate:
+        stages = estimate_stages(command, architecture, trained_of(command, architecture))
+        show_estimate(command, architecture, stages, json=json)
+        return
     if fit:
         with console.progress("searching") as say, Rehearser(options, say) as rehearser:
             fits = search(rehearser, command, architecture)

@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.hf.hub import resolve
-from mcore_qwen3vl.converters.mcore.paths import find_hf_folder
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.rehearsal.command import Command
 from mcore_qwen3vl.tiny.stand_in import write_half_images, write_stand_in
+from mcore_qwen3vl.training.arguments.defaults import SEQ_LENGTH
 
-SEQ_LENGTH = 8192
 SAMPLES_OF_A_PACK = 16
 SHORTEST = 128  # tokens of a sample: below that there is no room for the chat template
 LARGEST_IMAGE = 16  # tokens along its side
@@ -31,20 +29,6 @@ ITERATIONS = 2
 """The first iteration allocates Adam's moments; the second is the one that counts."""
 
 
-def architecture_of(command: Command) -> Architecture:
-    """Return the shape of ``--hf-model``: a directory, a config file or a hub id.
-
-    Raises:
-        BadInput: there is no such model.
-    """
-    return Architecture.from_hf(_model(command))
-
-
-def _model(command: Command) -> Path:
-    source = resolve(command.value("--hf-model") or "", weights=False)
-    return find_hf_folder(source) or source
-
-
 def prepare(command: Command, folder: Path) -> Command:
     """Return the command to rehearse: two short iterations, random weights, data from `folder`.
 
@@ -59,7 +43,7 @@ def prepare(command: Command, folder: Path) -> Command:
     Raises:
         BadInput: ``--data-path`` without a processor, or sequences too short to make data for.
     """
-    model = _model(command)
+    model = command.line.model
     data = command.value("--data-path") or command.value("--train-data-path")
     prepared = command.without(*_RANDOM_START, *_NOT_REHEARSED)
     if data is None:

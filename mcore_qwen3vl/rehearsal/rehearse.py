@@ -14,7 +14,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.rehearsal.command import Command
 from mcore_qwen3vl.rehearsal.gpus import Gpu, allowance_gib
-from mcore_qwen3vl.rehearsal.material import architecture_of, prepare, rehearsed_micro_batches
+from mcore_qwen3vl.rehearsal.material import prepare, rehearsed_micro_batches
 from mcore_qwen3vl.rehearsal.outcome import Device, Rehearsal, RoleOutcome
 from mcore_qwen3vl.rehearsal.pipeline import Pipeline, model_pipeline
 from mcore_qwen3vl.rehearsal.roles import Role, roles_of
@@ -197,7 +197,7 @@ def checked(command: Command) -> Architecture:
     Raises:
         BadInput: model or batch do not divide so, or there is no such model.
     """
-    a = architecture_of(command)
+    a = command.line.architecture
     check_layout(command.line.args, a, command.gpus)
     rows = command.number("--micro-batch-size", 1) * command.layout.dp
     batch = command.number("--global-batch-size", rows)

@@ -10,9 +10,10 @@ from typing import Any
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.rehearsal.command import Command
 from mcore_qwen3vl.rehearsal.gpus import Gpu, allowance_gib
-from mcore_qwen3vl.rehearsal.material import SEQ_LENGTH, sample_of
+from mcore_qwen3vl.rehearsal.material import sample_of
 from mcore_qwen3vl.rehearsal.outcome import Rehearsal, RoleOutcome
 from mcore_qwen3vl.rehearsal.rehearse import Rehearser, checked
 from mcore_qwen3vl.rehearsal.remedies import FULL_RECOMPUTE
@@ -133,12 +134,13 @@ def candidates(command: Command, a: Architecture, gpu: Gpu) -> Iterator[Candidat
 
     The run's own layout is among them, with its virtual stages and its own pipeline split.
     """
+    trained = trained_of(command, a)
     try:
         checked(command)
     except BadInput:
         pass
     else:
-        yield _candidate(command, (), a, gpu, command.value(_RECOMPUTE) == "full")
+        yield _candidate(command, (), a, gpu, trained)
     sizes = [2**n for n in range(12) if 2**n <= command.gpus]
     experts = [n for n in sizes if n <= NODE] if a.is_moe else [1]
     bare = command.without(*_REPLACED)
@@ -153,7 +155,7 @@ def candidates(command: Command, a: Architecture, gpu: Gpu) -> Iterator[Candidat
             checked(made)
         except BadInput:
             continue
-        yield _candidate(made, (*flags, *_resets(command, flags)), a, gpu, recompute)
+        yield _candidate(made, (*flags, *_resets(command, flags)), a, gpu, trained)
 
 
 def _flags(tp: int, pp: int, cp: int, ep: int, recompute: bool, moe: bool) -> tuple[str, ...]:
@@ -179,16 +181,36 @@ def _resets(command: Command, flags: Sequence[str]) -> Iterator[str]:
             yield from (name, "1" if name.endswith("-parallel-size") else NONE)
 
 
+def trained_of(command: Command, a: Architecture) -> memory.TrainedCounts | None:
+    """Count the parameters that a LoRA run trains; None for a run without LoRA."""
+    return memory.trained_of(command.line.args, a, command.line.model)
+
+
+def estimate_stages(
+    command: Command, a: Architecture, trained: memory.TrainedCounts | None
+) -> list[memory.Memory]:
+    """Return the modelled memory of a rank of each pipeline stage, in order.
+
+    Args:
+        command: the run.
+        a: the model's shape.
+        trained: see :func:`trained_of`.
+    """
+    layout = Layout.from_flags(command.line.args, command.gpus, moe=a.is_moe)
+    return memory.of_flags(command.line.args, a, layout, trained)
+
+
 def _candidate(
-    command: Command, flags: tuple[str, ...], a: Architecture, gpu: Gpu, recompute: bool
+    command: Command,
+    flags: tuple[str, ...],
+    a: Architecture,
+    gpu: Gpu,
+    trained: memory.TrainedCounts | None,
 ) -> Candidate:
     layout, (sample, side) = command.layout, sample_of(command)
-    rows = command.number("--micro-batch-size", 1)
-    seq_length = command.number("--seq-length", SEQ_LENGTH)
-    step = Step(seq_length, rows, command.micro_batches, sample, side**2)
-    work = memory.Workload(seq_length, rows)
-    estimate = memory.estimate(a, layout, work, "full" if recompute else "cheap").total
+    args = command.line.args
+    step = Step(args.seq_length, args.micro_batch_size, command.micro_batches, sample, side**2)
+    peak = max(stage.total for stage in estimate_stages(command, a, trained))
     extra = (allowance_gib(layout) - allowance_gib(command.without(*_REPLACED).layout)) * 2**30
-    return Candidate(
-        command, flags, step_seconds(a, layout, gpu, step, recompute), estimate + extra
-    )
+    seconds = step_seconds(a, layout, gpu, step, args.recompute_granularity == "full")
+    return Candidate(command, flags, seconds, peak + extra)

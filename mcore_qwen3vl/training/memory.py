@@ -1,6 +1,6 @@
 """Estimate of the GPU memory that a layout needs: a formula for choosing one, not a measurement.
 
-``mcore-qwen3vl memory`` prints it.
+``rehearse --estimate`` prints it, and ``rehearse --fit`` leaves out what it finds too large.
 
 Weights, gradients and optimizer states are exact. Activations follow Korthikanti et al.,
 "Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198), adapted to
@@ -14,6 +14,7 @@ import argparse
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from mcore_qwen3vl.config import Architecture
@@ -21,7 +22,6 @@ from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.head.log_probs import CHUNK_LOGITS
 from mcore_qwen3vl.schedule import order_of_work
-from mcore_qwen3vl.training.arguments.layout import validated_layout
 from mcore_qwen3vl.training.lora.flags import adapter_config, asked
 from mcore_qwen3vl.training.lora.parameters import trained_parameters
 
@@ -108,15 +108,33 @@ def by_stage(
     return [_stage(a, layout, work, recompute, stage, trained) for stage in range(layout.pp)]
 
 
-def of_arguments(args: argparse.Namespace, a: Architecture) -> Memory:
-    """Return :func:`estimate` for validated Megatron arguments."""
+def of_flags(
+    args: argparse.Namespace, a: Architecture, layout: Layout, trained: TrainedCounts | None
+) -> list[Memory]:
+    """Return :func:`by_stage` for a run's flags, which need not be validated.
+
+    Args:
+        args: the flags.
+        a: the model's shape.
+        layout: all parallel sizes.
+        trained: see :func:`trained_of`.
+    """
     work = Workload(args.seq_length, args.micro_batch_size)
     recompute: Recompute = "none" if args.keep_activations else "cheap"
     if args.recompute_granularity == "full":
         recompute = args.recompute_num_layers if args.recompute_method == "block" else "full"
-    lora = asked(args)
-    trained = trained_parameters(adapter_config(args, a), args.hf_model) if lora else None
-    return estimate(a, validated_layout(args), work, recompute, trained)
+    return by_stage(a, layout, work, recompute, trained)
+
+
+def trained_of(args: argparse.Namespace, a: Architecture, model: Path) -> TrainedCounts | None:
+    """Count the parameters that a LoRA run trains; None for a run without LoRA.
+
+    Args:
+        args: the flags.
+        a: the model's shape.
+        model: its config file, or the folder with it.
+    """
+    return trained_parameters(adapter_config(args, a), model) if asked(args) else None
 
 
 def _stage(

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from rich.table import Table
 
 from mcore_qwen3vl import console
+from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.rehearsal.command import Command
 from mcore_qwen3vl.rehearsal.gpus import GIB
 from mcore_qwen3vl.rehearsal.outcome import Rehearsal, RoleOutcome
 from mcore_qwen3vl.rehearsal.roofline import NODE
 from mcore_qwen3vl.rehearsal.search import Fit
+from mcore_qwen3vl.training.memory import Memory
 
 WAITS_SHOWN = 8
 TRAFFIC_SHOWN = 8
@@ -90,6 +93,37 @@ def show_fits(fits: Sequence[Fit], command: Command) -> None:
             soft_wrap=True,
             markup=False,
         )
+
+
+def show_estimate(
+    command: Command, a: Architecture, stages: Sequence[Memory], *, json: bool
+) -> None:
+    """Print the modelled memory of a rank of each pipeline stage.
+
+    Args:
+        command: the run.
+        a: the model's shape.
+        stages: see :func:`mcore_qwen3vl.rehearsal.search.estimate_stages`.
+        json: whether to print JSON, in bytes, instead of a table.
+    """
+    layout, kind = command.layout, "modelled, not measured"
+    layers = layout.layers_per_stage(a.num_hidden_layers)
+    if json:
+        listing = [
+            {"layers": count, **asdict(stage), "total": stage.total}
+            for count, stage in zip(layers, stages, strict=True)
+        ]
+        found = {"kind": kind, "unit": "bytes", "layout": str(layout), "gpus": command.gpus}
+        console.emit_json({**found, "stages": listing})
+        return
+    parts = list(asdict(stages[0]))
+    title = f"GB on one GPU of each pipeline stage, {kind}: {layout}, GPUs: {command.gpus}"
+    table = _table(title, *(">stage", ">layers", *(f">{part}" for part in parts), ">total"))
+    for number, (count, stage) in enumerate(zip(layers, stages, strict=True)):
+        sizes = [*asdict(stage).values(), stage.total]
+        table.add_row(str(number), str(count), *map(gb, sizes))
+    console.output.print(table)
+    console.output.print("Fragmentation, NCCL's buffers and the CUDA context come on top.")
 
 
 def _memory(found: Rehearsal) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.hub import resolve
 from mcore_qwen3vl.converters.mcore.paths import config_folder
+from mcore_qwen3vl.training.arguments.defaults import SEQ_LENGTH
 from mcore_qwen3vl.training.arguments.own_flags import add_arguments
 from mcore_qwen3vl.training.arguments.refusal import StrictParser, refuse_unknown
 
@@ -20,16 +21,17 @@ NONE = "none"
 _TEXTS = (
     *("--load", "--pretrained-checkpoint", "--save", "--tensorboard-dir"),
     *("--wandb-project", "--wandb-exp-name", "--wandb-save-dir"),
-    "--pipeline-model-parallel-layout",
+    *("--pipeline-model-parallel-layout", "--recompute-granularity", "--recompute-method"),
 )
 _LISTS = ("--data-path", "--train-data-path", "--valid-data-path")
 _NUMBERS = (
     *("--train-iters", "--train-samples", "--ckpt-step"),
     *("--expert-tensor-parallel-size", "--num-virtual-stages-per-pipeline-rank"),
-    "--num-layers-per-virtual-pipeline-stage",
+    *("--num-layers-per-virtual-pipeline-stage", "--recompute-num-layers"),
     *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"),
 )
 _SIZES = (
+    "--micro-batch-size",
     *("--tensor-model-parallel-size", "--pipeline-model-parallel-size"),
     *("--context-parallel-size", "--expert-model-parallel-size"),
 )
@@ -121,6 +123,7 @@ def _parser() -> StrictParser:
         parser.add_argument(flag, type=int)
     for flag in _SIZES:
         parser.add_argument(flag, type=int, default=1)
+    parser.add_argument("--seq-length", type=int, default=SEQ_LENGTH)
     for flag in _SWITCHES:
         parser.add_argument(flag, action="store_true")
     return parser

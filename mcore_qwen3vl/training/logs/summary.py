@@ -184,7 +184,9 @@ def _schedule(args: argparse.Namespace) -> str:
 def _memory(args: argparse.Namespace, a: Architecture) -> str:
     if not (args.bf16 and args.use_distributed_optimizer):
         return "not estimated: the estimate needs --bf16 with --use-distributed-optimizer"
-    return f"about {memory.of_arguments(args, a)}"
+    trained = memory.trained_of(args, a, Path(args.hf_model))
+    stages = memory.of_flags(args, a, validated_layout(args), trained)
+    return f"about {max(stages, key=lambda stage: stage.total)}"
 
 
 def _writes(args: argparse.Namespace) -> str:
