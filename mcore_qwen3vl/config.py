@@ -24,6 +24,23 @@ VISION_ROPE_THETA = 10000.0
 
 MODEL_TYPES = {"qwen3_vl": False, "qwen3_vl_moe": True}
 
+ROPE_NUMBERS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+"""The scaled types of rope, and the numbers that each needs. Their frequencies are the model's: in
+other types they depend on the length of the sequence."""
+ROPE_OPTIONS = (
+    "original_max_position_embeddings",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+)
+"""Further numbers of a scaled rope, for which transformers has defaults."""
+
 
 @dataclass(frozen=True)
 class VisionArchitecture:
@@ -60,6 +77,7 @@ class Architecture:
     head_dim: int
     rms_norm_eps: float
     rope_theta: float
+    rope_scaling: tuple[tuple[str, Any], ...]  # HF's rope_type and its numbers; empty: plain rope
     mrope_section: tuple[int, int, int]
     max_position_embeddings: int
     initializer_range: float
@@ -151,6 +169,7 @@ def _architecture(config: dict[str, Any]) -> Architecture:
         head_dim=head_dim,
         rms_norm_eps=_number(text, "rms_norm_eps", 1e-6),
         rope_theta=_number(rope, "rope_theta"),
+        rope_scaling=_rope_scaling(rope),
         mrope_section=(section[0], section[1], section[2]),
         max_position_embeddings=_integer(text, "max_position_embeddings"),
         initializer_range=_number(text, "initializer_range", 0.02),
@@ -272,13 +291,26 @@ def _rope(text: dict[str, Any]) -> dict[str, Any]:
             "config.json gives no rotary base: neither text_config.rope_parameters.rope_theta "
             "nor text_config.rope_theta."
         )
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    # Checkpoints saved before 4.57 called the same thing "mrope".
-    if kind not in ("default", "mrope"):
-        raise BadInput(f"rope_type {kind!r:.40} is not supported; Qwen3-VL uses 'default'.")
     if rope.get("mrope_interleaved") is False:
         raise BadInput("mrope_interleaved is false; Qwen3-VL interleaves the three axes.")
     return rope
+
+
+def _rope_scaling(rope: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind in ("default", "mrope"):  # checkpoints saved before 4.57 called the same thing "mrope"
+        return ()
+    if kind not in ROPE_NUMBERS:
+        raise BadInput(
+            f"rope_type {kind!r:.40} is not supported; use default, {', '.join(ROPE_NUMBERS)}."
+        )
+    given = [name for name in ROPE_OPTIONS if rope.get(name) is not None]
+    numbers = {name: _number(rope, name) for name in (*ROPE_NUMBERS[kind], *given)}
+    for name, number in numbers.items():
+        if number <= 0:
+            raise BadInput(f"config.json: {name} of rope_type {kind} is {number}; must be above 0.")
+    truncate = {} if rope.get("truncate") is None else {"truncate": bool(rope["truncate"])}
+    return tuple({"rope_type": kind, **numbers, **truncate}.items())
 
 
 def _section(config: dict[str, Any], name: str) -> dict[str, Any]:

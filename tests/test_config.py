@@ -6,7 +6,7 @@ import pytest
 
 from mcore_qwen3vl.config import Architecture, declared_expert_layout
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.tiny import tiny_config
+from mcore_qwen3vl.tiny import YARN, tiny_config
 
 
 def as_v5(config: dict) -> dict:
@@ -21,11 +21,14 @@ def as_v5(config: dict) -> dict:
 
 @pytest.mark.parametrize("moe", [False, True])
 def test_both_forms_give_one_architecture(moe):
-    config = tiny_config(moe=moe, text={"rope_theta": 123456})
+    config = tiny_config(moe=moe, text={**YARN, "rope_theta": 123456})
     old, new = Architecture.from_hf(config), Architecture.from_hf(as_v5(config))
     layouts = (old.expert_layout, new.expert_layout)
     assert layouts == (("published", "v5") if moe else (None, None))
     assert old.rope_theta == 123456.0
+    assert dict(old.rope_scaling) == {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64.0
+    }  # fmt: skip
     assert {**vars(old), "expert_layout": None} == {**vars(new), "expert_layout": None}
 
 
@@ -74,7 +77,10 @@ def test_not_qwen3_vl(change, message):
         ({"hidden_size": None}, "hidden_size is None"),
         ({"rope_theta": None}, "no rotary base"),
         ({"rope_scaling": {"mrope_section": [5, 4, 4]}}, "half of head_dim 24"),
-        ({"rope_scaling": {"mrope_section": [5, 4, 3], "rope_type": "yarn"}}, "'yarn'"),
+        ({"rope_scaling": {"mrope_section": [5, 4, 3], "rope_type": "dynamic"}}, "'dynamic'.*yarn"),
+        ({"rope_scaling": {**YARN["rope_scaling"], "factor": None}}, "factor is None"),
+        ({"rope_scaling": {**YARN["rope_scaling"], "factor": 0}}, "factor of rope_type yarn is 0"),
+        ({"rope_scaling": {**YARN["rope_scaling"], "beta_fast": "32"}}, "beta_fast is '32'"),
         ({"attention_bias": True}, "attention_bias"),
     ],
 )

@@ -114,9 +114,7 @@ class Qwen3VLModel(GPTModel):
         self.architecture = architecture
         self.spec = spec
         self.adapter: Adapter | None = None
-        self.rotary_pos_emb = InterleavedMRoPE(
-            architecture.head_dim, architecture.rope_theta, architecture.mrope_section
-        )
+        self.rotary_pos_emb = InterleavedMRoPE(architecture)
         # An empty range has a place too: a chunk without layers lies between its neighbours.
         held = layers_of_chunk(config, vp_stage, groups.pp.rank())
         # Number of DeepStack layers from this chunk on, and after it.

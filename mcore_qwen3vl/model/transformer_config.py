@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.megatron_config import config_fields
+from mcore_qwen3vl.model.decoder.rope import rope_frequencies
 
 Spec = Literal["torch", "te"]
 """The modules that a layer is made of: plain torch (CPU and CUDA), or Transformer Engine (CUDA)."""
@@ -56,6 +57,8 @@ def transformer_config(
         **_interleaving(overrides),
         **overrides,
     }
+    if fields.get("softmax_scale") is None:  # Megatron's flags give None
+        fields["softmax_scale"] = _softmax_scale(architecture)
     _check_interleaving(fields)
     # Only a config can tell how many layers a stage builds.
     probe = TransformerConfig(**fields)
@@ -98,6 +101,16 @@ def _model(a: Architecture, spec: Spec) -> dict[str, Any]:
         fields["moe_grouped_gemm"] = True
         fields["expert_tensor_parallel_size"] = 1  # mcore's default is TP
     return fields
+
+
+def _softmax_scale(a: Architecture) -> float | None:
+    """Return the scale under a scaled rope; None: Megatron's own, 1 / sqrt(D).
+
+    HF multiplies the rotated queries and keys by the same factor, which scales their products by
+    its square. As a scale of the products it costs nothing, and suits fused rotary kernels.
+    """
+    _, factor = rope_frequencies(a)
+    return None if factor == 1 else factor**2 / a.head_dim**0.5
 
 
 def _check_spec(spec: Spec, overrides: dict[str, Any]) -> None:

@@ -4,6 +4,6 @@ Everything is made locally: the demo, the tests and the benchmarks need no downl
 """
 
 from mcore_qwen3vl.tiny.processor import write_processor
-from mcore_qwen3vl.tiny.tiny_checkpoint import SERVABLE, tiny_config, write_tiny_checkpoint
+from mcore_qwen3vl.tiny.tiny_checkpoint import SERVABLE, YARN, tiny_config, write_tiny_checkpoint
 
-__all__ = ["SERVABLE", "tiny_config", "write_processor", "write_tiny_checkpoint"]
+__all__ = ["SERVABLE", "YARN", "tiny_config", "write_processor", "write_tiny_checkpoint"]

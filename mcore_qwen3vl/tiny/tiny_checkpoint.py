@@ -43,6 +43,17 @@ SERVABLE: dict[str, Any] = {
 }
 """Overrides of the text config for vLLM's CPU kernels: attention needs a common head size, and
 experts need a hidden size that 32 divides."""
+YARN: dict[str, Any] = {
+    "max_position_embeddings": 256,
+    "rope_scaling": {
+        **TEXT["rope_scaling"],
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}
+"""Overrides of the text config for a longer context by YaRN: the first frequency stays, the second
+is between, and the others are divided by the factor."""
 MOE: dict[str, Any] = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],

@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from mcore_qwen3vl.tiny import YARN
+
 CASES: dict[str, dict[str, Any]] = {
     "dense-tied": {"tie": True, "seed": 1},
     "dense": {"seed": 2},
@@ -41,6 +43,8 @@ CASES: dict[str, dict[str, Any]] = {
         "text": {"decoder_sparse_step": 2},
         "seed": 11,
     },
+    "yarn": {"text": YARN, "seed": 13},
+    "yarn-v5": {"layout": "v5", "text": YARN, "seed": 14},
     "bf16-sharded": {"moe": True, "dtype": "bfloat16", "max_shard_size": "300KB", "seed": 12},
 }
 

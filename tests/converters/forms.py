@@ -189,6 +189,10 @@ FORMS = {
         "score.weight",
         Qwen3VLForTokenClassification,
     ),
+    "YaRN": FormCase("yarn-v5", rewritten(dict), {}, None, Qwen3VLForConditionalGeneration),
+    "YaRN as published": FormCase(
+        "yarn", rewritten(dict), {}, None, Qwen3VLForConditionalGeneration
+    ),
     "another architecture": FormCase(
         "dense-v5",
         rewritten(dict, architectures=["MyAgentForConditionalGeneration"]),

@@ -23,17 +23,22 @@ from mcore_qwen3vl.model.build import build_chunks
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
-from mcore_qwen3vl.tiny import write_tiny_checkpoint
+from mcore_qwen3vl.tiny import YARN, write_tiny_checkpoint
 
 NEW_TOKENS = 24
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {"seed": 5},
+    "moe": {"moe": True, "seed": 1},
+    "yarn": {"text": YARN, "seed": 0},
+}
+"""Arguments of :func:`write_tiny_checkpoint`. With these seeds no greedy choice is so close that
+float32 rounding could change it; the tests check the margin."""
 Conversation = list[dict[str, Any]]
 
 
 @cache
-def checkpoint(moe: bool) -> Path:
-    # With these seeds no greedy choice is so close that float32 rounding could change it; the
-    # tests check the margin.
-    return write_tiny_checkpoint(Path(mkdtemp()) / "hf", moe=moe, seed=1 if moe else 5)
+def checkpoint(model: str) -> Path:
+    return write_tiny_checkpoint(Path(mkdtemp()) / "hf", **MODELS[model])
 
 
 def picture(number: int, height: int, width: int) -> Image.Image:
@@ -101,8 +106,8 @@ class Expected:
 
 
 @cache
-def hugging_face_model(moe: bool) -> Any:
-    path = checkpoint(moe)
+def hugging_face_model(model: str) -> Any:
+    path = checkpoint(model)
     model = transformers.AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
     return model.eval()
 
@@ -122,13 +127,13 @@ def hugging_face_inputs(processor: Any, conversation: Conversation) -> dict[str,
 
 
 @cache
-def expected(moe: bool, kind: str, new_tokens: int = NEW_TOKENS) -> Expected:
+def expected(model: str, kind: str, new_tokens: int = NEW_TOKENS) -> Expected:
     """Return the greedy answers of HF's ``generate``, each conversation by itself."""
-    processor = transformers.AutoProcessor.from_pretrained(checkpoint(moe))
+    processor = transformers.AutoProcessor.from_pretrained(checkpoint(model))
     tokens, margin = [], float("inf")
     for conversation in conversations(kind):
         inputs = hugging_face_inputs(processor, conversation)
-        out = hugging_face_model(moe).generate(
+        out = hugging_face_model(model).generate(
             **inputs,
             max_new_tokens=new_tokens,
             do_sample=False,
@@ -142,10 +147,10 @@ def expected(moe: bool, kind: str, new_tokens: int = NEW_TOKENS) -> Expected:
 
 
 def answer(
-    moe: bool, batches: list[list[Conversation]], layout: Layout, **options: Any
+    model: str, batches: list[list[Conversation]], layout: Layout, **options: Any
 ) -> list[list[list[Generation]]]:
     """Return what every rank of `layout` answers for each batch."""
-    path = checkpoint(moe)  # written before the ranks are forked
+    path = checkpoint(model)  # written before the ranks are forked
     return run_layout(on_rank, layout.world_size, path, layout, batches, options)
 
 

@@ -14,8 +14,9 @@ from mcore_qwen3vl.layout import Layout  # noqa: E402
 from tests.generation.cases import KINDS, answer, conversations, expected  # noqa: E402
 
 LAYOUTS = {
-    False: ("single", "tp2", "tp2+sp", "pp2", "pp4"),
-    True: ("single", "tp2", "tp2+sp", "pp2", "ep2xdp2"),
+    "dense": ("single", "tp2", "tp2+sp", "pp2", "pp4"),
+    "yarn": ("single", "tp2+sp"),
+    "moe": ("single", "tp2", "tp2+sp", "pp2", "ep2xdp2"),
 }
 
 
@@ -24,13 +25,12 @@ def main() -> int:
     print(f"| model | layout | {' | '.join(KINDS)} |")
     print("|---|---|" + "---|" * len(KINDS))
     wrong = 0
-    for moe, layouts in LAYOUTS.items():
-        model = "MoE" if moe else "dense"
-        wants = [expected(moe, kind) for kind in KINDS]
+    for model, layouts in LAYOUTS.items():
+        wants = [expected(model, kind) for kind in KINDS]
         totals = [sum(map(len, want.tokens)) for want in wants]
         batches = [conversations(kind) for kind in KINDS]
         for name in layouts:
-            ranks = answer(moe, batches, Layout.parse(name))
+            ranks = answer(model, batches, Layout.parse(name))
             equal = [
                 min(_equal(want.tokens, rank[number]) for rank in ranks)
                 for number, want in enumerate(wants)

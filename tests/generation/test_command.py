@@ -53,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, image in IMAGES.items():
         picture(*image).save(path / f"{name}.png")
     mcore = path / "mcore"
-    hf_to_mcore(checkpoint(False), mcore)
+    hf_to_mcore(checkpoint("dense"), mcore)
     trained = path / "trained"
     shutil.copytree(mcore / "release", trained / "iter_0000012")
     (trained / "latest_checkpointed_iteration.txt").write_text("12")
@@ -71,44 +71,44 @@ def tokens(capsys: Any, *arguments: Any) -> list[list[int]]:
     return [answer["token_ids"] for answer in json.loads(capsys.readouterr().out)["answers"]]
 
 
-def first(moe: bool, kind: str) -> list[list[int]]:
+def first(model: str, kind: str) -> list[list[int]]:
     """Return the beginning of Hugging Face's answers."""
-    return [answer[:FEW] for answer in expected(moe, kind).tokens]
+    return [answer[:FEW] for answer in expected(model, kind).tokens]
 
 
 def test_one_image_from_every_format(folder: Path, capsys: Any) -> None:
     asked = ("--image", folder / "a.png", "--prompt", "What is this?")
-    want = first(False, "image")
-    assert tokens(capsys, checkpoint(False), *asked) == want
+    want = first("dense", "image")
+    assert tokens(capsys, checkpoint("dense"), *asked) == want
     assert tokens(capsys, folder / "mcore", *asked, "--tp", 2) == want
     assert tokens(capsys, folder / "mcore" / "release", *asked) == want
-    hf_model = ("--hf-model", checkpoint(False))
+    hf_model = ("--hf-model", checkpoint("dense"))
     assert tokens(capsys, folder / "trained", *asked, *hf_model, "--pp", 2) == want
 
 
 def test_media_before_the_text_or_at_their_tags(folder: Path, capsys: Any) -> None:
     images = [argument for n in "bcd" for argument in ("--image", folder / f"{n}.png")]
-    want = first(False, "multi-image")
+    want = first("dense", "multi-image")
     assert tokens(capsys, folder / "mcore", *images, "--prompt", "Compare these.") == want
     prompts = ("--prompt", "<image>What is this?", "--prompt", "<video>What moves?")
     media = ("--image", folder / "a.png", "--video", clip())
-    together = [*first(False, "image"), *first(False, "video")]
+    together = [*first("dense", "image"), *first("dense", "video")]
     assert tokens(capsys, folder / "mcore", *media, *prompts) == together
 
 
 def test_experts_over_tensor_parallel_ranks(folder: Path, capsys: Any) -> None:
     asked = ("--image", folder / "a.png", "--prompt", "What is this?")
-    want = first(True, "image")
-    assert tokens(capsys, checkpoint(True), *asked, "--tp", 2, "--etp", 2) == want
-    assert tokens(capsys, checkpoint(True), *asked, "--tp", 2, "--no-sp") == want
+    want = first("moe", "image")
+    assert tokens(capsys, checkpoint("moe"), *asked, "--tp", 2, "--etp", 2) == want
+    assert tokens(capsys, checkpoint("moe"), *asked, "--tp", 2, "--no-sp") == want
 
 
 def test_streams_to_the_terminal(folder: Path, capfd: Any) -> None:
     asked = ("--image", folder / "a.png", "--prompt", "What is this?")
     assert run(folder / "mcore", *asked, "--max-new-tokens", FEW) == 0
     printed = capfd.readouterr()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint(False))
-    want = tokenizer.decode(first(False, "image")[0], skip_special_tokens=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint("dense"))
+    want = tokenizer.decode(first("dense", "image")[0], skip_special_tokens=True)
     assert printed.out == f"{visible(want)}\n"
     assert f"{FEW} new ones, ended by length" in printed.err
 
@@ -124,11 +124,11 @@ def test_the_time_is_that_of_imports_too(
 @torch.no_grad()
 def test_half_precision(folder: Path) -> None:
     """In bfloat16, each step of a given answer is as near to float32 as HF's own bfloat16."""
-    path = checkpoint(False)
+    path = checkpoint("dense")
     inputs = hugging_face_inputs(
         transformers.AutoProcessor.from_pretrained(path), conversations("image")[0]
     )
-    answer = torch.tensor(expected(False, "image").tokens)
+    answer = torch.tensor(expected("dense", "image").tokens)
     length = inputs["input_ids"].shape[1]
     whole = dict(inputs)
     for name, more in (("input_ids", answer), ("attention_mask", torch.ones_like(answer))):
@@ -141,7 +141,7 @@ def test_half_precision(folder: Path) -> None:
     )
     exact, half = (
         model(**whole).logits[0, length - 1 : -1].float()
-        for model in (hugging_face_model(False), half_model)
+        for model in (hugging_face_model("dense"), half_model)
     )
 
     def work() -> torch.Tensor:

@@ -13,20 +13,22 @@ CLEAR_MARGIN = 1e-3
 
 
 @pytest.mark.parametrize(
-    ("moe", "layout"),
+    ("model", "layout"),
     slow_except(
         [
-            *((False, name) for name in ("single", "tp2", "tp2+sp", "pp2", "pp4")),
-            *((True, name) for name in ("single", "tp2", "tp2+sp", "pp2", "ep2xdp2")),
+            *(("dense", name) for name in ("single", "tp2", "tp2+sp", "pp2", "pp4")),
+            *(("yarn", name) for name in ("single", "tp2+sp")),
+            *(("moe", name) for name in ("single", "tp2", "tp2+sp", "pp2", "ep2xdp2")),
         ],
-        (False, "tp2+sp"),
-        (True, "ep2xdp2"),
+        ("dense", "tp2+sp"),
+        ("yarn", "single"),
+        ("moe", "ep2xdp2"),
     ),
 )
-def test_greedy_answers_equal_hugging_face(moe: bool, layout: str) -> None:
-    wants = [expected(moe, kind) for kind in KINDS]
+def test_greedy_answers_equal_hugging_face(model: str, layout: str) -> None:
+    wants = [expected(model, kind) for kind in KINDS]
     assert min(want.margin for want in wants) > CLEAR_MARGIN
-    ranks = answer(moe, [conversations(kind) for kind in KINDS], Layout.parse(layout))
+    ranks = answer(model, [conversations(kind) for kind in KINDS], Layout.parse(layout))
     for batches in ranks:
         for kind, want, answers in zip(KINDS, wants, batches, strict=True):
             assert [a.token_ids for a in answers] == want.tokens, kind

@@ -27,17 +27,17 @@ from tests.generation.cases import (
 
 
 def on_single_rank(fn: Any, *args: Any) -> Any:
-    checkpoint(False)
+    checkpoint("dense")
     return run_layout(fn, 1, *args)[0]
 
 
 def test_stops_and_streams() -> None:
-    want = expected(False, "batch").tokens
+    want = expected("dense", "batch").tokens
     stop = [want[0][4], want[2][9]]
     assert len({next((i for i, t in enumerate(r) if t in stop), None) for r in want}) > 1
 
     def work() -> Any:
-        model, processor = load(checkpoint(False), Layout())
+        model, processor = load(checkpoint("dense"), Layout())
         shown = [""] * len(want)
 
         def stream(number: int, text: str) -> None:
@@ -65,21 +65,21 @@ def test_stops_and_streams() -> None:
 def test_draws_equal_hugging_face_with_the_same_seed() -> None:
     options = {"temperature": 1.3, "top_p": 0.9, "top_k": 40}
     conversation = conversations("image")[0]
-    inputs = hugging_face_inputs(AutoProcessor.from_pretrained(checkpoint(False)), conversation)
+    inputs = hugging_face_inputs(AutoProcessor.from_pretrained(checkpoint("dense")), conversation)
     torch.manual_seed(7)
-    out = hugging_face_model(False).generate(
+    out = hugging_face_model("dense").generate(
         **inputs, do_sample=True, max_new_tokens=NEW_TOKENS, **options
     )
     want = out[0, inputs["input_ids"].shape[1] :].tolist()
     for layout in (Layout(), Layout(tp=2, sp=True)):
-        for rank in answer(False, [[conversation]], layout, seed=7, **options):
+        for rank in answer("dense", [[conversation]], layout, seed=7, **options):
             assert rank[0][0].token_ids == want
-    assert want != expected(False, "image").tokens[0]
+    assert want != expected("dense", "image").tokens[0]
 
 
 def test_images_are_encoded_once_and_each_step_takes_one_token() -> None:
     def work() -> Any:
-        model, processor = load(checkpoint(False), Layout())
+        model, processor = load(checkpoint("dense"), Layout())
         images, lengths = [], []
         model.visual.register_forward_hook(lambda m, i, o: images.append(len(o[0])))
         layer = model.decoder.layers[0].self_attention.linear_qkv
@@ -97,7 +97,7 @@ def test_the_model_is_afterwards_as_it_was() -> None:
     """Sequence parallelism, which decoding cannot use, and training mode are restored."""
 
     def work() -> Any:
-        model, processor = load(checkpoint(False), Layout(tp=2, sp=True))
+        model, processor = load(checkpoint("dense"), Layout(tp=2, sp=True))
 
         def flags() -> list[tuple[str, str, bool]]:
             modules = [("config", model.config), *model.named_modules()]
@@ -112,7 +112,7 @@ def test_the_model_is_afterwards_as_it_was() -> None:
         generate(model, processor, conversations("text"), max_new_tokens=3)
         return before, flags()
 
-    checkpoint(False)
+    checkpoint("dense")
     for before, after in run_layout(work, 2):
         assert ("config", "sequence_parallel", True) in before
         assert [b for b, a in zip(before, after, strict=True) if a != b] == []
@@ -145,4 +145,4 @@ def test_sampling_values_out_of_range(options: dict[str, Any], message: str) -> 
 )
 def test_bad_input(asked: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(BadInput, match=message):
-        answer(False, [asked], Layout(), **options)
+        answer("dense", [asked], Layout(), **options)

@@ -22,9 +22,9 @@ from tests.generation.cases import answer, conversations, expected
 
 def equal(kind: str, layout: str = "single") -> list[bool]:
     """Return for each conversation whether the answer is Hugging Face's."""
-    [[answers], *_] = answer(False, [conversations(kind)], Layout.parse(layout))
+    [[answers], *_] = answer("dense", [conversations(kind)], Layout.parse(layout))
     found = [
-        a.token_ids == want for a, want in zip(answers, expected(False, kind).tokens, strict=True)
+        a.token_ids == want for a, want in zip(answers, expected("dense", kind).tokens, strict=True)
     ]
     print(f"observed: {found.count(False)} of {len(found)} answers differ")
     return found

@@ -15,9 +15,39 @@ from typing import Any
 import torch
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor, nn
+from transformers import Qwen3VLTextConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
+from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.model.decoder.rotation import turn, turn_fused
 from mcore_qwen3vl.model.recompute import recipe_of, remember
+
+
+def rope_frequencies(
+    architecture: Architecture, rope_theta: float | None = None
+) -> tuple[Tensor, float]:
+    """Compute a model's rotary frequencies with HF's own class, on the CPU.
+
+    Args:
+        architecture: the model's shape.
+        rope_theta: another base than the model's.
+
+    Returns:
+        The inverse frequencies, (D / 2,) float32, and the factor by which a scaled rope such as
+        YaRN multiplies cosines and sines.
+    """
+    config = Qwen3VLTextConfig(
+        head_dim=architecture.head_dim,
+        max_position_embeddings=architecture.max_position_embeddings,
+        rope_parameters={
+            "rope_type": "default",
+            **dict(architecture.rope_scaling),
+            "rope_theta": rope_theta or architecture.rope_theta,
+        },
+    )
+    with torch.device("cpu"):  # a model built on the meta device still needs the values
+        rope = Qwen3VLTextRotaryEmbedding(config)
+    return rope.inv_freq.detach().clone(), float(rope.attention_scaling)
 
 
 class InterleavedMRoPE(nn.Module):
@@ -26,21 +56,20 @@ class InterleavedMRoPE(nn.Module):
     The frequencies of the temporal, height and width axes alternate (t h w t h w … t t); in mcore's
     each axis has a contiguous chunk. Source: HF ``Qwen3VLTextRotaryEmbedding``.
 
+    Attention's softmax scale applies the factor of a scaled rope, see :func:`transformer_config`.
+
     Args:
-        head_dim: D.
-        base: rotary base (``rope_theta``).
-        section: numbers of the D / 2 frequencies that belong to time, height and width.
+        architecture: the model's shape.
     """
 
-    def __init__(self, head_dim: int, base: float, section: tuple[int, int, int]) -> None:
+    def __init__(self, architecture: Architecture) -> None:
         super().__init__()
         # Plain attributes, because casting the module to bf16 would cast buffers too. Created on
         # the CPU, so that a model built on the meta device still has values.
-        steps = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu")
-        self.inverse_frequency = 1.0 / (base ** (steps / head_dim))  # (D / 2,)
-        self.axis = torch.zeros(head_dim // 2, dtype=torch.int64, device="cpu")  # (D / 2,)
+        self.inverse_frequency, self.attention_scaling = rope_frequencies(architecture)
+        self.axis = torch.zeros(len(self.inverse_frequency), dtype=torch.int64, device="cpu")
         for axis in (1, 2):
-            self.axis[axis : section[axis] * 3 : 3] = axis
+            self.axis[axis : architecture.mrope_section[axis] * 3 : 3] = axis
 
     def forward(self, position_ids: Tensor, *_: Any, **__: Any) -> Tensor:
         """Compute (S, B, 1, D) float32 angles in mcore's layout of (3, B, S) integer positions."""

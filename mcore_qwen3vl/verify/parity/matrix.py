@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.tiny import write_tiny_checkpoint
+from mcore_qwen3vl.tiny import YARN, write_tiny_checkpoint
 from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
 from mcore_qwen3vl.verify.parity.batches import RECIPES
 from mcore_qwen3vl.verify.parity.cached_reference import CachedReference
@@ -33,6 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "epsilon": {"text": {"rms_norm_eps": 0.02}},
     # Fewer KV heads than tensor-parallel ranks.
     "few-kv": {"text": {"num_key_value_heads": 2}},
+    "yarn": {"text": YARN},
 }
 """The arguments of :func:`write_tiny_checkpoint` for each model."""
 
@@ -116,6 +117,12 @@ MATRIX: tuple[MatrixRow, ...] = (
     MatrixRow("tied", "tp2xpp2+sp", ("mixed", "packed")),
     MatrixRow("tied", "pp2xvpp2xdp2", ("imageless",), OVERLAPPED, "distr. opt., overlap"),
     MatrixRow("epsilon", "single", ("mixed",)),
+    MatrixRow("yarn", "single"),
+    MatrixRow("yarn", "tp2+sp", ("mixed", "padded", "packed")),
+    MatrixRow("yarn", "cp2", ("video", "packed", "ragged")),
+    MatrixRow("yarn", "pp2", ("mixed", "packed", "ragged")),
+    MatrixRow("yarn", "tp2xcp2+sp", ("mixed", "packed")),
+    MatrixRow("yarn", "single", ("mixed", "packed"), {"dtype": "bf16"}, "bf16"),
     MatrixRow("moe", "single"),
     MatrixRow("moe", "tp2+sp", ("image", "padded", "packed")),
     MatrixRow("moe", "pp2xvpp2", ("images", "packed", "ragged")),

@@ -77,7 +77,9 @@ def hooks_of(chunk: Qwen3VLModel, points: list[ProbePoint]) -> Iterator[Hook]:
         chunk.rotary_pos_emb,
         "tokens",
         (ColumnMap(f"{TEXT}.rotary_emb", slice(None), slice(None)),),
-        spread=lambda angles: cosine_and_sine((angles.cos(), angles.sin())),
+        spread=lambda angles: (
+            cosine_and_sine((angles.cos(), angles.sin())) * chunk.rotary_pos_emb.attention_scaling
+        ),
     )
     yield from _linears_and_norms(chunk)
     for layer in chunk.decoder.layers:

@@ -111,7 +111,7 @@ def test_layouts_are_transposes_of_each_other(
     assert_same_tensors(tiny(case), tmp_path / "back-2")
 
 
-@pytest.mark.parametrize("case", ["dense-tied", "dense", "moe"])
+@pytest.mark.parametrize("case", ["dense-tied", "dense", "moe", "yarn"])
 def test_converted_config_means_the_same(tiny: Tiny, case: str) -> None:
     config = json.loads((tiny(case) / "config.json").read_text())
     v5 = with_layout(config, "v5")

@@ -15,15 +15,19 @@ from mcore_qwen3vl.model.build import build_chunks  # noqa: E402
 from tests.generation import cases  # noqa: E402
 
 pytestmark = pytest.mark.slow
-LAYOUTS = {False: ("single", "tp2+sp", "pp2"), True: ("single", "tp2", "ep2xdp2")}
-ROWS = [(moe, layout) for moe, layouts in LAYOUTS.items() for layout in layouts]
+LAYOUTS = {
+    "dense": ("single", "tp2+sp", "pp2"),
+    "yarn": ("single",),
+    "moe": ("single", "tp2", "ep2xdp2"),
+}
+ROWS = [(model, layout) for model, layouts in LAYOUTS.items() for layout in layouts]
 
 
-@pytest.mark.parametrize(("moe", "layout"), ROWS)
-def test_answers_as_hugging_face(moe: bool, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    fused = {"moe_permute_fusion": True} if moe else {}
+@pytest.mark.parametrize(("model", "layout"), ROWS)
+def test_answers_as_hugging_face(model: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fused = {"moe_permute_fusion": True} if model == "moe" else {}
     monkeypatch.setattr(cases, "build_chunks", partial(build_chunks, spec="te", **fused))
     kinds = ("video", "batch")
-    expected = [cases.expected(moe, kind).tokens for kind in kinds]
-    for rank in cases.answer(moe, [cases.conversations(k) for k in kinds], Layout.parse(layout)):
+    expected = [cases.expected(model, kind).tokens for kind in kinds]
+    for rank in cases.answer(model, [cases.conversations(k) for k in kinds], Layout.parse(layout)):
         assert [[g.token_ids for g in generations] for generations in rank] == expected

@@ -17,6 +17,7 @@ require()
 import torch  # noqa: E402
 from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
 
+from mcore_qwen3vl.config import Architecture  # noqa: E402
 from mcore_qwen3vl.model import qwen3vl  # noqa: E402
 from mcore_qwen3vl.model.decoder import layer  # noqa: E402
 from mcore_qwen3vl.model.decoder.attention import PackedSequence  # noqa: E402
@@ -90,9 +91,9 @@ def test_rotary_axes_alternate(matrix: Matrix, monkeypatch: pytest.MonkeyPatch) 
     """Errors show when the axes are in chunks, as in Megatron."""
     make = InterleavedMRoPE.__init__
 
-    def chunked(self: Any, head_dim: int, base: float, section: tuple[int, int, int]) -> None:
-        make(self, head_dim, base, section)
-        self.axis = torch.arange(3).repeat_interleave(torch.tensor(section))
+    def chunked(self: Any, architecture: Architecture) -> None:
+        make(self, architecture)
+        self.axis = torch.arange(3).repeat_interleave(torch.tensor(architecture.mrope_section))
 
     monkeypatch.setattr(InterleavedMRoPE, "__init__", chunked)
     assert worst(matrix.run(row("dense", "tp2+sp", "mixed")), "logits") > FAR_OFF

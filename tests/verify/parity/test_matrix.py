@@ -19,6 +19,7 @@ FAST = {
     "dense tp2xpp2xvpp2+sp",
     "tied pp2xvpp2xdp2 distr. opt., overlap",
     "epsilon single",
+    "yarn tp2xcp2+sp",
     "moe ep4xdp4 distr. opt., overlap",
     "moe ep2xdp2 allgather",
     "moe tp2xep2+sp",

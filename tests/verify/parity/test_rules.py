@@ -16,7 +16,7 @@ from megatron.core.transformer import transformer_block
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model import fusion, qwen3vl, transformer_config
-from mcore_qwen3vl.model.decoder import attention, layer
+from mcore_qwen3vl.model.decoder import attention, layer, rope
 from mcore_qwen3vl.model.vision import tower as vision
 from mcore_qwen3vl.runtime.launch import RanksFailed
 from mcore_qwen3vl.verify.parity.matrix import UNIFORM, Matrix, MatrixRow
@@ -48,6 +48,23 @@ def test_vision_replicated_over_tp_without_a_sum(matrix: Matrix, monkeypatch: An
     report = matrix.run(MatrixRow("dense", "tp2+sp", ("image",)))
     assert worst(report, "gradients", "visual") > FAR_OFF
     assert worst(report, "logits") < 2e-5
+
+
+@pytest.mark.parametrize(("frequencies", "factor"), [(False, True), (True, False)])
+def test_yarn_without_one_of_its_parts(
+    matrix: Matrix, monkeypatch: Any, frequencies: bool, factor: bool
+) -> None:
+    """YaRN changes the frequencies and scales cosines and sines; each shows in the logits."""
+    scaled = rope.rope_frequencies
+
+    def partly(architecture: Any) -> tuple[torch.Tensor, float]:
+        of_plain, one = scaled(replace(architecture, rope_scaling=()))
+        of_yarn, scale = scaled(architecture)
+        return of_yarn if frequencies else of_plain, scale if factor else one
+
+    monkeypatch.setattr(rope, "rope_frequencies", partly)
+    monkeypatch.setattr(transformer_config, "rope_frequencies", partly)
+    assert worst(matrix.run(MatrixRow("yarn", "tp2+sp", ("mixed",))), "logits") > FAR_OFF
 
 
 def test_deepstack_by_gathering_adding_and_scattering(matrix: Matrix, monkeypatch: Any) -> None:

@@ -15,10 +15,11 @@ from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model import fusion
 from mcore_qwen3vl.model.decoder import rope
+from mcore_qwen3vl.tiny import YARN, write_tiny_checkpoint
 from mcore_qwen3vl.verify.parity.batches import build_batch
 from mcore_qwen3vl.verify.trace import on_rank
 from mcore_qwen3vl.verify.trace.probe_points import TEXT, data_path
-from mcore_qwen3vl.verify.trace.reference import MARGIN
+from mcore_qwen3vl.verify.trace.reference import MARGIN, TraceReference
 from mcore_qwen3vl.verify.trace.result import ACTIVATION_GRADIENTS, ACTIVATIONS, GRADIENTS, Trace
 from mcore_qwen3vl.verify.trace.tracing import trace
 from tests.verify.trace.fault_injection import FaultInjector
@@ -51,6 +52,11 @@ def test_equal_models(injector: FaultInjector, layout: str, moe: bool, batch: st
     assert result.first is None
     assert result.cause is None
     assert max(result.margins.values()) < MARGIN / 2  # the bound leaves room
+
+
+def test_a_scaled_rope_has_equal_tables(tmp_path: Path) -> None:
+    reference = TraceReference(write_tiny_checkpoint(tmp_path / "hf", text=YARN))
+    assert trace(reference, layout=Layout.parse("tp2+sp"), batch="mixed").ok
 
 
 def test_every_probe_point_is_compared(injector: FaultInjector) -> None:
@@ -109,9 +115,11 @@ def test_features_at_the_wrong_placeholders(
 def test_chunked_mrope(injector: FaultInjector, monkeypatch: pytest.MonkeyPatch) -> None:
     init = rope.InterleavedMRoPE.__init__
 
-    def chunked(self, head_dim, base, section):
-        init(self, head_dim, base, section)
-        self.axis = torch.repeat_interleave(torch.arange(3), torch.tensor(section))
+    def chunked(self, architecture):
+        init(self, architecture)
+        self.axis = torch.repeat_interleave(
+            torch.arange(3), torch.tensor(architecture.mrope_section)
+        )
 
     monkeypatch.setattr(rope.InterleavedMRoPE, "__init__", chunked)
     cause = traced(injector).cause

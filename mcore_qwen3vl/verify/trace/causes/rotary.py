@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor
 
+from mcore_qwen3vl.model.decoder.rope import rope_frequencies
 from mcore_qwen3vl.verify.trace.causes.divergence import Divergence
 from mcore_qwen3vl.verify.trace.probe_points import ProbePoint, cosine_and_sine
 from mcore_qwen3vl.verify.trace.result import Cause
@@ -20,8 +20,6 @@ def find_rotary(divergence: Divergence, _: ProbePoint) -> Iterator[Cause | None]
     right, micro = divergence.architecture, divergence.recording.micro
     positions = micro.position_ids.flatten(1)[:, divergence.rows].float()  # (3, T)
     axes = _interleaved(right.mrope_section)
-    # In float32, because Hugging Face computes them so whatever the model's dtype.
-    exponents = torch.arange(0, right.head_dim, 2).float() / right.head_dim
 
     def test(
         kind: str,
@@ -31,8 +29,10 @@ def find_rotary(divergence: Divergence, _: ProbePoint) -> Iterator[Cause | None]
         positions: Tensor = positions,
     ) -> Cause | None:
         rows = positions[["thw".index(axis) for axis in axes]].T
-        angles = (rows / base**exponents).repeat(1, 2)  # (T, D)
-        tables = cosine_and_sine((angles.cos(), angles.sin()))
+        # In float32, because Hugging Face computes them so whatever the model's dtype.
+        frequencies, factor = rope_frequencies(right, base)
+        angles = (rows * frequencies).repeat(1, 2)  # (T, D)
+        tables = cosine_and_sine((angles.cos(), angles.sin())) * factor
         return divergence.test(kind, explanation, tables)
 
     note = divergence.config_note("rope_theta")
