@@ -18,10 +18,10 @@ from textwrap import wrap
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.rehearsal.command import Command, read_command
-from mcore_qwen3vl.rehearsal.gpus import GPUS
 from mcore_qwen3vl.rehearsal.outcome import Rehearsal, RoleOutcome, memory_line
 from mcore_qwen3vl.rehearsal.rehearse import Options, Rehearser
 from mcore_qwen3vl.rehearsal.search import estimate_stages, trained_of
+from mcore_qwen3vl.runtime.gpus import GPUS
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "rehearse.md"

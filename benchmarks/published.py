@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.rehearsal.command import read_command
-from mcore_qwen3vl.rehearsal.gpus import GPUS
 from mcore_qwen3vl.rehearsal.rehearse import Options, Rehearser
+from mcore_qwen3vl.runtime.gpus import GPUS
 from mcore_qwen3vl.shapes import SHAPES
 
 GIB = 2**30

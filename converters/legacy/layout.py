@@ -68,7 +68,7 @@ class Rank:
         Megatron numbers TP and ETP ranks along the same axis, so the ETP rank follows from the TP
         rank if ETP divides TP.
         """
-        if layer_and_expert(row)[1] is None:
+        if row.expert is None:
             return self.tp, layout.tp
         return self.tp % layout.etp, layout.etp
 
@@ -124,10 +124,9 @@ def share_out(rows: Iterable[Row], pipeline: Sequence[Stage], *, tied: bool) -> 
     held: dict[Stage, list[Row]] = {stage: [] for stage in pipeline}
     of_layer = {layer: stage for stage in pipeline for layer in stage.layers}
     for row in rows:
-        layer, _ = layer_and_expert(row)
-        if layer is not None:
-            if layer in of_layer:
-                held[of_layer[layer]].append(row)
+        if row.layer is not None:
+            if row.layer in of_layer:
+                held[of_layer[row.layer]].append(row)
             continue
         held[last if row.key in (OUTPUT, FINAL_NORM) else first].append(row)
         if tied and row.key == EMBEDDING and first != last:
@@ -140,15 +139,6 @@ def model_key(vp: int, vpp: int) -> str:
     return f"model{vp}" if vpp > 1 else "model"
 
 
-def layer_and_expert(row: Row) -> tuple[int | None, int | None]:
-    """Return the layer and the expert that `row` belongs to, each None if it belongs to none."""
-    if not row.key.startswith(_LAYERS):
-        return None, None
-    own = row.key.split(".", 3)[2]  # a layer's number, where layers are not stacked
-    layer, *expert = (int(own), *row.offset) if own.isdigit() else row.offset
-    return layer, expert[0] if expert else None
-
-
 def local_name(row: Row, stage: Stage, experts: int, spec: Spec) -> str:
     """Return the parameter's name on a rank.
 
@@ -158,7 +148,7 @@ def local_name(row: Row, stage: Stage, experts: int, spec: Spec) -> str:
         experts: number of experts of a layer that the rank holds.
         spec: the layer spec.
     """
-    layer, expert = layer_and_expert(row)
+    layer, expert = row.layer, row.expert
     if layer is None:
         return row.key
     part = re.sub(r"^\d+\.", "", row.key.removeprefix(_LAYERS))

@@ -21,7 +21,6 @@ from mcore_qwen3vl.converters.legacy.layout import (
     Spec,
     Stage,
     boxes,
-    layer_and_expert,
     local_name,
     share_out,
     stages,
@@ -122,11 +121,11 @@ class _Parts:
         """Return the number of parts in which the ranks hold `row`."""
         if row.tp_axis is None:
             return 1
-        return self._layout.tp if layer_and_expert(row)[1] is None else self._layout.etp
+        return self._layout.tp if row.expert is None else self._layout.etp
 
     def _file(self, row: Row, stage: Stage, part: int) -> RankFile:
         """Return one file with part number `part` of `row`; other files may have copies of it."""
-        _, expert = layer_and_expert(row)
+        expert = row.expert
         if expert is None:
             return self._by_tp[stage.pp, part]
         return self._by_etp[stage.pp, expert // self._experts, part]
@@ -151,7 +150,7 @@ class _Parts:
             BadInput: ranks or layers disagree on its dtype or shape.
         """
         stacked = list(row.global_shape[: len(row.offset)])
-        if len(stacked) > (layer_and_expert(row)[1] is not None):
+        if len(stacked) > (row.expert is not None):
             stacked[0] = self._layers
         whole = (*stacked, *_whole(row, local, count))
         entry = self.index.tensors.setdefault(row.key, ChunkedTensor(local.dtype, whole))

@@ -26,7 +26,6 @@ from mcore_qwen3vl.converters.legacy.layout import (
     Stage,
     boxes,
     extra_state,
-    layer_and_expert,
     local_name,
     local_shape,
     model_key,
@@ -118,7 +117,7 @@ class ToLegacy:
         layout = self.legacy.layout
         experts = self.mcore.architecture.num_experts // layout.ep
         for row in rows:
-            _, expert = layer_and_expert(row)
+            expert = row.expert
             if expert is not None and expert // experts != rank.ep:
                 continue
             name = local_name(row, stage, experts, self.legacy.spec)
@@ -224,7 +223,7 @@ def _check(layout: Layout, mcore: ToMcore, rows: list[Row]) -> None:
     padded = mcore.tensors[EMBEDDING].shape[0]
     enough.validate(replace(a, vocab_size=padded))
     for row in rows:
-        size = layout.tp if layer_and_expert(row)[1] is None else layout.etp
+        size = layout.tp if row.expert is None else layout.etp
         if row.tp_axis is not None and row.shape[row.tp_axis] % (size * row.tp_parts):
             raise BadInput(
                 f"{row.key} {list(row.shape)} cannot be cut into {size} equal parts along axis "

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.mapping.forms import AS_CONFIG, Head
-from mcore_qwen3vl.converters.mapping.row import Row
 from mcore_qwen3vl.converters.mapping.table import table
 
 _PARTS = (
@@ -51,7 +50,7 @@ def count(architecture: Architecture, head: Head = AS_CONFIG) -> Counter[Group]:
     rows = table(architecture, expert_layout=layout, head=head.in_megatron)
     counts: Counter[Group] = Counter()
     for row in rows:
-        counts[Group(_part(row), row.layer, row.tp_axis is not None)] += row.numel
+        counts[Group(part_of(row.key), row.layer, row.tp_axis is not None)] += row.numel
     return counts
 
 
@@ -82,5 +81,6 @@ def active_experts(architecture: Architecture) -> int:
     return experts * architecture.num_experts_per_tok // architecture.num_experts
 
 
-def _part(row: Row) -> str:
-    return next(part for pattern, part in _PARTS if pattern in row.key)
+def part_of(key: str) -> str:
+    """Return the part, as :class:`Group` has it, of a parameter with this mcore key or name."""
+    return next(part for pattern, part in _PARTS if pattern in key)

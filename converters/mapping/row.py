@@ -74,10 +74,19 @@ class Row:
     @property
     def layer(self) -> int | None:
         """The decoder layer that the piece belongs to; None outside the decoder's layers."""
+        return next(iter(self._layer_and_expert), None)
+
+    @property
+    def expert(self) -> int | None:
+        """The expert that the piece belongs to; None outside the experts."""
+        return next(iter(self._layer_and_expert[1:]), None)
+
+    @property
+    def _layer_and_expert(self) -> Shape:
         if not self.key.startswith(LAYERS):
-            return None
+            return ()
         own = self.key.split(".", 3)[2]  # a layer's number, where layers are not stacked
-        return int(own) if own.isdigit() else self.offset[0]
+        return (int(own), *self.offset) if own.isdigit() else self.offset
 
     def to_mcore(self, *hf: Tensor) -> Tensor:
         """Make the piece, of shape `shape`, from HF pieces (each of its source's `piece_shape`)."""

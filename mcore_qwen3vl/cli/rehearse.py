@@ -92,13 +92,13 @@ def rehearse(
     """
     console.quiet_libraries()
     from mcore_qwen3vl.rehearsal.command import read_command
-    from mcore_qwen3vl.rehearsal.gpus import find_gpu
     from mcore_qwen3vl.rehearsal.rehearse import Options, Rehearser, checked
     from mcore_qwen3vl.rehearsal.remedies import suggest_remedies
     from mcore_qwen3vl.rehearsal.report.page import write_page
     from mcore_qwen3vl.rehearsal.report.terminal import show, show_estimate, show_fits
     from mcore_qwen3vl.rehearsal.search import estimate_stages, search, trained_of
     from mcore_qwen3vl.rehearsal.step_time import Constants
+    from mcore_qwen3vl.runtime.gpus import find_gpu
 
     if estimate and (fit or report is not None):
         raise BadInput("--estimate rehearses nothing: drop it, or --fit and --report.")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mcore_qwen3vl.converters.mapping.parameters import part_of
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.rehearsal import holders
 from mcore_qwen3vl.runtime.pretended import peak
@@ -119,17 +120,5 @@ def _by_part(model: list[nn.Module]) -> dict[str, int]:
     parts: Counter[str] = Counter()
     for chunk in model:
         for name, parameter in chunk.named_parameters():
-            parts[_part(name)] += parameter.numel()
+            parts[part_of(name)] += parameter.numel()
     return dict(parts.most_common())
-
-
-def _part(name: str) -> str:
-    for word, part in (
-        ("visual.", "vision"),
-        ("experts.", "experts"),
-        ("embedding.", "embedding"),
-        ("output_layer.", "head"),
-    ):
-        if word in name:
-            return part
-    return "decoder"

@@ -13,12 +13,12 @@ from typing import Any
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.rehearsal.command import Command
-from mcore_qwen3vl.rehearsal.gpus import Gpu, allowance_gib
 from mcore_qwen3vl.rehearsal.material import prepare, rehearsed_micro_batches
 from mcore_qwen3vl.rehearsal.outcome import Device, Rehearsal, RoleOutcome
 from mcore_qwen3vl.rehearsal.pipeline import Pipeline, model_pipeline
 from mcore_qwen3vl.rehearsal.roles import Role, roles_of
 from mcore_qwen3vl.rehearsal.step_time import Constants, Model, RankWork, StepTime
+from mcore_qwen3vl.runtime.gpus import Gpu, allowance_gib
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.runtime.pretended.flops import flops_of
 from mcore_qwen3vl.runtime.pretended.preload import Routing, Settings

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model import flops
-from mcore_qwen3vl.rehearsal.gpus import Gpu
+from mcore_qwen3vl.runtime.gpus import Gpu
 from mcore_qwen3vl.training import memory
 
 EFFICIENCY = 0.5

@@ -12,13 +12,13 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.rehearsal.command import Command
-from mcore_qwen3vl.rehearsal.gpus import Gpu, allowance_gib
 from mcore_qwen3vl.rehearsal.material import sample_of
 from mcore_qwen3vl.rehearsal.outcome import Rehearsal, RoleOutcome
 from mcore_qwen3vl.rehearsal.rehearse import Rehearser, checked
 from mcore_qwen3vl.rehearsal.remedies import FULL_RECOMPUTE
 from mcore_qwen3vl.rehearsal.roles import OWN_SPLIT
 from mcore_qwen3vl.rehearsal.roofline import NODE, Step, step_seconds
+from mcore_qwen3vl.runtime.gpus import Gpu, allowance_gib
 from mcore_qwen3vl.training import memory
 from mcore_qwen3vl.training.arguments.command_line import NONE
 

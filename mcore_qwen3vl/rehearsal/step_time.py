@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.rehearsal.gpus import Gpu
+from mcore_qwen3vl.runtime.gpus import Gpu
 from mcore_qwen3vl.runtime.pretended.flops import BYTES, KINDS
 from mcore_qwen3vl.runtime.pretended.report import Stage, Traffic
 from mcore_qwen3vl.schedule import Durations, play

@@ -5,7 +5,7 @@ A batch's sequences are chosen, rejected, chosen, rejected, and so on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -144,19 +144,9 @@ class PairTaskEncoder(Qwen3VLTaskEncoder):
             sample, chosen=chosen, rejected=rejected, reference=sample.reference
         )
 
-    @stateless
-    def pack_selected_samples(self, samples: list[Any]) -> Batch:
-        """Make a packed batch."""
-        return self._of_pairs(self._batcher.pack, samples)
-
-    @stateless
-    def batch(self, samples: list[Any]) -> Batch:
-        """Make a padded batch, with two rows a pair."""
-        return self._of_pairs(self._batcher.pad, samples)
-
-    def _of_pairs(self, assemble: Any, pairs: list[Any]) -> Batch:
+    def _batch(self, assemble: Callable[..., Batch], pairs: list[Any]) -> Batch:
         sequences = [one for pair in pairs for one in (pair.chosen, pair.rejected)]
-        batch = self._batch(assemble, sequences)
+        batch = super()._batch(assemble, sequences)
         if self._references is None:
             return batch
         return replace(batch, references=torch.tensor([pair.reference for pair in pairs]))

@@ -9,8 +9,8 @@ from typing import Any
 from mcore_qwen3vl import console
 from mcore_qwen3vl.atomic import atomic_write
 from mcore_qwen3vl.pages import templates
-from mcore_qwen3vl.rehearsal.gpus import GIB
 from mcore_qwen3vl.rehearsal.outcome import Rehearsal, RoleOutcome
+from mcore_qwen3vl.runtime.gpus import GIB
 
 WIDTH, HEIGHT = 1040, 280
 LEFT, TOP, BOTTOM = 52, 22, 28

@@ -11,10 +11,10 @@ from rich.table import Table
 from mcore_qwen3vl import console
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.rehearsal.command import Command
-from mcore_qwen3vl.rehearsal.gpus import GIB
 from mcore_qwen3vl.rehearsal.outcome import Rehearsal, RoleOutcome
 from mcore_qwen3vl.rehearsal.roofline import NODE
 from mcore_qwen3vl.rehearsal.search import Fit
+from mcore_qwen3vl.runtime.gpus import GIB
 from mcore_qwen3vl.training.memory import Memory
 
 WAITS_SHOWN = 8

@@ -16,9 +16,7 @@ from torch import Tensor
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.encoding.batch import Batch, Counts
 from mcore_qwen3vl.model import flops
-
-PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0, "B200": 2250.0}
-"""Dense bf16 peaks by a part of the device's name (NVIDIA's data sheets)."""
+from mcore_qwen3vl.runtime.gpus import GPUS
 
 
 @dataclass
@@ -137,8 +135,8 @@ def device_peak_tflops() -> float | None:
     """Return the bf16 peak of this process's device in TFLOP/s; None for an unknown device."""
     if not torch.cuda.is_available():
         return None
-    name = torch.cuda.get_device_name()
-    return next((peak for key, peak in PEAK_TFLOPS.items() if key in name), None)
+    name = torch.cuda.get_device_name().lower()
+    return next((gpu.tflops for gpu in GPUS.values() if gpu.model in name), None)
 
 
 def write(report: Mapping[str, float], iteration: int, tensorboard: Any, wandb: Any) -> None:

@@ -7,6 +7,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from mcore_qwen3vl.config import Architecture
@@ -62,6 +63,24 @@ class Writer:
 
     def log(self, *arguments: object) -> None:
         self.seen.append(arguments)
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H200", 989),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA L4", None),
+    ],
+)
+def test_the_peak_is_that_of_the_device(
+    device: str, peak: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
+    assert metrics.device_peak_tflops() == peak
 
 
 def test_a_report_is_written_where_flags_opened_a_log(tmp_path: Path) -> None:

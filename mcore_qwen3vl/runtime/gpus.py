@@ -1,4 +1,4 @@
-"""The GPUs that a run can be rehearsed for, and their memory that PyTorch does not get."""
+"""The kinds of GPU that are known: their speed, and their memory that PyTorch does not get."""
 
 from __future__ import annotations
 
@@ -25,6 +25,11 @@ class Gpu:
     """Bandwidth in one direction, to all GPUs of the node together."""
     memory_tb_per_s: float
     """Bandwidth of the GPU's own memory."""
+
+    @property
+    def model(self) -> str:
+        """The name without the memory's size, as it is a part of CUDA's name of the device."""
+        return self.name.partition("-")[0]
 
 
 GPUS = {
