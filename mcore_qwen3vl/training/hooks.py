@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import queue
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,78 @@ from mcore_qwen3vl.training.host_copy import AsyncHostCopy
 
 Wrapper = Callable[..., Any]
 """A function ``(original, *args, **kwargs) -> result`` that replaces ``original``."""
+
+
+class Hook(NamedTuple):
+    """A function of Megatron: the module that looks it up when it calls it, and its name there."""
+
+    module: str
+    name: str
+
+
+_TRAINING, _SAVES = "megatron.training", "megatron.core.dist_checkpointing.strategies"
+_LOOP = f"{_TRAINING}.training"
+HOOKS = (
+    # Megatron's needs a process of its own, even for saves that this process waits for.
+    Hook(f"{_SAVES}.filesystem_async", "get_write_results_queue"),
+    # Would compile a helper for GPT data sets, which we do not use, with a Makefile that
+    # megatron-core's wheel lacks; the first rank would exit because of that.
+    Hook("megatron.core.datasets.utils", "compile_helpers"),
+    # Needs no host sync; Megatron's version takes one per rank of the world.
+    Hook(f"{_TRAINING}.dist_signal_handler", "all_gather_item"),
+    # Copies only a bounded part of the gradients at a time.
+    Hook(
+        "megatron.core.distributed.finalize_model_grads",
+        "_allreduce_non_tensor_model_parallel_grads",
+    ),
+    # With LoRA, checkpoints hold only what trains.
+    Hook(f"{_TRAINING}.checkpointing", "generate_state_dict"),
+    # First chooses a readable checkpoint.
+    Hook(_LOOP, "load_checkpoint"),
+    # First saves the position in the data.
+    Hook(_LOOP, "save_checkpoint_and_time"),
+    # Also exports to Hugging Face.
+    Hook(_LOOP, "checkpoint_and_decide_exit"),
+    # Takes our batches, which are no dictionaries, past --iterations-to-skip.
+    Hook(_LOOP, "dummy_train_step"),
+    # Its time does not count in the speed that we log.
+    Hook(_LOOP, "evaluate_and_print_results"),
+    # Returns the losses of a validation, which the function above only prints.
+    Hook(_LOOP, "evaluate"),
+    # Also writes --log-json, and stops at a non-finite gradient norm.
+    Hook(_LOOP, "training_log"),
+    # Adds the parts' own learning rates.
+    Hook(_LOOP, "get_megatron_optimizer_config"),
+    # Makes torch's Adam fused and resumable, saves the state in each rank's own part, and keeps
+    # the loss scale on the host.
+    Hook(_LOOP, "get_megatron_optimizer"),
+    # Without host syncs.
+    Hook(_LOOP, "reduce_max_stat_across_model_parallel_group"),
+    Hook(_LOOP, "logical_and_across_model_parallel_group"),
+    # With DPO and LoRA, the reference is the model without its adapter.
+    Hook(_LOOP, "get_forward_backward_func"),
+)
+"""Every function of ``megatron.training`` and ``megatron.core`` that a run wraps by name.
+
+The only Megatron that is supported, 0.19, has them all.
+"""
+
+
+def wrap_all(wrappers: Mapping[str, Wrapper]) -> None:
+    """Wrap the functions of :data:`HOOKS`, each of which `wrappers` has by its name.
+
+    A run wraps all of them, because an earlier run in this process may have done so.
+
+    Raises:
+        BadInput: the installed Megatron lacks one of them.
+    """
+    for hook in HOOKS:
+        wrap(import_module(hook.module), {hook.name: wrappers[hook.name]})
+
+
+def unchanged(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call Megatron's function as it is."""
+    return original(*args, **kwargs)
 
 
 def wrap(module: Any, wrappers: dict[str, Wrapper]) -> None:

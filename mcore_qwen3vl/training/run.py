@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Collection
 from contextlib import ExitStack
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -190,79 +189,18 @@ class Run:
         return 128 + signal.SIGTERM if received else 0
 
     def _pretrain(self) -> None:
-        from megatron.core.datasets import utils as datasets
-        from megatron.core.dist_checkpointing.strategies import filesystem_async
         from megatron.core.enums import ModelType
-        from megatron.training import checkpointing, dist_signal_handler, pretrain, training
+        from megatron.training import pretrain
         from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
         from mcore_qwen3vl.converters.torch_dist.metadata import guard_reads
-        from mcore_qwen3vl.training.hooks import (
-            Signals,
-            Stats,
-            results_queue,
-            skip_step,
-            success_of_all,
-            wrap,
-        )
-        from mcore_qwen3vl.training.lora.lora_run import keep_trained
+        from mcore_qwen3vl.training.hooks import wrap_all
         from mcore_qwen3vl.training.model import model_provider
-        from mcore_qwen3vl.training.preference.flags import is_preference, reference_of
-        from mcore_qwen3vl.training.preference.reference import with_reference
         from mcore_qwen3vl.training.step import multi_tensor
-        from mcore_qwen3vl.training.step.gradients import reduce_in_pieces
 
         multi_tensor.install()
         guard_reads()
-        if not self.args.async_save:
-            wrap(filesystem_async, {"get_write_results_queue": results_queue})
-
-        # Would compile a helper for GPT data sets, which we do not use, with a Makefile that
-        # megatron-core's wheel lacks; the first rank would exit because of that.
-        wrap(datasets, {"compile_helpers": lambda original: None})
-        # Needs no host sync; Megatron's version takes one per rank of the world.
-        wrap(dist_signal_handler, {"all_gather_item": Signals().gather})
-        # Copies only a bounded part of the gradients at a time.
-        gradients = import_module("megatron.core.distributed.finalize_model_grads")
-        wrap(gradients, {"_allreduce_non_tensor_model_parallel_grads": reduce_in_pieces})
-        # Checkpoints hold only what trains.
-        keep = {"generate_state_dict": keep_trained} if self.lora else {}
-        wrap(checkpointing, keep)
-        wrap(
-            training,
-            {
-                # First chooses a readable checkpoint.
-                "load_checkpoint": self._load_checkpoint,
-                # First saves the position in the data.
-                "save_checkpoint_and_time": self._save_checkpoint,
-                # Also exports to Hugging Face.
-                "checkpoint_and_decide_exit": self._after_iteration,
-                # Takes our batches, which are no dictionaries, past --iterations-to-skip.
-                "dummy_train_step": skip_step,
-                # Its time does not count in the speed that we log.
-                "evaluate_and_print_results": self._validate,
-                # Returns the losses of a validation, which the function above only prints.
-                "evaluate": self._evaluate,
-                # Also writes --log-json, and stops at a non-finite gradient norm.
-                "training_log": self._log,
-                # Adds the parts' own learning rates.
-                "get_megatron_optimizer_config": self._optimizer_config,
-                # Without host syncs.
-                "reduce_max_stat_across_model_parallel_group": Stats().reduce,
-                "logical_and_across_model_parallel_group": partial(
-                    success_of_all, fp16=self.args.fp16
-                ),
-                # Makes torch's Adam fused and resumable, saves the state in each rank's own part,
-                # and keeps the loss scale on the host.
-                "get_megatron_optimizer": self._optimizer,
-            },
-        )
-        by_adapter = is_preference(self.args) and reference_of(self.args) == "adapter"
-        # Set either way, because an earlier run in this process may have set it.
-        wrap(
-            training,
-            {"get_forward_backward_func": with_reference if by_adapter else _as_it_is},
-        )
+        wrap_all(self._wrappers())
         pretrain(
             pretrain_cfg_container_from_args(self.args),
             self.data,
@@ -277,6 +215,38 @@ class Run:
                 finalize_model_grads_func=lambda *args, **kw: self._finalize_gradients(*args, **kw),
             ),
         )
+
+    def _wrappers(self) -> dict[str, Any]:
+        """Return what wraps each function of :data:`mcore_qwen3vl.training.hooks.HOOKS`."""
+        from mcore_qwen3vl.training import hooks
+        from mcore_qwen3vl.training.lora.lora_run import keep_trained
+        from mcore_qwen3vl.training.preference.flags import is_preference, reference_of
+        from mcore_qwen3vl.training.preference.reference import with_reference
+        from mcore_qwen3vl.training.step.gradients import reduce_in_pieces
+
+        args = self.args
+        by_adapter = is_preference(args) and reference_of(args) == "adapter"
+        return {
+            "get_write_results_queue": hooks.unchanged if args.async_save else hooks.results_queue,
+            "compile_helpers": lambda original: None,
+            "all_gather_item": hooks.Signals().gather,
+            "_allreduce_non_tensor_model_parallel_grads": reduce_in_pieces,
+            "generate_state_dict": keep_trained if self.lora else hooks.unchanged,
+            "load_checkpoint": self._load_checkpoint,
+            "save_checkpoint_and_time": self._save_checkpoint,
+            "checkpoint_and_decide_exit": self._after_iteration,
+            "dummy_train_step": hooks.skip_step,
+            "evaluate_and_print_results": self._validate,
+            "evaluate": self._evaluate,
+            "training_log": self._log,
+            "get_megatron_optimizer_config": self._optimizer_config,
+            "get_megatron_optimizer": self._optimizer,
+            "reduce_max_stat_across_model_parallel_group": hooks.Stats().reduce,
+            "logical_and_across_model_parallel_group": partial(
+                hooks.success_of_all, fp16=args.fp16
+            ),
+            "get_forward_backward_func": with_reference if by_adapter else hooks.unchanged,
+        }
 
     def _note_trained(self, trained: Trained) -> None:
         self.metrics.trained = self.data.trained = trained
@@ -473,7 +443,3 @@ def _objective(args: argparse.Namespace) -> Any:
     if is_preference(args):
         return of_pairs(preference_of(args))
     return of_tokens(find_loss(args.loss))
-
-
-def _as_it_is(original: Any, *args: Any, **kwargs: Any) -> Any:
-    return original(*args, **kwargs)
