@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import asdict, dataclass, fields
 from itertools import accumulate
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.split import read_split
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Layout:
     sp: bool = False
     first: int | None = None  # decoder layers on the first pipeline stage, if not an equal share
     last: int | None = None  # decoder layers on the last pipeline stage, if not an equal share
-    split: str | None = None  # what each virtual stage holds, in the form that :mod:`.split` reads
+    split: str | None = None  # what each virtual stage holds, in the form that `read_split` reads
 
     def __post_init__(self) -> None:
         if self.split is not None:
@@ -256,3 +255,45 @@ def _check_divides(size: int, what: str, parts: int, name: str) -> None:
             f"{size} {what} cannot be divided over {name} {parts}: use {name} {candidates[-1]}"
             f"{' or another divisor of ' + str(size) if size > 1 else ''}."
         )
+
+
+_GROUP = re.compile(r"\(([^()]+)\)\*([0-9]+)")
+_REPEATED = re.compile(r"([^()*])\*([0-9]+)")
+
+
+class Stage(NamedTuple):
+    """One virtual stage."""
+
+    embedding: bool
+    layers: int
+    head: bool
+
+
+def read_split(text: str) -> list[Stage]:
+    """Return the virtual stages of a ``--pipeline-model-parallel-layout``, in the model's order.
+
+    ``E|ttt|(tt|)*4L`` has seven: the embedding (and with it the vision tower) alone, three decoder
+    layers, four stages of two, and the head alone. mcore's own reader
+    (``PipelineParallelLayerLayout``) needs all of megatron, which must not be imported before the
+    CPU backend is installed; a test checks that the two agree.
+
+    Raises:
+        BadInput: `text` has another form, or does not have one embedding at its beginning and one
+            head at its end.
+    """
+    plain = text.replace(",", "")
+    for pattern in (_GROUP, _REPEATED):
+        plain = pattern.sub(lambda match: match[1] * int(match[2]), plain)
+    if wrong := re.search(r"[^EtL|]", plain):
+        raise BadInput(
+            f"The pipeline split {text!r} is not understood at {wrong[0]!r}: write E (embedding "
+            "and vision tower), t (a decoder layer), L (head) and | between stages. t*3 and "
+            "(tt|)*2 repeat."
+        )
+    order = plain.replace("|", "")
+    if not re.fullmatch("Et*L", order):
+        raise BadInput(
+            f"The pipeline split {text!r} must have one E, which comes first, and one L, which "
+            "comes last."
+        )
+    return [Stage("E" in part, part.count("t"), "L" in part) for part in plain.split("|")]

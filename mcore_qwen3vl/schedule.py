@@ -8,8 +8,8 @@ formula holds for equal stages only; the simulation has the time that ranks wait
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -108,3 +108,40 @@ def order_of_work(rank: int, ranks: int, chunks: int, micro_batches: int, group:
         for work in pair
     ]
     return [*forwards[:ahead], *steady, *backwards[len(table) - ahead :]]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The modelled pipeline.
+
+    Attributes:
+        flops: FLOPs of each stage for one micro-batch, recomputed work included.
+        imbalance: FLOPs of the busiest stage over the mean.
+        bubble: share of an iteration in which a rank waits, on average.
+    """
+
+    flops: list[float]
+    imbalance: float
+    bubble: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the modelled pipeline for ``--json``."""
+        return {"kind of numbers": "modelled", **asdict(self)}
+
+
+def model_pipeline(
+    stages: Sequence[Sequence[Durations]], micro_batches: int, group: int = 0
+) -> Pipeline:
+    """Model the pipeline of stages whose FLOPs for a micro-batch are known.
+
+    A micro-batch is assumed to take time in proportion to them, and transfers to take none.
+
+    Args:
+        stages: FLOPs of each pipeline rank's virtual stages, in order.
+        micro_batches: micro-batches of an iteration.
+        group: see :func:`mcore_qwen3vl.schedule.play`.
+    """
+    flops = [sum(chunk.both for chunk in chunks) for chunks in stages]
+    mean = sum(flops) / len(flops)
+    duration = play(stages, micro_batches, group)
+    return Pipeline(flops, max(flops) / mean, 1 - micro_batches * mean / duration)

@@ -20,7 +20,6 @@ ORDER = (
     "atomic",
     "machine",
     "config",
-    "split",
     "schedule",
     "layout",
     "megatron_config",

@@ -9,11 +9,11 @@ from typing import Any
 
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.rehearsal import holders
-from mcore_qwen3vl.rehearsal.pipeline import Pipeline
 from mcore_qwen3vl.rehearsal.roles import Role
 from mcore_qwen3vl.rehearsal.step_time import StepTime
 from mcore_qwen3vl.runtime.gpus import GIB, Gpu
 from mcore_qwen3vl.runtime.pretended.report import Report, Stage
+from mcore_qwen3vl.schedule import Pipeline
 from mcore_qwen3vl.training.phases import LOG
 
 SPARE = 0.05

@@ -15,7 +15,6 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.rehearsal.command import Command
 from mcore_qwen3vl.rehearsal.material import prepare, rehearsed_micro_batches
 from mcore_qwen3vl.rehearsal.outcome import Device, Rehearsal, RoleOutcome
-from mcore_qwen3vl.rehearsal.pipeline import Pipeline, model_pipeline
 from mcore_qwen3vl.rehearsal.roles import Role, roles_of
 from mcore_qwen3vl.rehearsal.step_time import Constants, Model, RankWork, StepTime
 from mcore_qwen3vl.runtime.gpus import Gpu, allowance_gib
@@ -23,7 +22,7 @@ from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.runtime.pretended.flops import flops_of
 from mcore_qwen3vl.runtime.pretended.preload import Routing, Settings
 from mcore_qwen3vl.runtime.pretended.workbench import As, Failed, Workbench
-from mcore_qwen3vl.schedule import Durations
+from mcore_qwen3vl.schedule import Durations, Pipeline, model_pipeline
 from mcore_qwen3vl.training.arguments.layout import check_layout
 from mcore_qwen3vl.training.phases import BACKWARD, FORWARD
 

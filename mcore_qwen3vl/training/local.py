@@ -13,9 +13,8 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.training.arguments.checks import check_device
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
-from mcore_qwen3vl.training.arguments.common import add_common
 from mcore_qwen3vl.training.arguments.early import check_early
-from mcore_qwen3vl.training.arguments.help import PROGRAM, print_help
+from mcore_qwen3vl.training.arguments.help import PROGRAM, add_common, print_help
 from mcore_qwen3vl.training.arguments.layout import check_layout
 from mcore_qwen3vl.training.arguments.own_flags import add_arguments
 from mcore_qwen3vl.training.crash import death_of_a_rank, report_crash

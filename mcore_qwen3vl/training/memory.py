@@ -11,24 +11,29 @@ Allocator fragmentation, NCCL buffers and the CUDA context are not included.
 from __future__ import annotations
 
 import argparse
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Literal
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.adapters.config import AdapterConfig
+from mcore_qwen3vl.converters.adapters.peft_model import HFConfig, apply
+from mcore_qwen3vl.converters.adapters.targets import resolve_targets
 from mcore_qwen3vl.converters.mapping import parameters
+from mcore_qwen3vl.converters.mapping.parameters import Group
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.head.log_probs import CHUNK_LOGITS
 from mcore_qwen3vl.schedule import order_of_work
 from mcore_qwen3vl.training.lora.flags import adapter_config, asked
-from mcore_qwen3vl.training.lora.parameters import trained_parameters
 
 Recompute = Literal["none", "cheap", "full"] | int
 """What the backward pass recomputes; see :func:`estimate`."""
 
-TrainedCounts = Counter[parameters.Group]
+TrainedCounts = Counter[Group]
 """Number of trained parameters in each group, for a LoRA run, which does not train all.
 
 Such a run keeps the model's activations: the factors need the same inputs as the weights.
@@ -146,9 +151,7 @@ def _stage(
     trained: TrainedCounts | None,
 ) -> Memory:
     counts = parameters.count(a)
-    frozen, factors = (
-        (Counter[parameters.Group](), counts) if trained is None else (counts, trained)
-    )
+    frozen, factors = (Counter[Group](), counts) if trained is None else (counts, trained)
     held = rank_parameters(a, layout, stage, frozen)
     shared, experts = rank_parameters(a, layout, stage, factors)
     # The distributed optimizer divides states over the ranks that hold the same weights.
@@ -197,7 +200,7 @@ def rank_parameters(
     return shared, experts
 
 
-def _outside_layers(group: parameters.Group, a: Architecture, layout: Layout, stage: int) -> bool:
+def _outside_layers(group: Group, a: Architecture, layout: Layout, stage: int) -> bool:
     """Return whether the group is outside the decoder layers and on this pipeline stage."""
     first, last = stage == 0, stage == layout.pp - 1
     if group.layer is not None:
@@ -291,3 +294,32 @@ def _vision_activations(
     # function's input. The outputs of the norms and of the activation function are recomputed.
     per_patch = v.depth * ((2 + 3 + 1) * v.hidden_size + v.intermediate_size)
     return ACTIVATION * patches * per_patch
+
+
+def trained_parameters(config: AdapterConfig, hf_config: HFConfig) -> Counter[Group]:
+    """Count the trained values, in LoRA factors and in modules trained whole.
+
+    The groups are those of ``mapping.parameters.count``. Factors are counted as if TP did not
+    divide them, which is slightly too many.
+
+    Raises:
+        BadInput: see ``resolve_targets``.
+    """
+    counts: Counter[Group] = Counter()
+    for name, spec in resolve_targets(config, hf_config).items():
+        counts[_group(name)] += prod(spec.a_shape) + prod(spec.b_shape)
+    for name, shape in apply(config, hf_config).saved.items():
+        counts[_group(name)] += prod(shape)
+    return counts
+
+
+def _group(name: str) -> Group:
+    if name.startswith("model.visual."):
+        return Group("vision", None, False)
+    if name.startswith("lm_head."):
+        return Group("output layer", None, False)
+    layer = re.match(r"model\.language_model\.layers\.(\d+)\.", name)
+    if layer is None:
+        return Group("embedding" if "embed_tokens" in name else "norms", None, False)
+    experts = ".mlp.experts." in name
+    return Group("experts" if experts else "mlp", int(layer[1]), experts)

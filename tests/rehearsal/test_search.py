@@ -12,11 +12,10 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model import flops
 from mcore_qwen3vl.rehearsal.command import Command, read_command
-from mcore_qwen3vl.rehearsal.pipeline import model_pipeline
 from mcore_qwen3vl.rehearsal.roofline import EFFICIENCY, Step, step_seconds
 from mcore_qwen3vl.rehearsal.search import candidates
 from mcore_qwen3vl.runtime.gpus import GPUS
-from mcore_qwen3vl.schedule import Durations
+from mcore_qwen3vl.schedule import Durations, model_pipeline
 from mcore_qwen3vl.shapes import SHAPES
 from tests.launch.test_scripts import final_command
 from tests.rehearsal.conftest import Command as RunCommand

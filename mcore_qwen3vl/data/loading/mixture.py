@@ -17,16 +17,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import yaml
 
 from mcore_qwen3vl.data.config import MediaLimits
-from mcore_qwen3vl.data.loading.source import Source
 from mcore_qwen3vl.data.records.reading import Reading
 from mcore_qwen3vl.errors import BadInput
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set, its weight in a blend, and how its records are read."""
+
+    path: Path
+    weight: float = 1.0
+    epochs: float | None = None
+    """How often the data set is read in an epoch of the blend; set for all data sets or none."""
+    reading: Reading = field(default_factory=Reading)
+    media_root: Path | None = None
+    """Folder that relative paths of media start from; None: the data's own folder."""
+    limits: MediaLimits = field(default_factory=MediaLimits)
+    """Budgets of this data set; those that are set replace the run's."""
+    max_samples: int | None = None
+    """Number of samples to read, from the first; None: all."""
+
 
 _TEXTS = ("preprocess", "format", "system", "train_on")
 _OWN: dict[str, type] = {

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from mcore_qwen3vl.data.loading.mixture import is_mixture, read_mixture
-from mcore_qwen3vl.data.loading.source import Source
+from mcore_qwen3vl.data.loading.mixture import Source, is_mixture, read_mixture
 from mcore_qwen3vl.errors import BadInput
 
 __all__ = ["Source", "parse_sources", "require_data_set"]

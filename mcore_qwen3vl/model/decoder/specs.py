@@ -15,13 +15,14 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.decoder.attention import TorchAttention
-from mcore_qwen3vl.model.decoder.balancing import keep_local_counts
 from mcore_qwen3vl.model.decoder.experts import GroupedExperts
 from mcore_qwen3vl.model.decoder.layer import DeepStackLayer
 from mcore_qwen3vl.model.decoder.mlp import GatedMLP
@@ -132,3 +133,21 @@ def _is_moe(config: TransformerConfig, layer: int) -> bool:
         return False
     frequency = config.moe_layer_freq
     return bool(frequency[layer]) if isinstance(frequency, list) else layer % frequency == 0
+
+
+def keep_local_counts() -> None:
+    """Keep a rank's own token counts per expert when they are summed over the ranks.
+
+    Megatron sums in place over the TP x CP group. With a padding mask it then takes the number of
+    its own tokens from the same tensor, and the gradient of the balancing loss is too large by a
+    factor of the group's size (NVIDIA/Megatron-LM#7452, finding 10).
+    """
+    reduce = moe_utils.reduce_from_tensor_model_parallel_region
+    if hasattr(reduce, "keeps"):
+        return
+
+    def reduce_copy(counts: Tensor, *arguments: Any, **named: Any) -> Any:
+        return reduce(counts.clone(), *arguments, **named)
+
+    reduce_copy.keeps = True  # type: ignore[attr-defined]
+    moe_utils.reduce_from_tensor_model_parallel_region = reduce_copy

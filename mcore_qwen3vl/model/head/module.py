@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.head.log_probs import Columns, token_log_probs
-from mcore_qwen3vl.model.head.padding import mask_columns
 
 
 class LowRank(Protocol):
@@ -117,3 +117,29 @@ class Head(ColumnParallelLinear):
         first = self.tp_group.rank() * self.output_size_per_partition
         count = min(max(self.vocab_size - first, 0), self.output_size_per_partition)
         return Columns(first, count)
+
+
+def mask_columns(logits: Tensor, columns: int) -> Tensor:
+    """Give the columns after the first `columns` the logit -inf and no gradient, in place.
+
+    They only pad the vocabulary to a divisible size. Megatron's cross entropy normalises over them
+    too, so that its value and gradients would depend on ``--make-vocab-size-divisible-by``. Losses,
+    samples and gradients are now those of the unpadded head, exactly.
+    """
+    return logits if columns >= logits.shape[-1] else _Mask.apply(logits, columns)
+
+
+class _Mask(torch.autograd.Function):
+    """Masks in place, forward and backward, because the logits are the largest tensor of all."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, columns: int) -> Tensor:
+        ctx.columns = columns
+        ctx.mark_dirty(logits)
+        logits[..., columns:] = -torch.inf
+        return logits
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        gradient[..., ctx.columns :] = 0
+        return gradient, None

@@ -33,13 +33,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
-from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionBlock, Qwen3VLVisionModel
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.model.inputs import PER_PATCH, VisualInputs, to_device
+from mcore_qwen3vl.model.recompute import recomputing, remember_outputs_of
 from mcore_qwen3vl.model.vision.attention import FrameAttention
 from mcore_qwen3vl.model.vision.interface import RotaryEmbedding, interpolation_arguments
-from mcore_qwen3vl.model.vision.lean import make_lean
 from mcore_qwen3vl.model.vision.sharing import Share, share_frames
 
 
@@ -193,3 +193,23 @@ class _PatchProjection(nn.Module):
     def forward(self, pixel_values: Tensor) -> Tensor:
         weight = self.weight.flatten(1)
         return F.linear(pixel_values.to(weight.dtype), weight, self.bias)
+
+
+def make_lean(block: nn.Module) -> None:
+    """Let a block recompute the outputs of norms and activation functions; it is changed in place.
+
+    This saves six of the vectors of hidden size that a block would keep for each patch.
+
+    Args:
+        block: a ``Qwen3VLVisionBlock`` as Hugging Face builds it.
+    """
+    block.__class__ = _LeanBlock
+    for name in ("norm1", "norm2", "mlp.act_fn"):
+        remember_outputs_of(block.get_submodule(name))
+
+
+class _LeanBlock(Qwen3VLVisionBlock):
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        with recomputing():
+            output: Tensor = super().forward(*args, **kwargs)
+        return output

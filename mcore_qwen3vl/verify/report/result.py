@@ -15,12 +15,15 @@ The JSON of both ``--json`` and ``report.json`` has these keys::
 
 from __future__ import annotations
 
+import os
+import platform
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar
 
+from mcore_qwen3vl import __version__
 from mcore_qwen3vl.console import command_line
 from mcore_qwen3vl.errors import CheckFailed
-from mcore_qwen3vl.verify.report.environment import environment
 from mcore_qwen3vl.verify.report.measurement import Finding
 
 FORMAT = 2
@@ -145,3 +148,19 @@ class Report:
             "environment": {**environment(), **self.environment},
             "command": command_line(),
         }
+
+
+PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine")
+
+
+def environment() -> dict[str, str]:
+    """Return the versions of the packages that compute, and the machine."""
+    found = {"mcore-qwen3vl": __version__}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    found["python"] = platform.python_version()
+    found["machine"] = f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs"
+    return found

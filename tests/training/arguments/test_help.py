@@ -14,8 +14,7 @@ from megatron.training.arguments import add_megatron_arguments
 from mcore_qwen3vl.cli import main as command_line
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
-from mcore_qwen3vl.training.arguments.common import COMMON
-from mcore_qwen3vl.training.arguments.help import asked_words, print_help
+from mcore_qwen3vl.training.arguments.help import COMMON, asked_words, print_help
 from mcore_qwen3vl.training.arguments.own_flags import add_arguments
 from mcore_qwen3vl.training.run import main
 

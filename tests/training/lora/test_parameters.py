@@ -13,7 +13,7 @@ from mcore_qwen3vl.model.build import build_chunks
 from mcore_qwen3vl.model.lora.adapt import adapt
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
-from mcore_qwen3vl.training.lora.parameters import trained_parameters
+from mcore_qwen3vl.training.memory import trained_parameters
 from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
 
 
