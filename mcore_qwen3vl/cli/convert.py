@@ -162,15 +162,7 @@ def hf_to_mcore(
         layout=layout,
         spec=None if spec is None else spec.value,
     )
-    carry_out(
-        plan,
-        dst,
-        force=force,
-        workers=workers,
-        dry_run=dry_run,
-        json=json,
-        strict=strict,
-    )
+    carry_out(plan, dst, force=force, workers=workers, dry_run=dry_run, json=json, strict=strict)
 
 
 @app.command("mcore-to-hf")
@@ -204,15 +196,7 @@ def mcore_to_hf(
         max_shard_size=max_shard_size,
         expert_layout=expert_layout,
     )
-    carry_out(
-        plan,
-        dst,
-        force=force,
-        workers=workers,
-        dry_run=dry_run,
-        json=json,
-        strict=strict,
-    )
+    carry_out(plan, dst, force=force, workers=workers, dry_run=dry_run, json=json, strict=strict)
 
 
 @app.command("hf-to-hf")
@@ -241,12 +225,4 @@ def hf_to_hf(
         max_shard_size=max_shard_size,
         expert_layout=expert_layout,
     )
-    carry_out(
-        plan,
-        dst,
-        force=force,
-        workers=workers,
-        dry_run=dry_run,
-        json=json,
-        strict=strict,
-    )
+    carry_out(plan, dst, force=force, workers=workers, dry_run=dry_run, json=json, strict=strict)
