@@ -17,7 +17,6 @@ from mcore_qwen3vl.training.arguments.early import check_early
 from mcore_qwen3vl.training.arguments.help import PROGRAM, add_common, print_help
 from mcore_qwen3vl.training.arguments.layout import check_layout
 from mcore_qwen3vl.training.arguments.own_flags import add_arguments
-from mcore_qwen3vl.training.crash import death_of_a_rank, report_crash
 
 SHUTDOWN_SECONDS = 600
 """Time for a step and a checkpoint after SIGTERM; after torchrun's 30 s a rank would be killed."""
@@ -75,6 +74,7 @@ def train_locally(flags: Sequence[str], processes: int | None = None) -> int:
 
 def _run_here(command: CommandLine) -> int:
     """Run a single rank in this process, which saves importing torch a second time."""
+    from mcore_qwen3vl.training.crash import report_crash
     from mcore_qwen3vl.training.run import main
 
     with socket.socket() as free:
@@ -95,6 +95,8 @@ def _run_torchrun(command: CommandLine, ranks: int) -> int:
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    from mcore_qwen3vl.training.crash import death_of_a_rank  # a typo is answered without it
 
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
