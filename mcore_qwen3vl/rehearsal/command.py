@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -47,19 +48,6 @@ class Command:
                 found = value if equals else "" if following.startswith("--") else following
         return found
 
-    def number(self, flag: str, default: int) -> int:
-        """Return a flag's value as a number; see :meth:`value`.
-
-        Raises:
-            BadInput: the value is not a whole number.
-        """
-        value = self.value(flag)
-        if value is None:
-            return default
-        if not value.isdigit():
-            raise BadInput(f"{flag} is {value!r}: a whole number is needed.")
-        return int(value)
-
     def without(self, *names: str) -> Command:
         """Return the same command without these flags and their values."""
         return replace(self, flags=tuple(without_flags(self.flags, frozenset(names))))
@@ -84,25 +72,29 @@ class Command:
         Raises:
             BadInput: a flag has an invalid value.
         """
-        args = self.line.args
-        return Layout.from_flags(args, self.gpus, moe=args.expert_model_parallel_size > 1)
+        moe = self.args.expert_model_parallel_size > 1
+        return Layout.from_flags(self.args, self.gpus, moe=moe)
 
     @cached_property
     def line(self) -> CommandLine:
-        """The flags, parsed."""
+        """The flags as training reads them."""
         return CommandLine(self.flags)
+
+    @property
+    def args(self) -> Namespace:
+        """The flags' values; see :attr:`CommandLine.args`."""
+        return self.line.args
 
     @property
     def micro_batches(self) -> int:
         """Micro-batches of one rank in one iteration."""
-        rows = self.number("--micro-batch-size", 1) * self.layout.dp
-        return max(self.number("--global-batch-size", rows) // rows, 1)
+        rows = self.args.micro_batch_size * self.layout.dp
+        return max((self.args.global_batch_size or rows) // rows, 1)
 
     @property
     def micro_batch_group(self) -> int:
         """Micro-batches that a rank runs through a virtual stage before it turns to the next."""
-        flag = "--microbatch-group-size-per-virtual-pipeline-stage"
-        return self.number(flag, 0) or self.layout.pp
+        return self.args.microbatch_group_size_per_virtual_pipeline_stage or self.layout.pp
 
 
 def read_command(words: Sequence[str], gpus: int | None) -> Command:

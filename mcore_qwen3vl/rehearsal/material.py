@@ -8,7 +8,6 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.rehearsal.command import Command
 from mcore_qwen3vl.tiny.stand_in import write_half_images, write_stand_in
-from mcore_qwen3vl.training.arguments.defaults import SEQ_LENGTH
 
 SAMPLES_OF_A_PACK = 16
 SHORTEST = 128  # tokens of a sample: below that there is no room for the chat template
@@ -54,7 +53,7 @@ def prepare(command: Command, folder: Path) -> Command:
             "files beside the config, or leave --data-path out for made-up data."
         )
     count = rehearsed_micro_batches(command)
-    batch = count * command.number("--micro-batch-size", 1) * command.layout.dp
+    batch = count * command.args.micro_batch_size * command.layout.dp
     if count < command.micro_batches:
         prepared = prepared.noting(
             f"only {count} of the {command.micro_batches} micro-batches of an iteration were run: "
@@ -75,14 +74,14 @@ def rehearsed_micro_batches(command: Command) -> int:
 
 def sample_of(command: Command) -> tuple[int, int]:
     """Return the tokens of each made-up sample, and those along the side of its images."""
-    tokens = command.number("--seq-length", SEQ_LENGTH)
+    tokens = command.args.seq_length
     if command.value("--packing") is not None:
         tokens = max(tokens // SAMPLES_OF_A_PACK, SHORTEST)
     return tokens, min(int((tokens / 2) ** 0.5), LARGEST_IMAGE)
 
 
 def _made_up(command: Command, model: Path, folder: Path) -> Command:
-    seq_length = command.number("--seq-length", SEQ_LENGTH)
+    seq_length = command.args.seq_length
     if seq_length < SHORTEST:
         raise BadInput(
             f"--seq-length {seq_length}: made-up samples have at least {SHORTEST} tokens; raise "

@@ -197,9 +197,9 @@ def checked(command: Command) -> Architecture:
         BadInput: model or batch do not divide so, or there is no such model.
     """
     a = command.line.architecture
-    check_layout(command.line.args, a, command.gpus)
-    rows = command.number("--micro-batch-size", 1) * command.layout.dp
-    batch = command.number("--global-batch-size", rows)
+    check_layout(command.args, a, command.gpus)
+    rows = command.args.micro_batch_size * command.layout.dp
+    batch = command.args.global_batch_size or rows
     if batch % rows:
         raise BadInput(
             f"--global-batch-size {batch} is not a multiple of the {rows} rows that "

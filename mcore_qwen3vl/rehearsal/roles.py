@@ -8,13 +8,7 @@ from dataclasses import dataclass
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.rehearsal.command import Command
-
-OWN_SPLIT = (
-    "--num-layers-per-virtual-pipeline-stage",
-    "--account-for-embedding-in-pipeline-split",
-    "--account-for-loss-in-pipeline-split",
-)
-"""Flags of pipeline splits in which any two stages may differ."""
+from mcore_qwen3vl.training.arguments.layout import OWN_SPLIT
 
 
 @dataclass(frozen=True)
@@ -73,7 +67,7 @@ def _all(command: Command, a: Architecture) -> list[Role]:
     layout = command.layout
     if layout.pp == 1:
         return [Role("every rank", 0, 0)]
-    every_one = any(command.value(flag) is not None for flag in OWN_SPLIT)
+    every_one = any(getattr(command.args, name) for name in OWN_SPLIT)
     held = layout.virtual_stages(a.num_hidden_layers)
     middle: dict[object, list[int]] = {}
     for stage in range(1, layout.pp - 1):

@@ -16,11 +16,10 @@ from mcore_qwen3vl.rehearsal.material import sample_of
 from mcore_qwen3vl.rehearsal.outcome import Rehearsal, RoleOutcome
 from mcore_qwen3vl.rehearsal.rehearse import Rehearser, checked
 from mcore_qwen3vl.rehearsal.remedies import FULL_RECOMPUTE
-from mcore_qwen3vl.rehearsal.roles import OWN_SPLIT
 from mcore_qwen3vl.rehearsal.roofline import NODE, Step, step_seconds
 from mcore_qwen3vl.runtime.gpus import Gpu, allowance_gib
 from mcore_qwen3vl.training import memory
-from mcore_qwen3vl.training.arguments.command_line import NONE
+from mcore_qwen3vl.training.arguments.command_line import NONE, RESETTABLE, SIZES
 
 WANTED = 3
 TRIED = 9
@@ -28,15 +27,7 @@ TRIED = 9
 ESTIMATE_OFF = 1.15
 """The estimate of memory may be too high by this factor."""
 _RECOMPUTE = "--recompute-granularity"
-_REPLACED = (
-    *("--tensor-model-parallel-size", "--sequence-parallel", "--pipeline-model-parallel-size"),
-    *("--num-virtual-stages-per-pipeline-rank", "--context-parallel-size"),
-    *("--expert-model-parallel-size", "--expert-tensor-parallel-size"),
-    *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"),
-    "--pipeline-model-parallel-layout",
-    *(_RECOMPUTE, "--recompute-method", "--recompute-num-layers"),
-    *OWN_SPLIT,
-)
+_REPLACED = (*SIZES, "--expert-tensor-parallel-size", *RESETTABLE)
 
 
 @dataclass(frozen=True)
@@ -183,7 +174,7 @@ def _resets(command: Command, flags: Sequence[str]) -> Iterator[str]:
 
 def trained_of(command: Command, a: Architecture) -> memory.TrainedCounts | None:
     """Count the parameters that a LoRA run trains; None for a run without LoRA."""
-    return memory.trained_of(command.line.args, a, command.line.model)
+    return memory.trained_of(command.args, a, command.line.model)
 
 
 def estimate_stages(
@@ -196,8 +187,8 @@ def estimate_stages(
         a: the model's shape.
         trained: see :func:`trained_of`.
     """
-    layout = Layout.from_flags(command.line.args, command.gpus, moe=a.is_moe)
-    return memory.of_flags(command.line.args, a, layout, trained)
+    layout = Layout.from_flags(command.args, command.gpus, moe=a.is_moe)
+    return memory.of_flags(command.args, a, layout, trained)
 
 
 def _candidate(
@@ -208,7 +199,7 @@ def _candidate(
     trained: memory.TrainedCounts | None,
 ) -> Candidate:
     layout, (sample, side) = command.layout, sample_of(command)
-    args = command.line.args
+    args = command.args
     step = Step(args.seq_length, args.micro_batch_size, command.micro_batches, sample, side**2)
     peak = max(stage.total for stage in estimate_stages(command, a, trained))
     extra = (allowance_gib(layout) - allowance_gib(command.without(*_REPLACED).layout)) * 2**30

@@ -18,6 +18,7 @@ from mcore_qwen3vl.training.arguments.refusal import StrictParser, refuse_unknow
 NONE = "none"
 """``--FLAG none`` unsets a flag that a script set; Megatron has no value for "unset"."""
 
+# The flags of Megatron's that are read before it is imported, by what follows them.
 _TEXTS = (
     *("--load", "--pretrained-checkpoint", "--save", "--tensorboard-dir"),
     *("--wandb-project", "--wandb-exp-name", "--wandb-save-dir"),
@@ -25,13 +26,13 @@ _TEXTS = (
 )
 _LISTS = ("--data-path", "--train-data-path", "--valid-data-path")
 _NUMBERS = (
-    *("--train-iters", "--train-samples", "--ckpt-step"),
+    *("--train-iters", "--train-samples", "--ckpt-step", "--global-batch-size"),
+    "--microbatch-group-size-per-virtual-pipeline-stage",
     *("--expert-tensor-parallel-size", "--num-virtual-stages-per-pipeline-rank"),
     *("--num-layers-per-virtual-pipeline-stage", "--recompute-num-layers"),
     *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"),
 )
-_SIZES = (
-    "--micro-batch-size",
+SIZES = (
     *("--tensor-model-parallel-size", "--pipeline-model-parallel-size"),
     *("--context-parallel-size", "--expert-model-parallel-size"),
 )
@@ -40,15 +41,13 @@ _SWITCHES = (
     *(f"--account-for-{end}-in-pipeline-split" for end in ("embedding", "loss")),
 )
 
-_RESETTABLE = frozenset(
-    {
-        *("--recompute-granularity", "--recompute-method", "--recompute-num-layers"),
-        *("--pipeline-model-parallel-layout", "--num-virtual-stages-per-pipeline-rank"),
-        "--num-layers-per-virtual-pipeline-stage",
-        *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"),
-        *(f"--account-for-{end}-in-pipeline-split" for end in ("embedding", "loss")),
-        "--sequence-parallel",
-    }
+RESETTABLE = (
+    *("--recompute-granularity", "--recompute-method", "--recompute-num-layers"),
+    *("--pipeline-model-parallel-layout", "--num-virtual-stages-per-pipeline-rank"),
+    "--num-layers-per-virtual-pipeline-stage",
+    *("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"),
+    *(f"--account-for-{end}-in-pipeline-split" for end in ("embedding", "loss")),
+    "--sequence-parallel",
 )
 """Flags that may be followed by ``none``."""
 
@@ -121,7 +120,7 @@ def _parser() -> StrictParser:
         parser.add_argument(flag, nargs="*")
     for flag in _NUMBERS:
         parser.add_argument(flag, type=int)
-    for flag in _SIZES:
+    for flag in (*SIZES, "--micro-batch-size"):
         parser.add_argument(flag, type=int, default=1)
     parser.add_argument("--seq-length", type=int, default=SEQ_LENGTH)
     for flag in _SWITCHES:
@@ -152,9 +151,9 @@ def take_back(argv: Sequence[str]) -> list[str]:
     """
     kept: list[str] = []
     for word in argv:
-        if word == NONE and kept and kept[-1] in _RESETTABLE:
+        if word == NONE and kept and kept[-1] in RESETTABLE:
             kept = without_flags(kept, frozenset({kept[-1]}))
-        elif word.endswith(f"={NONE}") and word.partition("=")[0] in _RESETTABLE:
+        elif word.endswith(f"={NONE}") and word.partition("=")[0] in RESETTABLE:
             kept = without_flags(kept, frozenset({word.partition("=")[0]}))
         else:
             kept.append(word)

@@ -9,12 +9,15 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 
-_OWN_SPLIT = (
+OWN_SPLIT = (
     "num_layers_per_virtual_pipeline_stage",
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
 )
-"""Splits over the pipeline that `Layout` does not describe; Megatron checks them."""
+"""Splits over the pipeline that `Layout` does not describe; Megatron checks them.
+
+Any two stages may differ in them.
+"""
 
 
 def validated_layout(args: argparse.Namespace) -> Layout:
@@ -36,7 +39,7 @@ def check_layout(args: argparse.Namespace, architecture: Architecture, world_siz
         BadInput: a size does not divide; the message names both numbers and what to change.
     """
     layout = Layout.from_flags(args, world_size, moe=architecture.is_moe)
-    if any(getattr(args, name) for name in _OWN_SPLIT):
+    if any(getattr(args, name) for name in OWN_SPLIT):
         layout = replace(layout, pp=1, vpp=1, first=None, last=None)
     # `checks` refuses what only training forbids, by its flag.
     layout.validate(architecture, training=False)
