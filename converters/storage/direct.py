@@ -2,9 +2,11 @@
 
 A buffered write fills pages that nothing reads again and that evict useful ones. Writing and
 syncing 400 MB costs 0.05 s of processor time with direct I/O and 0.34 s buffered (0.13 to 0.58;
-five interleaved pairs), and takes a third of the time. Whole blocks are therefore written directly
-from an aligned buffer. The bytes before the first and after the last whole block are written
-buffered; so is everything where the file system has no direct I/O.
+five interleaved pairs), and takes a third of the time. Converting a cut 2B of 2.1 GB to Megatron
+takes 7.4 s of processor time (10.8 s buffered), and back 5.1 s (8.4 s).
+
+Whole blocks are written directly from an aligned buffer. The bytes before the first and after the
+last whole block are written buffered; so is everything where the file system has no direct I/O.
 """
 
 from __future__ import annotations
