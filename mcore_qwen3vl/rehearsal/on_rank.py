@@ -65,7 +65,7 @@ def rehearse(flags: Sequence[str], progress: Path) -> dict[str, Any]:
         "refused": None if refused is None else vars(refused),
         "over time": [vars(moment) for moment in history.over_time()],
         "error": error,
-        "parameters": _by_part(held[0][0]) if held else {},
+        "parameters": by_part(held[0][0]) if held else {},
         "retries": torch.cuda.memory_stats().get("num_alloc_retries", 0),
         "host bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
@@ -116,9 +116,15 @@ def _optimizer_tensors(optimizer: Any) -> Iterator[Any]:
             yield from state.values()
 
 
-def _by_part(model: list[nn.Module]) -> dict[str, int]:
+def by_part(model: list[nn.Module]) -> dict[str, int]:
+    """Count the parameters of each part, as ``inspect`` names them; an adapter is one of its own.
+
+    Args:
+        model: this rank's pipeline chunks.
+    """
     parts: Counter[str] = Counter()
     for chunk in model:
         for name, parameter in chunk.named_parameters():
-            parts[part_of(name)] += parameter.numel()
+            part = "adapter" if "adapter." in name else part_of(name)
+            parts[part] += parameter.numel()
     return dict(parts.most_common())
