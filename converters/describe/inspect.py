@@ -40,6 +40,7 @@ class Inspection:
         form: how its Hugging Face tensors are called, and which head it has.
         expert_layout: declared layout of the fused experts; None for a dense model.
         iteration: name of the iteration's folder in a Megatron checkpoint; else None.
+        maker: who wrote a Megatron checkpoint in a dialect; else None.
         tensors: the stored tensors; for a config, the tensors that its weights would have.
         parameters: parameter count by part of the model, without vocabulary padding.
         active_parameters: parameters used for one token (top-k experts), all parts.
@@ -60,6 +61,7 @@ class Inspection:
     padded_vocab_size: int | None
     files: int
     nbytes: int
+    maker: str | None = None
 
     @property
     def total_parameters(self) -> int:
@@ -80,15 +82,21 @@ class Inspection:
         return replace(source, name=self.form.names.stored(source.name))
 
 
-def inspect_path(path: str | Path) -> Inspection:
+def inspect_path(path: str | Path, *, hf_config: str | Path | None = None) -> Inspection:
     """Inspect an HF checkpoint, an mcore checkpoint, or a ``config.json`` (file or directory).
+
+    Args:
+        path: what to inspect.
+        hf_config: directory of the config of an mcore checkpoint that has none.
 
     Raises:
         BadInput: the path is none of these, or is damaged.
     """
     path = Path(path)
     if is_megatron(path):
-        return _megatron(path)
+        return _megatron(path, None if hf_config is None else Path(hf_config))
+    if hf_config is not None:
+        raise BadInput(f"{path} is no Megatron-Core checkpoint: --hf-config is not for it.")
     if is_huggingface(path):
         return _huggingface(path)
     if path.is_file() or (path / "config.json").is_file():
@@ -98,15 +106,15 @@ def inspect_path(path: str | Path) -> Inspection:
     )
 
 
-def _megatron(path: Path) -> Inspection:
-    folder = hf_folder(path)
+def _megatron(path: Path, hf_config: Path | None) -> Inspection:
+    folder = hf_config or hf_folder(path)
     architecture = Architecture.from_hf(folder)
     checkpoint = open_megatron(path, architecture)
     stored = {key: checkpoint.index.tensors[key] for key in sorted(checkpoint.model_keys())}
     tensors = tuple(
         _info(key, t.shape, dtype_name(t.dtype), t.dtype.itemsize) for key, t in stored.items()
     )
-    return _inspection(
+    found = _inspection(
         path,
         "megatron",
         architecture,
@@ -116,6 +124,7 @@ def _megatron(path: Path) -> Inspection:
         padded_vocab_size=checkpoint.vocab_size,
         files=len(checkpoint.data_files),
     )
+    return found if checkpoint.dialect is None else replace(found, maker=checkpoint.dialect.maker)
 
 
 def _huggingface(path: Path) -> Inspection:

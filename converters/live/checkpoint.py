@@ -7,7 +7,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
-from mcore_qwen3vl.converters.mcore.formats import format_of
+from mcore_qwen3vl.converters.mcore.formats import format_of, require_own_keys
 from mcore_qwen3vl.converters.mcore.megatron_checkpoint import NOT_THE_MODEL
 from mcore_qwen3vl.converters.mcore.paths import (
     iteration_folder,
@@ -31,8 +31,8 @@ def load_checkpoint(models: Sequence[Any], path: str | Path, *, whole: bool = Tr
             virtual stage; the checkpoint may then hold more than `models`.
 
     Raises:
-        BadInput: there is no checkpoint, it has the legacy format, or its keys or shapes are not
-            exactly the model's.
+        BadInput: there is no checkpoint, it has the legacy format or another maker's keys, or its
+            keys or shapes are not exactly the model's.
     """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -48,7 +48,8 @@ def load_checkpoint(models: Sequence[Any], path: str | Path, *, whole: bool = Tr
             f"{folder} is of {format.title}, which loads only under its own layout. Export it "
             "first: mcore-qwen3vl convert mcore-to-hf."
         )
-    read(folder)  # fail here: torch would try other files and log each failure
+    index = read(folder)  # fail here: torch would try other files and log each failure
+    require_own_keys(folder, index.tensors)
     state = {f"model{i}": model.sharded_state_dict() for i, model in enumerate(models)}
     try:
         # mcore calls keys that the checkpoint lacks `unexpected`, and keys that it holds but the

@@ -167,3 +167,12 @@ def qkv(heads: int, kv_heads: int, head_dim: int) -> Rearrangement:
         for g in range(kv_heads)
     )
     return Rearrangement(tuple(block for group in groups for block in group))
+
+
+def fused_qkv(heads: int, head_dim: int) -> Rearrangement:
+    """Group one fused tensor, all queries, then all keys, then all values, as `qkv` does."""
+    rows = heads * head_dim
+    blocks = qkv(heads, heads, head_dim).blocks
+    return Rearrangement(
+        tuple(Block(0, part * rows + start, part * rows + stop) for part, start, stop in blocks)
+    )

@@ -6,7 +6,7 @@ Code that reads a Megatron checkpoint asks this module and names no format itsel
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -15,8 +15,10 @@ from typing import Any
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.hf_checkpoint import is_huggingface
+from mcore_qwen3vl.converters.mapping.dialects import Dialect, recognise
 from mcore_qwen3vl.converters.mcore.megatron_checkpoint import MegatronCheckpoint
 from mcore_qwen3vl.converters.mcore.paths import TRACKER, iteration_folder
+from mcore_qwen3vl.converters.mcore.translated import TranslatedCheckpoint
 from mcore_qwen3vl.errors import BadInput
 
 DEFAULT = "torch_dist"
@@ -93,16 +95,44 @@ def format_of(path: Path) -> Format:
 
 
 def open_megatron(path: Path, architecture: Architecture) -> MegatronCheckpoint:
-    """Open the checkpoint at `path`, whatever its format.
+    """Open the checkpoint at `path`, whatever its format and whoever wrote it.
 
     Args:
         path: checkpoint directory, or the folder of one iteration.
         architecture: the architecture that the checkpoint's model should have.
 
     Raises:
-        BadInput: the checkpoint has no known format, or is damaged or incomplete.
+        BadInput: the checkpoint has no known format, is damaged or incomplete, or has the keys of
+            an unknown maker.
     """
-    return format_of(path).open(path, architecture)
+    format = format_of(path)
+    stored = format.open(path, architecture)
+    dialect = _dialect(stored.folder, stored.index.tensors)
+    if dialect is None:
+        return stored
+    if format.per_layout is not None:
+        raise BadInput(
+            f"{stored.folder} has the keys of {dialect.maker} and is of {format.title}, in which "
+            f"they are not read. Save it there with --ckpt-format {DEFAULT}."
+        )
+    return TranslatedCheckpoint(stored, dialect, architecture.vision)
+
+
+def require_own_keys(folder: Path, keys: Iterable[str]) -> None:
+    """Raise BadInput if the checkpoint in `folder`, whose keys are `keys`, is another maker's."""
+    dialect = _dialect(folder, keys)
+    if dialect is not None:
+        raise BadInput(
+            f"{folder} was written by {dialect.maker}. Convert it first: mcore-qwen3vl convert "
+            f"mcore-to-hf {folder} HF_DIR --hf-config DIR."
+        )
+
+
+def _dialect(folder: Path, keys: Iterable[str]) -> Dialect | None:
+    try:
+        return recognise(keys)
+    except BadInput as error:
+        raise BadInput(f"{folder}: {error}") from None
 
 
 def is_megatron(path: Path) -> bool:

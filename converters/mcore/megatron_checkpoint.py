@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mcore_qwen3vl.converters.mapping.dialects import Dialect
 from mcore_qwen3vl.converters.mapping.row import Row
 from mcore_qwen3vl.converters.mapping.table import EMBEDDING, mcore_shapes
 from mcore_qwen3vl.converters.mcore.index import CheckpointIndex, Chunk, ChunkedTensor
@@ -30,7 +31,10 @@ class MegatronCheckpoint(ABC):
     Attributes:
         folder: the iteration's folder.
         index: every key with its dtype, shape and chunks.
+        dialect: whose keys the files have; None for the table's own.
     """
+
+    dialect: Dialect | None = None
 
     def __init__(self, folder: Path, index: CheckpointIndex) -> None:
         self.folder, self.index = folder, index
@@ -82,10 +86,7 @@ class MegatronCheckpoint(ABC):
                     "config calls for. Was it saved by another model, or is another config meant?"
                 )
             if found[key].shape != shape:
-                raise BadInput(
-                    f"{self.folder}: tensor {key} has shape {list(found[key].shape)}, but the "
-                    f"Hugging Face config makes it {list(shape)}. They are different models."
-                )
+                raise wrong_shape(self.folder, key, found[key].shape, shape)
         if extra := min((key for key in found if key not in wanted), default=None):
             raise BadInput(
                 f"{self.folder} holds the tensor {extra} {list(found[extra].shape)}, which is no "
@@ -127,6 +128,14 @@ class MegatronCheckpoint(ABC):
         if out is None or filled != out.numel():
             raise self._unfilled(key)
         return out
+
+
+def wrong_shape(folder: Path, key: str, found: Shape, wanted: Shape) -> BadInput:
+    """Return the error for a tensor that does not have the shape that the config gives it."""
+    return BadInput(
+        f"{folder}: tensor {key} has shape {list(found)}, but the Hugging Face config makes it "
+        f"{list(wanted)}. They are different models."
+    )
 
 
 def _by_corner(tensor: ChunkedTensor) -> dict[Shape, list[Chunk]]:

@@ -113,7 +113,8 @@ def inspect(
         Path | None,
         sources.option(
             "Instead of PATH: estimate the cost of converting a model with this config. "
-            "With an adapter as PATH: its base model."
+            "With an adapter as PATH: its base model. With a Megatron-Core checkpoint that has no "
+            "hf folder: its config."
         ),
     ] = None,
     workers: Workers = None,
@@ -142,19 +143,18 @@ def inspect(
         else:
             show.adapter(adapter)
         return
-    if (path is None) == (hf_config is None):
-        raise BadInput("name one thing to inspect: PATH, or --hf-config DIR.")
-    if table and hf_config is not None:
-        raise BadInput("--table takes PATH, which may be a config.json, not --hf-config.")
-    if hf_config is not None:
+    if path is None:
+        if hf_config is None:
+            raise BadInput("name one thing to inspect: PATH, or --hf-config DIR.")
+        if table:
+            raise BadInput("--table takes PATH, which may be a config.json, not --hf-config.")
         expected = estimate(hf_config, workers=workers, disk_gb_per_s=disk_gb_per_s)
         if json:
             console.emit_json(asdict(expected))
         else:
             show.estimate(expected)
         return
-    assert path is not None  # checked above
-    inspection = inspect_path(path)
+    inspection = inspect_path(path, hf_config=hf_config)
     if table:
         lines = mapping_lines(inspection.mapping())
         if json:

@@ -78,6 +78,7 @@ def inspection(inspection: Inspection, *, tensors: bool) -> None:
         f"{inspection.expert_layout}"
         if a.is_moe
         else None,
+        "written by": inspection.maker,
         "iteration": inspection.iteration,
         "padded vocabulary": inspection.padded_vocab_size,
         "dtype": ", ".join(inspection.dtypes),

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from mcore_qwen3vl.atomic import replacing
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.companions import copy_companions
-from mcore_qwen3vl.converters.mcore.formats import format_of
+from mcore_qwen3vl.converters.mcore.formats import format_of, require_own_keys
 from mcore_qwen3vl.converters.mcore.index import FileRange
 from mcore_qwen3vl.converters.mcore.paths import HF_FOLDER, folder_name, tracked
 from mcore_qwen3vl.converters.storage.unpickling import refused_by_torch
@@ -61,7 +61,8 @@ def readable_iteration(directory: str | Path, *, fallback: bool) -> int | None:
         The iteration; None if the tracker names none.
 
     Raises:
-        BadInput: the latest is damaged and `fallback` is off, or all are damaged.
+        BadInput: the latest is damaged and `fallback` is off, all are damaged, or one is another
+            maker's.
     """
     latest = latest_iteration(directory)
     if latest is None:
@@ -227,7 +228,11 @@ def _schedules(error: AssertionError) -> str:
 
 
 def damage(folder: Path) -> str | None:
-    """Return why a torch_dist checkpoint cannot be read, or None. Reads headers, not tensors."""
+    """Return why a torch_dist checkpoint cannot be read, or None. Reads headers, not tensors.
+
+    Raises:
+        BadInput: the checkpoint is another maker's.
+    """
     marker = folder / "metadata.json"
     if not marker.exists() or marker.stat().st_size == 0:
         return f"{marker} is missing or empty"
@@ -235,6 +240,7 @@ def damage(folder: Path) -> str | None:
         index = read_metadata(folder)
     except BadInput as error:
         return str(error)
+    require_own_keys(folder, index.tensors)
     chunks = [chunk.data for tensor in index.tensors.values() for chunk in tensor.chunks]
     by_file: dict[str, list[FileRange]] = {}
     for data in [*chunks, *index.objects.values()]:

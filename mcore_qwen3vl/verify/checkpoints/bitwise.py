@@ -185,6 +185,8 @@ def _measure(a: _Piece, b: _Piece, left: _Side, right: _Side) -> Measurement:
 
 def _compare_files(left: _Side, right: _Side) -> Iterator[Finding]:
     a, b = left.companions, right.companions
+    if not a or not b:  # a Megatron checkpoint that was written without them
+        return
     for name in sorted(a.keys() | b.keys()):
         if name not in a or name not in b:
             flaw = "only in A" if name in a else "only in B"

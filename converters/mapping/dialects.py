@@ -1,0 +1,131 @@
+"""Dialects of Megatron checkpoints: how other projects name the same tensors, and pack them.
+
+The table speaks of this project's keys. What others write is a row here. All of them keep
+Megatron's own keys for the language model, after a prefix; they differ in the vision tower, which
+the table keeps as Hugging Face has it. Each row was compared with checkpoints that the maker's own
+converter wrote (``tests/converters/peers``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from mcore_qwen3vl.config import VisionArchitecture
+from mcore_qwen3vl.converters.mapping import transforms
+from mcore_qwen3vl.converters.mapping.row import Row
+from mcore_qwen3vl.errors import BadInput
+
+LANGUAGE = "language_model."
+"""Prefix of the language model's keys in every dialect."""
+
+_VISION = "visual."
+_EMBEDDING = "embedding.word_embeddings.weight"
+
+
+@dataclass(frozen=True)
+class Module:
+    """One kind of module of the vision tower.
+
+    Attributes:
+        ours: how its keys start in the table, after ``visual.``; ``{}`` is a number, and the
+            modules so numbered are stacked on the first axis of the dialect's tensors.
+        theirs: how they start in the dialect, after its prefix of the vision tower.
+        by_head: whether the rows of a fused query, key and value are in Megatron's order: the
+            query, key and value of the first head, then those of the second, and so on.
+    """
+
+    ours: str
+    theirs: str
+    by_head: bool = False
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """The keys that one maker's checkpoints have.
+
+    Attributes:
+        key: its name, for JSON.
+        maker: the projects that write it, for messages.
+        vision: prefix of the vision tower's keys.
+        sign: start of keys that no other dialect has.
+        modules: the modules whose keys differ by more than the prefix; the first that fits counts.
+    """
+
+    key: str
+    maker: str
+    vision: str
+    sign: str
+    modules: tuple[Module, ...] = ()
+
+    def vision_row(self, row: Row, v: VisionArchitecture) -> Row:
+        """Return how the dialect stores what `row`, a row of the vision tower, stores."""
+        name = row.key.removeprefix(_VISION)
+        for module in self.modules:
+            found = re.match(re.escape(module.ours).replace(r"\{\}", r"(\d+)"), name)
+            if found is None:
+                continue
+            row = replace(row, key=self.vision + module.theirs + name[found.end() :])
+            if module.by_head:
+                how = transforms.fused_qkv(v.num_heads, v.hidden_size // v.num_heads)
+                row = replace(row, rearrangement=how)
+            if not found.groups():
+                return row
+            blocks = module.ours.startswith("blocks.")
+            count = v.depth if blocks else len(v.deepstack_visual_indexes)
+            shape, offset = (count, *row.global_shape), (int(found[1]),)
+            return replace(row, global_shape=shape, offset=offset)
+        return replace(row, key=self.vision + name)
+
+
+MEGATRON_BRIDGE = Dialect(
+    "megatron-bridge",
+    "NVIDIA Megatron-Bridge, or VERL with it",
+    vision="vision_model.",
+    sign="vision_model.merger.",
+    modules=(
+        Module("blocks.{}.norm1.", "decoder.layers.self_attention.linear_qkv.layer_norm_"),
+        Module("blocks.{}.norm2.", "decoder.layers.mlp.linear_fc1.layer_norm_"),
+        Module("blocks.{}.attn.qkv.", "decoder.layers.self_attention.linear_qkv.", by_head=True),
+        Module("blocks.{}.attn.proj.", "decoder.layers.self_attention.linear_proj."),
+        Module("blocks.{}.mlp.", "decoder.layers.mlp."),
+        Module("deepstack_merger_list.{}.norm.", "decoder.deepstack_merger_list.patch_norm."),
+        Module("deepstack_merger_list.{}.", "decoder.deepstack_merger_list."),
+        Module("merger.norm.", "merger.patch_norm."),
+    ),
+)
+MCORE_BRIDGE = Dialect(
+    "mcore-bridge", "ms-swift (mcore-bridge)", vision="visual.visual.", sign="visual.visual."
+)
+DIALECTS = (MEGATRON_BRIDGE, MCORE_BRIDGE)
+
+REFUSED = {"vision_model.projection.": "Pai-Megatron-Patch"}
+"""Makers whose checkpoints are not read, by the start of keys that no other maker has."""
+
+
+def recognise(keys: Iterable[str]) -> Dialect | None:
+    """Tell a checkpoint's dialect from its keys; None for the table's own keys.
+
+    Args:
+        keys: keys of the tensors; in a legacy checkpoint, a folder's name may precede one.
+
+    Raises:
+        BadInput: the keys are another maker's.
+    """
+    names = {key.rpartition("/")[2] for key in keys}
+    if LANGUAGE + _EMBEDDING not in names:
+        return None
+
+    def starts(sign: str) -> bool:
+        return any(name.startswith(sign) for name in names)
+
+    found = next((dialect for dialect in DIALECTS if starts(dialect.sign)), None)
+    if found is None:
+        maker = next((REFUSED[sign] for sign in REFUSED if starts(sign)), "an unknown project")
+        known = " and of ".join(dialect.maker for dialect in DIALECTS)
+        raise BadInput(
+            f"the checkpoint has the keys of {maker}, which are not understood here; those of "
+            f"{known} are. Convert it to Hugging Face with its own tool."
+        )
+    return found

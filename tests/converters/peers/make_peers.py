@@ -1,0 +1,107 @@
+"""A script that lets other projects' own converters write the checkpoints of this folder.
+
+Megatron-Bridge's `AutoBridge` and ms-swift's `megatron export` run unchanged, on the CPU with gloo.
+Only Transformer Engine's compiled extension, on which conversion does not depend, is replaced
+(:mod:`tests.model.te.device`). The checkpoints were made with torch 2.13, megatron-core 0.19.2,
+megatron-bridge 0.6.2, mcore-bridge 1.6.5, ms-swift 4.6.0 and transformer-engine 2.20.2, which were
+installed with ``--no-deps`` beside this project, together with what they import (nvidia-modelopt,
+hydra-core, omegaconf, modelscope, qwen-vl-utils and smaller packages). In an empty folder::
+
+    peers="-m tests.converters.peers.make_peers"
+    for model in dense moe; do python $peers hf hf-$model $model; done
+    two="torchrun --nproc-per-node 2 $peers"
+    $two megatron-bridge hf-dense megatron-bridge-dense tensor_model_parallel_size=2
+    $two megatron-bridge hf-moe megatron-bridge-moe expert_model_parallel_size=2
+    $two ms-swift $PWD/hf-dense ms-swift-dense tensor_model_parallel_size=2
+    $two ms-swift $PWD/hf-moe ms-swift-moe expert_model_parallel_size=2
+
+Of each, the iteration's tensors and metadata are kept, and the tracker; of Hugging Face's, the
+config and the weights.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+TEXT: dict[str, Any] = {
+    "head_dim": 16,
+    "hidden_size": 20,
+    "intermediate_size": 36,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 2,
+    "rope_scaling": {"mrope_interleaved": True, "mrope_section": [4, 2, 2], "rope_type": "default"},
+}
+MOE = {"moe_intermediate_size": 12, "num_experts": 6, "num_experts_per_tok": 2}
+VISION: dict[str, Any] = {
+    "deepstack_visual_indexes": [1, 3],
+    "depth": 4,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_heads": 2,
+    "num_position_embeddings": 16,
+}
+
+
+def write_hf(path: Path, *, moe: bool) -> None:
+    from mcore_qwen3vl.tiny import write_tiny_checkpoint
+
+    text = TEXT | (MOE if moe else {})
+    write_tiny_checkpoint(path, moe=moe, dtype="bfloat16", seed=27, text=text, vision=VISION)
+
+
+def set_up() -> None:
+    """Make Megatron and Transformer Engine run here; nothing of theirs may be imported before."""
+    from tests.model.te import extension
+
+    extension.install()
+    from mcore_qwen3vl.runtime import cpu
+
+    cpu.install()
+    from tests.model.te import device
+
+    device.install()
+    import torch
+
+    torch.distributed.init_process_group("gloo")
+
+
+def megatron_bridge(source: Path, target: Path, **layout: int) -> None:
+    from megatron.bridge import AutoBridge
+
+    bridge = AutoBridge.from_hf_pretrained(source)
+    provider = bridge.to_megatron_provider()
+    for name, size in layout.items():
+        setattr(provider, name, size)
+    provider.finalize()
+    models = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
+    bridge.save_megatron_model(models, target)
+
+
+def ms_swift(source: Path, target: Path, **layout: int) -> None:
+    import torch
+
+    # It compiles functions of torch that have stand-ins here.
+    torch.jit.script = lambda function, *_, **__: function
+    from swift.megatron import megatron_export_main
+
+    given = {"model": source, "model_type": "qwen3_vl", "output_dir": target, **layout}
+    given |= {"to_mcore": "true", "exist_ok": "true", "torch_dtype": "bfloat16"}
+    megatron_export_main([part for k, v in given.items() for part in (f"--{k}", str(v))])
+
+
+def main(maker: str, source: str, target: str, *sizes: str) -> None:
+    set_up()
+    layout = {name: int(size) for name, size in (one.split("=") for one in sizes)}
+    write = {"megatron-bridge": megatron_bridge, "ms-swift": ms_swift}[maker]
+    write(Path(source), Path(target), **layout)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "hf":
+        write_hf(Path(sys.argv[2]), moe=sys.argv[3:] == ["moe"])
+    else:
+        main(*sys.argv[1:])

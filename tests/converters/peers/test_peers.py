@@ -1,0 +1,179 @@
+"""Checkpoints that other projects' own converters wrote (`make_peers`) come back bitwise."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
+from mcore_qwen3vl.converters.describe.inspect import inspect_path
+from mcore_qwen3vl.converters.live.checkpoint import load_checkpoint
+from mcore_qwen3vl.converters.mapping import dialects
+from mcore_qwen3vl.converters.mapping.dialects import MEGATRON_BRIDGE, Module, recognise
+from mcore_qwen3vl.converters.torch_dist import metadata
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.training.checkpoints.resume import readable_iteration
+from mcore_qwen3vl.verify.checkpoints.bitwise import FILES, TENSORS, compare_checkpoints
+from tests.converters.checkpoints import (
+    assert_same_files,
+    assert_same_tensors,
+    copy,
+    edit_config,
+    load,
+    save,
+)
+
+HERE = Path(__file__).parent
+MAKERS = {
+    "megatron-bridge": "NVIDIA Megatron-Bridge, or VERL with it",
+    "ms-swift": "ms-swift (mcore-bridge)",
+}
+PEERS = [f"{maker}-{model}" for maker in MAKERS for model in ("dense", "moe")]
+
+
+def source_of(peer: str) -> Path:
+    return HERE / f"hf-{peer.rpartition('-')[2]}"
+
+
+@pytest.mark.parametrize("peer", PEERS)
+def test_it_is_bitwise_what_the_peer_was_given(tmp_path: Path, peer: str) -> None:
+    source, out = source_of(peer), tmp_path / "out"
+    mcore_to_hf(HERE / peer, out, hf_config=source)
+    assert_same_tensors(source, out)
+    assert_same_files(source, out)
+
+
+@pytest.mark.parametrize("peer", PEERS)
+def test_inspection_names_the_maker(peer: str) -> None:
+    found = inspect_path(HERE / peer, hf_config=source_of(peer))
+    assert found.maker == MAKERS[peer.rpartition("-")[0]]
+    assert found.total_parameters == sum(t.numel() for t in load(source_of(peer)).values())
+
+
+def test_inspection_names_no_maker_of_our_own(tmp_path: Path) -> None:
+    hf_to_mcore(HERE / "hf-dense", tmp_path / "mcore")
+    assert inspect_path(tmp_path / "mcore").maker is None
+
+
+@pytest.mark.parametrize("peer", PEERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.visual.blocks.2.attn.qkv.bias",
+        "model.visual.deepstack_merger_list.1.linear_fc2.weight",
+        "model.language_model.layers.1.self_attn.k_proj.weight",
+    ],
+)
+def test_an_audit_names_the_tensor_that_differs(tmp_path: Path, peer: str, name: str) -> None:
+    source = copy(source_of(peer), tmp_path / "hf")
+    assert compare_checkpoints(HERE / peer, source).ok
+    assert not any(f.part == FILES for f in compare_checkpoints(HERE / peer, source).findings)
+    tensors = load(source)
+    tensors[name].view(-1)[3] += 1
+    save(tensors, source)
+    for sides in ((HERE / peer, source), (source, HERE / peer)):
+        result = compare_checkpoints(*sides)
+        assert [(f.part, f.name) for f in result.failures] == [(TENSORS, name)]
+        assert result.failures[0].measured.different == 1
+
+
+@pytest.mark.parametrize("missing", MEGATRON_BRIDGE.modules, ids=lambda module: module.ours)
+def test_no_module_can_be_left_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, missing: Module
+) -> None:
+    others = tuple(module for module in MEGATRON_BRIDGE.modules if module != missing)
+    monkeypatch.setattr(dialects, "DIALECTS", (replace(MEGATRON_BRIDGE, modules=others),))
+    with pytest.raises(BadInput, match=r"lacks the tensor visual\.") as error:
+        mcore_to_hf(HERE / "megatron-bridge-dense", tmp_path / "out", hf_config=HERE / "hf-dense")
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+QKV, NORM1, NORM2 = (f"blocks.{{}}.{name}." for name in ("attn.qkv", "norm1", "norm2"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrong"),
+    [
+        ({QKV: {"by_head": False}}, {"attn.qkv.weight", "attn.qkv.bias"}),
+        (
+            {NORM1: {"ours": NORM2}, NORM2: {"ours": NORM1}},
+            {f"{norm}.{kind}" for norm in ("norm1", "norm2") for kind in ("weight", "bias")},
+        ),
+    ],
+    ids=["query, key and value not by head", "norms swapped"],
+)
+def test_a_wrong_module_is_seen(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, dict[str, object]], wrong: set[str]
+) -> None:
+    modules = tuple(replace(m, **changes.get(m.ours, {})) for m in MEGATRON_BRIDGE.modules)
+    monkeypatch.setattr(dialects, "DIALECTS", (replace(MEGATRON_BRIDGE, modules=modules),))
+    result = compare_checkpoints(HERE / "megatron-bridge-dense", HERE / "hf-dense")
+    names = {f"model.visual.blocks.{block}.{name}" for block in range(4) for name in wrong}
+    assert {finding.name for finding in result.failures} == names
+
+
+EMBEDDING = "language_model.embedding.word_embeddings.weight"
+
+
+@pytest.mark.parametrize(
+    ("key", "maker"),
+    [
+        ("vision_model.projection.encoder.linear_fc1.weight", "Pai-Megatron-Patch"),
+        ("tower.merger.linear_fc1.weight", "an unknown project"),
+    ],
+)
+def test_keys_of_others_are_refused(key: str, maker: str) -> None:
+    with pytest.raises(BadInput, match=f"the keys of {maker}, which are not understood here"):
+        recognise({EMBEDDING, key})
+
+
+def test_the_legacy_format_is_refused(tmp_path: Path) -> None:
+    hf_to_mcore(HERE / "hf-dense", tmp_path / "legacy", format="torch")
+    (file,) = tmp_path.rglob("model_optim_rng.pt")
+    content = torch.load(file, weights_only=False)
+    prefixes = {True: "visual.", False: "language_model."}
+    state = {prefixes[key.startswith("visual.")] + key: t for key, t in content["model"].items()}
+    torch.save(content | {"model": state}, file)
+    with pytest.raises(BadInput, match=r"the keys of ms-swift .* legacy format, in which they are"):
+        mcore_to_hf(tmp_path / "legacy", tmp_path / "out")
+
+
+def test_two_dialects_in_one_checkpoint_are_refused(tmp_path: Path) -> None:
+    folder = copy(HERE / "ms-swift-dense", tmp_path / "peer") / "iter_0000001"
+    index = metadata.read(folder)
+    index.tensors["embedding.word_embeddings.weight"] = index.tensors.pop(
+        "language_model.output_layer.weight"
+    )
+    (folder / metadata.FILE).write_bytes(metadata.dumps(index))
+    with pytest.raises(BadInput, match=r"the tensor embedding\.word\S+ under two keys"):
+        mcore_to_hf(tmp_path / "peer", tmp_path / "out", hf_config=HERE / "hf-dense")
+
+
+@pytest.mark.parametrize("peer", PEERS)
+def test_a_model_is_not_loaded_from_it(peer: str) -> None:
+    maker, folder = MAKERS[peer.rpartition("-")[0]], next((HERE / peer).glob("iter_*"))
+    refused = (
+        f"was written by {maker}. Convert it first: mcore-qwen3vl convert mcore-to-hf {folder}"
+    )
+    with pytest.raises(BadInput, match=re.escape(refused)):
+        load_checkpoint([], HERE / peer)
+    with pytest.raises(BadInput, match=re.escape(refused)):
+        readable_iteration(HERE / peer, fallback=False)
+
+
+def test_a_config_of_another_tower_is_refused(tmp_path: Path) -> None:
+    other = copy(HERE / "hf-dense", tmp_path / "hf")
+    edit_config(other, vision_config__depth=5)
+    shapes = r"vision_model\.\S+ has shape \[4, 24\].* makes it \[5, 24\]"
+    with pytest.raises(BadInput, match=shapes):
+        mcore_to_hf(HERE / "megatron-bridge-dense", tmp_path / "out", hf_config=other)
+    with pytest.raises(BadInput, match=r"lacks the tensor visual\.blocks\.4\."):
+        mcore_to_hf(HERE / "ms-swift-dense", tmp_path / "out", hf_config=other)
+    edit_config(other, vision_config__depth=4, vision_config__deepstack_visual_indexes=[1])
+    with pytest.raises(BadInput, match=r"holds the tensor visual\.visual\.deepstack_merger_list"):
+        mcore_to_hf(HERE / "ms-swift-dense", tmp_path / "out", hf_config=other)
