@@ -59,18 +59,47 @@ output = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
 messages = Console(stderr=True, highlight=False)
 
 
-def use_utf8() -> None:
-    """Read and write UTF-8 whatever the locale, also in libraries and in child processes.
+def prepare_streams() -> None:
+    """Prepare standard output and error for every locale, and for readers that leave.
 
-    A character that the terminal's encoding lacks is printed as ``\\xe9`` instead of failing.
+    Text is read and written as UTF-8 whatever the locale, also in libraries and in child processes.
+    A character that the terminal's encoding lacks is printed as ``\\xe9`` instead of failing. When
+    the reader of a pipe leaves, as ``head`` does, the command goes on, and ends as it would have.
     """
     if locale.getencoding().upper() != "UTF-8":
         with suppress(locale.Error):
             locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
         os.environ["PYTHONUTF8"] = "1"
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if type(stream) is io.TextIOWrapper and stream is getattr(sys, f"__{name}__"):
+            setattr(sys, name, _that_outlives_its_reader(stream))
+
+
+class _Outliving(io.FileIO):
+    """A file descriptor that writes to ``/dev/null`` once nobody reads the pipe behind it."""
+
+    def write(self, data: Any, /) -> int | None:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            return super().write(data)
+
+
+def _that_outlives_its_reader(stream: io.TextIOWrapper) -> io.TextIOWrapper:
+    stream.flush()
+    raw = _Outliving(stream.fileno(), "wb", closefd=False)
+    unbuffered = isinstance(stream.buffer, io.RawIOBase)  # python -u
+    return io.TextIOWrapper(
+        raw if unbuffered else io.BufferedWriter(raw),
+        stream.encoding,
+        "backslashreplace",
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
 
 
 def as_utf8(word: str) -> str:
@@ -154,16 +183,28 @@ def progress(title: str) -> Iterator[Callable[[str], None]]:
         yield lambda text: status.update(f"{title}: {plain(text)}")
 
 
-def quiet_libraries() -> None:
-    """Suppress the advice that torch, megatron and transformers print while they load.
+def quiet_megatron() -> None:
+    """Suppress what torch and megatron say to their own developers while they load.
 
-    Call it before megatron is imported. Errors still show.
+    It is about Apex, deprecated names and the like. Other warnings of the program still show, and
+    so do errors. A level that the program has set for their loggers stays.
     """
+    warnings.filterwarnings("ignore", module=r"(megatron|torch)(\.|$)")
+    for name in ("torch.utils.cpp_extension", "megatron"):
+        logger = logging.getLogger(name)
+        if logger.level == logging.NOTSET:
+            logger.setLevel(logging.ERROR)
+
+
+def quiet_libraries() -> None:
+    """Suppress the advice of every library in a command; errors still show.
+
+    Call it before megatron is imported.
+    """
+    quiet_megatron()
     warnings.filterwarnings("ignore")
     # Megatron would print the notes of every library; only the first basicConfig() counts.
     logging.basicConfig(level=logging.WARNING, format="warning: %(message)s")
-    for name in ("torch.utils.cpp_extension", "megatron"):
-        logging.getLogger(name).setLevel(logging.ERROR)
     from transformers.utils import logging as hf_logging
 
     hf_logging.set_verbosity_error()

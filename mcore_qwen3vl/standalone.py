@@ -23,11 +23,13 @@ from PIL import Image
 from torch import Tensor, nn
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.console import quiet_megatron
 from mcore_qwen3vl.converters.mcore.formats import is_megatron
 from mcore_qwen3vl.converters.mcore.paths import config_folder
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
+from mcore_qwen3vl.runtime.connections import order_transfers
 from mcore_qwen3vl.runtime.parallel import initialize
 
 if TYPE_CHECKING:
@@ -46,7 +48,8 @@ def init_distributed(
 
     Under ``torchrun`` the group is torchrun's ranks; otherwise it is this process alone. Call it
     before anything imports ``megatron.core``: on the CPU it replaces functions that megatron looks
-    up while it is imported (see :mod:`mcore_qwen3vl.runtime.cpu`).
+    up while it is imported (see :mod:`mcore_qwen3vl.runtime.cpu`). It also suppresses the warnings
+    that torch and megatron have for their own developers (`console.quiet_megatron`).
 
     Args:
         layout: parallel sizes; default: all of them 1.
@@ -60,11 +63,13 @@ def init_distributed(
         BadInput: the number of ranks is not the layout's, or megatron was imported before the CPU
             backend could be installed.
     """
+    quiet_megatron()
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cpu":
         cpu.install()
         chosen = torch.device("cpu")
     else:
+        order_transfers()
         chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(chosen)
     if not dist.is_initialized():

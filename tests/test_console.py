@@ -90,7 +90,7 @@ def test_other_encodings(surroundings: dict[str, str], tmp_path: Path) -> None:
     program = (
         "from pathlib import Path\n"
         "from mcore_qwen3vl import console\n"
-        "console.use_utf8()\n"
+        "console.prepare_streams()\n"
         "Path('a').write_text('\\u00e9\\u2713')\n"  # as a library, without an encoding
         "console.output.print('\\u00e9\\u2713')\n"
     )
@@ -102,6 +102,37 @@ def test_other_encodings(surroundings: dict[str, str], tmp_path: Path) -> None:
     assert done.stderr.decode() == ""
     assert done.stdout == rb"\xe9\u2713" + b"\n"
     assert (tmp_path / "a").read_bytes() == "é✓".encode()
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+@pytest.mark.parametrize("flags", [(), ("-u",)], ids=["buffered", "unbuffered"])
+def test_a_reader_that_leaves_does_not_change_the_end(
+    flags: tuple[str, ...], stream: str, tmp_path: Path
+) -> None:
+    """As in ``verify ... | head`` under ``set -o pipefail``; what is left to do is done."""
+    program = (
+        "import sys\n"
+        "from mcore_qwen3vl import console\n"
+        "console.prepare_streams()\n"
+        "for _ in range(3):\n"
+        "    print('a' * 100_000, file=sys.stderr)\n"
+        "    print('a' * 100_000)\n"
+        "    console.messages.print('a')\n"
+        "    console.output.print('a')\n"
+        "console.emit_json(['a'])\n"
+        "open('done', 'x')\n"
+        "sys.exit(7)\n"
+    )
+    reading, writing = os.pipe()
+    os.close(reading)
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: writing}
+    done = subprocess.run(
+        [sys.executable, *flags, "-c", program], cwd=tmp_path, **streams, check=False
+    )
+    os.close(writing)
+    assert done.returncode == 7
+    assert (tmp_path / "done").exists()
+    assert b"Broken" not in (done.stdout or b"") + (done.stderr or b"")
 
 
 def test_a_word_of_the_command_line_is_utf8_in_any_locale() -> None:

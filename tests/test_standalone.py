@@ -259,3 +259,13 @@ def test_gradients_of_megatrons_ddp_are_left_to_megatron(trained):
 
     with pytest.raises(BadInput, match="wrapped in Megatron's DDP"):
         run_layout(run, 1)
+
+
+def test_on_gpus_transfers_are_ordered_before_cuda_starts(monkeypatch):
+    called = []
+    monkeypatch.setattr("mcore_qwen3vl.standalone.order_transfers", lambda: called.append("order"))
+    monkeypatch.setattr("torch.cuda.set_device", lambda device: called.append("start"))
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("mcore_qwen3vl.standalone.initialize", lambda *_, **__: None)
+    init_distributed(device="cuda")
+    assert called == ["order", "start"]

@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
     """
     wants_json = "--json" in (sys.argv if arguments is None else arguments)
     console.json_was_written.set(False)
-    console.use_utf8()
+    console.prepare_streams()
     versions.warn()
     try:
         sys.exit(app(arguments, standalone_mode=not wants_json) or 0)

@@ -25,6 +25,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from mcore_qwen3vl.console import prepare_streams
 from mcore_qwen3vl.errors import BadInput, CheckFailed, Unfinished
 from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.runtime.lifetime import death, end_with_parent, scratch_folder
@@ -157,6 +158,7 @@ def _run_rank(work: _Work, pipe: Connection) -> None:
     global _to_parent
     _to_parent = pipe
     end_with_parent()
+    prepare_streams()  # a fresh interpreter's are as Python made them
     with work.stacks.open("w", encoding="utf-8") as stacks:
         faulthandler.dump_traceback_later(max(work.timeout - 1, 0.9 * work.timeout), file=stacks)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -33,33 +34,67 @@ ENVIRONMENT = {
 
 def run(command: list[str], folder: Path) -> str:
     """Run a command that must succeed in a clean process, and return its standard output."""
+    return _run(command, folder).stdout
+
+
+def _run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    return done
 
 
 @pytest.mark.slow
-def test_python_example(tmp_path):
-    (example,) = blocks(DOCS / "python.md", "python")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_python_example(tmp_path, ranks):
+    """It prints the losses, and none of the libraries' advice, in a user's own process too."""
+    example = python_example(Layout(tp=ranks, sp=ranks > 1))
+    (tmp_path / "program.py").write_text(example)
     write_tiny_checkpoint(tmp_path / "model")  # the same as `mcore-qwen3vl tiny model`
-    printed = run([sys.executable, "-c", example.text], tmp_path)
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
-    assert len(losses) == 3
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"]
+    done = _run([sys.executable, *torchrun[: 5 * (ranks > 1)], "program.py"], tmp_path)
+    assert done.stderr == ""
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
+    assert len(losses) == done.stdout.count("\n") == 3 * ranks
     assert losses == sorted(losses, reverse=True)
     assert (tmp_path / "tuned" / "model.safetensors").exists()
     assert (tmp_path / "tuned" / "tokenizer.json").exists()
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2, sp=True), Layout(cp=2), Layout(dp=2)], ids=str)
-def test_python_example_under_a_layout(layout, tmp_path, monkeypatch):
-    """The model is saved, which is refused where copies on ranks differ."""
+def python_example(layout: Layout) -> str:
+    """Return the program of the page with `layout` for its own."""
     (example,) = blocks(DOCS / "python.md", "python")
     text = example.text.replace("layout = Layout()", f"layout = {layout!r}")
-    assert text != example.text
+    assert f"layout = {layout!r}" in text
+    return text
+
+
+def _printed(layout: Layout, folder: Path) -> list[list[str]]:
+    """Return what each rank of the page's program prints under `layout`."""
+    text = python_example(layout)
     text = text.replace("torch.distributed.destroy_process_group()", "")  # run_layout does it
-    monkeypatch.chdir(tmp_path)
-    write_tiny_checkpoint("model")
-    run_layout(lambda: exec(text, {}), layout.world_size)
+
+    def on_rank() -> list[str]:
+        printed = []
+        exec(text, {"print": printed.append})
+        return printed
+
+    write_tiny_checkpoint(folder / "model")
+    with contextlib.chdir(folder):
+        return run_layout(on_rank, layout.world_size)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Return what the page's program prints without a layout."""
+    return _printed(Layout(), tmp_path_factory.mktemp("alone"))[0]
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2, sp=True), Layout(cp=2), Layout(dp=2)], ids=str)
+def test_python_example_under_a_layout(layout, alone, tmp_path):
+    """The losses are those of one process, and saving finds no copies that differ."""
+    # With CP, all of the answer's tokens are on the first rank.
+    other = ["loss 0.000"] * 3 if layout.cp > 1 else alone
+    assert _printed(layout, tmp_path) == [alone, other]
     assert (tmp_path / "tuned" / "model.safetensors").exists()
 
 

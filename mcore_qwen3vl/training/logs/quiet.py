@@ -62,7 +62,7 @@ def quiet(command: CommandLine) -> Iterator[Console | None]:
     file = LogFile(log_of(command, rank))
     terminal = sys.stdout
     # Lines of piped output are not folded: it is for files and grep.
-    screen = _Screen(file=terminal, highlight=False, width=None if terminal.isatty() else 1000)
+    screen = Console(file=terminal, highlight=False, width=None if terminal.isatty() else 1000)
     errors: Any = AboveProgress(sys.stderr) if terminal.isatty() else sys.stderr
     # Each data worker would show a bar while filling its buffer, drawn over the others' bars.
     no_bars = mock.patch.object(tqdm, "__init__", partialmethod(tqdm.__init__, disable=True))
@@ -74,15 +74,6 @@ def quiet(command: CommandLine) -> Iterator[Console | None]:
     ):
         yield screen
     file.close()
-
-
-class _Screen(Console):
-    def on_broken_pipe(self) -> None:
-        """Let a run go on when its reader has gone, as ``head`` does."""
-        self.quiet = True
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self.file.fileno())  # for what is still in its buffer
-        os.close(nowhere)
 
 
 def log_of(command: CommandLine, rank: int) -> Path | None:

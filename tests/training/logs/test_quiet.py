@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-import os
 import sys
 import warnings
 from pathlib import Path
@@ -90,15 +89,3 @@ def test_a_log_that_cannot_be_written_does_not_end_the_run(tmp_path: Path) -> No
     with LogFile(log_file(tmp_path, 0)) as file:
         assert file.write("gone\n") == 5
         assert file.write("gone\n") == 5
-
-
-def test_a_run_goes_on_when_its_reader_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in ``train ... | head``."""
-    reading, writing = os.pipe()
-    os.close(reading)
-    with os.fdopen(writing, "w") as pipe:
-        monkeypatch.setattr(sys, "stdout", pipe)
-        with quiet(CommandLine(["--lr", "1"])) as screen:
-            assert screen is not None
-            for _ in range(2):
-                screen.print("step 1")
