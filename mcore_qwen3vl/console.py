@@ -79,7 +79,7 @@ def prepare_streams() -> None:
 class _Outliving(io.FileIO):
     """A file descriptor that writes to ``/dev/null`` once nobody reads the pipe behind it."""
 
-    def write(self, data: Any, /) -> int | None:
+    def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
         except BrokenPipeError:

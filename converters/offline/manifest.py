@@ -12,7 +12,8 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import safetensors
@@ -24,10 +25,13 @@ from mcore_qwen3vl import __version__
 from mcore_qwen3vl.converters.hf import hub
 from mcore_qwen3vl.converters.hf.fp8 import SUFFIX
 from mcore_qwen3vl.converters.hf.hf_checkpoint import INDEX, HuggingFaceCheckpoint
-from mcore_qwen3vl.converters.mapping.row import Row
+from mcore_qwen3vl.converters.mapping.row import Row, SourceTensor
+from mcore_qwen3vl.converters.mcore.formats import is_megatron
 from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.boxes import Box
 from mcore_qwen3vl.converters.storage.dtypes import all_finite, dtype_name
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.untrusted import parse_json
 
 FILE = "manifest.json"
 FORMAT = 1
@@ -181,3 +185,65 @@ def _scale(checkpoint: HuggingFaceCheckpoint, name: str) -> dict[str, Any]:
         "dtype": dtype_name(factors.dtype),
         CHECKSUM: xxhash.xxh3_128_hexdigest(as_bytes(factors)),
     }
+
+
+def find(path: Path) -> Path | None:
+    """Return the manifest of a checkpoint, or of an iteration's folder in it; None without one."""
+    folders = (path, path.parent) if is_megatron(path) else (path,)
+    return next((folder / FILE for folder in folders if (folder / FILE).is_file()), None)
+
+
+def read(file: Path) -> dict[str, Any]:
+    """Return a manifest's content, after checking that what readers need is there.
+
+    Raises:
+        BadInput: the file is damaged, or of another version.
+    """
+    try:
+        manifest = parse_json(file.read_bytes())
+        if manifest["format"] != FORMAT:
+            raise BadInput(
+                f"{file} has format {manifest['format']!r}; this version reads {FORMAT}."
+            )
+        _check_form(manifest)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise BadInput(
+            f"{file} cannot be used as a manifest ({error!r}). Restore the one that was written "
+            "with the checkpoint."
+        ) from None
+    return manifest
+
+
+def _check_form(manifest: dict[str, Any]) -> None:
+    """Raise an ordinary exception unless everything that is needed is there."""
+    iteration, layout = manifest["iteration"], manifest["expert_layout"]
+    if iteration != Path(iteration).name or iteration in ("", ".."):
+        raise ValueError(f"iteration {iteration!r}")
+    if layout not in (None, "published", "v5"):
+        raise ValueError(f"expert_layout {layout!r}")
+    if not manifest["tensors"]:
+        raise ValueError("no tensors")
+    for name, tensor in manifest["tensors"].items():
+        shape, sums = tensor["shape"], tensor[CHECKSUM]
+        if not all(type(n) is int for n in shape) or not isinstance(tensor["dtype"], str):
+            raise ValueError(f"shape or dtype of {name}")
+        count = shape[0] if isinstance(sums, list) else 1
+        sums = sums if isinstance(sums, list) else [sums]
+        if len(sums) != count or not all(isinstance(one, str) for one in sums):
+            raise ValueError(f"{CHECKSUM} of {name}")
+
+
+def stated_checksum(tensors: Mapping[str, dict[str, Any]], source: SourceTensor) -> str | None:
+    """Return the checksum of an HF tensor, or of one expert of it.
+
+    Args:
+        tensors: the manifest's tensors, under the table's names.
+        source: the tensor.
+
+    Returns:
+        The checksum; None if there is none of a tensor of this name, or not in the same form.
+    """
+    sums = tensors.get(source.name, {}).get(CHECKSUM)
+    if source.index is None:
+        return sums if isinstance(sums, str) else None
+    return sums[source.index] if isinstance(sums, list) and source.index < len(sums) else None

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+import xxhash
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture, ExpertLayout
@@ -22,12 +23,13 @@ from mcore_qwen3vl.converters.hf.companions import companion_files, copy_compani
 from mcore_qwen3vl.converters.hf.form_file import read_form
 from mcore_qwen3vl.converters.hf.hf_checkpoint import INDEX
 from mcore_qwen3vl.converters.hf.shards import Shard
-from mcore_qwen3vl.converters.mapping.forms import CURRENT, Names
+from mcore_qwen3vl.converters.mapping.forms import CURRENT, Names, renamed
 from mcore_qwen3vl.converters.mapping.row import Row, SourceTensor, max_rows
 from mcore_qwen3vl.converters.mapping.table import hf_shapes, table
 from mcore_qwen3vl.converters.mcore.formats import open_megatron
 from mcore_qwen3vl.converters.mcore.megatron_checkpoint import MegatronCheckpoint
 from mcore_qwen3vl.converters.mcore.paths import hf_folder
+from mcore_qwen3vl.converters.offline import manifest
 from mcore_qwen3vl.converters.offline.plan import (
     ConversionPlan,
     PlannedTensor,
@@ -36,6 +38,7 @@ from mcore_qwen3vl.converters.offline.plan import (
     group_units,
     unit_bytes,
 )
+from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.boxes import Box
 from mcore_qwen3vl.converters.storage.dtypes import all_finite, cast, dtype_name, parse_dtype
 from mcore_qwen3vl.converters.storage.staging import write_durably
@@ -45,6 +48,10 @@ LayoutChoice = Literal["source", "published", "v5"]
 
 Stream = Callable[[Row, int, torch.dtype], Iterator[Tensor]]
 """``stream(row, number, dtype)`` yields HF piece `number` of a row in chunks, in memory order."""
+
+
+Stated = Callable[[SourceTensor], str | None]
+"""Returns the checksum that an HF tensor or expert must have; None if it is not known."""
 
 
 @dataclass(frozen=True)
@@ -115,18 +122,63 @@ class ToHuggingFace:
 
 
 def stream_hf(
-    checkpoint: MegatronCheckpoint, row: Row, source: int, dtype: torch.dtype
+    checkpoint: MegatronCheckpoint,
+    row: Row,
+    source: int,
+    dtype: torch.dtype,
+    stated: Stated = lambda source: None,
 ) -> Iterator[Tensor]:
     """Return HF piece number `source` of `row` as `dtype`, in chunks, in memory order.
 
     Chunks are views of the checkpoint where possible.
+
+    Raises:
+        BadInput: the piece, before a cast, does not have the checksum that `stated` gives.
     """
+    expected = stated(row.sources[source])
+    found = xxhash.xxh3_128()
 
     def fetch(box: Box) -> Tensor:
-        return cast(checkpoint.read(row, box), dtype, row.key)
+        return checkpoint.read(row, box)
 
     columns = tuple(slice(0, n) for n in row.shape[1:])
-    return row.rearrangement.stream_back(source, fetch, columns, max_rows(row, dtype))
+    rows = max_rows(row, dtype)
+    for chunk in row.rearrangement.stream_back(source, fetch, columns, rows):
+        if expected is not None:
+            chunk = chunk.contiguous()  # once, for the checksum and for the writer
+            found.update(as_bytes(chunk))
+        yield cast(chunk, dtype, row.key)
+    if expected is not None and found.hexdigest() != expected:
+        raise _changed(checkpoint, row.sources[source])
+
+
+def _changed(checkpoint: MegatronCheckpoint, source: SourceTensor) -> BadInput:
+    expert = "" if source.index is None else f" in expert {source.index}"
+    return BadInput(
+        f"{checkpoint.folder}: {source.name} has other bytes than {manifest.FILE} states{expert}, "
+        "so it was damaged or changed after the conversion. `verify manifest` names all such "
+        "tensors. Copy the checkpoint again; if the change is meant, delete the manifest."
+    )
+
+
+def _stated(checkpoint: MegatronCheckpoint, names: Names, layout: ExpertLayout | None) -> Stated:
+    """Return what the checkpoint's manifest says of a tensor; nothing about later iterations.
+
+    The checksums of experts are those of one layout, and say nothing about another.
+    """
+    file = manifest.find(checkpoint.folder)
+    made = {} if file is None else manifest.read(file)
+    if made.get("iteration") != checkpoint.folder.name:
+        return lambda source: None
+    tensors = renamed(made["tensors"], names)
+    same_layout = made["expert_layout"] == layout
+
+    def stated(source: SourceTensor) -> str | None:
+        if source.index is not None and not same_layout:
+            return None
+        return manifest.stated_checksum(tensors, source)
+
+    return stated
 
 
 def plan(
@@ -144,6 +196,7 @@ def plan(
     checkpoint = open_megatron(source, architecture)
     layout = chosen_layout(architecture, expert_layout)
     form = read_form(folder)
+    stated = _stated(checkpoint, form.names, layout)
     form = form if expert_layout == "source" else form.for_transformers
     rows = table(
         architecture,
@@ -156,7 +209,7 @@ def plan(
         "mcore-to-hf",
         source,
         rows,
-        functools.partial(stream_hf, checkpoint),
+        functools.partial(stream_hf, checkpoint, stated=stated),
         origin=lambda row, _: (row.key, checkpoint.dtype(row.key)),
         hf_config=folder,
         files=checkpoint.files,

@@ -18,17 +18,17 @@ from mcore_qwen3vl.converters.hf.form_file import read_form
 from mcore_qwen3vl.converters.mapping.forms import renamed
 from mcore_qwen3vl.converters.mapping.row import Row
 from mcore_qwen3vl.converters.mapping.table import hf_shapes, table
-from mcore_qwen3vl.converters.mcore.formats import is_megatron, open_megatron
+from mcore_qwen3vl.converters.mcore.formats import open_megatron
 from mcore_qwen3vl.converters.mcore.megatron_checkpoint import MegatronCheckpoint
 from mcore_qwen3vl.converters.mcore.paths import hf_folder
+from mcore_qwen3vl.converters.offline import manifest
 from mcore_qwen3vl.converters.offline.engine import default_workers
-from mcore_qwen3vl.converters.offline.manifest import CHECKSUM, FILE, FORMAT
+from mcore_qwen3vl.converters.offline.manifest import CHECKSUM, stated_checksum
 from mcore_qwen3vl.converters.offline.to_hf import stream_hf
 from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.converters.storage.progress import Meter, Progress
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.untrusted import parse_json
 from mcore_qwen3vl.verify.report.measurement import Finding
 from mcore_qwen3vl.verify.report.result import Report
 
@@ -54,18 +54,18 @@ def check_manifest(
             structured as its config says.
     """
     file = _find(Path(path))
-    manifest = _read(file)
-    folder = file.parent / manifest["iteration"]
+    made = manifest.read(file)
+    folder = file.parent / made["iteration"]
     architecture, form = Architecture.from_hf(hf_folder(folder)), read_form(hf_folder(folder))
     checkpoint = open_megatron(folder, architecture)
     rows = table(
         architecture,
-        expert_layout=manifest["expert_layout"],
+        expert_layout=made["expert_layout"],
         padded_vocab_size=checkpoint.vocab_size,
         head=form.head.in_megatron,
     )
     checkpoint.require(rows)
-    stated: dict[str, dict[str, Any]] = renamed(manifest["tensors"], form.names)
+    stated: dict[str, dict[str, Any]] = renamed(made["tensors"], form.names)
     problems = dict(_misfits(rows, checkpoint, stated))
     sound = {name: tensor for name, tensor in stated.items() if name not in problems}
     pieces = list(_pieces(rows, checkpoint, sound))
@@ -124,9 +124,7 @@ def _pieces(
 ) -> Iterator[_Piece]:
     for row in rows:
         for number, source in enumerate(row.sources):
-            if source.name in stated:
-                sums = stated[source.name][CHECKSUM]
-                one = sums if source.index is None else sums[source.index]
+            if (one := stated_checksum(stated, source)) is not None:
                 yield _Piece(row, number, checkpoint.dtype(row.key), one)
 
 
@@ -161,46 +159,9 @@ def _difference(pieces: list[_Piece]) -> str:
 
 
 def _find(path: Path) -> Path:
-    """Return the manifest of a checkpoint or of an iteration's folder in it."""
-    for folder in (path, path.parent) if is_megatron(path) else (path,):
-        if (folder / FILE).is_file():
-            return folder / FILE
+    if (file := manifest.find(path)) is not None:
+        return file
     raise BadInput(
-        f"{path} has no {FILE}. `convert hf-to-mcore` writes one; without it, compare with the "
-        "source: `verify tensors`."
+        f"{path} has no {manifest.FILE}. `convert hf-to-mcore` writes one; without it, compare "
+        "with the source: `verify tensors`."
     )
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        manifest = parse_json(file.read_bytes())
-        if manifest["format"] != FORMAT:
-            raise BadInput(
-                f"{file} has format {manifest['format']!r}; this version reads {FORMAT}."
-            )
-        _check_form(manifest)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise BadInput(
-            f"{file} cannot be used as a manifest ({error!r}). Restore the one that was written "
-            "with the checkpoint."
-        ) from None
-    return manifest
-
-
-def _check_form(manifest: dict[str, Any]) -> None:
-    """Raise an ordinary exception unless everything that is needed is there."""
-    iteration, layout = manifest["iteration"], manifest["expert_layout"]
-    if iteration != Path(iteration).name or iteration in ("", ".."):
-        raise ValueError(f"iteration {iteration!r}")
-    if layout not in (None, "published", "v5"):
-        raise ValueError(f"expert_layout {layout!r}")
-    if not manifest["tensors"]:
-        raise ValueError("no tensors")
-    for name, tensor in manifest["tensors"].items():
-        shape, sums = tensor["shape"], tensor[CHECKSUM]
-        if not all(type(n) is int for n in shape) or not isinstance(tensor["dtype"], str):
-            raise ValueError(f"shape or dtype of {name}")
-        count = shape[0] if isinstance(sums, list) else 1
-        sums = sums if isinstance(sums, list) else [sums]
-        if len(sums) != count or not all(isinstance(one, str) for one in sums):
-            raise ValueError(f"{CHECKSUM} of {name}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import xxhash
 from torch import Tensor
 
 from mcore_qwen3vl.cli import main
-from mcore_qwen3vl.converters.convert import hf_to_mcore
+from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.verify.checkpoints.manifest_check import check_manifest
 from tests.converters.checkpoints import copy, load, save
@@ -116,6 +117,37 @@ def test_one_value_is_found(
     problems = failed(tmp_path / "mcore")
     assert list(problems) == [name]
     assert ("in experts 7 (1)" in problems[name]) == (name == EXPERTS)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "where"),
+    [(QUERY, (190, 3), r"states, so"), (EXPERTS, (7, 47, 0), r"states in expert 7, so")],
+)
+def test_an_export_of_changed_weights_is_refused(
+    tiny: Tiny, mcore: Path, tmp_path: Path, name: str, place: tuple[int, ...], where: str
+) -> None:
+    """The manifest says nothing of experts in the other layout, and the user may delete it."""
+    source, changed, out = tmp_path / "source", tmp_path / "mcore", tmp_path / "out"
+    copy(tiny("moe"), source)
+    tensors = load(source)
+    tensors[name].view(torch.int32)[place] ^= 1
+    save(tensors, source)
+    hf_to_mcore(source, changed)
+    (changed / "manifest.json").write_bytes((mcore / "manifest.json").read_bytes())
+    refused: list[dict[str, Any]] = [{}, {"dtype": "bf16"}]
+    refused += [{"expert_layout": "v5"}] * (name == QUERY)
+    for options in refused:
+        with pytest.raises(BadInput, match=f"{re.escape(name)} has other bytes .* {where}"):
+            mcore_to_hf(changed, out, **options)
+        assert not out.exists()
+    if name == EXPERTS:
+        mcore_to_hf(changed, tmp_path / "v5", expert_layout="v5")
+    (changed / "manifest.json").write_text("{")
+    with pytest.raises(BadInput, match="cannot be used as a manifest"):
+        mcore_to_hf(changed, out)
+    (changed / "manifest.json").unlink()
+    mcore_to_hf(changed, out)
+    assert torch.equal(load(out)[name], tensors[name])
 
 
 def test_tensors_that_do_not_fit_are_named(mcore: Path, tmp_path: Path) -> None:
