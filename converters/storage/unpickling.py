@@ -1,10 +1,15 @@
-"""A one-sentence error for a file that torch refuses to unpickle."""
+"""Guards of ``torch.load``: a bound on what it unpacks, and short errors for what it refuses."""
 
 from __future__ import annotations
 
+import io
 import pickle
 import re
+import zipfile
 from pathlib import Path
+from typing import IO, Any
+
+from torch import serialization
 
 from mcore_qwen3vl.errors import BadInput
 
@@ -24,3 +29,52 @@ def refused_by_torch(place: str | Path, error: pickle.UnpicklingError) -> BadInp
             "could run code. Do not use this checkpoint with a tool that would."
         )
     return BadInput(f"{place} is damaged, or torch did not write it. Copy it again.")
+
+
+def refuse_bombs() -> None:
+    """Make ``torch.load`` in this process refuse an archive that unpacks to more than its size.
+
+    torch stores the parts of an archive without compression, each at a place of its own. A file
+    whose parts are compressed, or overlap, would fill the memory before its content is looked at.
+    A second call changes nothing. Afterwards ``torch.load`` raises BadInput for such a file.
+    """
+    serialization._open_zipfile_reader = _BoundedReader  # type: ignore[misc]
+
+
+class _BoundedReader(serialization._open_zipfile_reader):
+    def __init__(self, name_or_buffer: str | IO[bytes]) -> None:
+        if not isinstance(name_or_buffer, str):
+            _check_size(name_or_buffer)
+        super().__init__(name_or_buffer)
+
+
+class _Seekable:
+    """Reads a stream for `zipfile`; torch's views of a part of a file seek wrongly from the end."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        stream.seek(0, io.SEEK_END)
+        self.size = stream.tell()
+        self.read, self.tell = stream.read, stream.tell
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self.tell(), io.SEEK_END: self.size}[whence]
+        self._stream.seek(base + offset)
+        return base + offset
+
+
+def _check_size(stream: IO[bytes]) -> None:
+    before = stream.tell()
+    file: Any = _Seekable(stream)
+    try:
+        unpacked = sum(part.file_size for part in zipfile.ZipFile(file).infolist())
+    except (zipfile.BadZipFile, OSError, ValueError):
+        unpacked = 0  # torch itself will say that it is damaged
+    finally:
+        stream.seek(before)
+    if unpacked > file.size:
+        raise BadInput(
+            f"{getattr(stream, 'name', 'A part of the checkpoint')} has {file.size:,} bytes, which "
+            f"unpack to {unpacked:,}. Refused: torch writes no such file, and unpacking it could "
+            "fill the memory. Copy the checkpoint again from a place that you trust."
+        )

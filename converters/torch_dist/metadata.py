@@ -31,6 +31,7 @@ from mcore_qwen3vl.converters.storage.restricted_pickle import (
     make_tuple,
     reconstruct,
 )
+from mcore_qwen3vl.converters.storage.unpickling import refuse_bombs
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.untrusted import refuse_special_files
 
@@ -90,8 +91,10 @@ def guard_reads() -> None:
     Both read ``.metadata`` with ``FileSystemReader.read_metadata``, which unpickles whatever the
     file names. The patch also lets them read the files of every torch version. A second call
     changes nothing. Afterwards torch's own calls raise BadInput if the file names a class or
-    function that does not belong there.
+    function that does not belong there, or if an archive of the checkpoint unpacks to more than its
+    size.
     """
+    refuse_bombs()
     filesystem.pickle = _GuardedPickle  # type: ignore[assignment]
     _keep_to_old_fields()
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import re
 import shutil
 import tarfile
+import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -21,6 +24,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.converters.convert import hf_to_mcore
+from mcore_qwen3vl.converters.mapping.table import EMBEDDING
+from mcore_qwen3vl.converters.mcore.index import FileRange
+from mcore_qwen3vl.converters.torch_dist import metadata
 from mcore_qwen3vl.data.loading.index import index_beside
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
@@ -298,6 +304,43 @@ def test_a_file_of_earlier_megatrons_that_names_code(places: dict[str, Path], ca
     message = refused(["generate", "{out}", "--cpu", *PROMPT], places, capfd)
     assert "common.pt asks for" in message
     assert "weights_only" not in message
+
+
+def test_a_file_that_unpacks_to_more_than_its_size(places: dict[str, Path], capfd: Any) -> None:
+    """It is refused before it is unpacked, wherever in the checkpoint it lies."""
+    hf_to_mcore(places["good"], places["out"])
+    release = places["out"] / "release"
+    torch.save({"args": torch.zeros(2**18)}, stream := io.BytesIO())
+    (release / "common.pt").write_bytes(compressed(stream).getvalue())
+    message = refused(["generate", "{out}", "--cpu", *PROMPT], places, capfd)
+    assert re.search(
+        r"common\.pt has [\d,]+ bytes, which unpack to 1,0\d\d,\d\d\d\. Refused", message
+    )
+    (release / "common.pt").unlink()
+    with_compressed_tensor(release)
+    message = refused(["generate", "{out}", "--cpu", *PROMPT], places, capfd)
+    assert "unpack to" in message
+
+
+def compressed(archive: io.BytesIO) -> io.BytesIO:
+    """Return an archive of torch with its parts compressed."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(archive) as old, zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    return made
+
+
+def with_compressed_tensor(folder: Path) -> None:
+    """Replace the first chunk of a checkpoint's embedding by zeros in a compressed archive."""
+    index = metadata.read(folder)
+    tensor = index.tensors[EMBEDDING]
+    stream = io.BytesIO()
+    torch.save(torch.zeros(tensor.chunks[0].sizes, dtype=tensor.dtype), stream)
+    archive = compressed(stream).getvalue()
+    (folder / "bomb.distcp").write_bytes(archive)
+    tensor.chunks[0] = replace(tensor.chunks[0], data=FileRange("bomb.distcp", 0, len(archive)))
+    (folder / metadata.FILE).write_bytes(metadata.dumps(index))
 
 
 def _trainer(argv: list[str]) -> Callable[[], int]:

@@ -185,6 +185,8 @@ def explained(directory: str) -> Iterator[None]:
         if isinstance(error, CheckpointException):  # wraps each rank's error
             failures = [failure[0] for failure in error.failures.values()]
         for failure in failures:
+            if isinstance(failure, BadInput):  # by a guard of ours
+                raise failure from None
             if isinstance(failure, pickle.UnpicklingError):
                 raise refused_by_torch(f"The checkpoint in {directory}", failure) from None
         raise

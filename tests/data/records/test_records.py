@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import os
+import struct
+import zlib
 from inspect import signature
 from io import BytesIO
 from pathlib import Path
@@ -279,6 +281,19 @@ def test_unreadable_media_say_so(tmp_path: Path) -> None:
         load_image(folder.resolve("image", "cut.png"))
     with pytest.raises(BadSample, match=r"cut\.mp4 cannot be decoded"):
         probe_video(folder.resolve("video", "cut.mp4"))
+
+
+def test_an_image_that_unpacks_to_much_is_refused_by_its_header(tmp_path: Path) -> None:
+    size = struct.pack(">IIBBBBB", 20_000, 20_000, 8, 2, 0, 0, 0)  # 1.2 GB as RGB
+    content = b"\x89PNG\r\n\x1a\n"
+    for kind, data in ((b"IHDR", size), (b"IDAT", b"")):
+        content += struct.pack(">I", len(data)) + kind + data
+        content += struct.pack(">I", zlib.crc32(kind + data))
+    (tmp_path / "a.png").write_bytes(content)
+    media = MediaFolder(tmp_path, {}).resolve("image", "a.png")
+    for read in (image_size, load_image, peculiarities):
+        with pytest.raises(BadSample, match=r"a\.png cannot be decoded: Image size \(400000000 "):
+            read(media)
 
 
 def test_images_start_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
