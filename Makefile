@@ -38,8 +38,9 @@ test-all: $(ENVIRONMENT) ## both
 numerics: $(ENVIRONMENT) ## what computes, under other instruction sets and thread counts (ARGS=--quick)
 	$(RUN)python -m tests.numerics --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
-test-trl: $(ENVIRONMENT) ## the losses of preference pairs against TRL's, which is installed for it
-	$(UV) run --quiet --with 'trl>=1.16,<1.17' python -m pytest tests/objectives/test_trl.py $(ARGS)
+test-trl: $(ENVIRONMENT) ## losses against TRL's and sentence-transformers', which are installed for it
+	$(UV) run --quiet --with 'trl>=1.16,<1.17' --with 'sentence-transformers>=5.7,<5.8' \
+	  python -m pytest tests/objectives/test_trl.py tests/objectives/test_contrastive.py $(ARGS)
 
 test-verl: .venv-verl/.synced ## the tests with VERL, in an environment of its own (.venv-verl)
 	.venv-verl/bin/python -m pytest tests/verl $(ARGS)

@@ -61,6 +61,7 @@ def load_chunks(
     spec: Any = "torch",
     dtype: str = "config",
     adapter: Adapter | None = None,
+    kind: type[Qwen3VLModel] = Qwen3VLModel,
     **overrides: Any,
 ) -> list[Qwen3VLModel]:
     """Build and load this rank's part of the model; every rank must call it.
@@ -74,12 +75,13 @@ def load_chunks(
         spec: layer spec.
         dtype: a name of ``DTYPES``, or ``config`` for the dtype of the checkpoint's config.
         adapter: a LoRA adapter to attach.
+        kind: the class of the chunks.
         overrides: further ``TransformerConfig`` fields.
     """
     initialize(layout)
     if dtype != "config":
         overrides["params_dtype"] = DTYPES[dtype]
-    chunks = build_chunks(architecture, layout, spec=spec, **overrides)
+    chunks = build_chunks(architecture, layout, spec=spec, kind=kind, **overrides)
     load = load_checkpoint if is_megatron(checkpoint) else load_hf
     load(chunks, checkpoint)
     if adapter is not None:

@@ -41,7 +41,9 @@ def load_checkpoint(models: Sequence[Any], path: str | Path, *, whole: bool = Tr
 
     folder = iteration_folder(Path(path))
     require_whole_model(folder)
-    require_language_model(folder)
+    headless = models[0].head_labels == 0
+    if not headless:
+        require_language_model(folder)
     guard_reads()
     if (format := format_of(folder)).per_layout is not None:
         raise BadInput(
@@ -74,6 +76,8 @@ def load_checkpoint(models: Sequence[Any], path: str | Path, *, whole: bool = Tr
                 raise refused_by_torch(folder, failure) from None
         raise _not_this_model(folder, str(failures[0])) from error
     extra = {key for key in extra if whole and not NOT_THE_MODEL.match(key)}
+    if headless:
+        extra.discard("output_layer.weight")
     for keys, problem in ((lacking, "lacks"), (extra, "holds beside the model")):
         if keys:
             raise _not_this_model(folder, f"it {problem} {', '.join(sorted(keys)[:3])}")

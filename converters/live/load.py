@@ -40,7 +40,8 @@ def load_hf(
     layout = Architecture.from_hf(path).expert_layout
     stored = checkpoint.form.head
     spared = spare_value_head and stored.kind is not CLASSIFIER
-    head = stored if spared or stored.kind is TIED_COPY else None
+    headless = chunks[0].head_labels == 0  # a head that is stored is not read
+    head = stored if spared or headless or stored.kind is TIED_COPY else None
     checkpoint.require(table_of(chunks, layout, head=head))
     read = 0
     with torch.no_grad():

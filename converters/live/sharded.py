@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from torch import Tensor, nn
 
 from mcore_qwen3vl.config import ExpertLayout
-from mcore_qwen3vl.converters.mapping.forms import AS_CONFIG, VALUE_HEAD, Head
+from mcore_qwen3vl.converters.mapping.forms import Head, head_of
 from mcore_qwen3vl.converters.mapping.row import Row
 from mcore_qwen3vl.converters.mapping.table import table
 from mcore_qwen3vl.converters.storage.boxes import Selection
@@ -137,7 +137,7 @@ def table_of(
         model.architecture,
         expert_layout=expert_layout,
         padded_vocab_size=model.vocab_size,
-        head=head or (VALUE_HEAD if model.value_head else AS_CONFIG),
+        head=head or head_of(model.head_labels),
     )
 
 

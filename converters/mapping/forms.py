@@ -86,8 +86,8 @@ TIED_COPY = HeadKind(
 )
 HEADLESS = HeadKind(
     "none",
-    f"This is a headless model, without {LM_HEAD}: it can be converted, but training, generation "
-    "and scoring need a language model's head.",
+    f"This is a headless model, without {LM_HEAD}: it can be converted, and trained and scored "
+    "with --task embedding, but all else needs a language model's head.",
     is_language_model=False,
 )
 CLASSIFIER = HeadKind(
@@ -122,8 +122,16 @@ class Head:
 AS_CONFIG = Head()
 """A language model's, tied to the embedding or not as the config says."""
 
-VALUE_HEAD = Head(CLASSIFIER, labels=1)
-"""A critic's: one value a token."""
+
+def head_of(labels: int | None) -> Head:
+    """Return the head of a running model with `labels` values per token.
+
+    Args:
+        labels: 1 for a critic; 0: there is no head; None: the head gives logits.
+    """
+    if labels is None:
+        return AS_CONFIG
+    return Head(CLASSIFIER, labels) if labels else Head(HEADLESS)
 
 
 @dataclass(frozen=True)

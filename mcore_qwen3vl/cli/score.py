@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -37,13 +37,21 @@ def score(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="File to write; default: NAME.scores.jsonl beside NAME.jsonl, and likewise."
+            help="File to write; default: NAME.scores.jsonl beside NAME.jsonl, and likewise; with "
+            "--task embedding NAME.embeddings.parquet."
         ),
     ] = None,
     entropy: Annotated[
         bool, typer.Option("--entropy", help="Also write the entropy at each trained token.")
     ] = False,
     temperature: Annotated[float, typer.Option(help="Divide the logits by this.")] = 1.0,
+    task: Annotated[
+        Literal["log-probabilities", "embedding"],
+        typer.Option(
+            help="embedding: write the normalised embedding of each text of retrieval records, or "
+            "of conversations, as Parquet."
+        ),
+    ] = "log-probabilities",
     packing: Annotated[bool, typer.Option(help="Put several records into one sequence.")] = True,
     seq_length: Annotated[
         int | None,
@@ -72,7 +80,7 @@ def score(
     *,
     media: MediaLimits,
 ) -> None:
-    """Write the log-probabilities of the trained tokens, one line of JSON for each record.
+    """Write log-probabilities of the trained tokens, one line of JSON a record; or embeddings.
 
     An interrupted command continues when it is run again. The summary is the perplexity.
     """
@@ -81,19 +89,18 @@ def score(
         from mcore_qwen3vl.runtime import cpu as backend
 
         backend.install()  # before megatron is imported
-    from mcore_qwen3vl.data.scores import scores_of
     from mcore_qwen3vl.scoring.score import Request
     from mcore_qwen3vl.scoring.score import score as run
 
     request = Request(
         checkpoint, data, out, layout, spec, dtype, hf_model, lora, temperature, entropy, packing,
         seq_length, media, packing_buffer, max_bad_fraction, force, split,
-        preprocess, trust_data,
+        preprocess, trust_data, task,
     )  # fmt: skip
     found = run(request, on_cpu=cpu)
     if found is None:  # a rank of torchrun other than the first
         return
-    written = str(out or scores_of(data))
+    written = str(request.written)
     if json:
         console.emit_json({"out": written, **asdict(found)})
     else:

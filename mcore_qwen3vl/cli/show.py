@@ -206,8 +206,14 @@ def scores(found: Tally, written: str) -> None:
     rows = [
         ("records", f"{found.records:,}, of which {found.scored:,} scored"),
         ("left out", f"{found.bad:,} bad, {found.overlong:,} over-long"),
-        ("trained tokens", f"{found.tokens:,}"),
-        ("log-probability", f"{found.log_prob:,.4f}"),
+        *(
+            [("embeddings", f"{found.embeddings:,}")]
+            if found.embeddings
+            else [
+                ("trained tokens", f"{found.tokens:,}"),
+                ("log-probability", f"{found.log_prob:,.4f}"),
+            ]
+        ),
         ("perplexity", _number(found.perplexity)),
         ("entropy of a token", _number(found.entropy)),
         ("perplexity of chosen", _number(found.chosen_perplexity)),

@@ -16,8 +16,8 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.encoding.balanced import size_of
 from mcore_qwen3vl.data.encoding.encoder import raw_sample
+from mcore_qwen3vl.data.encoding.groups import check_length
 from mcore_qwen3vl.data.encoding.packing import best_fit
-from mcore_qwen3vl.data.encoding.pairs import check_length
 from mcore_qwen3vl.data.encoding.planning import Plan
 from mcore_qwen3vl.data.encoding.preparation import Preparation
 from mcore_qwen3vl.data.encoding.rows import Balance, Workload, all_ranks, each_rank
@@ -193,7 +193,7 @@ def check_data(
     for crude in islice(samples, limit):
         try:
             raw = raw_sample(preparation, crude)
-            parts = preparation.parse_each(raw)
+            parts = list(preparation.parse_each(raw).values())
             form = parts[0].format
             report.formats[form] = report.formats.get(form, 0) + 1
             plans = [preparation.plan(raw, part) for part in parts]

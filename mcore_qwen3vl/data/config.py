@@ -111,6 +111,9 @@ class DataConfig:
     is <|endoftext|> in Qwen's tokenizers."""
     pairs: bool = False
     """Whether the records are preference records; a pair takes two rows of a padded batch."""
+    retrieval: bool = False
+    """Whether the records are retrieval records, each a query with its documents, which are in one
+    micro-batch."""
     references: bool = False
     """With `pairs`: whether to read the reference's log-probabilities from a file beside the
     data."""
@@ -133,6 +136,11 @@ class DataConfig:
             raise BadInput("balance needs packing: turn packing on, too.")
         if self.packing and self.pad_to_longest:
             raise BadInput("pad_to_longest has no meaning with packing; leave one of them out.")
+        if self.retrieval and self.overlong == "truncate":
+            raise BadInput(
+                "overlong is 'truncate' with retrieval records: a text that is cut has another "
+                "embedding. Leave over-long records out (drop)."
+            )
         if self.pairs and self.overlong == "truncate":
             raise BadInput(
                 "overlong is 'truncate' with preference pairs: an answer that is cut has no "

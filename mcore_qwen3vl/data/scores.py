@@ -40,6 +40,11 @@ def scores_of(data: Path) -> Path:
     return data.with_name(f"{data.name.removesuffix('.jsonl')}.scores.jsonl")
 
 
+def embeddings_of(data: Path) -> Path:
+    """Return the default path of a data set's embeddings."""
+    return scores_of(data).with_suffix("").with_suffix(".embeddings.parquet")
+
+
 def facts_of(scores: Path) -> Path:
     """Return the file that says which data and settings scores were made from."""
     return scores.with_suffix(".json")

@@ -13,7 +13,12 @@ from mcore_qwen3vl.model.transformer_config import Spec
 
 
 def build_chunks(
-    architecture: Architecture, layout: Layout, *, spec: Spec = "torch", **overrides: Any
+    architecture: Architecture,
+    layout: Layout,
+    *,
+    spec: Spec = "torch",
+    kind: type[Qwen3VLModel] = Qwen3VLModel,
+    **overrides: Any,
 ) -> list[Qwen3VLModel]:
     """Build the pipeline chunks of this rank, with random weights; process groups must exist.
 
@@ -21,10 +26,11 @@ def build_chunks(
         architecture: the model's shape.
         layout: the layout for which the process groups were created.
         spec: layer spec.
+        kind: the class of the chunks.
         overrides: further ``TransformerConfig`` fields, which override the layout's.
     """
     return [
-        Qwen3VLModel.from_hf_config(
+        kind.from_hf_config(
             architecture,
             spec=spec,
             pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),

@@ -68,10 +68,11 @@ class Qwen3VLModel(GPTModel):
         kwargs: passed to :class:`GPTModel`.
 
     Attributes:
-        value_head: whether the output layer gives one value per token instead of logits.
+        head_labels: values per token that the output layer gives instead of logits; 0: there is no
+            output layer; None: it gives logits.
     """
 
-    value_head = False
+    head_labels: int | None = None
 
     def __init__(
         self,
@@ -294,14 +295,19 @@ class Qwen3VLModel(GPTModel):
         return found
 
     def local_tokens(
-        self, seq_len: int, packed_seq_params: PackedSeqParams | None = None
+        self,
+        seq_len: int,
+        packed_seq_params: PackedSeqParams | None = None,
+        *,
+        sequence_parallel: bool = False,
     ) -> Tensor:
         """Return the positions of this rank's logits, losses and labels: (S / cp,) int64, host.
 
-        Use it to take this rank's part of a loss mask: ``loss_mask[:, model.local_tokens(S)]``.
+        With `sequence_parallel`, return those of its hidden states under SP: (S / cp / tp,). Use it
+        to take this rank's part of a loss mask: ``loss_mask[:, model.local_tokens(S)]``.
         """
         packed = _complete(packed_seq_params, torch.device("cpu"))
-        return self._positions(seq_len, packed, sequence_parallel=False)
+        return self._positions(seq_len, packed, sequence_parallel=sequence_parallel)
 
     def _positions(
         self, seq_len: int, packed: PackedSequence | None, *, sequence_parallel: bool

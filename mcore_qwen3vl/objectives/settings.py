@@ -1,4 +1,4 @@
-"""Settings of a loss over preference pairs. Imports no torch, so that command lines are fast."""
+"""Settings of losses over several sequences. Imports no torch, so that command lines are fast."""
 
 from __future__ import annotations
 
@@ -49,3 +49,25 @@ class Preference:
             )
         if not self.rpo_alpha >= 0:
             raise BadInput(f"rpo_alpha is {self.rpo_alpha:g}: it must not be below 0.")
+
+
+@dataclass(frozen=True)
+class Contrastive:
+    """Settings of the contrastive loss; see :mod:`mcore_qwen3vl.objectives.contrastive`.
+
+    Attributes:
+        temperature: number that cosines are divided by.
+        dimensions: numbers of values that embeddings are cut to (Matryoshka); empty: not cut.
+
+    Raises:
+        BadInput: a value is out of range.
+    """
+
+    temperature: float = 0.05
+    dimensions: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise BadInput(f"temperature is {self.temperature:g}: it must be above 0.")
+        if any(dimension < 1 for dimension in self.dimensions):
+            raise BadInput(f"matryoshka_dims is {self.dimensions}: each must be at least 1.")

@@ -40,8 +40,14 @@ def prepare(command: Command, folder: Path) -> Command:
         folder: an existing folder for the made-up model and data.
 
     Raises:
-        BadInput: ``--data-path`` without a processor, or sequences too short to make data for.
+        BadInput: ``--data-path`` without a processor, sequences too short to make data for, or a
+            task that cannot be rehearsed.
     """
+    if command.value("--task") is not None:
+        raise BadInput(
+            f"--task {command.value('--task')} cannot be rehearsed yet: drop it, to rehearse the "
+            "same layout with a language model's loss."
+        )
     model = command.line.model
     data = command.value("--data-path") or command.value("--train-data-path")
     prepared = command.without(*_RANDOM_START, *_NOT_REHEARSED)

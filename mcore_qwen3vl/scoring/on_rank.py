@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial, reduce
+from functools import reduce
 from operator import or_
 from typing import Any
 
@@ -15,14 +15,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from mcore_qwen3vl.data.encoding.batch import Batch
-from mcore_qwen3vl.model.head.module import Head
-from mcore_qwen3vl.model.inputs import to_device
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+from mcore_qwen3vl.scoring.readouts import Readout, Results
 from mcore_qwen3vl.scoring.records import Found, Records
 from mcore_qwen3vl.training.broadcast.batches import SharedBatches
 from mcore_qwen3vl.training.broadcast.groups import host_group, reads, stages_group
 from mcore_qwen3vl.training.broadcast.stages import StageFeed
-from mcore_qwen3vl.training.step.forward import forward
 
 
 class Scorer:
@@ -31,22 +29,19 @@ class Scorer:
     Args:
         chunks: this rank's chunks, with weights loaded.
         records: function that opens the records; only ranks that read data call it.
-        temperature: number that the logits are divided by.
-        entropy: whether to compute entropies too.
+        readout: what to read out of the model.
     """
 
     def __init__(
         self,
         chunks: Sequence[Qwen3VLModel],
         records: Callable[[], Records],
-        *,
-        temperature: float,
-        entropy: bool,
+        readout: Readout,
     ) -> None:
         self._chunks = list(chunks)
         for chunk in self._chunks:
             chunk.eval()
-        self._processor = partial(_scores, temperature=temperature, entropy=entropy)
+        self._readout = readout
         self._records = records() if reads() else None
         self._host_group, stages = host_group(), stages_group()
         self._feed = StageFeed(stages, 0) if stages else None
@@ -92,7 +87,7 @@ class Scorer:
 
         def step(batches: Iterator[Batch], model: Qwen3VLModel) -> tuple[Tensor, None]:
             batch = next(batches)
-            output, local = forward(batch, model, output_processor=self._processor)
+            output, local = self._readout.run(batch, model)
             if model.post_process:
                 seen.append((batch, local))
             return output, None
@@ -108,57 +103,9 @@ class Scorer:
         )
         return [(*one, output) for one, output in zip(seen, outputs, strict=True)]
 
-    def _gathered(self, outputs: list[tuple[Batch, Tensor, Tensor]]) -> dict[str, dict[str, Any]]:
+    def _gathered(self, outputs: list[tuple[Batch, Tensor, Tensor]]) -> Results:
         """Return scores by name, on the first rank of every last stage's TP x CP group."""
-        scores: dict[str, dict[str, Any]] = {}
+        scores: Results = {}
         for batch, local, output in outputs:
-            whole = output.new_zeros((len(output), *batch.input_ids.shape))
-            whole[..., to_device(local, whole.device)] = output
-            dist.all_reduce(whole, group=mpu.get_context_parallel_group())
-            if mpu.get_tensor_and_context_parallel_rank() == 0:
-                scores |= _of_batch(batch, whole.cpu())
+            scores |= self._readout.results(batch, local, output)
         return scores
-
-
-def _of_batch(batch: Batch, whole: Tensor) -> dict[str, dict[str, Any]]:
-    """Return each sequence's scores, from (1 or 2, B, S) log-probabilities and entropies."""
-    weights, labels = batch.loss_weights.cpu(), batch.labels.cpu()
-    found = {}
-    for number, name in enumerate(batch.names):
-        if not name:
-            continue
-        row, place = number, slice(None)
-        if batch.cu_seqlens is not None:
-            start, end = batch.cu_seqlens[number : number + 2].tolist()
-            row, place = 0, slice(start, end)
-        trained = weights[row, place] > 0
-        values = whole[:, row, place][:, trained].double()
-        found[name] = {
-            "log_prob": float(values[0].sum()),
-            "tokens": int(trained.sum()),
-            "token_ids": labels[row, place][trained].tolist(),
-            "token_log_probs": values[0].tolist(),
-        }
-        if len(values) > 1:
-            found[name] |= {
-                "entropy": float(values[1].mean()),
-                "token_entropies": values[1].tolist(),
-            }
-    return found
-
-
-def _scores(
-    *,
-    hidden_states: Tensor,
-    output_layer: Head,
-    output_weight: Tensor | None,
-    labels: Tensor,
-    temperature: float,
-    entropy: bool,
-    **_: Any,
-) -> Tensor:
-    """Compute (1, B, s) log-probabilities, or (2, B, s) with entropies, instead of losses."""
-    log_probs, entropies = output_layer(
-        hidden_states, output_weight, targets=labels, temperature=temperature, entropy=entropy
-    )
-    return torch.stack([log_probs] if entropies is None else [log_probs, entropies])

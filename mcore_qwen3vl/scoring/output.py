@@ -17,6 +17,7 @@ from typing import Any
 from mcore_qwen3vl.data.records.preference import SIDES
 from mcore_qwen3vl.data.scores import facts_of
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.scoring.embeddings import embeddings_in, write_parquet
 from mcore_qwen3vl.untrusted import parse_json
 
 
@@ -37,6 +38,7 @@ class Tally:
     rejected_perplexity: float | None = None
     chosen_preferred: float | None = None
     """Share of the pairs whose chosen answer has the higher log-probability."""
+    embeddings: int = 0
 
 
 class Output:
@@ -133,8 +135,13 @@ class Output:
         found = tally(self._partial)
         facts = {"settings": self._settings, "summary": asdict(found)}
         self._partial_facts.write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
+        whole = self._partial
+        if self.path.suffix == ".parquet":
+            whole = self._partial.with_suffix(".table")
+            write_parquet(self._partial, whole)
         os.replace(self._partial_facts, facts_of(self.path))
-        os.replace(self._partial, self.path)
+        os.replace(whole, self.path)
+        self._partial.unlink(missing_ok=True)
         return found
 
 
@@ -166,6 +173,9 @@ def tally(scores: Path) -> Tally:
                 found.bad += not overlong
                 continue
             found.scored += 1
+            if texts := embeddings_in(entry):
+                found.embeddings += len(texts)
+                continue
             is_pair = SIDES[0] in entry
             parts = {side: entry[side] for side in SIDES} if is_pair else {"": entry}
             for name, part in parts.items():

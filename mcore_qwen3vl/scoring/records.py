@@ -12,8 +12,8 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.encoding.batch import Batch, Batcher
 from mcore_qwen3vl.data.encoding.encoder import raw_sample
+from mcore_qwen3vl.data.encoding.groups import plan_each
 from mcore_qwen3vl.data.encoding.packing import best_fit
-from mcore_qwen3vl.data.encoding.pairs import plan_each
 from mcore_qwen3vl.data.encoding.pixels import Pixels
 from mcore_qwen3vl.data.encoding.planning import Plan
 from mcore_qwen3vl.data.encoding.preparation import Preparation
@@ -22,7 +22,6 @@ from mcore_qwen3vl.data.loading.datasets import CrudeSamples
 from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.data.records.bad_samples import Place, place_of
 from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample
-from mcore_qwen3vl.data.records.preference import SIDES
 from mcore_qwen3vl.data.scores import digest
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.scoring.output import OVERLONG
@@ -30,10 +29,10 @@ from mcore_qwen3vl.scoring.output import OVERLONG
 
 @dataclass(frozen=True)
 class Planned:
-    """One conversation or document of a record, tokenised."""
+    """One sequence of a record, tokenised."""
 
     record: int
-    side: str  # chosen or rejected for a pair; empty otherwise
+    side: str  # its name among the record's, such as chosen or query; empty if it is alone
     plan: Plan
     source: int  # number of its data set
 
@@ -59,6 +58,8 @@ class Found:
     """The reasons why records cannot be scored, by the record's number."""
     digests: dict[str, str] = field(default_factory=dict)
     """Hashes of the tokens of each sequence, by its name."""
+    sides: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """The names of each record's sequences, in order, by the record's number."""
     places: dict[int, Place] = field(default_factory=dict)
     """The records' places in their files, by the record's number."""
 
@@ -67,6 +68,7 @@ class Found:
             self.scores | other.scores,
             self.errors | other.errors,
             self.digests | other.digests,
+            self.sides | other.sides,
             self.places | other.places,
         )
 
@@ -123,17 +125,15 @@ class Records:
         self._found.places[record] = place_of(crude["__sources__"][0])
         try:
             raw = raw_sample(self._preparation, crude)
-            plans = plan_each(self._preparation, raw)
+            plans = plan_each(self._preparation, raw, retrieval=self._config.retrieval)
         except OverlongSample as error:
             self._found.errors[record] = f"{OVERLONG}{error}"
             return []
         except Exception as error:  # as in the loader, any exception makes the record bad
             self._note(record, error)
             return []
-        names = SIDES if len(plans) > 1 else ("",)
-        found = [
-            Planned(record, side, plan, raw.source) for side, plan in zip(names, plans, strict=True)
-        ]
+        self._found.sides[record] = tuple(plans)
+        found = [Planned(record, side, plan, raw.source) for side, plan in plans.items()]
         self._found.digests |= {one.name: digest(one.plan.input_ids) for one in found}
         return found
 

@@ -20,8 +20,7 @@ from mcore_qwen3vl.data.loading.loader import load_processor
 from mcore_qwen3vl.data.loading.sources import Source, parse_sources
 from mcore_qwen3vl.data.loading.stand_in import fingerprint
 from mcore_qwen3vl.data.records.bad_samples import Place
-from mcore_qwen3vl.data.records.preference import SIDES
-from mcore_qwen3vl.data.scores import facts_of, file_digest, scores_of
+from mcore_qwen3vl.data.scores import embeddings_of, facts_of, file_digest, scores_of
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.inference import hf_folder_of, load_chunks, on_all_ranks
 from mcore_qwen3vl.layout import Layout
@@ -59,6 +58,7 @@ class Request:
         split: part of a data set that has several.
         preprocess: hook for data sets that name none.
         trust_data: whether to run code that a metadataset or a WebDataset names.
+        task: ``embedding``: write embeddings of retrieval records instead of log-probabilities.
     """
 
     checkpoint: Path
@@ -80,6 +80,16 @@ class Request:
     split: str = "train"
     preprocess: str | None = None
     trust_data: bool = False
+    task: Literal["log-probabilities", "embedding"] = "log-probabilities"
+
+    @property
+    def embeds(self) -> bool:
+        return self.task == "embedding"
+
+    @property
+    def written(self) -> Path:
+        """The file to write."""
+        return self.out or (embeddings_of if self.embeds else scores_of)(self.data)
 
     def sources(self) -> list[Source]:
         """Return the data sets."""
@@ -145,9 +155,13 @@ class _Job:
         multiple = length_multiple(layout.cp, layout.tp, layout.sp)
         config = _data_config(request, architecture, multiple)
         block = request.buffer * layout.dp
-        out = request.out or scores_of(request.data)
+        out, suffix = request.written, ".parquet" if request.embeds else ".jsonl"
         if facts_of(out) in (out, request.data) or out == request.data:
-            raise BadInput(f"--out {out}: name a file that ends with .jsonl and is not the data.")
+            raise BadInput(f"--out {out}: name a file that ends with {suffix} and is not the data.")
+        if request.embeds and out.suffix != suffix:
+            raise BadInput(f"--out {out}: embeddings are written as Parquet; end it with {suffix}.")
+        if request.embeds and (request.entropy or request.temperature != 1):
+            raise BadInput("--entropy and --temperature are not for --task embedding: drop them.")
         output = Output(out, _settings(request, samples.paths, config, block), block)
         return cls(
             request, architecture, folder, config, multiple, len(samples), adapter, output, block
@@ -158,8 +172,12 @@ class _Job:
         import torch.distributed as dist
 
         from mcore_qwen3vl.scoring.on_rank import Scorer
+        from mcore_qwen3vl.scoring.readouts import Embeddings, LogProbs, Readout
 
         request = self.request
+        readout: Readout = Embeddings()
+        if not request.embeds:
+            readout = LogProbs(temperature=request.temperature, entropy=request.entropy)
         chunks = load_chunks(
             request.checkpoint,
             self.architecture,
@@ -167,12 +185,11 @@ class _Job:
             spec=request.spec,
             dtype=request.dtype,
             adapter=self.adapter,
+            kind=readout.kind,
             # Otherwise stages expect equal lengths, but the last pack of a block is shorter.
             **({"variable_seq_lengths": True} if request.layout.pp > 1 else {}),
         )
-        scorer = Scorer(
-            chunks, self._records, temperature=request.temperature, entropy=request.entropy
-        )
+        scorer = Scorer(chunks, self._records, readout)
         first = dist.get_rank() == 0
         message = [self.output.open(force=request.force) if first else 0]
         dist.broadcast_object_list(message)
@@ -235,6 +252,7 @@ def _data_config(request: Request, architecture: Architecture, multiple: int) ->
     return DataConfig(
         seq_length,
         packing=request.packing,
+        retrieval=request.embeds,
         # CP divides each packed sample; SP divides only the pack.
         length_multiple=length_multiple(request.layout.cp) if request.packing else multiple,
         media=request.media,
@@ -255,6 +273,7 @@ def _settings(
         "layout": str(request.layout),
         "spec": request.spec,
         "dtype": request.dtype,
+        "task": request.task,
         "temperature": request.temperature,
         "entropy": request.entropy,
         "packing": config.packing,
@@ -306,7 +325,7 @@ def _entry(record: int, found: Found) -> dict[str, Any]:
         return {"error": found.errors[record]}
     sides = {
         side: {**found.scores[name], "digest": found.digests[name]}
-        for side in ("", *SIDES)
+        for side in found.sides[record]
         if (name := f"{record} {side}") in found.scores
     }
     return sides.get("") or sides

@@ -15,7 +15,9 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.model import pointwise
 from mcore_qwen3vl.model.flops import Trained
 from mcore_qwen3vl.model.freeze import Freezing
+from mcore_qwen3vl.model.headless import HeadlessModel
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+from mcore_qwen3vl.training.embedding.flags import is_embedding
 from mcore_qwen3vl.training.lora.lora_run import LoraRun
 from mcore_qwen3vl.training.preference.flags import is_preference
 
@@ -54,12 +56,14 @@ def model_provider(
         into it and freezes what the flags say.
     """
     fields_of_all = {**fields_from_flags(args), **config_overrides}
-    if args.pad_to_longest or (is_preference(args) and not args.packing):
+    several = is_preference(args) or is_embedding(args)
+    if args.pad_to_longest or (several and not args.packing):
         # Otherwise stages would transfer --seq-length tokens of --micro-batch-size rows, whatever
         # the batch's shape.
         fields_of_all["variable_seq_lengths"] = True
     if args.compile_pointwise:
         pointwise.switch_on()
+    kind = HeadlessModel if is_embedding(args) else Qwen3VLModel
     freezing = lora.freezing() if lora else Freezing(args.freeze, args.trainable)
 
     def provide(
@@ -69,7 +73,7 @@ def model_provider(
         config: TransformerConfig | None = None,
         pg_collection: Any = None,
     ) -> Qwen3VLModel:
-        model = Qwen3VLModel.from_hf_config(
+        model = kind.from_hf_config(
             architecture,
             spec=args.spec[0],
             pre_process=pre_process,

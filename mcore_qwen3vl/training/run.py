@@ -98,14 +98,13 @@ class Run:
         from mcore_qwen3vl.training.checkpoints.best import Validations
         from mcore_qwen3vl.training.host_copy import NormCheck
         from mcore_qwen3vl.training.lora.lora_run import LoraRun
-        from mcore_qwen3vl.training.step.forward import ForwardStep
 
         self.args = args
         self.architecture = Architecture.from_hf(args.hf_model)
         self.lora = LoraRun.of(args, self.architecture)
         self.metrics = metrics.Metrics(self.architecture, peak_tflops=args.peak_tflops)
         self.data = DataProvider(args, self.architecture, self.metrics.count)
-        self.forward_step = ForwardStep(_objective(args))
+        self.forward_step = _forward_step(args)
         self.last_report: dict[str, float] = {}
         self.norms = NormCheck(self.forward_step.records.explain)
         self.validations = Validations(args)
@@ -220,12 +219,9 @@ class Run:
         """Return what wraps each function of :data:`mcore_qwen3vl.training.hooks.HOOKS`."""
         from mcore_qwen3vl.training import hooks
         from mcore_qwen3vl.training.lora.lora_run import keep_trained
-        from mcore_qwen3vl.training.preference.flags import is_preference, reference_of
-        from mcore_qwen3vl.training.preference.reference import with_reference
         from mcore_qwen3vl.training.step.gradients import reduce_in_pieces
 
         args = self.args
-        by_adapter = is_preference(args) and reference_of(args) == "adapter"
         return {
             "get_write_results_queue": hooks.unchanged if args.async_save else hooks.results_queue,
             "compile_helpers": lambda original: None,
@@ -245,7 +241,7 @@ class Run:
             "logical_and_across_model_parallel_group": partial(
                 hooks.success_of_all, fp16=args.fp16
             ),
-            "get_forward_backward_func": with_reference if by_adapter else hooks.unchanged,
+            "get_forward_backward_func": _schedule(args),
         }
 
     def _note_trained(self, trained: Trained) -> None:
@@ -434,12 +430,33 @@ class Run:
         print_rank_last(metrics.line(report))
 
 
-def _objective(args: argparse.Namespace) -> Any:
-    """Return the objective that the run minimises."""
+def _schedule(args: argparse.Namespace) -> Any:
+    """Return what replaces ``get_forward_backward_func``: some losses take two passes in a step."""
+    from mcore_qwen3vl.training import hooks
+    from mcore_qwen3vl.training.embedding.flags import contrastive_of, is_embedding
+    from mcore_qwen3vl.training.embedding.objective import with_contrasts
+    from mcore_qwen3vl.training.preference.flags import is_preference, reference_of
+    from mcore_qwen3vl.training.preference.reference import with_reference
+
+    if is_embedding(args):
+        return partial(with_contrasts, contrastive_of(args))
+    if is_preference(args) and reference_of(args) == "adapter":
+        return with_reference
+    return hooks.unchanged
+
+
+def _forward_step(args: argparse.Namespace) -> Any:
+    """Return the forward step with the objective that the run minimises."""
+    from mcore_qwen3vl.training.embedding.flags import contrastive_of, is_embedding
+    from mcore_qwen3vl.training.embedding.objective import of_queries
+    from mcore_qwen3vl.training.embedding.pooling import embed
     from mcore_qwen3vl.training.preference.flags import is_preference, preference_of
     from mcore_qwen3vl.training.preference.objective import of_pairs
+    from mcore_qwen3vl.training.step.forward import ForwardStep
     from mcore_qwen3vl.training.step.losses import find_loss, of_tokens
 
+    if is_embedding(args):
+        return ForwardStep(of_queries(contrastive_of(args)), embed)
     if is_preference(args):
-        return of_pairs(preference_of(args))
-    return of_tokens(find_loss(args.loss))
+        return ForwardStep(of_pairs(preference_of(args)))
+    return ForwardStep(of_tokens(find_loss(args.loss)))

@@ -139,7 +139,7 @@ class ValueModel(PolicyModel):
         seed: seed of the head's initial weights, which are the same under every layout.
     """
 
-    value_head = True
+    head_labels = 1
     output_layer: Any
 
     def __init__(

@@ -15,6 +15,7 @@ import torch
 
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.parse import Conversation, Document, parse_record
+from mcore_qwen3vl.data.records.retrieval import parse_retrieval
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.shapes import SHAPES
@@ -142,6 +143,10 @@ def test_every_data_record_is_one(tmp_path):
     parsed = [parse_record(record, MediaFolder(tmp_path, {})) for record in records]
     kinds = [type(one) for one in parsed]
     assert (kinds.count(Conversation), kinds.count(Document)) == (4, 4)
+    page = blocks(DOCS / "embedding.md", "json")
+    retrieval = [json.loads(text) for block in page for text in _objects(block.text)]
+    texts = [set(parse_retrieval(record, MediaFolder(tmp_path, {}))) for record in retrieval]
+    assert [len(one) for one in texts] == [4, 2, 3]
 
 
 def _objects(text: str) -> list[str]:

@@ -16,7 +16,7 @@ from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.encoding.balancing import Division, Measure, divide
 from mcore_qwen3vl.data.encoding.encoder import Qwen3VLTaskEncoder, raw_sample
 from mcore_qwen3vl.data.encoding.planning import Plan
-from mcore_qwen3vl.data.encoding.samples import EncodedSample, MeasuredSample
+from mcore_qwen3vl.data.encoding.samples import EncodedSample, MeasuredSample, encoded
 from mcore_qwen3vl.data.encoding.shared_packing import SharedPacking
 from mcore_qwen3vl.data.loading.datasets import SOURCE
 from mcore_qwen3vl.data.loading.measured import BAD, OVERLONG, MeasuredFactory, Size, Unusable
@@ -135,13 +135,7 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
             raw = raw_sample(self.preparation, crude)
             plan = self.preparation.plan(raw)
             pixels = self.preparation.pixels(plan, raw.source)
-        return EncodedSample.derive_from(
-            sample,
-            input_ids=plan.token_tensor(),
-            loss_weights=plan.weight_tensor(),
-            pixels=pixels,
-            name=sample_id(crude),
-        )
+        return encoded(sample, plan, pixels, sample_id(crude))
 
 
 def size_of(plan: Plan) -> Size:

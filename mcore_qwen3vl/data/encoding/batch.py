@@ -63,7 +63,12 @@ class Batch:
     visual: VisualInputs | None
     counts: Counts
     names: tuple[str, ...]  # file and line of each sample
-    references: Tensor | None = None  # (pairs, 2) float32: see mcore_qwen3vl.data.encoding.pairs
+    references: Tensor | None = None  # (pairs, 2) float32: see mcore_qwen3vl.data.encoding.groups
+    lengths: tuple[int, ...] = ()  # tokens of each sample, without padding
+    groups: tuple[int, ...] = ()  # samples of each record, for records of several samples
+    contrast: tuple[Tensor, Tensor] | None = None
+    """Losses (queries,) and gradients (samples, H) of the global batch's contrastive loss; see
+    mcore_qwen3vl.training.embedding."""
     __restore_key__: tuple = ()  # set and read by energon
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
@@ -192,6 +197,7 @@ class Batcher:
                 dropped=dropped,
             ),
             names=tuple(sample.name for sample in samples),
+            lengths=tuple(len(sample.input_ids) for sample in samples),
         )
 
     def _visual(

@@ -24,7 +24,7 @@ from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.encoding.batch import Batch, Batcher
 from mcore_qwen3vl.data.encoding.packing import best_fit
 from mcore_qwen3vl.data.encoding.preparation import Preparation
-from mcore_qwen3vl.data.encoding.samples import EncodedSample, PlannedSample, RawSample
+from mcore_qwen3vl.data.encoding.samples import EncodedSample, PlannedSample, RawSample, encoded
 from mcore_qwen3vl.data.loading.datasets import SOURCE
 from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.data.records.bad_samples import BadSampleGuard, sample_id
@@ -92,13 +92,7 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, EncodedSample, Batch, Batch]):
         """Decode the pixels."""
         with self.guard.skipping(sample):
             pixels = self.preparation.pixels(sample.plan, sample.source)
-        return EncodedSample.derive_from(
-            sample,
-            input_ids=sample.plan.token_tensor(),
-            loss_weights=sample.plan.weight_tensor(),
-            pixels=pixels,
-            name=sample.name,
-        )
+        return encoded(sample, sample.plan, pixels, sample.name)
 
     @stateless
     def pack_selected_samples(self, samples: list[EncodedSample]) -> Batch:

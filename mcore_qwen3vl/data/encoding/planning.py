@@ -85,7 +85,7 @@ class Planner:
         """
         self._check_placeholders(rendered)
         measured = [self._measure(media) for media in rendered.media]
-        return self._fit(self._tokenise(rendered, measured))
+        return self._fit(self._tokenise(rendered, measured), rendered.trains)
 
     def _check_placeholders(self, rendered: Rendered) -> None:
         for kind, token in self._tokens.items():
@@ -169,7 +169,7 @@ class Planner:
             return start - len(opening), end + len(closing)
         return start, end
 
-    def _fit(self, plan: Plan) -> Plan:
+    def _fit(self, plan: Plan, trains: bool) -> Plan:
         """Apply the over-length policy."""
         length, limit = len(plan.input_ids), self._config.seq_length
         if length > limit:
@@ -177,7 +177,7 @@ class Planner:
                 raise OverlongSample(f"{length} tokens, more than seq_length {limit}.")
             plan = truncate(plan, limit)
         # The first token is never predicted.
-        if not plan.loss_weights[1:].any():
+        if trains and not plan.loss_weights[1:].any():
             raise BadSample(
                 f"no trained token is left in the first {limit} of its {length} tokens."
                 if length > limit

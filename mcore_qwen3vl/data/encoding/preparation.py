@@ -16,8 +16,9 @@ from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.parse import join_parts, parse_record, preprocessed
 from mcore_qwen3vl.data.records.parsed import Conversation, Document
-from mcore_qwen3vl.data.records.preference import is_pair, parse_pair
+from mcore_qwen3vl.data.records.preference import SIDES, is_pair, parse_pair
 from mcore_qwen3vl.data.records.reading import Reading, find_hook
+from mcore_qwen3vl.data.records.retrieval import is_retrieval, parse_retrieval
 from mcore_qwen3vl.data.records.template import Rendered, Renderer
 from mcore_qwen3vl.data.records.time_limit import time_limit
 from mcore_qwen3vl.untrusted import parse_json
@@ -74,8 +75,19 @@ class Preparation:
         with time_limit(self._max_seconds):
             return parse_record(self._record(sample), sample.folder, self._reading(sample))
 
-    def parse_each(self, sample: RawSample) -> tuple[Conversation | Document, ...]:
-        """Parse a record into one part, or a preference record into its chosen and rejected.
+    def parse_each(
+        self, sample: RawSample, *, retrieval: bool | None = None
+    ) -> dict[str, Conversation | Document]:
+        """Parse a record into its parts, by their names.
+
+        Args:
+            sample: the sample as read.
+            retrieval: whether the record is read as a query with its documents; None: if its keys
+                say so.
+
+        Returns:
+            One part without a name; chosen and rejected of a preference record; or query, positive
+            and negatives.
 
         Raises:
             BadSample: the record is malformed. A hook's own exceptions pass through.
@@ -84,10 +96,12 @@ class Preparation:
         with time_limit(self._max_seconds):
             record = preprocessed(self._record(sample), reading)
         made = replace(reading, preprocess=None)
+        if is_retrieval(record) if retrieval is None else retrieval:
+            return dict(parse_retrieval(record, sample.folder, made))
         if not is_pair(record):
-            return (parse_record(record, sample.folder, made),)
+            return {"": parse_record(record, sample.folder, made)}
         pair = parse_pair(record, sample.folder, made)
-        return pair.chosen, pair.rejected
+        return dict(zip(SIDES, (pair.chosen, pair.rejected), strict=True))
 
     def _record(self, sample: RawSample) -> Any:
         """Return the record in JSON's types, with the parts of a WebDataset sample filled in."""

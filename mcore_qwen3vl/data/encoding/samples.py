@@ -48,3 +48,14 @@ class EncodedSample(Sample):
     loss_weights: torch.Tensor  # (T,) float32: the weight of predicting each token
     pixels: Pixels
     name: str
+
+
+def encoded(sample: Sample, plan: Plan, pixels: Pixels, name: str) -> EncodedSample:
+    """Return the sequence of `plan` with its decoded pixels, ready to be batched."""
+    return EncodedSample.derive_from(
+        sample,
+        input_ids=plan.token_tensor(),
+        loss_weights=plan.weight_tensor(),
+        pixels=pixels,
+        name=name,
+    )

@@ -19,7 +19,7 @@ from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.encoding.balanced import BalancedTaskEncoder
 from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.data.encoding.encoder import Qwen3VLTaskEncoder
-from mcore_qwen3vl.data.encoding.pairs import PairTaskEncoder
+from mcore_qwen3vl.data.encoding.groups import GroupTaskEncoder, PairTaskEncoder
 from mcore_qwen3vl.data.loading.datasets import load_sources
 from mcore_qwen3vl.data.loading.loader_state import from_plain, to_plain
 from mcore_qwen3vl.data.loading.sources import Source
@@ -298,11 +298,16 @@ def _encoder(
     config: DataConfig,
     **balancing: Any,
 ) -> Any:
-    """Make the encoder of single sequences, balanced or not, or of pairs with their references."""
-    if config.pairs and config.balance:
-        raise BadInput("--balance does not support preference pairs: leave it out with --loss dpo.")
+    """Make the encoder of single sequences, balanced or not, or of records of several ones."""
+    if (config.pairs or config.retrieval) and config.balance:
+        raise BadInput(
+            "--balance does not support records of several sequences: leave it out with --loss dpo "
+            "and with --task embedding."
+        )
     if config.balance:
         return BalancedTaskEncoder(architecture, processor, config, sources, **balancing)
+    if config.retrieval:
+        return GroupTaskEncoder(architecture, processor, config, sources)
     if not config.pairs:
         return Qwen3VLTaskEncoder(architecture, processor, config, sources)
     beside = [References.beside(source.path) for source in sources] if config.references else None

@@ -33,8 +33,15 @@ _GROUNDING = ("<ref-object>", "<bbox>")
 _OWN = ("content", "weight", "loss")  # keys of a message that the template does not get
 
 
-def read_messages(record: Mapping[str, Any], folder: MediaFolder) -> Conversation:
+def read_messages(
+    record: Mapping[str, Any], folder: MediaFolder, *, prompt: bool = False
+) -> Conversation:
     """Read ``messages`` with ``role`` and ``content``: text with or without tags, or parts.
+
+    Args:
+        record: the record.
+        folder: folder of the media.
+        prompt: whether to read a prompt, which needs no turn to train on.
 
     Raises:
         BadSample: the record is malformed, and the message says how.
@@ -44,7 +51,7 @@ def read_messages(record: Mapping[str, Any], folder: MediaFolder) -> Conversatio
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise BadSample(f"message {index} must be an object with a role and content.")
         turns.append(_legacy_call(message))
-    return _conversation(record, "messages", turns, folder)
+    return _conversation(record, "messages", turns, folder, prompt=prompt)
 
 
 def read_conversations(record: Mapping[str, Any], folder: MediaFolder) -> Conversation:
@@ -84,7 +91,12 @@ def _unpacked(value: Any, key: str) -> Any:
 
 
 def _conversation(
-    record: Mapping[str, Any], key: str, turns: Sequence[Mapping[str, Any]], folder: MediaFolder
+    record: Mapping[str, Any],
+    key: str,
+    turns: Sequence[Mapping[str, Any]],
+    folder: MediaFolder,
+    *,
+    prompt: bool = False,
 ) -> Conversation:
     shelf = Shelf(record, folder)
     sample_weight = weight_of(record)
@@ -122,9 +134,9 @@ def _conversation(
             weights.append(weight if message["role"] == "assistant" else 0.0)
         previous = role
     shelf.check_empty()
-    if not any(weights):
+    if not (prompt or any(weights)):
         raise BadSample("no assistant turn has a weight above 0, so nothing would be trained.")
-    return Conversation(rendered, shelf.media, weights, _tools(record))
+    return Conversation(rendered, shelf.media, weights, _tools(record), prompt)
 
 
 def _message(turn: Mapping[str, Any], role: str, index: int, shelf: Shelf) -> dict[str, Any]:

@@ -52,6 +52,8 @@ def format_of(record: Any, name: str | None = None) -> Format:
         raise BadSample(f"a record must be a JSON object, this is {type(record).__name__}.")
     if {"chosen", "rejected"} & record.keys():
         raise BadSample("it is a preference record: --loss dpo trains on these.")
+    if {"positive", "positive_messages"} & record.keys():
+        raise BadSample("it is a retrieval record: --task embedding trains on these.")
     offered = [one for one in FORMATS if name in (None, one.name)]
     for one in offered:
         if any(record.get(key) is not None for key in one.keys):
@@ -166,7 +168,7 @@ def join_parts(parts: Mapping[str, Any], record: Any) -> Any:
     if record is not None and not isinstance(record, Mapping):
         return record
     record = dict(record or {})
-    if {"messages", "conversations", "texts", "chosen"} & record.keys():
+    if {"messages", "conversations", "texts", "chosen", "query"} & record.keys():
         return record
     for name in sorted(parts):
         kind = media_kind(name)

@@ -18,6 +18,7 @@ class Conversation:
     media: list[Media]
     weights: list[float]  # one a message; 0 for all but assistant turns
     tools: list[Any] | None = None
+    prompt: bool = False  # rendered with the generation prompt, and not trained on
     format: str = field(default="", compare=False)  # format of the record
     unread: tuple[str, ...] = field(default=(), compare=False)  # keys that were not read
 

@@ -80,20 +80,12 @@ def parse_pair(record: Any, folder: MediaFolder, reading: Reading | None = None)
     if sides[0] == sides[1]:
         raise BadSample("chosen and rejected are the same.")
     common = _common(*sides)
-    common += len(_instructed(sides[0], reading)) - len(sides[0])
+    common += len(reading.instructed(sides[0])) - len(sides[0])
     chosen, rejected = (
-        _side(record, side, _instructed(messages, reading), common, folder)
+        _side(record, side, reading.instructed(messages), common, folder)
         for side, messages in zip(SIDES, sides, strict=True)
     )
     return Pair(chosen, rejected)
-
-
-def _instructed(messages: list[Any], reading: Reading) -> list[Any]:
-    """Add the data set's system prompt to messages that have none."""
-    first = messages[0] if messages else None
-    if reading.system is None or (isinstance(first, Mapping) and first.get("role") == "system"):
-        return messages
-    return [{"role": "system", "content": reading.system}, *messages]
 
 
 def _turns(value: Any, side: str, *, alone: bool) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
@@ -42,6 +42,13 @@ class Reading:
                 f"train_on is {self.train_on!r}: neither all nor last, nor a regular expression "
                 f"({error})."
             ) from error
+
+    def instructed(self, messages: list[Any]) -> list[Any]:
+        """Add the data set's system prompt to messages that have none."""
+        first = messages[0] if messages else None
+        if self.system is None or (isinstance(first, Mapping) and first.get("role") == "system"):
+            return messages
+        return [{"role": "system", "content": self.system}, *messages]
 
 
 @cache

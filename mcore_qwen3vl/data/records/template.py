@@ -36,6 +36,7 @@ class Rendered:
     text: str
     spans: list[Span]
     media: list[Media]
+    trains: bool = True  # whether some of it must be trained
 
 
 class Renderer:
@@ -78,6 +79,9 @@ class Renderer:
         return self._conversation(record)
 
     def _conversation(self, record: Conversation) -> Rendered:
+        if record.prompt:
+            prompt = self._apply(record, len(record.messages), add_generation_prompt=True)
+            return Rendered(prompt, [], record.media, trains=False)
         text = self._apply(record, len(record.messages))
         spans = []
         for index, weight in enumerate(record.weights):

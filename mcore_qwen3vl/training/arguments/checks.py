@@ -198,7 +198,8 @@ def _check_kinds(args: argparse.Namespace) -> None:
                 f"{folder} holds no checkpoint of Megatron's to begin from: check the path of "
                 f"{'--load' if folder == args.load else '--pretrained-checkpoint'}."
             )
-        require_language_model(Path(folder))
+        if args.task is None:  # an embedding model needs no head
+            require_language_model(Path(folder))
 
 
 def _check_step(folder: Path, step: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 
 from mcore_qwen3vl.training.arguments.data_flags import add_data_arguments
+from mcore_qwen3vl.training.embedding.flags import add_embedding_arguments
 from mcore_qwen3vl.training.lora.flags import add_lora_arguments
 from mcore_qwen3vl.training.preference.flags import add_preference_arguments
 
@@ -18,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     _add_training_arguments(parser.add_argument_group("qwen3-vl training"))
     add_lora_arguments(parser.add_argument_group("qwen3-vl lora"))
     add_preference_arguments(parser.add_argument_group("qwen3-vl preference"))
+    add_embedding_arguments(parser.add_argument_group("qwen3-vl embedding"))
     add_data_arguments(parser.add_argument_group("qwen3-vl data"))
     return parser
 

@@ -24,6 +24,7 @@ from mcore_qwen3vl.training.arguments.kept import Kept
 from mcore_qwen3vl.training.arguments.layout import check_layout
 from mcore_qwen3vl.training.arguments.own_flags import add_arguments
 from mcore_qwen3vl.training.arguments.refusal import refuse_by
+from mcore_qwen3vl.training.embedding.flags import check_embedding
 from mcore_qwen3vl.training.lora.flags import check_flags
 from mcore_qwen3vl.training.preference.flags import check_preference, preference_defaults
 
@@ -149,6 +150,7 @@ class ArgumentSetup:
         check(args, self._command.architecture)
         check_flags(args)
         check_preference(args)
+        check_embedding(args, self._command.architecture)
 
 
 def _explicit_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:

@@ -24,12 +24,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from mcore_qwen3vl.atomic import replacing
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.companions import copy_companions
+from mcore_qwen3vl.converters.hf.form_file import write_form
+from mcore_qwen3vl.converters.mapping.forms import Form, head_of
 from mcore_qwen3vl.converters.mcore.formats import format_of, require_own_keys
 from mcore_qwen3vl.converters.mcore.index import FileRange
 from mcore_qwen3vl.converters.mcore.paths import HF_FOLDER, folder_name, tracked
 from mcore_qwen3vl.converters.storage.unpickling import refused_by_torch
 from mcore_qwen3vl.converters.torch_dist.metadata import read as read_metadata
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.training.embedding.flags import is_embedding
 
 _OTHER_SCHEDULE = re.compile(
     r"class input value (?P<ours>\S+) and checkpoint ?value (?P<theirs>\S+) for (?P<what>.+) do not"
@@ -168,6 +171,8 @@ def save_companions(args: argparse.Namespace) -> None:
         return
     with replacing(folder) as partial:
         copy_companions(source, partial)
+        if is_embedding(args):
+            write_form(partial, Form(head=head_of(0)))
 
 
 @contextmanager

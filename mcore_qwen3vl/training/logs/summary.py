@@ -17,6 +17,7 @@ from mcore_qwen3vl.runtime.compiler import c_compiler
 from mcore_qwen3vl.training import memory
 from mcore_qwen3vl.training.arguments.defaults import statement
 from mcore_qwen3vl.training.arguments.layout import validated_layout
+from mcore_qwen3vl.training.embedding.flags import contrastive_of, is_embedding
 from mcore_qwen3vl.training.logs.quiet import FOLDER
 from mcore_qwen3vl.training.preference.flags import is_preference, preference_of, reference_of
 
@@ -65,6 +66,7 @@ def summary(
         ("weights", _weights(args)),
         *([("trains", _adapter(args, a, lora))] if lora else []),
         *(_preference(args) if is_preference(args) else []),
+        *(_embedding(args) if is_embedding(args) else []),
         ("layout", _layout(args)),
         ("precision", _precision(args)),
         ("data", _data(args)),
@@ -100,6 +102,15 @@ def _adapter(args: argparse.Namespace, a: Architecture, lora: LoraRun) -> str:
         f"{len(lora.targets)} matrices ({where}){whole}: {_millions(count)} parameters, "
         f"{count / parameters.total(a):.2%} of the model's"
     )
+
+
+def _embedding(args: argparse.Namespace) -> list[tuple[str, str]]:
+    loss = contrastive_of(args)
+    cut = f", embeddings cut to {', '.join(map(str, loss.dimensions))}" if loss.dimensions else ""
+    return [
+        ("loss", f"contrastive, temperature {loss.temperature:g}{cut}"),
+        ("head", "none: the model is trained and written without lm_head"),
+    ]
 
 
 def _preference(args: argparse.Namespace) -> list[tuple[str, str]]:

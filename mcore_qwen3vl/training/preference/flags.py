@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from mcore_qwen3vl.errors import BadInput
@@ -90,8 +90,8 @@ def _whole(args: argparse.Namespace) -> bool:
 
 
 def preference_defaults(explicit: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults of Megatron's arguments for this loss; see :func:`check_preference`."""
-    if explicit.get("loss") != LOSS:
+    """Return the defaults of Megatron's arguments for losses that are no mean over tokens."""
+    if explicit.get("loss") != LOSS and explicit.get("task") is None:
         return {}
     return {"moe_aux_loss_coeff": 0.0}
 
@@ -103,9 +103,7 @@ def check_preference(args: argparse.Namespace) -> None:
         BadInput: flags do not fit together; the message names them and the remedy.
     """
     if not is_preference(args):
-        if details := [name for name in _DETAILS if getattr(args, name) is not None]:
-            flags = ", ".join("--" + name.replace("_", "-") for name in details)
-            raise BadInput(f"{flags} is set without --loss {LOSS}: add it, or drop the flag.")
+        refuse_without(f"--loss {LOSS}", args, _DETAILS)
         return
     preference_of(args)
     if args.overlong == "truncate":
@@ -113,15 +111,33 @@ def check_preference(args: argparse.Namespace) -> None:
             f"--overlong truncate with --loss {LOSS}: an answer that is cut has no "
             "log-probability. Leave the flag out: pairs that are too long are then left out."
         )
+    refuse_router_losses(args, f"--loss {LOSS}", "pairs")
+    if reference_of(args) == "adapter":
+        _check_adapter_reference(args)
+
+
+def refuse_without(owner: str, args: argparse.Namespace, names: Sequence[str]) -> None:
+    """
+    Raises:
+        BadInput: one of the arguments `names` is set, which have a meaning only with flag `owner`.
+    """
+    if given := [name for name in names if getattr(args, name) is not None]:
+        flags = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise BadInput(f"{flags} is set without {owner}: add it, or drop the flag.")
+
+
+def refuse_router_losses(args: argparse.Namespace, owner: str, unit: str) -> None:
+    """
+    Raises:
+        BadInput: a router's loss is added to that of flag `owner`, which is a mean over `unit`.
+    """
     for name in _ROUTER_LOSSES:
         if getattr(args, name, None):
             raise BadInput(
-                f"--{name.replace('_', '-')} {getattr(args, name):g} with --loss {LOSS}: Megatron "
-                "adds the router's losses up over tokens, and this loss is a mean over pairs, so "
+                f"--{name.replace('_', '-')} {getattr(args, name):g} with {owner}: Megatron "
+                f"adds the router's losses up over tokens, and this loss is a mean over {unit}, so "
                 "they would weigh hundreds of times too much. Set it to 0."
             )
-    if reference_of(args) == "adapter":
-        _check_adapter_reference(args)
 
 
 def _check_adapter_reference(args: argparse.Namespace) -> None:

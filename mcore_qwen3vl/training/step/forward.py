@@ -19,6 +19,7 @@ from mcore_qwen3vl.training.step.blame import StepRecords
 from mcore_qwen3vl.training.step.losses import Objective
 
 LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
+Run = Callable[[Batch, torch.nn.Module], tuple[Tensor, Tensor]]
 
 
 def forward(batch: Batch, model: torch.nn.Module, **options: Any) -> tuple[Tensor, Tensor]:
@@ -34,12 +35,13 @@ def forward(batch: Batch, model: torch.nn.Module, **options: Any) -> tuple[Tenso
         otherwise; and the (s,) int64 positions of this rank.
     """
     chunk = get_attr_wrapped_model(model, "local_tokens", return_model_obj=True)
+    has_logits = chunk.post_process and chunk.head_labels is None
     packing = _packing(batch)
     output = model(
         batch.input_ids,
         batch.position_ids,
         padding_mask=batch.padding_mask,
-        labels=batch.labels.clamp(min=0) if chunk.post_process else None,
+        labels=batch.labels.clamp(min=0) if has_logits else None,
         visual=batch.visual,
         packed_seq_params=packing,
         **options,
@@ -50,12 +52,14 @@ def forward(batch: Batch, model: torch.nn.Module, **options: Any) -> tuple[Tenso
 class ForwardStep:
     """Megatron's ``forward_step_func`` for one run."""
 
-    def __init__(self, objective: Objective) -> None:
+    def __init__(self, objective: Objective, run: Run = forward) -> None:
         """
         Args:
             objective: the objective to minimise.
+            run: what runs a micro-batch through a chunk; on the last stage the objective gets what
+                it returns.
         """
-        self._objective = objective
+        self._objective, self._run = objective, run
         self._normaliser: Tensor | None = None
         self.records = StepRecords()
 
@@ -70,7 +74,7 @@ class ForwardStep:
         batch = next(batches)
         if torch.is_grad_enabled():
             self.records.add(batch.names)
-        output, local = forward(batch, model)
+        output, local = self._run(batch, model)
         return output, partial(self._reduce, batch, local)
 
     def _reduce(

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mcore_qwen3vl.training.logs.progress import LOSSES
+
 
 @dataclass(frozen=True)
 class StepMetrics:
@@ -17,7 +19,7 @@ class StepMetrics:
 
 def curve_of(log: list[dict[str, Any]]) -> list[StepMetrics]:
     """Return the curve of a run's log."""
-    name = "dpo loss" if log and "dpo loss" in log[0] else "lm loss"
+    name = next(name for name in LOSSES if not log or name in log[0])
     return [StepMetrics(entry[name], entry["grad norm"]) for entry in log]
 
 

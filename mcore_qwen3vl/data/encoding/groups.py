@@ -1,0 +1,177 @@
+"""Energon's pipeline for records of several sequences, which are always in one micro-batch.
+
+A batch holds the sequences of one record after the other: chosen and rejected of a preference
+record; query, positive and negatives of a retrieval record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.energon import Sample, edataclass, stateless
+from megatron.energon.source_info import get_source_info
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.data.config import DataConfig
+from mcore_qwen3vl.data.encoding.batch import Batch
+from mcore_qwen3vl.data.encoding.encoder import Qwen3VLTaskEncoder
+from mcore_qwen3vl.data.encoding.packing import best_fit
+from mcore_qwen3vl.data.encoding.pixels import Pixels
+from mcore_qwen3vl.data.encoding.planning import Plan
+from mcore_qwen3vl.data.encoding.preparation import Preparation
+from mcore_qwen3vl.data.encoding.samples import EncodedSample, RawSample, encoded
+from mcore_qwen3vl.data.loading.sources import Source
+from mcore_qwen3vl.data.records.bad_samples import sample_id
+from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample
+from mcore_qwen3vl.data.records.preference import SIDES, written_otherwise
+from mcore_qwen3vl.data.records.retrieval import require_query_and_positive
+from mcore_qwen3vl.data.scores import References
+
+
+@edataclass
+class PlannedGroup(Sample):
+    """The tokenised sequences of a record; their media are measured but not decoded."""
+
+    plans: list[Plan]
+    source: int
+    name: str
+    reference: tuple[float, float] | None = None
+
+
+@edataclass
+class EncodedGroup(Sample):
+    """A record that is ready to be batched."""
+
+    sequences: list[EncodedSample]
+    reference: tuple[float, float] | None
+
+
+def plan_each(
+    preparation: Preparation, sample: RawSample, *, retrieval: bool = False
+) -> dict[str, Plan]:
+    """Tokenise the sequences of a raw record, by their names in :meth:`Preparation.parse_each`.
+
+    Raises:
+        BadSample, OverlongSample: the record cannot be used. Each sequence must fit by itself;
+            whether they fit together is not checked.
+    """
+    parts = preparation.parse_each(sample, retrieval=retrieval)
+    return {name: preparation.plan(sample, part) for name, part in parts.items()}
+
+
+def padded(config: DataConfig, plans: Sequence[Plan]) -> int:
+    """Return how many tokens of a pack the sequences take."""
+    return sum(config.padded(len(plan.input_ids)) for plan in plans)
+
+
+def check_length(config: DataConfig, plans: Sequence[Plan]) -> None:
+    """Raise if a pack cannot hold all sequences; the planner checked that each fits a row.
+
+    Raises:
+        OverlongSample: the sequences together are longer than a pack.
+    """
+    length = padded(config, plans)
+    if config.packing and length > config.seq_length:
+        which = "both" if len(plans) == 2 else f"all {len(plans)}"
+        raise OverlongSample(
+            f"{length} tokens in {which}, more than seq_length {config.seq_length}."
+        )
+
+
+class GroupTaskEncoder(Qwen3VLTaskEncoder):
+    """Energon's hooks for records of several sequences; this class reads retrieval records."""
+
+    @stateless
+    def preencode_sample(self, sample: RawSample) -> Any:
+        """Tokenise the sequences and measure their media."""
+        with self.guard.skipping(sample):
+            plans = plan_each(self.preparation, sample, retrieval=True)
+            require_query_and_positive(plans)
+            check_length(self.config, list(plans.values()))
+        return PlannedGroup.derive_from(
+            sample, plans=list(plans.values()), source=sample.source, name=sample_id(sample)
+        )
+
+    def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
+        """Choose which records of a full buffer share sequences."""
+        lengths = [padded(self.config, sample.plans) for sample in samples]
+        return [[samples[i] for i in pack] for pack in best_fit(lengths, self.config.seq_length)]
+
+    @stateless
+    def postencode_sample(self, sample: Any) -> Any:
+        """Decode the pixels, only once for neighbours that have the same media."""
+        pixels: list[Pixels] = []
+        with self.guard.skipping(sample):
+            for number, plan in enumerate(sample.plans):
+                again = number and _shown(plan) == _shown(sample.plans[number - 1])
+                pixels.append(pixels[-1] if again else self.preparation.pixels(plan, sample.source))
+        sequences = [
+            encoded(sample, plan, seen, sample.name)
+            for plan, seen in zip(sample.plans, pixels, strict=True)
+        ]
+        return EncodedGroup.derive_from(sample, sequences=sequences, reference=sample.reference)
+
+    def _batch(self, assemble: Callable[..., Batch], groups: list[Any]) -> Batch:
+        batch = super()._batch(assemble, [one for group in groups for one in group.sequences])
+        return replace(batch, groups=tuple(len(group.sequences) for group in groups))
+
+
+class PairTaskEncoder(GroupTaskEncoder):
+    """Energon's hooks for preference records.
+
+    Args:
+        architecture, processor, config, sources: as for :class:`Qwen3VLTaskEncoder`.
+        references: the reference's log-probabilities for each data set; None: do not add them.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        processor: Any,
+        config: DataConfig,
+        sources: Sequence[Source],
+        references: Sequence[References] | None,
+    ) -> None:
+        super().__init__(architecture, processor, config, sources)
+        self._references = references
+
+    @stateless
+    def preencode_sample(self, sample: RawSample) -> Any:
+        """Tokenise a pair, measure its media, and look up its reference."""
+        with self.guard.skipping(sample):
+            plans = plan_each(self.preparation, sample)
+            if len(plans) == 1:
+                said = "it is not a preference record: --loss dpo needs chosen and rejected."
+                raise BadSample(f"{said} {written_otherwise(sample.record)}".rstrip())
+            chosen, rejected = (plans[side] for side in SIDES)
+            check_length(self.config, (chosen, rejected))
+            found = self._references_of(sample)
+            reference = found[0].of(found[1]) if found else None
+        if found:  # outside the block above, so that the error stops the run
+            found[0].check(found[1], chosen.input_ids, rejected.input_ids)
+        return PlannedGroup.derive_from(
+            sample,
+            plans=[chosen, rejected],
+            reference=reference,
+            source=sample.source,
+            name=sample_id(sample),
+        )
+
+    def _batch(self, assemble: Callable[..., Batch], groups: list[Any]) -> Batch:
+        batch = super()._batch(assemble, groups)
+        if self._references is None:
+            return batch
+        return replace(batch, references=torch.tensor([pair.reference for pair in groups]))
+
+    def _references_of(self, sample: Any) -> tuple[References, int] | None:
+        """Return the references of a sample's data set, and the sample's number among them."""
+        if self._references is None:
+            return None
+        return self._references[sample.source], int(get_source_info(sample)[0].index)
+
+
+def _shown(plan: Plan) -> list[Any]:
+    return [item.media for item in plan.media]

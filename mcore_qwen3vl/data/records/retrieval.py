@@ -1,0 +1,142 @@
+"""Retrieval records: a query, a document that answers it, and hard negatives that do not.
+
+A record has ``query``, ``positive`` and, optionally, ``negatives``. Each text is one of these:
+
+- a text, with or without ``<image>`` and ``<video>`` tags;
+- an object with ``text``, ``image`` and ``video``, as Qwen3-VL-Embedding takes them;
+- a message, or a list of messages.
+
+In ms-swift's form, ``messages`` is the query, and ``positive_messages`` and ``negative_messages``
+hold a list of messages for each document. Tags take the entries of ``images``; those of documents
+take ``positive_images`` and ``negative_images``, one list for each document (``videos`` likewise).
+
+Every text is rendered as a prompt, at whose last token its embedding is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from mcore_qwen3vl.data.records.flaws import BadSample
+from mcore_qwen3vl.data.records.media import MediaFolder
+from mcore_qwen3vl.data.records.messages import read_messages
+from mcore_qwen3vl.data.records.parsed import Conversation
+from mcore_qwen3vl.data.records.reading import Reading
+
+QUERY, POSITIVE, NEGATIVE = "query", "positive", "negative"
+RETRIEVAL = "retrieval"
+"""The name of the format."""
+
+_DOCUMENTS = {
+    POSITIVE: (POSITIVE, "positive_messages"),
+    NEGATIVE: ("negatives", NEGATIVE, "negative_messages"),
+}
+_MEDIA = ("images", "videos")
+_READ = {
+    *(QUERY, "messages", "image", "video"),
+    *(key for keys in _DOCUMENTS.values() for key in keys),
+    *(f"{prefix}{kind}" for prefix in ("", "positive_", "negative_") for kind in _MEDIA),
+}
+
+
+def is_retrieval(record: Any) -> bool:
+    """Return whether a JSON record is a retrieval record."""
+    return isinstance(record, Mapping) and any(key in record for key in _DOCUMENTS[POSITIVE])
+
+
+def parse_retrieval(
+    record: Any, folder: MediaFolder, reading: Reading | None = None
+) -> dict[str, Conversation]:
+    """Read the texts of a record, of which only some may be there, as prompts.
+
+    Args:
+        record: a record in a form that the module describes, after the data set's hook.
+        folder: folder of the media.
+        reading: how the data set's records are read; only its system prompt counts.
+
+    Returns:
+        The texts by name, in this order: ``query``, ``positive``, ``negative 0`` and so on.
+
+    Raises:
+        BadSample: the record is malformed, and the message says how.
+    """
+    if not isinstance(record, Mapping):
+        raise BadSample(f"a record must be a JSON object, this is {type(record).__name__}.")
+    unread = tuple(str(key) for key in record if key not in _READ)
+    found = {}
+    for name, text, media in _texts(record):
+        try:
+            messages = (reading or Reading()).instructed(_messages(text))
+            parsed = read_messages({**media, "messages": messages}, folder, prompt=True)
+        except BadSample as error:
+            raise BadSample(f"{name}: {error}") from error
+        found[name] = replace(parsed, format=RETRIEVAL, unread=unread)
+    if not found:
+        raise BadSample("a retrieval record has query, or messages, and positive.")
+    return found
+
+
+def require_query_and_positive(names: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        BadSample: the record lacks the query or the positive, which training needs.
+    """
+    for name in (QUERY, POSITIVE):
+        if name not in names:
+            raise BadSample(f"--task embedding trains on a query and a positive; it has no {name}.")
+
+
+def _texts(record: Mapping[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Yield the name, the text and the media of the query and of each document."""
+    query = next((record[key] for key in (QUERY, "messages") if record.get(key) is not None), None)
+    if query is not None:
+        own = ("image", "video", *_MEDIA)
+        yield QUERY, query, {kind: record[kind] for kind in own if kind in record}
+    for kind, keys in _DOCUMENTS.items():
+        given = [key for key in keys if record.get(key) is not None]
+        if len(given) > 1:
+            raise BadSample(f"both {given[0]} and {given[1]} are given; keep one of them.")
+        documents = _documents(given[0], record[given[0]]) if given else []
+        if kind == POSITIVE and len(documents) > 1:
+            raise BadSample(f"{given[0]} holds {len(documents)} documents; one is needed.")
+        lists = {name: record.get(f"{kind}_{name}") or [] for name in _MEDIA}
+        for name, held in lists.items():
+            if held and len(held) != len(documents):
+                raise BadSample(
+                    f"{kind}_{name} needs one list for each of {len(documents)} documents, and "
+                    f"has {len(held)}."
+                )
+        for number, document in enumerate(documents):
+            name = kind if kind == POSITIVE else f"{NEGATIVE} {number}"
+            yield name, document, {key: held[number] for key, held in lists.items() if held}
+
+
+def _documents(key: str, value: Any) -> list[Any]:
+    """Return the documents under `key`; a key in the plural, or ms-swift's, holds a list."""
+    if key in (POSITIVE, NEGATIVE):
+        return [value]
+    if not isinstance(value, list):
+        raise BadSample(f"{key} is {type(value).__name__}; a list of documents is needed.")
+    return value
+
+
+def _messages(text: Any) -> list[Any]:
+    """Return the messages that `text` stands for."""
+    if isinstance(text, str):
+        return [{"role": "user", "content": text}]
+    if isinstance(text, list) and text:
+        return text
+    if not isinstance(text, Mapping):
+        raise BadSample("it must be a text, an object with text, image or video, or messages.")
+    if "role" in text:
+        return [text]
+    parts: list[dict[str, Any]] = []
+    for kind in ("video", "image", "text"):  # the order of Qwen3-VL-Embedding's own program
+        given = text.get(kind)
+        many = given if isinstance(given, list) else [given]
+        parts += [{"type": kind, kind: one} for one in many if one is not None]
+    if not parts:
+        raise BadSample("it has none of text, image and video.")
+    return [{"role": "user", "content": parts}]

@@ -1,0 +1,125 @@
+"""What is read out of the model for each sequence: log-probabilities or an embedding."""
+
+from __future__ import annotations
+
+import base64
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state as mpu
+from torch import Tensor
+
+from mcore_qwen3vl.data.encoding.batch import Batch
+from mcore_qwen3vl.model.head.module import Head
+from mcore_qwen3vl.model.headless import HeadlessModel
+from mcore_qwen3vl.model.inputs import to_device
+from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+from mcore_qwen3vl.training.embedding.pooling import embed
+from mcore_qwen3vl.training.step.forward import forward
+
+Results = dict[str, dict[str, Any]]
+"""For each sequence of a batch, by its name, what JSON can hold."""
+
+
+class Readout(Protocol):
+    """One kind of results; `kind` is the class of model that they are read out of."""
+
+    kind: type[Qwen3VLModel]
+
+    def run(self, batch: Batch, model: Any) -> tuple[Tensor, Tensor]:
+        """Run a micro-batch through a chunk; return its output and this rank's positions."""
+
+    def results(self, batch: Batch, local: Tensor, output: Tensor) -> Results:
+        """Return the results on the last stage, where all ranks call this; empty on all but one
+        rank of a TP x CP group."""
+
+
+class LogProbs:
+    """Log-probabilities of trained tokens.
+
+    Args:
+        temperature: number that the logits are divided by.
+        entropy: whether to compute entropies too.
+    """
+
+    kind = Qwen3VLModel
+
+    def __init__(self, *, temperature: float, entropy: bool) -> None:
+        self._processor = partial(_scores, temperature=temperature, entropy=entropy)
+
+    def run(self, batch: Batch, model: Any) -> tuple[Tensor, Tensor]:
+        return forward(batch, model, output_processor=self._processor)
+
+    def results(self, batch: Batch, local: Tensor, output: Tensor) -> Results:
+        whole = output.new_zeros((len(output), *batch.input_ids.shape))
+        whole[..., to_device(local, whole.device)] = output
+        dist.all_reduce(whole, group=mpu.get_context_parallel_group())
+        if mpu.get_tensor_and_context_parallel_rank() != 0:
+            return {}
+        return _of_batch(batch, whole.cpu())
+
+
+class Embeddings:
+    """Embeddings of length 1, as base64 of little-endian float32."""
+
+    kind = HeadlessModel
+
+    def run(self, batch: Batch, model: Any) -> tuple[Tensor, Tensor]:
+        return embed(batch, model)
+
+    def results(self, batch: Batch, local: Tensor, output: Tensor) -> Results:
+        if mpu.get_tensor_and_context_parallel_rank() != 0:
+            return {}
+        rows = F.normalize(output.float(), dim=-1).cpu().numpy().astype("<f4")
+        return {
+            name: {"embedding": base64.b64encode(row.tobytes()).decode()}
+            for name, row in zip(batch.names, rows, strict=True)
+            if name
+        }
+
+
+def _of_batch(batch: Batch, whole: Tensor) -> Results:
+    """Return each sequence's scores, from (1 or 2, B, S) log-probabilities and entropies."""
+    weights, labels = batch.loss_weights.cpu(), batch.labels.cpu()
+    found = {}
+    for number, name in enumerate(batch.names):
+        if not name:
+            continue
+        row, place = number, slice(None)
+        if batch.cu_seqlens is not None:
+            start, end = batch.cu_seqlens[number : number + 2].tolist()
+            row, place = 0, slice(start, end)
+        trained = weights[row, place] > 0
+        values = whole[:, row, place][:, trained].double()
+        found[name] = {
+            "log_prob": float(values[0].sum()),
+            "tokens": int(trained.sum()),
+            "token_ids": labels[row, place][trained].tolist(),
+            "token_log_probs": values[0].tolist(),
+        }
+        if len(values) > 1:
+            found[name] |= {
+                "entropy": float(values[1].mean()),
+                "token_entropies": values[1].tolist(),
+            }
+    return found
+
+
+def _scores(
+    *,
+    hidden_states: Tensor,
+    output_layer: Head,
+    output_weight: Tensor | None,
+    labels: Tensor,
+    temperature: float,
+    entropy: bool,
+    **_: Any,
+) -> Tensor:
+    """Compute (1, B, s) log-probabilities, or (2, B, s) with entropies, instead of losses."""
+    log_probs, entropies = output_layer(
+        hidden_states, output_weight, targets=labels, temperature=temperature, entropy=entropy
+    )
+    return torch.stack([log_probs] if entropies is None else [log_probs, entropies])

@@ -1,0 +1,1 @@
+"""Training of embedding models in Megatron's loop: flags, pooling and the contrastive loss."""

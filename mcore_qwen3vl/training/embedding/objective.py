@@ -1,0 +1,120 @@
+"""The contrastive loss over the whole global batch: all micro-batches of all data-parallel ranks.
+
+The loss of a query depends on every document of the global batch, and these are never in one
+forward pass. So the embeddings are first computed without gradients, gathered, and the loss is
+differentiated with respect to them; a second pass then takes each micro-batch's part of that
+gradient through the model. Source: Gao et al., "Scaling Deep Contrastive Learning Batch Size under
+Memory Limited Setup", 2021 (GradCache). With one micro-batch a rank, one pass is enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from mcore_qwen3vl.data.encoding.batch import Batch
+from mcore_qwen3vl.objectives.contrastive import contrastive_losses
+from mcore_qwen3vl.objectives.settings import Contrastive
+from mcore_qwen3vl.training.embedding.pooling import embed
+from mcore_qwen3vl.training.step.losses import Objective, Reduced
+from mcore_qwen3vl.training.step.two_passes import evaluated, in_two_passes
+
+
+def of_queries(contrastive: Contrastive) -> Objective:
+    """Return the objective of embedding training: a mean over the queries of the global batch.
+
+    Args:
+        contrastive: the loss's settings.
+    """
+
+    def objective(batch: Batch, local: Tensor, embeddings: Tensor) -> Reduced:
+        losses, gradients = (
+            batch.contrast or contrasts([batch], [embeddings.detach()], contrastive)[0]
+        )
+        # Every CP rank has all embeddings, but the gradients of its own tokens alone. So each rank
+        # counts 1/CP of the queries and of the numbers.
+        share = 1 / parallel_state.get_context_parallel_world_size()
+        return Reduced(
+            (embeddings * gradients).sum(),  # its gradient is that of the global batch's loss
+            torch.full([], len(losses) * share, dtype=torch.float64, device=losses.device),
+            {"contrastive loss": losses.sum() * share},
+        )
+
+    return objective
+
+
+def with_contrasts(
+    contrastive: Contrastive, original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Callable[..., Any]:
+    """Replace ``get_forward_backward_func``: return schedules that first compute all embeddings."""
+    schedule = original(*args, **kwargs)
+
+    def use(batches: list[Batch], embeddings: list[Tensor]) -> list[Batch]:
+        found = contrasts(batches, embeddings, contrastive)
+        return [replace(batch, contrast=one) for batch, one in zip(batches, found, strict=True)]
+
+    def run(**given: Any) -> Any:
+        if given["num_microbatches"] == 1:
+            return schedule(**given)
+        return in_two_passes(schedule, given, first=_step, use=use, within=evaluated)
+
+    return run
+
+
+def contrasts(
+    batches: Sequence[Batch], embeddings: Sequence[Tensor], contrastive: Contrastive
+) -> list[tuple[Tensor, Tensor]]:
+    """Differentiate the loss of all DP ranks' micro-batches with respect to their embeddings.
+
+    All data-parallel ranks call this, each with its own micro-batches, and all compute the same
+    loss of all queries.
+
+    Args:
+        batches: this rank's micro-batches.
+        embeddings: (N, H) float32 for each of them, without a gradient.
+        contrastive: the loss's settings.
+
+    Returns:
+        For each of `batches`, the losses (queries,) of its queries, and the gradient (N, H) of the
+        sum of all ranks' losses.
+    """
+    own = [batch.groups for batch in batches]
+    groups: list[Any] = [None] * parallel_state.get_data_parallel_world_size()
+    dist.all_gather_object(groups, own, group=parallel_state.get_data_parallel_group_gloo())
+    sizes = [sum(map(sum, of_rank)) for of_rank in groups]
+    everyone = _gathered(torch.cat(list(embeddings)), sizes).requires_grad_()
+    with torch.enable_grad():
+        losses = contrastive_losses(
+            everyone, [size for of_rank in groups for one in of_rank for size in one], contrastive
+        )
+        (gradients,) = torch.autograd.grad(losses.sum(), everyone)
+    rank = parallel_state.get_data_parallel_rank()
+    queries = [sum(map(len, of_rank)) for of_rank in groups]
+    mine = losses.detach().split(queries)[rank].split([len(one) for one in own])
+    return list(
+        zip(mine, gradients.split(sizes)[rank].split([sum(one) for one in own]), strict=True)
+    )
+
+
+def _gathered(rows: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Return the rows (n, H) of all data-parallel ranks, whose numbers are `sizes`, in order."""
+    padded = rows.new_zeros(max(sizes), rows.shape[1])
+    padded[: len(rows)] = rows
+    whole = rows.new_empty(len(sizes) * len(padded), rows.shape[1])
+    dist.all_gather_into_tensor(whole, padded, group=parallel_state.get_data_parallel_group())
+    return torch.cat([one[:n] for one, n in zip(whole.chunk(len(sizes)), sizes, strict=True)])
+
+
+def _step(batches: Iterator[Batch], model: Any) -> tuple[Tensor, Callable[..., Tensor]]:
+    output, _ = embed(next(batches), model)
+    return output, _as_it_is
+
+
+def _as_it_is(embeddings: Tensor, *, non_loss_data: bool) -> Tensor:
+    return embeddings

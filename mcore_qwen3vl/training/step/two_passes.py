@@ -1,0 +1,72 @@
+"""Two passes over the same micro-batches in a step: the second uses what the first has found.
+
+We call Megatron's schedule twice, first without gradients. So every pipeline split works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from mcore_qwen3vl.data.encoding.batch import Batch
+
+
+def in_two_passes(
+    schedule: Callable[..., Any],
+    given: dict[str, Any],
+    *,
+    first: Callable[..., Any],
+    use: Callable[[list[Batch], list[Tensor]], list[Batch]],
+    within: Callable[[Any], AbstractContextManager[None]],
+) -> Any:
+    """Run Megatron's schedule twice, and return what its second call returns.
+
+    An iteration's micro-batches are all read before it begins, and kept until it ends.
+
+    Args:
+        schedule: the schedule.
+        given: the arguments with which Megatron calls it.
+        first: the forward step of the first pass, whose function returns a tensor.
+        use: puts these tensors into the micro-batches; called on the last stage only.
+        within: for the model, what the first pass runs in.
+    """
+    streams = given["data_iterator"]
+    several = isinstance(streams, list)
+    count = given["num_microbatches"]
+    held = [[next(one) for _ in range(count)] for one in (streams if several else [streams])]
+    with within(given["model"]):
+        found = schedule(
+            **{
+                **given,
+                "data_iterator": _replayed(held, several),
+                "forward_step_func": first,
+                "forward_only": True,
+                "collect_non_loss_data": True,
+            }
+        )
+    if found:  # the last stage
+        held[-1] = use(held[-1], found)
+    return schedule(**{**given, "data_iterator": _replayed(held, several)})
+
+
+@contextmanager
+def evaluated(model: Any) -> Iterator[None]:
+    """Run the chunks in evaluation mode and without gradients."""
+    chunks: Sequence[Any] = unwrap_model(model if isinstance(model, list) else [model])
+    training = [chunk.training for chunk in chunks]
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        for chunk, mode in zip(chunks, training, strict=True):
+            stack.callback(chunk.train, mode)
+            chunk.eval()
+        yield
+
+
+def _replayed(held: list[list[Batch]], several: bool) -> Any:
+    streams = [iter(batches) for batches in held]
+    return streams if several else streams[0]

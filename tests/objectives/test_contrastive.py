@@ -1,0 +1,75 @@
+"""The contrastive loss and its gradients are those of sentence-transformers: `make test-trl`.
+
+The package is no dependency of the tests, because it brings a training stack of its own; without it
+those tests are skipped, and the formula written out is compared alone.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.objectives.contrastive import contrastive_losses
+from mcore_qwen3vl.objectives.settings import Contrastive
+from tests.training.embedding.retrieval import formula
+
+TOLERANCE = 2e-5
+WIDTH = 24
+CASES = [Contrastive(), Contrastive(0.3), Contrastive(0.1, (4, 9, WIDTH))]
+
+
+def texts(groups: tuple[int, ...]) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(sum(groups), WIDTH, generator=generator).requires_grad_()
+
+
+def compare(groups: tuple[int, ...], contrastive: Contrastive, right: Tensor, of: Tensor) -> None:
+    """Compare our mean loss and its gradient with `right` and its gradient for `of`."""
+    (expected,) = torch.autograd.grad(right, of)
+    ours = texts(groups)
+    loss = contrastive_losses(ours, groups, contrastive).mean()
+    (found,) = torch.autograd.grad(loss, ours)
+    torch.testing.assert_close(loss, right, rtol=TOLERANCE, atol=0)
+    torch.testing.assert_close(
+        found, expected, rtol=0, atol=TOLERANCE * float(expected.abs().max())
+    )
+
+
+@pytest.mark.parametrize("contrastive", CASES, ids=str)
+@pytest.mark.parametrize("groups", [(2, 2, 2), (2, 5, 3, 2)])
+def test_losses_and_gradients_are_those_of_the_formula(
+    groups: tuple[int, ...], contrastive: Contrastive
+) -> None:
+    of = texts(groups)
+    compare(groups, contrastive, formula([list(g) for g in of.split(groups)], contrastive), of)
+
+
+@pytest.mark.parametrize("contrastive", CASES, ids=str)
+@pytest.mark.parametrize("group", [2, 4])
+def test_losses_and_gradients_are_those_of_sentence_transformers(
+    group: int, contrastive: Contrastive
+) -> None:
+    """Its records all have the same number of negatives."""
+    theirs = pytest.importorskip("sentence_transformers.losses")
+    loss = theirs.MultipleNegativesRankingLoss(model=None, scale=1 / contrastive.temperature)
+    of = texts((group,) * 5)
+    columns = list(of.view(5, group, WIDTH).unbind(1))
+    right = sum(
+        (
+            loss.compute_loss_from_embeddings([c[:, :size] for c in columns], None)
+            for size in contrastive.dimensions or (WIDTH,)
+        ),
+        torch.zeros([]),
+    )
+    compare((group,) * 5, contrastive, right, of)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [({"temperature": 0.0}, "temperature is 0"), ({"dimensions": (0,)}, "at least 1")],
+)
+def test_bad_settings_are_refused(values: dict[str, float], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        Contrastive(**values)

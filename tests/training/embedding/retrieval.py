@@ -1,0 +1,142 @@
+"""Retrieval data, and a plain loop over Hugging Face's model, one text at a time."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcore_qwen3vl.objectives.settings import Contrastive
+from mcore_qwen3vl.tiny.records import write_image_qa
+from mcore_qwen3vl.verify.curves.hf_loop import located, sample_order
+from mcore_qwen3vl.verify.curves.job import Job
+from mcore_qwen3vl.verify.parity.peft_reference import PeftReference
+
+
+def write_retrieval(folder: Path, samples: int) -> Path:
+    """Write questions and answers as queries and documents, in all forms of a record.
+
+    They have one positive and up to two hard negatives. Some documents have the next question's
+    image.
+    """
+    file = write_image_qa(folder, samples)
+    turns = [json.loads(line)["messages"] for line in file.read_text().splitlines()]
+    lines = []
+    for i, (question, answer) in enumerate(turns):
+        image, text = _image_and_text(question["content"])
+        other, _ = _image_and_text(turns[(i + 1) % samples][0]["content"])
+        wrong = [turns[(i + k) % samples][1]["content"] for k in (3, 5)]
+        if i % 3 == 0:
+            record: dict[str, Any] = {"query": [question], "positive": answer["content"]}
+            record |= {"negative": wrong[0]} if i % 2 else {}
+        elif i % 3 == 1:
+            record = {"query": {"text": text, "image": image}, "negatives": wrong}
+            record["positive"] = {"text": answer["content"], "image": other}
+        else:
+            record = {
+                "messages": [{"role": "user", "content": "<image>" * bool(image) + text}],
+                "images": [image] if image else [],
+                "positive_messages": [[{"role": "user", "content": answer["content"]}]],
+                "negative_messages": [
+                    [{"role": "user", "content": "<image>" * bool(other) + wrong[0]}],
+                    [{"role": "user", "content": wrong[1]}],
+                ],
+                "negative_images": [[other] if other else [], []],
+            }
+        lines.append(json.dumps(record))
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+def _image_and_text(content: Any) -> tuple[str | None, str]:
+    if isinstance(content, str):
+        return None, content
+    return content[0]["image"], content[1]["text"]
+
+
+def texts_of(record: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """Return the messages of the texts of a record that :func:`write_retrieval` wrote."""
+    if "messages" in record:
+        held = [record["messages"], *record["positive_messages"], *record["negative_messages"]]
+        images = [record["images"], [], *record["negative_images"]]
+    else:
+        negatives = record.get("negatives", [record["negative"]] if "negative" in record else [])
+        held = [record["query"], record["positive"], *negatives]
+        images = [[] for _ in held]
+    return [_message(text, own) for text, own in zip(held, images, strict=True)]
+
+
+def _message(text: Any, images: list[str]) -> list[dict[str, Any]]:
+    if isinstance(text, list) and isinstance(text[0]["content"], list):
+        return text
+    if isinstance(text, dict):
+        images, text = [text["image"]] if text["image"] else [], text["text"]
+    if isinstance(text, list):
+        text = text[0]["content"].removeprefix("<image>")
+    parts = [{"type": "image", "image": image} for image in images]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+
+
+def embedding(model: Any, processor: Any, messages: list[dict[str, Any]], folder: Path) -> Tensor:
+    """Return the hidden state (H,) at the last token of the prompt, after the final norm."""
+    inputs = processor.apply_chat_template(
+        located(messages, folder),
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+    return model(**inputs).last_hidden_state[0, -1]
+
+
+def formula(groups: list[list[Tensor]], contrastive: Contrastive) -> Tensor:
+    """Return the mean loss of the queries, from cosines of one pair of texts at a time."""
+    documents = [text for group in groups for text in group[1:]]
+    total = torch.zeros([])
+    for dimension in contrastive.dimensions or (len(documents[0]),):
+        for query, positive, *_ in groups:
+            cosines = torch.stack([_cosine(query, d, dimension) for d in documents])
+            right = _cosine(query, positive, dimension) / contrastive.temperature
+            total = total + (cosines / contrastive.temperature).exp().sum().log() - right
+    return total / len(groups)
+
+
+def _cosine(a: Tensor, b: Tensor, dimension: int) -> Tensor:
+    a, b = a[:dimension], b[:dimension]
+    return (a @ b) / (a.norm() * b.norm())
+
+
+@dataclass(frozen=True)
+class Plain:
+    """The loss of the first step of a job, and its gradients by their names in a checkpoint."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+
+
+def plain_step(job: Job, contrastive: Contrastive) -> Plain:
+    """Run the first step on one process, with all texts of the global batch in one loss."""
+    from transformers import AutoModel, AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(job.checkpoint)
+    if job.lora is None:
+        model = AutoModel.from_pretrained(job.checkpoint, dtype=torch.float32)
+        named = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
+    else:
+        adapted = PeftReference(job.checkpoint, job.lora)
+        model, named = adapted.network.model, adapted.trained()
+    records = [json.loads(line) for line in job.data.read_text().splitlines()]
+    groups = []
+    for line, count in Counter(sample_order(job)[0]).items():  # each of a record's texts names it
+        texts = texts_of(records[line])
+        for _ in range(count // len(texts)):  # a small data set repeats in one batch
+            groups.append([embedding(model, processor, text, job.data.parent) for text in texts])
+    loss = formula(groups, contrastive)
+    loss.backward()
+    gradients = {name: p.grad for name, p in named.items() if p.grad is not None}
+    return Plain(loss.item(), gradients)

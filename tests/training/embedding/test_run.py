@@ -1,0 +1,279 @@
+"""Embedding training in Megatron's loop equals one process on the whole batch, in every layout."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModel, AutoProcessor, Qwen3VLModel
+
+from mcore_qwen3vl.converters.convert import hf_to_mcore
+from mcore_qwen3vl.converters.live.factors import factor_parts
+from mcore_qwen3vl.converters.live.sharded import gradient, hf_parts, unwrap
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.objectives.settings import Contrastive
+from mcore_qwen3vl.runtime.launch import run_layout
+from mcore_qwen3vl.scoring.score import Request, score
+from mcore_qwen3vl.tiny import write_tiny_checkpoint
+from mcore_qwen3vl.training.run import Run
+from mcore_qwen3vl.verify.curves.job import Job, run_rank, train
+from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
+from mcore_qwen3vl.verify.parity.on_rank import IN_MEMORY
+from mcore_qwen3vl.verify.report.measurement import Measurement, measure
+from tests.training.embedding.retrieval import (
+    Plain,
+    embedding,
+    plain_step,
+    texts_of,
+    write_retrieval,
+)
+
+TOLERANCE = 2e-5
+PACKED = ("--packing",)
+
+
+@pytest.fixture(scope="module")
+def retrieval(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_retrieval(tmp_path_factory.mktemp("retrieval"), 16)
+
+
+def embedding_job(
+    checkpoint: Path,
+    data: Path,
+    layout: str,
+    *flags: str,
+    lora: Path | None = None,
+    batch: int = 4,
+) -> Job:
+    return Job(
+        checkpoint,
+        data,
+        Layout.parse(layout),
+        steps=1,
+        batch=batch,
+        seq_length=512,
+        lora=lora,
+        packing="--packing" in flags,
+        flags=("--task", "embedding", *(flag for flag in flags if flag != "--packing")),
+    )
+
+
+def measured_on_rank(argv: list[str], output: Path, expected: Plain) -> dict[str, Measurement]:
+    """Train one step on this rank, and compare the gradients that the optimizer would take."""
+    found: dict[str, Measurement] = {}
+    finalize = Run._finalize_gradients
+
+    def compare(self: Run, model: list[Any], *rest: Any, **named: Any) -> None:
+        finalize(self, model, *rest, **named)
+        chunks = unwrap(model)
+        parts = hf_parts(chunks, gradient, expert_layout=IN_MEMORY)
+        for part in chain(parts, factor_parts(chunks, gradient)):
+            one = measure(part.local, expected.gradients[part.name][part.box])
+            old = found.get(part.name, Measurement())
+            found[part.name] = old + (one if part.main else one.as_copy())
+
+    Run._finalize_gradients = compare  # type: ignore[method-assign]
+    run_rank(argv, output)
+    return found
+
+
+def check(job: Job, contrastive: Contrastive, folder: Path) -> None:
+    expected = plain_step(job, contrastive)
+    log = folder / "log.jsonl"
+    argv = [*job.argv, "--log-json", str(log)]
+    ranks = run_layout(
+        measured_on_rank, job.layout.world_size, argv, folder / "output.txt", expected, timeout=300
+    )
+    whole: dict[str, Measurement] = {}
+    for name, one in chain.from_iterable(rank.items() for rank in ranks):
+        whole[name] = whole.get(name, Measurement()) + one
+    assert {n: m.count for n, m in whole.items()} == {
+        name: one.numel() for name, one in expected.gradients.items()
+    }
+    loss = json.loads(log.read_text().splitlines()[0])["contrastive loss"]
+    of_loss = abs(loss - expected.loss) / expected.loss
+    name, worst = max(whole.items(), key=lambda item: item[1].relative)
+    print(f"observed: {job.layout} loss {of_loss:.1e}, gradient {worst.relative:.1e} of {name}")
+    assert of_loss <= TOLERANCE
+    assert worst.relative <= TOLERANCE, name
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "flags"),
+    [
+        ("dense", "single", PACKED),
+        ("dense", "dp2", PACKED),
+        ("dense", "tp2+sp", PACKED),
+        ("dense", "cp2", PACKED),
+        ("dense", "pp2", PACKED),
+        ("moe", "ep2xdp2", PACKED),
+        ("dense", "dp2", ()),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("tied", "pp2", PACKED),
+                ("dense", "tp2", PACKED),
+                ("dense", "tp2xcp2+sp", PACKED),
+                ("dense", "tp2xpp2+sp", ()),
+                ("dense", "pp2xvpp2", ()),
+                ("dense", "cp2xdp2", PACKED),
+                ("moe", "tp2xetp2+sp", PACKED),
+                ("moe", "ep2xpp2xdp2", PACKED),
+            ]
+        ),
+    ],
+)
+def test_loss_and_every_gradient_are_those_of_one_process(
+    kind: str,
+    layout: str,
+    flags: tuple[str, ...],
+    retrieval: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    check(
+        embedding_job(request.getfixturevalue(kind), retrieval, layout, *flags),
+        Contrastive(),
+        tmp_path,
+    )
+
+
+@pytest.mark.parametrize(
+    ("layout", "flags", "contrastive"),
+    [
+        ("dp2", ("--temperature", "0.2"), Contrastive(0.2)),
+        pytest.param(
+            "tp2xdp2+sp",
+            ("--matryoshka-dims", "8", "32"),
+            Contrastive(dimensions=(8, 32)),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_one_micro_batch_a_rank_takes_one_pass(
+    layout: str,
+    flags: tuple[str, ...],
+    contrastive: Contrastive,
+    dense: Path,
+    retrieval: Path,
+    tmp_path: Path,
+) -> None:
+    job = embedding_job(dense, retrieval, layout, *PACKED, *flags, batch=2)
+    check(job, contrastive, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [("dense", "dp2"), pytest.param("moe", "ep2xdp2", marks=pytest.mark.slow)],
+)
+def test_an_adapter_trains(
+    kind: str, layout: str, retrieval: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    checkpoint = request.getfixturevalue(kind)
+    targets = "experts" if kind == "moe" else "language"
+    adapter = write_random_adapter(tmp_path / "adapter", ADAPTERS[targets], checkpoint)
+    job = embedding_job(checkpoint, retrieval, layout, *PACKED, lora=adapter)
+    check(job, Contrastive(), tmp_path)
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tied"), tie=True)
+
+
+@pytest.fixture(scope="module")
+def headless(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the dense model as Qwen3-VL-Embedding-8B is stored: untied, and without lm_head."""
+    folder = tmp_path_factory.mktemp("headless")
+    shutil.copytree(dense, folder, dirs_exist_ok=True)
+    weights = folder / "model.safetensors"
+    tensors = load_file(weights)
+    del tensors["lm_head.weight"]
+    save_file(tensors, weights, {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["headless", pytest.param("tied", marks=pytest.mark.slow)])
+def test_a_headless_model_is_trained_exported_scored_and_resumed(
+    kind: str, retrieval: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Transformers' own class loads the export, and embeds as `score` does, in any form."""
+    save, export = tmp_path / "save", tmp_path / "export"
+    job = embedding_job(request.getfixturevalue(kind), retrieval, "pp2", *PACKED)
+    flags = ("--save", str(save), "--save-hf", str(export), "--save-interval", "1")
+    (first,) = train(job, tmp_path / "run", *flags)
+    (second,) = train(
+        replace(job, steps=2), tmp_path / "rest", *flags, "--override-opt-param-scheduler"
+    )
+    assert second["contrastive loss"] != first["contrastive loss"]
+    exported = export / "iter_0000002"
+    assert "lm_head.weight" not in load_file(exported / "model.safetensors")
+    expected = embeddings_of(exported, retrieval)
+    for checkpoint, layout in ((exported, "dp2"), (save, "tp2xcp2+sp"), (exported, "pp2")):
+        compare_scores(checkpoint, layout, retrieval, tmp_path / f"{layout}.parquet", expected)
+
+
+@pytest.mark.slow
+def test_a_language_model_embeds_from_megatrons_format(
+    dense: Path, retrieval: Path, tmp_path: Path
+) -> None:
+    hf_to_mcore(dense, tmp_path / "mcore")
+    expected = embeddings_of(dense, retrieval)
+    compare_scores(tmp_path / "mcore", "tp2+sp", retrieval, tmp_path / "out.parquet", expected)
+
+
+def embeddings_of(checkpoint: Path, data: Path) -> Tensor:
+    """Return the embeddings (N, H) of all texts by transformers' own class."""
+    model = AutoModel.from_pretrained(checkpoint, dtype=torch.float32)
+    assert type(model) is Qwen3VLModel
+    processor = AutoProcessor.from_pretrained(checkpoint)
+    lines = map(json.loads, data.read_text().splitlines())
+    with torch.no_grad():
+        states = [
+            embedding(model, processor, text, data.parent)
+            for record in lines
+            for text in texts_of(record)
+        ]
+    return torch.nn.functional.normalize(torch.stack(states), dim=-1)
+
+
+def compare_scores(checkpoint: Path, layout: str, data: Path, out: Path, expected: Tensor) -> None:
+    """Compare what `score` writes with `expected`."""
+    options: Any = {"dtype": "fp32", "seq_length": 512, "buffer": 5}
+    request = Request(checkpoint, data, out, Layout.parse(layout), task="embedding", **options)
+    found = score(request, on_cpu=True)
+    rows = pq.read_table(out).to_pylist()
+    assert found is not None
+    assert found.embeddings == len(rows) == len(expected)
+    assert [(row["line"], row["text"]) for row in rows[:3]] == [
+        *((1, name) for name in ("query", "positive")),
+        (2, "query"),
+    ]
+    worst = (torch.tensor([row["embedding"] for row in rows]) - expected).abs().max()
+    print(f"observed: score {layout} {worst:.1e}")
+    assert worst <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("out", "options", "message"),
+    [
+        ("out.jsonl", {}, "headless model"),
+        ("out.jsonl", {"task": "embedding"}, "embeddings are written as Parquet"),
+        ("out.parquet", {"task": "embedding", "entropy": True}, "not for --task embedding"),
+    ],
+)
+def test_what_score_refuses(
+    out: str, options: dict[str, Any], message: str, headless: Path, retrieval: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(BadInput, match=message):
+        score(Request(headless, retrieval, tmp_path / out, **options), on_cpu=True)
