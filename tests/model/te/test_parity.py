@@ -81,7 +81,7 @@ def test_padding_on_the_left_is_refused(matrix: Matrix, monkeypatch: pytest.Monk
         matrix.run(row)
 
 
-def test_every_row_of_the_matrix_is_run() -> None:
+def test_rows_differ_and_all_have_the_te_spec() -> None:
     assert all(row.options["spec"] == "te" and row.batches for row in (*ROWS, *LORA_ROWS))
     assert len({str(row) for row in ROWS}) == len(ROWS)
 

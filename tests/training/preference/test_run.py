@@ -111,14 +111,8 @@ def test_thirty_steps_are_those_of_a_plain_loop(
     ("flags", "preference"),
     [
         # The formulas have tests of their own; these cases test the flags.
-        pytest.param(
-            ("--dpo-label-smoothing", "0.1"),
-            Preference(beta=BETA, label_smoothing=0.1),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            ("--dpo-loss", "hinge"), Preference("hinge", beta=BETA), marks=pytest.mark.slow
-        ),
+        (("--dpo-label-smoothing", "0.1"), Preference(beta=BETA, label_smoothing=0.1)),
+        (("--dpo-loss", "hinge"), Preference("hinge", beta=BETA)),
         (("--dpo-loss", "ipo", "--rpo-alpha", "0.5"), Preference("ipo", BETA, rpo_alpha=0.5)),
     ],
 )
