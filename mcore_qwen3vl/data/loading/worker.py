@@ -6,8 +6,13 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from megatron.energon.savable_loader import SavableCheckpoint
+from torch.utils.data import get_worker_info
 
 _LOOK = 1.0  # seconds between two checks that the parent lives
 
@@ -27,11 +32,30 @@ def start_worker(start: Callable[[int], None], temporary: Path, worker: int) -> 
         worker: the worker's number.
     """
     start(worker)
+    note_start(get_worker_info())
     # The worker's own folder would be left behind when the worker is terminated.
     multiprocessing.current_process()._config["tempdir"] = str(temporary)  # type: ignore[attr-defined]
     if hasattr(signal, "sigtimedwait"):  # not on macOS
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_obey, args=(os.getppid(),), daemon=True).start()
+
+
+def note_start(info: Any) -> None:
+    """Note where this worker starts, so that a state saved before its first batch is right.
+
+    Energon's worker answers a request for its state as soon as its thread runs, which may be before
+    it restores its own. Without this note, it would answer that it starts at the first sample and
+    skips one batch more than it should (megatron-energon 7.4, `SavableDatasetWrapper.__iter__`).
+
+    Args:
+        info: PyTorch's `WorkerInfo` of this process.
+    """
+    dataset = info.dataset
+    state = dataset._workers_restore_from[(info.id + dataset._worker_offset) % info.num_workers]
+    index = 0 if state is None else state.sample_index
+    dataset._last_checkpoints = [
+        SavableCheckpoint(state=state, checkpoint_time=time.perf_counter(), sample_index=index)
+    ]
 
 
 def _obey(parent: int) -> None:

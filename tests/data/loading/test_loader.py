@@ -14,11 +14,15 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
+from threading import RLock, Thread
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from megatron.energon import savable_loader
+from torch.utils.data import get_worker_info
 from transformers.models.qwen3_vl import video_processing_qwen3_vl
 
 from mcore_qwen3vl.data import DataConfig, Loader, Source, load_processor, redistribute
@@ -109,6 +113,43 @@ def test_resume_from_a_resumed_run(
     third.load_state_dict(second.state_dict())
     for index in range(5 + between, 12):
         assert same(next(third), every[index])
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_state_saved_before_a_worker_began(
+    resumed: bool, make: MakeLoader, records: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine, one worker may deliver before the other has restored its state."""
+
+    class SecondIsLate(Thread):
+        def start(self) -> None:
+            super().start()
+            if get_worker_info().id == 1:
+                time.sleep(2)
+
+    def saved(state: dict[str, Any] | None) -> dict[str, Any]:
+        loader = make(records, config=PACKED, num_workers=2)
+        if state is not None:
+            loader.load_state_dict(state)
+        next(loader)
+        return loader.state_dict()
+
+    uninterrupted = make(records, config=PACKED, num_workers=2)
+    before = None
+    if resumed:
+        for _ in range(4):
+            next(uninterrupted)
+        before = uninterrupted.state_dict()
+    next(uninterrupted)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            savable_loader, "threading", SimpleNamespace(Thread=SecondIsLate, RLock=RLock)
+        )
+        after = saved(before)
+    third = make(records, config=PACKED, num_workers=2)
+    third.load_state_dict(after)
+    for _ in range(4):
+        assert same(next(third), next(uninterrupted))
 
 
 def test_state_does_not_depend_on_when_workers_noted_theirs(
