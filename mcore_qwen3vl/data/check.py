@@ -27,7 +27,6 @@ from mcore_qwen3vl.data.loading.sources import parse_sources
 from mcore_qwen3vl.data.records.bad_samples import sample_id
 from mcore_qwen3vl.data.records.flaws import OverlongSample
 from mcore_qwen3vl.data.records.media import peculiarities
-from mcore_qwen3vl.data.records.preference import written_otherwise
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.extras import require_extra
 
@@ -134,8 +133,7 @@ class DataReport:
         """Return sentences about what can be done with keys that are not read."""
         if not self.unread:
             return []
-        said = ["Keys that are not read do no harm. --preprocess MODULE:FUNCTION can use them."]
-        return [*said, *filter(None, [written_otherwise(self.unread)])]
+        return ["Keys that are not read do no harm. --preprocess MODULE:FUNCTION can use them."]
 
     def histograms(self, bins: int = 20) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """Return histograms of tokens, trained tokens and patches a sample.

@@ -89,20 +89,35 @@ def test_keys_that_training_does_not_read_are_counted(
     processor: Any, write_jsonl: WriteJsonl, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plain = [{**question(i, image=False), "id": i} for i in range(3)]
-    rejected = {**plain[0], "rejected_response": "no", "label": True}
-    path = write_jsonl([*plain, rejected, {**plain[1], "label": False}])
+    labelled = {**plain[0], "objects": {"bbox": []}, "label": "cat", "rejected_response": None}
+    path = write_jsonl([*plain, labelled, {**plain[1], "label": 0}])
     report = check_data(path, processor, DataConfig(seq_length=200))
     assert {key: len(samples) for key, samples in report.unread.items()} == {
-        "rejected_response": 1,
+        "objects": 1,
         "label": 2,
+        "rejected_response": 1,
     }
     shown = dict(report.summary())["keys that are not read"]
-    assert shown.startswith("rejected_response (1), label (2), the first in ")
+    assert shown.startswith("objects (1), label (2), rejected_response (1), the first in ")
     assert shown.endswith("data.jsonl:4")
-    general, preference = report.advice()
-    assert "--preprocess" in general
-    assert "--loss dpo" in preference
+    (advice,) = report.advice()
+    assert "--preprocess" in advice
     assert check_data(write_jsonl(plain), processor, DataConfig(seq_length=200)).advice() == []
+
+
+def test_records_for_another_task_are_flaws_that_name_their_flag(
+    processor: Any, write_jsonl: WriteJsonl
+) -> None:
+    plain = question(0, image=False)
+    keys = {
+        "rejected_response": "no", "rejected_messages": [{"role": "assistant", "content": "no"}],
+        "rejected_images": ["a.png"], "label": False,
+    }  # fmt: skip
+    path = write_jsonl([plain, *({**plain, key: value} for key, value in keys.items())])
+    report = check_data(path, processor, DataConfig(seq_length=200))
+    assert len(report.tokens) == 1
+    for flaw, key in zip(report.bad, keys, strict=True):
+        assert re.search(rf"^{key} .*--loss dpo", flaw.reason), flaw
 
 
 def test_preference_records_are_one_sample_of_both_answers(

@@ -26,7 +26,7 @@ from mcore_qwen3vl.data.encoding.samples import EncodedSample, RawSample, encode
 from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.data.records.bad_samples import sample_id
 from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample
-from mcore_qwen3vl.data.records.preference import SIDES, written_otherwise
+from mcore_qwen3vl.data.records.preference import SIDES
 from mcore_qwen3vl.data.records.retrieval import require_query_and_positive
 from mcore_qwen3vl.data.scores import References
 
@@ -144,8 +144,9 @@ class PairTaskEncoder(GroupTaskEncoder):
         with self.guard.skipping(sample):
             plans = plan_each(self.preparation, sample)
             if len(plans) == 1:
-                said = "it is not a preference record: --loss dpo needs chosen and rejected."
-                raise BadSample(f"{said} {written_otherwise(sample.record)}".rstrip())
+                raise BadSample(
+                    "it is not a preference record: --loss dpo needs chosen and rejected."
+                )
             chosen, rejected = (plans[side] for side in SIDES)
             check_length(self.config, (chosen, rejected))
             found = self._references_of(sample)

@@ -38,6 +38,23 @@ FORMATS = (
 """The formats in order: a record has the first one of which it has a key."""
 
 
+_PAIRED = (
+    "belongs to preference data, of which this would train the first answer alone. --loss dpo "
+    "trains on both, from chosen and rejected, which --preprocess MODULE:FUNCTION can write; "
+    "without this key the answer is trained as any other."
+)
+OTHER_TASKS = {
+    "rejected_response": _PAIRED,
+    "rejected_messages": _PAIRED,
+    "rejected_images": _PAIRED,
+    "label": "is true or false, which tells wanted answers from unwanted ones (KTO): this would "
+    "train both alike, and no --loss reads it. Take the key out of records to train on, or make "
+    "pairs of chosen and rejected for --loss dpo.",
+}
+"""Keys of records that are made for another task than training on their answers. ``label`` is one
+only if it is true or false: data sets of other kinds have numbers and words there."""
+
+
 def format_of(record: Any, name: str | None = None) -> Format:
     """Return the format of a JSON record.
 
@@ -46,7 +63,8 @@ def format_of(record: Any, name: str | None = None) -> Format:
         name: name of the format that the record must have; None: any, recognised by its keys.
 
     Raises:
-        BadSample: the record has no known format, or not the format `name`.
+        BadSample: the record has no known format, not the format `name`, or is made for another
+            task.
     """
     if not isinstance(record, Mapping):
         raise BadSample(f"a record must be a JSON object, this is {type(record).__name__}.")
@@ -54,6 +72,10 @@ def format_of(record: Any, name: str | None = None) -> Format:
         raise BadSample("it is a preference record: --loss dpo trains on these.")
     if {"positive", "positive_messages"} & record.keys():
         raise BadSample("it is a retrieval record: --task embedding trains on these.")
+    for key, advice in OTHER_TASKS.items():
+        given = record.get(key)
+        if isinstance(given, bool) or (key != "label" and given):
+            raise BadSample(f"{key} {advice}")
     offered = [one for one in FORMATS if name in (None, one.name)]
     for one in offered:
         if any(record.get(key) is not None for key in one.keys):

@@ -11,7 +11,7 @@ in the loss.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,6 @@ from mcore_qwen3vl.data.records.reading import Reading
 SIDES = ("chosen", "rejected")
 PREFERENCE = "preference"
 """The name of the format."""
-_OTHERWISE = ("rejected_response", "rejected_messages", "rejected_images")  # ms-swift's keys
 
 
 @dataclass(frozen=True)
@@ -38,21 +37,6 @@ class Pair:
 def is_pair(record: Any) -> bool:
     """Return whether a JSON record is a preference record."""
     return isinstance(record, Mapping) and any(side in record for side in SIDES)
-
-
-def written_otherwise(keys: Iterable[str]) -> str:
-    """Return advice for a record with another program's keys for preference data.
-
-    Returns:
-        A sentence, or empty text if no key is one of them.
-    """
-    key = next((key for key in keys if key in _OTHERWISE), None)
-    return (
-        ""
-        if key is None
-        else f"{key}: if these are preference data, DPO (--loss dpo) reads them from chosen and "
-        "rejected, which --preprocess can write."
-    )
 
 
 def parse_pair(record: Any, folder: MediaFolder, reading: Reading | None = None) -> Pair:

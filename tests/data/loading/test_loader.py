@@ -353,13 +353,14 @@ def test_overlong_samples_are_counted_apart_and_never_stop(
     assert not any(b.counts.skipped for b in batches)
 
 
+@pytest.mark.parametrize("pairs", [False, True])
 def test_preference_records_of_another_program_are_named(
-    make: MakeLoader, write_jsonl: WriteJsonl
+    make: MakeLoader, write_jsonl: WriteJsonl, pairs: bool
 ) -> None:
     records = [question(i, image=False) for i in range(4)]
     path = write_jsonl([{**record, "rejected_response": "no"} for record in records])
-    loader = make(path, config=DataConfig(seq_length=256, pairs=True, shuffle=False))
-    with pytest.raises(BadInput, match=r"not a preference record: .* rejected_response: .* chosen"):
+    loader = make(path, config=DataConfig(seq_length=256, pairs=pairs, shuffle=False))
+    with pytest.raises(BadInput, match=r"rejected_response belongs to .*--loss dpo .* chosen"):
         next(loader)
 
 
