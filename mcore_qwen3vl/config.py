@@ -22,7 +22,8 @@ ExpertLayout = Literal["published", "v5"]
 VISION_ACTIVATION = "gelu_pytorch_tanh"
 VISION_ROPE_THETA = 10000.0
 
-MODEL_TYPES = {"qwen3_vl": False, "qwen3_vl_moe": True}
+MODEL_TYPES = {"qwen3_vl": False, "qwen3_vl_moe": True, "cosmos3_omni": False}
+"""Whether a ``model_type`` is MoE. Of Cosmos3 the reasoner is read, a dense Qwen3-VL."""
 
 ROPE_NUMBERS = {
     "linear": ("factor",),
@@ -142,7 +143,7 @@ def _architecture(config: dict[str, Any]) -> Architecture:
         what = "" if "vision_config" in config else ", a model without vision"
         raise BadInput(
             f"config.json has model_type {model_type!r:.40}{what}; this tool handles "
-            f"{' and '.join(MODEL_TYPES)} only. Name a whole Qwen3-VL checkpoint."
+            f"{', '.join(MODEL_TYPES)} only. Name a whole Qwen3-VL checkpoint."
         )
     moe = MODEL_TYPES[model_type]
     text = _section(config, "text_config")

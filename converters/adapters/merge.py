@@ -28,7 +28,7 @@ from mcore_qwen3vl.converters.offline.engine import ConversionResult, execute
 from mcore_qwen3vl.converters.offline.hf_to_hf import layout_notes, stream_copy
 from mcore_qwen3vl.converters.offline.plan import ConversionPlan
 from mcore_qwen3vl.converters.offline.to_hf import LayoutChoice, chosen_layout, lay_out
-from mcore_qwen3vl.converters.offline.to_mcore import dequantized_notes, open_checkpoint
+from mcore_qwen3vl.converters.offline.to_mcore import open_checkpoint, reading_notes
 from mcore_qwen3vl.converters.storage.boxes import Selection
 from mcore_qwen3vl.converters.storage.dtypes import cast, parse_dtype
 from mcore_qwen3vl.converters.storage.progress import Progress
@@ -131,7 +131,7 @@ def plan_merge(
         untied=untied,
         notes=(
             *form.notes,
-            *dequantized_notes(checkpoint, wanted),
+            *reading_notes(checkpoint, wanted),
             *layout_notes(layout),
             *found.notes,
             *((_UNTIED,) if untied else ()),

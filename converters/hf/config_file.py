@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mcore_qwen3vl.config import ExpertLayout
+from mcore_qwen3vl.config import MODEL_TYPES, ExpertLayout
 from mcore_qwen3vl.converters.hf import fp8
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 
@@ -54,7 +54,8 @@ def with_layout(config: Config, layout: ExpertLayout) -> Config:
     """Return `config` in the form that transformers 4.57 (``published``) or 5 (``v5``) writes."""
     config = deepcopy(config)
     text, vision = config["text_config"], config["vision_config"]
-    (_published if layout == "published" else _v5)(text, vision, config["model_type"])
+    family = "qwen3_vl_moe" if MODEL_TYPES[config["model_type"]] else "qwen3_vl"
+    (_published if layout == "published" else _v5)(text, vision, family)
     # transformers 5 writes a wrong flag here; 4.57 follows it.
     text["tie_word_embeddings"] = bool(config.get("tie_word_embeddings", False))
     config["transformers_version"] = VERSIONS[layout]
@@ -88,24 +89,24 @@ def dumps(config: Config) -> bytes:
     return (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
 
 
-def _published(text: Config, vision: Config, model_type: str) -> None:
+def _published(text: Config, vision: Config, family: str) -> None:
     rope = dict(text.pop("rope_parameters", None) or text.get("rope_scaling") or {})
     text["rope_theta"] = rope.pop("rope_theta", text.get("rope_theta"))
     text["rope_scaling"] = rope
     if "num_local_experts" in text:
         text["num_experts"] = text.pop("num_local_experts")
     vision.pop("rope_parameters", None)  # the vision tower's rotary base is in 4.57's code
-    vision["model_type"] = model_type
+    vision["model_type"] = family
 
 
-def _v5(text: Config, vision: Config, model_type: str) -> None:
+def _v5(text: Config, vision: Config, family: str) -> None:
     rope = dict(text.pop("rope_scaling", None) or text.get("rope_parameters") or {})
     theta = text.pop("rope_theta", None)
     rope.setdefault("rope_theta", theta)
     text["rope_parameters"] = rope
     if "num_experts" in text:
         text["num_local_experts"] = text.pop("num_experts")
-    vision["model_type"] = f"{model_type}_vision"
+    vision["model_type"] = f"{family}_vision"
 
 
 def _same_dtype_key(config: Config) -> None:

@@ -55,6 +55,7 @@ class HuggingFaceCheckpoint:
         form: the names of the tensors in the files, and the kind of head.
         entries: the header of each tensor of the model, by the table's HF name.
         scales: the headers of the scale tensors that belong to quantised tensors, by name.
+        left_out: the headers of tensors that are stored and belong to no Qwen3-VL, by name.
         split: the fused tensors among `entries` that the files hold expert by expert.
         quantization: the ``quantization_config``, or None.
 
@@ -81,7 +82,10 @@ class HuggingFaceCheckpoint:
             self._compare_with(index)
         shapes = {name: entry.shape for name, entry in self.entries.items()}
         self.form = recognise(shapes, tied=ties_embeddings(config))
-        stored, self.scales = pair(self.entries, self.quantization)
+        leaves_out = self.form.names.leaves_out
+        self.left_out = {name: e for name, e in self.entries.items() if leaves_out(name)}
+        kept = {name: e for name, e in self.entries.items() if name not in self.left_out}
+        stored, self.scales = pair(kept, self.quantization)
         self._stored = renamed(stored, self.form.names)
         self.entries, self.split = fuse(self._stored, config)
 

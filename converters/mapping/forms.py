@@ -6,8 +6,9 @@ published is a row here; a reader translates names, and a writer translates them
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.errors import BadInput
@@ -16,6 +17,7 @@ LM_HEAD = "lm_head.weight"
 SCORE = "score.weight"
 SCORE_BIAS = "score.bias"
 INPUT_EMBEDDING = "model.language_model.embed_tokens.weight"
+FIRST_QUERY = "model.language_model.layers.0.self_attn.q_proj.weight"
 
 
 @dataclass(frozen=True)
@@ -25,17 +27,23 @@ class Names:
     Attributes:
         key: what a record of a form says.
         prefixes: how a name starts in `CURRENT`, and how it starts here.
+        parts: what else in a name is called otherwise, in `CURRENT` and here.
+        left_out: patterns of names here that belong to no Qwen3-VL and are not read.
         note: what a user should know; empty for nothing.
-        read_by_transformers: whether transformers loads a model that is stored so.
+        read_by_transformers: whether transformers' Qwen3-VL loads a model that is stored so.
     """
 
     key: str
     prefixes: tuple[tuple[str, str], ...] = ()
+    parts: tuple[tuple[str, str], ...] = ()
+    left_out: tuple[str, ...] = ()
     note: str = ""
     read_by_transformers: bool = True
 
     def stored(self, name: str) -> str:
         """Return the name here of what the table calls `name`."""
+        for current, here in self.parts:
+            name = name.replace(current, here)
         for current, here in self.prefixes:
             if name.startswith(current):
                 return here + name.removeprefix(current)
@@ -43,10 +51,16 @@ class Names:
 
     def current(self, name: str) -> str:
         """Return the table's name of what is called `name` here."""
+        for current, here in self.parts:
+            name = name.replace(here, current)
         for current, here in self.prefixes:
             if name.startswith(here):
                 return current + name.removeprefix(here)
         return name
+
+    def leaves_out(self, name: str) -> bool:
+        """Return whether what is called `name` here is not read."""
+        return any(re.search(pattern, name) for pattern in self.left_out)
 
 
 @dataclass(frozen=True)
@@ -68,16 +82,70 @@ CURRENT = Names("current")
 BASE = Names(
     "base",
     (("model.language_model.", "language_model."), ("model.visual.", "visual.")),
-    "Tensors are named as Qwen3VLModel saves them, without the prefix `model.`.",
+    note="Tensors are named as Qwen3VLModel saves them, without the prefix `model.`.",
 )
 OLD = Names(
     "old",
     (("model.language_model.", "model."), ("model.visual.", "visual.")),
-    "Tensors have the names `model.layers` and `visual.` of older transformers, which transformers "
-    "5 does not load: `--expert-layout v5` of `convert` writes its names.",
+    note="Tensors have the names `model.layers` and `visual.` of older transformers, which "
+    "transformers 5 does not load: `--expert-layout v5` of `convert` writes its names.",
     read_by_transformers=False,
 )
-NAMES = {names.key: names for names in (CURRENT, BASE, OLD)}
+COSMOS = Names(
+    "cosmos3",
+    (
+        *((f"model.language_model.{part}", part) for part in ("embed_tokens.", "layers.", "norm.")),
+        *(
+            (f"model.visual.{part}", part)
+            for part in (
+                "blocks.",
+                "deepstack_merger_list.",
+                "merger.",
+                "patch_embed.",
+                "pos_embed.",
+            )
+        ),
+    ),
+    left_out=(
+        r"\.add_q_proj\.",
+        r"\.add_k_proj\.",
+        r"\.add_v_proj\.",
+        r"\.to_add_out\.",
+        r"\.norm_added_q\.",
+        r"\.norm_added_k\.",
+        r"moe_gen",
+        r"^proj_out\.",
+        r"^proj_in\.",
+        r"^time_embedder\.",
+        r"^audio_proj_out\.",
+        r"^audio_proj_in\.",
+        r"^audio_modality_embed$",
+        r"^action_proj_out\.",
+        r"^action_proj_in\.",
+        r"^action_modality_embed$",
+    ),
+    note="Tensors are named as in Cosmos3 checkpoints, of which the reasoner is read, a Qwen3-VL: "
+    "`--expert-layout v5` of `convert` writes Qwen3-VL's names.",
+    read_by_transformers=False,
+)
+"""Source: transformers' ``conversion_mapping`` of ``cosmos3_omni``, and the keys that its
+``Cosmos3OmniPreTrainedModel`` ignores."""
+COSMOS_NEW = replace(
+    COSMOS,
+    key="cosmos3, newer",
+    parts=tuple(
+        (f".self_attn.{current}.", f".self_attn.{here}.")
+        for current, here in (
+            ("q_proj", "to_q"),
+            ("k_proj", "to_k"),
+            ("v_proj", "to_v"),
+            ("o_proj", "to_out"),
+            ("q_norm", "norm_q"),
+            ("k_norm", "norm_k"),
+        )
+    ),
+)
+NAMES = {names.key: names for names in (CURRENT, BASE, OLD, COSMOS, COSMOS_NEW)}
 
 LANGUAGE_MODEL = HeadKind("language model")
 TIED_COPY = HeadKind(
@@ -191,12 +259,16 @@ def recognise(shapes: Mapping[str, Shape], *, tied: bool) -> Form:
     Raises:
         BadInput: tensors are named in two ways.
     """
-    found = [names for names in NAMES.values() if names.stored(INPUT_EMBEDDING) in shapes]
+    found = {
+        names.stored(INPUT_EMBEDDING): names  # of two that call it alike, the later one
+        for names in NAMES.values()
+        if names.stored(INPUT_EMBEDDING) in shapes
+        and (not names.parts or names.stored(FIRST_QUERY) in shapes)
+    }
     if len(found) > 1:
-        both = " and ".join(names.stored(INPUT_EMBEDDING) for names in found)
+        both = " and ".join(found)
         raise BadInput(f"the checkpoint holds both {both}: files of two checkpoints are mixed.")
-    names = found[0] if found else CURRENT
-    return Form(names, _head(shapes, tied))
+    return Form(next(iter(found.values()), CURRENT), _head(shapes, tied))
 
 
 def _head(shapes: Mapping[str, Shape], tied: bool) -> Head:

@@ -14,7 +14,7 @@ from mcore_qwen3vl.converters.mapping.row import Row, SourceTensor, max_rows
 from mcore_qwen3vl.converters.mapping.table import table
 from mcore_qwen3vl.converters.offline.plan import ConversionPlan
 from mcore_qwen3vl.converters.offline.to_hf import LayoutChoice, chosen_layout, lay_out
-from mcore_qwen3vl.converters.offline.to_mcore import dequantized_notes, open_checkpoint
+from mcore_qwen3vl.converters.offline.to_mcore import open_checkpoint, reading_notes
 from mcore_qwen3vl.converters.storage.dtypes import parse_dtype
 
 
@@ -52,7 +52,7 @@ def plan(
         layout=layout,
         config_form=None if expert_layout == "source" else expert_layout,
         names=form.names,
-        notes=(*form.notes, *dequantized_notes(checkpoint, wanted), *layout_notes(layout)),
+        notes=(*form.notes, *reading_notes(checkpoint, wanted), *layout_notes(layout)),
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -176,7 +178,7 @@ def plan(
         files=len(units),
         notes=(
             *checkpoint.form.notes,
-            *dequantized_notes(checkpoint, wanted),
+            *reading_notes(checkpoint, wanted),
             *processor_files.notes(checkpoint.path),
         ),
     )
@@ -193,10 +195,22 @@ def open_checkpoint(source: Path, architecture: Architecture) -> HuggingFaceChec
     return checkpoint
 
 
-def dequantized_notes(
+def reading_notes(checkpoint: HuggingFaceCheckpoint, dtype: torch.dtype | None) -> tuple[str, ...]:
+    """Return what reading changes: tensors left out, and FP8 written dequantised as `dtype`."""
+    return (*_left_out_notes(checkpoint), *_dequantized_notes(checkpoint, dtype))
+
+
+def _left_out_notes(checkpoint: HuggingFaceCheckpoint) -> tuple[str, ...]:
+    kinds = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in checkpoint.left_out)
+    if not kinds:
+        return ()
+    listed = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    return (f"No part of a Qwen3-VL, and left out as by transformers: {listed}.",)
+
+
+def _dequantized_notes(
     checkpoint: HuggingFaceCheckpoint, dtype: torch.dtype | None
 ) -> tuple[str, ...]:
-    """Return a note if FP8 tensors are written dequantised, as `dtype`."""
     stored = [entry.stored for entry in checkpoint.entries.values()]
     count = stored.count(fp8.FP8)
     if not count:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3VLForConditionalGeneration, Qwen3VLModel, Qwen3VLMoeModel
@@ -82,6 +83,26 @@ def before_the_move(tensors: Tensors) -> Tensors:
         name.replace("model.language_model.", "model.").replace("model.visual.", "visual."): tensor
         for name, tensor in tensors.items()
     }
+
+
+def as_cosmos(tensors: Tensors, attention: dict[str, str]) -> Tensors:
+    """Rename as in Cosmos3's checkpoints: neither prefix, and `attention`'s names."""
+    renamed = {}
+    for name, tensor in tensors.items():
+        for current, other in attention.items():
+            name = name.replace(f".self_attn.{current}.", f".self_attn.{other}.")
+        renamed[name.removeprefix("model.language_model.").removeprefix("model.visual.")] = tensor
+    return renamed
+
+
+def cosmos(record: str, **attention: str) -> FormCase:
+    return FormCase(
+        "dense-v5",
+        rewritten(lambda tensors: as_cosmos(tensors, attention), model_type="cosmos3_omni"),
+        {"names": record},
+        "Cosmos3",
+        getattr(transformers, "Cosmos3OmniForConditionalGeneration", None),  # newer than 5.10
+    )
 
 
 def with_copied_head(tensors: Tensors) -> Tensors:
@@ -192,6 +213,16 @@ FORMS = {
     "YaRN": FormCase("yarn-v5", rewritten(dict), {}, None, Qwen3VLForConditionalGeneration),
     "YaRN as published": FormCase(
         "yarn", rewritten(dict), {}, None, Qwen3VLForConditionalGeneration
+    ),
+    "Cosmos3": cosmos("cosmos3"),
+    "Cosmos3, newer names": cosmos(
+        "cosmos3, newer",
+        q_proj="to_q",
+        k_proj="to_k",
+        v_proj="to_v",
+        o_proj="to_out",
+        q_norm="norm_q",
+        k_norm="norm_k",
     ),
     "another architecture": FormCase(
         "dense-v5",

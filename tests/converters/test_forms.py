@@ -12,6 +12,7 @@ from transformers import Qwen3VLModel
 
 from mcore_qwen3vl.converters.convert import hf_to_hf, hf_to_mcore, mcore_to_hf, plan_hf_to_mcore
 from mcore_qwen3vl.converters.describe.inspect import inspect_path
+from mcore_qwen3vl.converters.mapping.forms import COSMOS
 from mcore_qwen3vl.converters.mcore.paths import require_language_model
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.verify.checkpoints.bitwise import compare_checkpoints
@@ -141,6 +142,67 @@ def test_the_legacy_format_is_for_language_models(form: Make, name: str) -> None
         plan_hf_to_mcore(form(name), format="torch")
 
 
+GENERATOR = {
+    "layers.0.self_attn.add_q_proj.weight": "layers.*.self_attn.add_q_proj.weight",
+    "layers.1.self_attn.add_k_proj.weight": "layers.*.self_attn.add_k_proj.weight",
+    "layers.1.self_attn.add_v_proj.weight": "layers.*.self_attn.add_v_proj.weight",
+    "layers.1.self_attn.to_add_out.weight": "layers.*.self_attn.to_add_out.weight",
+    "layers.1.self_attn.norm_added_q.weight": "layers.*.self_attn.norm_added_q.weight",
+    "layers.1.self_attn.norm_added_k.weight": "layers.*.self_attn.norm_added_k.weight",
+    "layers.0.mlp_moe_gen.up_proj.weight": "2 layers.*.mlp_moe_gen.up_proj.weight",
+    "layers.1.mlp_moe_gen.up_proj.weight": "2 layers.*.mlp_moe_gen.up_proj.weight",
+    **{
+        name: f"1 {name}"
+        for part in ("", "audio_", "action_")
+        for name in (f"{part}proj_in.weight", f"{part}proj_out.bias")
+    },
+    "time_embedder.linear_1.weight": "1 time_embedder.linear_1.weight",
+    "audio_modality_embed": "1 audio_modality_embed",
+    "action_modality_embed": "1 action_modality_embed",
+}
+"""Tensors of a Cosmos3 checkpoint that are no part of its reasoner, and how a note lists them."""
+
+
+def test_the_generator_of_cosmos_is_left_out_and_listed(form: Make, tmp_path: Path) -> None:
+    reasoner = form("Cosmos3, newer names")
+    source = copy(reasoner, tmp_path / "hf")
+    save(load(source) | {name: torch.ones(2) for name in GENERATOR}, source)
+    for result in (hf_to_mcore(source, tmp_path / "mcore"), hf_to_hf(source, tmp_path / "copy")):
+        (note,) = (note for note in result.notes if "left out" in note)
+        assert {listed for listed in GENERATOR.values() if listed not in note} == set()
+        assert len(note.split(": ")[1].split(", ")) == len(set(GENERATOR.values()))
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
+    for folder in ("back", "copy"):
+        assert_same_tensors(reasoner, tmp_path / folder)
+    save(load(source) | {"layers.0.self_attn.gate.weight": torch.ones(2)}, source)
+    with pytest.raises(BadInput, match=r"holds the tensor layers\.0\.self_attn\.gate\.weight"):
+        plan_hf_to_mcore(source)
+
+
+def test_what_is_left_out_is_what_transformers_ignores() -> None:
+    source = pytest.importorskip("transformers.models.cosmos3_omni.modeling_cosmos3_omni")
+    ignored = source.Cosmos3OmniPreTrainedModel._keys_to_ignore_on_load_unexpected
+    assert list(COSMOS.left_out) == ignored
+
+
+@pytest.mark.parametrize("name", ["Cosmos3", "Cosmos3, newer names"])
+def test_cosmos_has_the_tensors_that_transformers_reads(
+    form: Make, tiny: Tiny, tmp_path: Path, name: str
+) -> None:
+    if (model := FORMS[name].load) is None:
+        pytest.skip("this transformers has no cosmos3_omni")
+    hf_to_hf(form(name), tmp_path / "v5", expert_layout="v5")
+    assert_same_tensors(tiny(FORMS[name].source), tmp_path / "v5")
+    loaded, states = [], []
+    for path in (form(name), tmp_path / "v5"):
+        made, info = model.from_pretrained(path, output_loading_info=True)
+        loaded.append(info)
+        states.append(made.state_dict())
+    assert not any(value for info in loaded for value in info.values())
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(tensor, states[1][key]) for key, tensor in states[0].items())
+
+
 def unquantised_config_of_gptq(source: Path, target: Path) -> None:
     tensors = load(copy(source, target))
     name = "model.language_model.layers.0.mlp.up_proj.weight"
@@ -177,9 +239,9 @@ def test_other_forms_are_refused_in_one_line(tiny: Tiny, tmp_path: Path, name: s
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["embedding", "sequence classifier", "before the move"])
+@pytest.mark.parametrize("name", ["embedding", "sequence classifier", "before the move", "Cosmos3"])
 def test_parity_is_of_what_transformers_loads(form: Make, name: str) -> None:
-    with pytest.raises(BadInput, match=r"language model's head|older transformers"):
+    with pytest.raises(BadInput, match=r"language model's head|older transformers|Cosmos3"):
         Reference(form(name))
 
 

@@ -14,7 +14,12 @@ import xxhash
 from torch import Tensor
 
 from mcore_qwen3vl.config import ExpertLayout
-from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf, plan_hf_to_mcore
+from mcore_qwen3vl.converters.convert import (
+    hf_to_hf,
+    hf_to_mcore,
+    mcore_to_hf,
+    plan_hf_to_mcore,
+)
 from mcore_qwen3vl.converters.describe.inspect import inspect_path
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.errors import BadInput
@@ -171,6 +176,40 @@ def test_fp8_is_imported_as_what_it_means(sources: Sources, tmp_path: Path, kind
     for target in ("back", "named"):
         assert json.loads((tmp_path / target / "config.json").read_text()) == original
     assert check_manifest(tmp_path / "mcore").ok
+
+
+RENAMED = {
+    "base": lambda name: name.removeprefix("model."),
+    "old": lambda name: name.replace("model.language_model.", "model.").replace(
+        "model.visual.", "visual."
+    ),
+    "current": lambda name: name,
+}
+
+
+@pytest.mark.parametrize("names", RENAMED)
+@pytest.mark.parametrize("kind", ["dense", "moe-split"])
+@pytest.mark.parametrize("headless", [False, True])
+def test_fp8_under_other_names(
+    sources: Sources, tmp_path: Path, names: str, kind: str, headless: bool
+) -> None:
+    original, meant = sources(kind)
+    source = copy(original, tmp_path / "hf")
+
+    def renamed(tensors: Tensors) -> Tensors:
+        return {
+            RENAMED[names](name): tensor
+            for name, tensor in tensors.items()
+            if not (headless and name == "lm_head.weight")
+        }
+
+    save(renamed(load(original)), source)
+    summary = hf_to_mcore(source, tmp_path / "mcore")
+    mcore_to_hf(tmp_path / "mcore", tmp_path / "back")
+    assert_equal(tmp_path / "back", renamed(meant), torch.bfloat16)
+    hf_to_hf(source, tmp_path / "copy")
+    assert_equal(tmp_path / "copy", renamed(meant), torch.bfloat16)
+    assert len(summary.notes) == 1 + headless + (names != "current")
 
 
 def test_fp8_to_float32_is_not_rounded(sources: Sources, tmp_path: Path) -> None:
