@@ -16,7 +16,7 @@ from mcore_qwen3vl.atomic import atomic_write
 from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.encoding.encoder import raw_sample
 from mcore_qwen3vl.data.encoding.pixels import Pixels
-from mcore_qwen3vl.data.encoding.planning import Plan
+from mcore_qwen3vl.data.encoding.planning import Plan, PlannedMedia
 from mcore_qwen3vl.data.encoding.preparation import Preparation
 from mcore_qwen3vl.data.loading.datasets import CrudeSamples
 from mcore_qwen3vl.data.loading.index import ensure_index
@@ -54,6 +54,7 @@ class Shown:
     width: int
     features: int  # placeholders
     pictures: list[str]  # data URIs
+    times: list[str]  # a video's time tokens, one for each of the pictures
 
     @property
     def zoom(self) -> int:
@@ -165,9 +166,22 @@ def _media(plan: Plan, pixels: Pixels, processor: Any) -> list[Shown]:
                 width=grid[2] * images.patch_size,
                 features=item.patches // images.merge_size**2,
                 pictures=[_data_uri(frame) for frame in frames[:PICTURES]],
+                times=_times(item, processor)[:PICTURES],
             )
         )
     return shown
+
+
+def _times(item: PlannedMedia, processor: Any) -> list[str]:
+    """Return the texts that the model reads before each pair of frames."""
+    if item.metadata is None:
+        return []
+    seconds = processor._calculate_timestamps(
+        item.metadata.frames_indices,
+        item.metadata.fps,
+        processor.video_processor.temporal_patch_size,
+    )
+    return [f"<{second:.1f} seconds>" for second in seconds]
 
 
 class _Patches:

@@ -50,6 +50,9 @@ def test_a_sample_as_the_model_sees_it(
     assert placeholders == [image.features] == [image.grid[1] * image.grid[2] // 4]
     assert sum(run.count for run in seen.runs if run.kind == "video") == video.features
     assert len(video.pictures) == video.grid[0] > 1
+    read = "".join(run.text for run in seen.runs)
+    assert re.findall(r"<[\d.]+ seconds>", read) == video.times
+    assert image.times == []
     (shown,) = (picture(uri) for uri in image.pictures)
     assert shown.shape == (image.height, image.width, 3)
     # HF resizes the image so before it cuts it into patches.

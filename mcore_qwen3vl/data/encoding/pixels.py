@@ -7,8 +7,9 @@ same, bit for bit, and only a quarter of the bytes are copied and sent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -64,18 +65,18 @@ class PixelLoader:
         """
         images = [item for item in media if item.media.kind == "image"]
         videos = [item for item in media if item.media.kind == "video"]
-        return Pixels(*self._load_images(images), *self._load_videos(videos))
+        return Pixels(*_in_runs(images, self._load_images), *_in_runs(videos, self._load_videos))
 
-    def _load_images(self, items: list[PlannedMedia]) -> tuple[Tensor | None, Tensor | None]:
-        if not items:
-            return None, None
+    def _options_for(self, items: list[PlannedMedia]) -> dict[str, Any]:
+        """Return the options of a call for media of one size."""
+        return self._options if items[0].size is None else {**self._options, "size": items[0].size}
+
+    def _load_images(self, items: list[PlannedMedia]) -> tuple[Tensor, Tensor]:
         images = [load_image(item.media) for item in items]
-        out = self._images(images=images, **self._options)
+        out = self._images(images=images, **self._options_for(items))
         return _checked(items, out["pixel_values"], out["image_grid_thw"])
 
-    def _load_videos(self, items: list[PlannedMedia]) -> tuple[Tensor | None, Tensor | None]:
-        if not items:
-            return None, None
+    def _load_videos(self, items: list[PlannedMedia]) -> tuple[Tensor, Tensor]:
         frames, metadata = [], []
         for item in items:
             assert item.metadata is not None
@@ -87,9 +88,20 @@ class PixelLoader:
             video_metadata=metadata,
             do_sample_frames=False,
             input_data_format=ChannelDimension.FIRST,
-            **self._options,
+            **self._options_for(items),
         )
         return _checked(items, out["pixel_values_videos"], out["video_grid_thw"])
+
+
+def _in_runs(
+    items: list[PlannedMedia], load: Callable[[list[PlannedMedia]], tuple[Tensor, Tensor]]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Load media of one ``size`` after another at once, since HF's processors take one a call."""
+    loaded = [load(list(run)) for _, run in groupby(items, key=lambda item: item.size)]
+    if len(loaded) < 2:
+        return loaded[0] if loaded else (None, None)
+    values, grids = zip(*loaded, strict=True)
+    return torch.cat(values), torch.cat(grids)
 
 
 def _common_scale(images: Any, videos: Any) -> PixelScale | None:

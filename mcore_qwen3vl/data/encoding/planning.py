@@ -19,7 +19,7 @@ from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample
 from mcore_qwen3vl.data.records.media import Media, image_size
 from mcore_qwen3vl.data.records.template import Rendered
-from mcore_qwen3vl.data.records.video import probe_video
+from mcore_qwen3vl.data.records.video import probe_video, sample_frames
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class PlannedMedia:
     patches: int
     frames: int  # frames or, for videos, pairs of frames: the first number of grid_thw
     metadata: VideoMetadata | None  # of a video, with the indices of the frames to decode
+    size: dict[str, int] | None  # HF's ``size`` if the record gives one
     start: int  # tokens [start, end) are its placeholders with the vision tokens around them
     end: int
 
@@ -57,6 +58,7 @@ class _Measured:
     patches: int
     frames: int
     metadata: VideoMetadata | None
+    size: dict[str, int] | None
     replacement: str  # the processor's text for it, with one placeholder a frame
 
 
@@ -100,23 +102,31 @@ class Planner:
     def _measure(self, media: Media) -> _Measured:
         if media.kind == "image":
             height, width = image_size(media)
-            patches = self._processor.image_processor.get_number_of_image_patches(height, width)
-            return _Measured(media, patches, 1, None, self._tokens["image"])
+            images = self._processor.image_processor
+            size = media.options.size(images.size)
+            limits = size and {
+                "min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]
+            }  # fmt: skip
+            patches = images.get_number_of_image_patches(height, width, limits)
+            return _Measured(media, patches, 1, None, size, self._tokens["image"])
         return self._measure_video(media)
 
     def _measure_video(self, media: Media) -> _Measured:
         videos = self._processor.video_processor
         metadata = probe_video(media)
-        metadata.frames_indices = videos.sample_frames(metadata)
+        metadata.frames_indices = sample_frames(media, metadata, videos)
         sampled = len(metadata.frames_indices)
-        patches = videos.get_num_of_video_patches(sampled, metadata.height, metadata.width)
+        size = media.options.size(videos.size, sampled)
+        patches = videos.get_num_of_video_patches(
+            sampled, metadata.height, metadata.width, {"size": size}
+        )
         frames = -(-sampled // videos.temporal_patch_size)
         # The processor's own text for a video whose frames have one merged patch each.
         grid = torch.tensor([[frames, videos.merge_size, videos.merge_size]])
         text = self._processor.replace_video_token(
             {"video_grid_thw": grid, "video_metadata": [metadata]}, 0
         )
-        return _Measured(media, patches, frames, metadata, text)
+        return _Measured(media, patches, frames, metadata, size, text)
 
     def _tokenise(self, rendered: Rendered, measured: list[_Measured]) -> Plan:
         texts, replaced = self._processor.get_text_with_replacements(
@@ -145,7 +155,9 @@ class Planner:
             weights[within] = 0
             start, end = bounds[within[0]], bounds[within[-1] + 1]
             planned.append(
-                PlannedMedia(item.media, item.patches, item.frames, item.metadata, start, end)
+                PlannedMedia(
+                    item.media, item.patches, item.frames, item.metadata, item.size, start, end
+                )
             )
         return Plan(np.repeat(ids, repeats), np.repeat(weights, repeats), planned)
 

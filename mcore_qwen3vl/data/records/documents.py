@@ -8,7 +8,7 @@ from typing import Any
 from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.media import Media, MediaFolder
 from mcore_qwen3vl.data.records.parsed import Document, weight_of
-from mcore_qwen3vl.data.records.shelf import media_list
+from mcore_qwen3vl.data.records.shelf import media_list, said_of_all
 
 CAPTION_KEYS = ("caption", "text", "txt")
 
@@ -46,9 +46,11 @@ def read_caption(record: Mapping[str, Any], folder: MediaFolder) -> Document:
     if not isinstance(text, str):
         raise BadSample(f"{' or '.join(CAPTION_KEYS)} must be text.")
     parts: list[str | Media] = []
+    said = said_of_all(record)
     for kind in ("image", "video"):
         for reference in media_list(record, kind):
-            parts.append(folder.resolve("image" if kind == "image" else "video", reference))
+            found = folder.resolve("image" if kind == "image" else "video", reference, said)
+            parts.append(found)
     return _document([*parts, text], record)
 
 

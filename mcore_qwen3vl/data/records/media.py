@@ -9,9 +9,9 @@ from __future__ import annotations
 import base64
 import binascii
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from io import BytesIO
 from pathlib import Path
@@ -21,6 +21,7 @@ import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from mcore_qwen3vl.data.records.flaws import BadSample
+from mcore_qwen3vl.data.records.options import USUAL, MediaOptions, read_options
 
 Kind = Literal["image", "video"]
 
@@ -43,8 +44,9 @@ class Media:
     """One image or video, not opened yet."""
 
     kind: Kind
-    content: Path | bytes
+    content: Path | bytes | tuple[Media, ...]  # several: the images that are a video's frames
     name: str  # for messages
+    options: MediaOptions = USUAL
 
     def open(self) -> BinaryIO:
         """Open the encoded bytes.
@@ -52,6 +54,7 @@ class Media:
         Raises:
             BadSample: the file cannot be opened, or is a folder, a pipe or a device.
         """
+        assert not isinstance(self.content, tuple)
         if isinstance(self.content, bytes):
             return BytesIO(self.content)
         try:
@@ -70,26 +73,42 @@ class MediaFolder:
     root: Path
     parts: Mapping[str, bytes]
 
-    def resolve(self, kind: Kind, reference: Any) -> Media:
+    def resolve(self, kind: Kind, reference: Any, said: Mapping[str, Any] | None = None) -> Media:
         """Return the image or video that a record refers to.
 
         Args:
             kind: image or video.
             reference: a path relative to the data file, a part name, a data URI, base64 text, raw
-                bytes, or a mapping with ``bytes``, ``base64``, ``path`` or ``url``.
+                bytes, or a mapping with ``bytes``, ``base64``, ``path`` or ``url``. A video may be
+                a list of images, or a mapping with ``frames``.
+            said: keys beside the reference, see :func:`read_options`; a mapping's own take
+                precedence.
 
         Raises:
             BadSample: the reference cannot be understood, or names a remote file.
         """
+        said = said or {}
         if isinstance(reference, Mapping):
-            reference = next(
-                (
-                    reference[key]
-                    for key in ("bytes", "base64", "path", "url")
-                    if reference.get(key)
-                ),
-                None,
-            )
+            said = {**said, **reference}
+            keys = ("bytes", "base64", "path", "url", "frames")
+            reference = next((reference[key] for key in keys if reference.get(key)), None)
+        options = read_options(kind, said)
+        if kind == "video" and isinstance(reference, list | tuple) and reference:
+            return self._frames(reference, options)
+        if options.timestamps is not None:
+            raise BadSample("timestamps are given for a video file; they are for a list of frames.")
+        return replace(self._locate(kind, reference), options=options)
+
+    def _frames(self, references: Sequence[Any], options: MediaOptions) -> Media:
+        frames = tuple(self.resolve("image", one) for one in references)
+        name = f"of {len(frames)} frames from {frames[0].name}"
+        if options.start is not None or options.end is not None:
+            raise BadSample(f"video {name}: start and end are for video files; list fewer frames.")
+        if options.timestamps is not None and len(options.timestamps) != len(frames):
+            raise BadSample(f"video {name} has {len(options.timestamps)} timestamps.")
+        return Media("video", frames, name, options)
+
+    def _locate(self, kind: Kind, reference: Any) -> Media:
         if isinstance(reference, bytes | bytearray):
             return Media(kind, bytes(reference), f"{len(reference)} bytes")
         if not isinstance(reference, str) or not reference:

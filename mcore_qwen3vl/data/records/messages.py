@@ -215,7 +215,7 @@ def _part(part: Any, index: int, shelf: Shelf) -> dict[str, Any]:
     if kind not in _REFERENCE_KEYS:
         raise BadSample(f"message {index}: a part must be text, image or video, not {declared!r}.")
     reference = next((part[k] for k in _REFERENCE_KEYS[kind] if part.get(k) is not None), None)
-    shelf.take("image" if kind == "image" else "video", reference)
+    shelf.take("image" if kind == "image" else "video", reference, part)
     return {"type": kind}
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.media import Kind, Media, MediaFolder
 
+_OF_RECORD = ("fps", "sample_fps", "min_pixels", "max_pixels")
 _TAG = re.compile("<(image|video)>")
 
 
@@ -21,6 +22,7 @@ class Shelf:
 
     def __init__(self, record: Mapping[str, Any], folder: MediaFolder) -> None:
         self._folder = folder
+        self._said = said_of_all(record)
         self._left = {kind: media_list(record, kind) for kind in ("image", "video")}
         self._given = {kind: len(left) for kind, left in self._left.items()}
         self.media: list[Media] = []
@@ -28,8 +30,16 @@ class Shelf:
             if record.get(key):
                 raise BadSample(f"{key} is given, and Qwen3-VL takes images and videos only.")
 
-    def take(self, kind: Kind, reference: Any = None) -> None:
-        """Add the next media of the sample: `reference`, or the next one of the record's list."""
+    def take(
+        self, kind: Kind, reference: Any = None, said: Mapping[str, Any] | None = None
+    ) -> None:
+        """Add the next media of the sample: `reference`, or the next one of the record's list.
+
+        Args:
+            kind: image or video.
+            reference: where it is; None: the next one of the list says it.
+            said: the keys of its part; those of the record hold where it has none.
+        """
         if reference is None:
             if not self._left[kind]:
                 raise BadSample(
@@ -37,7 +47,7 @@ class Shelf:
                     f"{kind}s."
                 )
             reference = self._left[kind].pop(0)
-        self.media.append(self._folder.resolve(kind, reference))
+        self.media.append(self._folder.resolve(kind, reference, {**self._said, **(said or {})}))
 
     def split_tags(self, text: str) -> Iterator[dict[str, Any]]:
         """Yield parts for the template: ``<image>`` and ``<video>`` tags, and the text between."""
@@ -64,6 +74,11 @@ class Shelf:
                     f"{self._given[kind]} {kind}s are given, but only "
                     f"{self._given[kind] - len(left)} {kind} placeholders use them."
                 )
+
+
+def said_of_all(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a record says of all its media: keys that have no other meaning in a record."""
+    return {key: record[key] for key in _OF_RECORD if record.get(key) is not None}
 
 
 def media_list(record: Mapping[str, Any], kind: str) -> list[Any]:

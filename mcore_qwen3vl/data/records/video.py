@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,10 +14,16 @@ from av.video.reformatter import VideoReformatter
 from transformers.video_utils import VideoMetadata
 
 from mcore_qwen3vl.data.records.flaws import BadSample
-from mcore_qwen3vl.data.records.media import Media
+from mcore_qwen3vl.data.records.media import Media, image_size, load_image
+from mcore_qwen3vl.data.records.options import MediaOptions
 
 _SPARSE = 3
 """Seeking is faster than decoding in order if at most one frame in this many is sampled."""
+
+
+LISTED_FPS = 2.0
+"""Frames a second of a list of frames that does not say it. Source: ``sample_fps`` of
+``qwen_vl_utils``."""
 
 
 @contextmanager
@@ -35,11 +42,15 @@ def _video(media: Media) -> Iterator[Any]:
 
 
 def probe_video(media: Media) -> VideoMetadata:
-    """Read frame count, frame rate and size from the container.
+    """Read frame count, frame rate and size from the container, or from a list of frames.
+
+    The metadata of a list of frames have ``frames_indices`` too, since none is left out.
 
     Raises:
         BadSample: the file is missing, is not a video, or states no frame rate.
     """
+    if isinstance(media.content, tuple):
+        return _probe_frames(media.content, media.options)
     with _video(media) as container:
         stream = container.streams.video[0]
         if not stream.average_rate:
@@ -57,6 +68,52 @@ def probe_video(media: Media) -> VideoMetadata:
         )
 
 
+def _probe_frames(frames: tuple[Media, ...], options: MediaOptions) -> VideoMetadata:
+    height, width = image_size(frames[0])
+    # HF divides the indices by the rate to get seconds, so at 1 frame a second they are seconds.
+    times = options.timestamps
+    fps = 1.0 if times is not None else options.fps or LISTED_FPS
+    return VideoMetadata(
+        total_num_frames=len(frames),
+        fps=fps,
+        duration=len(frames) / fps,
+        video_backend="images",
+        height=height,
+        width=width,
+        frames_indices=np.arange(len(frames)) if times is None else np.array(times),
+    )
+
+
+def sample_frames(media: Media, metadata: VideoMetadata, processor: Any) -> np.ndarray:
+    """Choose the frames to decode: all of a list, or as HF's processor does in a file's clip.
+
+    Args:
+        media: a video.
+        metadata: what :func:`probe_video` returned for it.
+        processor: HF's video processor, with its budgets set.
+
+    Returns:
+        (F,) indices among all frames of the file.
+
+    Raises:
+        BadSample: the clip holds no frame.
+    """
+    if metadata.frames_indices is not None:
+        return np.asarray(metadata.frames_indices)
+    options, most = media.options, metadata.total_num_frames - 1
+    # A time that is a frame's own, but for rounding, is that frame.
+    first = 0 if options.start is None else math.ceil(options.start * metadata.fps - 1e-6)
+    last = most if options.end is None else min(math.floor(options.end * metadata.fps + 1e-6), most)
+    if first > last:
+        raise BadSample(
+            f"video {media.name}: its clip from {options.start or 0:g} to "
+            f"{metadata.duration if options.end is None else options.end:g} s holds none of its "
+            f"{metadata.total_num_frames} frames, of {metadata.duration:g} s."
+        )
+    clip = VideoMetadata(total_num_frames=last - first + 1, fps=metadata.fps)
+    return first + np.asarray(processor.sample_frames(clip, fps=options.fps))
+
+
 def load_frames(media: Media, indices: np.ndarray) -> np.ndarray:
     """Decode the frames at `indices` (ascending, repeats allowed).
 
@@ -64,14 +121,17 @@ def load_frames(media: Media, indices: np.ndarray) -> np.ndarray:
 
     Args:
         media: a video.
-        indices: indices of the frames, in the order of presentation.
+        indices: indices of the frames, in the order of presentation; all of a list are decoded.
 
     Returns:
         (F, height, width, 3) uint8 RGB.
 
     Raises:
-        BadSample: the file is missing, is not a video, or has fewer frames than its header says.
+        BadSample: the file is missing, is not a video, or has fewer frames than its header says;
+            or listed frames differ in size.
     """
+    if isinstance(media.content, tuple):
+        return _load_listed(media.content, media.name)
     wanted = sorted(set(indices.tolist()))
     frames = None
     if wanted and wanted[-1] + 1 > _SPARSE * len(wanted):
@@ -84,6 +144,18 @@ def load_frames(media: Media, indices: np.ndarray) -> np.ndarray:
             "cut short."
         )
     return np.stack([frames[index] for index in indices.tolist()])
+
+
+def _load_listed(frames: tuple[Media, ...], name: str) -> np.ndarray:
+    images = [np.asarray(load_image(frame)) for frame in frames]
+    for frame, image in zip(frames, images, strict=True):
+        if image.shape != images[0].shape:
+            (height, width), (other_height, other_width) = images[0].shape[:2], image.shape[:2]
+            raise BadSample(
+                f"video {name}: frame {frame.name} has {other_height} x {other_width} pixels and "
+                f"the first {height} x {width}. Resize them alike."
+            )
+    return np.stack(images)
 
 
 def _in_order(media: Media, wanted: list[int]) -> dict[int, np.ndarray]:

@@ -1,0 +1,110 @@
+"""What a record says about one image or video, beside where it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mcore_qwen3vl.data.records.flaws import BadSample
+
+
+@dataclass(frozen=True)
+class MediaOptions:
+    """Choices for one image or video; None: those of the data set.
+
+    Attributes:
+        fps: Frames a second: to sample from a file, or at which a list of frames was taken.
+        start: Second of a file at which its clip starts.
+        end: Second of a file at which its clip ends.
+        timestamps: Second of each frame of a list.
+        min_pixels: Fewest pixels of the resized image, or of each resized frame.
+        max_pixels: Most pixels of the resized image, or of each resized frame.
+    """
+
+    fps: float | None = None
+    start: float | None = None
+    end: float | None = None
+    timestamps: tuple[float, ...] | None = None
+    min_pixels: float | None = None
+    max_pixels: float | None = None
+
+    def size(self, usual: Mapping[str, int], frames: int = 1) -> dict[str, int] | None:
+        """Return the ``size`` for HF's processor if it differs from `usual`, else None.
+
+        Args:
+            usual: the processor's own ``size``, in pixels of the image or of all frames.
+            frames: number of frames.
+
+        Raises:
+            BadSample: the least number of pixels is above the greatest.
+        """
+        if self.min_pixels is None and self.max_pixels is None:
+            return None
+        low, high = (
+            usual[edge] if given is None else int(given) * frames
+            for edge, given in (
+                ("shortest_edge", self.min_pixels),
+                ("longest_edge", self.max_pixels),
+            )
+        )
+        if self.min_pixels is None:
+            low = min(low, high)
+        if self.max_pixels is None:
+            high = max(low, high)
+        if low > high:
+            raise BadSample(f"min_pixels {low // frames} is above max_pixels {high // frames}.")
+        return {"shortest_edge": low, "longest_edge": high}
+
+
+USUAL = MediaOptions()
+_PIXELS: dict[str, tuple[str, ...]] = {"min_pixels": ("min_pixels",), "max_pixels": ("max_pixels",)}
+_KEYS: dict[str, dict[str, tuple[str, ...]]] = {
+    "image": _PIXELS,
+    "video": {
+        **_PIXELS,
+        "fps": ("fps", "sample_fps"),
+        "start": ("video_start", "start"),
+        "end": ("video_end", "end"),
+    },
+}
+"""Keys of a record for each option; the names are those of ``qwen_vl_utils``, and shorter ones."""
+
+
+def read_options(kind: Literal["image", "video"], said: Mapping[str, Any]) -> MediaOptions:
+    """Read the options of an image or video.
+
+    Args:
+        kind: image or video.
+        said: the keys of its part or reference; other keys are left alone.
+
+    Raises:
+        BadSample: a value is not a number, or not one that makes sense.
+    """
+    found: dict[str, Any] = {}
+    for option, keys in _KEYS[kind].items():
+        if (key := next((key for key in keys if said.get(key) is not None), None)) is not None:
+            least = 0 if option in ("start", "end") else None
+            found[option] = _number(f"{kind}'s {key}", said[key], least)
+    if kind == "video" and said.get("timestamps") is not None:
+        found["timestamps"] = _timestamps(said["timestamps"])
+    return MediaOptions(**found)
+
+
+def _number(name: str, value: Any, least: float | None) -> float:
+    """Return a number that is at least `least`, or above 0 if that is None."""
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not fits or (value <= 0 if least is None else value < least):
+        wanted = "above 0" if least is None else f"of at least {least}"
+        raise BadSample(f"{name} is {value!r:.40}; a number {wanted} is needed.")
+    return float(value)
+
+
+def _timestamps(values: Any) -> tuple[float, ...]:
+    if not isinstance(values, list | tuple):
+        raise BadSample(f"timestamps is {values!r:.40}; a list with the second of each frame.")
+    seconds = tuple(_number("a timestamp", value, 0) for value in values)
+    if list(seconds) != sorted(seconds):
+        raise BadSample("timestamps do not ascend.")
+    return seconds
