@@ -28,7 +28,7 @@ import torch.distributed as dist
 from mcore_qwen3vl.console import prepare_streams
 from mcore_qwen3vl.errors import BadInput, CheckFailed, Unfinished
 from mcore_qwen3vl.runtime import cpu
-from mcore_qwen3vl.runtime.lifetime import death, end_with_parent, scratch_folder
+from mcore_qwen3vl.runtime.lifetime import death, end_with_parent, noting_ctrl_c, scratch_folder
 from mcore_qwen3vl.runtime.pretended.preload import preloaded
 
 PATIENCE = 1.0
@@ -36,7 +36,7 @@ PATIENCE = 1.0
 
 _LONGEST_PATIENCE = 3600.0  # seconds; a longer limit stays as it is
 
-# Ctrl-C reaches the ranks too. This process loses it if it comes in the middle of a fork.
+# Ctrl-C reaches the ranks too.
 _PASSED_ON = (BadInput, CheckFailed, KeyboardInterrupt)
 
 _GRACE = 2.0  # seconds for the other ranks to report after one has failed, and for leaving
@@ -118,7 +118,7 @@ def run_layout(
         check_gpus(world_size)
     context: Any = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
     ranks: list[_Rank] = []
-    with scratch_folder("mcore-qwen3vl-ranks-") as scratch:
+    with noting_ctrl_c() as raise_if_interrupted, scratch_folder("mcore-qwen3vl-ranks-") as scratch:
         try:
             for rank in range(world_size):
                 ours, theirs = context.Pipe(duplex=False)
@@ -127,6 +127,7 @@ def run_layout(
                 process.start()
                 theirs.close()
                 ranks.append(_Rank(process, ours, work.stacks))
+                raise_if_interrupted()
             _collect(ranks, timeout, heard)
         finally:
             for r in ranks:
@@ -134,6 +135,7 @@ def run_layout(
                     r.process.join(_GRACE)
                 r.process.kill()
                 r.process.join()
+        raise_if_interrupted()
         _raise_errors(ranks, timeout)
     return [r.result for r in ranks]
 

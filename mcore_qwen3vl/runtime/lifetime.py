@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import util
 from pathlib import Path
@@ -81,6 +82,36 @@ def scratch_folder(prefix: str = "mcore-qwen3vl-", parent: Path | None = None) -
     finally:
         remover.kill()
         remover.communicate()
+
+
+@contextmanager
+def noting_ctrl_c() -> Iterator[Callable[[], None]]:
+    """Yield a function that raises KeyboardInterrupt if Ctrl-C came inside the context.
+
+    Python drops the exception where it is raised in the middle of a fork, and a library that the
+    signal meets in a child may raise something else.
+    """
+    came = False
+
+    def note(*_: object) -> None:
+        nonlocal came
+        came = True
+        raise KeyboardInterrupt
+
+    def raise_if_it_came() -> None:
+        if came:
+            raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler or (
+        threading.current_thread() is not threading.main_thread()
+    ):  # somebody else decides what Ctrl-C does
+        yield raise_if_it_came
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield raise_if_it_came
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def leave_at_once(code: int = 0) -> NoReturn:

@@ -124,4 +124,4 @@ def test_nothing_is_left(
         ready=lambda temporary: command.working(files, temporary),
     )
     assert (left.exit_code == 0) == (ending == "success"), left.printed
-    assert left.anything == []
+    assert left.anything == [], left.printed

@@ -56,6 +56,22 @@ def test_what_is_no_failure_stays_what_it_is(kind: type[BaseException]) -> None:
         run_layout(_only_on_rank_1, 2, lambda: _raise(kind("too many")))
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_in_the_middle_of_a_fork() -> None:
+    """Python drops the exception there."""
+    interrupts = [signal.SIGINT]
+
+    def interrupt_once() -> None:
+        if interrupts:
+            os.kill(os.getpid(), interrupts.pop())
+
+    os.register_at_fork(after_in_parent=interrupt_once)
+    with pytest.raises(KeyboardInterrupt):
+        run_layout(_only_on_rank_1, 2, lambda: None)
+    assert not interrupts
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_a_rank_that_dies() -> None:
     with pytest.raises(RanksFailed, match="rank 1: ended with exit code 7"):
         run_layout(_only_on_rank_1, 2, lambda: os._exit(7))
