@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -161,7 +162,7 @@ def test_a_model_is_not_loaded_from_it(peer: str) -> None:
         f"was written by {maker}. Convert it first: mcore-qwen3vl convert mcore-to-hf {folder}"
     )
     with pytest.raises(BadInput, match=re.escape(refused)):
-        load_checkpoint([], HERE / peer)
+        load_checkpoint([SimpleNamespace(head_labels=None)], HERE / peer)
     with pytest.raises(BadInput, match=re.escape(refused)):
         readable_iteration(HERE / peer, fallback=False)
 
