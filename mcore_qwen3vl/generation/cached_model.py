@@ -133,6 +133,7 @@ def _torch_attention(model: Qwen3VLModel) -> Iterator[None]:
             attention.layer_number,
             AttnMaskType.causal,
             "self",
+            softmax_scale=model.config.softmax_scale,
             pg_collection=model.pg_collection,
         )
     try:
