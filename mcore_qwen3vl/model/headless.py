@@ -1,4 +1,4 @@
-"""The model without a head, whose output is its hidden states: embedding models are such."""
+"""The model without a head, for embedding models. Its output is its hidden states."""
 
 from __future__ import annotations
 

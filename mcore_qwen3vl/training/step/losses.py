@@ -82,9 +82,9 @@ def _checked(loss: Loss, found: Any) -> tuple[Tensor, Tensor]:
         given = _described(found)
     name = getattr(loss, "__qualname__", repr(loss))
     raise BadInput(
-        f"The loss function {name} returned {given}. It must return a pair of scalar tensors: (sum over "
-        "this rank's tokens, normaliser). Return (loss.sum(), number_of_tokens), not their "
-        "ratio."
+        f"The loss function {name} returned {given}. It must return a pair of scalar tensors: "
+        "(sum over this rank's tokens, normaliser). Return (loss.sum(), number_of_tokens), not "
+        "their ratio."
     )
 
 

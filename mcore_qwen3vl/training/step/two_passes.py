@@ -31,9 +31,10 @@ def in_two_passes(
     Args:
         schedule: the schedule.
         given: the arguments with which Megatron calls it.
-        first: the forward step of the first pass, whose function returns a tensor.
-        use: puts these tensors into the micro-batches; called on the last stage only.
-        within: for the model, what the first pass runs in.
+        first: the forward step of the first pass. Its loss function returns a tensor.
+        use: a function that puts these tensors into the micro-batches. Only the last stage calls
+            it.
+        within: a function that makes, from the model, the context of the first pass.
     """
     streams = given["data_iterator"]
     several = isinstance(streams, list)
