@@ -136,12 +136,17 @@ def test_ranks_end_with_the_process_that_was_killed(tmp_path: Path) -> None:
 
 
 def test_what_a_rank_tells_is_heard_before_it_ends() -> None:
-    def work() -> float:
-        tell("half")
-        time.sleep(0.2)
-        return time.monotonic()
+    both_heard = multiprocessing.get_context("fork").Event()
+    heard: list[str] = []
 
-    heard: list[tuple[str, float]] = []
-    ends = run_layout(work, 2, heard=lambda what: heard.append((what, time.monotonic())))
-    assert [what for what, _ in heard] == ["half", "half"]
-    assert max(moment for _, moment in heard) < min(ends)
+    def work() -> bool:
+        tell("half")
+        return both_heard.wait(60)
+
+    def hear(what: str) -> None:
+        heard.append(what)
+        if len(heard) == 2:
+            both_heard.set()
+
+    assert run_layout(work, 2, heard=hear) == [True, True]
+    assert heard == ["half", "half"]
