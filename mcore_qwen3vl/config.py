@@ -301,7 +301,7 @@ def _rope_scaling(rope: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind in ("default", "mrope"):  # checkpoints saved before 4.57 called the same thing "mrope"
         return ()
-    if kind not in ROPE_NUMBERS:
+    if not isinstance(kind, str) or kind not in ROPE_NUMBERS:
         raise BadInput(
             f"rope_type {kind!r:.40} is not supported; use default, {', '.join(ROPE_NUMBERS)}."
         )

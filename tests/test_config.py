@@ -78,6 +78,7 @@ def test_not_qwen3_vl(change, message):
         ({"rope_theta": None}, "no rotary base"),
         ({"rope_scaling": {"mrope_section": [5, 4, 4]}}, "half of head_dim 24"),
         ({"rope_scaling": {"mrope_section": [5, 4, 3], "rope_type": "dynamic"}}, "'dynamic'.*yarn"),
+        ({"rope_scaling": {"mrope_section": [5, 4, 3], "rope_type": ["yarn"]}}, "is not supported"),
         ({"rope_scaling": {**YARN["rope_scaling"], "factor": None}}, "factor is None"),
         ({"rope_scaling": {**YARN["rope_scaling"], "factor": 0}}, "factor of rope_type yarn is 0"),
         ({"rope_scaling": {**YARN["rope_scaling"], "beta_fast": "32"}}, "beta_fast is '32'"),
