@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from mcore_qwen3vl.converters.hf.form_file import read_form
@@ -41,6 +42,12 @@ def tracked(path: Path) -> str | int | None:
 def folder_name(iteration: str | int) -> str:
     """Return the name of the folder of an iteration, or of `RELEASE`."""
     return f"iter_{iteration:07d}" if isinstance(iteration, int) else iteration
+
+
+def numbered_iterations(path: Path) -> list[int]:
+    """Return the numbers of the iterations whose folders are in `path`, in ascending order."""
+    named = (re.fullmatch(r"iter_(\d+)", folder.name) for folder in path.glob("iter_*"))
+    return sorted(int(match[1]) for match in named if match)
 
 
 def iteration_folder(path: Path) -> Path:

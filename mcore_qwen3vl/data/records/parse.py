@@ -13,6 +13,7 @@ from mcore_qwen3vl.data.records.media import Kind, MediaFolder
 from mcore_qwen3vl.data.records.messages import read_conversations, read_messages
 from mcore_qwen3vl.data.records.parsed import Conversation, Document
 from mcore_qwen3vl.data.records.reading import Reading, find_hook
+from mcore_qwen3vl.data.records.retrieval import is_retrieval
 
 _IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
 _VIDEO_SUFFIXES = ("mp4", "mkv", "webm", "mov", "avi")
@@ -70,7 +71,7 @@ def format_of(record: Any, name: str | None = None) -> Format:
         raise BadSample(f"a record must be a JSON object, this is {type(record).__name__}.")
     if {"chosen", "rejected"} & record.keys():
         raise BadSample("it is a preference record: --loss dpo trains on these.")
-    if {"positive", "positive_messages"} & record.keys():
+    if is_retrieval(record):
         raise BadSample("it is a retrieval record: --task embedding trains on these.")
     for key, advice in OTHER_TASKS.items():
         given = record.get(key)
@@ -146,12 +147,11 @@ def preprocessed(record: Any, reading: Reading) -> Any:
 
 def _chosen(parsed: Conversation, reading: Reading) -> Conversation:
     """Add the data set's system prompt, and choose the turns to train on."""
-    messages, weights = parsed.messages, _chosen_weights(parsed, reading.train_on)
+    weights = _chosen_weights(parsed, reading.train_on)
     if not any(weights):
         raise BadSample(f"train_on {reading.train_on!r} selects no assistant turn.")
-    if reading.system is not None and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": reading.system}, *messages]
-        weights = [0.0, *weights]
+    messages = reading.instructed(parsed.messages)
+    weights = [0.0] * (len(messages) - len(weights)) + weights
     return replace(parsed, messages=messages, weights=weights)
 
 

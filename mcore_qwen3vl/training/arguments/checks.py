@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.hub import HUB_ID
-from mcore_qwen3vl.converters.mcore.paths import folder_name
+from mcore_qwen3vl.converters.mcore.paths import folder_name, numbered_iterations
 from mcore_qwen3vl.data.loading.sources import parse_sources, require_data_set
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.compiler import c_compiler
@@ -205,7 +205,7 @@ def _check_kinds(args: argparse.Namespace) -> None:
 def _check_step(folder: Path, step: int) -> None:
     if (folder / folder_name(step)).is_dir():
         return
-    found = sorted(int(there.name[5:]) for there in folder.glob("iter_[0-9]*"))
+    found = numbered_iterations(folder)
     listed = f"it has {', '.join(map(str, found))}" if found else "it has none"
     raise BadInput(f"--ckpt-step {step}: {folder} has no checkpoint of that step; {listed}.")
 

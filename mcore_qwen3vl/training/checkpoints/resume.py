@@ -28,7 +28,12 @@ from mcore_qwen3vl.converters.hf.form_file import write_form
 from mcore_qwen3vl.converters.mapping.forms import Form, head_of
 from mcore_qwen3vl.converters.mcore.formats import format_of, require_own_keys
 from mcore_qwen3vl.converters.mcore.index import FileRange
-from mcore_qwen3vl.converters.mcore.paths import HF_FOLDER, folder_name, tracked
+from mcore_qwen3vl.converters.mcore.paths import (
+    HF_FOLDER,
+    folder_name,
+    numbered_iterations,
+    tracked,
+)
 from mcore_qwen3vl.converters.storage.unpickling import refused_by_torch
 from mcore_qwen3vl.converters.torch_dist.metadata import read as read_metadata
 from mcore_qwen3vl.errors import BadInput
@@ -70,10 +75,9 @@ def readable_iteration(directory: str | Path, *, fallback: bool) -> int | None:
     latest = latest_iteration(directory)
     if latest is None:
         return None
-    folders = Path(directory).glob("iter_*")
-    found = {int(m[1]) for f in folders if (m := re.fullmatch(r"iter_(\d+)", f.name))}
+    older = [n for n in numbered_iterations(Path(directory)) if n < latest]
     reasons = []
-    for iteration in sorted({latest, *(i for i in found if i < latest)}, reverse=True):
+    for iteration in (latest, *reversed(older)):
         reason = damage(Path(directory) / folder_name(iteration))
         if reason is None:
             return iteration
