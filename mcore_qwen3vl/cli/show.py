@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from mcore_qwen3vl.console import emit_json, output, plain, size, table
+from mcore_qwen3vl.console import counted, emit_json, output, plain, size, table
 
 if TYPE_CHECKING:
     from mcore_qwen3vl.converters.describe.estimate import Estimate
@@ -41,8 +41,9 @@ def plan(plan: ConversionPlan, as_json: bool) -> None:
     for note in plan.notes:
         output.print(plain(note))
     output.print(
-        f"{len(plan.planned)} tensors, {size(plan.nbytes)} in {len(plan.units)} units of work; "
-        f"{len(plan.companion_files)} other files. Nothing was written."
+        f"{counted(len(plan.planned), 'tensor')}, {size(plan.nbytes)} in "
+        f"{counted(len(plan.units), 'unit')} of work; "
+        f"{counted(len(plan.companion_files), 'other file')}. Nothing was written."
     )
 
 
@@ -54,8 +55,9 @@ def summary(summary: ConversionResult, as_json: bool) -> None:
     rate = size(summary.nbytes / max(summary.seconds, 1e-9))
     output.print(f"[bold green]done[/] {plain(summary.target)}")
     output.print(
-        f"{summary.tensors} tensors, {size(summary.nbytes)} of {'/'.join(summary.dtypes)} in "
-        f"{summary.files} files and {len(summary.companion_files)} other files, "
+        f"{counted(summary.tensors, 'tensor')}, {size(summary.nbytes)} of "
+        f"{'/'.join(summary.dtypes)} in {counted(summary.files, 'file')} and "
+        f"{counted(len(summary.companion_files), 'other file')}, "
         f"{summary.seconds:.1f} s ({rate}/s)"
     )
     if summary.resumed_units:

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mcore_qwen3vl.model.inputs import to_device
 from mcore_qwen3vl.objectives.settings import Contrastive
 
 
@@ -40,9 +41,9 @@ def contrastive_losses(
     of_documents = torch.ones(len(embeddings), dtype=torch.bool)
     of_documents[queries] = False
     rank = of_documents.cumsum(0) - 1  # a text's number among the documents
-    positives = rank[queries + 1].to(embeddings.device)
-    documents = of_documents.nonzero()[:, 0].to(embeddings.device)
-    queries = queries.to(embeddings.device)
+    positives = to_device(rank[queries + 1], embeddings.device)
+    documents = to_device(of_documents.nonzero()[:, 0], embeddings.device)
+    queries = to_device(queries, embeddings.device)
     total = embeddings.new_zeros(len(groups))
     for dimension in contrastive.dimensions or (embeddings.shape[1],):
         unit = F.normalize(embeddings[:, :dimension], dim=-1)

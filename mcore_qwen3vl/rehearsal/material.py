@@ -41,15 +41,16 @@ def prepare(command: Command, folder: Path) -> Command:
 
     Raises:
         BadInput: ``--data-path`` without a processor, sequences too short to make data for, or a
-            task that cannot be rehearsed.
+            task without ``--data-path``.
     """
-    if command.value("--task") is not None:
-        raise BadInput(
-            f"--task {command.value('--task')} cannot be rehearsed yet: drop it, to rehearse the "
-            "same layout with a language model's loss."
-        )
     model = command.line.model
     data = command.value("--data-path") or command.value("--train-data-path")
+    task = command.value("--task")
+    if task is not None and data is None:
+        raise BadInput(
+            f"--task {task} is rehearsed on your own records: give --data-path. Or drop --task, to "
+            "rehearse the same layout with a language model's loss on made-up data."
+        )
     prepared = command.without(*_RANDOM_START, *_NOT_REHEARSED)
     if data is None:
         prepared = _made_up(prepared, model, folder)

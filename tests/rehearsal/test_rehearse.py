@@ -12,8 +12,10 @@ import torch
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training import memory
 from tests.rehearsal.conftest import Command
+from tests.training.embedding.retrieval import write_retrieval
 
 FLAGS = (
     *("--packing", "--seq-length", 512, "--micro-batch-size", 1, "--global-batch-size", 16),
@@ -111,6 +113,22 @@ def test_what_does_not_fit_says_what_would(command: Command, config: Path) -> No
     assert tried["2 GPUs (DP 2)"]["why_not"].startswith("does not fit")
 
 
+@pytest.mark.slow
+def test_embedding_on_the_users_records(command: Command, tmp_path: Path) -> None:
+    """A task is rehearsed on the user's records, and its loss copies nothing that blocks."""
+    model = write_tiny_checkpoint(tmp_path / "model")
+    records = write_retrieval(tmp_path, 16)
+    flags = ("--task", "embedding", "--packing", "--seq-length", 512, "--global-batch-size", 8)
+    made = ("--bf16", "--use-distributed-optimizer", "--lr", "1e-5", "--spec", "torch")
+    code, found = command("--gpus", 2, "--hf-model", model, "--data-path", records, *flags, *made)
+    assert (code, found["verdict"]) == (0, "fits")
+    (role,) = found["roles"]
+    assert role["launches"] > 100
+    places = [wait["place"] for wait in role["waits"]]
+    assert places
+    assert not [place for place in places if "objectives/" in place]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -120,6 +138,7 @@ def test_what_does_not_fit_says_what_would(command: Command, config: Path) -> No
         (("--gpus", 1, "--gpu", "v100"), "v100 is not known"),
         (("--gpus", 1, "--seq-lenght", 512), "Did you mean --seq-length"),
         (("--gpus", 1, "--data-path", "nothing.jsonl"), "has no tokenizer"),
+        (("--gpus", 1, "--task", "embedding"), "is rehearsed on your own records"),
         (("launch/none.sh",), "There is no script"),
     ],
 )
