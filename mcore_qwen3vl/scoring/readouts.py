@@ -17,8 +17,8 @@ from mcore_qwen3vl.model.head.module import Head
 from mcore_qwen3vl.model.headless import HeadlessModel
 from mcore_qwen3vl.model.inputs import to_device
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
-from mcore_qwen3vl.training.embedding.pooling import embed
 from mcore_qwen3vl.training.step.forward import forward
+from mcore_qwen3vl.training.tasks.pooling import embed
 
 Results = dict[str, dict[str, Any]]
 """For each sequence of a batch, by its name, what JSON can hold."""

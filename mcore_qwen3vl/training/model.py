@@ -17,9 +17,9 @@ from mcore_qwen3vl.model.flops import Trained
 from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.headless import HeadlessModel
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
-from mcore_qwen3vl.training.embedding.flags import is_embedding
 from mcore_qwen3vl.training.lora.lora_run import LoraRun
 from mcore_qwen3vl.training.preference.flags import is_preference
+from mcore_qwen3vl.training.tasks.flags import is_embedding
 
 
 @dataclass

@@ -433,10 +433,10 @@ class Run:
 def _schedule(args: argparse.Namespace) -> Any:
     """Return what replaces ``get_forward_backward_func``: some losses take two passes in a step."""
     from mcore_qwen3vl.training import hooks
-    from mcore_qwen3vl.training.embedding.flags import contrastive_of, is_embedding
-    from mcore_qwen3vl.training.embedding.objective import with_contrasts
     from mcore_qwen3vl.training.preference.flags import is_preference, reference_of
     from mcore_qwen3vl.training.preference.reference import with_reference
+    from mcore_qwen3vl.training.tasks.contrastive import with_contrasts
+    from mcore_qwen3vl.training.tasks.flags import contrastive_of, is_embedding
 
     if is_embedding(args):
         return partial(with_contrasts, contrastive_of(args))
@@ -447,13 +447,13 @@ def _schedule(args: argparse.Namespace) -> Any:
 
 def _forward_step(args: argparse.Namespace) -> Any:
     """Return the forward step with the objective that the run minimises."""
-    from mcore_qwen3vl.training.embedding.flags import contrastive_of, is_embedding
-    from mcore_qwen3vl.training.embedding.objective import of_queries
-    from mcore_qwen3vl.training.embedding.pooling import embed
     from mcore_qwen3vl.training.preference.flags import is_preference, preference_of
     from mcore_qwen3vl.training.preference.objective import of_pairs
     from mcore_qwen3vl.training.step.forward import ForwardStep
     from mcore_qwen3vl.training.step.losses import find_loss, of_tokens
+    from mcore_qwen3vl.training.tasks.contrastive import of_queries
+    from mcore_qwen3vl.training.tasks.flags import contrastive_of, is_embedding
+    from mcore_qwen3vl.training.tasks.pooling import embed
 
     if is_embedding(args):
         return ForwardStep(of_queries(contrastive_of(args)), embed)

@@ -13,7 +13,7 @@ from torch import Tensor
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.objectives.contrastive import contrastive_losses
 from mcore_qwen3vl.objectives.settings import Contrastive
-from tests.training.embedding.retrieval import formula
+from tests.training.tasks.retrieval import formula
 
 TOLERANCE = 2e-5
 WIDTH = 24

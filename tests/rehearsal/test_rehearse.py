@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.training.embedding.retrieval import write_retrieval
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training import memory
 from tests.rehearsal.conftest import Command
-from tests.training.embedding.retrieval import write_retrieval
 
 FLAGS = (
     *("--packing", "--seq-length", 512, "--micro-batch-size", 1, "--global-batch-size", 16),

@@ -68,7 +68,7 @@ class Batch:
     groups: tuple[int, ...] = ()  # samples of each record, for records of several samples
     contrast: tuple[Tensor, Tensor] | None = None
     """Losses (queries,) and gradients (samples, H) of the global batch's contrastive loss; see
-    mcore_qwen3vl.training.embedding."""
+    mcore_qwen3vl.training.tasks."""
     __restore_key__: tuple = ()  # set and read by energon
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 
 from mcore_qwen3vl.training.arguments.data_flags import add_data_arguments
-from mcore_qwen3vl.training.embedding.flags import add_embedding_arguments
 from mcore_qwen3vl.training.lora.flags import add_lora_arguments
 from mcore_qwen3vl.training.preference.flags import add_preference_arguments
+from mcore_qwen3vl.training.tasks.flags import add_embedding_arguments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

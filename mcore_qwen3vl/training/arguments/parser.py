@@ -24,9 +24,9 @@ from mcore_qwen3vl.training.arguments.kept import Kept
 from mcore_qwen3vl.training.arguments.layout import check_layout
 from mcore_qwen3vl.training.arguments.own_flags import add_arguments
 from mcore_qwen3vl.training.arguments.refusal import refuse_by
-from mcore_qwen3vl.training.embedding.flags import check_embedding
 from mcore_qwen3vl.training.lora.flags import check_flags
 from mcore_qwen3vl.training.preference.flags import check_preference, preference_defaults
+from mcore_qwen3vl.training.tasks.flags import check_embedding
 
 SPECS = ("te", "torch")
 

@@ -31,8 +31,8 @@ from mcore_qwen3vl.training.broadcast.groups import (
     wait_for_measuring,
 )
 from mcore_qwen3vl.training.broadcast.stages import StageFeed
-from mcore_qwen3vl.training.embedding.flags import is_embedding
 from mcore_qwen3vl.training.preference.flags import is_preference, reference_of
+from mcore_qwen3vl.training.tasks.flags import is_embedding
 
 
 def data_config(args: argparse.Namespace) -> DataConfig:

@@ -17,9 +17,9 @@ from mcore_qwen3vl.runtime.compiler import c_compiler
 from mcore_qwen3vl.training import memory
 from mcore_qwen3vl.training.arguments.defaults import statement
 from mcore_qwen3vl.training.arguments.layout import validated_layout
-from mcore_qwen3vl.training.embedding.flags import contrastive_of, is_embedding
 from mcore_qwen3vl.training.logs.quiet import FOLDER
 from mcore_qwen3vl.training.preference.flags import is_preference, preference_of, reference_of
+from mcore_qwen3vl.training.tasks.flags import contrastive_of, is_embedding
 
 if TYPE_CHECKING:
     from mcore_qwen3vl.training.lora.lora_run import LoraRun

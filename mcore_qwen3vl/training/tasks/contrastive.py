@@ -21,9 +21,9 @@ from torch import Tensor
 from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.objectives.contrastive import contrastive_losses
 from mcore_qwen3vl.objectives.settings import Contrastive
-from mcore_qwen3vl.training.embedding.pooling import embed
 from mcore_qwen3vl.training.step.losses import Objective, Reduced
 from mcore_qwen3vl.training.step.two_passes import evaluated, in_two_passes
+from mcore_qwen3vl.training.tasks.pooling import embed
 
 
 def of_queries(contrastive: Contrastive) -> Objective:

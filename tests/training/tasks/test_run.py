@@ -30,7 +30,7 @@ from mcore_qwen3vl.verify.curves.job import Job, run_rank, train
 from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
 from mcore_qwen3vl.verify.parity.on_rank import IN_MEMORY
 from mcore_qwen3vl.verify.report.measurement import Measurement, measure
-from tests.training.embedding.retrieval import (
+from tests.training.tasks.retrieval import (
     Plain,
     embedding,
     plain_step,

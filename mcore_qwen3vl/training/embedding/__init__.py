@@ -1,1 +1,0 @@
-"""Training of embedding models in Megatron's loop: flags, pooling and the contrastive loss."""

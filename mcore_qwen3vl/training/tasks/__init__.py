@@ -1,0 +1,1 @@
+"""Training for tasks other than predicting tokens: flags, pooling and losses."""
