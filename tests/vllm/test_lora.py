@@ -114,7 +114,7 @@ def test_what_is_refused_and_passed_over_is_what_was_said(
 
     assert "vLLM needs max_lora_rank 32 for rank 17" in notes["rank"]
     assert "max_lora_rank" in found["rank"]
-    assert "vLLM passes over the 28 adapted parameters" in notes["vision"]
+    assert "vLLM ignores the 28 adapted parameters" in notes["vision"]
     assert answers(found["vision"]) == answers(found[""])
     assert "vLLM refuses adapters with modules_to_save" in notes["whole"]
     assert "modules_to_save" in found["whole"]
