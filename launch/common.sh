@@ -38,7 +38,7 @@ LORA=(--train-iters 2000 --lr 1e-4 --min-lr 1e-5 --lora-rank 16 --lora-target la
 
 # DPO on preference pairs. The reference is the model with its adapter switched off.
 DPO=(
-    --loss dpo --dpo-beta 0.1 --train-iters 500 --lr 5e-6 --min-lr 5e-7
+    --loss dpo --beta 0.1 --train-iters 500 --lr 5e-6 --min-lr 5e-7
     --lora-rank 16 --lora-target language
 )
 

@@ -96,7 +96,7 @@ class References:
             raise BadInput(
                 f"{data} is not a JSONL file, and reference log-probabilities are only read "
                 "beside JSONL files. Use JSONL data, or take the model without its adapter as "
-                "the reference (--dpo-reference adapter)."
+                "the reference (--reference adapter)."
             )
         if not scores.exists():
             raise BadInput(

@@ -1,4 +1,4 @@
-"""Losses over pairs of a chosen and a rejected answer (DPO and its relatives).
+"""Losses over pairs of a chosen and a rejected answer: DPO and its relatives, SimPO and ORPO.
 
 Source: Rafailov et al., "Direct Preference Optimization", 2023. With the policy p, the reference p0
 and s = (log p(chosen) - log p0(chosen)) - (log p(rejected) - log p0(rejected)), the losses are:
@@ -12,14 +12,22 @@ and s = (log p(chosen) - log p0(chosen)) - (log p(rejected) - log p0(rejected)),
   al., "A General Theoretical Paradigm to Understand Learning from Human Preferences", 2023; the
   mean is as in TRL, on the authors' advice.
 
+Two losses have no reference. With m, the mean log-probability of an answer's tokens, they are:
+
+- ``simpo``: -log sigmoid(beta (m(chosen) - m(rejected)) - gamma). Meng et al., "SimPO", 2024.
+- ``orpo``: -beta log sigmoid(o(chosen) - o(rejected)) with the log-odds o = m - log(1 - exp(m)).
+  Hong et al., "ORPO", 2024, who add the loss of the chosen answer with weight 1.
+
 To each of them, alpha times the chosen answer's mean negative log-likelihood over its tokens can be
 added. Pang et al., "Iterative Reasoning Preference Optimization", 2024.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -31,7 +39,7 @@ class PairLosses:
     """Losses and rewards of P pairs, each (P,) float32; only `losses` has a gradient."""
 
     losses: Tensor
-    chosen_rewards: Tensor  # beta (log p - log p0)
+    chosen_rewards: Tensor  # beta (log p - log p0); without a reference beta m
     rejected_rewards: Tensor
 
     @property
@@ -45,27 +53,32 @@ class PairLosses:
 
 
 def pair_losses(
-    log_probs: Tensor, reference: Tensor, lengths: Tensor, preference: Preference
+    log_probs: Tensor, reference: Tensor | None, lengths: Tensor, preference: Preference
 ) -> PairLosses:
     """Compute the loss of each pair.
 
     Args:
         log_probs: (P, 2) float32, the policy's log-probabilities of the chosen and the rejected
             answer, summed over tokens.
-        reference: (P, 2), the reference's log-probabilities, without a gradient.
+        reference: (P, 2), the reference's log-probabilities, without a gradient; None for a loss
+            without a reference.
         lengths: (P, 2), the answers' numbers of tokens.
         preference: the kind of loss and its settings.
     """
-    change = log_probs - reference
+    change = log_probs / lengths if reference is None else log_probs - reference
     rewards = (preference.beta * change).detach()
     if preference.kind == "ipo":
         change = change / lengths
+    elif preference.kind == "orpo":
+        change = _log_odds(change)
     gap = change[:, 0] - change[:, 1]
-    if preference.kind == "sigmoid":
-        wrong = preference.label_smoothing
-        losses = -(1 - wrong) * F.logsigmoid(preference.beta * gap)
+    if preference.kind in ("sigmoid", "simpo"):
+        wrong, scaled = preference.label_smoothing, preference.beta * gap - preference.gamma
+        losses = -(1 - wrong) * F.logsigmoid(scaled)
         if wrong:
-            losses = losses - wrong * F.logsigmoid(-preference.beta * gap)
+            losses = losses - wrong * F.logsigmoid(-scaled)
+    elif preference.kind == "orpo":
+        losses = -preference.beta * F.logsigmoid(gap)
     elif preference.kind == "hinge":
         losses = F.relu(1 - preference.beta * gap)
     else:
@@ -73,3 +86,16 @@ def pair_losses(
     if preference.rpo_alpha:
         losses = losses - preference.rpo_alpha * log_probs[:, 0] / lengths[:, 0]
     return PairLosses(losses, rewards[:, 0], rewards[:, 1])
+
+
+def _log_odds(means: Tensor) -> Tensor:
+    """Return log(p / (1 - p)) with a finite gradient, where `means` is log p <= 0.
+
+    The two forms of log(1 - p) are exact on either side of p = 1/2. Each is computed only on its
+    own side: `torch.where` passes on a NaN of the gradient that it does not choose.
+    """
+    means = means.clamp(max=-torch.finfo(means.dtype).eps)  # p is 1 to rounding
+    half = -math.log(2)
+    low = torch.log1p(-means.clamp(max=half).exp())
+    high = torch.log(-torch.expm1(means.clamp(min=half)))
+    return means - torch.where(means < half, low, high)

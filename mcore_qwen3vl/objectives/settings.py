@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from mcore_qwen3vl.errors import BadInput
 
-Kind = Literal["sigmoid", "hinge", "ipo"]
+DpoKind = Literal["sigmoid", "hinge", "ipo"]
+Kind = DpoKind | Literal["simpo", "orpo"]
+KINDS: tuple[Kind, ...] = ("sigmoid", "hinge", "ipo", "simpo", "orpo")
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "simpo": {"beta": 2.0, "gamma": 1.0},  # SimPO's authors, section 4 and appendix B
+    "orpo": {"rpo_alpha": 1.0},  # ORPO's equation 6
+}
+"""The settings of a kind that differ from those of :class:`Preference`."""
 
 
 @dataclass(frozen=True)
@@ -16,10 +24,12 @@ class Preference:
 
     Attributes:
         kind: the loss; see :mod:`mcore_qwen3vl.objectives.preference`.
-        beta: the strength with which the policy is kept near the reference.
+        beta: the strength with which the policy is kept near the reference; without a reference,
+            the scale of the rewards (``simpo``) or the weight of the odds ratio (``orpo``).
         label_smoothing: share of the pairs that are assumed to be labelled the wrong way round;
             for ``sigmoid`` only.
         rpo_alpha: weight of the chosen answer's negative log-likelihood.
+        gamma: the margin that a pair's rewards should have; for ``simpo`` only.
 
     Raises:
         BadInput: a value is out of range, or does not apply to the loss.
@@ -29,14 +39,23 @@ class Preference:
     beta: float = 0.1
     label_smoothing: float = 0.0
     rpo_alpha: float = 0.0
+    gamma: float = 0.0
+
+    @property
+    def loss(self) -> str:
+        """The value of ``--loss``, and the loss's name in the log."""
+        return "dpo" if self.kind in get_args(DpoKind) else self.kind
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares the policy with a reference."""
+        return self.loss == "dpo"
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(Kind):
-            raise BadInput(
-                f"dpo_loss is {self.kind!r}; it must be one of {', '.join(get_args(Kind))}."
-            )
+        if self.kind not in KINDS:
+            raise BadInput(f"kind is {self.kind!r}; it must be one of {', '.join(KINDS)}.")
         if not self.beta > 0:
-            raise BadInput(f"dpo_beta is {self.beta:g}: it must be above 0.")
+            raise BadInput(f"beta is {self.beta:g}: it must be above 0.")
         if not 0 <= self.label_smoothing < 0.5:
             raise BadInput(
                 f"dpo_label_smoothing is {self.label_smoothing:g}; it must be a share from 0 to "
@@ -44,11 +63,15 @@ class Preference:
             )
         if self.label_smoothing and self.kind != "sigmoid":
             raise BadInput(
-                f"dpo_label_smoothing belongs to the sigmoid loss, and dpo_loss is {self.kind}: "
+                f"dpo_label_smoothing belongs to the sigmoid loss, and the loss is {self.kind}: "
                 "drop one of them."
             )
         if not self.rpo_alpha >= 0:
             raise BadInput(f"rpo_alpha is {self.rpo_alpha:g}: it must not be below 0.")
+        if not self.gamma >= 0:
+            raise BadInput(f"simpo_gamma is {self.gamma:g}: it must not be below 0.")
+        if self.gamma and self.kind != "simpo":
+            raise BadInput(f"simpo_gamma belongs to simpo, and the loss is {self.kind}: drop it.")
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,9 @@ CASES = [
     Preference("ipo", beta=0.2),
     Preference(beta=0.3, rpo_alpha=1.7),
     Preference("ipo", beta=0.9, rpo_alpha=0.4),
+    Preference("simpo", beta=2.5, gamma=0.55),
+    Preference("simpo", beta=0.3, gamma=0.0, rpo_alpha=0.8),
+    Preference("orpo", beta=0.35, rpo_alpha=1.0),
 ]
 
 
@@ -34,6 +37,14 @@ def by_hand(policy: list[float], pair: int, p: Preference) -> float:
     def sigmoid(x: float) -> float:
         return 1 / (1 + math.exp(-x))
 
+    if p.kind in ("simpo", "orpo"):
+        means = chosen / n_chosen, rejected / n_rejected
+        if p.kind == "simpo":
+            loss = -math.log(sigmoid(p.beta * (means[0] - means[1]) - p.gamma))
+        else:
+            odds = [math.exp(mean) / (1 - math.exp(mean)) for mean in means]
+            loss = -p.beta * math.log(sigmoid(math.log(odds[0] / odds[1])))
+        return loss - p.rpo_alpha * means[0]
     gap = (chosen - r_chosen) - (rejected - r_rejected)
     if p.kind == "sigmoid":
         right, wrong = sigmoid(p.beta * gap), sigmoid(-p.beta * gap)
@@ -51,7 +62,8 @@ def by_hand(policy: list[float], pair: int, p: Preference) -> float:
 @pytest.mark.parametrize("preference", CASES, ids=str)
 def test_losses_and_gradients_are_those_of_the_formula(preference: Preference) -> None:
     policy = POLICY.clone().requires_grad_()
-    found = pair_losses(policy, REFERENCE, LENGTHS, preference)
+    reference = REFERENCE if preference.has_reference else None
+    found = pair_losses(policy, reference, LENGTHS, preference)
     found.losses.sum().backward()
     assert policy.grad is not None
     step = 1e-6
@@ -74,14 +86,34 @@ def test_rewards_margins_and_accuracies() -> None:
     assert found.accuracies.tolist() == [1.0, 0.0, 1.0]
 
 
+def test_rewards_without_a_reference_are_means_over_tokens() -> None:
+    found = pair_losses(POLICY, None, LENGTHS, Preference("simpo", beta=1.5, gamma=1.0))
+    assert found.chosen_rewards.tolist() == pytest.approx([-5.5, -4.125, -3.0])
+    assert found.rejected_rewards.tolist() == pytest.approx([-3.75, -6.3, -0.519230769])
+    assert found.accuracies.tolist() == [0.0, 1.0, 0.0]
+
+
+def test_answers_that_are_certain_have_finite_odds() -> None:
+    """A probability that float32 rounds to 1 would make the gradient NaN for the whole model."""
+    policy = torch.tensor([[0.0, -3.0], [-1e-9, 0.0], [-2.0, -1e-8]]).requires_grad_()
+    preference = Preference("orpo", beta=0.1, rpo_alpha=1.0)
+    found = pair_losses(policy, None, torch.ones(3, 2), preference)
+    found.losses.sum().backward()
+    assert policy.grad is not None
+    assert found.losses.isfinite().all()
+    assert policy.grad.isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"beta": 0.0}, "dpo_beta is 0"),
+        ({"beta": 0.0}, "beta is 0"),
         ({"label_smoothing": 0.5}, "dpo_label_smoothing is 0.5"),
         ({"label_smoothing": 0.1, "kind": "ipo"}, "belongs to the sigmoid loss"),
         ({"rpo_alpha": -1.0}, "rpo_alpha is -1"),
-        ({"kind": "kto"}, "one of sigmoid, hinge, ipo"),
+        ({"kind": "kto"}, "one of sigmoid, hinge, ipo, simpo, orpo"),
+        ({"kind": "simpo", "gamma": -0.5}, "simpo_gamma is -0.5"),
+        ({"gamma": 0.5}, "simpo_gamma belongs to simpo"),
     ],
 )
 def test_values_without_a_meaning_are_refused(values: dict, message: str) -> None:

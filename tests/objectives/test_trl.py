@@ -7,6 +7,7 @@ this module is skipped; ``test_preference.py`` has the same formulas written out
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,6 +105,90 @@ def test_losses_and_gradients_are_trls(preference: Any) -> None:
     )
     found.losses.sum().backward()
     torch.testing.assert_close(found.losses, right, rtol=TOLERANCE, atol=TOLERANCE)
+    assert theirs.grad is not None
+    assert theirs.grad.abs().max() > 0
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def simpo_of_trl(preference: Preference) -> Any:
+    from trl.experimental.cpo import CPOTrainer
+
+    settings = {
+        "alpha": 0.0,
+        "beta": preference.beta,
+        "simpo_gamma": preference.gamma,
+        "loss_type": "simpo",
+        "label_smoothing": 0.0,
+        "cpo_alpha": preference.rpo_alpha,
+    }
+    return bound(CPOTrainer, settings, "cpo_loss")
+
+
+def orpo_of_trl(preference: Preference) -> Any:
+    from trl.experimental.orpo import ORPOTrainer
+
+    return bound(ORPOTrainer, {"beta": preference.beta}, "odds_ratio_loss")
+
+
+def bound(trainer: Any, settings: dict[str, Any], loss: str) -> Any:
+    """Make a stand-in with what TRL's step over pairs reads from its trainer."""
+    found = SimpleNamespace(
+        accelerator=SimpleNamespace(
+            device=torch.device("cpu"), gather_for_metrics=lambda value: value
+        ),
+        aux_loss_enabled=False,
+        is_encoder_decoder=False,
+        pad_token_id=0,
+        padding_value=0,
+        concatenated_inputs=lambda batch, **_: batch,
+        get_batch_logps=trainer.get_batch_logps,
+        **settings,
+    )
+    for name in (loss, "concatenated_forward"):
+        setattr(found, name, partial(getattr(trainer, name), found))
+    return partial(trainer.get_batch_loss_metrics, found)
+
+
+@pytest.mark.parametrize(
+    ("of_trl", "preference"),
+    [
+        (simpo_of_trl, Preference("simpo", beta=2.0, gamma=1.0)),
+        (simpo_of_trl, Preference("simpo", beta=0.7, gamma=0.3, rpo_alpha=0.6)),
+        (orpo_of_trl, Preference("orpo", beta=0.1, rpo_alpha=1.0)),
+        (orpo_of_trl, Preference("orpo", beta=1.3, rpo_alpha=1.0)),
+    ],
+    ids=str,
+)
+def test_losses_without_a_reference_are_trls(of_trl: Any, preference: Preference) -> None:
+    """TRL's ORPO also trains the prompt, which is a single token here, and so predicts nothing."""
+    generator = torch.Generator().manual_seed(2)
+    logits = 2 * torch.randn(PAIRS, 2, LENGTH, 11, generator=generator)
+    tokens = torch.randint(1, 11, (PAIRS, 2, LENGTH), generator=generator)
+    lengths = torch.randint(3, LENGTH, (PAIRS, 2), generator=generator)
+    present = torch.arange(LENGTH) < lengths[..., None]
+    labels = tokens.where(present, -100)
+    labels[..., 0] = -100
+
+    theirs = logits.clone().requires_grad_()
+    step = of_trl(preference)
+    right = torch.zeros([])
+    for i in range(PAIRS):
+        batch = {
+            "concatenated_input_ids": tokens[i],
+            "concatenated_attention_mask": present[i].long(),
+            "concatenated_labels": labels[i],
+            "chosen_labels": labels[i, :1],
+        }
+        right = right + step(lambda *_, i=i, **__: SimpleNamespace(logits=theirs[i]), batch)[0]
+    right.backward()
+
+    ours = logits.clone().requires_grad_()
+    trained = labels[..., 1:] >= 0
+    log_probs = ours[..., :-1, :].log_softmax(-1).gather(-1, tokens[..., 1:, None])[..., 0]
+    sums = log_probs.where(trained, 0.0).sum(-1)
+    found = pair_losses(sums, None, trained.sum(-1), preference).losses.sum()
+    found.backward()
+    torch.testing.assert_close(found, right, rtol=TOLERANCE, atol=TOLERANCE)
     assert theirs.grad is not None
     assert theirs.grad.abs().max() > 0
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=TOLERANCE, atol=TOLERANCE)

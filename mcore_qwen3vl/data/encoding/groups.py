@@ -145,7 +145,8 @@ class PairTaskEncoder(GroupTaskEncoder):
             plans = plan_each(self.preparation, sample)
             if len(plans) == 1:
                 raise BadSample(
-                    "it is not a preference record: --loss dpo needs chosen and rejected."
+                    "it is not a preference record: --loss dpo, simpo and orpo need chosen and "
+                    "rejected."
                 )
             chosen, rejected = (plans[side] for side in SIDES)
             check_length(self.config, (chosen, rejected))

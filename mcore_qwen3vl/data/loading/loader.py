@@ -301,8 +301,8 @@ def _encoder(
     """Make the encoder of single sequences, balanced or not, or of records of several ones."""
     if (config.pairs or config.retrieval) and config.balance:
         raise BadInput(
-            "--balance does not support records of several sequences: leave it out with --loss dpo "
-            "and with --task embedding."
+            "--balance does not support records of several sequences: leave it out with --loss "
+            "dpo, simpo or orpo, and with --task embedding."
         )
     if config.balance:
         return BalancedTaskEncoder(architecture, processor, config, sources, **balancing)

@@ -40,9 +40,9 @@ FORMATS = (
 
 
 _PAIRED = (
-    "belongs to preference data, of which this would train the first answer alone. --loss dpo "
-    "trains on both, from chosen and rejected, which --preprocess MODULE:FUNCTION can write; "
-    "without this key the answer is trained as any other."
+    "belongs to preference data, of which this would train the first answer alone. --loss dpo, "
+    "simpo or orpo trains on both, from chosen and rejected, which --preprocess MODULE:FUNCTION "
+    "can write; without this key the answer is trained as any other."
 )
 OTHER_TASKS = {
     "rejected_response": _PAIRED,
@@ -50,7 +50,7 @@ OTHER_TASKS = {
     "rejected_images": _PAIRED,
     "label": "is true or false, which tells wanted answers from unwanted ones (KTO): this would "
     "train both alike, and no --loss reads it. Take the key out of records to train on, or make "
-    "pairs of chosen and rejected for --loss dpo.",
+    "pairs of chosen and rejected for --loss dpo, simpo or orpo.",
 }
 """Keys of records that are made for another task than training on their answers. ``label`` is one
 only if it is true or false: data sets of other kinds have numbers and words there."""
@@ -70,7 +70,7 @@ def format_of(record: Any, name: str | None = None) -> Format:
     if not isinstance(record, Mapping):
         raise BadSample(f"a record must be a JSON object, this is {type(record).__name__}.")
     if {"chosen", "rejected"} & record.keys():
-        raise BadSample("it is a preference record: --loss dpo trains on these.")
+        raise BadSample("it is a preference record: --loss dpo, simpo or orpo trains on these.")
     if is_retrieval(record):
         raise BadSample("it is a retrieval record: --task embedding trains on these.")
     for key, advice in OTHER_TASKS.items():

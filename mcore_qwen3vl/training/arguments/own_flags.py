@@ -70,7 +70,7 @@ def _add_training_arguments(group: argparse._ArgumentGroup) -> None:
         "--loss",
         default="cross_entropy",
         metavar="NAME",
-        help="dpo on preference pairs, a registered loss or module:function (see "
+        help="dpo, simpo or orpo on preference pairs, a registered loss or module:function (see "
         "mcore_qwen3vl.training.step.losses)",
     )
     group.add_argument(

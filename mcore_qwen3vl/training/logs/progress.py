@@ -10,7 +10,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-LOSSES = ("lm loss", "dpo loss", "contrastive loss")
+LOSSES = ("lm loss", "dpo loss", "simpo loss", "orpo loss", "contrastive loss")
 """Names that a run may give its loss."""
 
 

@@ -25,6 +25,14 @@ if TYPE_CHECKING:
     from mcore_qwen3vl.training.lora.lora_run import LoraRun
 
 
+_LOSS_NAMES = {"simpo": "SimPO", "orpo": "ORPO"}
+_REFERENCES = {
+    "adapter": "the model with its adapter switched off",
+    "file": "NAME.scores.jsonl beside each NAME.jsonl of the data",
+    None: "none: the loss has no reference",
+}
+
+
 def show_summary(
     screen: Console,
     args: argparse.Namespace,
@@ -115,16 +123,12 @@ def _embedding(args: argparse.Namespace) -> list[tuple[str, str]]:
 
 def _preference(args: argparse.Namespace) -> list[tuple[str, str]]:
     loss = preference_of(args)
-    extra = f", label smoothing {loss.label_smoothing:g}" if loss.label_smoothing else ""
-    extra += f", RPO alpha {loss.rpo_alpha:g}" if loss.rpo_alpha else ""
-    reference = (
-        "the model with its adapter switched off"
-        if reference_of(args) == "adapter"
-        else "NAME.scores.jsonl beside each NAME.jsonl of the data"
-    )
+    extra = f", gamma {loss.gamma:g}" if loss.gamma else ""
+    extra += f", label smoothing {loss.label_smoothing:g}" if loss.label_smoothing else ""
+    extra += f", chosen answer's own loss x {loss.rpo_alpha:g}" if loss.rpo_alpha else ""
     return [
-        ("loss", f"DPO ({loss.kind}), beta {loss.beta:g}{extra}"),
-        ("reference", reference),
+        ("loss", f"{_LOSS_NAMES.get(loss.kind, f'DPO ({loss.kind})')}, beta {loss.beta:g}{extra}"),
+        ("reference", _REFERENCES[reference_of(args)]),
     ]
 
 

@@ -7,29 +7,41 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.objectives.settings import Kind, Preference
+from mcore_qwen3vl.objectives.settings import DEFAULTS, DpoKind, Preference
 from mcore_qwen3vl.training.lora.flags import asked as asks_for_lora
 
-LOSS = "dpo"
-"""Name of preference training's loss for ``--loss``."""
+LOSSES = ("dpo", "simpo", "orpo")
+"""Names of preference training's losses for ``--loss``."""
 
 Reference = Literal["adapter", "file"]
 
-_DETAILS = ("dpo_beta", "dpo_label_smoothing", "dpo_loss", "rpo_alpha", "dpo_reference")
+_FLAGS = {
+    "beta": LOSSES,
+    "dpo_loss": ("dpo",),
+    "dpo_label_smoothing": ("dpo",),
+    "rpo_alpha": ("dpo", "simpo"),
+    "simpo_gamma": ("simpo",),
+    "reference": ("dpo",),
+}
+"""The losses that each argument is for."""
+
 _ROUTER_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
 
 
 def add_preference_arguments(group: argparse._ArgumentGroup) -> None:
     """Add the flags of preference training to `group`."""
     default = Preference()
+    simpo = DEFAULTS["simpo"]
     group.add_argument(
+        "--beta",
         "--dpo-beta",
         type=float,
         metavar="X",
-        help=f"cost of deviating from the reference; default {default.beta}",
+        help="dpo: cost of deviating from the reference; simpo: scale of the rewards; orpo: weight "
+        f"of the odds ratio; default {default.beta}, with simpo {simpo['beta']}",
     )
     group.add_argument(
-        "--dpo-loss", choices=get_args(Kind), help=f"loss of a pair; default {default.kind}"
+        "--dpo-loss", choices=get_args(DpoKind), help=f"loss of a pair; default {default.kind}"
     )
     group.add_argument(
         "--dpo-label-smoothing",
@@ -41,9 +53,17 @@ def add_preference_arguments(group: argparse._ArgumentGroup) -> None:
         "--rpo-alpha",
         type=float,
         metavar="X",
-        help="weight of the chosen answer's own loss, a mean over its tokens; default 0",
+        help="dpo, simpo: weight of the chosen answer's own loss, a mean over its tokens; default "
+        "0 (always 1 with orpo)",
     )
     group.add_argument(
+        "--simpo-gamma",
+        type=float,
+        metavar="X",
+        help=f"margin that the rewards of a pair should have; default {simpo['gamma']}",
+    )
+    group.add_argument(
+        "--reference",
         "--dpo-reference",
         choices=get_args(Reference),
         help="adapter: the model with its LoRA switched off (the default with LoRA from scratch); "
@@ -53,7 +73,7 @@ def add_preference_arguments(group: argparse._ArgumentGroup) -> None:
 
 def is_preference(args: argparse.Namespace) -> bool:
     """Return whether the run trains on preference pairs."""
-    return bool(args.loss == LOSS)
+    return args.loss in LOSSES
 
 
 def preference_of(args: argparse.Namespace) -> Preference:
@@ -62,23 +82,28 @@ def preference_of(args: argparse.Namespace) -> Preference:
     Raises:
         BadInput: a value makes no sense for the loss.
     """
+    kind = args.dpo_loss if args.loss == "dpo" else args.loss
     given = {
-        "kind": args.dpo_loss,
-        "beta": args.dpo_beta,
+        "kind": kind,
+        "beta": args.beta,
         "label_smoothing": args.dpo_label_smoothing,
         "rpo_alpha": args.rpo_alpha,
+        "gamma": args.simpo_gamma,
     }
-    return Preference(**{name: value for name, value in given.items() if value is not None})
+    given = {name: value for name, value in given.items() if value is not None}
+    return Preference(**(DEFAULTS.get(kind, {}) | given))
 
 
-def reference_of(args: argparse.Namespace) -> Reference:
-    """Return where the reference's log-probabilities come from.
+def reference_of(args: argparse.Namespace) -> Reference | None:
+    """Return where the reference's log-probabilities come from; None if the loss has no reference.
 
     An adapter that training starts from (``--lora-init``) is part of the reference. Switching it
     off would lose that, so the default is then ``file``.
     """
-    if args.dpo_reference is not None:
-        chosen: Reference = args.dpo_reference
+    if not preference_of(args).has_reference:
+        return None
+    if args.reference is not None:
+        chosen: Reference = args.reference
         return chosen
     from_scratch = asks_for_lora(args) and not (args.lora_init or _whole(args))
     return "adapter" if from_scratch else "file"
@@ -91,7 +116,7 @@ def _whole(args: argparse.Namespace) -> bool:
 
 def preference_defaults(explicit: Mapping[str, Any]) -> dict[str, Any]:
     """Return the defaults of Megatron's arguments for losses that are no mean over tokens."""
-    if explicit.get("loss") != LOSS and explicit.get("task") is None:
+    if explicit.get("loss") not in LOSSES and explicit.get("task") is None:
         return {}
     return {"moe_aux_loss_coeff": 0.0}
 
@@ -102,18 +127,31 @@ def check_preference(args: argparse.Namespace) -> None:
     Raises:
         BadInput: flags do not fit together; the message names them and the remedy.
     """
+    if args.reference and args.loss in LOSSES and args.loss not in _FLAGS["reference"]:
+        raise BadInput(
+            f"--reference {args.reference} with --loss {args.loss}, which has no reference: drop "
+            "the flag."
+        )
+    for name, losses in _FLAGS.items():
+        if args.loss not in losses:
+            refuse_without(f"--loss {listed(losses)}", args, [name])
     if not is_preference(args):
-        refuse_without(f"--loss {LOSS}", args, _DETAILS)
         return
     preference_of(args)
+    loss = f"--loss {args.loss}"
     if args.overlong == "truncate":
         raise BadInput(
-            f"--overlong truncate with --loss {LOSS}: an answer that is cut has no "
+            f"--overlong truncate with {loss}: an answer that is cut has no "
             "log-probability. Leave the flag out: pairs that are too long are then left out."
         )
-    refuse_router_losses(args, f"--loss {LOSS}", "pairs")
+    refuse_router_losses(args, loss, "pairs")
     if reference_of(args) == "adapter":
         _check_adapter_reference(args)
+
+
+def listed(losses: Sequence[str]) -> str:
+    """Return names as text: "dpo", "dpo or simpo", "dpo, simpo or orpo"."""
+    return " or ".join(filter(None, (", ".join(losses[:-1]), losses[-1])))
 
 
 def refuse_without(owner: str, args: argparse.Namespace, names: Sequence[str]) -> None:
@@ -143,12 +181,12 @@ def refuse_router_losses(args: argparse.Namespace, owner: str, unit: str) -> Non
 def _check_adapter_reference(args: argparse.Namespace) -> None:
     if not asks_for_lora(args):
         raise BadInput(
-            "--dpo-reference adapter needs an adapter to switch off: add --lora-rank 16, or "
-            "precompute the reference with `mcore-qwen3vl score` (--dpo-reference file)."
+            "--reference adapter needs an adapter to switch off: add --lora-rank 16, or "
+            "precompute the reference with `mcore-qwen3vl score` (--reference file)."
         )
     if _whole(args):
         raise BadInput(
-            "--dpo-reference adapter with --lora-modules-to-save: what trains whole cannot be "
-            "switched off. Precompute the reference with `mcore-qwen3vl score` (--dpo-reference "
+            "--reference adapter with --lora-modules-to-save: what trains whole cannot be "
+            "switched off. Precompute the reference with `mcore-qwen3vl score` (--reference "
             "file), or drop --lora-modules-to-save."
         )

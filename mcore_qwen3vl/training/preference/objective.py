@@ -22,7 +22,7 @@ def of_pairs(preference: Preference) -> Objective:
     """
 
     def objective(batch: Batch, local: Tensor, losses: Tensor) -> Reduced:
-        if batch.references is None:
+        if preference.has_reference and batch.references is None:
             raise BadInput("The batch has no log-probabilities of the reference.")
         log_probs, lengths = answer_log_probs(batch, local, losses)
         pairs = pair_losses(log_probs, batch.references, lengths, preference)
@@ -31,7 +31,7 @@ def of_pairs(preference: Preference) -> Objective:
         # counts 1/CP of the pairs and of the numbers.
         share = 1 / parallel_state.get_context_parallel_world_size()
         numbers = {
-            "dpo loss": pairs.losses.detach(),
+            f"{preference.loss} loss": pairs.losses.detach(),
             "rewards chosen": pairs.chosen_rewards,
             "rewards rejected": pairs.rejected_rewards,
             "rewards margin": pairs.margins,
@@ -39,6 +39,8 @@ def of_pairs(preference: Preference) -> Objective:
             "log-prob chosen": found[:, 0],
             "log-prob rejected": found[:, 1],
         }
+        if preference.rpo_alpha:
+            numbers["nll loss"] = -found[:, 0] / lengths[:, 0]
         return Reduced(
             pairs.losses.sum(),
             torch.full([], len(found) * share, dtype=torch.float64, device=losses.device),

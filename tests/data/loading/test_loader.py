@@ -360,7 +360,9 @@ def test_preference_records_of_another_program_are_named(
     records = [question(i, image=False) for i in range(4)]
     path = write_jsonl([{**record, "rejected_response": "no"} for record in records])
     loader = make(path, config=DataConfig(seq_length=256, pairs=pairs, shuffle=False))
-    with pytest.raises(BadInput, match=r"rejected_response belongs to .*--loss dpo .* chosen"):
+    with pytest.raises(
+        BadInput, match=r"rejected_response belongs to .*--loss dpo, simpo or orpo .* chosen"
+    ):
         next(loader)
 
 

@@ -68,7 +68,7 @@ def as_pair(record: dict[str, str]) -> dict[str, Any]:
 
 
 def test_it_is_refused_as_a_single_conversation() -> None:
-    with pytest.raises(BadSample, match="--loss dpo trains on these"):
+    with pytest.raises(BadSample, match="--loss dpo, simpo or orpo trains on these"):
         parse_record({"messages": [AGAIN], "chosen": "a", "rejected": "b"}, FOLDER)
 
 

@@ -92,7 +92,7 @@ def test_the_summary_says_what_was_chosen(dense: Path, tmp_path: Path) -> None:
 def test_the_summary_says_what_pairs_are_compared_with(dense: Path) -> None:
     assert not {"trains", "loss", "reference"} & set(rows(dense, "--cpu"))
     found = rows(dense, "--cpu", "--loss", "dpo", "--dpo-beta", "0.3", "--rpo-alpha", "1")
-    assert found["loss"] == "DPO (sigmoid), beta 0.3, RPO alpha 1"
+    assert found["loss"] == "DPO (sigmoid), beta 0.3, chosen answer's own loss x 1"
     assert found["reference"].startswith("NAME.scores.jsonl beside each NAME.jsonl")
     found = rows(dense, "--cpu", "--loss", "dpo", "--lora-rank", "4")
     assert found["reference"] == "the model with its adapter switched off"

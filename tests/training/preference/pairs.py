@@ -24,6 +24,7 @@ from mcore_qwen3vl.verify.curves.job import (
     WEIGHT_DECAY,
     Job,
 )
+from tests.training.one_step import Plain, plain_model
 
 
 def write_pairs(folder: Path, samples: int) -> Path:
@@ -80,10 +81,17 @@ def log_prob(model: Any, sample: tuple[dict[str, Tensor], Tensor]) -> tuple[Tens
 
 
 def formula(
-    policy: list[Tensor], reference: list[Tensor], lengths: list[int], p: Preference
+    policy: list[Tensor], reference: list[Tensor] | None, lengths: list[int], p: Preference
 ) -> Tensor:
     """Return the loss of one pair by the formula of TRL's trainer."""
-    if p.kind == "ipo":
+    if reference is None:
+        means = [one / length for one, length in zip(policy, lengths, strict=True)]
+        if p.kind == "simpo":
+            loss = -torch.sigmoid(p.beta * (means[0] - means[1]) - p.gamma).log()
+        else:
+            odds = [mean.exp() / (1 - mean.exp()) for mean in means]
+            loss = -p.beta * torch.sigmoid((odds[0] / odds[1]).log()).log()
+    elif p.kind == "ipo":
         gap = (policy[0] - reference[0]) / lengths[0] - (policy[1] - reference[1]) / lengths[1]
         loss = (gap - 1 / (2 * p.beta)) ** 2
     else:
@@ -93,6 +101,22 @@ def formula(
         if p.kind == "hinge":
             loss = torch.relu(1 - p.beta * gap)
     return loss - p.rpo_alpha * policy[0] / lengths[0]
+
+
+def plain_step(job: Job, preference: Preference) -> Plain:
+    """Run the first step of a loss without a reference, one sequence at a time."""
+    from transformers import AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(job.checkpoint)
+    model, named = plain_model(job)
+    records = [json.loads(line) for line in job.data.read_text().splitlines()]
+    order = sample_order(job)[0][::2]  # every pair is named twice in a row
+    total = torch.zeros([])
+    for line in order:
+        sides = [encode(processor, side, job.data.parent) for side in sides_of(records[line])]
+        policy, lengths = zip(*(log_prob(model, side) for side in sides), strict=True)
+        total = total + formula(list(policy), None, list(lengths), preference) / len(order)
+    return Plain.of(total, named)
 
 
 def refuse_ties(router: Any, inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:

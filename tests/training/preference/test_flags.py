@@ -23,6 +23,8 @@ def test_values_and_defaults(dense: Path) -> None:
         dense, "--loss", "dpo", "--dpo-beta", "0.4", "--rpo-alpha", "2", "--lora-rank", "4"
     )
     assert preference_of(args) == Preference(beta=0.4, rpo_alpha=2.0)
+    assert preference_of(parsed(dense, "--loss", "simpo")) == Preference("simpo", 2.0, gamma=1.0)
+    assert preference_of(parsed(dense, "--loss", "orpo")) == Preference("orpo", 0.1, rpo_alpha=1.0)
 
 
 @pytest.mark.parametrize(
@@ -35,10 +37,12 @@ def test_values_and_defaults(dense: Path) -> None:
         (("--lora-init", "ADAPTER"), "file"),
         (("--lora-init", "ADAPTER", "--dpo-reference", "adapter"), "adapter"),
         (("--lora-rank", "4", "--lora-modules-to-save", "merger"), "file"),
+        (("--loss", "orpo", "--lora-rank", "4"), None),
+        (("--loss", "simpo"), None),
     ],
 )
 def test_where_the_reference_comes_from(
-    flags: tuple[str, ...], reference: str, dense: Path
+    flags: tuple[str, ...], reference: str | None, dense: Path
 ) -> None:
     assert reference_of(parsed(dense, "--loss", "dpo", *flags)) == reference
 
@@ -46,13 +50,14 @@ def test_where_the_reference_comes_from(
 def test_the_routers_losses_are_off(moe: Path) -> None:
     assert parsed(moe).moe_aux_loss_coeff > 0
     assert parsed(moe, "--loss", "dpo").moe_aux_loss_coeff == 0
+    assert parsed(moe, "--loss", "orpo").moe_aux_loss_coeff == 0
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--dpo-beta", "0.2"), "--dpo-beta is set without --loss dpo"),
-        (("--loss", "dpo", "--dpo-beta", "0"), "dpo_beta is 0"),
+        (("--dpo-beta", "0.2"), "--beta is set without --loss dpo, simpo or orpo"),
+        (("--loss", "dpo", "--beta", "0"), "beta is 0"),
         (("--loss", "dpo", "--overlong", "truncate"), "--overlong truncate with --loss dpo"),
         (("--loss", "dpo", "--dpo-reference", "adapter"), "needs an adapter to switch off"),
         (
@@ -60,6 +65,13 @@ def test_the_routers_losses_are_off(moe: Path) -> None:
              *("--lora-modules-to-save", "merger")),
             "what trains whole cannot be switched off",
         ),
+        (("--loss", "simpo", "--reference", "file"), "--loss simpo, which has no reference"),
+        (("--loss", "orpo", "--lora-rank", "4", "--reference", "adapter"), "has no reference"),
+        (("--loss", "orpo", "--rpo-alpha", "1"), "--rpo-alpha is set without --loss dpo or simpo"),
+        (("--loss", "dpo", "--simpo-gamma", "1"), "--simpo-gamma is set without --loss simpo"),
+        (("--loss", "simpo", "--simpo-gamma", "-1"), "simpo_gamma is -1"),
+        (("--loss", "orpo", "--overlong", "truncate"), "--overlong truncate with --loss orpo"),
+        (("--loss", "simpo", "--moe-z-loss-coeff", "0.01"), "with --loss simpo: Megatron"),
         (("--loss", "dpo", "--moe-aux-loss-coeff", "0.01"), "--moe-aux-loss-coeff 0.01 with"),
         (("--loss", "dpo", "--moe-z-loss-coeff", "0.01"), "--moe-z-loss-coeff 0.01 with"),
     ],

@@ -16,7 +16,8 @@ from mcore_qwen3vl.verify.curves.curve import curve_of, worst_difference
 from mcore_qwen3vl.verify.curves.job import DISTRIBUTED, Job, train
 from mcore_qwen3vl.verify.curves.tables import OTHER_LAYOUT, TOLERANCE, whole_and_half
 from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
-from tests.training.preference.pairs import as_tar, plain_curve, write_pairs
+from tests.training.one_step import check_step
+from tests.training.preference.pairs import as_tar, plain_curve, plain_step, write_pairs
 
 BETA = 0.3
 DPO = ("--loss", "dpo", "--dpo-beta", str(BETA))
@@ -33,20 +34,35 @@ def dpo_job(
     folder: Path, checkpoint: Path, pairs: Path, layout: str, *flags: str, steps: int = 3
 ) -> Job:
     """Return a job with a random adapter that is not zero, so that policy and base differ."""
+    adapter = random_adapter(folder, checkpoint)
+    return preference_job(checkpoint, pairs, layout, *DPO, *flags, steps=steps, lora=adapter)
+
+
+def random_adapter(folder: Path, checkpoint: Path) -> Path:
     adapter = folder / "adapter"
     if not adapter.exists():
         targets = "router" if Architecture.from_hf(checkpoint).is_moe else "language"
         write_random_adapter(adapter, ADAPTERS[targets], checkpoint)
-    packing = "--packing" in flags
+    return adapter
+
+
+def preference_job(
+    checkpoint: Path,
+    data: Path,
+    layout: str,
+    *flags: str,
+    steps: int = 1,
+    lora: Path | None = None,
+) -> Job:
     return Job(
         checkpoint,
-        pairs,
+        data,
         Layout.parse(layout),
         steps=steps,
         seq_length=256,
-        lora=adapter,
-        packing=packing,
-        flags=(*DPO, *(flag for flag in flags if flag != "--packing")),
+        lora=lora,
+        packing="--packing" in flags,
+        flags=tuple(flag for flag in flags if flag != "--packing"),
     )
 
 
@@ -158,3 +174,66 @@ def test_a_webdataset_of_pairs_trains_and_validates_as_the_file(
     validation = [entry for entry in found if "validation dpo loss" in entry]
     assert len(validation) == 2
     assert validation[0]["validation rewards margin"] != found[0]["rewards margin"] != 0
+
+
+SIMPO = Preference("simpo", beta=2.0, gamma=1.0)
+ORPO = Preference("orpo", beta=0.1, rpo_alpha=1.0)
+
+
+@pytest.mark.parametrize(
+    ("preference", "kind", "layout", "flags"),
+    [
+        (SIMPO, "dense", "dp2", ()),
+        (SIMPO, "dense", "cp2", ("--packing",)),
+        (ORPO, "dense", "tp2+sp", ("--packing",)),
+        (ORPO, "moe", "ep2xdp2", ("--packing",)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                (SIMPO, "dense", "single", ("--packing",)),
+                (SIMPO, "dense", "tp2+sp", ("--packing",)),
+                (SIMPO, "dense", "pp2", ("--packing",)),
+                (SIMPO, "moe", "ep2xdp2", ("--packing",)),
+                (ORPO, "dense", "single", ()),
+                (ORPO, "dense", "dp2", ("--packing",)),
+                (ORPO, "dense", "cp2", ("--packing",)),
+                (ORPO, "dense", "pp2xvpp2", ()),
+                (ORPO, "moe", "tp2xetp2+sp", ("--packing",)),
+            ]
+        ),
+    ],
+)
+def test_losses_without_a_reference_are_those_of_one_process(
+    preference: Preference,
+    kind: str,
+    layout: str,
+    flags: tuple[str, ...],
+    pairs: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    checkpoint = request.getfixturevalue(kind)
+    job = preference_job(checkpoint, pairs, layout, "--loss", preference.loss, *flags)
+    name = f"{preference.loss} loss"
+    entry = check_step(job, plain_step(job, preference), name, tmp_path)
+    assert ("nll loss" in entry) == (preference.loss == "orpo")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "preference"),
+    [
+        (
+            ("--beta", "1.5", "--simpo-gamma", "0.4", "--rpo-alpha", "0.3"),
+            Preference("simpo", beta=1.5, gamma=0.4, rpo_alpha=0.3),
+        ),
+        (("--beta", "0.7"), Preference("orpo", beta=0.7, rpo_alpha=1.0)),
+    ],
+)
+def test_an_adapter_trains_without_a_reference(
+    flags: tuple[str, ...], preference: Preference, dense: Path, pairs: Path, tmp_path: Path
+) -> None:
+    flags = ("--loss", preference.loss, "--packing", *flags)
+    adapter = random_adapter(tmp_path, dense)
+    job = preference_job(dense, pairs, "dp2", *flags, lora=adapter)
+    check_step(job, plain_step(job, preference), f"{preference.loss} loss", tmp_path)

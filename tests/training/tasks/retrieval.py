@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from mcore_qwen3vl.objectives.settings import Contrastive
 from mcore_qwen3vl.tiny.records import write_image_qa
 from mcore_qwen3vl.verify.curves.hf_loop import located, sample_order
 from mcore_qwen3vl.verify.curves.job import Job
-from mcore_qwen3vl.verify.parity.peft_reference import PeftReference
+from tests.training.one_step import Plain, plain_model
 
 
 def write_retrieval(folder: Path, samples: int) -> Path:
@@ -111,32 +110,16 @@ def _cosine(a: Tensor, b: Tensor, dimension: int) -> Tensor:
     return (a @ b) / (a.norm() * b.norm())
 
 
-@dataclass(frozen=True)
-class Plain:
-    """The loss of the first step of a job, and its gradients by their names in a checkpoint."""
-
-    loss: float
-    gradients: dict[str, Tensor]
-
-
 def plain_step(job: Job, contrastive: Contrastive) -> Plain:
     """Run the first step on one process, with all texts of the global batch in one loss."""
-    from transformers import AutoModel, AutoProcessor
+    from transformers import AutoProcessor
 
     processor = AutoProcessor.from_pretrained(job.checkpoint)
-    if job.lora is None:
-        model = AutoModel.from_pretrained(job.checkpoint, dtype=torch.float32)
-        named = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
-    else:
-        adapted = PeftReference(job.checkpoint, job.lora)
-        model, named = adapted.network.model, adapted.trained()
+    model, named = plain_model(job, headless=True)
     records = [json.loads(line) for line in job.data.read_text().splitlines()]
     groups = []
     for line, count in Counter(sample_order(job)[0]).items():  # each of a record's texts names it
         texts = texts_of(records[line])
         for _ in range(count // len(texts)):  # a small data set repeats in one batch
             groups.append([embedding(model, processor, text, job.data.parent) for text in texts])
-    loss = formula(groups, contrastive)
-    loss.backward()
-    gradients = {name: p.grad for name, p in named.items() if p.grad is not None}
-    return Plain(loss.item(), gradients)
+    return Plain.of(formula(groups, contrastive), named)

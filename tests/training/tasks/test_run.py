@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,28 +16,21 @@ from torch import Tensor
 from transformers import AutoModel, AutoProcessor, Qwen3VLModel
 
 from mcore_qwen3vl.converters.convert import hf_to_mcore
-from mcore_qwen3vl.converters.live.factors import factor_parts
-from mcore_qwen3vl.converters.live.sharded import gradient, hf_parts, unwrap
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.objectives.settings import Contrastive
-from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.scoring.score import Request, score
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
-from mcore_qwen3vl.training.run import Run
-from mcore_qwen3vl.verify.curves.job import Job, run_rank, train
+from mcore_qwen3vl.verify.curves.job import Job, train
 from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
-from mcore_qwen3vl.verify.parity.on_rank import IN_MEMORY
-from mcore_qwen3vl.verify.report.measurement import Measurement, measure
+from tests.training.one_step import TOLERANCE, check_step
 from tests.training.tasks.retrieval import (
-    Plain,
     embedding,
     plain_step,
     texts_of,
     write_retrieval,
 )
 
-TOLERANCE = 2e-5
 PACKED = ("--packing",)
 
 
@@ -68,44 +60,8 @@ def embedding_job(
     )
 
 
-def measured_on_rank(argv: list[str], output: Path, expected: Plain) -> dict[str, Measurement]:
-    """Train one step on this rank, and compare the gradients that the optimizer would take."""
-    found: dict[str, Measurement] = {}
-    finalize = Run._finalize_gradients
-
-    def compare(self: Run, model: list[Any], *rest: Any, **named: Any) -> None:
-        finalize(self, model, *rest, **named)
-        chunks = unwrap(model)
-        parts = hf_parts(chunks, gradient, expert_layout=IN_MEMORY)
-        for part in chain(parts, factor_parts(chunks, gradient)):
-            one = measure(part.local, expected.gradients[part.name][part.box])
-            old = found.get(part.name, Measurement())
-            found[part.name] = old + (one if part.main else one.as_copy())
-
-    Run._finalize_gradients = compare  # type: ignore[method-assign]
-    run_rank(argv, output)
-    return found
-
-
 def check(job: Job, contrastive: Contrastive, folder: Path) -> None:
-    expected = plain_step(job, contrastive)
-    log = folder / "log.jsonl"
-    argv = [*job.argv, "--log-json", str(log)]
-    ranks = run_layout(
-        measured_on_rank, job.layout.world_size, argv, folder / "output.txt", expected, timeout=300
-    )
-    whole: dict[str, Measurement] = {}
-    for name, one in chain.from_iterable(rank.items() for rank in ranks):
-        whole[name] = whole.get(name, Measurement()) + one
-    assert {n: m.count for n, m in whole.items()} == {
-        name: one.numel() for name, one in expected.gradients.items()
-    }
-    loss = json.loads(log.read_text().splitlines()[0])["contrastive loss"]
-    of_loss = abs(loss - expected.loss) / expected.loss
-    name, worst = max(whole.items(), key=lambda item: item[1].relative)
-    print(f"observed: {job.layout} loss {of_loss:.1e}, gradient {worst.relative:.1e} of {name}")
-    assert of_loss <= TOLERANCE
-    assert worst.relative <= TOLERANCE, name
+    check_step(job, plain_step(job, contrastive), "contrastive loss", folder)
 
 
 @pytest.mark.parametrize(

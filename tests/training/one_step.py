@@ -1,0 +1,98 @@
+"""The first step of a training run: its loss and every gradient beside those of a plain loop."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mcore_qwen3vl.converters.live.factors import factor_parts
+from mcore_qwen3vl.converters.live.sharded import gradient, hf_parts, unwrap
+from mcore_qwen3vl.runtime.launch import run_layout
+from mcore_qwen3vl.training.run import Run
+from mcore_qwen3vl.verify.curves.job import Job, run_rank
+from mcore_qwen3vl.verify.parity.on_rank import IN_MEMORY
+from mcore_qwen3vl.verify.parity.peft_reference import PeftReference
+from mcore_qwen3vl.verify.report.measurement import Measurement, measure
+
+TOLERANCE = 2e-5
+
+
+@dataclass(frozen=True)
+class Plain:
+    """The loss of the first step of a job, and its gradients by their names in a checkpoint."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, loss: Tensor, named: dict[str, nn.Parameter]) -> Plain:
+        """Run the backward pass of `loss`."""
+        loss.backward()
+        return cls(loss.item(), {n: p.grad for n, p in named.items() if p.grad is not None})
+
+
+def plain_model(job: Job, *, headless: bool = False) -> tuple[nn.Module, dict[str, nn.Parameter]]:
+    """Return Hugging Face's model, with the job's adapter, and what trains by its name there."""
+    from transformers import AutoModel, AutoModelForImageTextToText
+
+    if job.lora is not None:
+        adapted = PeftReference(job.checkpoint, job.lora)
+        return adapted.network.model if headless else adapted.network, adapted.trained()
+    kind = AutoModel if headless else AutoModelForImageTextToText
+    model = kind.from_pretrained(job.checkpoint, dtype=torch.float32)
+    prefix = "model." if headless else ""
+    return model, {f"{prefix}{name}": one for name, one in model.named_parameters()}
+
+
+def _measured_on_rank(argv: list[str], output: Path, expected: Plain) -> dict[str, Measurement]:
+    """Train one step on this rank, and compare the gradients that the optimizer would take."""
+    found: dict[str, Measurement] = {}
+    finalize = Run._finalize_gradients
+
+    def compare(self: Run, model: list[Any], *rest: Any, **named: Any) -> None:
+        finalize(self, model, *rest, **named)
+        chunks = unwrap(model)
+        parts = hf_parts(chunks, gradient, expert_layout=IN_MEMORY)
+        for part in chain(parts, factor_parts(chunks, gradient)):
+            one = measure(part.local, expected.gradients[part.name][part.box])
+            old = found.get(part.name, Measurement())
+            found[part.name] = old + (one if part.main else one.as_copy())
+
+    Run._finalize_gradients = compare  # type: ignore[method-assign]
+    run_rank(argv, output)
+    return found
+
+
+def check_step(job: Job, expected: Plain, loss: str, folder: Path) -> dict[str, float]:
+    """Train one step, compare its loss and gradients with `expected`, and return the log's entry.
+
+    Args:
+        job: the run, of one step.
+        expected: what the plain loop found.
+        loss: name of the loss in the log.
+        folder: where the run writes.
+    """
+    log = folder / "log.jsonl"
+    argv = [*job.argv, "--log-json", str(log)]
+    ranks = run_layout(
+        _measured_on_rank, job.layout.world_size, argv, folder / "output.txt", expected, timeout=300
+    )
+    whole: dict[str, Measurement] = {}
+    for name, one in chain.from_iterable(rank.items() for rank in ranks):
+        whole[name] = whole.get(name, Measurement()) + one
+    assert {n: m.count for n, m in whole.items()} == {
+        name: one.numel() for name, one in expected.gradients.items()
+    }
+    entry: dict[str, float] = json.loads(log.read_text().splitlines()[0])
+    of_loss = abs(entry[loss] - expected.loss) / abs(expected.loss)
+    name, worst = max(whole.items(), key=lambda item: item[1].relative)
+    print(f"observed: {job.layout} loss {of_loss:.1e}, gradient {worst.relative:.1e} of {name}")
+    assert of_loss <= TOLERANCE
+    assert worst.relative <= TOLERANCE, name
+    return entry
