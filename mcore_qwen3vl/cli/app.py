@@ -180,15 +180,26 @@ def tiny(
     servable: Annotated[
         bool, typer.Option("--servable", help="Sizes that vLLM takes on the CPU: heads of 64.")
     ] = False,
+    real_vocab: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Qwen's own vocabulary of 151,936 rows, from qwen.tiktoken of the package "
+            "dashscope.",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
 ) -> None:
     """Write a tiny random Qwen3-VL checkpoint with tokenizer, processor and chat template."""
     console.quiet_libraries()
-    from mcore_qwen3vl.tiny import SERVABLE, write_tiny_checkpoint
+    from mcore_qwen3vl.tiny import SERVABLE, TINY, read_vocabulary, write_tiny_checkpoint
 
     text = SERVABLE if servable else None
+    vocabulary = TINY if real_vocab is None else read_vocabulary(real_vocab)
     with new_folder(path) as partial:
-        write_tiny_checkpoint(partial, moe=moe, tie=tie, seed=seed, text=text)
+        write_tiny_checkpoint(
+            partial, moe=moe, tie=tie, seed=seed, text=text, vocabulary=vocabulary
+        )
     said = f"wrote a tiny Qwen3-VL {'MoE' if moe else 'dense'} to {path}"
     console.output.print(console.plain(said), soft_wrap=True)
 

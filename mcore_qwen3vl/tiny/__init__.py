@@ -3,7 +3,16 @@
 Everything is made locally: the demo, the tests and the benchmarks need no download.
 """
 
-from mcore_qwen3vl.tiny.processor import write_processor
+from mcore_qwen3vl.tiny.processor import TINY, write_processor
+from mcore_qwen3vl.tiny.real_vocabulary import read_vocabulary
 from mcore_qwen3vl.tiny.tiny_checkpoint import SERVABLE, YARN, tiny_config, write_tiny_checkpoint
 
-__all__ = ["SERVABLE", "YARN", "tiny_config", "write_processor", "write_tiny_checkpoint"]
+__all__ = [
+    "SERVABLE",
+    "TINY",
+    "YARN",
+    "read_vocabulary",
+    "tiny_config",
+    "write_processor",
+    "write_tiny_checkpoint",
+]

@@ -1,10 +1,12 @@
 """A working tokenizer, image and video processor and chat template, made locally.
 
 The tokenizer is a byte-level BPE like Qwen's, with a handful of merges and Qwen's special tokens.
+:mod:`~mcore_qwen3vl.tiny.real_vocabulary` reads Qwen's own.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -20,16 +22,60 @@ _SPECIAL = (
     "<|image_pad|>", "<|video_pad|>", "<|object_ref_start|>", "<|object_ref_end|>",
     "<|box_start|>", "<|box_end|>",
 )  # fmt: skip
-# The end-of-sequence token comes first because the tokenizer adds its own tokens before ours.
 _BYTES = sorted(ByteLevel.alphabet())
 
-VOCAB_SIZE = 352
-"""Rows of the embedding, which are more than the tokenizer's tokens, as in published models."""
 
-SPECIAL_TOKENS = {token: len(_BYTES) + len(_MERGES) + index for index, token in enumerate(_SPECIAL)}
+@dataclass(frozen=True)
+class Vocabulary:
+    """The tokens of a byte-level BPE tokenizer.
+
+    Attributes:
+        size: rows of the embedding, which are more than the tokens, as in published models.
+        tokens: the id of each token that is not special, in the byte-level alphabet.
+        merges: pairs of tokens, those merged first in front.
+        special: the id of each special token.
+    """
+
+    size: int
+    tokens: dict[str, int]
+    merges: list[tuple[str, str]]
+    special: dict[str, int]
+
+    def tokenizer(self) -> Any:
+        """Make a ``Qwen2Tokenizer``."""
+        from transformers import AddedToken, Qwen2Tokenizer
+
+        tokenizer = Qwen2Tokenizer(
+            vocab=self.tokens | self.special,
+            merges=self.merges,
+            eos_token="<|im_end|>",
+            pad_token="<|endoftext|>",
+            model_max_length=4096,
+        )
+        tokenizer.add_tokens(
+            [AddedToken(token, normalized=False, special=True) for token in self.special],
+            special_tokens=True,
+        )
+        got = {token: tokenizer.convert_tokens_to_ids(token) for token in self.special}
+        if got != self.special:
+            raise RuntimeError(f"special tokens landed at {got}, expected {self.special}")
+        return tokenizer
 
 
-def write_processor(path: Path, vision_config: dict[str, Any]) -> None:
+def _tiny_vocabulary() -> Vocabulary:
+    """Make a vocabulary of the 256 bytes, a few merges and Qwen's special tokens."""
+    merges = [(left, right) for left, right in (merge.split(" ") for merge in _MERGES)]
+    tokens = {token: i for i, token in enumerate([*_BYTES, *map("".join, merges)])}
+    special = {token: len(tokens) + i for i, token in enumerate(_SPECIAL)}
+    return Vocabulary(352, tokens, merges, special)
+
+
+TINY = _tiny_vocabulary()
+
+
+def write_processor(
+    path: Path, vision_config: dict[str, Any], vocabulary: Vocabulary = TINY
+) -> None:
     """Save a ``Qwen3VLProcessor`` to `path`, with the patch sizes of `vision_config`.
 
     Pixel limits scale with the patch size: an image becomes 4 to 64 merged tokens, a video
@@ -52,35 +98,11 @@ def write_processor(path: Path, vision_config: dict[str, Any]) -> None:
     video_size = {"shortest_edge": 4 * token_pixels, "longest_edge": 16 * 8 * token_pixels}
     processor = Qwen3VLProcessor(
         image_processor=Qwen2VLImageProcessor(size=image_size, **common),
-        tokenizer=tiny_tokenizer(),
+        tokenizer=vocabulary.tokenizer(),
         video_processor=Qwen3VLVideoProcessor(size=video_size, min_frames=2, fps=2, **common),
         chat_template=chat_template(),
     )
     processor.save_pretrained(path)
-
-
-def tiny_tokenizer() -> Any:
-    """Make a ``Qwen2Tokenizer`` with the 256 bytes, a few merges and Qwen's special tokens."""
-    from transformers import AddedToken, Qwen2Tokenizer
-
-    vocab = {token: index for index, token in enumerate(_BYTES)}
-    vocab |= {merge.replace(" ", ""): len(_BYTES) + index for index, merge in enumerate(_MERGES)}
-    merges = [tuple(merge.split(" ")) for merge in _MERGES]
-    tokenizer = Qwen2Tokenizer(
-        vocab=vocab,
-        merges=merges,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        model_max_length=4096,
-    )
-    tokenizer.add_tokens(
-        [AddedToken(token, normalized=False, special=True) for token in _SPECIAL],
-        special_tokens=True,
-    )
-    got = {token: tokenizer.convert_tokens_to_ids(token) for token in _SPECIAL}
-    if got != SPECIAL_TOKENS:
-        raise RuntimeError(f"special tokens landed at {got}, expected {SPECIAL_TOKENS}")
-    return tokenizer
 
 
 def chat_template() -> str:

@@ -10,7 +10,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from mcore_qwen3vl.tiny.processor import SPECIAL_TOKENS, write_processor
+from mcore_qwen3vl.tiny.processor import TINY, write_processor
 
 _TOKENS = {
     "image_token_id": "<|image_pad|>",
@@ -36,7 +36,7 @@ def write_stand_in(
     fields: dict[str, Any] = json.loads(config.read_text("utf-8"))
     text, vision = fields["text_config"], fields["vision_config"]
     for name, token in _TOKENS.items():
-        fields[name] = SPECIAL_TOKENS[token]  # nothing else in the vocabulary matters
+        fields[name] = TINY.special[token]  # nothing else in the vocabulary matters
     text["num_hidden_layers"] = layers or text["num_hidden_layers"]
     if vision_blocks is not None:
         vision["depth"] = vision_blocks

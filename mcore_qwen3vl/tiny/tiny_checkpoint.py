@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mcore_qwen3vl.config import ExpertLayout
-from mcore_qwen3vl.tiny.processor import SPECIAL_TOKENS, VOCAB_SIZE, write_processor
+from mcore_qwen3vl.tiny.processor import TINY, Vocabulary, write_processor
 
 # Sizes that meet in a tensor are all different, so that a swapped or transposed tensor cannot keep
 # its shape by accident.
@@ -34,7 +34,6 @@ TEXT: dict[str, Any] = {
     },
     "rope_theta": 5000000,
     "use_cache": True,
-    "vocab_size": VOCAB_SIZE,
 }
 SERVABLE: dict[str, Any] = {
     "head_dim": 64,
@@ -85,14 +84,16 @@ def tiny_config(
     dtype: str = "float32",
     text: dict[str, Any] | None = None,
     vision: dict[str, Any] | None = None,
+    vocabulary: Vocabulary = TINY,
 ) -> dict[str, Any]:
     """Make a ``config.json`` in the published form (transformers 4.57), with overrides."""
     model_type = "qwen3_vl_moe" if moe else "qwen3_vl"
-    text_config = {**TEXT, **(MOE if moe else {}), **(text or {})}
+    special = vocabulary.special
+    text_config = {**TEXT, **(MOE if moe else {}), "vocab_size": vocabulary.size, **(text or {})}
     text_config |= {
-        "bos_token_id": SPECIAL_TOKENS["<|endoftext|>"],
+        "bos_token_id": special["<|endoftext|>"],
         "dtype": dtype,
-        "eos_token_id": SPECIAL_TOKENS["<|im_end|>"],
+        "eos_token_id": special["<|im_end|>"],
         "model_type": f"{model_type}_text",
     }
     if not moe:  # published text configs repeat the flag if dense, but not if MoE
@@ -100,15 +101,15 @@ def tiny_config(
     vision_config = {**VISION, "out_hidden_size": text_config["hidden_size"], **(vision or {})}
     config = {
         "architectures": [f"Qwen3VL{'Moe' if moe else ''}ForConditionalGeneration"],
-        "image_token_id": SPECIAL_TOKENS["<|image_pad|>"],
+        "image_token_id": special["<|image_pad|>"],
         "model_type": model_type,
         "text_config": text_config,
         "tie_word_embeddings": tie,
         "transformers_version": "4.57.0.dev0",
-        "video_token_id": SPECIAL_TOKENS["<|video_pad|>"],
+        "video_token_id": special["<|video_pad|>"],
         "vision_config": {**vision_config, "model_type": model_type},
-        "vision_end_token_id": SPECIAL_TOKENS["<|vision_end|>"],
-        "vision_start_token_id": SPECIAL_TOKENS["<|vision_start|>"],
+        "vision_end_token_id": special["<|vision_end|>"],
+        "vision_start_token_id": special["<|vision_start|>"],
     }
     # transformers adds to the rope_scaling that it gets, so the dict above must be copied.
     return deepcopy(config)
@@ -125,6 +126,7 @@ def write_tiny_checkpoint(
     seed: int = 0,
     text: dict[str, Any] | None = None,
     vision: dict[str, Any] | None = None,
+    vocabulary: Vocabulary = TINY,
 ) -> Path:
     """Write a Hugging Face checkpoint with random values in every tensor.
 
@@ -139,19 +141,22 @@ def write_tiny_checkpoint(
         seed: seed of the weights.
         text, vision: fields that override those of the text and vision configs; `SERVABLE` is such
             a text config.
+        vocabulary: the tokenizer's tokens and the rows of the embedding.
 
     Returns:
         `path`.
     """
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
-    config = tiny_config(moe=moe, tie=tie, dtype=dtype, text=text, vision=vision)
+    config = tiny_config(
+        moe=moe, tie=tie, dtype=dtype, text=text, vision=vision, vocabulary=vocabulary
+    )
     model = _random_model(config, getattr(torch, dtype), seed)
     if layout == "v5":
         model.save_pretrained(path, max_shard_size=max_shard_size)
     else:
         _save_published(model, config, path, max_shard_size)
-    write_processor(path, config["vision_config"])
+    write_processor(path, config["vision_config"], vocabulary)
     return path
 
 
@@ -167,10 +172,11 @@ def _random_model(config: dict[str, Any], dtype: torch.dtype, seed: int) -> Any:
     if config["tie_word_embeddings"]:
         model.tie_weights()
     _fill(model, seed)
+    text = config["text_config"]
     model.generation_config = transformers.GenerationConfig(
-        bos_token_id=SPECIAL_TOKENS["<|endoftext|>"],
-        eos_token_id=[SPECIAL_TOKENS["<|im_end|>"], SPECIAL_TOKENS["<|endoftext|>"]],
-        pad_token_id=SPECIAL_TOKENS["<|endoftext|>"],
+        bos_token_id=text["bos_token_id"],
+        eos_token_id=[text["eos_token_id"], text["bos_token_id"]],
+        pad_token_id=text["bos_token_id"],
     )
     return model.to(dtype)
 

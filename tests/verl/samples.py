@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.tiny.processor import SPECIAL_TOKENS
+from mcore_qwen3vl.tiny.processor import TINY
 
 TEMPERATURE = 1.3
 WIDTH = 9
@@ -68,10 +68,10 @@ def _sample(
         token = a.image_token_id if kind == "image" else a.video_token_id
         for _ in range(frames):
             ids += [
-                torch.tensor([SPECIAL_TOKENS["<|vision_start|>"]]),
+                torch.tensor([TINY.special["<|vision_start|>"]]),
                 torch.full((merged,), token),
             ]
-            ids += [torch.tensor([SPECIAL_TOKENS["<|vision_end|>"]]), text(2)]
+            ids += [torch.tensor([TINY.special["<|vision_end|>"]]), text(2)]
         pixels = torch.randn(math.prod(grid), a.vision.patch_dim, generator=generator)
         suffix = "_videos" if kind == "video" else ""
         inputs = {f"pixel_values{suffix}": pixels, f"{kind}_grid_thw": torch.tensor([grid])}

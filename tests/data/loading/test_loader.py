@@ -31,7 +31,7 @@ from mcore_qwen3vl.data.loading.sources import parse_sources
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
-from mcore_qwen3vl.tiny.processor import tiny_tokenizer
+from mcore_qwen3vl.tiny.processor import TINY
 from tests.data.conftest import WriteJsonl, chat, question
 from tests.data.loading.conftest import PACKED, MakeLoader, lines, same
 
@@ -259,7 +259,7 @@ def test_webdataset_of_captions_interleaved_documents_and_chats(
                 info.size = len(content)
                 tar.addfile(info, io.BytesIO(content))
     loader = make(folder)
-    tokenizer = tiny_tokenizer()
+    tokenizer = TINY.tokenizer()
     trained = [
         tokenizer.decode([t for t in next(loader).labels[0].tolist() if t >= 0]) for _ in range(4)
     ]
