@@ -35,7 +35,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from mcore_qwen3vl.runtime.pretended.preload import preloaded  # noqa: E402
+from mcore_qwen3vl.pretended.preload import preloaded  # noqa: E402
 
 TOTAL = 38 * 60  # seconds for all parts together
 COMMAND = [sys.executable, "-c", "from mcore_qwen3vl.cli import main; main()"]
@@ -154,7 +154,7 @@ def python() -> list[str]:
 
     On the pretended device it starts one rank.
     """
-    alone = ["-m", "mcore_qwen3vl.runtime.pretended"] if preloaded() else []
+    alone = ["-m", "mcore_qwen3vl.pretended"] if preloaded() else []
     return [sys.executable, *alone]
 
 
@@ -215,7 +215,7 @@ def training(
 def trainer(gpus: int) -> list[str]:
     """Return the command that trains on all GPUs; on the pretended device, on its one rank."""
     if preloaded():
-        return [*python(), "-m", "mcore_qwen3vl.training.pretended"]
+        return [*python(), "-m", "mcore_qwen3vl.rehearsal.rank.train"]
     return [*COMMAND, "train", "--processes", str(gpus)]
 
 

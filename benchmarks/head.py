@@ -4,7 +4,7 @@ The figure of each path is its memory beyond its inputs and the gradients that e
 the CPU each path runs in a process of its own. Times are ratios within this run.
 
     python benchmarks/head.py --tokens 2048 --width 512            # on the CPU
-    python -m mcore_qwen3vl.runtime.pretended benchmarks/head.py --device cuda   # only bytes
+    python -m mcore_qwen3vl.pretended benchmarks/head.py --device cuda   # only bytes
 """
 
 from __future__ import annotations

@@ -14,10 +14,11 @@ from mcore_qwen3vl.runtime import cpu
 
 cpu.install(training=True)  # before any test module imports megatron
 
+from mcore_qwen3vl.errors import BadInput  # noqa: E402
+from mcore_qwen3vl.pretended import Workbench  # noqa: E402
+from mcore_qwen3vl.pretended.build import cached_in  # noqa: E402
 from mcore_qwen3vl.runtime import launch  # noqa: E402
 from mcore_qwen3vl.runtime.cache import cache_folder  # noqa: E402
-from mcore_qwen3vl.runtime.pretended import Workbench  # noqa: E402
-from mcore_qwen3vl.runtime.pretended.build import cached_in  # noqa: E402
 from mcore_qwen3vl.tiny import write_tiny_checkpoint  # noqa: E402
 from mcore_qwen3vl.tiny.records import write_image_qa  # noqa: E402
 
@@ -34,14 +35,10 @@ os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Use a cache of the session's own, in which only compiled libraries are shared."""
     folder, own = tmp_path_factory.mktemp("cache"), cache_folder()
-    own.mkdir(parents=True, exist_ok=True)
+    cached_in().mkdir(parents=True, exist_ok=True)
     for shared in own.parent.iterdir():
         if shared != own:
             (folder / shared.name).symlink_to(shared)
-    (folder / own.name).mkdir()
-    libraries = own / cached_in().name
-    libraries.mkdir(exist_ok=True)
-    (folder / own.name / libraries.name).symlink_to(libraries)
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("XDG_CACHE_HOME", str(folder))
         yield
@@ -69,7 +66,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 ON_WORKBENCH = (
-    "mcore_qwen3vl.rehearsal.on_rank",
+    "mcore_qwen3vl.rehearsal.rank.measure",
     "mcore_qwen3vl.training.run",
     "mcore_qwen3vl.training.model",
     "mcore_qwen3vl.training.broadcast.provider",
@@ -83,16 +80,16 @@ ON_WORKBENCH = (
 @pytest.fixture(scope="session")
 def workbench() -> Iterator[Workbench]:
     """Start one process on the pretended device for all tests, with everything imported."""
-    with Workbench(ON_WORKBENCH) as bench:
+    with Workbench(ON_WORKBENCH, raised=(BadInput,)) as bench:
         yield bench
 
 
 LONGEST = (
-    "runtime/pretended/test_training.py",
+    "rehearsal/rank/test_training.py",
     "verify/parity/test_matrix.py",
     "verify/parity/test_lora.py",
     "training/checkpoints/test_resume.py",
-    "runtime/pretended/test_commands.py",
+    "rehearsal/rank/test_commands.py",
     "data/loading/test_loader.py",
     "generation/test_equal.py",
     "verify/trace/test_fault_injection.py",

@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 ORDER = (
+    "pretended",
     "errors",
     "untrusted",
     "atomic",
@@ -158,6 +159,13 @@ def test_the_folders_beside_the_package_are_in_it(modules: dict[str, str]) -> No
 
 def test_imports_go_one_way(modules: dict[str, str]) -> None:
     assert upward(modules) == []
+
+
+def test_the_pretended_device_imports_nothing_else_of_ours(modules: dict[str, str]) -> None:
+    """It could be released alone."""
+    own = [source for name, source in modules.items() if package_of(name) == "pretended"]
+    names = {name for source in own for _, name in imported(source)}
+    assert {name for name in names if package_of(name) != "pretended"} == set()
 
 
 def test_no_module_imports_itself_in_a_circle(modules: dict[str, str]) -> None:

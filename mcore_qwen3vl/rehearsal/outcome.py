@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.rehearsal import holders
+from mcore_qwen3vl.pretended.report import Report, Stage
+from mcore_qwen3vl.rehearsal.rank import holders
 from mcore_qwen3vl.rehearsal.roles import Role
 from mcore_qwen3vl.rehearsal.step_time import StepTime
 from mcore_qwen3vl.runtime.gpus import GIB, Gpu
-from mcore_qwen3vl.runtime.pretended.report import Report, Stage
 from mcore_qwen3vl.schedule import Pipeline
 from mcore_qwen3vl.training.phases import LOG
 
@@ -40,7 +40,7 @@ class RoleOutcome:
 
     Attributes:
         role: the rehearsed role.
-        found: what :func:`.on_rank.rehearse` returned.
+        found: what :func:`.rank.measure.measure` returned.
         report: the device's record.
         seconds: host time that the rehearsal took.
         usable: bytes available to PyTorch's allocator.
@@ -99,7 +99,7 @@ class RoleOutcome:
 
     @property
     def work(self) -> list[dict[str, dict[str, float]]]:
-        """A micro-batch's :meth:`mcore_qwen3vl.training.pretended_stages.Work.of_iteration`."""
+        """A micro-batch's :meth:`mcore_qwen3vl.rehearsal.rank.train.StageWork.of_iteration`."""
         return list(self.report.facts["work"])
 
     @property

@@ -12,6 +12,10 @@ from typing import Any
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.pretended.build import Unavailable
+from mcore_qwen3vl.pretended.flops import flops_of
+from mcore_qwen3vl.pretended.preload import Routing, Settings
+from mcore_qwen3vl.pretended.workbench import As, Failed, Workbench
 from mcore_qwen3vl.rehearsal.command import Command
 from mcore_qwen3vl.rehearsal.material import prepare, rehearsed_micro_batches
 from mcore_qwen3vl.rehearsal.outcome import Device, Rehearsal, RoleOutcome
@@ -19,21 +23,18 @@ from mcore_qwen3vl.rehearsal.roles import Role, roles_of
 from mcore_qwen3vl.rehearsal.step_time import Constants, Model, RankWork, StepTime
 from mcore_qwen3vl.runtime.gpus import Gpu, allowance_gib
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
-from mcore_qwen3vl.runtime.pretended.flops import flops_of
-from mcore_qwen3vl.runtime.pretended.preload import Routing, Settings
-from mcore_qwen3vl.runtime.pretended.workbench import As, Failed, Workbench
 from mcore_qwen3vl.schedule import Durations, Pipeline, model_pipeline
 from mcore_qwen3vl.training.arguments.layout import check_layout
 from mcore_qwen3vl.training.phases import BACKWARD, FORWARD
 
 IMPORTS = (
-    "mcore_qwen3vl.rehearsal.on_rank",
+    "mcore_qwen3vl.rehearsal.rank.measure",
     "mcore_qwen3vl.training.run",
     "mcore_qwen3vl.training.model",
     "mcore_qwen3vl.training.broadcast.provider",
     "megatron.training.training",
 )
-_ON_RANK = "mcore_qwen3vl.rehearsal.on_rank:rehearse"
+_ON_RANK = "mcore_qwen3vl.rehearsal.rank.measure:measure"
 _LOOK = 0.3  # seconds between two looks at what a rank is doing
 _LOG_LINES = 12
 
@@ -87,7 +88,7 @@ class Rehearser:
             say: called with a line of progress.
 
         Raises:
-            BadInput: the pretended device cannot run here.
+            BadInput: the GPU cannot be simulated here.
         """
         self.options = options
         self._say = say
@@ -96,7 +97,11 @@ class Rehearser:
         self._log = self._folder / "log"
         self._made = 0
         settings = Settings(capability=options.gpu.capability)
-        self._bench = self._open.enter_context(Workbench(IMPORTS, settings, self._log))
+        try:
+            bench = Workbench(IMPORTS, settings, self._log, (BadInput,))
+        except Unavailable as error:
+            raise BadInput(str(error)) from None
+        self._bench = self._open.enter_context(bench)
 
     def __enter__(self) -> Rehearser:
         return self

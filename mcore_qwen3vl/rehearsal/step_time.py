@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.pretended.flops import BYTES, KINDS
+from mcore_qwen3vl.pretended.report import Stage, Traffic
 from mcore_qwen3vl.runtime.gpus import Gpu
-from mcore_qwen3vl.runtime.pretended.flops import BYTES, KINDS
-from mcore_qwen3vl.runtime.pretended.report import Stage, Traffic
 from mcore_qwen3vl.schedule import Durations, play
 from mcore_qwen3vl.training.phases import BACKWARD, FORWARD
 
@@ -144,7 +144,7 @@ class RankWork:
         name: name of the role.
         stages: number of pipeline stages like this one.
         chunks: ``forward`` and ``backward`` work of a micro-batch by virtual stage, see
-            :meth:`mcore_qwen3vl.training.pretended_stages.Work.of_iteration`.
+            :meth:`mcore_qwen3vl.rehearsal.rank.train.StageWork.of_iteration`.
         iteration: the whole rehearsed iteration.
         micro_batches: micro-batches of that iteration.
         tokens, useful_flops: those of that iteration on this data-parallel rank.

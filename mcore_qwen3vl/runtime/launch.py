@@ -27,9 +27,9 @@ import torch.distributed as dist
 
 from mcore_qwen3vl.console import prepare_streams
 from mcore_qwen3vl.errors import BadInput, CheckFailed, Unfinished
+from mcore_qwen3vl.pretended.preload import preloaded
 from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.runtime.lifetime import death, end_with_parent, noting_ctrl_c, scratch_folder
-from mcore_qwen3vl.runtime.pretended.preload import preloaded
 
 PATIENCE = 1.0
 """Multiplies every limit of `run_layout`; tests raise it, so that only a hang meets a limit."""
@@ -192,7 +192,7 @@ def _call(work: _Work) -> Any:
 
 def _on_pretended_device(work: _Work) -> Any:
     """Run `work` on this process's pretended device; messages of other ranks are made up."""
-    from mcore_qwen3vl.runtime.pretended.rank import one_rank
+    from mcore_qwen3vl.pretended.rank import one_rank
 
     with one_rank(work.rank, work.world_size):
         return _in_process_group(work)

@@ -12,9 +12,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing import util
 from pathlib import Path
-from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
@@ -112,18 +110,3 @@ def noting_ctrl_c() -> Iterator[Callable[[], None]]:
         yield raise_if_it_came
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def leave_at_once(code: int = 0) -> NoReturn:
-    """End this process and those that it started with :mod:`multiprocessing`.
-
-    The rest of the interpreter's shutdown is skipped: it takes seconds once PyTorch is imported.
-
-    Args:
-        code: the exit code.
-    """
-    # This is what atexit would call: it shuts down managers and joins children.
-    util._exit_function()  # type: ignore[attr-defined]
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

@@ -74,7 +74,7 @@ def test_compiled_functions_give_the_same() -> None:
 
 PROGRAM = """
     import json, os
-    from mcore_qwen3vl.runtime.pretended.preload import Settings, start_again
+    from mcore_qwen3vl.pretended.preload import Settings, start_again
     os.environ["TORCHDYNAMO_DISABLE"] = "0"
     start_again(Settings())
 
@@ -82,7 +82,7 @@ PROGRAM = """
     from mcore_qwen3vl.model import pointwise
     from mcore_qwen3vl.model.decoder.rotation import turn
     from mcore_qwen3vl.model.head.log_probs import Columns, token_log_probs
-    from mcore_qwen3vl.runtime.pretended.device import Device
+    from mcore_qwen3vl.pretended.device import Device
 
     def step():
         on = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mcore_qwen3vl.runtime.pretended import Workbench
+from mcore_qwen3vl.pretended import Workbench
 from mcore_qwen3vl.tiny import tiny_config
 
 Command = Callable[..., tuple[int, Any]]

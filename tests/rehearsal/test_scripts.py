@@ -10,7 +10,7 @@ import pytest
 from mcore_qwen3vl.rehearsal.outcome import SPARE
 from mcore_qwen3vl.training.phases import FINALIZE, FORWARD_BACKWARD
 from tests.rehearsal.conftest import Command
-from tests.runtime.pretended.conftest import WITHOUT_TE
+from tests.rehearsal.rank.conftest import WITHOUT_TE
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "launch").glob("*_*.sh"))

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from mcore_qwen3vl.runtime.pretended import Settings
+from mcore_qwen3vl.pretended import Settings
 
 PROGRAM = """
 import os

@@ -44,25 +44,3 @@ def test_children_and_scratch_folder_go_with_the_parent(ending: str, tmp_path: P
     left = run_and_end(command, tmp_path, ending, processes=3, ready=lambda _: started.exists())
     assert left.anything == []
     assert (left.exit_code == 0) == (ending == "success"), left.printed
-
-
-LEAVER = """
-import multiprocessing
-from mcore_qwen3vl.runtime.lifetime import leave_at_once
-
-def main():
-    print("printed")
-    queue = multiprocessing.Manager().Queue()
-    leave_at_once(3)
-
-if __name__ == "__main__":
-    main()
-"""
-
-
-def test_leaving_at_once_ends_managers_too(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(LEAVER)
-    left = run_and_end([sys.executable, program], tmp_path, "success")
-    assert (left.exit_code, left.printed) == (3, "printed\n")
-    assert left.anything == []

@@ -1,0 +1,38 @@
+"""A simulated CUDA device, on which CUDA code runs and is measured without a GPU.
+
+Underneath PyTorch, a small library of ours, compiled on first use, replaces CUDA. Tensors are real
+``cuda`` tensors in PyTorch's own caching allocator, control flow is real, and kernels do nothing.
+One process is one rank of any number; the other ranks are assumed to do what it does. It shows
+
+* whether a program runs: device placement, forking, shapes, arguments of kernels' entry points;
+* the peak memory of models far larger than the host, and what that memory holds;
+* each host sync, with its Python line;
+* launches, and the bytes that each operation hands to each process group.
+
+It cannot show results, speed, anything that depends on time, hangs between ranks, or errors inside
+kernels. Floats hold whatever is in memory, mostly zeros; integers and booleans have true values.
+
+``python -m mcore_qwen3vl.pretended`` runs a program on it, see ``--help``.
+:class:`Workbench` runs functions, each in a process of its own that has done its imports. The
+device needs Linux with glibc and a C compiler.
+
+This package imports nothing else of ours and knows no model, so that it can be used alone.
+"""
+
+from mcore_qwen3vl.pretended.build import Unavailable
+from mcore_qwen3vl.pretended.preload import Settings, preloaded, start_again
+from mcore_qwen3vl.pretended.report import Report, Stage, Wait
+from mcore_qwen3vl.pretended.workbench import As, Failed, Workbench
+
+__all__ = [
+    "As",
+    "Failed",
+    "Report",
+    "Settings",
+    "Stage",
+    "Unavailable",
+    "Wait",
+    "Workbench",
+    "preloaded",
+    "start_again",
+]

@@ -1,0 +1,127 @@
+"""``python -m mcore_qwen3vl.pretended [OPTIONS] SCRIPT|-m MODULE [ARGUMENT...]``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import runpy
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from mcore_qwen3vl.pretended.build import Unavailable
+from mcore_qwen3vl.pretended.preload import Settings, start_again
+from mcore_qwen3vl.pretended.report import Report, Stage
+from mcore_qwen3vl.pretended.workbench import leave_at_once
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the flags before PROGRAM; those after it are the program's own."""
+    parser = argparse.ArgumentParser(
+        prog="python -m mcore_qwen3vl.pretended",
+        description="Run a program as one rank on a simulated CUDA device.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--world-size", type=int, default=1, help="ranks of the whole run")
+    parser.add_argument("--rank", type=int, default=0, help="rank of this process")
+    parser.add_argument("--memory-gib", type=float, default=80.0, help="memory of the device")
+    parser.add_argument("--capability", type=int, default=90, help="compute capability x 10")
+    parser.add_argument(
+        "--late-events",
+        action="store_true",
+        help="report an upper bound of the memory that several streams hold",
+    )
+    parser.add_argument(
+        "--peak", action="store_true", help="print what held the memory at its peak"
+    )
+    parser.add_argument(
+        "--launches", action="store_true", help="print which lines launch which kernels; slow"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all measurements to FILE")
+    parser.add_argument("-m", dest="module", action="store_true", help="run PROGRAM as a module")
+    parser.add_argument("program")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the program and return its exit code."""
+    own = make_parser().parse_args(argv)
+    start_again(Settings(own.memory_gib, capability=own.capability, late_events=own.late_events))
+    from mcore_qwen3vl.pretended import peak
+    from mcore_qwen3vl.pretended.flops import count_compiled
+    from mcore_qwen3vl.pretended.rank import one_rank
+
+    count_compiled()
+    with one_rank(own.rank, own.world_size) as rank:
+        if own.peak:
+            peak.record()
+        if own.launches:
+            rank.device.watch_launches()
+        code = _run(own.program, own.arguments, own.module)
+        rank.end_stage("end")
+        if own.peak:
+            held = peak.History(peak.line).peak().sizes
+            rank.report.facts["bytes at the peak, by line"] = held
+    print(table(rank.report), file=sys.stderr)
+    if own.json:
+        own.json.write_text(json.dumps(rank.report.to_json(), indent=1), "utf-8")
+    return code
+
+
+def _run(program: str, arguments: list[str], is_module: bool) -> int:
+    sys.argv = [program, *arguments]
+    try:
+        if is_module:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(program).parent)
+            runpy.run_path(program, run_name="__main__")
+    except SystemExit as left:
+        return left.code if isinstance(left.code, int) else int(bool(left.code))
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def table(report: Report) -> str:
+    """Return the stages as text, with the details of the last stage before ``end``."""
+    lines = [f"{'stage':24} {'s':>7} {'allocated':>10} {'peak':>7} {'reserved':>8} GB"]
+    lines[0] += f"{'launches':>9} {'waits':>6}"
+    lines += [_row(stage) for stage in report.stages]
+    for stage in report.stages[-2:-1]:
+        lines += ["", f"waits of the host in {stage.name}:"]
+        lines += [f"{w.count:6} {w.phase}: {w.kind} at {w.place}" for w in stage.waits]
+        lines += ["", f"handed to process groups in {stage.name}:"]
+        lines += [
+            f"{t.size / 1e6:10.2f} MB in {t.calls:5} calls of {t.operation} by {t.group}"
+            for t in stage.traffic
+        ]
+        if stage.launches:
+            lines += ["", f"launches in {stage.name}:"]
+        lines += [f"{n.count:6} {n.phase}: {n.kernel} at {n.place}" for n in stage.launches]
+    lines += ["", *(_fact(name, value) for name, value in report.facts.items())]
+    return "\n".join(lines)
+
+
+def _fact(name: str, value: object) -> str:
+    if not isinstance(value, dict):
+        return f"{name}: {value}"
+    return "\n".join([f"{name}:", *(f"  {key}: {inner}" for key, inner in value.items())])
+
+
+def _row(s: Stage) -> str:
+    sizes = f"{s.allocated / 1e9:10.2f} {s.peak / 1e9:7.2f} {s.reserved / 1e9:8.2f}   "
+    counts = f"{s.counters['launches']:9} {s.counters['waits']:6}"
+    return f"{s.name:24} {s.seconds:7.1f} {sizes} {counts}"
+
+
+if __name__ == "__main__":
+    try:
+        exit_code = main(sys.argv[1:])
+    except Unavailable as error:
+        print(f"error: {error}", file=sys.stderr)
+        exit_code = 2
+    leave_at_once(exit_code)  # what libraries clean up at exit need not be simulated

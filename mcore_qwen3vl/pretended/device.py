@@ -1,0 +1,133 @@
+"""The device's counters, and the Python lines of host syncs and launches."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import FrameType
+
+from mcore_qwen3vl.pretended.report import Launch, Wait
+
+# In the order of the stub's enumerations (stub.h).
+COUNTERS = (
+    *("launches", "gemms", "convolutions", "memsets", "h2d", "d2h", "d2d"),
+    *("h2d_bytes", "d2h_bytes", "d2d_bytes", "mallocs", "frees", "used", "peak_used"),
+    *("pinned", "peak_pinned", "waits", "unknown_calls"),
+)
+_STARTED = [COUNTERS.index(name) for name in ("launches", "memsets", "d2d")]
+WAITS = (
+    *("device synchronize", "stream synchronize", "event synchronize", "blocking copy"),
+    *("copy to pageable", "copy from pageable", "cudaFree"),
+)
+_PLACES = 3  # Python frames kept for a host sync or a launch
+_WORDS = 5  # words kept of a kernel's name
+_LENGTH = re.compile(r"\d+")  # the length of the identifier that follows it in a mangled name
+NOT_THE_CALLER = ("/torch/", f"{Path(__file__).parent}/", "<")
+
+
+class Device:
+    """The pretended device of this process. Only the latest object records."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL(None)
+        self._library.pretended_counters.restype = ctypes.POINTER(ctypes.c_ulonglong)
+        self._counts = self._library.pretended_counters()
+        self._waits: Counter[tuple[str, str, str]] = Counter()
+        self._launches: Counter[tuple[str, str, str]] = Counter()
+        self._phase = "other"
+        # Kept alive, because the library goes on calling it.
+        self._callback = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_ulonglong)(self._waited)
+        self._library.pretended_on_wait(self._callback)
+
+    def set_memory(self, gib: float, context_gib: float | None = None) -> None:
+        """Change the device's memory and, before its first use, the context's share, in GiB."""
+        self._library.pretended_set_memory(ctypes.c_double(gib))
+        if context_gib is not None:
+            taken = int(context_gib * (1 << 30))
+            for name in ("used", "peak_used"):
+                self._counts[COUNTERS.index(name)] = taken
+
+    def counters(self) -> dict[str, int]:
+        """Return the counts since the process began, by :data:`COUNTERS`; sizes in bytes."""
+        return {name: int(self._counts[i]) for i, name in enumerate(COUNTERS)}
+
+    def launched(self) -> int:
+        """Return the number of kernels, copies on the device and memsets so far."""
+        return sum(int(self._counts[i]) for i in _STARTED)
+
+    def waits(self) -> list[Wait]:
+        """Return the host syncs so far, by phase, kind and place."""
+        return [Wait(*key, count) for key, count in self._waits.items()]
+
+    def watch_launches(self, on: bool = True) -> None:
+        """Count kernels by name and place from now on; the program gets a few times slower."""
+        # Kept alive, because the library goes on calling it.
+        kind = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
+        self._on_launch = kind(self._launched) if on else kind()
+        self._library.pretended_on_launch(self._on_launch)
+
+    def new_launches(self) -> list[Launch]:
+        """Return the launches since the last call of this method, most frequent first."""
+        found, self._launches = self._launches, Counter()
+        return [Launch(*key, count) for key, count in found.most_common()]
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Record host syncs and launches inside under `name`."""
+        before, self._phase = self._phase, name
+        try:
+            yield
+        finally:
+            self._phase = before
+
+    def _waited(self, kind: int, size: int) -> None:
+        self._waits[self._phase, WAITS[kind], _place(sys._getframe(1))] += 1
+
+    def _launched(self, name: bytes | None) -> None:
+        kernel = _readable((name or b"").decode()) or "product"
+        self._launches[self._phase, kernel, _place(sys._getframe(1))] += 1
+
+
+def _place(frame: FrameType | None) -> str:
+    """Return the innermost frames outside PyTorch as text, innermost first."""
+    places: list[str] = []
+    while frame and len(places) < _PLACES:
+        file = frame.f_code.co_filename
+        if not any(part in file for part in NOT_THE_CALLER):
+            places.append(f"{short_path(file)}:{frame.f_lineno} {frame.f_code.co_name}")
+        frame = frame.f_back
+    return " < ".join(places) or "autograd"
+
+
+@cache
+def _readable(mangled: str) -> str:
+    """Return the words of a mangled C++ name that tell kernels apart."""
+    words: list[str] = []
+    at = 0
+    while found := _LENGTH.search(mangled, at):
+        start = found.end()
+        at = start + int(found[0])
+        word = mangled[start:at]
+        told = word in {*words, "at", "native"}
+        if len(word) == int(found[0]) and word.isidentifier() and not told:
+            words.append(word)
+    return " ".join(words[:_WORDS])
+
+
+@cache
+def short_path(file: str) -> str:
+    """Return a file's path from its outermost package on; without one, its last three parts."""
+    if "site-packages/" in file:
+        return file.rpartition("site-packages/")[2]
+    *folders, last = file.split("/")
+    top = len(folders)
+    while top and Path("/".join(folders[:top]), "__init__.py").exists():
+        top -= 1
+    shown = folders[top:] or folders[-2:]
+    return "/".join([*shown, last])

@@ -1,0 +1,196 @@
+"""The work that a rank launches: FLOPs of matmuls and attention, bytes of all other kernels.
+
+FLOPs are counted from the operators' shapes, by PyTorch's own formulas where it has them. A
+multiply-add counts as two; recomputed work counts again, unlike in an MFU. Every other operator
+that launches something is counted by the bytes of its tensors, each read or written once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial, wraps
+from inspect import isfunction
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from mcore_qwen3vl.pretended.integers import host_view
+
+KINDS = ("gemm", "attention", "convolution")
+BYTES = "bytes"
+"""The key of the bytes, beside :data:`KINDS`."""
+FUSED = "fused"
+"""The key of the launches that ``torch.compile`` would save; see :func:`count_compiled`."""
+BACKWARD_OVER_FORWARD = 2.5  # five matmuls instead of two: the scores are recomputed
+_GEMMS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
+
+
+class CountWork(TorchDispatchMode):
+    """A mode that adds up what runs inside, by :data:`KINDS`, :data:`BYTES` and :data:`FUSED`."""
+
+    active: CountWork | None = None
+
+    def __init__(self, launched: Callable[[], int] = lambda: 0) -> None:
+        """
+        Args:
+            launched: returns the number of kernels and copies started so far.
+        """
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self._launched = launched
+        self._within_one = False
+
+    def __enter__(self) -> Self:
+        CountWork.active = self
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        CountWork.active = None
+
+    @contextmanager
+    def one_kernel(self, tensors: Iterable[Any]) -> Iterator[list[Any]]:
+        """Count what runs inside as one kernel that reads `tensors` and writes the yielded list.
+
+        Matmuls and attention still count by their FLOPs.
+        """
+        if self._within_one:
+            yield []
+            return
+        made: list[Any] = []
+        before, self._within_one = self._launched(), True
+        try:
+            yield made
+        finally:
+            self._within_one = False
+        self.counts[BYTES] += sum(size_of([*tensors, *made]))
+        self.counts[FUSED] += max(self._launched() - before - 1, 0)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        before = self._launched()
+        result = func(*args, **(kwargs or {}))
+        packet = func._overloadpacket
+        formula = flop_registry.get(packet)
+        if func.namespace == "torch_attn":
+            self.counts["attention"] += _varlen(packet.__name__, args)
+        elif packet.__name__.startswith("_scaled_dot_product"):
+            self.counts["attention"] += _dense(packet.__name__, args)
+        elif packet.__name__ == "_grouped_mm":
+            self.counts["gemm"] += _grouped(*args[:2])
+        elif formula is not None:
+            self.counts[_kind(packet.__name__)] += formula(*args, **(kwargs or {}), out_val=result)
+        elif not self._within_one and self._launched() > before:  # unlike a view
+            self.counts[BYTES] += _moved(func, args, result)
+        return result
+
+
+def _moved(func: Any, args: Any, result: Any) -> int:
+    """Return the bytes of the tensors that an operator reads and of those that it writes."""
+    pairs = zip(func._schema.arguments, args, strict=False)
+    changed = [a for argument, a in pairs if argument.alias_info and argument.alias_info.is_write]
+    made = [] if changed else [result]
+    return sum(size_of(args)) + sum(size_of([*changed, *made]))
+
+
+def size_of(values: Iterable[Any]) -> Iterator[int]:
+    """Yield the bytes of each tensor in nested lists and tuples."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value.numel() * value.element_size()
+        elif isinstance(value, list | tuple):
+            yield from size_of(value)
+
+
+def count_compiled() -> None:
+    """Count each function given to ``torch.compile`` from now on as one kernel.
+
+    It runs as written: compilation is off by default, because it would take most of a rehearsal.
+    """
+    compile_function = torch.compile
+
+    def counted(function: Any = None, **options: Any) -> Any:
+        if function is None:
+            return partial(counted, **options)
+        compiled = compile_function(function, **options)
+        if not isfunction(function):
+            return compiled
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if CountWork.active is None:
+                return compiled(*args, **kwargs)
+            with CountWork.active.one_kernel([args, list(kwargs.values())]) as made:
+                result = compiled(*args, **kwargs)
+                made.append(result)
+            return result
+
+        return call
+
+    torch.compile = counted  # type: ignore[assignment]
+
+
+def flops_of(work: Mapping[str, float]) -> float:
+    """Return the FLOPs of all :data:`KINDS` in counted work."""
+    return sum(work.get(kind, 0) for kind in KINDS)
+
+
+def _kind(name: str) -> str:
+    if name in _GEMMS:
+        return "gemm"
+    return "convolution" if "conv" in name else "attention"
+
+
+def _grouped(a: Tensor, b: Tensor) -> int:
+    """Return the FLOPs of ``F.grouped_mm``.
+
+    The operands are (T, K) and (E, K, N), or for weight gradients (M, T) and (T, N).
+    """
+    return 2 * a.numel() * b.shape[-1]
+
+
+def _dense(name: str, args: Any) -> int:
+    """Return the FLOPs of ``scaled_dot_product_attention``.
+
+    Before 2.12, PyTorch's own counter refuses grouped heads.
+    """
+    backward = "backward" in name
+    (b, heads, queries, width), (*_, keys, _), (*_, of_values) = (
+        tensor.shape for tensor in args[int(backward) :][:3]
+    )
+    flops = 2 * b * heads * queries * keys * (width + of_values)
+    return int(flops * (BACKWARD_OVER_FORWARD if backward else 1))
+
+
+def _varlen(name: str, args: Any) -> int:
+    """Return the FLOPs of ``torch.nn.attention.varlen``."""
+    backward = name.endswith("backward")
+    query = args[1] if backward else args[0]  # (t, heads, D)
+    bounds = [a for a in args if isinstance(a, Tensor) and a.dtype == torch.int32][:2]
+    window = next((a for a in args if isinstance(a, list | tuple) and len(a) == 2), (-1, -1))
+    flops = segmented(query, bounds[0], bounds[-1], causal=window[1] == 0)
+    return int(flops * (BACKWARD_OVER_FORWARD if backward else 1))
+
+
+def segmented(query: Tensor, of_queries: Tensor, of_keys: Tensor, *, causal: bool) -> float:
+    """Return the FLOPs of attention's two matmuls over the query-key pairs of each segment.
+
+    The queries are the last positions of their segment. Causal attention sees what is not above the
+    diagonal: half of the square of the queries, and all keys before them.
+
+    Args:
+        query: (..., heads, D).
+        of_queries, of_keys: bounds of the segments, on the device.
+        causal: whether attention is causal.
+    """
+    queries, keys = (host_view(bounds).diff().double() for bounds in (of_queries, of_keys))
+    pairs = float((queries * keys).sum())
+    if causal:
+        pairs -= float((queries * queries).sum()) / 2
+    return 4 * query.shape[-2] * query.shape[-1] * pairs

@@ -1,0 +1,268 @@
+"""Process groups in which only this rank exists; the others are assumed to send what it sends.
+
+Host tensors get the values that follow: a gather returns this rank's values for every member.
+Device tensors are only counted, but small integer ones are filled in too. A broadcast from another
+rank brings nothing, so rehearse ranks that read their own batches.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from mcore_qwen3vl.pretended.build import Unavailable
+from mcore_qwen3vl.pretended.report import Traffic
+
+REPLACED = ("init_process_group", "new_group", "_store_based_barrier")
+"""Functions of ``torch.distributed.distributed_c10d`` that :func:`install` replaces."""
+
+TESTED_TORCH = "2.13.0"
+_SMALL = 1 << 20  # elements; device tensors of fewer integers are filled in
+_traffic: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 1])
+
+
+def traffic() -> list[Traffic]:
+    """Return what every group was handed so far."""
+    return [Traffic(*key, *counts) for key, counts in _traffic.items()]
+
+
+def install() -> None:
+    """Make ``torch.distributed`` create groups of this kind, whatever backend is requested.
+
+    The world size is the one passed to ``init_process_group``, else WORLD_SIZE. Groups still report
+    the backend that was requested.
+
+    Raises:
+        Unavailable: the installed PyTorch lacks a function that this one replaces.
+    """
+    if getattr(c10d.init_process_group, "pretended", False):
+        return
+    for name in REPLACED:
+        if not hasattr(c10d, name):
+            raise Unavailable(
+                f"torch.distributed.distributed_c10d.{name} does not exist in torch "
+                f"{torch.__version__}, so the simulated GPU cannot stand in for other ranks. "
+                f"Install torch {TESTED_TORCH}, with which it was tested."
+            )
+    dist.Backend.register_backend("pretended", _make, devices=["cpu", "cuda"])
+    start, new = c10d.init_process_group, c10d.new_group
+
+    def init_process_group(
+        backend: Any = None,
+        init_method: Any = None,
+        timeout: Any = None,
+        world_size: int = -1,
+        rank: int = -1,
+        store: Any = None,
+        **_: Any,
+    ) -> None:
+        world_size = world_size if world_size > 0 else int(os.environ["WORLD_SIZE"])
+        rank = rank if rank >= 0 else int(os.environ["RANK"])
+        start("pretended", world_size=world_size, rank=rank, store=dist.HashStore())
+        _name(c10d._get_default_group(), "world", backend or "nccl")
+
+    def new_group(
+        ranks: Sequence[int] | None = None,
+        timeout: Any = None,
+        backend: Any = None,
+        pg_options: Any = None,
+        use_local_synchronization: bool = False,
+        group_desc: str | None = None,
+        **_: Any,
+    ) -> Any:
+        group = new(ranks, backend="pretended", group_desc=group_desc)
+        if isinstance(group, OneRankGroup):
+            _name(group, group_desc or "group", backend or dist.get_backend())
+            members = dist.get_process_group_ranks(group)
+            group.span = members[-1] - members[0] + 1
+        return group
+
+    init_process_group.pretended = True  # type: ignore[attr-defined]
+    c10d._store_based_barrier = lambda *args, **kwargs: None  # it waits for ranks that do not exist
+    for module in (dist, c10d):
+        module.init_process_group = init_process_group  # type: ignore[attr-defined]
+        module.new_group = new_group  # type: ignore[attr-defined]
+
+
+def _make(store: Any, rank: int, size: int, timeout: Any) -> OneRankGroup:
+    return OneRankGroup(rank, size)
+
+
+def _name(group: Any, description: str, backend: Any) -> None:
+    """Let ``get_backend`` return the requested backend: the first of "cpu:gloo,cuda:nccl"."""
+    asked = str(backend).split(",")[0].split(":")[-1]
+    c10d._world.pg_map[group] = (asked, c10d._world.pg_map[group][1])
+    group.description = description + (" (gloo)" if asked == "gloo" else "")
+
+
+class Done(dist.Work):
+    """Work that is already finished."""
+
+    def __init__(self, result: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self._result = list(result)
+        self._future: torch.futures.Future[Any] = torch.futures.Future()
+        self._future.set_result(self._result)
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def result(self) -> list[Tensor]:
+        return self._result
+
+    def get_future(self) -> Any:
+        return self._future
+
+
+_ProcessGroup: Any = dist.ProcessGroup  # its type stubs have overloads that Python never calls
+
+
+class OneRankGroup(_ProcessGroup):
+    """A group of any size in which this rank is the only process."""
+
+    description = "group"
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._size = size
+        self.span = size  # ranks from the first member to the last one
+
+    def _did(self, operation: str, tensors: Sequence[Tensor], result: Any = ()) -> Done:
+        entry = _traffic[f"{self.description}[{self._size}]", operation]
+        entry[0] += 1
+        entry[1] += sum(t.numel() * t.element_size() for t in tensors)
+        entry[2] = self.span
+        return Done(result)
+
+    def size(self) -> int:
+        return self._size
+
+    def getBackendName(self) -> str:
+        return "pretended"
+
+    def _get_backend(self, device: torch.device) -> OneRankGroup:
+        """Return the group itself, which torch 2.15 asks whether it can coalesce messages."""
+        return self
+
+    @property
+    def pg_name(self) -> str:
+        return c10d._world.pg_names[self]
+
+    @property
+    def group_name(self) -> str:
+        return self.pg_name
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Done:
+        tensors = _list(tensors)
+        for tensor in tensors:
+            if not tensor.is_cuda and opts is not None and opts.reduceOp == dist.ReduceOp.SUM:
+                tensor.mul_(self._size)
+        return self._did("all_reduce", tensors, tensors)
+
+    allreduce_coalesced = allreduce
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> Done:
+        return self._did("broadcast", _list(tensors), _list(tensors))
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Done:
+        for parts, own in zip(outputs, inputs, strict=True):
+            for part in parts:
+                if _has_values(own):
+                    part.copy_(own)
+        return self._did("all_gather", [part for parts in outputs for part in parts], outputs)
+
+    def _allgather_base(self, out: Tensor, own: Tensor, opts: Any = None) -> Done:
+        if _has_values(own):
+            out.view(self._size, -1).copy_(own.reshape(1, -1).expand(self._size, -1))
+        return self._did("all_gather", [out], [out])
+
+    all_gather_single = _allgather_base
+
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Done:
+        return self._did("all_gather", outputs, outputs)
+
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+
+    def _reduce_scatter_base(self, out: Tensor, own: Tensor, opts: Any = None) -> Done:
+        return self._did("reduce_scatter", [own], [out])
+
+    reduce_scatter_single = _reduce_scatter_base
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Done:
+        return self._did("reduce_scatter", inputs, outputs)
+
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Done:
+        return self._did("reduce_scatter", [part for parts in inputs for part in parts], outputs)
+
+    def alltoall_base(
+        self, out: Tensor, own: Tensor, out_splits: Any, in_splits: Any, opts: Any = None
+    ) -> Done:
+        for name, splits, tensor in (("output", out_splits, out), ("input", in_splits, own)):
+            sizes = [int(n) for n in splits] if splits is not None else []
+            if sizes and sum(sizes) != tensor.shape[0]:
+                raise ValueError(f"all_to_all: {name} splits {sizes} of {tuple(tensor.shape)}")
+        return self._did("all_to_all", [own], [out])
+
+    all_to_all_single = alltoall_base
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Done:
+        return self._did("all_to_all", inputs, outputs)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Done:
+        for parts, own in zip(outputs, inputs, strict=False):
+            for part in parts:
+                if _has_values(own):
+                    part.copy_(own)
+        return self._did("gather", inputs)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Done:
+        return self._did("scatter", outputs)
+
+    def reduce(self, tensors: Any, opts: Any = None) -> Done:
+        return self._did("reduce", tensors, tensors)
+
+    def send(self, tensors: Any, to: int, tag: int = 0) -> Done:
+        return self._did("send", tensors)
+
+    def recv(self, tensors: Any, source: int, tag: int = 0) -> Done:
+        for tensor in tensors:
+            if _has_values(tensor):
+                tensor.zero_()  # nothing was sent, and what was in memory must not count
+        return self._did("recv", tensors, tensors)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Done:
+        return self.recv(tensors, -1, tag)
+
+    def barrier(self, opts: Any = None) -> Done:
+        return self._did("barrier", [])
+
+    def _set_sequence_number_for_group(self) -> None: ...
+
+    def _start_coalescing(self, device: Any) -> None: ...
+
+    def _end_coalescing(self, device: Any) -> Done:
+        return Done()
+
+    def shutdown(self) -> None: ...
+
+    abort = shutdown
+
+
+def _list(tensors: Any) -> list[Tensor]:
+    return list(tensors) if isinstance(tensors, list | tuple) else [tensors]
+
+
+def _has_values(tensor: Tensor) -> bool:
+    return not tensor.is_cuda or (not tensor.is_floating_point() and tensor.numel() < _SMALL)

@@ -1,0 +1,127 @@
+"""One rank of a program on the pretended device, and the record of what it does."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from mcore_qwen3vl.pretended import groups
+from mcore_qwen3vl.pretended.build import Unavailable
+from mcore_qwen3vl.pretended.device import COUNTERS, Device
+from mcore_qwen3vl.pretended.flops import BYTES, FUSED, KINDS, CountWork
+from mcore_qwen3vl.pretended.integers import TrueIntegers, answer_sizes
+from mcore_qwen3vl.pretended.preload import Routing, preloaded
+from mcore_qwen3vl.pretended.report import Report, Stage, Traffic, Wait
+
+_LEVELS = {"used", "peak_used", "pinned", "peak_pinned"}  # counters of a level, not of events
+
+current: Rank | None = None
+"""The rank that this process is; None outside :func:`one_rank`."""
+
+
+class Rank:
+    """This process's rank, which records the stages of its program."""
+
+    def __init__(self) -> None:
+        self.device = Device()
+        self.report = Report()
+        self.work = CountWork(self.device.launched)
+        self._started = time.monotonic()
+        self._before = dict.fromkeys(COUNTERS, 0)
+        self._waits: Counter[Wait] = Counter()
+        self._traffic: dict[tuple[str, str], Traffic] = {}
+
+    def end_stage(self, name: str) -> Stage:
+        """Record what happened since the last stage ended."""
+        counters = self.device.counters()
+        change = {n: v if n in _LEVELS else v - self._before[n] for n, v in counters.items()}
+        stage = Stage(
+            name,
+            seconds=time.monotonic() - self._started,
+            allocated=torch.cuda.memory_allocated(),
+            peak=torch.cuda.max_memory_allocated(),
+            reserved=torch.cuda.max_memory_reserved(),
+            counters=change,
+            waits=self._new_waits(),
+            traffic=self._new_traffic(),
+            flops={kind: n for kind, n in self.work.counts.items() if kind in KINDS},
+            moved=self.work.counts[BYTES],
+            fused=self.work.counts[FUSED],
+            launches=self.device.new_launches(),
+        )
+        self.work.counts.clear()
+        self._before = counters
+        self._started = time.monotonic()
+        self.report.stages.append(stage)
+        return stage
+
+    def tally(self) -> Counter[str]:
+        """Return the work of this stage so far.
+
+        Returns:
+            The counts of :class:`.CountWork`; ``launches``, without those that compiled functions
+            save, and ``waits``; and the bytes of each :class:`.Traffic`, by group and operation
+            with a line break between them.
+        """
+        now = self.device.counters()
+        host = {name: now[name] - self._before[name] for name in ("launches", "waits")}
+        host["launches"] -= self.work.counts[FUSED]
+        sent = {f"{t.group}\n{t.operation}": t.size for t in groups.traffic()}
+        return Counter({**self.work.counts, **host, **sent})
+
+    def _new_waits(self) -> list[Wait]:
+        now = Counter({replace(wait, count=0): wait.count for wait in self.device.waits()})
+        new, self._waits = now - self._waits, now
+        return [replace(wait, count=count) for wait, count in new.most_common()]
+
+    def _new_traffic(self) -> list[Traffic]:
+        now = {(t.group, t.operation): t for t in groups.traffic()}
+        before, self._traffic = self._traffic, now
+        new = []
+        for key, t in now.items():
+            old = before.get(key, Traffic(*key, 0, 0))
+            new.append(replace(t, calls=t.calls - old.calls, size=t.size - old.size))
+        return sorted((t for t in new if t.calls), key=lambda t: -t.size)
+
+
+@contextmanager
+def one_rank(rank: int = 0, world_size: int = 1, routing: Routing = "uniform") -> Iterator[Rank]:
+    """Act as one rank of `world_size`, without initialising ``torch.distributed``.
+
+    Inside, device integers have true values and process groups are :class:`.groups.OneRankGroup`.
+
+    Args:
+        rank: this process's rank.
+        world_size: number of ranks.
+        routing: how tokens are spread over experts, see :mod:`.integers`.
+
+    Raises:
+        Unavailable: this process does not run on the pretended device.
+    """
+    global current
+    if not preloaded():
+        raise Unavailable(
+            "This process does not run on the simulated GPU: start it with python -m "
+            "mcore_qwen3vl.pretended, or call pretended.start_again() first."
+        )
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }
+    groups.install()
+    answer_sizes()
+    current = Rank()
+    try:
+        with TrueIntegers(routing), current.work:
+            yield current
+    finally:
+        current = None

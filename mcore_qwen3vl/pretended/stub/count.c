@@ -1,0 +1,37 @@
+// Counters, host syncs, and the clock of events.
+#include "stub.h"
+#include <stdlib.h>
+
+u64 pretended_count[COUNTERS];
+static void (*on_wait)(int kind, u64 bytes);
+static __thread int just_copied;
+static u64 now = 1, completed = 0;  // events recorded up to `completed` are complete
+static int late;
+
+u64 *pretended_counters(void) { return pretended_count; }
+void pretended_on_wait(void (*function)(int, u64)) { on_wait = function; }
+void pretended_events_complete_late(int yes) { late = yes; }
+
+double pretended_setting(const char *name, double otherwise) {
+    const char *text = getenv(name);
+    return text && *text ? atof(text) : otherwise;
+}
+
+void *pretended_token(void) { return calloc(1, 16); }
+
+void pretended_enqueued(void) { just_copied = 0; }
+
+void pretended_waited(int kind, u64 bytes) {
+    completed = now;
+    // PyTorch synchronizes the stream after a blocking copy. That is one host sync, not two.
+    if (just_copied && kind == W_STREAM) {
+        just_copied = 0;
+        return;
+    }
+    just_copied = kind == W_TO_PAGEABLE || kind == W_FROM_PAGEABLE;
+    COUNT(WAITS, 1);
+    if (on_wait) on_wait(kind, bytes);
+}
+
+u64 pretended_event_record(void) { return ++now; }
+int pretended_event_pending(u64 recorded) { return late && recorded > completed; }

@@ -1,0 +1,75 @@
+// A simulated CUDA device for PyTorch. Memory is reserved and counted, and kernels do nothing.
+//
+// The files here make two shared libraries, built by ../build.py: libcuda.so.1 (the CUDA driver,
+// runtime, cuBLAS, cuDNN and NVRTC) and libnvidia-ml.so.1 (NVML). They are preloaded, so PyTorch
+// calls them instead of NVIDIA's. All declarations are our own; no CUDA header is needed.
+//
+// Environment, read once when the library is loaded:
+//   PRETENDED_GIB          device memory in GiB (80)
+//   PRETENDED_CONTEXT_MIB  device memory of the context and loaded kernels, in MiB (600)
+//   PRETENDED_COPY_MIB     largest copy that is performed; larger ones are only counted (64)
+//   PRETENDED_CAPABILITY   compute capability, 10 * major + minor (90)
+//   PRETENDED_LATE=1       events complete only at a host sync, which gives an upper bound of the
+//                          memory that several streams use
+//   PRETENDED_TRACE=1      print the driver functions that were looked up and are not implemented
+#pragma once
+#define _GNU_SOURCE
+#include <stdint.h>
+#include <stddef.h>
+
+typedef unsigned long long u64;
+typedef struct { unsigned x, y, z; } dim3;
+
+// Error codes, the same in CUDA's runtime and driver.
+enum { OK = 0, INVALID = 1, NO_MEMORY = 2, NO_DEVICE = 101, NOT_READY = 600 };
+#define CUDA_VERSION 13000
+
+// Counters. ../device.py has the same order.
+enum {
+    LAUNCHES, GEMMS, CONVOLUTIONS, MEMSETS, H2D, D2H, D2D, H2D_BYTES, D2H_BYTES, D2D_BYTES,
+    MALLOCS, FREES, USED, PEAK_USED, PINNED, PEAK_PINNED, WAITS, UNKNOWN_CALLS, COUNTERS
+};
+extern u64 pretended_count[COUNTERS];
+#define COUNT(counter, n) __atomic_add_fetch(&pretended_count[counter], (n), __ATOMIC_RELAXED)
+
+// Kinds of host syncs. ../device.py has the same order.
+enum { W_DEVICE, W_STREAM, W_EVENT, W_COPY, W_TO_PAGEABLE, W_FROM_PAGEABLE, W_FREE };
+void pretended_waited(int kind, u64 bytes);
+void pretended_enqueued(void);  // work was enqueued, so the next stream sync counts by itself
+u64 pretended_event_record(void);
+int pretended_event_pending(u64 recorded);
+void pretended_events_complete_late(int yes);
+
+extern u64 pretended_capacity;  // bytes
+extern int pretended_capability;
+extern void *pretended_base;  // address at which this library is loaded
+double pretended_setting(const char *name, double otherwise);
+void *pretended_pages(u64 bytes);  // zeros, which take no memory until written to
+void *pretended_token(void);       // a handle
+
+// A hash table with addresses as keys and open addressing. Its memory is reserved once.
+typedef struct { void *key; u64 value; } Slot;
+enum { SLOTS = 1 << 20 };
+Slot *pretended_slot(Slot *table, const void *key);
+
+int pretended_on_device(const void *p);
+void *pretended_reserve(u64 bytes);     // returns device addresses; 0: none are left
+int pretended_take(u64 bytes);          // takes device memory; 0: there is not enough
+void pretended_give_back(u64 bytes);
+void pretended_forget(void *p, u64 bytes);  // discards the contents
+int pretended_fail(int error);
+int pretended_take_error(int clear);
+int pretended_copy(void *to, const void *from, u64 bytes, int blocking);
+int pretended_launch(const void *function);
+int pretended_attribute(int which);
+
+int cudaMalloc(void **p, size_t bytes);
+int cudaFree(void *p);
+int cudaMemGetInfo(size_t *available, size_t *total);
+int cudaMemset(void *p, int value, size_t bytes);
+int cudaDeviceSynchronize(void);
+
+// Defines a function that only reports success.
+#define SUCCEEDS(name) int name() { return OK; }
+// Defines a function that only returns a handle.
+#define HANDS_OUT(name) int name(void **handle) { *handle = pretended_token(); return OK; }

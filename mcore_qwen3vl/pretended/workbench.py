@@ -1,0 +1,246 @@
+"""Many short rehearsals, forked from one process that has done the imports.
+
+PyTorch and Megatron take fifteen seconds to import; most rehearsals take less. One process imports
+them and forks a child for each call. A child makes its own CUDA context, as a fresh program would.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from multiprocessing import util
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, BinaryIO, NoReturn
+from unittest import mock
+
+from mcore_qwen3vl.pretended.preload import Routing, Settings
+from mcore_qwen3vl.pretended.report import Report
+
+
+class Failed(RuntimeError):
+    """A call on the workbench raised or died; the message holds its traceback."""
+
+
+@dataclass(frozen=True)
+class As:
+    """The rank that a call acts as, and its device.
+
+    Attributes:
+        rank: rank of the call.
+        world_size: number of ranks.
+        memory_gib: device memory; None: that of the settings.
+        context_gib: device memory that the context takes; None: that of the settings.
+        routing: how tokens are spread over experts, see :mod:`.integers`.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    memory_gib: float | None = None
+    context_gib: float | None = None
+    routing: Routing = "uniform"
+
+
+class Workbench:
+    """A process on the pretended device that runs functions, each in a fork of its own.
+
+    Use it as a context manager.
+    """
+
+    def __init__(
+        self,
+        imports: Sequence[str] = (),
+        settings: Settings | None = None,
+        log: Path | None = None,
+        raised: tuple[type[Exception], ...] = (),
+    ) -> None:
+        """
+        Args:
+            imports: modules to import once, for all calls.
+            settings: properties of the device.
+            log: file for what the programs print; None: standard error.
+            raised: exceptions that :meth:`call` raises as they are. They must be picklable.
+
+        Raises:
+            Unavailable: see :func:`.build.libraries`.
+        """
+        environment = {**os.environ, **(settings or Settings()).environment()}
+        program = f"import sys; from {__name__} import serve; serve(*sys.argv[1:])"
+        command = [sys.executable, "-c", program, str(os.getpid()), *imports]
+        self._raised = raised
+        pipe = subprocess.PIPE
+        printed = None if log is None else log.open("ab")
+        self._process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=printed, env=environment
+        )
+
+    def __enter__(self) -> Workbench:
+        return self
+
+    def __exit__(self, kind: object, *exception: object) -> None:
+        if kind is not None:  # a call may still be running, for minutes
+            self._process.kill()
+        self.close()
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def call(
+        self, function: Callable[..., Any] | str, *args: Any, place: As | None = None, **where: Any
+    ) -> tuple[Any, Report]:
+        """Run ``function(*args)`` as one rank.
+
+        Args:
+            function: a function that a module defines, or ``module:function``.
+            args: its arguments, which must be picklable.
+            place: rank and device of the call.
+            where: the fields of :class:`As`, instead of `place`.
+
+        Returns:
+            The function's result (picklable), and the device's record, whose last stage is ``end``.
+
+        Raises:
+            Failed: the function raised an exception that is not one of `raised`, or died.
+        """
+        if callable(function):
+            function = f"{function.__module__}:{function.__qualname__}"
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        _send(self._process.stdin, (function, args, place or As(**where), self._raised))
+        try:
+            result, error = pickle.load(self._process.stdout)
+        except EOFError:
+            raise Failed(f"the workbench ended with {self._process.wait()}") from None
+        if isinstance(error, Exception):
+            raise error
+        if error is not None:
+            raise Failed(error)
+        return result
+
+
+def _send(stream: BinaryIO | Any, message: Any) -> None:
+    pickle.dump(message, stream)
+    stream.flush()
+
+
+def serve(parent: str, *imports: str) -> None:
+    """Answer calls from stdin until stdin ends or the process with the ID `parent` does."""
+    from mcore_qwen3vl.pretended.flops import count_compiled
+
+    _end_with(int(parent))
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what programs print is not an answer
+    count_compiled()
+    with _answering_for_the_device():
+        for name in imports:
+            importlib.import_module(name)
+    while True:
+        try:
+            call = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            leave_at_once()
+        _send(answers, _in_a_fork(partial(_run, *call)))
+
+
+@contextmanager
+def _answering_for_the_device() -> Iterator[None]:
+    """Answer modules that ask for the device's properties, without making a CUDA context here.
+
+    megatron-core 0.20 asks for name and capability while it is imported. PyTorch would make a
+    context in this process, and then no fork of it could use CUDA. A separate fork asks instead.
+    """
+    import torch
+
+    ask = torch.cuda.get_device_properties
+
+    @cache
+    def answer(device: Any = None) -> SimpleNamespace:
+        found, error = _in_a_fork(lambda: (_plain(ask(0)), None))
+        if error is not None:
+            raise Failed(f"the properties of the simulated GPU cannot be read: {error}")
+        return SimpleNamespace(**found)
+
+    with mock.patch.object(torch.cuda, "get_device_properties", answer):
+        yield
+    if torch.cuda.is_initialized():
+        raise Failed("an imported module has started CUDA, so forked processes cannot use it")
+
+
+def _plain(properties: Any) -> dict[str, Any]:
+    """Return the properties that are numbers or text; the others cannot be pickled."""
+    found = {n: getattr(properties, n) for n in dir(properties) if not n.startswith("_")}
+    return {name: value for name, value in found.items() if isinstance(value, int | float | str)}
+
+
+def _in_a_fork(run: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+    """Call `run` in a fork and return its result and error; one of them is None."""
+    readable, writable = os.pipe()
+    server = os.getpid()
+    child = os.fork()
+    if not child:
+        _end_with(server)
+        os.close(readable)
+        with os.fdopen(writable, "wb") as pipe:
+            pickle.dump(run(), pipe)
+        leave_at_once()
+    os.close(writable)
+    with os.fdopen(readable, "rb") as pipe:
+        answer = pipe.read()
+    _, status = os.waitpid(child, 0)
+    if not answer:
+        return None, f"died with status {os.waitstatus_to_exitcode(status)}"
+    return pickle.loads(answer)  # written by our own fork
+
+
+def _run(
+    function: str, args: Sequence[Any], place: As, raised: tuple[type[Exception], ...]
+) -> tuple[Any, Any]:
+    from mcore_qwen3vl.pretended.rank import one_rank
+
+    module, _, name = function.partition(":")
+    try:
+        with one_rank(place.rank, place.world_size, place.routing) as recorder:
+            if place.memory_gib is not None:
+                recorder.device.set_memory(place.memory_gib, place.context_gib)
+            result = getattr(importlib.import_module(module), name)(*args)
+            recorder.end_stage("end")
+        return (result, recorder.report), None
+    except raised as error:
+        return None, error
+    except BaseException:
+        return None, traceback.format_exc()
+
+
+def _end_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends, however the parent ends."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it ended before the kernel was asked
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave_at_once(code: int = 0) -> NoReturn:
+    """End this process and those that it started with :mod:`multiprocessing`.
+
+    The rest of the interpreter's shutdown is skipped: it takes seconds once PyTorch is imported.
+
+    Args:
+        code: the exit code.
+    """
+    # This is what atexit would call: it shuts down managers and joins children.
+    util._exit_function()  # type: ignore[attr-defined]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,1 @@
+"""What runs inside a rehearsed rank's process, on the simulated GPU."""

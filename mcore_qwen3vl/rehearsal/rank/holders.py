@@ -1,0 +1,80 @@
+"""The purpose of a piece of device memory, from the code that allocated it."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from mcore_qwen3vl.pretended.peak import Frames
+
+WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
+BUFFERS = "buffers"
+BATCH = "batch"
+LOGITS = "logits and loss"
+BACKWARD = "backward, temporary"
+
+_HOLDERS = (  # path part, holder: the first part that the innermost file outside PyTorch contains
+    ("megatron/core/optimizer/", f"{OPTIMIZER}, temporary"),
+    ("training/step/multi_tensor", f"{OPTIMIZER}, temporary"),
+    ("megatron/core/distributed/", GRADIENTS),
+    ("tensor_parallel/cross_entropy", LOGITS),
+    ("fused_cross_entropy", LOGITS),
+    ("training/step/losses", LOGITS),
+    ("training/step/forward", LOGITS),
+    ("mcore_qwen3vl/model/head/", LOGITS),
+    ("models/gpt/gpt_model", LOGITS),
+    ("language_module", LOGITS),
+    ("mcore_qwen3vl/model/vision/", "vision tower"),
+    ("transformers/models/qwen3_vl", "vision tower"),
+    ("transformer/moe/", "experts and router"),
+    ("mcore_qwen3vl/model/decoder/grouped", "experts and router"),
+    ("transformer/mlp.py", "MLP"),
+    ("fusions/fused_bias_swiglu", "MLP"),
+    ("mcore_qwen3vl/model/decoder/mlp", "MLP"),
+    ("mcore_qwen3vl/model/decoder/norm", "norms"),
+    ("transformer/torch_norm", "norms"),
+    ("mcore_qwen3vl/model/decoder/attention", "attention"),
+    ("transformer/attention", "attention"),
+    ("mcore_qwen3vl/model/decoder/rope", "attention"),
+    ("mcore_qwen3vl/model/decoder/rotation", "attention"),
+    ("models/common/embeddings/rotary", "attention"),
+    ("models/common/embeddings/language", "embedding"),
+    ("mcore_qwen3vl/model/fusion", "embedding"),
+    ("transformer/transformer_layer", "residual stream"),
+    ("fusions/fused_bias_dropout", "residual stream"),
+    ("mcore_qwen3vl/model/decoder/layer", "residual stream"),
+    ("mcore_qwen3vl/training/broadcast/", BATCH),
+    ("mcore_qwen3vl/model/inputs", BATCH),
+    ("pipeline_parallel/", "pipeline transfers"),
+    ("core/utils.py", BUFFERS),
+    ("megatron/training/", "Megatron's loop"),
+    ("mcore_qwen3vl/", "model, other"),
+)
+# Files that allocate for their callers: the next caller's file counts instead.
+_TRANSPARENT = (
+    "mcore_qwen3vl/pretended/",
+    "mcore_qwen3vl/rehearsal/",
+    "tensor_parallel/layers",
+    "tensor_parallel/mappings",
+    "tensor_parallel/random",
+    "mcore_qwen3vl/model/recompute",
+)
+
+
+def holder(frames: Frames) -> str:
+    """Return the holder of an allocation whose owner is not known.
+
+    Args:
+        frames: the allocation's stack frames, innermost first.
+    """
+    for frame in frames:
+        found = _of_file(frame["filename"])
+        if found is not None:
+            return found
+    return BACKWARD
+
+
+@cache
+def _of_file(file: str) -> str | None:
+    if any(part in file for part in _TRANSPARENT):
+        return None
+    return next((name for part, name in _HOLDERS if part in file), None)

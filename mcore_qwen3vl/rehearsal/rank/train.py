@@ -1,0 +1,272 @@
+"""One rank of a training run on the simulated GPU, with its own entry point.
+
+Run ``python -m mcore_qwen3vl.pretended --world-size 8 -m mcore_qwen3vl.rehearsal.rank.train``
+followed by the flags of ``launch/train.py``. The rank must be the first of its TP x CP group. On a
+later pipeline stage it reads the batches itself, because no first stage sends them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from mcore_qwen3vl.data.encoding.batch import Batch
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.model import flops
+from mcore_qwen3vl.pretended import rank as this_rank
+from mcore_qwen3vl.pretended.rank import Rank
+from mcore_qwen3vl.training.arguments.command_line import CommandLine
+from mcore_qwen3vl.training.logs import metrics
+from mcore_qwen3vl.training.phases import BACKWARD, FINALIZE, FORWARD, FORWARD_BACKWARD, LOG
+
+OnSetup = Callable[[list[nn.Module], Any], None]
+
+
+def main(argv: Sequence[str], on_setup: OnSetup = lambda model, optimizer: None) -> None:
+    """Train as the flags say, and record the stages and facts in this process's rank.
+
+    The stages are ``model and optimizer``, then ``iteration 1`` and so on. The facts are:
+
+    - ``batch``: the shapes of the first batch.
+    - ``parameters``: number of values that this rank trains.
+    - ``without gradient``: names of trained parameters that received no gradient.
+    - ``not on the device``: names of parameters and buffers that are not on the device.
+    - ``work``: see :meth:`StageWork.of_iteration`.
+    - ``tokens`` and ``useful flops``: those of this rank's samples in the last iteration, counted
+      as for the log's tokens/s and MFU.
+
+    Args:
+        argv: the flags.
+        on_setup: called with the model's chunks and the optimizer before the first iteration.
+
+    Raises:
+        BadInput: see :func:`mcore_qwen3vl.training.run.main`; or this process is no simulated
+            rank, or not the first of its TP x CP group.
+    """
+    rank = this_rank.current
+    if rank is None:
+        raise BadInput(
+            "Start it with python -m mcore_qwen3vl.pretended -m mcore_qwen3vl.rehearsal.rank.train."
+        )
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.training import training
+
+    from mcore_qwen3vl.pretended.te_flops import count_transformer_engine
+    from mcore_qwen3vl.rehearsal.rank.other_stages import (
+        patterns_of_other_stages,
+        reads_itself,
+        shapes_from_neighbours,
+    )
+    from mcore_qwen3vl.training import run
+    from mcore_qwen3vl.training.broadcast import provider
+
+    watch = _Watch(rank, on_setup)
+    data_provider = reads_itself(provider.DataProvider, watch.show, watch.use)
+    with (
+        mock.patch.object(provider, "DataProvider", data_provider),
+        mock.patch.object(
+            training,
+            "setup_model_and_optimizer",
+            watch.setup(training.setup_model_and_optimizer),
+        ),
+        mock.patch.object(training, "train_step", watch.step(training.train_step)),
+        mock.patch.object(run.Run, "_log", watch.in_phase(LOG, run.Run._log)),
+        mock.patch.object(run.Run, "_report", watch.in_phase(LOG, run.Run._report)),
+        mock.patch.object(schedules, "forward_step", watch.work.forward(schedules.forward_step)),
+        mock.patch.object(schedules, "backward_step", watch.work.backward(schedules.backward_step)),
+        count_transformer_engine(rank.work.counts),
+        shapes_from_neighbours(),
+        patterns_of_other_stages(),
+    ):
+        run.main(CommandLine(argv))
+
+
+class _Watch:
+    """Wraps Megatron's functions to record stages and phases, and to check the parameters."""
+
+    def __init__(self, rank: Rank, on_setup: OnSetup) -> None:
+        self._rank = rank
+        self._on_setup = on_setup
+        self._facts = rank.report.facts
+        self.work = StageWork(rank)
+        self._data: Any = None
+        self._samples = metrics.Work()
+        self._reached: set[str] = set()
+
+    def setup(self, original: Any) -> Any:
+        def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            self._watch(result[0])
+            self._on_setup(result[0], result[1])
+            self._rank.end_stage("model and optimizer")
+            return result
+
+        return setup_model_and_optimizer
+
+    def step(self, original: Any) -> Any:
+        done = 0
+
+        def train_step(
+            forward_step: Any,
+            data: Any,
+            model: Any,
+            optimizer: Any,
+            scheduler: Any,
+            config: Any,
+            forward_backward: Any,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Any:
+            nonlocal done
+            self._reached.clear()
+            finalize = self.in_phase(FINALIZE, config.finalize_model_grads_func)
+            with mock.patch.object(config, "finalize_model_grads_func", finalize):
+                result = original(
+                    forward_step,
+                    data,
+                    model,
+                    optimizer,
+                    scheduler,
+                    config,
+                    self.in_phase(FORWARD_BACKWARD, forward_backward),
+                    *args,
+                    **kwargs,
+                )
+            done += 1
+            self._facts["work"] = self.work.of_iteration()
+            self._facts |= self._useful()
+            self._facts["without gradient"] = self._without_gradient(model)
+            self._rank.end_stage(f"iteration {done}")
+            return result
+
+        return train_step
+
+    def _useful(self) -> dict[str, float]:
+        done, self._samples = self._samples, metrics.Work()
+        useful = flops.model(
+            self._data._architecture,
+            done.counts.tokens,
+            done.squared_lengths,
+            done.counts.patches,
+            done.squared_frames,
+            self._data.trained,
+        )
+        return {"tokens": done.counts.tokens, "useful flops": useful}
+
+    def use(self, data: Any) -> None:
+        """Take the data provider, which knows the trained parts."""
+        self._data = data
+
+    def show(self, batch: Batch) -> None:
+        """Count a batch, and report the shapes of the first one."""
+        self._samples.add(batch)
+        pixels = None if batch.visual is None else tuple(batch.visual.pixel_values.shape)
+        packs = None if batch.cu_seqlens is None else len(batch.cu_seqlens) - 1
+        shapes = {"tokens": tuple(batch.input_ids.shape), "packed": packs, "patches": pixels}
+        self._facts.setdefault("batch", shapes)
+
+    def in_phase(self, name: str, function: Any) -> Any:
+        def booked(*args: Any, **kwargs: Any) -> Any:
+            with self._rank.device.phase(name):
+                return function(*args, **kwargs)
+
+        return booked
+
+    def _watch(self, model: list[nn.Module]) -> None:
+        tensors = {**_parameters(model), **_buffers(model)}
+        self._facts["not on the device"] = sorted(n for n, t in tensors.items() if not t.is_cuda)
+        trained = {n: p for n, p in _parameters(model).items() if p.requires_grad}
+        self._facts["parameters"] = sum(p.numel() for p in trained.values())
+        for name, parameter in trained.items():
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._reach(name))
+
+    def _reach(self, name: str) -> None:
+        self._reached.add(name)
+
+    def _without_gradient(self, model: list[nn.Module]) -> list[str]:
+        trained = {n for n, p in _parameters(model).items() if p.requires_grad}
+        return sorted(trained - self._reached)
+
+
+class StageWork:
+    """Counts the work of each virtual stage of this rank, forward and backward separately."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self._stage_of = WeakTensorKeyDictionary()  # output -> its virtual stage
+        self._done: Counter[int] = Counter()  # micro-batches of each virtual stage
+        self._work: defaultdict[tuple[int, str], Counter[str]] = defaultdict(Counter)
+
+    def of_iteration(self) -> list[dict[str, dict[str, float]]]:
+        """Return each virtual stage's ``forward`` and ``backward`` work, and reset the counts.
+
+        Returns:
+            For each virtual stage, the work of one micro-batch: the mean over the iteration's. See
+            :meth:`.rank.Rank.tally` for its keys.
+        """
+        found = [
+            {
+                direction: {k: n / done for k, n in self._work[stage, direction].items()}
+                for direction in (FORWARD, BACKWARD)
+            }
+            for stage, done in sorted(self._done.items())
+        ]
+        self._done.clear()
+        self._work.clear()
+        return found
+
+    def forward(self, original: Any) -> Any:
+        """Wrap mcore's ``forward_step`` to count its work."""
+
+        def forward_step(*args: Any, vp_stage: int | None = None, **kwargs: Any) -> Any:
+            stage = vp_stage or 0
+            with self._counted(stage, FORWARD):
+                result = original(*args, vp_stage=vp_stage, **kwargs)
+            self._done[stage] += 1
+            self._stage_of[_only(result[0])] = stage
+            return result
+
+        return forward_step
+
+    def backward(self, original: Any) -> Any:
+        """Wrap mcore's ``backward_step`` to count its work."""
+
+        def backward_step(input_tensor: Any, output_tensor: Any, *args: Any) -> Any:
+            with self._counted(self._stage_of[_only(output_tensor)], BACKWARD):
+                return original(input_tensor, output_tensor, *args)
+
+        return backward_step
+
+    @contextmanager
+    def _counted(self, stage: int, direction: str) -> Iterator[None]:
+        before = self._rank.tally()
+        yield
+        self._work[stage, direction] += self._rank.tally() - before
+
+
+def _only(output: Any) -> Any:
+    """Return the tensor of an output, which some schedules keep in a list."""
+    return output[0] if isinstance(output, list) else output
+
+
+def _parameters(model: list[nn.Module]) -> dict[str, nn.Parameter]:
+    return {f"{i}.{n}": p for i, chunk in enumerate(model) for n, p in chunk.named_parameters()}
+
+
+def _buffers(model: list[nn.Module]) -> dict[str, Tensor]:
+    return {f"{i}.{n}": b for i, chunk in enumerate(model) for n, b in chunk.named_buffers()}
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except BadInput as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -1,0 +1,57 @@
+"""Commands run on the pretended device: ranks, generation, parity, and a model built by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mcore_qwen3vl.pretended import Workbench
+from mcore_qwen3vl.tiny import write_tiny_checkpoint
+
+HERE = "tests.rehearsal.rank.programs"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "moe", moe=True)
+
+
+@pytest.mark.slow
+def test_ranks_start_from_a_process_that_has_used_cuda(workbench: Workbench) -> None:
+    """They are spawned: forked ones would raise, because CUDA does not survive a fork."""
+    ranks, _ = workbench.call(f"{HERE}:spawned_ranks")
+    assert ranks == [(0, 2, "cuda:0", 5), (1, 2, "cuda:0", 5)]
+
+
+@pytest.mark.parametrize(
+    "under_torchrun",
+    [True, pytest.param(False, marks=pytest.mark.slow)],
+    ids=["torchrun", "spawned"],
+)
+def test_generate(workbench: Workbench, tiny: Path, under_torchrun: bool) -> None:
+    lengths, _ = workbench.call(f"{HERE}:generate", tiny, under_torchrun)
+    assert lengths == [3]
+
+
+def test_verify_parity_on_cuda_compares_everything(workbench: Workbench, tiny: Path) -> None:
+    """Nothing is missing from its findings, though their floats mean nothing here."""
+    counts, _ = workbench.call(f"{HERE}:verify_parity", tiny)
+    assert counts["logits all"] > 10_000
+    assert any(name.startswith("gradients model.visual") for name in counts)
+    assert any(name.startswith("parameters ") for name in counts)
+
+
+def test_a_model_built_without_cuda_lands_on_the_device(workbench: Workbench, tiny: Path) -> None:
+    """Megatron makes norms and routers on the host, and only its training loop moves them."""
+    elsewhere, _ = workbench.call(f"{HERE}:built_without_cuda", tiny)
+    assert elsewhere == []
+
+
+def test_the_optimizer_is_saved_without_a_copy_on_the_device_and_loaded_onto_it(
+    workbench: Workbench, tmp_path: Path
+) -> None:
+    found, _ = workbench.call(f"{HERE}:own_parts", tmp_path / "saved")
+    assert found["devices"] == {"cuda"}
+    assert found["stored"] == found["declared"] > 10_000
+    assert found["more memory"] < 4 * found["declared"] / 10

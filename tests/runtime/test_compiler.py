@@ -1,0 +1,50 @@
+"""Megatron's compiled functions run on a GPU machine without a C compiler, with Dynamo on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mcore_qwen3vl.pretended import Settings
+from tests.docs.markdown import ROOT
+
+PROGRAM = """
+import os, sys
+os.environ.pop("CC", None)
+os.environ["PATH"] = "/nowhere"
+if sys.argv[1] == "as training":
+    from mcore_qwen3vl.training.run import _choose_device
+    _choose_device(cpu=False)
+import torch
+from megatron.core.fusions.fused_bias_swiglu import swiglu
+print(tuple(swiglu(torch.randn(4, 8, device="cuda")).shape))
+"""
+
+
+@pytest.mark.slow  # half a minute of imports
+@pytest.mark.parametrize("way", ["as training", "as megatron"])
+def test_fused_functions_run_without_a_compiler(way: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    environment = {
+        **os.environ,
+        **Settings().environment({"TORCHDYNAMO_DISABLE": "0"}),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
+        "TRITON_CACHE_DIR": str(tmp_path / "triton"),
+    }
+    # It is not run as a rank, whose record of operators would keep Dynamo out.
+    command = [sys.executable, "program.py", way]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    if way == "as training":
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip() == "(4, 4)"
+    else:  # the error that our choice of device avoids
+        assert done.returncode != 0
+        assert "compiler" in done.stderr
