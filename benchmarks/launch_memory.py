@@ -41,35 +41,37 @@ def main() -> int:
         for name in options.names or SCRIPTS:
             script = ROOT / "launch" / f"{name}.sh"
             command = read_command([str(script), "--spec", options.spec], None)
-            found = bench.rehearse(command)
-            if not found.fits:
-                print(f"{name}: {found.verdict}", file=sys.stderr)
+            rehearsal = bench.rehearse(command)
+            if not rehearsal.fits:
+                print(f"{name}: {rehearsal.verdict}", file=sys.stderr)
                 return 1
             if options.spec == "torch":
-                write_header(script, found)
+                write_header(script, rehearsal)
             label = name if options.spec == "torch" else f"{name}, {options.spec}"
-            write_rows(label, list(rows(label, command, found)))
+            write_rows(label, list(rows(label, command, rehearsal)))
     return 0
 
 
-def write_header(script: Path, found: Rehearsal) -> None:
+def write_header(script: Path, rehearsal: Rehearsal) -> None:
     """Write the comment about memory, and about the pipeline if there is one."""
-    fullest = max(found.outcomes, key=lambda outcome: outcome.reserved)
-    which = "" if len(found.outcomes) == 1 else f" ({fullest.role.name})"
-    line = memory_line(found.outcomes)
+    fullest = max(rehearsal.outcomes, key=lambda outcome: outcome.reserved)
+    which = "" if len(rehearsal.outcomes) == 1 else f" ({fullest.role.name})"
+    line = memory_line(rehearsal.outcomes)
     text = f"Memory of a GPU{which}, rehearsed with the torch spec: {line}."
-    if found.pipeline is not None:
-        text += f" A rank waits {found.pipeline.bubble:.1%} of an iteration for others (modelled)."
+    if rehearsal.pipeline is not None:
+        text += (
+            f" A rank waits {rehearsal.pipeline.bubble:.1%} of an iteration for others (modelled)."
+        )
     comment = "\n".join(wrap(text, WIDTH, initial_indent="# ", subsequent_indent="# ")) + "\n"
     old = script.read_text()
     script.write_text(re.sub(r"^# Memory.*\n(?:# .*\n)*", lambda _: comment, old, flags=re.M))
 
 
-def rows(name: str, command: Command, found: Rehearsal) -> Iterator[str]:
+def rows(name: str, command: Command, rehearsal: Rehearsal) -> Iterator[str]:
     """Yield a line of the table for each role."""
     a = command.line.architecture
     estimates = estimate_stages(command, a, trained_of(command, a))
-    for outcome in found.outcomes:
+    for outcome in rehearsal.outcomes:
         yield _row(name, outcome, estimates[outcome.role.stage].total)
 
 
@@ -84,7 +86,7 @@ def _row(name: str, outcome: RoleOutcome, estimate: float) -> str:
         f"{outcome.spare / 1e9:.1f} ({outcome.spare / outcome.usable:.0%})",
         f"{estimate / 1e9:.1f} ({estimate / outcome.peak - 1:+.0%})",
         f"{stage.counters['launches']:,}",
-        f"{outcome.waits:,}",
+        f"{outcome.host_syncs:,}",
         f"{outcome.seconds:.0f}",
     )
     return f"| {' | '.join(cells)} |\n"

@@ -24,7 +24,7 @@ class Durations:
         return self.forward + self.backward
 
 
-class Work(NamedTuple):
+class Pass(NamedTuple):
     """A forward or backward pass of one micro-batch through one virtual stage of a rank."""
 
     forward: bool
@@ -32,7 +32,7 @@ class Work(NamedTuple):
     chunk: int
 
 
-def play(stages: Sequence[Sequence[Durations]], micro_batches: int, group: int = 0) -> float:
+def simulate(stages: Sequence[Sequence[Durations]], micro_batches: int, group: int = 0) -> float:
     """Return the time from the first forward to the last backward of an iteration.
 
     A rank works in a fixed order. A forward waits for the forward of the previous virtual stage,
@@ -79,7 +79,7 @@ def play(stages: Sequence[Sequence[Durations]], micro_batches: int, group: int =
     return max(clock)
 
 
-def order_of_work(rank: int, ranks: int, chunks: int, micro_batches: int, group: int) -> list[Work]:
+def order_of_work(rank: int, ranks: int, chunks: int, micro_batches: int, group: int) -> list[Pass]:
     """Return a rank's work in order: forwards, then forward and backward in turn, then backwards.
 
     Args:
@@ -96,8 +96,8 @@ def order_of_work(rank: int, ranks: int, chunks: int, micro_batches: int, group:
         for chunk in range(chunks)
         for micro_batch in range(first, min(first + group, micro_batches))
     ]
-    forwards = [Work(True, micro_batch, chunk) for micro_batch, chunk in table]
-    backwards = [Work(False, micro_batch, chunks - 1 - chunk) for micro_batch, chunk in table]
+    forwards = [Pass(True, micro_batch, chunk) for micro_batch, chunk in table]
+    backwards = [Pass(False, micro_batch, chunks - 1 - chunk) for micro_batch, chunk in table]
     ahead = ranks - rank - 1
     if chunks > 1:
         ahead = min(2 * ahead + (chunks - 1) * group, len(table))
@@ -139,9 +139,9 @@ def model_pipeline(
     Args:
         stages: FLOPs of each pipeline rank's virtual stages, in order.
         micro_batches: micro-batches of an iteration.
-        group: see :func:`mcore_qwen3vl.schedule.play`.
+        group: see :func:`mcore_qwen3vl.schedule.simulate`.
     """
     flops = [sum(chunk.both for chunk in chunks) for chunks in stages]
     mean = sum(flops) / len(flops)
-    duration = play(stages, micro_batches, group)
+    duration = simulate(stages, micro_batches, group)
     return Pipeline(flops, max(flops) / mean, 1 - micro_batches * mean / duration)

@@ -126,13 +126,13 @@ def rehearse(
         require(any(one.good for one in fits), "none of the rehearsed layouts fits.")
         return
     with console.progress("rehearsing") as say, Rehearser(options, say) as rehearser:
-        found = rehearser.rehearse(command)
+        rehearsal = rehearser.rehearse(command)
         if suggest:
-            found.remedies = suggest_remedies(rehearser, command, found)
+            rehearsal.remedies = suggest_remedies(rehearser, command, rehearsal)
     if report is not None:
-        write_page(found, report)
+        write_page(rehearsal, report)
     if json:
-        console.emit_json(found.to_dict())
+        console.emit_json(rehearsal.to_dict())
     else:
-        show(found)
-    require(found.fits, found.verdict)
+        show(rehearsal)
+    require(rehearsal.fits, rehearsal.verdict)

@@ -21,17 +21,17 @@ This package imports nothing else of ours and knows no model, so that it can be 
 
 from mcore_qwen3vl.pretended.build import Unavailable
 from mcore_qwen3vl.pretended.preload import Settings, preloaded, start_again
-from mcore_qwen3vl.pretended.report import Report, Stage, Wait
-from mcore_qwen3vl.pretended.workbench import As, Failed, Workbench
+from mcore_qwen3vl.pretended.report import HostSync, Report, Stage
+from mcore_qwen3vl.pretended.workbench import Failed, SimulatedRank, Workbench
 
 __all__ = [
-    "As",
     "Failed",
+    "HostSync",
     "Report",
     "Settings",
+    "SimulatedRank",
     "Stage",
     "Unavailable",
-    "Wait",
     "Workbench",
     "preloaded",
     "start_again",

@@ -89,11 +89,11 @@ def _run(program: str, arguments: list[str], is_module: bool) -> int:
 def table(report: Report) -> str:
     """Return the stages as text, with the details of the last stage before ``end``."""
     lines = [f"{'stage':24} {'s':>7} {'allocated':>10} {'peak':>7} {'reserved':>8} GB"]
-    lines[0] += f"{'launches':>9} {'waits':>6}"
+    lines[0] += f"{'launches':>9} {'host syncs':>11}"
     lines += [_row(stage) for stage in report.stages]
     for stage in report.stages[-2:-1]:
-        lines += ["", f"waits of the host in {stage.name}:"]
-        lines += [f"{w.count:6} {w.phase}: {w.kind} at {w.place}" for w in stage.waits]
+        lines += ["", f"host syncs in {stage.name}:"]
+        lines += [f"{s.count:6} {s.phase}: {s.kind} at {s.place}" for s in stage.host_syncs]
         lines += ["", f"handed to process groups in {stage.name}:"]
         lines += [
             f"{t.size / 1e6:10.2f} MB in {t.calls:5} calls of {t.operation} by {t.group}"
@@ -114,7 +114,7 @@ def _fact(name: str, value: object) -> str:
 
 def _row(s: Stage) -> str:
     sizes = f"{s.allocated / 1e9:10.2f} {s.peak / 1e9:7.2f} {s.reserved / 1e9:8.2f}   "
-    counts = f"{s.counters['launches']:9} {s.counters['waits']:6}"
+    counts = f"{s.counters['launches']:9} {s.counters['host_syncs']:11}"
     return f"{s.name:24} {s.seconds:7.1f} {sizes} {counts}"
 
 

@@ -12,16 +12,16 @@ from functools import cache
 from pathlib import Path
 from types import FrameType
 
-from mcore_qwen3vl.pretended.report import Launch, Wait
+from mcore_qwen3vl.pretended.report import HostSync, Launch
 
 # In the order of the stub's enumerations (stub.h).
 COUNTERS = (
     *("launches", "gemms", "convolutions", "memsets", "h2d", "d2h", "d2d"),
     *("h2d_bytes", "d2h_bytes", "d2d_bytes", "mallocs", "frees", "used", "peak_used"),
-    *("pinned", "peak_pinned", "waits", "unknown_calls"),
+    *("pinned", "peak_pinned", "host_syncs", "unknown_calls"),
 )
 _STARTED = [COUNTERS.index(name) for name in ("launches", "memsets", "d2d")]
-WAITS = (
+HOST_SYNCS = (
     *("device synchronize", "stream synchronize", "event synchronize", "blocking copy"),
     *("copy to pageable", "copy from pageable", "cudaFree"),
 )
@@ -32,18 +32,18 @@ NOT_THE_CALLER = ("/torch/", f"{Path(__file__).parent}/", "<")
 
 
 class Device:
-    """The pretended device of this process. Only the latest object records."""
+    """The simulated device of this process. Only the latest object records."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(None)
         self._library.pretended_counters.restype = ctypes.POINTER(ctypes.c_ulonglong)
         self._counts = self._library.pretended_counters()
-        self._waits: Counter[tuple[str, str, str]] = Counter()
+        self._host_syncs: Counter[tuple[str, str, str]] = Counter()
         self._launches: Counter[tuple[str, str, str]] = Counter()
         self._phase = "other"
         # Kept alive, because the library goes on calling it.
-        self._callback = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_ulonglong)(self._waited)
-        self._library.pretended_on_wait(self._callback)
+        self._callback = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_ulonglong)(self._synced)
+        self._library.pretended_on_host_sync(self._callback)
 
     def set_memory(self, gib: float, context_gib: float | None = None) -> None:
         """Change the device's memory and, before its first use, the context's share, in GiB."""
@@ -61,9 +61,9 @@ class Device:
         """Return the number of kernels, copies on the device and memsets so far."""
         return sum(int(self._counts[i]) for i in _STARTED)
 
-    def waits(self) -> list[Wait]:
+    def host_syncs(self) -> list[HostSync]:
         """Return the host syncs so far, by phase, kind and place."""
-        return [Wait(*key, count) for key, count in self._waits.items()]
+        return [HostSync(*key, count) for key, count in self._host_syncs.items()]
 
     def watch_launches(self, on: bool = True) -> None:
         """Count kernels by name and place from now on; the program gets a few times slower."""
@@ -74,8 +74,8 @@ class Device:
 
     def new_launches(self) -> list[Launch]:
         """Return the launches since the last call of this method, most frequent first."""
-        found, self._launches = self._launches, Counter()
-        return [Launch(*key, count) for key, count in found.most_common()]
+        launches, self._launches = self._launches, Counter()
+        return [Launch(*key, count) for key, count in launches.most_common()]
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -86,8 +86,8 @@ class Device:
         finally:
             self._phase = before
 
-    def _waited(self, kind: int, size: int) -> None:
-        self._waits[self._phase, WAITS[kind], _place(sys._getframe(1))] += 1
+    def _synced(self, kind: int, size: int) -> None:
+        self._host_syncs[self._phase, HOST_SYNCS[kind], _place(sys._getframe(1))] += 1
 
     def _launched(self, name: bytes | None) -> None:
         kernel = _readable((name or b"").decode()) or "product"
@@ -110,12 +110,12 @@ def _readable(mangled: str) -> str:
     """Return the words of a mangled C++ name that tell kernels apart."""
     words: list[str] = []
     at = 0
-    while found := _LENGTH.search(mangled, at):
-        start = found.end()
-        at = start + int(found[0])
+    while length := _LENGTH.search(mangled, at):
+        start = length.end()
+        at = start + int(length[0])
         word = mangled[start:at]
         told = word in {*words, "at", "native"}
-        if len(word) == int(found[0]) and word.isidentifier() and not told:
+        if len(word) == int(length[0]) and word.isidentifier() and not told:
             words.append(word)
     return " ".join(words[:_WORDS])
 

@@ -138,11 +138,11 @@ def _nonzero(self: Tensor) -> Tensor:
     """Synchronize as CUDA does, because the host must know the size of the result."""
     torch.cuda.current_stream().synchronize()
     if self.dtype in WHOLE:
-        found = host_view(self).nonzero()
+        indices = host_view(self).nonzero()
     else:
-        found = torch.empty(0, self.ndim, dtype=torch.int64)
-    result = torch.empty_like(found, device=self.device)
-    host_view(result).copy_(found)
+        indices = torch.empty(0, self.ndim, dtype=torch.int64)
+    result = torch.empty_like(indices, device=self.device)
+    host_view(result).copy_(indices)
     return result
 
 
@@ -150,20 +150,20 @@ def _repeat_interleave(repeats: Tensor, *, output_size: int | None = None) -> Te
     """Synchronize as CUDA does, unless the sum of `repeats` is given: the host must know it."""
     if output_size is None:
         torch.cuda.current_stream().synchronize()
-    found = torch.repeat_interleave(host_view(repeats))
-    result = torch.empty_like(found, device=repeats.device)
-    host_view(result).copy_(found)
+    on_host = torch.repeat_interleave(host_view(repeats))
+    result = torch.empty_like(on_host, device=repeats.device)
+    host_view(result).copy_(on_host)
     return result
 
 
 def _bincount(self: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
     """Synchronize as CUDA does, because the host must know the size of the result."""
     torch.cuda.current_stream().synchronize()
-    found = torch.bincount(host_view(self), minlength=minlength)
+    on_host = torch.bincount(host_view(self), minlength=minlength)
     if weights is not None:
-        return torch.empty(found.shape, dtype=torch.float64, device=self.device)
-    result = torch.empty_like(found, device=self.device)
-    host_view(result).copy_(found)
+        return torch.empty(on_host.shape, dtype=torch.float64, device=self.device)
+    result = torch.empty_like(on_host, device=self.device)
+    host_view(result).copy_(on_host)
     return result
 
 
@@ -171,10 +171,10 @@ def _prod(
     self: Tensor, dim: int, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
     """Compute the product on the host: for integers CUDA compiles a kernel, impossible here."""
-    found = host_view(self).prod(dim, keepdim, dtype=dtype)
-    result = torch.empty_like(found, device=self.device)
+    on_host = host_view(self).prod(dim, keepdim, dtype=dtype)
+    result = torch.empty_like(on_host, device=self.device)
     if result.dtype in WHOLE:
-        host_view(result).copy_(found)
+        host_view(result).copy_(on_host)
     return result
 
 

@@ -17,7 +17,7 @@ from mcore_qwen3vl.pretended.device import COUNTERS, Device
 from mcore_qwen3vl.pretended.flops import BYTES, FUSED, KINDS, CountWork
 from mcore_qwen3vl.pretended.integers import TrueIntegers, answer_sizes
 from mcore_qwen3vl.pretended.preload import Routing, preloaded
-from mcore_qwen3vl.pretended.report import Report, Stage, Traffic, Wait
+from mcore_qwen3vl.pretended.report import HostSync, Report, Stage, Traffic
 
 _LEVELS = {"used", "peak_used", "pinned", "peak_pinned"}  # counters of a level, not of events
 
@@ -34,7 +34,7 @@ class Rank:
         self.work = CountWork(self.device.launched)
         self._started = time.monotonic()
         self._before = dict.fromkeys(COUNTERS, 0)
-        self._waits: Counter[Wait] = Counter()
+        self._host_syncs: Counter[HostSync] = Counter()
         self._traffic: dict[tuple[str, str], Traffic] = {}
 
     def end_stage(self, name: str) -> Stage:
@@ -48,7 +48,7 @@ class Rank:
             peak=torch.cuda.max_memory_allocated(),
             reserved=torch.cuda.max_memory_reserved(),
             counters=change,
-            waits=self._new_waits(),
+            host_syncs=self._new_host_syncs(),
             traffic=self._new_traffic(),
             flops={kind: n for kind, n in self.work.counts.items() if kind in KINDS},
             moved=self.work.counts[BYTES],
@@ -66,19 +66,19 @@ class Rank:
 
         Returns:
             The counts of :class:`.CountWork`; ``launches``, without those that compiled functions
-            save, and ``waits``; and the bytes of each :class:`.Traffic`, by group and operation
-            with a line break between them.
+            save, and ``host_syncs``; and the bytes of each :class:`.Traffic`, by group and
+            operation with a line break between them.
         """
         now = self.device.counters()
-        host = {name: now[name] - self._before[name] for name in ("launches", "waits")}
+        host = {name: now[name] - self._before[name] for name in ("launches", "host_syncs")}
         host["launches"] -= self.work.counts[FUSED]
         sent = {f"{t.group}\n{t.operation}": t.size for t in groups.traffic()}
         return Counter({**self.work.counts, **host, **sent})
 
-    def _new_waits(self) -> list[Wait]:
-        now = Counter({replace(wait, count=0): wait.count for wait in self.device.waits()})
-        new, self._waits = now - self._waits, now
-        return [replace(wait, count=count) for wait, count in new.most_common()]
+    def _new_host_syncs(self) -> list[HostSync]:
+        now = Counter({replace(sync, count=0): sync.count for sync in self.device.host_syncs()})
+        new, self._host_syncs = now - self._host_syncs, now
+        return [replace(sync, count=count) for sync, count in new.most_common()]
 
     def _new_traffic(self) -> list[Traffic]:
         now = {(t.group, t.operation): t for t in groups.traffic()}

@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Wait:
+class HostSync:
     """Host syncs of one kind at one place."""
 
     phase: str
@@ -25,7 +25,7 @@ class Launch:
     kernel: str
     """Words of the kernel's mangled name; ``product`` for kernels of NVIDIA's libraries."""
     place: str
-    """Like the place of a :class:`Wait`; ``autograd`` for launches by the autograd engine."""
+    """Like the place of a :class:`HostSync`; ``autograd`` for launches by the autograd engine."""
     count: int
 
 
@@ -57,7 +57,7 @@ class Stage:
     """The most that the allocator has reserved on the device so far, in bytes."""
     counters: dict[str, int]
     """Counts by the names in :data:`.device.COUNTERS`."""
-    waits: list[Wait]
+    host_syncs: list[HostSync]
     traffic: list[Traffic]
     flops: dict[str, int]
     """FLOPs by the names in :data:`.flops.KINDS`."""

@@ -33,7 +33,7 @@ class Failed(RuntimeError):
 
 
 @dataclass(frozen=True)
-class As:
+class SimulatedRank:
     """The rank that a call acts as, and its device.
 
     Attributes:
@@ -99,15 +99,19 @@ class Workbench:
         self._process.wait()
 
     def call(
-        self, function: Callable[..., Any] | str, *args: Any, place: As | None = None, **where: Any
+        self,
+        function: Callable[..., Any] | str,
+        *args: Any,
+        simulated: SimulatedRank | None = None,
+        **fields: Any,
     ) -> tuple[Any, Report]:
         """Run ``function(*args)`` as one rank.
 
         Args:
             function: a function that a module defines, or ``module:function``.
             args: its arguments, which must be picklable.
-            place: rank and device of the call.
-            where: the fields of :class:`As`, instead of `place`.
+            simulated: rank and device of the call.
+            fields: the fields of :class:`SimulatedRank`, instead of `simulated`.
 
         Returns:
             The function's result (picklable), and the device's record, whose last stage is ``end``.
@@ -119,7 +123,8 @@ class Workbench:
             function = f"{function.__module__}:{function.__qualname__}"
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        _send(self._process.stdin, (function, args, place or As(**where), self._raised))
+        rank = simulated or SimulatedRank(**fields)
+        _send(self._process.stdin, (function, args, rank, self._raised))
         try:
             result, error = pickle.load(self._process.stdout)
         except EOFError:
@@ -168,10 +173,10 @@ def _answering_for_the_device() -> Iterator[None]:
 
     @cache
     def answer(device: Any = None) -> SimpleNamespace:
-        found, error = _in_a_fork(lambda: (_plain(ask(0)), None))
+        answers, error = _in_a_fork(lambda: (_plain(ask(0)), None))
         if error is not None:
             raise Failed(f"the properties of the simulated GPU cannot be read: {error}")
-        return SimpleNamespace(**found)
+        return SimpleNamespace(**answers)
 
     with mock.patch.object(torch.cuda, "get_device_properties", answer):
         yield
@@ -181,8 +186,8 @@ def _answering_for_the_device() -> Iterator[None]:
 
 def _plain(properties: Any) -> dict[str, Any]:
     """Return the properties that are numbers or text; the others cannot be pickled."""
-    found = {n: getattr(properties, n) for n in dir(properties) if not n.startswith("_")}
-    return {name: value for name, value in found.items() if isinstance(value, int | float | str)}
+    values = {n: getattr(properties, n) for n in dir(properties) if not n.startswith("_")}
+    return {name: value for name, value in values.items() if isinstance(value, int | float | str)}
 
 
 def _in_a_fork(run: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
@@ -206,15 +211,18 @@ def _in_a_fork(run: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
 
 
 def _run(
-    function: str, args: Sequence[Any], place: As, raised: tuple[type[Exception], ...]
+    function: str,
+    args: Sequence[Any],
+    simulated: SimulatedRank,
+    raised: tuple[type[Exception], ...],
 ) -> tuple[Any, Any]:
     from mcore_qwen3vl.pretended.rank import one_rank
 
     module, _, name = function.partition(":")
     try:
-        with one_rank(place.rank, place.world_size, place.routing) as recorder:
-            if place.memory_gib is not None:
-                recorder.device.set_memory(place.memory_gib, place.context_gib)
+        with one_rank(simulated.rank, simulated.world_size, simulated.routing) as recorder:
+            if simulated.memory_gib is not None:
+                recorder.device.set_memory(simulated.memory_gib, simulated.context_gib)
             result = getattr(importlib.import_module(module), name)(*args)
             recorder.end_stage("end")
         return (result, recorder.report), None

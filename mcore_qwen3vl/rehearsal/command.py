@@ -40,13 +40,13 @@ class Command:
 
     def value(self, flag: str, default: str | None = None) -> str | None:
         """Return the value of `flag`, ``""`` if it is there without one, or else `default`."""
-        found = default
+        result = default
         for i, word in enumerate(self.flags):
             name, equals, value = word.partition("=")
             if name == flag:
                 following = self.flags[i + 1] if i + 1 < len(self.flags) else "--"
-                found = value if equals else "" if following.startswith("--") else following
-        return found
+                result = value if equals else "" if following.startswith("--") else following
+        return result
 
     def without(self, *names: str) -> Command:
         """Return the same command without these flags and their values."""

@@ -65,7 +65,7 @@ def prepare(command: Command, folder: Path) -> Command:
     if count < command.micro_batches:
         prepared = prepared.noting(
             f"only {count} of the {command.micro_batches} micro-batches of an iteration were run: "
-            "launches, waits, bytes and FLOPs count these alone"
+            "launches, host syncs, bytes and FLOPs count these alone"
         )
     return prepared.plus(
         *("--train-iters", ITERATIONS, "--num-workers", 0, "--global-batch-size", batch),

@@ -40,21 +40,21 @@ class RoleOutcome:
 
     Attributes:
         role: the rehearsed role.
-        found: what :func:`.rank.measure.measure` returned.
+        measured: the result of :func:`.rank.measure.measure`.
         report: the device's record.
         seconds: host time that the rehearsal took.
         usable: bytes available to PyTorch's allocator.
     """
 
     role: Role
-    found: dict[str, Any]
+    measured: dict[str, Any]
     report: Report
     seconds: float
     usable: int
 
     @property
     def error(self) -> dict[str, Any] | None:
-        return self.found["error"]
+        return self.measured["error"]
 
     @property
     def out_of_memory(self) -> bool:
@@ -67,14 +67,14 @@ class RoleOutcome:
     @property
     def peak(self) -> int:
         """Most bytes that tensors took, or if out of memory, held when an allocation failed."""
-        moment = self.found["refused"] if self.out_of_memory else None
-        return int((moment or self.found["peak"])["allocated"])
+        moment = self.measured["refused"] if self.out_of_memory else None
+        return int((moment or self.measured["peak"])["allocated"])
 
     @property
     def held(self) -> dict[str, int]:
         """Bytes by holder at the moment of :attr:`peak`, largest first."""
-        moment = self.found["refused"] if self.out_of_memory else None
-        return dict((moment or self.found["peak"])["sizes"])
+        moment = self.measured["refused"] if self.out_of_memory else None
+        return dict((moment or self.measured["peak"])["sizes"])
 
     @property
     def reserved(self) -> int:
@@ -89,7 +89,7 @@ class RoleOutcome:
     @property
     def tight(self) -> bool:
         """Whether it fits with less than `SPARE` left, or after the allocator freed its cache."""
-        return self.ok and (self.spare < SPARE * self.usable or self.found["retries"] > 0)
+        return self.ok and (self.spare < SPARE * self.usable or self.measured["retries"] > 0)
 
     @property
     def iteration(self) -> Stage | None:
@@ -110,10 +110,10 @@ class RoleOutcome:
         return {name: facts[name] for name in names if self.ok and facts.get(name)}
 
     @property
-    def waits(self) -> int:
+    def host_syncs(self) -> int:
         """Host syncs of one iteration, without those of periodic logging."""
         stage = self.iteration
-        return sum(w.count for w in stage.waits if w.phase != LOG) if stage is not None else 0
+        return sum(s.count for s in stage.host_syncs if s.phase != LOG) if stage is not None else 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the role's results for ``--json``; sizes in bytes."""
@@ -131,16 +131,16 @@ class RoleOutcome:
             "reserved": self.reserved,
             "usable": self.usable,
             "spare": self.spare,
-            "allocator retries": self.found["retries"],
-            "parameters": self.found["parameters"],
+            "allocator retries": self.measured["retries"],
+            "parameters": self.measured["parameters"],
             "batch": self.report.facts.get("batch"),
             "launches": stage and stage.counters["launches"],
-            "waits": stage and [asdict(wait) for wait in stage.waits],
+            "host syncs": stage and [asdict(sync) for sync in stage.host_syncs],
             "flops": stage and stage.flops,
             "bytes of other kernels": stage and stage.moved,
             "traffic": stage and [asdict(t) for t in stage.traffic],
             "seconds of the host": round(self.seconds, 1),
-            "memory of the host": self.found["host bytes"],
+            "memory of the host": self.measured["host bytes"],
         }
 
 

@@ -15,7 +15,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.pretended.build import Unavailable
 from mcore_qwen3vl.pretended.flops import flops_of
 from mcore_qwen3vl.pretended.preload import Routing, Settings
-from mcore_qwen3vl.pretended.workbench import As, Failed, Workbench
+from mcore_qwen3vl.pretended.workbench import Failed, SimulatedRank, Workbench
 from mcore_qwen3vl.rehearsal.command import Command
 from mcore_qwen3vl.rehearsal.material import prepare, rehearsed_micro_batches
 from mcore_qwen3vl.rehearsal.outcome import Device, Rehearsal, RoleOutcome
@@ -174,21 +174,21 @@ class Rehearser:
     def _role(self, prepared: Command, role: Role, what: str) -> RoleOutcome:
         device = self.options.device(prepared)
         started = time.monotonic()
-        place = As(
+        simulated = SimulatedRank(
             role.rank, prepared.gpus, device.memory_gib, device.allowance_gib, self.options.routing
         )
         progress = self._folder / "progress"
         progress.write_text("starting\n", "utf-8")
         try:
             with _watched(progress, lambda doing: self._say(f"{what}: {doing}")):
-                found, report = self._bench.call(
-                    _ON_RANK, list(prepared.flags), progress, place=place
+                measured, report = self._bench.call(
+                    _ON_RANK, list(prepared.flags), progress, simulated=simulated
                 )
         except Failed as failed:
             raise BadInput(
                 f"The rehearsal of {what} ended without a result ({failed}): {self._last_words()}"
             ) from failed
-        return RoleOutcome(role, found, report, time.monotonic() - started, device.usable)
+        return RoleOutcome(role, measured, report, time.monotonic() - started, device.usable)
 
     def _last_words(self) -> str:
         lines = self._log.read_text("utf-8", errors="replace").splitlines()

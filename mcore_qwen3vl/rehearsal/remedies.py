@@ -21,14 +21,14 @@ Change = tuple[str, tuple[object, ...], int]
 """A change in words, the flags to append for it, and the number of GPUs."""
 
 
-def suggest_remedies(rehearser: Rehearser, command: Command, found: Rehearsal) -> list[Remedy]:
+def suggest_remedies(rehearser: Rehearser, command: Command, rehearsal: Rehearsal) -> list[Remedy]:
     """Rehearse the neighbours of a run that is out of memory; for any other run, return none.
 
     Each neighbour has one change. If none of them fits, full recompute is tried together with each
     of the others. A neighbour fits if all of its roles do; else its first role that fails is
     reported.
     """
-    if not any(outcome.out_of_memory for outcome in found.outcomes):
+    if not any(outcome.out_of_memory for outcome in rehearsal.outcomes):
         return []
     single = list(neighbours(command))
     tried = _try(rehearser, command, single)
@@ -64,7 +64,7 @@ def neighbours(command: Command) -> Iterator[Change]:
 
 
 def _try(rehearser: Rehearser, command: Command, changes: Sequence[Change]) -> list[Remedy]:
-    found = []
+    remedies = []
     for change, flags, gpus in changes:
         neighbour = with_flags(command, gpus, flags)
         try:
@@ -73,7 +73,7 @@ def _try(rehearser: Rehearser, command: Command, changes: Sequence[Change]) -> l
         except BadInput:  # the model or the ranks do not divide that way
             continue
         worst = max(tried.outcomes, key=lambda outcome: (not outcome.ok, outcome.reserved))
-        found.append(
+        remedies.append(
             Remedy(
                 change,
                 [str(word) for word in flags],
@@ -84,4 +84,4 @@ def _try(rehearser: Rehearser, command: Command, changes: Sequence[Change]) -> l
                 "" if tried.fits else tried.verdict,
             )
         )
-    return found
+    return remedies

@@ -57,22 +57,22 @@ class Fit:
     """A candidate and its rehearsal."""
 
     candidate: Candidate
-    found: Rehearsal
+    rehearsal: Rehearsal
 
     @property
     def good(self) -> bool:
         """Whether it fits, with memory to spare on every role."""
-        return self.found.fits and not any(outcome.tight for outcome in self.found.outcomes)
+        return self.rehearsal.fits and not any(outcome.tight for outcome in self.rehearsal.outcomes)
 
     @property
     def seconds(self) -> float | None:
         """Seconds of a step, modelled from the rehearsal; None if the layout does not run."""
-        return self.found.step.seconds if self.found.step else None
+        return self.rehearsal.step.seconds if self.rehearsal.step else None
 
     @property
     def fullest(self) -> RoleOutcome:
         """The role that failed, or else the one with the least memory to spare."""
-        return max(self.found.outcomes, key=lambda outcome: (not outcome.ok, outcome.reserved))
+        return max(self.rehearsal.outcomes, key=lambda outcome: (not outcome.ok, outcome.reserved))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row for ``--json``; sizes in bytes."""
@@ -81,7 +81,7 @@ class Fit:
             "own": self.candidate.own,
             "flags": list(self.candidate.flags),
             "fits": self.good,
-            "verdict": self.found.verdict,
+            "verdict": self.rehearsal.verdict,
             "peak (measured)": self.fullest.peak,
             "reserved (measured)": self.fullest.reserved,
             "usable": self.fullest.usable,
@@ -113,10 +113,10 @@ def search(rehearser: Rehearser, command: Command, a: Architecture) -> list[Fit]
         done = number >= TRIED or sum(fit.good for fit in tried) >= WANTED
         if done and not candidate.own:
             continue
-        found = rehearser.rehearse(
+        rehearsal = rehearser.rehearse(
             candidate.command, stop_at_failure=True, what=f"{candidate.command.layout}, "
         )
-        tried.append(Fit(candidate, found))
+        tried.append(Fit(candidate, rehearsal))
     return sorted(tried, key=lambda fit: (not fit.good, fit.seconds or inf))
 
 

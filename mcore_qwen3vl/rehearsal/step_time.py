@@ -2,7 +2,7 @@
 
 In each direction and virtual stage, a micro-batch takes the GPU's time or the host's time to launch
 it, whichever is longer. The GPU's time is the sum of matmuls, attention, all other kernels (by the
-bytes that they move) and exchanges. :func:`mcore_qwen3vl.schedule.play` simulates the pipeline with
+bytes that they move) and exchanges. :func:`mcore_qwen3vl.schedule.simulate` runs the pipeline with
 these times; work that an iteration does once, such as the optimizer's step, follows. If Megatron
 overlaps the data-parallel exchange with a micro-batch, only the part that outlasts it counts.
 """
@@ -21,7 +21,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.pretended.flops import BYTES, KINDS
 from mcore_qwen3vl.pretended.report import Stage, Traffic
 from mcore_qwen3vl.runtime.gpus import Gpu
-from mcore_qwen3vl.schedule import Durations, play
+from mcore_qwen3vl.schedule import Durations, simulate
 from mcore_qwen3vl.training.phases import BACKWARD, FORWARD
 
 GEMM, ATTENTION, MEMORY, HOST = "GEMM", "attention", "other kernels (memory)", "host"
@@ -66,13 +66,13 @@ class Constants:
             BadInput: the file cannot be read, or a name or a value is wrong.
         """
         try:
-            found = json.loads(file.read_text("utf-8"))
+            values = json.loads(file.read_text("utf-8"))
         except (OSError, ValueError) as error:
             raise BadInput(f"--constants {file} cannot be read: {error}") from None
         known = [field.name for field in fields(cls)]
-        if not isinstance(found, dict):
+        if not isinstance(values, dict):
             raise BadInput(f"--constants {file} holds no JSON object.")
-        for name, value in found.items():
+        for name, value in values.items():
             if name not in known:
                 names = ", ".join(known)
                 raise BadInput(f"--constants {file}: {name} is not one of {names}.")
@@ -81,7 +81,7 @@ class Constants:
                 raise BadInput(f"--constants {file}: {name} is {value!r}, not a number above 0.")
             if value > most:
                 raise BadInput(f"--constants {file}: {name} is {value}, and a share is at most 1.")
-        return cls(**found)
+        return cls(**values)
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class Model:
         Args:
             ranks: one rank of each role, in the order of the pipeline.
             micro_batches: micro-batches of an iteration.
-            group: see :func:`mcore_qwen3vl.schedule.play`.
+            group: see :func:`mcore_qwen3vl.schedule.simulate`.
             gpus: number of GPUs of the run.
             dp: data-parallel size, CP not included.
         """
@@ -186,7 +186,7 @@ class Model:
             for _ in range(rank.stages)
         ]
         after = max(sum(part.after.values()) for part in parts)
-        seconds = play(order, micro_batches, group) + after
+        seconds = simulate(order, micro_batches, group) + after
         scale = dp * micro_batches / ranks[0].micro_batches / seconds
         tflops = ranks[0].useful_flops * scale / gpus / 1e12
         roles = [
@@ -231,8 +231,8 @@ class Model:
                 spent[name] = spent.get(name, 0.0) + self._exchange(spans[key], size)
         busy = sum(spent.values())
         host = work.get("launches", 0) * c.launch_us * 1e-6
-        waits = work.get("waits", 0) * c.wait_us * 1e-6
-        return spent | {HOST: max(host - busy, 0.0) + waits}
+        syncs = work.get("host_syncs", 0) * c.wait_us * 1e-6
+        return spent | {HOST: max(host - busy, 0.0) + syncs}
 
     def _exchange(self, t: Traffic, size: float) -> float:
         """Return the seconds that a group takes to exchange `size` bytes."""
@@ -306,7 +306,7 @@ def _totals(stage: Stage) -> dict[str, float]:
     """Return an iteration's work like :meth:`.rank.Rank.tally`, less the overlapped exchange."""
     traffic = {f"{t.group}\n{t.operation}": t.size for t in stage.traffic if not _overlapped(t)}
     counters = stage.counters
-    host = {"launches": counters["launches"] - stage.fused, "waits": counters["waits"]}
+    host = {"launches": counters["launches"] - stage.fused, "host_syncs": counters["host_syncs"]}
     flops = {kind: stage.flops.get(kind, 0) for kind in KINDS}
     return {**flops, BYTES: stage.moved, **host, **traffic}
 

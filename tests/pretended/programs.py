@@ -87,7 +87,7 @@ def integers() -> dict[str, Any]:
     }
 
 
-def waits() -> None:
+def host_syncs() -> None:
     """Cause one host sync of each kind, in this function."""
     x = torch.ones(4, device="cuda")
     x.sum().item()

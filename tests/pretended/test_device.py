@@ -119,11 +119,11 @@ def test_what_nobody_sends_is_zeros(workbench: Workbench) -> None:
     assert received == [0, 0, 0]
 
 
-def test_every_wait_of_the_host_is_recorded_with_its_line(workbench: Workbench) -> None:
-    _, report = workbench.call(f"{HERE}:waits")
-    here = [w for w in report.stage("end").waits if "programs.py" in w.place]
-    assert all(w.place.split(" < ")[0].endswith(" waits") for w in here)
-    lines = sorted((int(w.place.split(":")[1].split()[0]), w.kind) for w in here)
+def test_every_host_sync_is_recorded_with_its_line(workbench: Workbench) -> None:
+    _, report = workbench.call(f"{HERE}:host_syncs")
+    here = [s for s in report.stage("end").host_syncs if "programs.py" in s.place]
+    assert all(s.place.split(" < ")[0].endswith(" host_syncs") for s in here)
+    lines = sorted((int(s.place.split(":")[1].split()[0]), s.kind) for s in here)
     first = lines[0][0]
     assert [(line - first, kind) for line, kind in lines] == [
         (0, "stream synchronize"),
@@ -276,14 +276,14 @@ def test_canary_the_functions_of_torch_distributed_that_are_replaced(
 
 
 def test_the_counters_are_those_of_the_stub() -> None:
-    from mcore_qwen3vl.pretended.device import COUNTERS, WAITS
+    from mcore_qwen3vl.pretended.device import COUNTERS, HOST_SYNCS
 
     header = (build.SOURCES / "stub.h").read_text()
     names = header.split("enum {\n    LAUNCHES")[1].split("}")[0]
     names = [n.strip().lower() for n in f"LAUNCHES{names}".replace("\n", " ").split(",")]
     assert tuple(names[:-1]) == COUNTERS
-    waits = header.split("enum { W_DEVICE")[1].split("}")[0]
-    assert len(waits.split(",")) == len(WAITS)
+    kinds = header.split("enum { SYNC_DEVICE")[1].split("}")[0]
+    assert len(kinds.split(",")) == len(HOST_SYNCS)
 
 
 # ---- where it cannot run ----

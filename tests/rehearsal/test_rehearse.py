@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.training.embedding.retrieval import write_retrieval
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training import memory
 from tests.rehearsal.conftest import Command
+from tests.training.tasks.retrieval import write_retrieval
 
 FLAGS = (
     *("--packing", "--seq-length", 512, "--micro-batch-size", 1, "--global-batch-size", 16),
@@ -54,7 +54,7 @@ def test_two_stages_of_a_model_that_is_only_a_config(
         assert 1 <= role["max_memory_allocated"] / role["peak"] < 1.002
         assert role["peak"] <= role["reserved"] <= role["usable"]
         assert role["launches"] > 100
-        assert any(wait["place"].startswith("megatron/core/") for wait in role["waits"])
+        assert any(sync["place"].startswith("megatron/core/") for sync in role["host syncs"])
     assert "vision" in first["parameters"]
     assert "vision" not in last["parameters"]
     moved = {(t["group"].partition("[")[0], t["operation"]) for t in first["traffic"]}
@@ -124,7 +124,7 @@ def test_embedding_on_the_users_records(command: Command, tmp_path: Path) -> Non
     assert (code, found["verdict"]) == (0, "fits")
     (role,) = found["roles"]
     assert role["launches"] > 100
-    places = [wait["place"] for wait in role["waits"]]
+    places = [sync["place"] for sync in role["host syncs"]]
     assert places
     assert not [place for place in places if "objectives/" in place]
 

@@ -19,7 +19,7 @@ ROUNDING = 0.11  # GB
 
 # The host syncs allowed inside forward and backward: for the counts of tokens of each expert, and
 # Megatron's synchronisation after transfers between pipeline stages.
-KNOWN_WAITS = (
+KNOWN_HOST_SYNCS = (
     "megatron/core/transformer/moe/token_dispatcher.py",
     "megatron/core/pipeline_parallel/p2p_communication.py",
 )
@@ -58,8 +58,8 @@ def test_it_runs_and_fits_as_the_guide_says(command: Command, script: Path, spec
     for role in found["roles"]:
         assert role["spare"] >= SPARE * role["usable"], role["role"]
         assert role["faults"] == {}
-        inside = [w for w in role["waits"] if w["phase"] in (FORWARD_BACKWARD, FINALIZE)]
-        assert [w for w in inside if not w["place"].startswith(KNOWN_WAITS)] == []
+        inside = [w for w in role["host syncs"] if w["phase"] in (FORWARD_BACKWARD, FINALIZE)]
+        assert [w for w in inside if not w["place"].startswith(KNOWN_HOST_SYNCS)] == []
         name = role["role"]["name"].partition(", ")[0]
         taken[name] = [role["peak"] / 1e9, role["reserved"] / 1e9]
     assert taken.keys() == stated.keys()

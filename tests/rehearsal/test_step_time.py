@@ -27,7 +27,7 @@ BACKWARD = {"gemm": 2e14, "attention": 1e14, "bytes": 1e11, "launches": 20}
 def stage(*traffic: Traffic, **changes: Any) -> Stage:
     """Make a stage of two micro-batches and an optimizer that moves 1e10 bytes."""
     flops = {"gemm": int(6e14), "attention": int(3e14)}
-    counters = {"launches": 60, "waits": 0}
+    counters = {"launches": 60, "host_syncs": 0}
     made = Stage("iteration 2", 1, 0, 0, 0, counters, [], list(traffic), flops, moved=int(3.1e11))
     return replace(made, **changes)
 
@@ -58,8 +58,8 @@ def test_work_takes_what_the_gpu_needs() -> None:
 
 
 def test_the_host_counts_where_it_is_slower() -> None:
-    forward = {**FORWARD, "launches": 1e5, "waits": 1e3}  # a second, and 30 ms
-    found = stage(counters={"launches": 200_040, "waits": 2_000})
+    forward = {**FORWARD, "launches": 1e5, "host_syncs": 1e3}  # a second, and 30 ms
+    found = stage(counters={"launches": 200_040, "host_syncs": 2_000})
     spent = modelled(found=found, forward=forward).roles[0].seconds
     assert spent["host"] == pytest.approx(6 * (1 - 0.2 - 0.2 - 0.05 + 0.03))
 

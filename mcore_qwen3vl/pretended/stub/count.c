@@ -3,13 +3,13 @@
 #include <stdlib.h>
 
 u64 pretended_count[COUNTERS];
-static void (*on_wait)(int kind, u64 bytes);
+static void (*on_host_sync)(int kind, u64 bytes);
 static __thread int just_copied;
 static u64 now = 1, completed = 0;  // events recorded up to `completed` are complete
 static int late;
 
 u64 *pretended_counters(void) { return pretended_count; }
-void pretended_on_wait(void (*function)(int, u64)) { on_wait = function; }
+void pretended_on_host_sync(void (*function)(int, u64)) { on_host_sync = function; }
 void pretended_events_complete_late(int yes) { late = yes; }
 
 double pretended_setting(const char *name, double otherwise) {
@@ -21,16 +21,16 @@ void *pretended_token(void) { return calloc(1, 16); }
 
 void pretended_enqueued(void) { just_copied = 0; }
 
-void pretended_waited(int kind, u64 bytes) {
+void pretended_host_sync(int kind, u64 bytes) {
     completed = now;
     // PyTorch synchronizes the stream after a blocking copy. That is one host sync, not two.
-    if (just_copied && kind == W_STREAM) {
+    if (just_copied && kind == SYNC_STREAM) {
         just_copied = 0;
         return;
     }
-    just_copied = kind == W_TO_PAGEABLE || kind == W_FROM_PAGEABLE;
-    COUNT(WAITS, 1);
-    if (on_wait) on_wait(kind, bytes);
+    just_copied = kind == SYNC_TO_PAGEABLE || kind == SYNC_FROM_PAGEABLE;
+    COUNT(HOST_SYNCS, 1);
+    if (on_host_sync) on_host_sync(kind, bytes);
 }
 
 u64 pretended_event_record(void) { return ++now; }

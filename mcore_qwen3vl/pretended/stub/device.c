@@ -97,9 +97,9 @@ const char *cudaGetErrorName(int e) {
 
 // All work completes at once. Events complete at once too, or with PRETENDED_LATE at the next host
 // sync.
-int cudaDeviceSynchronize(void) { pretended_enqueued(); pretended_waited(W_DEVICE, 0); return OK; }
-int cudaStreamSynchronize(void *stream) { pretended_waited(W_STREAM, 0); return OK; }
-int cudaEventSynchronize(u64 *event) { pretended_enqueued(); pretended_waited(W_EVENT, 0); return OK; }
+int cudaDeviceSynchronize(void) { pretended_enqueued(); pretended_host_sync(SYNC_DEVICE, 0); return OK; }
+int cudaStreamSynchronize(void *stream) { pretended_host_sync(SYNC_STREAM, 0); return OK; }
+int cudaEventSynchronize(u64 *event) { pretended_enqueued(); pretended_host_sync(SYNC_EVENT, 0); return OK; }
 int cudaEventRecord(u64 *event, void *stream) { *event = pretended_event_record(); return OK; }
 int cudaEventRecordWithFlags(u64 *event, void *stream, unsigned flags) { return cudaEventRecord(event, stream); }
 int cudaEventQuery(u64 *event) { return pretended_event_pending(*event) ? NOT_READY : OK; }

@@ -77,7 +77,7 @@ int cuMemcpyHtoDAsync_v2(void *to, const void *from, size_t n, void *stream) { r
 int cuMemcpyDtoHAsync_v2(void *to, const void *from, size_t n, void *stream) { return pretended_copy(to, from, n, 0); }
 int cuMemsetD8Async(void *p, unsigned char value, size_t n, void *stream) { return cudaMemset(p, value, n); }
 int cuMemsetD32Async(void *p, unsigned value, size_t n, void *stream) { COUNT(MEMSETS, 1); return OK; }
-int cuStreamSynchronize(void *stream) { pretended_waited(W_STREAM, 0); return OK; }
+int cuStreamSynchronize(void *stream) { pretended_host_sync(SYNC_STREAM, 0); return OK; }
 int cuCtxSynchronize(void) { return cudaDeviceSynchronize(); }
 
 // Expandable segments, which reserve addresses and physical memory separately.

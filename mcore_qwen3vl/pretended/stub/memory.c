@@ -122,7 +122,7 @@ int cudaFree(void *p) {
     }
     pthread_mutex_unlock(&lock);
     COUNT(FREES, 1);
-    pretended_waited(W_FREE, bytes);
+    pretended_host_sync(SYNC_FREE, bytes);
     return OK;
 }
 int cudaMallocAsync(void **p, size_t bytes, void *stream) { return cudaMalloc(p, bytes); }
@@ -207,9 +207,9 @@ int pretended_copy(void *to, const void *from, u64 bytes, int blocking) {
     else if (from_device) { COUNT(D2H, 1); COUNT(D2H_BYTES, bytes); }
     // Large copies within the device are skipped: the host reads the values of small tensors only.
     if (bytes <= (to_device && from_device ? (u64)MIB : copy_limit)) memmove(to, from, bytes);
-    if (blocking) pretended_waited(W_COPY, bytes);
-    else if (from_device && !to_device && !is_pinned(to)) pretended_waited(W_TO_PAGEABLE, bytes);
-    else if (to_device && !from_device && !is_pinned(from)) pretended_waited(W_FROM_PAGEABLE, bytes);
+    if (blocking) pretended_host_sync(SYNC_COPY, bytes);
+    else if (from_device && !to_device && !is_pinned(to)) pretended_host_sync(SYNC_TO_PAGEABLE, bytes);
+    else if (to_device && !from_device && !is_pinned(from)) pretended_host_sync(SYNC_FROM_PAGEABLE, bytes);
     else pretended_enqueued();
     return OK;
 }

@@ -27,14 +27,14 @@ enum { OK = 0, INVALID = 1, NO_MEMORY = 2, NO_DEVICE = 101, NOT_READY = 600 };
 // Counters. ../device.py has the same order.
 enum {
     LAUNCHES, GEMMS, CONVOLUTIONS, MEMSETS, H2D, D2H, D2D, H2D_BYTES, D2H_BYTES, D2D_BYTES,
-    MALLOCS, FREES, USED, PEAK_USED, PINNED, PEAK_PINNED, WAITS, UNKNOWN_CALLS, COUNTERS
+    MALLOCS, FREES, USED, PEAK_USED, PINNED, PEAK_PINNED, HOST_SYNCS, UNKNOWN_CALLS, COUNTERS
 };
 extern u64 pretended_count[COUNTERS];
 #define COUNT(counter, n) __atomic_add_fetch(&pretended_count[counter], (n), __ATOMIC_RELAXED)
 
 // Kinds of host syncs. ../device.py has the same order.
-enum { W_DEVICE, W_STREAM, W_EVENT, W_COPY, W_TO_PAGEABLE, W_FROM_PAGEABLE, W_FREE };
-void pretended_waited(int kind, u64 bytes);
+enum { SYNC_DEVICE, SYNC_STREAM, SYNC_EVENT, SYNC_COPY, SYNC_TO_PAGEABLE, SYNC_FROM_PAGEABLE, SYNC_FREE };
+void pretended_host_sync(int kind, u64 bytes);
 void pretended_enqueued(void);  // work was enqueued, so the next stream sync counts by itself
 u64 pretended_event_record(void);
 int pretended_event_pending(u64 recorded);

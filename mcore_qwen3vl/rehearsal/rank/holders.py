@@ -67,9 +67,9 @@ def holder(frames: Frames) -> str:
         frames: the allocation's stack frames, innermost first.
     """
     for frame in frames:
-        found = _of_file(frame["filename"])
-        if found is not None:
-            return found
+        name = _of_file(frame["filename"])
+        if name is not None:
+            return name
     return BACKWARD
 
 

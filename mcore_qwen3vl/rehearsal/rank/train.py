@@ -173,11 +173,11 @@ class _Watch:
         self._facts.setdefault("batch", shapes)
 
     def in_phase(self, name: str, function: Any) -> Any:
-        def booked(*args: Any, **kwargs: Any) -> Any:
+        def in_named_phase(*args: Any, **kwargs: Any) -> Any:
             with self._rank.device.phase(name):
                 return function(*args, **kwargs)
 
-        return booked
+        return in_named_phase
 
     def _watch(self, model: list[nn.Module]) -> None:
         tensors = {**_parameters(model), **_buffers(model)}
@@ -211,7 +211,7 @@ class StageWork:
             For each virtual stage, the work of one micro-batch: the mean over the iteration's. See
             :meth:`.rank.Rank.tally` for its keys.
         """
-        found = [
+        work = [
             {
                 direction: {k: n / done for k, n in self._work[stage, direction].items()}
                 for direction in (FORWARD, BACKWARD)
@@ -220,7 +220,7 @@ class StageWork:
         ]
         self._done.clear()
         self._work.clear()
-        return found
+        return work
 
     def forward(self, original: Any) -> Any:
         """Wrap mcore's ``forward_step`` to count its work."""

@@ -61,7 +61,7 @@ class Plot:
     height: float
 
 
-def write_page(found: Rehearsal, file: Path) -> None:
+def write_page(rehearsal: Rehearsal, file: Path) -> None:
     """Write the page.
 
     Raises:
@@ -70,10 +70,10 @@ def write_page(found: Rehearsal, file: Path) -> None:
     environment = templates("mcore_qwen3vl.rehearsal.report")
     environment.filters["gb"] = lambda size: f"{size / 1e9:.2f}"
     page = environment.get_template("page.html.jinja").render(
-        found=found,
+        rehearsal=rehearsal,
         command=console.command_line(),
         gib=GIB,
-        plots=[plot(outcome) for outcome in found.outcomes],
+        plots=[plot(outcome) for outcome in rehearsal.outcomes],
         width=WIDTH,
         left=LEFT,
         top=TOP,
@@ -84,7 +84,7 @@ def write_page(found: Rehearsal, file: Path) -> None:
 
 def plot(outcome: RoleOutcome) -> Plot:
     """Return stacked areas, the largest holder at the bottom; x is the order of allocations."""
-    moments: list[dict[str, Any]] = outcome.found["over time"]
+    moments: list[dict[str, Any]] = outcome.measured["over time"]
     largest: dict[str, int] = {}
     for moment in moments:
         for name, size in moment["sizes"].items():

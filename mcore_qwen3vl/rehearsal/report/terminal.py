@@ -17,7 +17,7 @@ from mcore_qwen3vl.rehearsal.search import Fit
 from mcore_qwen3vl.runtime.gpus import GIB
 from mcore_qwen3vl.training.memory import Memory
 
-WAITS_SHOWN = 8
+HOST_SYNCS_SHOWN = 8
 TRAFFIC_SHOWN = 8
 
 
@@ -32,37 +32,38 @@ def _table(title: str, *columns: str) -> Table:
     return console.table("", *columns)
 
 
-def heading(found: Rehearsal) -> str:
+def heading(rehearsal: Rehearsal) -> str:
     """Return a line with the layout, the GPUs and their memory."""
-    device = found.device
+    device = rehearsal.device
     return (
-        f"{found.layout}, {found.gpus} x {device.gpu.name}: {gb(device.memory_gib * GIB)} GB, "
-        f"of which {gb(device.allowance_gib * GIB)} GB are taken for context and NCCL (assumed), "
-        f"so that {gb(device.usable)} GB are left. Measured on a simulated GPU:"
+        f"{rehearsal.layout}, {rehearsal.gpus} x {device.gpu.name}: "
+        f"{gb(device.memory_gib * GIB)} GB, of which {gb(device.allowance_gib * GIB)} GB are taken "
+        f"for context and NCCL (assumed), so that {gb(device.usable)} GB are left. Measured on a "
+        "simulated GPU:"
     )
 
 
-def show(found: Rehearsal) -> None:
+def show(rehearsal: Rehearsal) -> None:
     """Print the results to standard output."""
     say = console.output.print
-    say(heading(found))
-    for note in found.notes:
+    say(heading(rehearsal))
+    for note in rehearsal.notes:
         say(f"  {console.plain(note)}")
-    _memory(found)
-    _work(found)
-    for outcome in found.outcomes:
-        _waits(outcome)
+    _memory(rehearsal)
+    _work(rehearsal)
+    for outcome in rehearsal.outcomes:
+        _host_syncs(outcome)
         _traffic(outcome)
-    _pipeline(found)
-    _step(found)
-    for outcome in found.outcomes:
+    _pipeline(rehearsal)
+    _step(rehearsal)
+    for outcome in rehearsal.outcomes:
         _error(outcome)
         for fault, names in outcome.faults.items():
             said = console.plain(f"{outcome.role.name}, {fault}: {', '.join(names)}")
             say(f"[yellow]{said}[/]", soft_wrap=True)
-    _remedies(found)
-    style = "bold green" if found.fits else "bold red"
-    say(f"[{style}]{console.plain(found.verdict)}[/]")
+    _remedies(rehearsal)
+    style = "bold green" if rehearsal.fits else "bold red"
+    say(f"[{style}]{console.plain(rehearsal.verdict)}[/]")
 
 
 def show_fits(fits: Sequence[Fit], command: Command) -> None:
@@ -82,7 +83,7 @@ def show_fits(fits: Sequence[Fit], command: Command) -> None:
             _left(fullest, 1e9),
             "" if fit.seconds is None else f"{fit.seconds:.3g}",
             "[green]fits[/]" if fit.good else "[red]no[/]",
-            console.plain(" ".join(fit.candidate.flags) if fit.good else fit.found.verdict),
+            console.plain(" ".join(fit.candidate.flags) if fit.good else fit.rehearsal.verdict),
         )
     console.output.print(table)
     if command.script is not None:
@@ -113,8 +114,8 @@ def show_estimate(
             {"layers": count, **asdict(stage), "total": stage.total}
             for count, stage in zip(layers, stages, strict=True)
         ]
-        found = {"kind": kind, "unit": "bytes", "layout": str(layout), "gpus": command.gpus}
-        console.emit_json({**found, "stages": listing})
+        heads = {"kind": kind, "unit": "bytes", "layout": str(layout), "gpus": command.gpus}
+        console.emit_json({**heads, "stages": listing})
         return
     parts = list(asdict(stages[0]))
     title = f"GB on one GPU of each pipeline stage, {kind}: {layout}, GPUs: {command.gpus}"
@@ -126,24 +127,24 @@ def show_estimate(
     console.output.print("Fragmentation, NCCL's buffers and the CUDA context come on top.")
 
 
-def _memory(found: Rehearsal) -> None:
+def _memory(rehearsal: Rehearsal) -> None:
     """Print one column for each role, so that the holders of memory can be compared."""
-    columns = [f">{outcome.role.name}" for outcome in found.outcomes]
-    small = max(outcome.reserved for outcome in found.outcomes) < 1e9
+    columns = [f">{outcome.role.name}" for outcome in rehearsal.outcomes]
+    small = max(outcome.reserved for outcome in rehearsal.outcomes) < 1e9
     unit, scale = ("MB", 1e6) if small else ("GB", 1e9)
     table = _table(f"{unit} on one GPU at the moment of the peak, by holder", "", *columns)
-    holders = {name: 0 for outcome in found.outcomes for name in outcome.held}
-    for outcome in found.outcomes:
+    holders = {name: 0 for outcome in rehearsal.outcomes for name in outcome.held}
+    for outcome in rehearsal.outcomes:
         for name, size in outcome.held.items():
             holders[name] = max(holders[name], size)
     for name in sorted(holders, key=lambda name: -holders[name]):
         if holders[name] >= 0.05 * scale:
-            sizes = (o.held.get(name, 0) / scale for o in found.outcomes)
+            sizes = (o.held.get(name, 0) / scale for o in rehearsal.outcomes)
             table.add_row(console.plain(name), *(f"{size:.1f}" if size else "" for size in sizes))
     table.add_section()
-    table.add_row("peak of tensors", *(f"{o.peak / scale:.1f}" for o in found.outcomes))
-    table.add_row("allocator's reserve", *(f"{o.reserved / scale:.1f}" for o in found.outcomes))
-    table.add_row("left", *(_left(o, scale) for o in found.outcomes))
+    table.add_row("peak of tensors", *(f"{o.peak / scale:.1f}" for o in rehearsal.outcomes))
+    table.add_row("allocator's reserve", *(f"{o.reserved / scale:.1f}" for o in rehearsal.outcomes))
+    table.add_row("left", *(_left(o, scale) for o in rehearsal.outcomes))
     console.output.print(table)
 
 
@@ -156,26 +157,34 @@ def _left(outcome: RoleOutcome, scale: float) -> str:
     return f"[yellow]{text}[/]" if outcome.tight else text
 
 
-def _work(found: Rehearsal) -> None:
-    columns = (">rank", ">parameters", ">launches", ">waits", ">GEMM", ">attention", ">seconds")
-    count = found.rehearsed_micro_batches
+def _work(rehearsal: Rehearsal) -> None:
+    columns = (
+        ">rank",
+        ">parameters",
+        ">launches",
+        ">host syncs",
+        ">GEMM",
+        ">attention",
+        ">seconds",
+    )
+    count = rehearsal.rehearsed_micro_batches
     table = _table(
         f"One iteration of {count} micro-batch{'es' * (count > 1)}; FLOPs in TFLOP, recomputed "
         "work included; seconds of the rehearsal",
         "role",
         *columns,
     )
-    for outcome in found.outcomes:
+    for outcome in rehearsal.outcomes:
         stage = outcome.iteration
         numbers = ["", "", "", ""]
         if stage is not None:
             numbers = [
                 f"{stage.counters['launches']:,}",
-                f"{outcome.waits:,}",
+                f"{outcome.host_syncs:,}",
                 f"{stage.flops.get('gemm', 0) / 1e12:,.1f}",
                 f"{stage.flops.get('attention', 0) / 1e12:,.1f}",
             ]
-        parameters = sum(outcome.found["parameters"].values())
+        parameters = sum(outcome.measured["parameters"].values())
         table.add_row(
             outcome.role.name,
             str(outcome.role.rank),
@@ -186,19 +195,19 @@ def _work(found: Rehearsal) -> None:
     console.output.print(table)
 
 
-def _waits(outcome: RoleOutcome) -> None:
+def _host_syncs(outcome: RoleOutcome) -> None:
     stage = outcome.iteration
-    if stage is None or not stage.waits:
+    if stage is None or not stage.host_syncs:
         return
-    title = f"Waits of the host for the device, {outcome.role.name}"
+    title = f"Host syncs, {outcome.role.name}"
     table = _table(title, ">count", "while", "kind", "line")
     lines: Counter[tuple[str, str, str]] = Counter()
-    for wait in stage.waits:
-        lines[wait.phase, wait.kind, wait.place.split(" < ")[0]] += wait.count
+    for sync in stage.host_syncs:
+        lines[sync.phase, sync.kind, sync.place.split(" < ")[0]] += sync.count
     ordered = lines.most_common()
-    for line, count in ordered[:WAITS_SHOWN]:
+    for line, count in ordered[:HOST_SYNCS_SHOWN]:
         table.add_row(str(count), *map(console.plain, line))
-    if rest := ordered[WAITS_SHOWN:]:
+    if rest := ordered[HOST_SYNCS_SHOWN:]:
         count = sum(count for _, count in rest)
         table.add_row(str(count), "", "", f"{len(rest)} more lines (--json has their callers)")
     console.output.print(table)
@@ -216,26 +225,26 @@ def _traffic(outcome: RoleOutcome) -> None:
     console.output.print(table)
 
 
-def _pipeline(found: Rehearsal) -> None:
-    pipeline = found.pipeline
+def _pipeline(rehearsal: Rehearsal) -> None:
+    pipeline = rehearsal.pipeline
     if pipeline is None:
         return
     each = ", ".join(f"{flops / 1e12:.1f}" for flops in pipeline.flops)
     console.output.print(
         f"Modelled from the FLOPs of the stages ({each} TFLOP a micro-batch): the busiest stage "
         f"has {pipeline.imbalance:.2f} times the mean, and a rank waits {pipeline.bubble:.1%} of "
-        f"an iteration of {found.micro_batches} micro-batches for the others."
+        f"an iteration of {rehearsal.micro_batches} micro-batches for the others."
     )
 
 
-def _step(found: Rehearsal) -> None:
-    step = found.step
+def _step(rehearsal: Rehearsal) -> None:
+    step = rehearsal.step
     if step is None:
         return
     unit, scale = step.unit
     table = _table(
-        f"Modelled: {unit} of a step of {found.micro_batches} "
-        f"micro-batch{'es' * (found.micro_batches > 1)}, by what they go to",
+        f"Modelled: {unit} of a step of {rehearsal.micro_batches} "
+        f"micro-batch{'es' * (rehearsal.micro_batches > 1)}, by what they go to",
         "",
         *(f">{role.name}" for role in step.roles),
     )
@@ -246,7 +255,7 @@ def _step(found: Rehearsal) -> None:
             table.add_row(name, *shown)
     console.output.print(table)
     console.output.print(
-        f"Modelled, not compared with a real GPU: {step.summary(found.gpus)}. --constants FILE "
+        f"Modelled, not compared with a real GPU: {step.summary(rehearsal.gpus)}. --constants FILE "
         "replaces what is assumed.",
         soft_wrap=True,
     )
@@ -263,15 +272,15 @@ def _error(outcome: RoleOutcome) -> None:
     )
 
 
-def _remedies(found: Rehearsal) -> None:
-    if not found.remedies:
+def _remedies(rehearsal: Rehearsal) -> None:
+    if not rehearsal.remedies:
         return
     table = _table("What would make it fit, rehearsed (all roles)", "with", ">GB", "", "add")
-    for remedy in sorted(found.remedies, key=lambda r: not r.fits):
+    for remedy in sorted(rehearsal.remedies, key=lambda r: not r.fits):
         verdict = "[green]fits[/]" if remedy.fits else "[red]no[/]"
         flags = " ".join(remedy.flags) or f"--gpus {remedy.gpus}"
         flags = console.plain(flags if remedy.fits else "")
         table.add_row(console.plain(remedy.change), gb(remedy.reserved), verdict, flags)
     console.output.print(table)
-    if not any(remedy.fits for remedy in found.remedies):
+    if not any(remedy.fits for remedy in rehearsal.remedies):
         console.output.print("None of these fits: combine them, or use more or larger GPUs.")

@@ -38,7 +38,7 @@ class Role:
     peak: float  # bytes, recorded with torch 2.13.0 and megatron-core 0.19.2
     parameters: int
     where: dict[str, Any]
-    waits: tuple[str, ...] = ()
+    host_syncs: tuple[str, ...] = ()
     spec: str = "torch"
 
 
@@ -62,7 +62,7 @@ ROLES = {
         32.17e9,
         2_047_762_944,
         {"rank": 4},
-        waits=(TRANSFERS,),
+        host_syncs=(TRANSFERS,),
     ),
     "30B-A3B, 4 layers, TP2 EP8": Role(
         "sft_30b_a3b",
@@ -70,7 +70,7 @@ ROLES = {
         9.39e9,
         840_094_400,
         {"layers": 4, "vision_blocks": 4},
-        waits=(DISPATCHER,),
+        host_syncs=(DISPATCHER,),
     ),
     "LoRA 8B, TP2": Role(
         "lora_8b",
@@ -85,7 +85,7 @@ ROLES = {
         3.14e9,
         7_372_800,
         {"layers": 4, "vision_blocks": 4},
-        waits=(DISPATCHER,),
+        host_syncs=(DISPATCHER,),
     ),
 }
 # Recorded with torch 2.11.0 and Transformer Engine 2.20.2.
@@ -139,12 +139,12 @@ def test_every_parameter_is_on_the_device_and_has_a_gradient(
 
 def test_forward_and_backward_wait_for_nothing_unknown(rehearsed: tuple[Role, Report]) -> None:
     role, report = rehearsed
-    waits = [
-        w for w in report.stage("iteration 2").waits if w.phase in (FORWARD_BACKWARD, FINALIZE)
+    syncs = [
+        w for w in report.stage("iteration 2").host_syncs if w.phase in (FORWARD_BACKWARD, FINALIZE)
     ]
-    unknown = [w for w in waits if not w.place.startswith(role.waits or ("nothing",))]
+    unknown = [w for w in syncs if not w.place.startswith(role.host_syncs or ("nothing",))]
     assert unknown == []
-    assert bool(waits) == bool(role.waits), "the list above names what is gone"
+    assert bool(syncs) == bool(role.host_syncs), "the list above names what is gone"
 
 
 def test_nothing_else_waits_between_two_logged_steps(rehearsed: tuple[Role, Report]) -> None:
@@ -152,9 +152,9 @@ def test_nothing_else_waits_between_two_logged_steps(rehearsed: tuple[Role, Repo
     with ``--exit-signal-handler``, and for success, norm, learning rate and the loss's scale."""
     _, report = rehearsed
     inside = (FORWARD_BACKWARD, FINALIZE, LOG)
-    waits = report.stage("iteration 2").waits
-    assert [w for w in waits if w.phase not in inside] == []
-    assert [w for w in waits if w.phase == LOG], "the first step is logged"
+    syncs = report.stage("iteration 2").host_syncs
+    assert [w for w in syncs if w.phase not in inside] == []
+    assert [w for w in syncs if w.phase == LOG], "the first step is logged"
 
 
 def test_peak_memory_is_what_it_was(rehearsed: tuple[Role, Report]) -> None:
@@ -201,8 +201,8 @@ def test_batches_wait_for_nothing_read_ahead_or_not(
     flags = ("--num-workers", str(workers), "--train-iters", "3")
     report = _tiny_rank(workbench, tmp_path, 0, *flags)
     assert report.facts["batch"]["patches"] is not None
-    waits = [w for i in (2, 3) for w in report.stage(f"iteration {i}").waits]
-    assert [w for w in waits if w.phase == FORWARD_BACKWARD or "broadcast/batches" in w.place] == []
+    syncs = [w for i in (2, 3) for w in report.stage(f"iteration {i}").host_syncs]
+    assert [w for w in syncs if w.phase == FORWARD_BACKWARD or "broadcast/batches" in w.place] == []
     assert report.stage("iteration 3").counters["unknown_calls"] == 0
 
 
