@@ -14,6 +14,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import Adapter, is_adapter
 from mcore_qwen3vl.converters.live.checkpoint import load_checkpoint
 from mcore_qwen3vl.converters.live.load import load_hf
+from mcore_qwen3vl.converters.mapping.forms import SCORE
 from mcore_qwen3vl.converters.mcore.formats import is_megatron
 from mcore_qwen3vl.converters.mcore.paths import hf_folder, require_whole_model
 from mcore_qwen3vl.converters.storage.dtypes import DTYPES
@@ -74,7 +75,7 @@ def load_chunks(
         layout: parallel sizes.
         spec: layer spec.
         dtype: a name of ``DTYPES``, or ``config`` for the dtype of the checkpoint's config.
-        adapter: a LoRA adapter to attach.
+        adapter: a LoRA adapter to attach; a classifier's head may be in it alone.
         kind: the class of the chunks.
         overrides: further ``TransformerConfig`` fields.
     """
@@ -82,8 +83,11 @@ def load_chunks(
     if dtype != "config":
         overrides["params_dtype"] = DTYPES[dtype]
     chunks = build_chunks(architecture, layout, spec=spec, kind=kind, **overrides)
-    load = load_checkpoint if is_megatron(checkpoint) else load_hf
-    load(chunks, checkpoint)
+    if is_megatron(checkpoint):
+        load_checkpoint(chunks, checkpoint)
+    else:
+        held = () if adapter is None else adapter.saved
+        load_hf(chunks, checkpoint, spare_value_head=SCORE in held)
     if adapter is not None:
         adapt(chunks, adapter)
     return chunks

@@ -19,6 +19,7 @@ import torch
 
 from mcore_qwen3vl.config import Architecture, read_config_file
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
+from mcore_qwen3vl.converters.adapters.presets import SCORE
 from mcore_qwen3vl.converters.adapters.router import with_router_as_parameter
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.errors import BadInput
@@ -91,8 +92,8 @@ def apply(config: AdapterConfig, hf_config: HFConfig, *, linear_router: bool = F
     """Apply the adapter's config to the model with PEFT, on the meta device.
 
     Args:
-        config: config of the adapter.
-        hf_config: config of the model.
+        config: config of the adapter. If it saves a classifier's head, the model gets one.
+        hf_config: config of the model; without names of labels, a classifier has one label.
         linear_router: whether to accept a router that is named as in transformers 4.57, which
             existing files may have but PEFT refuses (see `router`).
 
@@ -105,6 +106,10 @@ def apply(config: AdapterConfig, hf_config: HFConfig, *, linear_router: bool = F
     if linear_router and Architecture.from_hf(parsed).is_moe:
         config = with_router_as_parameter(config)
     model = meta_model(parsed)
+    if SCORE in (config.modules_to_save or ()):
+        labels = len(parsed.get("id2label") or (1,))
+        size = parsed["text_config"]["hidden_size"]
+        model.score = torch.nn.Linear(size, labels, bias=False, device="meta")
     modules = tuple(name for name, _ in model.named_modules() if name)
     parameters = tuple(name for name, _ in model.named_parameters(remove_duplicate=False))
     with warnings.catch_warnings():

@@ -18,6 +18,9 @@ mergers between vision and language; ``all``: also the blocks of the vision towe
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+SCORE = "score"
+"""The module of a classifier's head, which PEFT trains whole."""
+
 ROUTER = "mlp.gate.weight"
 MERGERS = ("merger.linear_fc1", "merger.linear_fc2")
 VISION = ("attn.qkv", "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2")

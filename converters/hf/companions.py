@@ -45,6 +45,7 @@ def copy_companions(
     layout: ExpertLayout | None = None,
     dtype: torch.dtype | None = None,
     untied: bool = False,
+    labels: int | None = None,
 ) -> None:
     """Copy the companion files of an HF checkpoint, durably, to go beside converted weights.
 
@@ -54,12 +55,15 @@ def copy_companions(
         layout: the experts' layout in the converted weights, if it changed.
         dtype: dtype of all converted weights, if it changed.
         untied: whether the embeddings were tied and no longer are.
+        labels: rows of the classifier's head, if the weights have one.
 
     Raises:
         BadInput: the config cannot be read.
         OSError: reading or writing failed.
     """
-    config = for_weights(read_config_file(source), layout=layout, dtype=dtype, untied=untied)
+    config = for_weights(
+        read_config_file(source), layout=layout, dtype=dtype, untied=untied, labels=labels
+    )
     for name, file in companion_files(source).items():
         copy = target / name
         copy.parent.mkdir(parents=True, exist_ok=True)

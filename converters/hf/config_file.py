@@ -28,6 +28,7 @@ def for_weights(
     layout: ExpertLayout | None = None,
     dtype: torch.dtype | None = None,
     untied: bool = False,
+    labels: int | None = None,
 ) -> bytes | None:
     """Return the ``config.json`` for converted weights, which are never quantised.
 
@@ -36,6 +37,7 @@ def for_weights(
         layout: the experts' new layout, if it changed.
         dtype: new dtype of all weights, if it changed.
         untied: whether the embeddings were tied and no longer are.
+        labels: rows of the classifier's head, if the weights have one.
 
     Returns:
         The file's content, or None if `config` is right as it is.
@@ -43,6 +45,8 @@ def for_weights(
     wanted = fp8.without(config)
     if untied:
         wanted = with_untied_embeddings(wanted)
+    if labels:
+        wanted = with_labels(wanted, labels)
     if layout is not None:
         wanted = with_layout(wanted, layout)
     if dtype is not None:
@@ -82,6 +86,20 @@ def with_untied_embeddings(config: Config) -> Config:
     if "tie_word_embeddings" in config["text_config"]:
         config["text_config"]["tie_word_embeddings"] = False
     return config
+
+
+def with_labels(config: Config, labels: int) -> Config:
+    """Return `config` for a sequence classifier; transformers counts the labels by their names."""
+    if len(config.get("id2label") or ()) == labels:
+        return config
+    names = [f"LABEL_{number}" for number in range(labels)]
+    family = "Qwen3VLMoe" if MODEL_TYPES[config["model_type"]] else "Qwen3VL"
+    return {
+        **config,
+        "architectures": [f"{family}ForSequenceClassification"],
+        "id2label": {str(number): name for number, name in enumerate(names)},
+        "label2id": {name: number for number, name in enumerate(names)},
+    }
 
 
 def dumps(config: Config) -> bytes:

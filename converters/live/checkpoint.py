@@ -41,8 +41,9 @@ def load_checkpoint(models: Sequence[Any], path: str | Path, *, whole: bool = Tr
 
     folder = iteration_folder(Path(path))
     require_whole_model(folder)
-    headless = models[0].head_labels == 0
-    if not headless:
+    labels = models[0].head_labels
+    headless = labels == 0
+    if labels is None:
         require_language_model(folder)
     guard_reads()
     if (format := format_of(folder)).per_layout is not None:

@@ -106,7 +106,8 @@ def save_hf(
             if turn == dist.get_rank(group):
                 writer.put(gathered)
         together(writer.finish, path, group)
-        together(lambda: _publish(stage, files, hf_config), path, group)
+        labels = unwrap(models)[0].head_labels
+        together(lambda: _publish(stage, files, hf_config, labels), path, group)
 
 
 class Gatherer:
@@ -261,10 +262,12 @@ def _prepare(
     return stage
 
 
-def _publish(stage: Staging | None, files: Sequence[shards.Shard], hf_config: Path) -> None:
+def _publish(
+    stage: Staging | None, files: Sequence[shards.Shard], hf_config: Path, labels: int | None
+) -> None:
     if stage is None:
         return
-    copy_companions(hf_config, stage.tree)
+    copy_companions(hf_config, stage.tree, labels=labels)
     if len(files) > 1:
         write_durably(stage.tree / INDEX, shards.index_json(files))
     stage.publish()

@@ -161,7 +161,8 @@ HEADLESS = HeadKind(
 CLASSIFIER = HeadKind(
     "score",
     f"This model has a classifier's head ({SCORE}), as reward models and rerankers have: it can be "
-    "converted, but training, generation and scoring need a language model's head.",
+    "converted, and trained and scored with --task reward if it has one label, but all else needs "
+    "a language model's head.",
     is_language_model=False,
 )
 HEADS = {kind.key: kind for kind in (LANGUAGE_MODEL, TIED_COPY, HEADLESS, CLASSIFIER)}

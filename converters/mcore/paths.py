@@ -91,6 +91,19 @@ def require_language_model(path: Path) -> None:
         read_form(folder).require_language_model(path)
 
 
+def require_classifier(path: Path, labels: int) -> None:
+    """
+    Raises:
+        BadInput: the checkpoint at `path` has no classifier's head with `labels` labels.
+    """
+    folder = find_hf_folder(path)
+    if folder is not None and read_form(folder).head.labels != labels:
+        raise BadInput(
+            f"{path} has no classifier's head of {labels} labels to go on with. To begin from a "
+            "language model, name its Hugging Face weights with --load-hf."
+        )
+
+
 def find_hf_folder(path: Path) -> Path | None:
     """Return the folder of the HF config and the files beside it, or None if there is none.
 

@@ -1,4 +1,4 @@
-"""``mcore-qwen3vl score``: log-probabilities of the records of a data set."""
+"""``mcore-qwen3vl score``: log-probabilities, embeddings or scores of a data set's records."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from mcore_qwen3vl.cli.options import (
 )
 from mcore_qwen3vl.data.config import MediaLimits
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.objectives.settings import ANSWERS
 
 
 @layout_flags(small_layout)
@@ -38,7 +39,7 @@ def score(
         Path | None,
         typer.Option(
             help="File to write; default: NAME.scores.jsonl beside NAME.jsonl, and likewise; with "
-            "--task embedding NAME.embeddings.parquet."
+            "--task embedding NAME.embeddings.parquet, otherwise NAME.TASK.jsonl."
         ),
     ] = None,
     entropy: Annotated[
@@ -46,12 +47,18 @@ def score(
     ] = False,
     temperature: Annotated[float, typer.Option(help="Divide the logits by this.")] = 1.0,
     task: Annotated[
-        Literal["log-probabilities", "embedding"],
+        Literal["log-probabilities", "embedding", "reranker", "reward"],
         typer.Option(
             help="embedding: write the normalised embedding of each text of retrieval records, or "
-            "of conversations, as Parquet."
+            "of conversations, as Parquet. reranker: write how relevant each document of retrieval "
+            "records is, from 0 to 1. reward: write a reward model's scores of preference records "
+            "or conversations."
         ),
     ] = "log-probabilities",
+    answers: Annotated[
+        tuple[str, str],
+        typer.Option(help="With --task reranker: its words for relevant and irrelevant."),
+    ] = ANSWERS,
     packing: Annotated[bool, typer.Option(help="Put several records into one sequence.")] = True,
     seq_length: Annotated[
         int | None,
@@ -80,7 +87,7 @@ def score(
     *,
     media: MediaLimits,
 ) -> None:
-    """Write log-probabilities of the trained tokens, one line of JSON a record; or embeddings.
+    """Write log-probabilities of the trained tokens, one line of JSON a record; or see --task.
 
     An interrupted command continues when it is run again. The summary is the perplexity.
     """
@@ -95,7 +102,7 @@ def score(
     request = Request(
         checkpoint, data, out, layout, spec, dtype, hf_model, lora, temperature, entropy, packing,
         seq_length, media, packing_buffer, max_bad_fraction, force, split,
-        preprocess, trust_data, task,
+        preprocess, trust_data, task, answers,
     )  # fmt: skip
     found = run(request, on_cpu=cpu)
     if found is None:  # a rank of torchrun other than the first

@@ -208,19 +208,20 @@ def scores(found: Tally, written: str) -> None:
     rows = [
         ("records", f"{found.records:,}, of which {found.scored:,} scored"),
         ("left out", f"{found.bad:,} bad, {found.overlong:,} over-long"),
-        *(
-            [("embeddings", f"{found.embeddings:,}")]
-            if found.embeddings
-            else [
-                ("trained tokens", f"{found.tokens:,}"),
-                ("log-probability", f"{found.log_prob:,.4f}"),
-            ]
-        ),
+        ("embeddings", _count(found.embeddings)),
+        ("rewards", _count(found.rewards)),
+        ("documents", _count(found.documents)),
+        ("positive is first", _number(found.positive_first)),
+        ("trained tokens", _count(found.tokens)),
+        ("log-probability", _number(found.log_prob if found.tokens else None)),
         ("perplexity", _number(found.perplexity)),
         ("entropy of a token", _number(found.entropy)),
         ("perplexity of chosen", _number(found.chosen_perplexity)),
         ("perplexity of rejected", _number(found.rejected_perplexity)),
-        ("chosen is likelier", _number(found.chosen_preferred)),
+        (
+            "chosen has the higher reward" if found.rewards else "chosen is likelier",
+            _number(found.chosen_preferred),
+        ),
     ]
     lines = table("", "what", ">")
     for name, text in rows:
@@ -228,6 +229,10 @@ def scores(found: Tally, written: str) -> None:
             lines.add_row(name, text)
     output.print(lines)
     output.print(f"  in {plain(written)}", soft_wrap=True)
+
+
+def _count(value: int) -> str:
+    return f"{value:,}" if value else ""
 
 
 def _number(value: float | None) -> str:

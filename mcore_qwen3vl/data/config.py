@@ -7,6 +7,9 @@ from typing import Any, Literal
 
 from mcore_qwen3vl.errors import BadInput
 
+Task = Literal["embedding", "reranker", "reward"]
+"""A task for which records are read otherwise than for predicting tokens."""
+
 
 @dataclass(frozen=True)
 class MediaLimits:
@@ -111,9 +114,9 @@ class DataConfig:
     is <|endoftext|> in Qwen's tokenizers."""
     pairs: bool = False
     """Whether the records are preference records; a pair takes two rows of a padded batch."""
-    retrieval: bool = False
-    """Whether the records are retrieval records, each a query with its documents, which are in one
-    micro-batch."""
+    task: Task | None = None
+    """Task that the records are for: the sequences of each, such as a query with its documents, are
+    in one micro-batch; None: predicting tokens."""
     references: bool = False
     """With `pairs`: whether to read the reference's log-probabilities from a file beside the
     data."""
@@ -136,10 +139,10 @@ class DataConfig:
             raise BadInput("balance needs packing: turn packing on, too.")
         if self.packing and self.pad_to_longest:
             raise BadInput("pad_to_longest has no meaning with packing; leave one of them out.")
-        if self.retrieval and self.overlong == "truncate":
+        if self.task and self.overlong == "truncate":
             raise BadInput(
-                "overlong is 'truncate' with retrieval records: a text that is cut has another "
-                "embedding. Leave over-long records out (drop)."
+                f"overlong is 'truncate' with the task {self.task}: the last token of a text that "
+                "is cut is another one. Leave over-long records out (drop)."
             )
         if self.pairs and self.overlong == "truncate":
             raise BadInput(

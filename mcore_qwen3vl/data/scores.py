@@ -45,6 +45,11 @@ def embeddings_of(data: Path) -> Path:
     return scores_of(data).with_suffix("").with_suffix(".embeddings.parquet")
 
 
+def task_scores_of(data: Path, task: str) -> Path:
+    """Return the default path of a task's scores, where training looks for no reference."""
+    return scores_of(data).with_suffix("").with_suffix(f".{task}.jsonl")
+
+
 def facts_of(scores: Path) -> Path:
     """Return the file that says which data and settings scores were made from."""
     return scores.with_suffix(".json")

@@ -17,6 +17,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """The settings of a kind that differ from those of :class:`Preference`."""
 
+Ranking = Literal["pointwise", "listwise"]
+"""The losses of rerankers; see :mod:`mcore_qwen3vl.objectives.ranking`."""
+
+ANSWERS = "yes", "no"
+"""Qwen3-VL-Reranker's answers to a relevant and an irrelevant document."""
+
 
 @dataclass(frozen=True)
 class Preference:

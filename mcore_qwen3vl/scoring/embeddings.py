@@ -14,12 +14,10 @@ import numpy as np
 _ROWS = 1024  # of a row group
 
 
-def embeddings_in(entry: Mapping[str, Any]) -> dict[str, str]:
-    """Return the embeddings of a line's texts, by the texts' names; empty if it has none."""
+def values_in(entry: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return the values `key` of a line's texts, by the texts' names; empty if it has none."""
     return {
-        name: part["embedding"]
-        for name, part in entry.items()
-        if isinstance(part, Mapping) and "embedding" in part
+        name: part[key] for name, part in entry.items() if isinstance(part, Mapping) and key in part
     }
 
 
@@ -45,7 +43,7 @@ def write_parquet(lines: Path, out: Path) -> None:
 def _rows(lines: Path) -> Iterator[dict[str, Any]]:
     with lines.open(encoding="utf-8") as file:
         for entry in map(json.loads, file):
-            texts = embeddings_in(entry)
+            texts = values_in(entry, "embedding")
             if not texts:
                 yield entry
             for name, encoded in texts.items():

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from mcore_qwen3vl.data.records.preference import SIDES
+from mcore_qwen3vl.data.records.retrieval import POSITIVE
 from mcore_qwen3vl.data.scores import facts_of
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.scoring.embeddings import embeddings_in, write_parquet
+from mcore_qwen3vl.scoring.embeddings import values_in, write_parquet
 from mcore_qwen3vl.untrusted import parse_json
 
 
@@ -37,8 +38,12 @@ class Tally:
     chosen_perplexity: float | None = None
     rejected_perplexity: float | None = None
     chosen_preferred: float | None = None
-    """Share of the pairs whose chosen answer has the higher log-probability."""
+    """Share of the pairs whose chosen answer has the higher log-probability, or reward."""
     embeddings: int = 0
+    rewards: int = 0
+    documents: int = 0
+    positive_first: float | None = None
+    """Share of the queries with a positive and negatives whose positive has the highest score."""
 
 
 class Output:
@@ -163,6 +168,7 @@ def tally(scores: Path) -> Tally:
     totals = dict.fromkeys(("", *SIDES), (0, 0.0))
     entropies = 0.0
     preferred = 0
+    first: list[bool] = []  # of each query with negatives: whether the positive is
     with scores.open(encoding="utf-8") as lines:
         for line in lines:
             entry = json.loads(line)
@@ -173,18 +179,28 @@ def tally(scores: Path) -> Tally:
                 found.bad += not overlong
                 continue
             found.scored += 1
-            if texts := embeddings_in(entry):
+            if texts := values_in(entry, "embedding"):
                 found.embeddings += len(texts)
+                continue
+            if logits := values_in(entry, "logit"):
+                found.documents += len(logits)
+                positive = logits.pop(POSITIVE, None)
+                if logits and positive is not None:
+                    first.append(positive > max(logits.values()))
                 continue
             is_pair = SIDES[0] in entry
             parts = {side: entry[side] for side in SIDES} if is_pair else {"": entry}
+            measure = "reward" if any("reward" in part for part in parts.values()) else "log_prob"
+            if is_pair:
+                found.pairs += 1
+                preferred += entry[SIDES[0]][measure] > entry[SIDES[1]][measure]
+            if measure == "reward":
+                found.rewards += len(parts)
+                continue
             for name, part in parts.items():
                 tokens, log_prob = totals[name]
                 totals[name] = tokens + part["tokens"], log_prob + part["log_prob"]
                 entropies += part["tokens"] * part.get("entropy", math.nan)
-            if is_pair:
-                found.pairs += 1
-                preferred += entry[SIDES[0]]["log_prob"] > entry[SIDES[1]]["log_prob"]
     found.tokens = sum(tokens for tokens, _ in totals.values())
     found.log_prob = math.fsum(log_prob for _, log_prob in totals.values())
     found.perplexity = _perplexity(found.tokens, found.log_prob)
@@ -193,6 +209,8 @@ def tally(scores: Path) -> Tally:
     )
     if found.tokens and not math.isnan(entropies):
         found.entropy = entropies / found.tokens
+    if first:
+        found.positive_first = sum(first) / len(first)
     if found.pairs:
         found.chosen_preferred = preferred / found.pairs
     return found

@@ -1,9 +1,10 @@
-"""What is read out of the model for each sequence: log-probabilities or an embedding."""
+"""What is read out of the model for each sequence: log-probabilities, an embedding or a score."""
 
 from __future__ import annotations
 
 import base64
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -14,11 +15,14 @@ from torch import Tensor
 
 from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.model.head.module import Head
+from mcore_qwen3vl.model.head.score import ClassifierModel
 from mcore_qwen3vl.model.headless import HeadlessModel
 from mcore_qwen3vl.model.inputs import to_device
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.training.step.forward import forward
-from mcore_qwen3vl.training.tasks.pooling import embed
+from mcore_qwen3vl.training.tasks.contrastive import EMBED
+from mcore_qwen3vl.training.tasks.reranker import judge, relevance
+from mcore_qwen3vl.training.tasks.reward import REWARD
 
 Results = dict[str, dict[str, Any]]
 """For each sequence of a batch, by its name, what JSON can hold."""
@@ -68,17 +72,56 @@ class Embeddings:
     kind = HeadlessModel
 
     def run(self, batch: Batch, model: Any) -> tuple[Tensor, Tensor]:
-        return embed(batch, model)
+        return EMBED(batch, model)
 
     def results(self, batch: Batch, local: Tensor, output: Tensor) -> Results:
-        if mpu.get_tensor_and_context_parallel_rank() != 0:
-            return {}
         rows = F.normalize(output.float(), dim=-1).cpu().numpy().astype("<f4")
-        return {
-            name: {"embedding": base64.b64encode(row.tobytes()).decode()}
-            for name, row in zip(batch.names, rows, strict=True)
-            if name
-        }
+        encoded = [base64.b64encode(row.tobytes()).decode() for row in rows]
+        return _of_sequences(batch, [{"embedding": one} for one in encoded])
+
+
+class Relevance:
+    """Scores of documents as Qwen3-VL-Reranker gives them, from 0 to 1, with their logits.
+
+    Args:
+        folder: Hugging Face directory of the tokenizer.
+        words: the answers that mean relevant and irrelevant.
+
+    Raises:
+        BadInput: a word is not a single token.
+    """
+
+    kind = Qwen3VLModel
+
+    def __init__(self, folder: Path, words: tuple[str, str]) -> None:
+        self._run = judge(folder, words)
+
+    def run(self, batch: Batch, model: Any) -> tuple[Tensor, Tensor]:
+        return self._run(batch, model)
+
+    def results(self, batch: Batch, local: Tensor, output: Tensor) -> Results:
+        logits = relevance(output.double()).cpu()
+        values = zip(logits.sigmoid().tolist(), logits.tolist(), strict=True)
+        return _of_sequences(batch, [{"score": score, "logit": logit} for score, logit in values])
+
+
+class Rewards:
+    """The scores of a reward model."""
+
+    kind = ClassifierModel.of(1)
+
+    def run(self, batch: Batch, model: Any) -> tuple[Tensor, Tensor]:
+        return REWARD(batch, model)
+
+    def results(self, batch: Batch, local: Tensor, output: Tensor) -> Results:
+        return _of_sequences(batch, [{"reward": value} for value in output[:, 0].tolist()])
+
+
+def _of_sequences(batch: Batch, values: list[dict[str, Any]]) -> Results:
+    """Return each sequence's values, on one rank of a TP x CP group, all of which have them."""
+    if mpu.get_tensor_and_context_parallel_rank() != 0:
+        return {}
+    return {name: one for name, one in zip(batch.names, values, strict=True) if name}
 
 
 def _of_batch(batch: Batch, whole: Tensor) -> Results:

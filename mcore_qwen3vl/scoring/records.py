@@ -125,7 +125,7 @@ class Records:
         self._found.places[record] = place_of(crude["__sources__"][0])
         try:
             raw = raw_sample(self._preparation, crude)
-            plans = plan_each(self._preparation, raw, retrieval=self._config.retrieval)
+            plans = plan_each(self._preparation, raw, task=self._config.task)
         except OverlongSample as error:
             self._found.errors[record] = f"{OVERLONG}{error}"
             return []

@@ -8,26 +8,39 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import Adapter
 from mcore_qwen3vl.converters.adapters.read import read_adapter
-from mcore_qwen3vl.data.config import DataConfig, MediaLimits
+from mcore_qwen3vl.data.config import DataConfig, MediaLimits, Task
 from mcore_qwen3vl.data.loading.datasets import CrudeSamples
 from mcore_qwen3vl.data.loading.loader import load_processor
 from mcore_qwen3vl.data.loading.sources import Source, parse_sources
 from mcore_qwen3vl.data.loading.stand_in import fingerprint
 from mcore_qwen3vl.data.records.bad_samples import Place
-from mcore_qwen3vl.data.scores import embeddings_of, facts_of, file_digest, scores_of
+from mcore_qwen3vl.data.scores import (
+    embeddings_of,
+    facts_of,
+    file_digest,
+    scores_of,
+    task_scores_of,
+)
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.inference import hf_folder_of, load_chunks, on_all_ranks
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.sequence import length_multiple
+from mcore_qwen3vl.objectives.settings import ANSWERS
 from mcore_qwen3vl.runtime.lock import only_writer
 from mcore_qwen3vl.scoring.output import OVERLONG, Output, Tally
 from mcore_qwen3vl.scoring.records import Found, Records
+
+if TYPE_CHECKING:
+    from mcore_qwen3vl.scoring.readouts import Readout
+
+ScoreTask = Literal["log-probabilities"] | Task
+"""What is written for each record."""
 
 LONGEST = 8192
 """The default length of a record and of a pack in tokens, unless the model has fewer positions."""
@@ -58,7 +71,10 @@ class Request:
         split: part of a data set that has several.
         preprocess: hook for data sets that name none.
         trust_data: whether to run code that a metadataset or a WebDataset names.
-        task: ``embedding``: write embeddings of retrieval records instead of log-probabilities.
+        task: ``embedding``: write embeddings of retrieval records instead of log-probabilities;
+            ``reranker``: write scores of their documents; ``reward``: write rewards of preference
+            records and conversations.
+        answers: a reranker's words for relevant and irrelevant, one token each.
     """
 
     checkpoint: Path
@@ -80,16 +96,24 @@ class Request:
     split: str = "train"
     preprocess: str | None = None
     trust_data: bool = False
-    task: Literal["log-probabilities", "embedding"] = "log-probabilities"
+    task: ScoreTask = "log-probabilities"
+    answers: tuple[str, str] = ANSWERS
 
     @property
     def embeds(self) -> bool:
         return self.task == "embedding"
 
     @property
+    def data_task(self) -> Task | None:
+        """The task that the records are read for; None: predicting tokens."""
+        return None if self.task == "log-probabilities" else self.task
+
+    @property
     def written(self) -> Path:
         """The file to write."""
-        return self.out or (embeddings_of if self.embeds else scores_of)(self.data)
+        if self.out or self.task == "log-probabilities":
+            return self.out or scores_of(self.data)
+        return embeddings_of(self.data) if self.embeds else task_scores_of(self.data, self.task)
 
     def sources(self) -> list[Source]:
         """Return the data sets."""
@@ -160,8 +184,11 @@ class _Job:
             raise BadInput(f"--out {out}: name a file that ends with {suffix} and is not the data.")
         if request.embeds and out.suffix != suffix:
             raise BadInput(f"--out {out}: embeddings are written as Parquet; end it with {suffix}.")
-        if request.embeds and (request.entropy or request.temperature != 1):
-            raise BadInput("--entropy and --temperature are not for --task embedding: drop them.")
+        task = request.data_task
+        if task and (request.entropy or request.temperature != 1):
+            raise BadInput(
+                f"--entropy and --temperature are not for --task {request.task}: drop them."
+            )
         output = Output(out, _settings(request, samples.paths, config, block), block)
         return cls(
             request, architecture, folder, config, multiple, len(samples), adapter, output, block
@@ -172,12 +199,9 @@ class _Job:
         import torch.distributed as dist
 
         from mcore_qwen3vl.scoring.on_rank import Scorer
-        from mcore_qwen3vl.scoring.readouts import Embeddings, LogProbs, Readout
 
         request = self.request
-        readout: Readout = Embeddings()
-        if not request.embeds:
-            readout = LogProbs(temperature=request.temperature, entropy=request.entropy)
+        readout = self._readout()
         chunks = load_chunks(
             request.checkpoint,
             self.architecture,
@@ -206,6 +230,18 @@ class _Job:
                     self.output.append(entries)
                     bad = self._report(found, bad)
                 advance(records.stop)
+
+    def _readout(self) -> Readout:
+        from mcore_qwen3vl.scoring.readouts import Embeddings, LogProbs, Relevance, Rewards
+
+        request = self.request
+        if request.embeds:
+            return Embeddings()
+        if request.task == "reranker":
+            return Relevance(self.folder, request.answers)
+        if request.task == "reward":
+            return Rewards()
+        return LogProbs(temperature=request.temperature, entropy=request.entropy)
 
     def _records(self) -> Records:
         return Records(
@@ -252,7 +288,7 @@ def _data_config(request: Request, architecture: Architecture, multiple: int) ->
     return DataConfig(
         seq_length,
         packing=request.packing,
-        retrieval=request.embeds,
+        task=request.data_task,
         # CP divides each packed sample; SP divides only the pack.
         length_multiple=length_multiple(request.layout.cp) if request.packing else multiple,
         media=request.media,
@@ -274,6 +310,7 @@ def _settings(
         "spec": request.spec,
         "dtype": request.dtype,
         "task": request.task,
+        "answers": request.answers,
         "temperature": request.temperature,
         "entropy": request.entropy,
         "packing": config.packing,

@@ -316,7 +316,7 @@ def trained_parameters(config: AdapterConfig, hf_config: HFConfig) -> Counter[Gr
 def _group(name: str) -> Group:
     if name.startswith("model.visual."):
         return Group("vision", None, False)
-    if name.startswith("lm_head."):
+    if name.startswith(("lm_head.", "score.")):
         return Group("output layer", None, False)
     layer = re.match(r"model\.language_model\.layers\.(\d+)\.", name)
     if layer is None:

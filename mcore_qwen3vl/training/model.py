@@ -15,11 +15,12 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.model import pointwise
 from mcore_qwen3vl.model.flops import Trained
 from mcore_qwen3vl.model.freeze import Freezing
+from mcore_qwen3vl.model.head.score import ClassifierModel
 from mcore_qwen3vl.model.headless import HeadlessModel
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.training.lora.lora_run import LoraRun
 from mcore_qwen3vl.training.preference.flags import is_preference
-from mcore_qwen3vl.training.tasks.flags import is_embedding
+from mcore_qwen3vl.training.tasks.flags import labels_of
 
 
 @dataclass
@@ -56,14 +57,17 @@ def model_provider(
         into it and freezes what the flags say.
     """
     fields_of_all = {**fields_from_flags(args), **config_overrides}
-    several = is_preference(args) or is_embedding(args)
+    several = is_preference(args) or args.task
     if args.pad_to_longest or (several and not args.packing):
         # Otherwise stages would transfer --seq-length tokens of --micro-batch-size rows, whatever
         # the batch's shape.
         fields_of_all["variable_seq_lengths"] = True
     if args.compile_pointwise:
         pointwise.switch_on()
-    kind = HeadlessModel if is_embedding(args) else Qwen3VLModel
+    labels = labels_of(args)
+    kind = Qwen3VLModel if labels is None else HeadlessModel
+    if labels:
+        kind = ClassifierModel.of(labels, args.seed)
     freezing = lora.freezing() if lora else Freezing(args.freeze, args.trainable)
 
     def provide(
@@ -93,7 +97,7 @@ def model_provider(
             from mcore_qwen3vl.converters.hf.hub import resolve
             from mcore_qwen3vl.converters.live.load import load_hf
 
-            load_hf(model, resolve(args.load_hf))
+            load_hf(model, resolve(args.load_hf), spare_value_head=bool(labels))
         freezing.apply(model)
         stages = args.virtual_pipeline_model_parallel_size or 1
         if vp_stage in (None, stages - 1):

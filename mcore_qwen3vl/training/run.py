@@ -451,12 +451,10 @@ def _forward_step(args: argparse.Namespace) -> Any:
     from mcore_qwen3vl.training.preference.objective import of_pairs
     from mcore_qwen3vl.training.step.forward import ForwardStep
     from mcore_qwen3vl.training.step.losses import find_loss, of_tokens
-    from mcore_qwen3vl.training.tasks.contrastive import of_queries
-    from mcore_qwen3vl.training.tasks.flags import contrastive_of, is_embedding
-    from mcore_qwen3vl.training.tasks.pooling import embed
+    from mcore_qwen3vl.training.tasks.objectives import objective_of
 
-    if is_embedding(args):
-        return ForwardStep(of_queries(contrastive_of(args)), embed)
+    if args.task:
+        return ForwardStep(*objective_of(args))
     if is_preference(args):
         return ForwardStep(of_pairs(preference_of(args)))
     return ForwardStep(of_tokens(find_loss(args.loss)))

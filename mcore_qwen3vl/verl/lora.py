@@ -63,6 +63,7 @@ def lora_run(
         lora_alpha=None if start else given.get("alpha", 32),
         lora_dropout=None if start else given.get("dropout", 0.0),
         lora_init=start,
+        task=None,
         lora_config=None,
         lora_rslora=False,
         lora_modules_to_save=None,

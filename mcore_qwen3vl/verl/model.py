@@ -15,6 +15,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.encoding.positions import mrope_position_ids
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.head.module import Head
+from mcore_qwen3vl.model.head.score import ScoreHead
 from mcore_qwen3vl.model.inputs import visual_inputs
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 
@@ -153,23 +154,18 @@ class ValueModel(PolicyModel):
             )
 
 
-class ValueHead(nn.Linear):
-    """A linear layer to one value, replicated on all TP ranks.
+class ValueHead(ScoreHead):
+    """A head with one label, for the states of all tokens.
 
     Source: the head of Megatron-Bridge, which VERL uses.
 
     Args:
-        config: Megatron's config.
-        seed: seed of the weights.
+        config, seed, like: as for :class:`ScoreHead`.
         group: the TP group.
-        like: tensor whose dtype and device the weight gets.
     """
 
     def __init__(self, config: TransformerConfig, seed: int, *, group: Any, like: Tensor) -> None:
-        super().__init__(config.hidden_size, 1, bias=False, dtype=like.dtype, device=like.device)
-        first = torch.randn(1, config.hidden_size, generator=torch.Generator().manual_seed(seed))
-        with torch.no_grad():
-            self.weight.copy_(first * config.init_method_std)
+        super().__init__(config, 1, seed, like=like)
         self._group, self._sequence_parallel = group, config.sequence_parallel
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
@@ -177,7 +173,7 @@ class ValueHead(nn.Linear):
         self, input_: Tensor, weight: None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
         """Map (s_local, B, H) to values (s, B, 1) float32; the second output, a bias, is None."""
-        values = super().forward(input_).float()
+        values = nn.functional.linear(input_, self.weight).float()
         if self._sequence_parallel:
             values = gather_from_sequence_parallel_region(
                 values, tensor_parallel_output_grad=False, group=self._group

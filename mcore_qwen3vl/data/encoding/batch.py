@@ -22,7 +22,7 @@ IGNORED = -100
 
 _ON_DEVICE = (
     *("input_ids", "labels", "loss_weights", "position_ids", "padding_mask", "cu_seqlens"),
-    "references",
+    *("references", "targets"),
 )
 
 
@@ -65,6 +65,7 @@ class Batch:
     names: tuple[str, ...]  # file and line of each sample
     references: Tensor | None = None  # (pairs, 2) float32: see mcore_qwen3vl.data.encoding.groups
     lengths: tuple[int, ...] = ()  # tokens of each sample, without padding
+    targets: Tensor | None = None  # (records,) float32: margins of pairs
     groups: tuple[int, ...] = ()  # samples of each record, for records of several samples
     contrast: tuple[Tensor, Tensor] | None = None
     """Losses (queries,) and gradients (samples, H) of the global batch's contrastive loss; see

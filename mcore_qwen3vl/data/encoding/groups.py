@@ -6,7 +6,7 @@ record; query, positive and negatives of a retrieval record.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from megatron.energon import Sample, edataclass, stateless
 from megatron.energon.source_info import get_source_info
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.data.config import DataConfig
+from mcore_qwen3vl.data.config import DataConfig, Task
 from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.data.encoding.encoder import Qwen3VLTaskEncoder
 from mcore_qwen3vl.data.encoding.packing import best_fit
@@ -27,8 +27,15 @@ from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.data.records.bad_samples import sample_id
 from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample
 from mcore_qwen3vl.data.records.preference import SIDES
-from mcore_qwen3vl.data.records.retrieval import require_query_and_positive
+from mcore_qwen3vl.data.records.retrieval import POSITIVE, QUERY
 from mcore_qwen3vl.data.scores import References
+
+_NEEDED: dict[Task | None, tuple[str, ...]] = {
+    "embedding": (QUERY, POSITIVE),
+    "reranker": (POSITIVE,),  # in its prompt is the query
+    "reward": SIDES,
+}
+"""By task, the sequences that a record needs."""
 
 
 @edataclass
@@ -39,6 +46,7 @@ class PlannedGroup(Sample):
     source: int
     name: str
     reference: tuple[float, float] | None = None
+    target: float | None = None
 
 
 @edataclass
@@ -47,10 +55,11 @@ class EncodedGroup(Sample):
 
     sequences: list[EncodedSample]
     reference: tuple[float, float] | None
+    target: float | None
 
 
 def plan_each(
-    preparation: Preparation, sample: RawSample, *, retrieval: bool = False
+    preparation: Preparation, sample: RawSample, *, task: Task | None = None
 ) -> dict[str, Plan]:
     """Tokenise the sequences of a raw record, by their names in :meth:`Preparation.parse_each`.
 
@@ -58,7 +67,7 @@ def plan_each(
         BadSample, OverlongSample: the record cannot be used. Each sequence must fit by itself;
             whether they fit together is not checked.
     """
-    parts = preparation.parse_each(sample, retrieval=retrieval)
+    parts = preparation.parse_each(sample, task=task)
     return {name: preparation.plan(sample, part) for name, part in parts.items()}
 
 
@@ -82,17 +91,21 @@ def check_length(config: DataConfig, plans: Sequence[Plan]) -> None:
 
 
 class GroupTaskEncoder(Qwen3VLTaskEncoder):
-    """Energon's hooks for records of several sequences; this class reads retrieval records."""
+    """Energon's hooks for records of several sequences; this class reads those of a task."""
 
     @stateless
     def preencode_sample(self, sample: RawSample) -> Any:
         """Tokenise the sequences and measure their media."""
         with self.guard.skipping(sample):
-            plans = plan_each(self.preparation, sample, retrieval=True)
-            require_query_and_positive(plans)
+            plans = plan_each(self.preparation, sample, task=self.config.task)
+            _require(plans, self.config.task)
             check_length(self.config, list(plans.values()))
         return PlannedGroup.derive_from(
-            sample, plans=list(plans.values()), source=sample.source, name=sample_id(sample)
+            sample,
+            plans=list(plans.values()),
+            source=sample.source,
+            name=sample_id(sample),
+            target=next(iter(plans.values())).target,
         )
 
     def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
@@ -112,11 +125,18 @@ class GroupTaskEncoder(Qwen3VLTaskEncoder):
             encoded(sample, plan, seen, sample.name)
             for plan, seen in zip(sample.plans, pixels, strict=True)
         ]
-        return EncodedGroup.derive_from(sample, sequences=sequences, reference=sample.reference)
+        return EncodedGroup.derive_from(
+            sample, sequences=sequences, reference=sample.reference, target=sample.target
+        )
 
     def _batch(self, assemble: Callable[..., Batch], groups: list[Any]) -> Batch:
         batch = super()._batch(assemble, [one for group in groups for one in group.sequences])
-        return replace(batch, groups=tuple(len(group.sequences) for group in groups))
+        targets = [group.target for group in groups]
+        return replace(
+            batch,
+            groups=tuple(len(group.sequences) for group in groups),
+            targets=None if None in targets else torch.tensor(targets, dtype=torch.float32),
+        )
 
 
 class PairTaskEncoder(GroupTaskEncoder):
@@ -173,6 +193,19 @@ class PairTaskEncoder(GroupTaskEncoder):
         if self._references is None:
             return None
         return self._references[sample.source], int(get_source_info(sample)[0].index)
+
+
+def _require(names: Mapping[str, Plan], task: Task | None) -> None:
+    """
+    Raises:
+        BadSample: the record lacks a sequence that training for `task` needs.
+    """
+    needed = _NEEDED[task]
+    for name in needed:
+        if name not in names:
+            raise BadSample(
+                f"--task {task} trains on {' and '.join(needed)}; the record has no {name}."
+            )
 
 
 def _shown(plan: Plan) -> list[Any]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
-from mcore_qwen3vl.data.config import DataConfig, MediaLimits
+from mcore_qwen3vl.data.config import DataConfig, MediaLimits, Task
 from mcore_qwen3vl.data.encoding.pixels import PixelLoader, Pixels
 from mcore_qwen3vl.data.encoding.planning import Plan, Planner
 from mcore_qwen3vl.data.encoding.samples import RawSample
@@ -18,6 +18,7 @@ from mcore_qwen3vl.data.records.parse import join_parts, parse_record, preproces
 from mcore_qwen3vl.data.records.parsed import Conversation, Document
 from mcore_qwen3vl.data.records.preference import SIDES, is_pair, parse_pair
 from mcore_qwen3vl.data.records.reading import Reading, find_hook
+from mcore_qwen3vl.data.records.reranking import parse_judgements
 from mcore_qwen3vl.data.records.retrieval import is_retrieval, parse_retrieval
 from mcore_qwen3vl.data.records.template import Rendered, Renderer
 from mcore_qwen3vl.data.records.time_limit import time_limit
@@ -76,18 +77,18 @@ class Preparation:
             return parse_record(self._record(sample), sample.folder, self._reading(sample))
 
     def parse_each(
-        self, sample: RawSample, *, retrieval: bool | None = None
+        self, sample: RawSample, *, task: Task | Literal["any"] | None = "any"
     ) -> dict[str, Conversation | Document]:
         """Parse a record into its parts, by their names.
 
         Args:
             sample: the sample as read.
-            retrieval: whether the record is read as a query with its documents; None: if its keys
-                say so.
+            task: the task that the record is read for; None: predicting tokens; ``any``: the one
+                that its keys tell, ``embedding`` for retrieval records.
 
         Returns:
-            One part without a name; chosen and rejected of a preference record; or query, positive
-            and negatives.
+            One part without a name; chosen and rejected of a preference record; query, positive
+            and negatives; or, for a reranker, positive and negatives, each with the query.
 
         Raises:
             BadSample: the record is malformed. A hook's own exceptions pass through.
@@ -96,8 +97,11 @@ class Preparation:
         with time_limit(self._max_seconds):
             record = preprocessed(self._record(sample), reading)
         made = replace(reading, preprocess=None)
-        if is_retrieval(record) if retrieval is None else retrieval:
-            return dict(parse_retrieval(record, sample.folder, made))
+        if task == "any":
+            task = "embedding" if is_retrieval(record) else None
+        if task in ("embedding", "reranker"):
+            read = parse_judgements if task == "reranker" else parse_retrieval
+            return dict(read(record, sample.folder, made))
         if not is_pair(record):
             return {"": parse_record(record, sample.folder, made)}
         pair = parse_pair(record, sample.folder, made)
@@ -134,8 +138,9 @@ class Preparation:
             BadSample, OverlongSample: the sample cannot be used.
         """
         with time_limit(self._max_seconds):
-            rendered = self.render(parsed or self.parse(sample))
-            return self._planners[sample.source].plan(rendered)
+            parsed = parsed or self.parse(sample)
+            plan = self._planners[sample.source].plan(self.render(parsed))
+        return replace(plan, target=getattr(parsed, "target", None))
 
     def pixels(self, plan: Plan, source: int) -> Pixels:
         """Decode the images and videos of a plan from the data set with number `source`.

@@ -299,14 +299,14 @@ def _encoder(
     **balancing: Any,
 ) -> Any:
     """Make the encoder of single sequences, balanced or not, or of records of several ones."""
-    if (config.pairs or config.retrieval) and config.balance:
+    if (config.pairs or config.task) and config.balance:
         raise BadInput(
             "--balance does not support records of several sequences: leave it out with --loss "
-            "dpo, simpo or orpo, and with --task embedding."
+            "dpo, simpo or orpo, and with --task."
         )
     if config.balance:
         return BalancedTaskEncoder(architecture, processor, config, sources, **balancing)
-    if config.retrieval:
+    if config.task:
         return GroupTaskEncoder(architecture, processor, config, sources)
     if not config.pairs:
         return Qwen3VLTaskEncoder(architecture, processor, config, sources)

@@ -70,9 +70,14 @@ def format_of(record: Any, name: str | None = None) -> Format:
     if not isinstance(record, Mapping):
         raise BadSample(f"a record must be a JSON object, this is {type(record).__name__}.")
     if {"chosen", "rejected"} & record.keys():
-        raise BadSample("it is a preference record: --loss dpo, simpo or orpo trains on these.")
+        raise BadSample(
+            "it is a preference record: --loss dpo, simpo or orpo trains on these, and --task "
+            "reward."
+        )
     if is_retrieval(record):
-        raise BadSample("it is a retrieval record: --task embedding trains on these.")
+        raise BadSample(
+            "it is a retrieval record: --task embedding and --task reranker train on these."
+        )
     for key, advice in OTHER_TASKS.items():
         given = record.get(key)
         if isinstance(given, bool) or (key != "label" and given):

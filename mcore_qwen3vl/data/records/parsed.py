@@ -19,6 +19,7 @@ class Conversation:
     weights: list[float]  # one a message; 0 for all but assistant turns
     tools: list[Any] | None = None
     prompt: bool = False  # rendered with the generation prompt, and not trained on
+    target: float | None = None  # the pair's margin, on the chosen side
     format: str = field(default="", compare=False)  # format of the record
     unread: tuple[str, ...] = field(default=(), compare=False)  # keys that were not read
 

@@ -5,6 +5,8 @@ A record has ``chosen`` and ``rejected``, each in one of two forms:
 - with ``messages``, which both share: the text of the last turn, a message, or a list of messages;
 - without ``messages``: a whole conversation each. The messages that both begin with are shared.
 
+A ``margin`` says by how much the chosen answer is better; reward models are trained with it.
+
 Both use the record's images, videos and tools. Only assistant turns after the shared messages count
 in the loss.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Any
 
 from mcore_qwen3vl.data.records.flaws import BadSample
@@ -69,7 +72,16 @@ def parse_pair(record: Any, folder: MediaFolder, reading: Reading | None = None)
         _side(record, side, reading.instructed(messages), common, folder)
         for side, messages in zip(SIDES, sides, strict=True)
     )
-    return Pair(chosen, rejected)
+    return Pair(replace(chosen, target=_margin(record)), rejected)
+
+
+def _margin(record: Mapping[str, Any]) -> float:
+    margin = record.get("margin")
+    if margin is None:
+        return 0.0
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not isfinite(margin):
+        raise BadSample(f"margin is {margin!r:.40}; a number is needed.")
+    return float(margin)
 
 
 def _turns(value: Any, side: str, *, alone: bool) -> list[Any]:
@@ -91,7 +103,7 @@ def _common(chosen: list[Any], rejected: list[Any]) -> int:
 def _side(
     record: Mapping[str, Any], side: str, messages: list[Any], common: int, folder: MediaFolder
 ) -> Conversation:
-    rest = {k: v for k, v in record.items() if k not in (*SIDES, "messages")}
+    rest = {k: v for k, v in record.items() if k not in (*SIDES, "messages", "margin")}
     try:
         parsed = parse_record({**rest, "messages": messages}, folder)
     except BadSample as error:

@@ -78,16 +78,6 @@ def parse_retrieval(
     return found
 
 
-def require_query_and_positive(names: Mapping[str, Any]) -> None:
-    """
-    Raises:
-        BadSample: the record lacks the query or the positive, which training needs.
-    """
-    for name in (QUERY, POSITIVE):
-        if name not in names:
-            raise BadSample(f"--task embedding trains on a query and a positive; it has no {name}.")
-
-
 def _texts(record: Mapping[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Yield the name, the text and the media of the query and of each document."""
     query = next((record[key] for key in (QUERY, "messages") if record.get(key) is not None), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -9,11 +10,13 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
 )
 from torch import Tensor
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.head.log_probs import Columns, token_log_probs
+from mcore_qwen3vl.model.inputs import to_device
 
 
 class LowRank(Protocol):
@@ -72,22 +75,30 @@ class Head(ColumnParallelLinear):
         targets: Tensor | None = None,
         temperature: float = 1.0,
         entropy: bool = False,
+        tokens: Sequence[int] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Compute logits as ``ColumnParallelLinear`` does, or the log-probabilities of `targets`.
 
+        With `tokens`, compute only their logits, without an adapter's product.
+
         Args:
-            input_: (s_local, B, H) hidden states, divided over TP under sequence parallelism.
+            input_: (s_local, B, H) hidden states, divided over TP under sequence parallelism. With
+                `tokens`: (N, H) hidden states, which all TP ranks have.
             weight: (V / tp, H) weight of a tied head.
             runtime_gather_output: whether to gather the logits over TP.
             targets: (B, s) integers, valid token ids whose log-probabilities to return.
             temperature: divides the logits if `targets` are given.
             entropy: whether to return the entropy of each position's distribution too.
+            tokens: token ids whose logits to return.
 
         Returns:
             Without `targets`: logits (s, B, V / tp), -inf at padded columns; and the bias, None.
             With `targets`: log-probabilities (B, s), float32, equal on all TP ranks; and the
-            entropies (B, s), float32, or None.
+            entropies (B, s), float32, or None. With `tokens`: their logits (N, tokens), float32,
+            equal on all TP ranks; and None.
         """
+        if tokens is not None:
+            return self._logits_of(tokens, input_, weight), None
         if targets is None:
             logits, bias = super().forward(input_, weight, runtime_gather_output)
             if self.adapter is not None:
@@ -112,6 +123,18 @@ class Head(ColumnParallelLinear):
             chunk=self.chunk,
             group=self.tp_group,
         )
+
+    def _logits_of(self, tokens: Sequence[int], hidden: Tensor, weight: Tensor | None) -> Tensor:
+        """Each logit is computed by the TP rank that holds its row; the others add zero."""
+        weight = self.weight if weight is None else weight
+        assert weight is not None
+        columns = self._columns()
+        rows = torch.tensor(tokens) - columns.first
+        own = to_device((rows >= 0) & (rows < columns.count), weight.device)
+        rows = to_device(rows.clamp(0, len(weight) - 1), weight.device)
+        hidden = copy_to_tensor_model_parallel_region(hidden.float(), group=self.tp_group)
+        logits = hidden @ (weight.index_select(0, rows).float() * own[:, None]).T
+        return reduce_from_tensor_model_parallel_region(logits, group=self.tp_group)
 
     def _columns(self) -> Columns:
         first = self.tp_group.rank() * self.output_size_per_partition

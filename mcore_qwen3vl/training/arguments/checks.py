@@ -184,7 +184,8 @@ def _check_kinds(args: argparse.Namespace) -> None:
         require_huggingface,
         require_megatron,
     )
-    from mcore_qwen3vl.converters.mcore.paths import require_language_model
+    from mcore_qwen3vl.converters.mcore.paths import require_classifier, require_language_model
+    from mcore_qwen3vl.training.tasks.flags import labels_of
 
     if hf:
         require_huggingface(
@@ -198,8 +199,11 @@ def _check_kinds(args: argparse.Namespace) -> None:
                 f"{folder} holds no checkpoint of Megatron's to begin from: check the path of "
                 f"{'--load' if folder == args.load else '--pretrained-checkpoint'}."
             )
-        if args.task is None:  # an embedding model needs no head
+        labels = labels_of(args)
+        if labels is None:
             require_language_model(Path(folder))
+        elif labels:
+            require_classifier(Path(folder), labels)
 
 
 def _check_step(folder: Path, step: int) -> None:

@@ -11,7 +11,7 @@ from mcore_qwen3vl.data.config import DataConfig, MediaLimits
 # Set by Megatron's own flags, by the layout's needs, or by the loss.
 _SET_ELSEWHERE = (
     *("seq_length", "micro_batch_size", "length_multiple", "micro_batches", "media"),
-    *("pairs", "retrieval", "references"),
+    *("pairs", "task", "references"),
 )
 
 _DECIDED_LATER = ("balance",)  # if not given, other flags decide
@@ -23,8 +23,8 @@ TEXTS = {
     "packing_buffer": "number of samples among which the packer chooses; with --balance, for each "
     "data-parallel rank",
     "balance": "make packs of equal work for all data-parallel ranks; measures every sample once, "
-    "before training; default: with --packing, except for preference losses and --task embedding, "
-    "where each rank packs its own part by length",
+    "before training; default: with --packing, except for preference losses and --task, where "
+    "each rank packs its own part by length",
     "shuffle": "read the samples in their order; default: shuffled",
     "shuffle_buffer": "number of samples among which the next is drawn",
     "max_bad_fraction": "stop when more than this share of the data set is bad",

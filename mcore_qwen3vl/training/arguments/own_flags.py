@@ -10,7 +10,7 @@ import argparse
 from mcore_qwen3vl.training.arguments.data_flags import add_data_arguments
 from mcore_qwen3vl.training.lora.flags import add_lora_arguments
 from mcore_qwen3vl.training.preference.flags import add_preference_arguments
-from mcore_qwen3vl.training.tasks.flags import add_embedding_arguments
+from mcore_qwen3vl.training.tasks.flags import add_task_arguments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     _add_training_arguments(parser.add_argument_group("qwen3-vl training"))
     add_lora_arguments(parser.add_argument_group("qwen3-vl lora"))
     add_preference_arguments(parser.add_argument_group("qwen3-vl preference"))
-    add_embedding_arguments(parser.add_argument_group("qwen3-vl embedding"))
+    add_task_arguments(parser.add_argument_group("qwen3-vl task"))
     add_data_arguments(parser.add_argument_group("qwen3-vl data"))
     return parser
 

@@ -26,7 +26,7 @@ from mcore_qwen3vl.training.arguments.own_flags import add_arguments
 from mcore_qwen3vl.training.arguments.refusal import refuse_by
 from mcore_qwen3vl.training.lora.flags import check_flags
 from mcore_qwen3vl.training.preference.flags import check_preference, preference_defaults
-from mcore_qwen3vl.training.tasks.flags import check_embedding
+from mcore_qwen3vl.training.tasks.flags import check_task
 
 SPECS = ("te", "torch")
 
@@ -150,7 +150,7 @@ class ArgumentSetup:
         check(args, self._command.architecture)
         check_flags(args)
         check_preference(args)
-        check_embedding(args, self._command.architecture)
+        check_task(args, self._command.architecture)
 
 
 def _explicit_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:

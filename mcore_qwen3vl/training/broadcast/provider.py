@@ -32,7 +32,6 @@ from mcore_qwen3vl.training.broadcast.groups import (
 )
 from mcore_qwen3vl.training.broadcast.stages import StageFeed
 from mcore_qwen3vl.training.preference.flags import is_preference, reference_of
-from mcore_qwen3vl.training.tasks.flags import is_embedding
 
 
 def data_config(args: argparse.Namespace) -> DataConfig:
@@ -54,9 +53,9 @@ def data_config(args: argparse.Namespace) -> DataConfig:
     chosen = {f.name: given[f.name] for f in fields(DataConfig) if f.name in given}
     # CP divides each packed sample; SP divides the pack.
     chosen["length_multiple"] = length_multiple(cp) if args.packing else whole
-    chosen["pairs"], chosen["retrieval"] = is_preference(args), is_embedding(args)
+    chosen["pairs"] = is_preference(args)
     if args.balance is None:
-        chosen["balance"] = args.packing and not (chosen["pairs"] or chosen["retrieval"])
+        chosen["balance"] = args.packing and not (chosen["pairs"] or args.task)
     chosen["references"] = chosen["pairs"] and reference_of(args) == "file"
     per_step = args.micro_batch_size * args.data_parallel_size
     chosen["micro_batches"] = max(1, args.global_batch_size // per_step)

@@ -37,7 +37,7 @@ from mcore_qwen3vl.converters.mcore.paths import (
 from mcore_qwen3vl.converters.storage.unpickling import refused_by_torch
 from mcore_qwen3vl.converters.torch_dist.metadata import read as read_metadata
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.training.tasks.flags import is_embedding
+from mcore_qwen3vl.training.tasks.flags import labels_of
 
 _OTHER_SCHEDULE = re.compile(
     r"class input value (?P<ours>\S+) and checkpoint ?value (?P<theirs>\S+) for (?P<what>.+) do not"
@@ -174,9 +174,9 @@ def save_companions(args: argparse.Namespace) -> None:
     if folder.exists():
         return
     with replacing(folder) as partial:
-        copy_companions(source, partial)
-        if is_embedding(args):
-            write_form(partial, Form(head=head_of(0)))
+        labels = labels_of(args)
+        copy_companions(source, partial, labels=labels)
+        write_form(partial, Form(head=head_of(labels)))
 
 
 @contextmanager

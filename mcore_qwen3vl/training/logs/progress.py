@@ -10,7 +10,10 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-LOSSES = ("lm loss", "dpo loss", "simpo loss", "orpo loss", "contrastive loss")
+LOSSES = (
+    *("lm loss", "dpo loss", "simpo loss", "orpo loss"),
+    *("contrastive loss", "reranker loss", "reward loss"),
+)
 """Names that a run may give its loss."""
 
 
@@ -126,7 +129,7 @@ def _parts(numbers: Mapping[str, float | None]) -> list[tuple[str, str]]:
     chosen = (
         ("loss", loss, ".4f"),
         ("margin", numbers.get("rewards margin"), ".3g"),
-        ("accuracy", numbers.get("rewards accuracy"), ".2f"),
+        ("accuracy", numbers.get("rewards accuracy", numbers.get("accuracy")), ".2f"),
         ("grad norm", numbers.get("grad norm"), ".3g"),
         ("lr", numbers.get("learning rate"), ".3g"),
         ("skipped", numbers.get("skipped samples") or None, ".0f"),

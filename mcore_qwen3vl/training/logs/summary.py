@@ -19,7 +19,7 @@ from mcore_qwen3vl.training.arguments.defaults import statement
 from mcore_qwen3vl.training.arguments.layout import validated_layout
 from mcore_qwen3vl.training.logs.quiet import FOLDER
 from mcore_qwen3vl.training.preference.flags import is_preference, preference_of, reference_of
-from mcore_qwen3vl.training.tasks.flags import contrastive_of, is_embedding
+from mcore_qwen3vl.training.tasks.flags import answers_of, contrastive_of, ranking_of
 
 if TYPE_CHECKING:
     from mcore_qwen3vl.training.lora.lora_run import LoraRun
@@ -74,7 +74,7 @@ def summary(
         ("weights", _weights(args)),
         *([("trains", _adapter(args, a, lora))] if lora else []),
         *(_preference(args) if is_preference(args) else []),
-        *(_embedding(args) if is_embedding(args) else []),
+        *(_task(args) if args.task else []),
         ("layout", _layout(args)),
         ("precision", _precision(args)),
         ("data", _data(args)),
@@ -112,7 +112,14 @@ def _adapter(args: argparse.Namespace, a: Architecture, lora: LoraRun) -> str:
     )
 
 
-def _embedding(args: argparse.Namespace) -> list[tuple[str, str]]:
+def _task(args: argparse.Namespace) -> list[tuple[str, str]]:
+    if args.task == "reranker":
+        return [("loss", f"{ranking_of(args)}, from the answers {' and '.join(answers_of(args))}")]
+    if args.task == "reward":
+        return [
+            ("loss", "Bradley-Terry over pairs"),
+            ("head", "score, one value at the last token"),
+        ]
     loss = contrastive_of(args)
     cut = f", embeddings cut to {', '.join(map(str, loss.dimensions))}" if loss.dimensions else ""
     return [

@@ -62,7 +62,7 @@ class Base:
             from mcore_qwen3vl.converters.hf.hub import resolve
             from mcore_qwen3vl.converters.live.load import load_hf
 
-            load_hf(chunk, resolve(self.path))
+            load_hf(chunk, resolve(self.path), spare_value_head=bool(chunk.head_labels))
         else:
             from mcore_qwen3vl.converters.live.checkpoint import load_checkpoint
 

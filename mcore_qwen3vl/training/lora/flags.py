@@ -17,6 +17,7 @@ from mcore_qwen3vl.converters.adapters.presets import (
     MERGERS,
     MLP,
     ROUTER,
+    SCORE,
     VISION,
     Preset,
     preset,
@@ -145,12 +146,12 @@ def adapter_config(args: argparse.Namespace, architecture: Architecture) -> Adap
     """
     source = args.lora_config or args.lora_init
     if source is None:
-        return _tied(_from_flags(args, architecture), architecture)
+        return _tied(_with_score(_from_flags(args, architecture), args), architecture)
     one = "lora_config" if args.lora_config else "lora_init"
     others = [name for name in (*_ASKING, *_DETAILS) if name != one and getattr(args, name)]
     if others:
         raise BadInput(f"--{one.replace('_', '-')} decides this already: drop {_flags(others)}.")
-    config = AdapterConfig.from_file(Path(source))
+    config = _with_score(AdapterConfig.from_file(Path(source)), args)
     init = config.raw.get("init_lora_weights", True)
     if args.lora_config and init is not True:
         raise BadInput(
@@ -161,6 +162,26 @@ def adapter_config(args: argparse.Namespace, architecture: Architecture) -> Adap
         require_tying(config, architecture, source)
         return config
     return _tied(config, architecture)
+
+
+def _with_score(config: AdapterConfig, args: argparse.Namespace) -> AdapterConfig:
+    """Return `config` with the head of a reward model, as PEFT makes it for such a task."""
+    whole = config.modules_to_save or ()
+    if (SCORE in whole) == (args.task == "reward"):
+        return config
+    if SCORE in whole:
+        raise BadInput(
+            f"The adapter trains {SCORE}, the head of a reward model: add --task reward, or leave "
+            "it out of modules_to_save."
+        )
+    if args.lora_init:
+        raise BadInput(
+            f"{args.lora_init} has no head {SCORE}, which --task reward trains: name an adapter of "
+            "a reward model, or leave --lora-init out."
+        )
+    return replace(
+        config, modules_to_save=(*whole, SCORE), raw={**config.raw, "task_type": "SEQ_CLS"}
+    )
 
 
 def require_tying(config: AdapterConfig, architecture: Architecture, where: str) -> None:

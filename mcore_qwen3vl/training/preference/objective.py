@@ -11,7 +11,7 @@ from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.inputs import to_device
 from mcore_qwen3vl.objectives.preference import Preference, pair_losses
-from mcore_qwen3vl.training.step.losses import Objective, Reduced
+from mcore_qwen3vl.training.step.losses import Objective, Reduced, of_units
 
 
 def of_pairs(preference: Preference) -> Objective:
@@ -27,11 +27,8 @@ def of_pairs(preference: Preference) -> Objective:
         log_probs, lengths = answer_log_probs(batch, local, losses)
         pairs = pair_losses(log_probs, batch.references, lengths, preference)
         found = log_probs.detach()
-        # Every CP rank has the full sums, but the gradients of its own tokens alone. So each rank
-        # counts 1/CP of the pairs and of the numbers.
-        share = 1 / parallel_state.get_context_parallel_world_size()
         numbers = {
-            f"{preference.loss} loss": pairs.losses.detach(),
+            f"{preference.loss} loss": pairs.losses,
             "rewards chosen": pairs.chosen_rewards,
             "rewards rejected": pairs.rejected_rewards,
             "rewards margin": pairs.margins,
@@ -41,11 +38,7 @@ def of_pairs(preference: Preference) -> Objective:
         }
         if preference.rpo_alpha:
             numbers["nll loss"] = -found[:, 0] / lengths[:, 0]
-        return Reduced(
-            pairs.losses.sum(),
-            torch.full([], len(found) * share, dtype=torch.float64, device=losses.device),
-            {name: values.sum() * share for name, values in numbers.items()},
-        )
+        return of_units(pairs.losses.sum(), len(found), numbers)
 
     return objective
 

@@ -12,10 +12,12 @@ register it as an entry point of the group ``mcore_qwen3vl.losses`` and pass its
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from typing import Any, NamedTuple, cast
 
+import torch
+from megatron.core import parallel_state
 from torch import Tensor
 
 from mcore_qwen3vl.data.encoding.batch import Batch
@@ -49,6 +51,25 @@ class Reduced(NamedTuple):
     total: Tensor
     normaliser: Tensor
     sums: dict[str, Tensor]
+
+
+def of_units(total: Tensor, count: int, numbers: Mapping[str, Tensor]) -> Reduced:
+    """Return the loss of `count` units, such as queries, that all ranks of a CP group have whole.
+
+    Every CP rank has all units, but the gradients of its own tokens alone. So each rank counts 1/CP
+    of the units and of the numbers.
+
+    Args:
+        total: the sum of the units' losses, with a gradient.
+        count: the number of units.
+        numbers: values of the units for the log, by name; their gradients are not used.
+    """
+    share = 1 / parallel_state.get_context_parallel_world_size()
+    return Reduced(
+        total,
+        torch.full([], count * share, dtype=torch.float64, device=total.device),
+        {name: values.detach().sum() * share for name, values in numbers.items()},
+    )
 
 
 Objective = Callable[[Batch, Tensor, Tensor], Reduced]

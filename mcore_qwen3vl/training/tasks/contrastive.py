@@ -21,9 +21,12 @@ from torch import Tensor
 from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.objectives.contrastive import contrastive_losses
 from mcore_qwen3vl.objectives.settings import Contrastive
-from mcore_qwen3vl.training.step.losses import Objective, Reduced
+from mcore_qwen3vl.training.step.losses import Objective, Reduced, of_units
 from mcore_qwen3vl.training.step.two_passes import evaluated, in_two_passes
-from mcore_qwen3vl.training.tasks.pooling import embed
+from mcore_qwen3vl.training.tasks.pooling import pooled, states
+
+EMBED = pooled(states)
+"""Computes (N, H) embeddings, not normalised."""
 
 
 def of_queries(contrastive: Contrastive) -> Objective:
@@ -37,14 +40,8 @@ def of_queries(contrastive: Contrastive) -> Objective:
         losses, gradients = (
             batch.contrast or contrasts([batch], [embeddings.detach()], contrastive)[0]
         )
-        # Every CP rank has all embeddings, but the gradients of its own tokens alone. So each rank
-        # counts 1/CP of the queries and of the numbers.
-        share = 1 / parallel_state.get_context_parallel_world_size()
-        return Reduced(
-            (embeddings * gradients).sum(),  # its gradient is that of the global batch's loss
-            torch.full([], len(losses) * share, dtype=torch.float64, device=losses.device),
-            {"contrastive loss": losses.sum() * share},
-        )
+        total = (embeddings * gradients).sum()  # its gradient is that of the global batch's loss
+        return of_units(total, len(losses), {"contrastive loss": losses})
 
     return objective
 
@@ -112,7 +109,7 @@ def _gathered(rows: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def _step(batches: Iterator[Batch], model: Any) -> tuple[Tensor, Callable[..., Tensor]]:
-    output, _ = embed(next(batches), model)
+    output, _ = EMBED(next(batches), model)
     return output, _as_it_is
 
 

@@ -1,10 +1,11 @@
-"""Embeddings: the hidden states of the last tokens, on ranks that hold a part of every sequence.
+"""What a task reads from the last tokens, on ranks that hold a part of every sequence.
 
 Source: ``_pooling_last`` of Qwen3-VL-Embedding, which takes the state after the final norm.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,20 +17,56 @@ from torch import Tensor
 
 from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.model.decoder.attention import PackedSequence
+from mcore_qwen3vl.model.head.module import Head
+from mcore_qwen3vl.model.head.score import ScoreHead
 from mcore_qwen3vl.model.inputs import to_device
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
-from mcore_qwen3vl.training.step.forward import forward
+from mcore_qwen3vl.training.step.forward import Run, forward
+
+Read = Callable[[Tensor, Any, Tensor | None], Tensor]
+"""``(states, output_layer, output_weight) -> values``.
+
+Args:
+    states: (N, H) float32 hidden states of the last tokens on this CP rank, zeros for the others.
+        All TP ranks have them.
+    output_layer: the chunk's output layer.
+    output_weight: (V / tp, H) weight of a tied head.
+
+Returns:
+    (N, K) float32, equal on all TP ranks, and zero where the states are.
+"""
 
 
-def embed(batch: Batch, model: torch.nn.Module) -> tuple[Tensor, Tensor]:
-    """Run one micro-batch through one pipeline chunk of a headless model.
+def pooled(read: Read) -> Run:
+    """Return what runs a micro-batch through a pipeline chunk and reads its last tokens.
 
-    Returns:
-        On the last stage (N, H) embeddings, not normalised, equal on all ranks of a TP x CP group;
-        before it the chunk's output. And the (s,) int64 positions of this rank.
+    On the last stage it returns (N, K) values, float32 and equal on all ranks of a TP x CP group.
     """
-    chunk = get_attr_wrapped_model(model, "local_tokens", return_model_obj=True)
-    return forward(batch, model, output_processor=partial(_pool, batch, chunk))
+
+    def run(batch: Batch, model: torch.nn.Module) -> tuple[Tensor, Tensor]:
+        chunk = get_attr_wrapped_model(model, "local_tokens", return_model_obj=True)
+        return forward(batch, model, output_processor=partial(_pool, batch, chunk, read))
+
+    return run
+
+
+def states(states: Tensor, output_layer: Any, output_weight: Tensor | None) -> Tensor:
+    """Read the states themselves, which are embeddings if they get length 1."""
+    return states
+
+
+def answers(
+    tokens: Sequence[int], states: Tensor, output_layer: Head, output_weight: Tensor | None
+) -> Tensor:
+    """Read the next token's logits for `tokens`."""
+    logits, _ = output_layer(states, output_weight, tokens=tokens)
+    return logits
+
+
+def scores(states: Tensor, output_layer: ScoreHead, output_weight: Tensor | None) -> Tensor:
+    """Read the labels' scores from a classifier's head."""
+    values: Tensor = output_layer(states)
+    return values
 
 
 def last_tokens(batch: Batch) -> tuple[Tensor, Tensor]:
@@ -44,15 +81,19 @@ def last_tokens(batch: Batch) -> tuple[Tensor, Tensor]:
 def _pool(
     batch: Batch,
     chunk: Qwen3VLModel,
+    read: Read,
     *,
     hidden_states: Tensor,
+    output_layer: Any,
+    output_weight: Tensor | None,
     packed_seq_params: PackedSequence | None,
     **_: Any,
 ) -> Tensor:
-    """Take the last tokens' rows of this rank's hidden states (s, B, H), and add up all ranks'.
+    """Read the last tokens among this rank's hidden states (s, B, H), and add up all CP ranks'.
 
-    Each token is on one rank, the others add zeros. The sum passes each rank the gradient of its
-    own tokens.
+    Each token is on one rank. A sum passes each rank the gradient of its own tokens. The head comes
+    before the sum over CP, so that its gradient on a CP rank is that of the rank's own tokens, as
+    for all other parameters.
     """
     sharded = chunk.config.sequence_parallel
     length = batch.input_ids.shape[1]
@@ -64,9 +105,10 @@ def _pool(
     device = hidden_states.device
     own = to_device(at >= 0, device)[:, None]
     states = hidden_states[to_device(at.clamp(min=0), device), to_device(rows, device)].float()
-    group = (
-        parallel_state.get_tensor_and_context_parallel_group()
-        if sharded
-        else parallel_state.get_context_parallel_group()
-    )
-    return reduce_from_tensor_model_parallel_region(torch.where(own, states, 0.0), group=group)
+    states = torch.where(own, states, 0.0)
+    if sharded:
+        group = parallel_state.get_tensor_model_parallel_group()
+        states = reduce_from_tensor_model_parallel_region(states, group=group)
+    group = parallel_state.get_context_parallel_group()
+    values = read(states, output_layer, output_weight)
+    return reduce_from_tensor_model_parallel_region(values, group=group)

@@ -42,7 +42,7 @@ class PeftReference(Reference):
         if dtype == torch.float64:
             self.model.double()
         self.model.eval()
-        self._trained = self._named()
+        self._trained = trained_parameters(self.model)
 
     @property
     def network(self) -> Any:
@@ -53,23 +53,23 @@ class PeftReference(Reference):
         """Return the factors as ``PARAMETER.lora_A`` and ``.lora_B``, and whole parameters."""
         return self._trained
 
-    def _named(self) -> dict[str, torch.nn.Parameter]:
-        from peft.tuners.lora.layer import LoraLayer
 
-        found: dict[str, torch.nn.Parameter] = {}
-        factors = set()
-        for path, layer in self.model.named_modules():
-            if not isinstance(layer, LoraLayer):
-                continue
-            module = path.removeprefix(_PREFIX).replace(".base_layer", "")
-            name = f"{module}.{getattr(layer, 'parameter_name', 'weight')}"
-            for factor in ("lora_A", "lora_B"):
-                parameter = getattr(layer, factor)["default"].weight
-                found[f"{name}.{factor}"] = parameter
-                factors.add(parameter)
-        for path, parameter in self.model.named_parameters():
-            if parameter.requires_grad and parameter not in factors:
-                found[re.sub(r"\.modules_to_save\.default", "", path.removeprefix(_PREFIX))] = (
-                    parameter
-                )
-        return found
+def trained_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
+    """Return what trains in PEFT's model: ``PARAMETER.lora_A`` and ``.lora_B``, and the rest."""
+    from peft.tuners.lora.layer import LoraLayer
+
+    found: dict[str, torch.nn.Parameter] = {}
+    factors = set()
+    for path, layer in model.named_modules():
+        if not isinstance(layer, LoraLayer):
+            continue
+        module = path.removeprefix(_PREFIX).replace(".base_layer", "")
+        name = f"{module}.{getattr(layer, 'parameter_name', 'weight')}"
+        for factor in ("lora_A", "lora_B"):
+            parameter = getattr(layer, factor)["default"].weight
+            found[f"{name}.{factor}"] = parameter
+            factors.add(parameter)
+    for path, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter not in factors:
+            found[re.sub(r"\.modules_to_save\.default", "", path.removeprefix(_PREFIX))] = parameter
+    return found

@@ -50,6 +50,13 @@ def test_several_turns_of_their_own_count_unless_their_weight_is_0() -> None:
     assert pair.rejected.weights == [0, 1]
 
 
+def test_the_margin_is_on_the_chosen_side_and_zero_without_one() -> None:
+    given: dict[str, Any] = {"messages": [ASKED], "chosen": "a", "rejected": "b"}
+    pairs = parse(**given, margin=1.5), parse(**given)
+    assert [pair.chosen.target for pair in pairs] == [1.5, 0.0]
+    assert "margin" not in pairs[0].chosen.unread
+
+
 def test_what_a_data_set_says_of_its_records() -> None:
     """A data set's hook makes the record, and its system prompt begins both sides."""
     record = {"asked": "Which?", "good": "This.", "bad": "That."}
@@ -93,6 +100,7 @@ def test_it_is_refused_as_a_single_conversation() -> None:
             {"messages": [AGAIN], "chosen": "a", "rejected": "b"},
             "chosen: 1 images are given",
         ),
+        ({"messages": [ASKED], "chosen": "a", "rejected": "b", "margin": "2"}, "margin is '2'"),
     ],
 )
 def test_flaws_are_named(record: dict[str, Any], message: str) -> None:

@@ -92,7 +92,7 @@ def test_other_training_names_the_flag() -> None:
         "messages": [user("Which?"), {"role": "assistant", "content": "It."}],
         "positive": "a",
     }
-    with pytest.raises(BadSample, match="--task embedding trains on these"):
+    with pytest.raises(BadSample, match="--task embedding and --task reranker train on"):
         parse_record(record, FOLDER)
 
 

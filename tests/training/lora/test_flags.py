@@ -33,6 +33,7 @@ def parse(*flags: str, **others: object) -> argparse.Namespace:
         "ckpt_format": "torch_dist",
         "load_hf": "base",
         "pretrained_checkpoint": None,
+        "task": None,
     }
     vars(args).update({**rest, "save": "run", "save_hf": None, **others})
     return args
@@ -125,3 +126,12 @@ def test_flags_that_do_not_go_with_lora(
     with pytest.raises(BadInput, match=message):
         check_flags(parse(*flags, **others))
     check_flags(parse("--lora-rank", "4", load_hf=None, save=None))  # allowed: nothing is saved
+
+
+def test_a_reward_models_head_belongs_to_its_task(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="add --task reward"):
+        config("--lora-rank", "4", "--lora-modules-to-save", "score")
+    (tmp_path / "adapter_config.json").write_text(AdapterConfig().to_json())
+    args = parse("--lora-init", str(tmp_path), task="reward")
+    with pytest.raises(BadInput, match="has no head score"):
+        adapter_config(args, DENSE)

@@ -121,7 +121,7 @@ def asked(model: Path, folder: Path, *flags: str) -> tuple[argparse.Namespace, L
     add_lora_arguments(parser.add_argument_group())
     args = parser.parse_args(flags)
     args.hf_model = args.load_hf = str(model)
-    args.pretrained_checkpoint = None
+    args.pretrained_checkpoint = args.task = None
     args.save = args.load = str(folder)
     return args, LoraRun.of(args, Architecture.from_hf(model))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,9 @@ from torch import Tensor
 
 from mcore_qwen3vl.objectives.settings import Contrastive
 from mcore_qwen3vl.tiny.records import write_image_qa
-from mcore_qwen3vl.verify.curves.hf_loop import located, sample_order
 from mcore_qwen3vl.verify.curves.job import Job
 from tests.training.one_step import Plain, plain_model
+from tests.training.tasks.whole_batch import first_records, inputs_of
 
 
 def write_retrieval(folder: Path, samples: int) -> Path:
@@ -83,13 +82,7 @@ def _message(text: Any, images: list[str]) -> list[dict[str, Any]]:
 
 def embedding(model: Any, processor: Any, messages: list[dict[str, Any]], folder: Path) -> Tensor:
     """Return the hidden state (H,) at the last token of the prompt, after the final norm."""
-    inputs = processor.apply_chat_template(
-        located(messages, folder),
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=True,
-        return_tensors="pt",
-    )
+    inputs = inputs_of(processor, messages, folder)
     return model(**inputs).last_hidden_state[0, -1]
 
 
@@ -116,10 +109,8 @@ def plain_step(job: Job, contrastive: Contrastive) -> Plain:
 
     processor = AutoProcessor.from_pretrained(job.checkpoint)
     model, named = plain_model(job, headless=True)
-    records = [json.loads(line) for line in job.data.read_text().splitlines()]
-    groups = []
-    for line, count in Counter(sample_order(job)[0]).items():  # each of a record's texts names it
-        texts = texts_of(records[line])
-        for _ in range(count // len(texts)):  # a small data set repeats in one batch
-            groups.append([embedding(model, processor, text, job.data.parent) for text in texts])
+    groups = [
+        [embedding(model, processor, text, job.data.parent) for text in texts_of(record)]
+        for record in first_records(job, lambda record: len(texts_of(record)))
+    ]
     return Plain.of(formula(groups, contrastive), named)

@@ -32,6 +32,18 @@ def test_values_and_defaults(moe: Path) -> None:
     [
         (("--temperature", "0.2"), "--temperature is set without --task embedding"),
         ((*TASK, "--temperature", "0"), "temperature is 0"),
+        ((*TASK, "--answers", "a", "b"), "--answers is set without --task reranker"),
+        (("--task", "reranker", "--temperature", "2"), "--temperature is set without --task emb"),
+        (("--task", "reranker", "--loss", "dpo"), "--loss dpo with --task reranker"),
+        (
+            ("--task", "reranker", "--lora-rank", "4", "--lora-target", "q_proj", "lm_head"),
+            "factors on lm_head.* with --task reranker",
+        ),
+        (
+            ("--task", "reward", "--lora-rank", "4", "--lora-modules-to-save", "lm_head"),
+            "--task reward, whose model has no lm_head",
+        ),
+        (("--task", "reward", "--pretrained-checkpoint", "x"), "starts from Hugging Face weights"),
         ((*TASK, "--matryoshka-dims", "4096"), "the model's embeddings have 48 values"),
         ((*TASK, "--loss", "dpo"), "--loss dpo with --task embedding"),
         ((*TASK, "--overlong", "truncate"), "--overlong truncate with --task embedding"),

@@ -1,0 +1,215 @@
+"""Reward training equals one process on the whole batch, in every layout; rewards are HF's."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import AutoProcessor
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.scoring.score import Request, score
+from mcore_qwen3vl.training.arguments.parser import validate
+from mcore_qwen3vl.training.lora.flags import adapter_config
+from mcore_qwen3vl.verify.curves.job import Job, train
+from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
+from mcore_qwen3vl.verify.parity.peft_reference import trained_parameters
+from tests.converters.forms import (
+    Qwen3VLForSequenceClassification,
+    Qwen3VLMoeForSequenceClassification,
+    saved_as,
+)
+from tests.training.one_step import TOLERANCE, Plain, check_step
+from tests.training.preference.pairs import sides_of, write_pairs
+from tests.training.tasks.whole_batch import (
+    LAYOUTS,
+    PACKED,
+    first_records,
+    inputs_of,
+    task_job,
+)
+
+TASK = ("--task", "reward")
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return preference records, two thirds of which have a margin.
+
+    In the others, both sides have images of their own. Where they share an image, its gradient is a
+    small difference of large numbers.
+    """
+    file = write_pairs(tmp_path_factory.mktemp("pairs"), 16)
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    rejected = [record["rejected"] for record in records[::3]]
+    for number, record in enumerate(records):
+        record |= {"margin": number / 4} if number % 3 else {"rejected": rejected[number // 3 - 1]}
+    file.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    return file
+
+
+@pytest.fixture(scope="module")
+def scored(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Callable[[str], Path]:
+    """Return what makes a reward model of the checkpoint `kind`."""
+    folder = tmp_path_factory.mktemp("reward")
+
+    def make(kind: str) -> Path:
+        source, target = request.getfixturevalue(kind), folder / kind
+        if not target.exists():
+            shutil.copytree(source, target)
+            (target / "model.safetensors").unlink()
+            saved_as(class_of(source), num_labels=1)(source, target)
+        return target
+
+    return make
+
+
+def class_of(checkpoint: Path) -> Any:
+    if Architecture.from_hf(checkpoint).is_moe:
+        return Qwen3VLMoeForSequenceClassification
+    return Qwen3VLForSequenceClassification
+
+
+def reward(model: Any, processor: Any, side: list[dict[str, Any]], folder: Path) -> Tensor:
+    return model(**inputs_of(processor, side, folder, prompt=False)).logits[0, 0]
+
+
+def plain_step(job: Job) -> Plain:
+    """Compute TRL's loss, one pair at a time."""
+    processor = AutoProcessor.from_pretrained(job.checkpoint)
+    model = class_of(job.checkpoint).from_pretrained(
+        job.checkpoint, dtype=torch.float32, num_labels=1
+    )
+    named = dict(model.named_parameters())
+    if job.lora is not None:
+        named = trained_parameters(PeftModel.from_pretrained(model, job.lora, is_trainable=True))
+    losses = []
+    for record in first_records(job, lambda record: 2):
+        chosen, rejected = (
+            reward(model, processor, side, job.data.parent) for side in sides_of(record)
+        )
+        gap = chosen - rejected - record.get("margin", 0.0)
+        losses.append(-torch.nn.functional.logsigmoid(gap))
+    return Plain.of(torch.stack(losses).mean(), named)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "flags"),
+    LAYOUTS,
+)
+def test_loss_and_every_gradient_are_those_of_one_process(
+    kind: str,
+    layout: str,
+    flags: tuple[str, ...],
+    scored: Callable[[str], Path],
+    pairs: Path,
+    tmp_path: Path,
+) -> None:
+    job = task_job(scored(kind), pairs, layout, *TASK, *flags)
+    check_step(job, plain_step(job), "reward loss", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [("dense", "cp2"), pytest.param("moe", "ep2xdp2", marks=pytest.mark.slow)],
+)
+def test_an_adapter_trains_with_its_head_and_scores(
+    kind: str, layout: str, pairs: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """The base is a language model; PEFT's own model is the reference."""
+    checkpoint = request.getfixturevalue(kind)
+    config = replace(
+        ADAPTERS["experts" if kind == "moe" else "language"],
+        modules_to_save=("score",),
+        raw={"task_type": "SEQ_CLS"},
+    )
+    adapter = write_random_adapter(tmp_path / "adapter", config, checkpoint)
+    job = task_job(checkpoint, pairs, layout, *TASK, *PACKED, lora=adapter)
+    check_step(job, plain_step(job), "reward loss", tmp_path)
+    train(job, tmp_path / "run", "--save-hf", str(tmp_path / "export"))
+    exported = tmp_path / "export/iter_0000001"
+    base = class_of(checkpoint).from_pretrained(checkpoint, dtype=torch.float32, num_labels=1)
+    model = PeftModel.from_pretrained(base, exported)
+    expected = rewards_of(model, checkpoint, pairs)
+    compare_scores(checkpoint, "tp2+sp", pairs, tmp_path / "out.jsonl", expected, lora=exported)
+
+
+def test_flags_alone_make_an_adapter_with_a_head(dense: Path) -> None:
+    job = task_job(dense, Path("x.jsonl"), "single", *TASK, "--lora-rank", "4")
+    config = adapter_config(validate(job.argv, 1), Architecture.from_hf(dense))
+    assert config.modules_to_save == ("score",)
+    assert config.to_dict()["task_type"] == "SEQ_CLS"
+
+
+def test_a_language_model_gets_a_head_that_is_exported_scored_and_resumed(
+    dense: Path, pairs: Path, tmp_path: Path
+) -> None:
+    """The new head is the same under every layout, and transformers' own class loads the export."""
+    save, export = tmp_path / "save", tmp_path / "export"
+    flags = ("--save", str(save), "--save-hf", str(export), "--save-interval", "1")
+    (first,) = train(task_job(dense, pairs, "pp2", *TASK, *PACKED), tmp_path / "run", *flags)
+    (other,) = train(task_job(dense, pairs, "tp2+sp", *TASK, *PACKED), tmp_path / "other")
+    assert other["reward loss"] == pytest.approx(first["reward loss"], rel=TOLERANCE)
+    (second,) = train(
+        task_job(dense, pairs, "pp2", *TASK, *PACKED),
+        tmp_path / "rest",
+        *(*flags, "--train-iters", "2", "--override-opt-param-scheduler"),
+    )
+    assert second["reward loss"] != first["reward loss"]
+    exported = export / "iter_0000002"
+    model, info = class_of(exported).from_pretrained(
+        exported, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(info.values())
+    assert model.config.num_labels == 1
+    expected = rewards_of(model, exported, pairs)
+    for checkpoint, layout in ((exported, "dp2"), (save, "tp2xcp2+sp")):
+        compare_scores(checkpoint, layout, pairs, tmp_path / f"{layout}.jsonl", expected)
+
+
+def rewards_of(model: Any, checkpoint: Path, pairs: Path) -> list[list[float]]:
+    """Return both rewards of each pair, with the processor of `checkpoint`."""
+    processor = AutoProcessor.from_pretrained(checkpoint)
+    records = [json.loads(line) for line in pairs.read_text().splitlines()]
+    with torch.no_grad():
+        return [
+            [float(reward(model, processor, side, pairs.parent)) for side in sides_of(record)]
+            for record in records
+        ]
+
+
+def compare_scores(
+    checkpoint: Path,
+    layout: str,
+    pairs: Path,
+    out: Path,
+    expected: list[list[float]],
+    lora: Path | None = None,
+) -> None:
+    """Compare what `score` writes with `expected`."""
+    options: Any = {"dtype": "fp32", "seq_length": 512, "buffer": 5, "lora": lora}
+    request = Request(checkpoint, pairs, out, Layout.parse(layout), task="reward", **options)
+    found = score(request, on_cpu=True)
+    assert found is not None
+    assert (found.rewards, found.pairs) == (32, 16)
+    assert found.chosen_preferred == sum(a > b for a, b in expected) / 16
+    entries = [json.loads(line) for line in out.read_text().splitlines()]
+    rewards = [[entry[side]["reward"] for side in ("chosen", "rejected")] for entry in entries]
+    assert rewards == [pytest.approx(row, abs=TOLERANCE) for row in expected]
+
+
+def test_what_cannot_begin_is_refused(dense: Path, pairs: Path, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"lacks the tensor score\.weight"):
+        score(Request(dense, pairs, tmp_path / "out.jsonl", task="reward"), on_cpu=True)

@@ -1,0 +1,85 @@
+"""Cases of the tasks' tests, and the records of their first step."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.verify.curves.hf_loop import located, sample_order
+from mcore_qwen3vl.verify.curves.job import Job
+
+PACKED = ("--packing",)
+LAYOUTS = [
+    ("dense", "dp2", PACKED),
+    ("dense", "tp2+sp", PACKED),
+    ("dense", "cp2", PACKED),
+    ("tied", "pp2", PACKED),
+    ("moe", "ep2xdp2", PACKED),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in [
+            ("dense", "single", PACKED),
+            ("dense", "tp2", PACKED),
+            ("dense", "tp2xcp2+sp", PACKED),
+            ("dense", "dp2", ()),
+            ("dense", "pp2xvpp2", ()),
+            ("moe", "tp2xetp2+sp", PACKED),
+        ]
+    ),
+]
+"""Cases of a test: the checkpoint, the layout and flags."""
+
+
+def task_job(
+    checkpoint: Path,
+    data: Path,
+    layout: str,
+    *flags: str,
+    lora: Path | None = None,
+    batch: int = 4,
+) -> Job:
+    return Job(
+        checkpoint,
+        data,
+        Layout.parse(layout),
+        steps=1,
+        batch=batch,
+        seq_length=512,
+        lora=lora,
+        packing="--packing" in flags,
+        flags=tuple(flag for flag in flags if flag != "--packing"),
+    )
+
+
+def first_records(job: Job, sequences: Callable[[Any], int]) -> list[Any]:
+    """Return the records of the first step's global batch.
+
+    Args:
+        job: the run.
+        sequences: the number of sequences that a record has; each of them names its line.
+    """
+    lines = job.data.read_text().splitlines()
+    found = []
+    for line, count in Counter(sample_order(job)[0]).items():
+        record = json.loads(lines[line])
+        found += [record] * (count // sequences(record))  # a small data set repeats in one batch
+    return found
+
+
+def inputs_of(
+    processor: Any, messages: list[dict[str, Any]], folder: Path, *, prompt: bool = True
+) -> Any:
+    """Return the model's inputs for a conversation."""
+    return processor.apply_chat_template(
+        located(messages, folder),
+        add_generation_prompt=prompt,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
