@@ -29,7 +29,7 @@ from mcore_qwen3vl.converters.mcore.paths import config_folder
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
-from mcore_qwen3vl.runtime.connections import order_transfers
+from mcore_qwen3vl.runtime.cuda import order_transfers
 from mcore_qwen3vl.runtime.parallel import initialize
 
 if TYPE_CHECKING:

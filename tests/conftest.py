@@ -18,7 +18,6 @@ from mcore_qwen3vl.errors import BadInput  # noqa: E402
 from mcore_qwen3vl.pretended import Workbench  # noqa: E402
 from mcore_qwen3vl.pretended.build import cached_in  # noqa: E402
 from mcore_qwen3vl.runtime import launch  # noqa: E402
-from mcore_qwen3vl.runtime.cache import cache_folder  # noqa: E402
 from mcore_qwen3vl.tiny import write_tiny_checkpoint  # noqa: E402
 from mcore_qwen3vl.tiny.records import write_image_qa  # noqa: E402
 
@@ -34,10 +33,10 @@ os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Use a cache of the session's own, in which only compiled libraries are shared."""
-    folder, own = tmp_path_factory.mktemp("cache"), cache_folder()
-    cached_in().mkdir(parents=True, exist_ok=True)
-    for shared in own.parent.iterdir():
-        if shared != own:
+    folder, libraries = tmp_path_factory.mktemp("cache"), cached_in()
+    libraries.mkdir(parents=True, exist_ok=True)
+    for shared in libraries.parents[1].iterdir():
+        if shared.name != "mcore-qwen3vl":
             (folder / shared.name).symlink_to(shared)
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("XDG_CACHE_HOME", str(folder))

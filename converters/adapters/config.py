@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -226,3 +226,49 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
 """The fields that are attributes of `AdapterConfig`, with a check of each one's value in a file."""
 
 assert [*_FIELDS, "raw"] == [each.name for each in fields(AdapterConfig)]
+
+
+# ---- the router: a linear layer in transformers 4.57, a parameter in transformers 5 ----
+#
+# Adapters made with 4.57 name it in `target_modules` (`all-linear` includes it), which PEFT refuses
+# with transformers 5. Keys and shapes of its factors are the same in both.
+
+
+def names_a_linear_router(config: AdapterConfig) -> bool:
+    """Return whether the config of a MoE model's adapter names the router in ``target_modules``."""
+    modules = config.target_modules
+    return isinstance(modules, tuple) and any(map(_is_router, modules))
+
+
+def with_router_as_parameter(config: AdapterConfig) -> AdapterConfig:
+    """Return the adapter's config for transformers 5, or `config` itself if it needs no change.
+
+    A config that selects layers or excludes modules is returned unchanged, since PEFT does neither
+    for parameters.
+    """
+    selects = config.exclude_modules or config.layers_to_transform is not None
+    if not names_a_linear_router(config) or selects:
+        return config
+    modules = config.target_modules or ()
+    routers = {f"{_spelled_out(name)}.weight" for name in modules if _is_router(name)}
+    return replace(
+        config,
+        target_modules=tuple(name for name in modules if not _is_router(name)),
+        target_parameters=(*(config.target_parameters or ()), *sorted(routers)),
+        rank_pattern={
+            _router_pattern(key): rank for key, rank in (config.rank_pattern or {}).items()
+        },
+        alpha_pattern={_router_pattern(key): a for key, a in (config.alpha_pattern or {}).items()},
+    )
+
+
+def _is_router(name: object) -> bool:
+    return isinstance(name, str) and (name == "gate" or name.endswith(".gate"))
+
+
+def _spelled_out(name: str) -> str:
+    return "mlp.gate" if name == "gate" else name
+
+
+def _router_pattern(key: str) -> str:
+    return f"{_spelled_out(key)}.weight" if _is_router(key) else key

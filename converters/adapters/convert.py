@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from mcore_qwen3vl.converters.adapters.adapter import Adapter
+from mcore_qwen3vl.converters.adapters.config import with_router_as_parameter
 from mcore_qwen3vl.converters.adapters.peft_model import HFConfig
 from mcore_qwen3vl.converters.adapters.read import read_adapter
 from mcore_qwen3vl.converters.adapters.roles import Roles
-from mcore_qwen3vl.converters.adapters.router import with_router_as_parameter
 from mcore_qwen3vl.converters.adapters.write import write_adapter
 
 
@@ -23,8 +23,8 @@ def convert_adapter(
 ) -> Adapter:
     """Copy an adapter, with the factors of fused experts converted to `roles`.
 
-    A router that is named as in transformers 4.57 is renamed as in transformers 5 (see `router`);
-    everything else stays as it is.
+    A router that is named as in transformers 4.57 is renamed by `with_router_as_parameter`.
+    Everything else stays as it is.
 
     Args:
         source, target: PEFT adapter directories.

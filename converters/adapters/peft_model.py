@@ -18,9 +18,8 @@ from typing import Any
 import torch
 
 from mcore_qwen3vl.config import Architecture, read_config_file
-from mcore_qwen3vl.converters.adapters.config import AdapterConfig
+from mcore_qwen3vl.converters.adapters.config import AdapterConfig, with_router_as_parameter
 from mcore_qwen3vl.converters.adapters.presets import SCORE
-from mcore_qwen3vl.converters.adapters.router import with_router_as_parameter
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.errors import BadInput
 

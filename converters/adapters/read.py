@@ -17,7 +17,7 @@ from mcore_qwen3vl.converters.adapters.adapter import (
     some,
     whole_shape,
 )
-from mcore_qwen3vl.converters.adapters.config import AdapterConfig
+from mcore_qwen3vl.converters.adapters.config import AdapterConfig, names_a_linear_router
 from mcore_qwen3vl.converters.adapters.peft_model import (
     HEAD,
     PREFIX,
@@ -27,7 +27,6 @@ from mcore_qwen3vl.converters.adapters.peft_model import (
     apply,
 )
 from mcore_qwen3vl.converters.adapters.roles import Roles, find_roles, swap
-from mcore_qwen3vl.converters.adapters.router import names_a_linear_router
 from mcore_qwen3vl.converters.adapters.targets import unused_names
 from mcore_qwen3vl.converters.hf.header import DTYPES
 from mcore_qwen3vl.converters.hf.hf_checkpoint import open_safetensors

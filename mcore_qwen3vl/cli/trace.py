@@ -53,8 +53,7 @@ def verify_trace(
 
     cpu.install()
     from mcore_qwen3vl.verify.parity.case import Case
-    from mcore_qwen3vl.verify.trace.input import from_prompt
-    from mcore_qwen3vl.verify.trace.tracing import trace
+    from mcore_qwen3vl.verify.trace.tracing import from_prompt, trace
 
     if (image or video) and prompt is None:
         raise BadInput("--image and --video need a --prompt that asks about them.")

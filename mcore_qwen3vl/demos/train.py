@@ -16,7 +16,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
 
-SAMPLES, STEPS, STOP = 8, 60, 30
+SAMPLES, STEPS = 8, 60
 LORA = ("--lora-rank", "16", "--lora-target", "all-linear", "--lora-modules-to-save", "lm_head")
 LEARNT = 0.05
 """The loss below which the model has memorised the answers."""

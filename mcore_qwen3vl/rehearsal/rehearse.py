@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -258,8 +258,3 @@ def _watched(progress: Path, say: Say) -> Iterator[None]:
     finally:
         done.set()
         watcher.join()
-
-
-def with_flags(command: Command, gpus: int, flags: Sequence[object]) -> Command:
-    """Return the command with flags appended, for `gpus` GPUs."""
-    return replace(command.plus(*flags), gpus=gpus)

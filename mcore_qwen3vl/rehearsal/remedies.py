@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.rehearsal.command import Command
 from mcore_qwen3vl.rehearsal.outcome import Rehearsal, Remedy
-from mcore_qwen3vl.rehearsal.rehearse import Rehearser, checked, with_flags
+from mcore_qwen3vl.rehearsal.rehearse import Rehearser, checked
 
 GPUS_OF_A_NODE = 8
 """The largest TP, because its exchange needs NVLink."""
@@ -66,7 +67,7 @@ def neighbours(command: Command) -> Iterator[Change]:
 def _try(rehearser: Rehearser, command: Command, changes: Sequence[Change]) -> list[Remedy]:
     remedies = []
     for change, flags, gpus in changes:
-        neighbour = with_flags(command, gpus, flags)
+        neighbour = replace(command.plus(*flags), gpus=gpus)
         try:
             checked(neighbour)
             tried = rehearser.rehearse(neighbour, stop_at_failure=True, what=f"with {change}, ")

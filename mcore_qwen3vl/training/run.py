@@ -19,8 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from mcore_qwen3vl.model.flops import Trained
-from mcore_qwen3vl.runtime.compiler import compile_where_possible
-from mcore_qwen3vl.runtime.connections import order_transfers
+from mcore_qwen3vl.runtime.cuda import compile_where_possible, order_transfers
 from mcore_qwen3vl.runtime.lock import only_writer
 from mcore_qwen3vl.training.arguments.checks import check_device
 from mcore_qwen3vl.training.arguments.command_line import CommandLine

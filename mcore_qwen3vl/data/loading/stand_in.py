@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 from mcore_qwen3vl.atomic import replacing
-from mcore_qwen3vl.runtime.cache import cache_folder
 
 _ORIGIN = "origin"  # name of the file, beside a stand-in, that holds the path of the data
 _SUFFIXES = (".tar", ".parquet", ".arrow")
@@ -39,8 +39,12 @@ def _data_files(path: Path) -> list[Path]:
 
 
 def data_cache() -> Path:
-    """Return the folder that holds the cache folders of all data sets."""
-    return cache_folder().absolute() / "data"
+    """Return the folder that holds the cache folders of all data sets; it need not exist.
+
+    It is ``$XDG_CACHE_HOME/mcore-qwen3vl/data`` (``~/.cache/mcore-qwen3vl/data``).
+    """
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return caches.absolute() / "mcore-qwen3vl" / "data"
 
 
 def cache_of(path: Path) -> Path:

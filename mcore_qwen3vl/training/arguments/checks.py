@@ -13,7 +13,7 @@ from mcore_qwen3vl.converters.hf.hub import HUB_ID
 from mcore_qwen3vl.converters.mcore.paths import folder_name, numbered_iterations
 from mcore_qwen3vl.data.loading.sources import parse_sources, require_data_set
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.runtime.compiler import c_compiler
+from mcore_qwen3vl.runtime.cuda import c_compiler
 from mcore_qwen3vl.runtime.extras import require_extra
 
 

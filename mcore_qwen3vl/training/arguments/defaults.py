@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.runtime.compiler import c_compiler
+from mcore_qwen3vl.runtime.cuda import c_compiler
 
 SEQ_LENGTH = 8192
 """Default row length, for ``data check`` too; less if the model has fewer positions."""

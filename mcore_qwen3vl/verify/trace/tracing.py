@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.mapping.table import table
@@ -15,7 +17,7 @@ from mcore_qwen3vl.converters.mcore.formats import require_megatron
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.verify.parity.batches import Batch, MicroBatch
+from mcore_qwen3vl.verify.parity.batches import Batch, MicroBatch, Sample, micro_batch
 from mcore_qwen3vl.verify.parity.case import Case
 from mcore_qwen3vl.verify.report.measurement import (
     Finding,
@@ -58,7 +60,7 @@ def trace(
             :class:`TraceReference`, which keeps its results.
         mcore: Megatron-Core checkpoint to examine; None: the model is loaded from `hf`.
         layout: parallel sizes; default: one rank.
-        micro: the input, as from :func:`mcore_qwen3vl.verify.trace.input.from_prompt`; default:
+        micro: the input, as from :func:`from_prompt`; default:
             the first micro-batch of the parity batch called `batch`.
         gradients: also compare gradients of activations and of parameters.
         case: how the model runs, apart from `layout` and `gradients`.
@@ -241,3 +243,45 @@ def _result(
         tolerance = tolerances.of(part, name)
         result.findings.append(Finding(part, name, one, tolerance, counts.get((part, name))))
     return result
+
+
+def from_prompt(
+    checkpoint: str | Path,
+    prompt: str,
+    images: Sequence[str | Path] = (),
+    videos: Sequence[str | Path] = (),
+    *,
+    multiple: int = 1,
+) -> MicroBatch:
+    """Make a micro-batch with the checkpoint's own processor and chat template.
+
+    Args:
+        checkpoint: Hugging Face checkpoint directory with tokenizer and processor.
+        prompt: the user's text after the images and videos, or around their tags; see
+            :func:`mcore_qwen3vl.generation.prompts.user_turns`.
+        images: image files.
+        videos: video files.
+        multiple: number that the layout requires the length to be a multiple of; the prompt is
+            padded on the right. See :func:`mcore_qwen3vl.model.sequence.length_multiple`.
+
+    Raises:
+        BadInput: an image or video cannot be read, or tags and media do not match.
+    """
+    # Imported here, because megatron must not be imported before the CPU backend is installed.
+    from mcore_qwen3vl.data import load_processor
+    from mcore_qwen3vl.generation.prompts import process, user_turns
+
+    processor = load_processor(checkpoint)
+    inputs = process(processor, user_turns([prompt], images, videos))
+    ids = inputs["input_ids"][0]
+    counts = torch.ones(len(ids))
+    counts[-1] = 0  # no token follows the last one
+    sample = Sample(
+        ids,
+        inputs.get("pixel_values"),
+        inputs.get("image_grid_thw"),
+        inputs.get("pixel_values_videos"),
+        inputs.get("video_grid_thw"),
+        counts,
+    )
+    return micro_batch(Architecture.from_hf(checkpoint), [sample], multiple=multiple)

@@ -1,9 +1,10 @@
-"""The number of GPU queues that a process uses, which must be set before CUDA starts."""
+"""What must be set before CUDA starts: the number of GPU queues, and whether functions compile."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 
 BLACKWELL = 10
 """Major compute capability."""
@@ -39,3 +40,21 @@ def _compute_capability() -> int | None:
     )
     library.nvmlShutdown()
     return None if failed else major.value
+
+
+def c_compiler() -> str | None:
+    """Return the C compiler with which Triton builds its kernels; None: there is none."""
+    return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+
+
+def compile_where_possible() -> None:
+    """Disable ``torch.compile``, which Megatron uses for fusions, where there is no compiler.
+
+    Fused functions then run one kernel after another. Otherwise the warm-up before training would
+    fail.
+    """
+    if c_compiler() is None:
+        import torch
+
+        config: object = torch._dynamo.config
+        config.disable = True  # type: ignore[attr-defined]
