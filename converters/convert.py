@@ -183,7 +183,10 @@ def mcore_to_hf(
     progress: Progress | None = None,
     strict: bool = False,
 ) -> ConversionResult:
-    """Write a Hugging Face checkpoint; see `plan_mcore_to_hf` and `hf_to_mcore`."""
+    """Convert a Megatron checkpoint to Hugging Face's format.
+
+    `plan_mcore_to_hf` describes the arguments of the plan, and `hf_to_mcore` those of the writing.
+    """
     plan = partial(
         plan_mcore_to_hf,
         src,

@@ -118,7 +118,7 @@ class _Parts:
         return {name for name in names if any(name in state for state in states)}
 
     def _count(self, row: Row) -> int:
-        """Return the number of parts in which the ranks hold `row`."""
+        """Return how many tensor-parallel parts `row` is stored in; 1 if it is not divided."""
         if row.tp_axis is None:
             return 1
         return self._layout.tp if row.expert is None else self._layout.etp

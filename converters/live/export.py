@@ -216,7 +216,7 @@ class Gatherer:
 
 
 class _Writer:
-    """Writes gathered tensors into the shards, a bucket at a time, while the next is gathered."""
+    """Writes a bucket of gathered tensors into the shards while the next bucket is gathered."""
 
     def __init__(self, tree: Path, files: Sequence[shards.Shard]) -> None:
         self._tree = tree

@@ -15,7 +15,7 @@ from mcore_qwen3vl.converters.storage.boxes import Shape
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """One line of a dry run: a tensor of the result and its sources.
+    """One line of a dry run: a tensor of the result, and the tensors it is made of.
 
     The experts of one layer share one line.
     """

@@ -81,7 +81,7 @@ def features_cross_stages(config: TransformerConfig, deepstack_layers: int) -> b
 
 
 def layers_of_chunk(config: TransformerConfig, vp_stage: int | None, pp_rank: int | None) -> range:
-    """Return a pipeline chunk's decoder layers, from 0 over the whole model; may be empty."""
+    """Return the indices in the whole model of a pipeline chunk's decoder layers; may be empty."""
     custom = config.pipeline_model_parallel_layout
     if custom is not None:
         # mcore's functions that are used below would ignore `pp_rank` and take the calling rank's.

@@ -32,7 +32,10 @@ NOT_THE_CALLER = ("/torch/", f"{Path(__file__).parent}/", "<")
 
 
 class Device:
-    """The simulated device of this process. Only the latest object records."""
+    """The simulated device of this process.
+
+    Only the newest object records host syncs and launches.
+    """
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(None)

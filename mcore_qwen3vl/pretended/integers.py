@@ -147,7 +147,7 @@ def _nonzero(self: Tensor) -> Tensor:
 
 
 def _repeat_interleave(repeats: Tensor, *, output_size: int | None = None) -> Tensor:
-    """Synchronize as CUDA does, unless the sum of `repeats` is given: the host must know it."""
+    """Synchronize as CUDA does: without `output_size`, the host must learn the sum of `repeats`."""
     if output_size is None:
         torch.cuda.current_stream().synchronize()
     on_host = torch.repeat_interleave(host_view(repeats))

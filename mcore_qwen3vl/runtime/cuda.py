@@ -11,10 +11,10 @@ BLACKWELL = 10
 
 
 def order_transfers() -> None:
-    """Set one queue on GPUs before Blackwell, unless the environment sets a number.
+    """Set ``CUDA_DEVICE_MAX_CONNECTIONS=1`` on GPUs before Blackwell, unless it is set already.
 
-    Megatron needs a single queue there to order its overlapped transfers. Blackwell does not need
-    it, and is slow with it. A GPU that is not known counts as older.
+    Before Blackwell, Megatron's overlapped transfers stay in order only in a single hardware queue.
+    Blackwell does not need this, and is slow with it. An unknown GPU counts as older.
     """
     major = _compute_capability()
     if major is None or major < BLACKWELL:
@@ -24,7 +24,7 @@ def order_transfers() -> None:
 def _compute_capability() -> int | None:
     """Return the first GPU's major compute capability; None: not known.
 
-    It asks the driver's management library, because asking CUDA would start it.
+    NVML is asked, because a question to the CUDA runtime would start CUDA.
     """
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")

@@ -33,12 +33,15 @@ class Shelf:
     def take(
         self, kind: Kind, reference: Any = None, said: Mapping[str, Any] | None = None
     ) -> None:
-        """Add the next media of the sample: `reference`, or the next one of the record's list.
+        """Add an image or video to the sample.
 
         Args:
             kind: image or video.
-            reference: where it is; None: the next one of the list says it.
-            said: the keys of its part; those of the record hold where it has none.
+            reference: its location; None: the next unused entry of the record's list.
+            said: keys of its part of the message, such as ``fps``. They override the record's keys.
+
+        Raises:
+            BadSample: the record's list has no entry left, or the reference is unusable.
         """
         if reference is None:
             if not self._left[kind]:

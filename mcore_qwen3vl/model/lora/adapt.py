@@ -19,7 +19,10 @@ from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 
 
 class Read(Protocol):
-    """The part of ``mcore_qwen3vl.converters.adapters``' ``Adapter`` that is used here."""
+    """The attributes of an adapter that this module uses.
+
+    ``converters.adapters.adapter.Adapter`` has them; the model does not import converters.
+    """
 
     @property
     def config(self) -> Any: ...

@@ -33,8 +33,8 @@ def host_group() -> dist.ProcessGroup:
 def stages_group() -> dist.ProcessGroup | None:
     """Create a gloo group of the stages' first ranks, if there are several stages.
 
-    It is a new group even if the pipeline group uses gloo: its messages must not mix with
-    activations.
+    Even a pipeline group that uses gloo is not reused, because it carries activations, with which
+    batches must not mix.
 
     Returns:
         The group; None if there is one stage only, or this rank is not the first of its stage.

@@ -130,7 +130,7 @@ def _other_state(optimizer: DistributedOptimizer) -> str | None:
 
 
 class _Parts:
-    """Replaces the methods :data:`SAVE` and :data:`LOAD` of one optimizer."""
+    """Stands in for one optimizer's methods named :data:`SAVE` and :data:`LOAD`."""
 
     def __init__(self, optimizer: DistributedOptimizer) -> None:
         self._optimizer = optimizer

@@ -115,7 +115,7 @@ class _Side:
         return row.take(hf.read, box)
 
     def digest(self, name: str) -> str:
-        """Hash a companion file; leave the quantisation out of a quantised checkpoint's config."""
+        """Return a companion file's hash; that of a config leaves its quantisation settings out."""
         if name == "config.json" and self.hf is not None and self.hf.quantization is not None:
             config = fp8.without(read_config_file(self.companions[name]))
             return sha256(config_file.dumps(config)).hexdigest()

@@ -115,7 +115,12 @@ class Reference:
         return Expected(batch, logits, losses, valid, self._gradients() if gradients else {})
 
     def step(self, expected: Expected, adamw: AdamW) -> Stepped:
-        """Clip `expected`'s gradients and take one ``torch.optim.AdamW`` step from the weights."""
+        """Take one ``torch.optim.AdamW`` step from the model's weights, with clipped gradients.
+
+        Args:
+            expected: holds the gradients before clipping.
+            adamw: the optimizer's settings.
+        """
         parameters = {
             name: torch.nn.Parameter(weight.detach().float().cpu().clone())
             for name, weight in self.trained().items()
