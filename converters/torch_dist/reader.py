@@ -95,8 +95,11 @@ def _check_backend(folder: Path) -> None:
         content = parse_json(file.read_bytes())
         backend, version = content.get("sharded_backend"), content.get("sharded_backend_version", 1)
     except FileNotFoundError:
+        inside = sorted(found.parent for found in folder.glob("*/metadata.json"))
+        remedy = f" Name a checkpoint in it, such as {inside[-1]}." if inside else ""
         raise BadInput(
             f"{folder} is not a Megatron-Core torch_dist checkpoint: it has no metadata.json."
+            f"{remedy}"
         ) from None
     except (OSError, ValueError, AttributeError) as error:
         raise BadInput(

@@ -21,7 +21,8 @@ def only_writer(place: Path) -> Iterator[None]:
     Where the file system has no locks, nothing is locked.
 
     Raises:
-        BadInput: another process holds the lock; the message names it.
+        BadInput: the folder does not exist, or another process holds the lock, which the message
+            names.
     """
     file = place / ".lock" if place.is_dir() else place.with_name(f"{place.name}.lock")
     lock = _locked(file, place)
@@ -33,6 +34,8 @@ def only_writer(place: Path) -> Iterator[None]:
 
 
 def _locked(file: Path, place: Path) -> TextIO:
+    if not file.parent.is_dir():
+        raise BadInput(f"There is no folder {file.parent} for {place}: create it, or correct it.")
     while True:
         lock = file.open("a+", encoding="utf-8")
         try:

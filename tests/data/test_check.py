@@ -90,15 +90,20 @@ def test_keys_that_training_does_not_read_are_counted(
 ) -> None:
     plain = [{**question(i, image=False), "id": i} for i in range(3)]
     labelled = {**plain[0], "objects": {"bbox": []}, "label": "cat", "rejected_response": None}
-    path = write_jsonl([*plain, labelled, {**plain[1], "label": 0}])
+    misspelt = json.loads(json.dumps(plain[2]))
+    misspelt["messages"][1]["wieght"] = 0
+    path = write_jsonl([*plain, labelled, {**plain[1], "label": 0}, misspelt])
     report = check_data(path, processor, DataConfig(seq_length=200))
     assert {key: len(samples) for key, samples in report.unread.items()} == {
         "objects": 1,
         "label": 2,
         "rejected_response": 1,
+        "wieght of a message": 1,
     }
     shown = dict(report.summary())["keys that are not read"]
-    assert shown.startswith("objects (1), label (2), rejected_response (1), the first in ")
+    assert shown.startswith(
+        "objects (1), label (2), rejected_response (1), wieght of a message (1), the first in "
+    )
     assert shown.endswith("data.jsonl:4")
     (advice,) = report.advice()
     assert "--preprocess" in advice

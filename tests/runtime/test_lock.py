@@ -51,6 +51,15 @@ def test_the_second_is_told_who_the_first_is(folder: bool, tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    missing = tmp_path / "no" / "out.jsonl"
+    with (
+        pytest.raises(BadInput, match=f"There is no folder {missing.parent} for"),
+        only_writer(missing),
+    ):
+        pass
+
+
 def test_children_hold_nothing(tmp_path: Path) -> None:
     """A data worker that outlives a killed run does not keep the next one out."""
     reader, writer = os.pipe()

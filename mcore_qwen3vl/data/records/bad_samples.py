@@ -111,8 +111,8 @@ class BadSampleGuard:
         if len(self._bad) > self._max_fraction * self._records:
             raise BadInput(
                 f"{len(self._bad)} of about {self._records} records are bad, more than the "
-                f"accepted share of {self._max_fraction:g} (--max-bad-fraction), and a data worker "
-                f"has not read all of them yet. The last one is {name}: {kind}{error} Run "
+                f"accepted share of {self._max_fraction:g} (--max-bad-fraction); the rest was not "
+                f"read. The last one is {name}: {kind}{error} Run "
                 "`mcore-qwen3vl data check` on the data set, which lists what is wrong with each."
             )
 

@@ -31,6 +31,8 @@ _ROLES = {
 }  # fmt: skip
 _GROUNDING = ("<ref-object>", "<bbox>")
 _OWN = ("content", "weight", "loss")  # keys of a message that the template does not get
+_READ = (*_OWN, "role", "name", "tool_calls", "tool_call_id", "reasoning_content")
+"""Keys of a message that we read or that chat templates do; all but our own get there."""
 
 
 def read_messages(
@@ -47,7 +49,7 @@ def read_messages(
         BadSample: the record is malformed, and the message says how.
     """
     turns = []
-    for index, message in enumerate(_turns(record, "messages")):
+    for index, message in enumerate(_turns(record, "messages"), 1):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise BadSample(f"message {index} must be an object with a role and content.")
         turns.append(_legacy_call(message))
@@ -61,7 +63,7 @@ def read_conversations(record: Mapping[str, Any], folder: MediaFolder) -> Conver
         BadSample: the record is malformed, and the message says how.
     """
     turns = []
-    for index, turn in enumerate(_turns(record, "conversations")):
+    for index, turn in enumerate(_turns(record, "conversations"), 1):
         if not isinstance(turn, Mapping) or not isinstance(turn.get("from"), str):
             raise BadSample(f"turn {index} must be an object with from and value.")
         if not isinstance(turn.get("value"), str):
@@ -113,7 +115,7 @@ def _conversation(
         rendered.append({"role": "system", "content": system})
         weights.append(0.0)
     previous = None
-    for index, turn in enumerate(turns):
+    for index, turn in enumerate(turns, 1):
         role = _ROLES[key].get(turn["role"])
         if role is None:
             raise BadSample(
@@ -136,7 +138,11 @@ def _conversation(
     shelf.check_empty()
     if not (prompt or any(weights)):
         raise BadSample("no assistant turn has a weight above 0, so nothing would be trained.")
-    return Conversation(rendered, shelf.media, weights, _tools(record), prompt)
+    unread = {str(name): None for turn in turns for name in turn if name not in _READ}
+    return Conversation(
+        rendered, shelf.media, weights, _tools(record), prompt,
+        unread=tuple(f"{name} of a message" for name in unread),
+    )  # fmt: skip
 
 
 def _message(turn: Mapping[str, Any], role: str, index: int, shelf: Shelf) -> dict[str, Any]:
@@ -144,6 +150,10 @@ def _message(turn: Mapping[str, Any], role: str, index: int, shelf: Shelf) -> di
     kept = {name: value for name, value in turn.items() if name not in _OWN}
     if role == _CALL:
         return {**kept, "role": "assistant", "content": "", "tool_calls": _calls(turn, index)}
+    if turn.get("content") is None and role != "assistant":
+        raise BadSample(
+            f"message {index} has no content; its keys are {', '.join(map(str, turn))}."
+        )
     content = _content(turn.get("content"), index, shelf)
     if role == "assistant" and _is_empty(content) and not turn.get("tool_calls"):
         raise BadSample(f"message {index}, an assistant turn, is empty.")
@@ -209,7 +219,12 @@ def _part(part: Any, index: int, shelf: Shelf) -> dict[str, Any]:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     declared = part.get("type") if isinstance(part, Mapping) else None
-    if declared == "text" and isinstance(part.get("text"), str):
+    if declared == "text":
+        if not isinstance(part.get("text"), str):
+            raise BadSample(
+                f"message {index}: a part of type text has no text; its keys are "
+                f"{', '.join(map(str, part))}."
+            )
         return {"type": "text", "text": part["text"]}
     kind = str(declared).removesuffix("_url")
     if kind not in _REFERENCE_KEYS:

@@ -88,8 +88,9 @@ def format_of(record: Any, name: str | None = None) -> Format:
             return one
     wanted = ", ".join(key for one in offered for key in one.keys)
     raise BadSample(
-        f"the record has the keys {', '.join(map(str, record))[:80]}; none of {wanted}. For "
-        "records of another kind, name a function that rewrites them: --preprocess MODULE:FUNCTION."
+        f"the record has the keys {', '.join(map(str, record))[:80]}; none of {wanted}, nor "
+        "chosen, rejected (preference data) or positive (retrieval data). For records of another "
+        "kind, name a function that rewrites them: --preprocess MODULE:FUNCTION."
     )
 
 
@@ -132,7 +133,7 @@ def parse_record(
     form = format_of(record, reading.format)
     observed = _Observed(record)
     parsed = form.read(observed, folder)
-    parsed = replace(parsed, format=form.name, unread=observed.unread())
+    parsed = replace(parsed, format=form.name, unread=(*observed.unread(), *parsed.unread))
     return _chosen(parsed, reading) if isinstance(parsed, Conversation) else parsed
 
 

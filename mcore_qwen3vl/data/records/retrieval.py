@@ -67,12 +67,14 @@ def parse_retrieval(
     unread = tuple(str(key) for key in record if key not in _READ)
     found = {}
     for name, text, media in _texts(record):
+        if isinstance(text, str) and not text.strip() and not any(media.values()):
+            raise BadSample(f"{name} is empty.")
         try:
             messages = (reading or Reading()).instructed(_messages(text))
             parsed = read_messages({**media, "messages": messages}, folder, prompt=True)
         except BadSample as error:
             raise BadSample(f"{name}: {error}") from error
-        found[name] = replace(parsed, format=RETRIEVAL, unread=unread)
+        found[name] = replace(parsed, format=RETRIEVAL, unread=(*unread, *parsed.unread))
     if not found:
         raise BadSample("a retrieval record has query, or messages, and positive.")
     return found
@@ -104,9 +106,13 @@ def _texts(record: Mapping[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]
 
 
 def _documents(key: str, value: Any) -> list[Any]:
-    """Return the documents under `key`; a key in the plural, or ms-swift's, holds a list."""
+    """Return the documents under `key`; a key in the plural, or ms-swift's, holds a list.
+
+    A list of texts is one of documents under the other keys too, where a list of messages is not.
+    """
     if key in (POSITIVE, NEGATIVE):
-        return [value]
+        texts = isinstance(value, list) and value and all(isinstance(one, str) for one in value)
+        return value if texts else [value]
     if not isinstance(value, list):
         raise BadSample(f"{key} is {type(value).__name__}; a list of documents is needed.")
     return value

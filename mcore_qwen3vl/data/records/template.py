@@ -102,7 +102,7 @@ class Renderer:
         through = text if last else self._apply(record, index + 1)
         if not (text.startswith(through) and through.startswith(prompt)):
             raise BadSample(
-                f"the chat template renders message {index} differently once other messages "
+                f"the chat template renders message {index + 1} differently once other messages "
                 "follow, or without its generation prompt, so this turn cannot be trained in this "
                 "context. Give it weight 0, or end the sample with it."
             )
@@ -110,8 +110,8 @@ class Renderer:
         turn = through[len(prompt) :].rstrip()
         if not turn.endswith(self._special):
             raise BadSample(
-                f"the chat template ends message {index} with {turn[-20:]!r}, not with a special "
-                "token, so a model trained on it would not learn to stop."
+                f"the chat template ends message {index + 1} with {turn[-20:]!r}, not with a "
+                "special token, so a model trained on it would not learn to stop."
             )
         return len(prompt), len(prompt) + len(turn)
 
@@ -133,8 +133,8 @@ class Renderer:
                     record.messages[: index + 1], tools=record.tools, tokenize=False
                 )
             except Exception:
-                return f"message {index}, of role {message['role']}"
-        return f"message {count - 1}, of role {record.messages[count - 1]['role']}"
+                return f"message {index + 1}, of role {message['role']}"
+        return f"message {count}, of role {record.messages[count - 1]['role']}"
 
     def _document(self, record: Document) -> Rendered:
         pieces: list[str] = []

@@ -232,6 +232,21 @@ def check_writable(folder: Path) -> None:
         ) from error
 
 
+def check_export(args: argparse.Namespace) -> None:
+    """Check that a run that begins would not overwrite another run's exports.
+
+    Raises:
+        BadInput: ``--save-hf`` holds exports, and ``--save`` holds no checkpoint to go on from.
+    """
+    if not args.save_hf or (args.save and numbered_iterations(Path(args.save))):
+        return
+    if found := numbered_iterations(Path(args.save_hf)):
+        raise BadInput(
+            f"{args.save_hf} holds the export of step {found[-1]} of another run, which this one "
+            "would overwrite. Name another folder with --save-hf, or remove it."
+        )
+
+
 def _check_loggers(args: argparse.Namespace) -> None:
     if args.tensorboard_dir:
         require_extra("tensorboard", "--tensorboard-dir")

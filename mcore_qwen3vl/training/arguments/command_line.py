@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from functools import cache, cached_property
 from importlib.metadata import version
@@ -162,6 +163,6 @@ def take_back(argv: Sequence[str]) -> list[str]:
 
 def _train_data_path(argv: Sequence[str]) -> list[str]:
     """Rename ``--data-path``: with ``--valid-data-path`` Megatron wants ``--train-data-path``."""
-    if "--valid-data-path" not in argv:
+    if not any(word.partition("=")[0] == "--valid-data-path" for word in argv):
         return list(argv)
-    return ["--train-data-path" if word == "--data-path" else word for word in argv]
+    return [re.sub(r"^--data-path(?=$|=)", "--train-data-path", word) for word in argv]

@@ -15,7 +15,7 @@ from mcore_qwen3vl.console import visible
 from mcore_qwen3vl.converters.hf import processor_files
 from mcore_qwen3vl.converters.hf.hub import SMALL
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.training.arguments.checks import check_surroundings, check_writable
+from mcore_qwen3vl.training.arguments.checks import check_export, check_surroundings, check_writable
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.arguments.help import asked_words
 from mcore_qwen3vl.training.arguments.layout import check_layout
@@ -34,12 +34,17 @@ def check_early(command: CommandLine) -> None:
     args = command.args
     check_surroundings(args)
     model = command.model
+    if not model.exists():
+        raise BadInput(
+            f"{model} does not exist: check the path of --hf-model, or name a hub id, OWNER/NAME."
+        )
     processor_files.require(model)
     check_targets(args, command.architecture)
     targets = [Path(folder) for folder in (args.save, args.save_hf) if folder]
     if targets and os.environ.get("RANK", "0") == "0":
         for folder in targets:
             check_writable(folder)
+        check_export(args)
         refuse_links_out((file for glob in SMALL for file in model.glob(glob)), model)
 
 

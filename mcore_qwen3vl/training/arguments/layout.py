@@ -50,4 +50,11 @@ def check_layout(args: argparse.Namespace, architecture: Architecture, world_siz
             "does not divide: change the number of ranks (train --processes N, rehearse --gpus N) "
             "or these sizes."
         )
+    rows, batch = args.micro_batch_size * layout.dp, args.global_batch_size
+    if batch and batch % rows:
+        raise BadInput(
+            f"--global-batch-size {batch} is not a multiple of the {rows} rows of a pass: "
+            f"micro-batches of {args.micro_batch_size} on {layout.dp} data-parallel ranks. Give "
+            f"--global-batch-size {-(-batch // rows) * rows}."
+        )
     return layout

@@ -6,8 +6,10 @@ read for any number of data-parallel ranks.
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +86,9 @@ def load(
     for state in states:
         state.pop(GLOBAL_BATCH, None)
     given = _described(sources)
-    if saved and [size for _, size in saved] != [size for _, size in given]:
+    sizes = [(was, size) for (_, was), (_, size) in zip(saved, given, strict=False)]
+    # Earlier versions wrote no size for a folder.
+    if saved and (len(saved) != len(given) or any(was not in (None, size) for was, size in sizes)):
         raise BadInput(
             f"The checkpoint in {checkpoints} belongs to other data: it was trained on "
             f"{_listing(saved)}, and this command names {_listing(given)}. To train its weights on "
@@ -100,9 +104,25 @@ def first_of(checkpoints: str | Path, iteration: int) -> dict[str, Any] | None:
     return _read(file) if file.exists() else None
 
 
-def _described(sources: Sequence[Source]) -> list[tuple[str, int | None]]:
-    """Return names and file sizes in bytes; equal sizes count as the same data, under any name."""
-    return [(s.path.name, s.path.stat().st_size if s.path.is_file() else None) for s in sources]
+def _described(sources: Sequence[Source]) -> list[tuple[str, int]]:
+    """Return names and sizes in bytes; equal sizes count as the same data, under any name."""
+    return [(source.path.name, _size(source.path)) for source in sources]
+
+
+def _size(path: Path) -> int:
+    """Return the bytes of a file, or of a folder's files without hidden ones and indexes."""
+    if path.is_file():
+        return path.stat().st_size
+    named = (
+        (Path(folder) / name for name in names)
+        for folder, _, names in os.walk(path)
+        if not any(part.startswith(".") for part in Path(folder).relative_to(path).parts)
+    )
+    return sum(
+        file.stat().st_size
+        for file in chain.from_iterable(named)
+        if not file.name.startswith(".") and file.suffix != ".idx"
+    )
 
 
 def _listing(described: Sequence[tuple[str, int | None]]) -> str:

@@ -42,6 +42,10 @@ from mcore_qwen3vl.training.tasks.flags import labels_of
 _OTHER_SCHEDULE = re.compile(
     r"class input value (?P<ours>\S+) and checkpoint ?value (?P<theirs>\S+) for (?P<what>.+) do not"
 )
+# Megatron names a weight, or "optimizer.state.exp_avg.NAME from model not in state dict: [...]".
+_UNSAVED_PARAMETER = re.compile(
+    r"(?:optimizer\.state\.\w+\.)?(?P<name>\S+\.(?:weight|bias))(?: from model not in state dict|$)"
+)
 
 log = logging.getLogger(__name__)
 
@@ -184,8 +188,8 @@ def explained(directory: str) -> Iterator[None]:
     """Explain Megatron's errors about a checkpoint that does not fit the command line.
 
     Raises:
-        BadInput: the schedule or the learning rate changed, the optimizer, its schedule or the RNG
-            was not saved, or torch refuses to unpickle a file.
+        BadInput: the schedule or the learning rate changed, the optimizer, its schedule, the RNG
+            or a parameter was not saved, or torch refuses to unpickle a file.
     """
     try:
         yield
@@ -198,6 +202,8 @@ def explained(directory: str) -> Iterator[None]:
                 raise failure from None
             if isinstance(failure, pickle.UnpicklingError):
                 raise refused_by_torch(f"The checkpoint in {directory}", failure) from None
+            if lacks := _lacks(directory, failure):
+                raise lacks from None
         raise
     except AssertionError as error:
         if "OptimizerParamScheduler" not in str(error):
@@ -217,12 +223,25 @@ def explained(directory: str) -> Iterator[None]:
             f"--load {directory} --finetune, and a new --save."
         ) from error
     except KeyError as error:
+        if lacks := _lacks(directory, error):
+            raise lacks from None
         if error.args[0] not in ("optimizer", "opt_param_scheduler", "rng_state"):
             raise
         raise BadInput(
             f"The checkpoint in {directory} was saved without {error}. Add --no-load-optim "
             "--no-load-rng to go on without, or --finetune to take its weights only."
         ) from error
+
+
+def _lacks(directory: str, error: BaseException) -> BadInput | None:
+    """Explain that a parameter was not saved; None if that is not what `error` says."""
+    found = _UNSAVED_PARAMETER.match(str(error.args[0])) if isinstance(error, KeyError) else None
+    return found and BadInput(
+        f"The checkpoint in {directory} holds no {found['name']}, which this command trains: it "
+        "was saved by a run that trained other parts (--freeze, --trainable) or another task "
+        f"(--task). Give that run's flags; or take its weights only, with --load {directory} "
+        "--finetune and another --save."
+    )
 
 
 def _schedules(error: AssertionError) -> str:

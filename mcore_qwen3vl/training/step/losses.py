@@ -23,6 +23,7 @@ from torch import Tensor
 from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.inputs import to_device
+from mcore_qwen3vl.training.preference.flags import LOSSES as PREFERENCE_LOSSES
 
 GROUP = "mcore_qwen3vl.losses"
 
@@ -158,9 +159,9 @@ def find_loss(name: str) -> Loss:
         return _import(name)
     found = {entry.name: entry for entry in entry_points(group=GROUP)}
     if name not in found:
+        known = ", ".join([*BUILT_IN, *PREFERENCE_LOSSES, *found])
         raise BadInput(
-            f"--loss {name} is not known. There are {', '.join([*BUILT_IN, *found])}; or name a "
-            "function as module:function."
+            f"--loss {name} is not known. There are {known}; or name a function as module:function."
         )
     return cast(Loss, found[name].load())
 

@@ -97,6 +97,10 @@ MCORE_DAMAGES: dict[str, tuple[Damage, str]] = {
         lambda p: (p / "release" / "metadata.json").unlink(),
         r"is not a Megatron-Core torch_dist checkpoint",
     ),
+    "no tracker": (
+        lambda p: (p / "latest_checkpointed_iteration.txt").unlink(),
+        r"has no metadata\.json\. Name a checkpoint in it, such as .*release",
+    ),
 }
 
 

@@ -337,7 +337,7 @@ def test_template_that_rewrites_history_is_refused(processor: Any, media: Path) 
     plan, _ = planned(processor, once, media)
     assert trained_text(processor, plan) == ["<think>b</think>c<|im_end|>"]
     twice = chat(*[(m["role"], m["content"]) for m in once["messages"]] * 2)
-    with pytest.raises(BadSample, match="renders message 1 differently"):
+    with pytest.raises(BadSample, match="renders message 2 differently"):
         planned(processor, twice, media)
 
 
@@ -370,5 +370,5 @@ def test_the_message_that_a_template_refuses_is_named(
     monkeypatch.setattr(processor, "chat_template", fails)
     turns = [(role, "text") for role in ("user", "assistant", "user", "assistant")]
     parsed = parse_record(chat(*turns), MediaFolder(Path(), {}))
-    with pytest.raises(BadSample, match=r"refuses message 2, of role user: .*gone"):
+    with pytest.raises(BadSample, match=r"refuses message 3, of role user: .*gone"):
         Renderer(processor).render(parsed)

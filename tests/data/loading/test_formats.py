@@ -315,7 +315,7 @@ def test_bad_rows_are_counted_and_named(name: str, written: Callable[[str], Path
     monkeypatch.setitem(globals(), "RECORDS", [*RECORDS[:20], bad, *RECORDS[21:]])
     report = check_data(written(name), processor, DataConfig(4096, packing=True))
     assert (len(report.tokens), len(report.bad)) == (COUNT - 1, 1)
-    assert report.bad[0].reason == "message 1, an assistant turn, is empty."
+    assert report.bad[0].reason == "message 2, an assistant turn, is empty."
     place = {"parquet_of_bytes": "data.parquet[21]", "saved": "data-00001-of-00003.arrow[6]"}
     wanted = place.get(name) or {"saved_dict": ".arrow[21]", "shards": ".parquet[21]"}[name]
     assert report.bad[0].sample.endswith(wanted)

@@ -86,7 +86,7 @@ def test_it_is_refused_as_a_single_conversation() -> None:
         ({"messages": [ASKED], "chosen": "a", "rejected": "a"}, "are the same"),
         ({"chosen": "a", "rejected": "b"}, "chosen must be a list of messages"),
         ({"messages": [ASKED], "chosen": 3, "rejected": "b"}, "chosen must be text, a message"),
-        ({"messages": [ASKED], "chosen": "a", "rejected": ""}, "rejected: message 1, .* is empty"),
+        ({"messages": [ASKED], "chosen": "a", "rejected": ""}, "rejected: message 2, .* is empty"),
         ({"messages": [ASKED], "chosen": "a", "rejected": "b", "weight": 2}, "has no weight"),
         (
             {"messages": [ASKED], "chosen": said("a", weight=0.5), "rejected": "b"},

@@ -59,6 +59,12 @@ def test_flags_of_a_version_without_a_list_are_left_to_megatron(
         (["--train-iters", "3", "--lora-target", "layers.0.self_attn.q_proj", "attn.qkv"], None),
         (["--train-iters", "3", "--lora-target", ".*q_poj"], None),  # a pattern is PEFT's to read
         (["--train-iters", "3", "--save", "{data}/run"], "run cannot be written: Not a directory"),
+        (["--train-iters", "3", "--hf-model", "modle"], "modle does not exist: .* --hf-model"),
+        (
+            ["--train-iters", "3", "--save-hf", "{run}"],
+            "holds the export of step 10 of another run",
+        ),
+        (["--train-iters", "3", "--save-hf", "{run}", "--save", "{run}"], None),
     ],
 )
 def test_what_is_answered_at_once(
@@ -73,6 +79,12 @@ def test_what_is_answered_at_once(
         return
     with pytest.raises(BadInput, match=message):
         check_early(CommandLine(argv))
+
+
+def test_data_paths_may_have_an_equals_sign(dense: Path, data: Path) -> None:
+    argv = [f"--hf-model={dense}", f"--data-path={data}", f"--valid-data-path={data}"]
+    args = CommandLine(argv).args
+    assert (args.data_path, args.train_data_path) == (None, [str(data)])
 
 
 def test_the_command_says_it_without_torch(dense: Path) -> None:

@@ -207,6 +207,7 @@ def test_training_falls_back_to_the_checkpoint_before_or_stops(
         ),
         (("--lr", "7e-4"), "another learning rate: .*--load .* --finetune"),
         (("--ckpt-step", "1"), "saved without 'optimizer'. Add --no-load-optim"),
+        (("--ckpt-step", "1", "--trainable", "language"), "holds no .*weight, which .*--finetune"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_the_flags_is_explained(
@@ -216,7 +217,8 @@ def test_a_checkpoint_that_does_not_fit_the_flags_is_explained(
     run, saved, _ = two_checkpoints
     save = tmp_path / "save"
     if flags[0] == "--ckpt-step":
-        saving = ("--save", str(save), "--save-interval", "1", "--no-save-optim")
+        saving = ("--save", str(save), "--save-interval", "1")
+        saving += ("--freeze", "language") if "--trainable" in flags else ("--no-save-optim",)
         train(replace(run, steps=1), tmp_path / "first", *saving)
     else:
         shutil.copytree(saved, save)

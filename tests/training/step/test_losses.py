@@ -77,3 +77,8 @@ def test_an_entry_point_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_unknown_loss_is_refused(name: str) -> None:
     with pytest.raises(BadInput, match=name):
         losses.find_loss(name)
+
+
+def test_the_losses_that_exist_are_listed() -> None:
+    with pytest.raises(BadInput, match=r"There are cross_entropy, .*dpo"):
+        losses.find_loss("dop")
