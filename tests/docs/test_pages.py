@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import typer
+import yaml
 
 from mcore_qwen3vl.cli import app
 from mcore_qwen3vl.data.records.reading import GROUP as HOOKS
@@ -52,6 +53,12 @@ def flags_of(command: Any) -> set[str]:
 def every_command(command: Any) -> list[Any]:
     inner = getattr(command, "commands", {}).values()
     return [command, *(found for one in inner for found in every_command(one))]
+
+
+@each_page
+def test_yaml_can_be_read(page):
+    for block in blocks(page, "yaml", "yml"):
+        yaml.safe_load(block.text)
 
 
 def test_readme_is_short():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -151,6 +152,22 @@ def test_the_plan_says_where_tensors_come_from(made: Get, monkeypatch: pytest.Mo
     origins = {tensor.target: tensor.sources[0] for tensor in plan.planned}
     assert origins["lm_head.weight"] == "adapter + B·A"
     assert "two tensors, with tie_word_embeddings false" in " ".join(plan.notes)
+
+
+def test_a_base_other_than_the_adapters_is_noted(made: Get, tmp_path: Path) -> None:
+    source = made("vision")
+    adapter = shutil.copytree(source.folder, tmp_path / "adapter")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+
+    def notes(named: Path) -> str:
+        (adapter / "adapter_config.json").write_text(
+            json.dumps({**config, "base_model_name_or_path": str(named)})
+        )
+        return " ".join(plan_merge(source.base, adapter).notes)
+
+    assert f"trained on {tmp_path}, and is merged into {source.base}" in notes(tmp_path)
+    assert "trained on" not in notes(source.base)
+    assert "trained on" not in notes(tmp_path / "no longer there")
 
 
 def test_what_vllm_would_refuse_is_said(
