@@ -310,12 +310,16 @@ class Run:
             return original(*args, **kwargs)
 
     def _evaluate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        import torch
         from megatron.training.utils import is_last_rank
 
         found = original(*args, **kwargs)
         losses = found[0]
         iteration = self._validated_at
         if losses is not None:  # None if the run's time was up meanwhile
+            # Megatron writes these to its logs as its own.
+            parts = self.forward_step.validation_sets.report()
+            losses |= {name: torch.tensor(value) for name, value in parts.items()}
             self.validations.add(iteration, losses)
             # The last validation follows the last save.
             if self._on_disk == (self.args.save, iteration):
@@ -424,6 +428,7 @@ class Run:
         report = self.metrics.report(parallel_state.get_data_parallel_group())
         norms = part_grad_norms(model)
         report |= {f"grad norm {part}": float(norm) for part, norm in norms.items()}
+        report |= self.forward_step.data_sets.report()
         self.last_report = report
         metrics.write(report, iteration, get_tensorboard_writer(), get_wandb_writer())
         print_rank_last(metrics.line(report))
@@ -446,14 +451,22 @@ def _schedule(args: argparse.Namespace) -> Any:
 
 def _forward_step(args: argparse.Namespace) -> Any:
     """Return the forward step with the objective that the run minimises."""
+    from mcore_qwen3vl.data.loading.sources import parse_sources, source_names
     from mcore_qwen3vl.training.preference.flags import is_preference, preference_of
     from mcore_qwen3vl.training.preference.objective import of_pairs
     from mcore_qwen3vl.training.step.forward import ForwardStep
     from mcore_qwen3vl.training.step.losses import find_loss, of_tokens
     from mcore_qwen3vl.training.tasks.objectives import objective_of
 
+    step = partial(
+        ForwardStep,
+        data_sets=source_names(parse_sources(args.train_data_path or args.data_path)),
+        validation_sets=source_names(
+            parse_sources(args.valid_data_path) if args.valid_data_path else ()
+        ),
+    )
     if args.task:
-        return ForwardStep(*objective_of(args))
+        return step(*objective_of(args))
     if is_preference(args):
-        return ForwardStep(of_pairs(preference_of(args)))
-    return ForwardStep(of_tokens(find_loss(args.loss)))
+        return step(of_pairs(preference_of(args)))
+    return step(of_tokens(find_loss(args.loss)))

@@ -135,7 +135,7 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
             raw = raw_sample(self.preparation, crude)
             plan = self.preparation.plan(raw)
             pixels = self.preparation.pixels(plan, raw.source)
-        return encoded(sample, plan, pixels, sample_id(crude))
+        return encoded(sample, plan, pixels, sample_id(crude), raw.source)
 
 
 def size_of(plan: Plan) -> Size:

@@ -66,6 +66,7 @@ class Batch:
     references: Tensor | None = None  # (pairs, 2) float32: see mcore_qwen3vl.data.encoding.groups
     lengths: tuple[int, ...] = ()  # tokens of each sample, without padding
     targets: Tensor | None = None  # (records,) float32: margins of pairs
+    data_sets: tuple[str, ...] = ()  # name of each sample's data set; empty if there is only one
     groups: tuple[int, ...] = ()  # samples of each record, for records of several samples
     contrast: tuple[Tensor, Tensor] | None = None
     """Losses (queries,) and gradients (samples, H) of the global batch's contrastive loss; see
@@ -88,6 +89,14 @@ class Batch:
     def pin_memory(self) -> Self:
         """Return a page-locked copy, so that ``to(device, non_blocking=True)`` overlaps compute."""
         return self._mapped(Tensor.pin_memory, self.visual and self.visual.pin_memory())
+
+    def sequences(self) -> Tensor:
+        """Return (B, S) int64 on the host: the number of the sequence of each position."""
+        rows, length = self.input_ids.shape
+        if self.cu_seqlens is None:
+            return torch.arange(rows)[:, None].expand(rows, length).contiguous()
+        lengths = self.cu_seqlens.diff().long()
+        return torch.repeat_interleave(torch.arange(len(lengths)), lengths)[None]
 
     def _mapped(self, function, visual: VisualInputs | None) -> Self:  # type: ignore[no-untyped-def]
         tensors = {name: getattr(self, name) for name in _ON_DEVICE}

@@ -8,6 +8,7 @@ that the buffer holds tokens and file names, not pixels, and is cheap to rebuild
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron.energon import (
@@ -26,7 +27,7 @@ from mcore_qwen3vl.data.encoding.packing import best_fit
 from mcore_qwen3vl.data.encoding.preparation import Preparation
 from mcore_qwen3vl.data.encoding.samples import EncodedSample, PlannedSample, RawSample, encoded
 from mcore_qwen3vl.data.loading.datasets import SOURCE
-from mcore_qwen3vl.data.loading.sources import Source
+from mcore_qwen3vl.data.loading.sources import Source, source_names
 from mcore_qwen3vl.data.records.bad_samples import BadSampleGuard, sample_id
 
 
@@ -63,6 +64,7 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, EncodedSample, Batch, Batch]):
         self.config = config
         self.guard = BadSampleGuard(config.max_bad_fraction, config.bad_fraction_floor)
         self.preparation = Preparation(processor, config, sources)
+        self._source_names = source_names(sources)
         self.cookers = (Cooker(self.cook),)
         pad_id = processor.tokenizer.pad_token_id
         self._batcher = Batcher(architecture, config, pad_id, self.preparation.scale)
@@ -92,7 +94,7 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, EncodedSample, Batch, Batch]):
         """Decode the pixels."""
         with self.guard.skipping(sample):
             pixels = self.preparation.pixels(sample.plan, sample.source)
-        return encoded(sample, sample.plan, pixels, sample.name)
+        return encoded(sample, sample.plan, pixels, sample.name, sample.source)
 
     @stateless
     def pack_selected_samples(self, samples: list[EncodedSample]) -> Batch:
@@ -108,4 +110,7 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, EncodedSample, Batch, Batch]):
         if not samples:  # all samples had bad pixels
             raise SkipSample
         skipped, dropped = self.guard.take()
-        return assemble(samples, skipped, dropped)
+        batch = assemble(samples, skipped, dropped)
+        if not self._source_names:
+            return batch
+        return replace(batch, data_sets=tuple(self._source_names[one.source] for one in samples))

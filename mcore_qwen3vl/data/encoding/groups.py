@@ -122,7 +122,7 @@ class GroupTaskEncoder(Qwen3VLTaskEncoder):
                 again = number and _shown(plan) == _shown(sample.plans[number - 1])
                 pixels.append(pixels[-1] if again else self.preparation.pixels(plan, sample.source))
         sequences = [
-            encoded(sample, plan, seen, sample.name)
+            encoded(sample, plan, seen, sample.name, sample.source)
             for plan, seen in zip(sample.plans, pixels, strict=True)
         ]
         return EncodedGroup.derive_from(

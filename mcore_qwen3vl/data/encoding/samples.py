@@ -48,9 +48,10 @@ class EncodedSample(Sample):
     loss_weights: torch.Tensor  # (T,) float32: the weight of predicting each token
     pixels: Pixels
     name: str
+    source: int = 0  # number of its data set
 
 
-def encoded(sample: Sample, plan: Plan, pixels: Pixels, name: str) -> EncodedSample:
+def encoded(sample: Sample, plan: Plan, pixels: Pixels, name: str, source: int) -> EncodedSample:
     """Return the sequence of `plan` with its decoded pixels, ready to be batched."""
     return EncodedSample.derive_from(
         sample,
@@ -58,4 +59,5 @@ def encoded(sample: Sample, plan: Plan, pixels: Pixels, name: str) -> EncodedSam
         loss_weights=plan.weight_tensor(),
         pixels=pixels,
         name=name,
+        source=source,
     )

@@ -5,6 +5,7 @@
 
     datasets:
       - path: llava/train.json        # relative to this file
+        name: llava                   # in the log; else the path as it is written here
         weight: 0.7                   # or epochs: 2, for all data sets
         media: /data/images           # where relative paths of media start
         preprocess: my_hooks:convert  # or format: conversations
@@ -43,11 +44,14 @@ class Source:
     """Budgets of this data set; those that are set replace the run's."""
     max_samples: int | None = None
     """Number of samples to read, from the first; None: all."""
+    name: str | None = None
+    """Name of this data set's loss in the log; None: the path."""
 
 
 _TEXTS = ("preprocess", "format", "system", "train_on")
 _OWN: dict[str, type] = {
     "path": str,
+    "name": str,
     "weight": float,
     "epochs": float,
     "media": str,
@@ -115,6 +119,7 @@ def _source(entry: Any, where: str, file: Path) -> Source:
             **{f.name: values[f.name] for f in fields(MediaLimits) if f.name in values}
         ),
         max_samples=values.get("max_samples"),
+        name=values.get("name", values["path"]),
     )
 
 

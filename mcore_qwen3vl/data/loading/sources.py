@@ -9,7 +9,7 @@ from pathlib import Path
 from mcore_qwen3vl.data.loading.mixture import Source, is_mixture, read_mixture
 from mcore_qwen3vl.errors import BadInput
 
-__all__ = ["Source", "parse_sources", "require_data_set"]
+__all__ = ["Source", "parse_sources", "require_data_set", "source_names"]
 
 
 def parse_sources(words: Sequence[str], preprocess: str | None = None) -> list[Source]:
@@ -55,6 +55,12 @@ def parse_sources(words: Sequence[str], preprocess: str | None = None) -> list[S
         else source
         for source in sources
     ]
+
+
+def source_names(sources: Sequence[Source]) -> tuple[str, ...]:
+    """Return the name of each source in the log; nothing if all sources have the same name."""
+    names = tuple(source.name or str(source.path) for source in sources)
+    return names if len(set(names)) > 1 else ()
 
 
 def require_data_set(path: Path) -> Path:

@@ -101,13 +101,14 @@ class Metrics:
         """
         device = torch.cuda.current_device()
         total = torch.tensor(self._work.vector(), dtype=torch.float64, device=device)
-        most = total[4:5].clone()
+        most = total[4:5].clone()  # patches
         dist.all_reduce(total, group=group)
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
         now = self._clock()
         seconds = now - (self._since or 0.0)
         self._since, self._work = now, Work()
-        return self._derive(total.tolist(), float(most), seconds, group.size())
+        *sums, busiest = torch.cat([total, most]).tolist()  # one host sync
+        return self._derive(sums, busiest, seconds, group.size())
 
     def _derive(
         self, total: list[float], most_patches: float, seconds: float, ranks: int

@@ -58,7 +58,7 @@ def answer_log_probs(batch: Batch, local: Tensor, losses: Tensor) -> tuple[Tenso
     count = batch.counts.samples
     own = to_device(local, losses.device)
     trained = batch.loss_weights.index_select(1, own) > 0
-    sequence = to_device(sequences_of(batch), losses.device).index_select(1, own)  # (B, s)
+    sequence = to_device(batch.sequences(), losses.device).index_select(1, own)  # (B, s)
     numbers = torch.arange(count, device=losses.device)[:, None, None]
     member = (sequence == numbers) & trained  # (2P, B, s)
     # A sum has a fixed order, unlike a scatter-add. Padding is masked: its loss may be infinite.
@@ -68,12 +68,3 @@ def answer_log_probs(batch: Batch, local: Tensor, losses: Tensor) -> tuple[Tenso
     lengths = member.sum((1, 2), dtype=torch.float32)
     torch.distributed.all_reduce(lengths, group=group)
     return summed.view(-1, 2), lengths.view(-1, 2)
-
-
-def sequences_of(batch: Batch) -> Tensor:
-    """Return (B, S) int64 on the host: the sequence of the batch that each position belongs to."""
-    rows, length = batch.input_ids.shape
-    if batch.cu_seqlens is None:
-        return torch.arange(rows)[:, None].expand(rows, length).contiguous()
-    lengths = batch.cu_seqlens.diff().long()
-    return torch.repeat_interleave(torch.arange(len(lengths)), lengths)[None]

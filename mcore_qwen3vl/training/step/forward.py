@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.model.decoder.attention import PackedSequence
 from mcore_qwen3vl.model.inputs import to_device
+from mcore_qwen3vl.training.logs.data_sets import DataSetLosses
 from mcore_qwen3vl.training.step.blame import StepRecords
 from mcore_qwen3vl.training.step.losses import Objective
 
@@ -52,16 +53,27 @@ def forward(batch: Batch, model: torch.nn.Module, **options: Any) -> tuple[Tenso
 class ForwardStep:
     """Megatron's ``forward_step_func`` for one run."""
 
-    def __init__(self, objective: Objective, run: Run = forward) -> None:
+    def __init__(
+        self,
+        objective: Objective,
+        run: Run = forward,
+        *,
+        data_sets: Sequence[str] = (),
+        validation_sets: Sequence[str] = (),
+    ) -> None:
         """
         Args:
             objective: the objective to minimise.
             run: what runs a micro-batch through a chunk; on the last stage the objective gets what
                 it returns.
+            data_sets: names of the training data sets, if there are several.
+            validation_sets: names of the validation data sets, if there are several.
         """
         self._objective, self._run = objective, run
         self._normaliser: Tensor | None = None
         self.records = StepRecords()
+        self.data_sets = DataSetLosses(data_sets)
+        self.validation_sets = DataSetLosses(validation_sets)
 
     def __call__(
         self, batches: Iterator[Batch], model: torch.nn.Module
@@ -86,7 +98,10 @@ class ForwardStep:
         """
         found = self._objective(batch, local, losses.float())
         normaliser = found.normaliser.detach().double()
-        if torch.is_grad_enabled():  # not in validation
+        training = torch.is_grad_enabled()
+        sums = self.data_sets if training else self.validation_sets
+        sums.add(next(iter(found.sums)), found.data_sets)
+        if training:
             done = self._normaliser
             self._normaliser = normaliser if done is None else done + normaliser
             self.records.add(batch.names, found.total.detach())

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -46,12 +47,15 @@ class Reduced(NamedTuple):
     Attributes:
         total: the sum to minimise, a scalar with a gradient.
         normaliser: divides `total` and `sums`, after each is summed over the global batch.
-        sums: numbers for the log, by name: scalars without a gradient.
+        sums: numbers for the log, by name: scalars without a gradient. The first is the loss.
+        data_sets: for data of several data sets, the sum of each one's losses and its normaliser,
+            by name: scalars without a gradient.
     """
 
     total: Tensor
     normaliser: Tensor
     sums: dict[str, Tensor]
+    data_sets: Mapping[str, tuple[Tensor, Tensor]] = MappingProxyType({})
 
 
 def of_units(total: Tensor, count: int, numbers: Mapping[str, Tensor]) -> Reduced:
@@ -87,11 +91,31 @@ def of_tokens(loss: Loss) -> Objective:
     """Return the objective of a loss over single tokens."""
 
     def objective(batch: Batch, local: Tensor, losses: Tensor) -> Reduced:
-        weights = batch.loss_weights.index_select(1, to_device(local, losses.device))
+        own = to_device(local, losses.device)
+        weights = batch.loss_weights.index_select(1, own)
         total, normaliser = _checked(loss, loss(losses, weights))
-        return Reduced(total, normaliser, {"lm loss": total.detach()})
+        data_sets = _weights_of_data_sets(batch, own, weights)
+        parts = {name: loss(losses.detach(), part) for name, part in data_sets.items()}
+        return Reduced(total, normaliser, {"lm loss": total.detach()}, parts)
 
     return objective
+
+
+def _weights_of_data_sets(batch: Batch, own: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    """Return `weights` (B, s) for each data set of the batch, with 0 for the tokens of others.
+
+    Args:
+        batch: the micro-batch.
+        own: (s,) int64 on the device: this rank's positions in the sequence.
+        weights: (B, s) float32 weights there.
+    """
+    names = list(dict.fromkeys(batch.data_sets))
+    if len(names) < 2:
+        return dict.fromkeys(names, weights)
+    # A last sub-sequence that is all padding belongs to no data set.
+    numbers = torch.tensor([*(names.index(name) for name in batch.data_sets), -1])
+    number = to_device(numbers[batch.sequences()], weights.device).index_select(1, own)
+    return {name: weights.where(number == i, 0.0) for i, name in enumerate(names)}
 
 
 def _checked(loss: Loss, found: Any) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ import io
 import json
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,25 @@ from mcore_qwen3vl.verify.curves.job import BETAS, CLIP, EPSILON, LEARNING_RATE,
 
 def sample_order(job: Job) -> list[list[int]]:
     """Return the data file's line indices (from 0) that each step trains, over all DP ranks."""
-    from mcore_qwen3vl.data.loading.loader import Loader, Source, load_processor
+    return [
+        [int(name.rsplit(":", 1)[1]) - 1 for name in names]  # lines count from 1
+        for names in sample_names(job, job.data, job.steps)
+    ]
+
+
+def sample_names(
+    job: Job, data: Path, steps: int, *, split: Literal["train", "val"] = "train"
+) -> list[list[str]]:
+    """Return the file and the line of the samples that each step reads, over all DP ranks.
+
+    Args:
+        job: the run.
+        data: its training or validation data.
+        steps: number of steps.
+        split: part of `data` that is read.
+    """
+    from mcore_qwen3vl.data.loading.loader import Loader, load_processor
+    from mcore_qwen3vl.data.loading.sources import parse_sources
     from mcore_qwen3vl.training.arguments.parser import validate
     from mcore_qwen3vl.training.broadcast.provider import data_config
 
@@ -33,26 +51,22 @@ def sample_order(job: Job) -> list[list[int]]:
         args = validate(job.argv, job.layout.world_size)
     loaders = [
         Loader(
-            [Source(job.data)],
+            parse_sources([str(data)]),
             Architecture.from_hf(job.checkpoint),
             load_processor(job.checkpoint),
             data_config(args),
             dp_rank=rank,
             dp_size=job.layout.dp,
             num_workers=0,
+            split=split,
             seed=args.seed,
         )
         for rank in range(job.layout.dp)
     ]
     per_rank = job.batch // job.layout.dp
     return [
-        [
-            int(name.rsplit(":", 1)[1]) - 1  # lines count from 1
-            for loader in loaders
-            for _ in range(per_rank)
-            for name in next(loader).names
-        ]
-        for _ in range(job.steps)
+        [name for loader in loaders for _ in range(per_rank) for name in next(loader).names]
+        for _ in range(steps)
     ]
 
 

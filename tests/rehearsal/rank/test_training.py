@@ -206,6 +206,26 @@ def test_batches_wait_for_nothing_read_ahead_or_not(
     assert report.stage("iteration 3").counters["unknown_calls"] == 0
 
 
+def test_losses_of_data_sets_stay_on_the_device_until_they_are_logged(
+    workbench: Workbench, tmp_path: Path
+) -> None:
+    from mcore_qwen3vl.tiny.stand_in import write_half_images
+
+    size = {"tokens": 120, "image_side": 8, "token_pixels": 8}
+    parts = [str(write_half_images(tmp_path / name, 4, **size)) for name in ("a", "b")]
+
+    def waits(*data: str) -> list[int]:
+        """Return the host syncs of an iteration that is not logged, and of one that is."""
+        four = ("--micro-batch-size", "4", "--train-iters", "4", "--log-interval", "4")
+        folder = tmp_path / str(len(data))
+        report = _tiny_rank(workbench, folder, 0, *four, "--data-path", *data)
+        assert report.facts["batch"]["tokens"] == (4, 128)
+        return [sum(w.count for w in report.stage(f"iteration {i}").waits) for i in (3, 4)]
+
+    one, several = waits(parts[0]), waits("0.5", parts[0], "0.5", parts[1])
+    assert several == [one[0], one[1] + 1]
+
+
 def test_a_save_starts_no_process(workbench: Workbench, tmp_path: Path) -> None:
     """Megatron's own save starts one on each rank, which stays forever if its rank is killed."""
     save = tmp_path / "save"
