@@ -9,11 +9,21 @@
 #
 # Environment variables: NODES (default: the Slurm job's nodes, or else the script's),
 # GPUS_PER_NODE, MASTER_PORT, FP8=1, TP_OVERLAP=1, DEEPEP=1; without Slurm MASTER_ADDR and NODE_RANK.
+# Kubeflow (pytorchjob.yaml) and SkyPilot (skypilot.yaml) set the nodes and their names themselves.
 # CHECK_RANKS=0 skips the check that the layout divides the ranks.
 # LAUNCH_DIR is the path of this folder, in case Slurm cannot tell where a script comes from.
 set -euo pipefail
 
 LAUNCH_DIR=${LAUNCH_DIR:-$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)}
+# Kubeflow sets PET_* in each pod, SkyPilot its own variables. In a Slurm job, Slurm's count.
+if [[ -z ${SLURM_JOB_ID:-} ]]; then
+    NODES=${PET_NNODES:-${SKYPILOT_NUM_NODES:-$NODES}}
+    GPUS_PER_NODE=${GPUS_PER_NODE:-${PET_NPROC_PER_NODE:-${SKYPILOT_NUM_GPUS_PER_NODE:-}}}
+    NODE_RANK=${NODE_RANK:-${PET_NODE_RANK:-${SKYPILOT_NODE_RANK:-}}}
+    addresses=${SKYPILOT_NODE_IPS:-} # one a line
+    MASTER_ADDR=${MASTER_ADDR:-${PET_MASTER_ADDR:-${addresses%%$'\n'*}}}
+    MASTER_PORT=${MASTER_PORT:-${PET_MASTER_PORT:-}}
+fi
 GPUS_PER_NODE=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-8}}
 MASTER_PORT=${MASTER_PORT:-29500}
 # Seconds for a step and a checkpoint after SIGTERM. torchrun's 30 s would kill a rank while it saves.
@@ -25,7 +35,7 @@ COMMON=(
     --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0
     --lr-decay-style cosine --lr-warmup-fraction 0.03
     --num-workers 8 --save-interval 500 --log-interval 10
-        # The check has two host syncs for every gradient bucket. The norm is checked after each step anyway.
+    # The check has two host syncs for every gradient bucket. The norm is checked after each step anyway.
     --no-check-for-nan-in-loss-and-grad
     --distributed-timeout-minutes 30
 )

@@ -17,8 +17,8 @@ app = typer.Typer(help="Scripts that start training on a cluster.", no_args_is_h
 
 
 def scripts() -> dict[str, Path]:
-    """Return the scripts for users and the configurations for VERL, by name."""
-    kinds = ("sft_*.sh", "pretrain_*.sh", "lora_*.sh", "dpo_*.sh", "grpo_*.yaml")
+    """Return the scripts for users and the configurations for VERL and clusters, by name."""
+    kinds = ("sft_*.sh", "pretrain_*.sh", "lora_*.sh", "dpo_*.sh", "*.yaml")
     found = (script for kind in kinds for script in sorted(_folder().glob(kind)))
     return {script.stem: script for script in found}
 
