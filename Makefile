@@ -12,7 +12,7 @@ PYTEST := python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadsc
 # Some machines forbid Python to keep bytecode; without it each process takes twice as long to start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo shell train-demo test test-slow test-all numerics test-trl test-clusters test-te test-verl test-vllm test-versions lint docs parity bench-convert gpu-check clean
+.PHONY: help demo shell train-demo test test-slow test-all numerics test-trl test-clusters test-wandb test-te test-verl test-vllm test-versions lint docs parity bench-convert gpu-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -44,6 +44,9 @@ test-trl: $(ENVIRONMENT) ## losses against TRL's and sentence-transformers', whi
 
 test-clusters: $(ENVIRONMENT) ## SkyPilot checks its file, Kubeflow's schema the other
 	$(UV) run --quiet --with 'skypilot>=0.14,<0.15' python -m pytest tests/launch/test_clusters.py $(ARGS)
+
+test-wandb: $(ENVIRONMENT) ## an offline run of Weights & Biases, which is installed for it
+	$(UV) run --quiet --with 'wandb>=0.31,<0.32' python -m pytest tests/training/logs/test_wandb.py $(ARGS)
 
 test-verl: .venv-verl/.synced ## the tests with VERL, in an environment of its own (.venv-verl)
 	.venv-verl/bin/python -m pytest tests/verl $(ARGS)

@@ -165,6 +165,7 @@ def check_surroundings(args: argparse.Namespace) -> None:
         require_data_set(source.path)
     _check_kinds(args)
     _check_loggers(args)
+    _check_packages(args)
 
 
 def _check_kinds(args: argparse.Namespace) -> None:
@@ -262,6 +263,20 @@ def _check_loggers(args: argparse.Namespace) -> None:
             raise BadInput("--wandb-project needs a name for the run: add --wandb-exp-name NAME.")
         if not (args.wandb_save_dir or args.save):
             raise BadInput("--wandb-project needs a place for its files: --wandb-save-dir DIR.")
+
+
+def _check_packages(args: argparse.Namespace) -> None:
+    """Check the packages that Megatron imports for a flag, and misses after a minute."""
+    if args.optimizer not in (None, "adam", "sgd") and find_spec("emerging_optimizers") is None:
+        raise BadInput(
+            f"--optimizer {args.optimizer} needs the package emerging-optimizers: pip install "
+            "'emerging-optimizers>=0.2', or leave the flag out, for Adam."
+        )
+    if args.use_megatron_fsdp and find_spec("einops") is None:
+        raise BadInput(
+            "--use-megatron-fsdp needs the package einops: pip install einops, or use "
+            "--use-distributed-optimizer, which shards the optimizer's state over the same ranks."
+        )
 
 
 def complaint(error: Exception) -> BadInput:

@@ -22,7 +22,7 @@ NONE = "none"
 # The flags of Megatron's that are read before it is imported, by what follows them.
 _TEXTS = (
     *("--load", "--pretrained-checkpoint", "--save", "--tensorboard-dir"),
-    *("--wandb-project", "--wandb-exp-name", "--wandb-save-dir"),
+    *("--wandb-project", "--wandb-exp-name", "--wandb-save-dir", "--optimizer"),
     *("--pipeline-model-parallel-layout", "--recompute-granularity", "--recompute-method"),
 )
 _LISTS = ("--data-path", "--train-data-path", "--valid-data-path")
@@ -38,7 +38,7 @@ SIZES = (
     *("--context-parallel-size", "--expert-model-parallel-size"),
 )
 _SWITCHES = (
-    *("--skip-train", "--sequence-parallel"),
+    *("--skip-train", "--sequence-parallel", "--use-megatron-fsdp"),
     *(f"--account-for-{end}-in-pipeline-split" for end in ("embedding", "loss")),
 )
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.training.arguments import checks
 from mcore_qwen3vl.training.arguments.command_line import CommandLine, flag_list
 from mcore_qwen3vl.training.arguments.early import check_early
 
@@ -85,6 +86,29 @@ def test_data_paths_may_have_an_equals_sign(dense: Path, data: Path) -> None:
     argv = [f"--hf-model={dense}", f"--data-path={data}", f"--valid-data-path={data}"]
     args = CommandLine(argv).args
     assert (args.data_path, args.train_data_path) == (None, [str(data)])
+
+
+@pytest.mark.parametrize(
+    ("flags", "package", "message"),
+    [
+        (["--optimizer", "muon"], "emerging_optimizers", r"muon needs .*emerging-optimizers>=0\.2"),
+        (["--use-megatron-fsdp"], "einops", "einops, or use --use-distributed-optimizer"),
+    ],
+)
+def test_a_package_that_a_flag_needs_is_named(
+    flags: list[str],
+    package: str,
+    message: str,
+    dense: Path,
+    data: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    base = ["--cpu", "--hf-model", str(dense), "--data-path", str(data), "--train-iters", "3"]
+    monkeypatch.setattr(checks, "find_spec", lambda name: None if name == package else object())
+    with pytest.raises(BadInput, match=message):
+        check_early(CommandLine([*base, *flags]))
+    monkeypatch.setattr(checks, "find_spec", lambda name: object())
+    check_early(CommandLine([*base, *flags]))
 
 
 def test_the_command_says_it_without_torch(dense: Path) -> None:
