@@ -214,15 +214,16 @@ def test_losses_of_data_sets_stay_on_the_device_until_they_are_logged(
     size = {"tokens": 120, "image_side": 8, "token_pixels": 8}
     parts = [str(write_half_images(tmp_path / name, 4, **size)) for name in ("a", "b")]
 
-    def waits(*data: str) -> list[int]:
+    def syncs(*data: str) -> list[int]:
         """Return the host syncs of an iteration that is not logged, and of one that is."""
         four = ("--micro-batch-size", "4", "--train-iters", "4", "--log-interval", "4")
         folder = tmp_path / str(len(data))
         report = _tiny_rank(workbench, folder, 0, *four, "--data-path", *data)
         assert report.facts["batch"]["tokens"] == (4, 128)
-        return [sum(w.count for w in report.stage(f"iteration {i}").waits) for i in (3, 4)]
+        stages = [report.stage(f"iteration {number}") for number in (3, 4)]
+        return [sum(sync.count for sync in stage.host_syncs) for stage in stages]
 
-    one, several = waits(parts[0]), waits("0.5", parts[0], "0.5", parts[1])
+    one, several = syncs(parts[0]), syncs("0.5", parts[0], "0.5", parts[1])
     assert several == [one[0], one[1] + 1]
 
 
