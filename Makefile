@@ -12,7 +12,7 @@ PYTEST := python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadsc
 # Some machines forbid Python to keep bytecode; without it each process takes twice as long to start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo shell train-demo test test-slow test-all numerics test-trl test-clusters test-wandb test-te test-verl test-vllm test-versions lint docs parity bench-convert gpu-check clean
+.PHONY: help demo shell train-demo test test-slow test-all numerics test-trl test-clusters test-wandb test-te test-verl test-grpo test-vllm test-versions lint docs parity bench-convert gpu-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -53,6 +53,10 @@ test-verl: .venv-verl/.synced ## the tests with VERL, in an environment of its o
 
 test-vllm: .venv-vllm/.synced ## real vLLM serves what is exported, on the CPU (.venv-vllm, 6 GB)
 	.venv-vllm/bin/python -m pytest tests/vllm $(ARGS)
+
+# What warms the model up is trained in .venv: data sets need a newer transformers than VERL takes.
+test-grpo: .venv-grpo/.synced $(ENVIRONMENT) ## VERL's trainer: GRPO with vLLM, on the CPU (.venv-grpo, 7 GB)
+	.venv-grpo/bin/python -m pytest tests/grpo $(ARGS)
 
 # Its compiled extension needs CUDA; the Python around it runs with the tests' own kernels.
 test-te: .venv-te/.synced ## the te spec's numbers, with reference kernels on the CPU (.venv-te)
@@ -105,6 +109,7 @@ $(ENVIRONMENT): pyproject.toml .python-version $(filter .uv/%,$(UV))
 # Environments beside .venv: what pyproject.toml and a list of pins resolve to together, and for some
 # a list of what replaces the requirements of others.
 OVERRIDES = $(wildcard tests/environments/$*.overrides.txt)
+.venv-grpo/.synced: tests/environments/grpo.overrides.txt
 .venv-vllm/.synced: tests/environments/vllm.overrides.txt
 .venv-%/.synced: tests/environments/%.txt tests/environments/tools.txt pyproject.toml $(filter .uv/%,$(UV))
 	$(UV) venv --quiet --allow-existing .venv-$*

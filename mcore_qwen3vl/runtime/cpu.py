@@ -284,18 +284,18 @@ def install(*, training: bool = False) -> None:
     if not originals:
         _install_core()
     if training:
-        _apply(TRAINING_REPLACEMENTS)
+        apply(TRAINING_REPLACEMENTS)
 
 
 def _install_core() -> None:
     _check_environment()
-    _apply(TORCH_REPLACEMENTS)
+    apply(TORCH_REPLACEMENTS)
     # ``with torch.device(...)`` keeps the tensor factories of its first use: the originals, here.
     importlib.import_module("torch.utils._device")._device_constructors()
-    _apply(DEVICE_REPLACEMENTS)
+    apply(DEVICE_REPLACEMENTS)
     # mcore compiles small functions at import, which costs more than the tests that run them.
     torch._dynamo.config.disable = True
-    _apply(MEGATRON_REPLACEMENTS)
+    apply(MEGATRON_REPLACEMENTS)
     logging.getLogger(_TP_RANDOM).addFilter(
         # Logged whenever the RNG tracker forks, since CPU and device share one generator here.
         lambda record: "CPU RNG state changed" not in record.getMessage()
@@ -329,7 +329,7 @@ def _check_environment() -> None:
         )
 
 
-def _apply(replacements: Sequence[Replacement]) -> None:
+def apply(replacements: Sequence[Replacement]) -> None:
     for r in replacements:
         if (r.module, r.name) in originals:
             continue

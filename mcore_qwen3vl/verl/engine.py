@@ -29,6 +29,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.transformer_config import transformer_config
+from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.training.checkpoints.optimizer import keep_own_parts
 from mcore_qwen3vl.training.hooks import results_queue, wrap
 from mcore_qwen3vl.training.step.optimizer import make_resumable
@@ -49,6 +50,8 @@ def register() -> None:
         EngineRegistry.register(model_type, "megatron", device="cuda", vendor=["nvidia", "amd"])(
             engine
         )
+        if cpu.installed():
+            EngineRegistry.register(model_type, "megatron", device="cpu")(engine)
 
 
 class Qwen3VLEngine(MegatronEngineWithLMHead):

@@ -49,7 +49,7 @@ def test_a_vanished_symbol_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("gone")
     monkeypatch.setitem(sys.modules, "gone", module)
     with pytest.raises(BadInput, match=r"gone.away does not exist.*it was needed"):
-        cpu._apply([cpu.Replacement("gone", "away", lambda original: None, "it was needed")])
+        cpu.apply([cpu.Replacement("gone", "away", lambda original: None, "it was needed")])
 
 
 def test_installing_twice_changes_nothing() -> None:

@@ -17,10 +17,10 @@ import pytest
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from tests.verl import reference, samples
-from tests.verl.platform import install
 
 if find_spec("verl"):
-    install()
+    import mcore_qwen3vl.runtime.verl_cpu
+    import mcore_qwen3vl.verl  # noqa: F401
 
 
 @dataclass(frozen=True)

