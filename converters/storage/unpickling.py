@@ -1,4 +1,4 @@
-"""Guards of ``torch.load``: a bound on what it unpacks, and short errors for what it refuses."""
+"""Guards of ``torch.load``: bounds on what it unpacks and makes, and short errors for refusals."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import io
 import pickle
 import re
 import zipfile
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from torch import serialization
+from torch import _weights_only_unpickler, serialization
 
 from mcore_qwen3vl.errors import BadInput
 
@@ -32,13 +34,42 @@ def refused_by_torch(place: str | Path, error: pickle.UnpicklingError) -> BadInp
 
 
 def refuse_bombs() -> None:
-    """Make ``torch.load`` in this process refuse an archive that unpacks to more than its size.
+    """Make ``torch.load`` in this process refuse small files that would fill the memory.
 
     torch stores the parts of an archive without compression, each at a place of its own. A file
     whose parts are compressed, or overlap, would fill the memory before its content is looked at.
-    A second call changes nothing. Afterwards ``torch.load`` raises BadInput for such a file.
+    So would a pickle that calls one of the functions that ``weights_only=True`` admits with a size,
+    or with a tensor whose strides are 0. A second call changes nothing. Afterwards ``torch.load``
+    raises BadInput for such an archive, and UnpicklingError for such a pickle.
     """
     serialization._open_zipfile_reader = _BoundedReader  # type: ignore[misc]
+    admitted = _weights_only_unpickler._get_allowed_globals()  # the one dictionary that torch keeps
+    admitted.update(_OF_PLAIN_VALUES)
+    for name in _COPIES_OF_TENSORS:
+        admitted.pop(name, None)
+
+
+def _of_plain_values(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `make`, which refuses a size or a tensor as its argument."""
+
+    def made(*values: Any) -> Any:
+        if not all(isinstance(value, str | bytes | list | dict) for value in values):
+            raise pickle.UnpicklingError(f"a {make.__name__} that is made from no plain value")
+        return make(*values)
+
+    return made
+
+
+_OF_PLAIN_VALUES = {
+    "builtins.bytearray": _of_plain_values(bytearray),
+    "builtins.set": _of_plain_values(set),
+    "collections.Counter": _of_plain_values(Counter),
+}
+_COPIES_OF_TENSORS = (
+    "torch._utils._rebuild_device_tensor_from_numpy",
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor",
+)
+"""What torch admits for devices that are neither CPU nor GPU."""
 
 
 class _BoundedReader(serialization._open_zipfile_reader):

@@ -21,8 +21,9 @@ DATA_SETS = (
     "dataset on disk, mixture file or energon metadataset."
 )
 
-_BUFFER, _TRUST, _SECONDS = (
-    data_flags.TEXTS[name] for name in ("packing_buffer", "trust_data", "max_sample_seconds")
+_BUFFER, _TRUST, _SECONDS, _PIXELS = (
+    data_flags.TEXTS[name]
+    for name in ("packing_buffer", "trust_data", "max_sample_seconds", "max_decoded_pixels")
 )
 DataPath = Annotated[Path, sources.data_argument(DATA_SETS)]
 HfModel = Annotated[
@@ -69,6 +70,9 @@ def check(
     max_sample_seconds: Annotated[
         float, typer.Option(help=f"{_SECONDS[0].upper()}{_SECONDS[1:]}.")
     ] = DataConfig.max_sample_seconds,
+    max_decoded_pixels: Annotated[
+        int, typer.Option(help=f"{_PIXELS[0].upper()}{_PIXELS[1:]}.")
+    ] = DataConfig.max_decoded_pixels,
     trust_data: TrustData = False,
     write_clean: Annotated[
         Path | None,
@@ -101,6 +105,7 @@ def check(
         packing=True,
         packing_buffer=packing_buffer,
         max_sample_seconds=max_sample_seconds,
+        max_decoded_pixels=max_decoded_pixels,
         trust_data=trust_data,
         media=media,
     )

@@ -9,6 +9,7 @@ from mcore_qwen3vl.errors import BadInput
 
 Task = Literal["embedding", "reranker", "reward"]
 """A task for which records are read otherwise than for predicting tokens."""
+_PIL_DECODES = 178_956_970  # twice ``PIL.Image.MAX_IMAGE_PIXELS``
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,10 @@ class DataConfig:
     max_sample_seconds: float = 60.0
     """A sample is bad if its hook, template or media take longer than this, so that ranks do not
     wait for it; 0: no limit."""
+    max_decoded_pixels: int = 89_478_485
+    """A sample is bad if an image, or a frame of a video, has more pixels in its file, before
+    resizing: decoding takes about 20 bytes a pixel. The default is the size from which PIL warns;
+    PIL itself refuses images of twice as many."""
     trust_data: bool = False
     """Whether energon may run code that a metadataset or a WebDataset names."""
     document_end: str | None = None
@@ -152,6 +157,11 @@ class DataConfig:
         if not 0 <= self.max_bad_fraction <= 1:
             raise BadInput(
                 f"max_bad_fraction is {self.max_bad_fraction}; it must be a share from 0 to 1."
+            )
+        if not 0 < self.max_decoded_pixels <= _PIL_DECODES:
+            raise BadInput(
+                f"max_decoded_pixels is {self.max_decoded_pixels:,}; it must be above 0, and at "
+                f"most {_PIL_DECODES:,}, since PIL decodes no larger image."
             )
         if self.overlong not in ("drop", "truncate"):
             raise BadInput(f"overlong is {self.overlong!r}; it must be 'drop' or 'truncate'.")

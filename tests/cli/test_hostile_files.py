@@ -34,6 +34,7 @@ from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.training.broadcast import data_state
 from mcore_qwen3vl.training.checkpoints.resume import explained
 from mcore_qwen3vl.verify.curves.job import Job
+from tests.memory import little_memory
 
 PROMPT = ("--prompt", "Hello", "--max-new-tokens", "1")
 
@@ -141,14 +142,18 @@ def test_processor(
 
 @pytest.mark.parametrize("name", TRAINING)
 def test_training(name: str, places: dict[str, Path]) -> None:
+    with pytest.raises(BadInput, match="asks for"):
+        run_layout(_trainer(resuming(name, places)), Layout().world_size)
+    assert not places["marker"].exists()
+
+
+def resuming(name: str, places: dict[str, Path]) -> list[str]:
+    """Return the arguments of a run that starts from the checkpoint as `TRAINING` says."""
     flags = tuple(word.format(**places) for word in TRAINING[name])
-    job = Job(places["good"], places["data"], steps=5, batch=1, flags=flags)
-    argv = job.argv
+    argv = Job(places["good"], places["data"], steps=5, batch=1, flags=flags).argv
     at = argv.index("--load-hf")
     del argv[at : at + 2]
-    with pytest.raises(BadInput, match="asks for"):
-        run_layout(_trainer(argv), Layout().world_size)
-    assert not places["marker"].exists()
+    return argv
 
 
 ENERGON = "__module__: megatron.energon\n"
@@ -304,6 +309,66 @@ def test_a_file_of_earlier_megatrons_that_names_code(places: dict[str, Path], ca
     message = refused(["generate", "{out}", "--cpu", *PROMPT], places, capfd)
     assert "common.pt asks for" in message
     assert "weights_only" not in message
+
+
+class Bytes:
+    """An object whose pickle makes a gigabyte of a few bytes, with a name that torch admits."""
+
+    def __reduce__(self) -> Any:
+        return bytearray, (2**30,)
+
+
+BOMBS = {
+    "common.pt": lambda: zipped({"args": Bytes()}),
+    ".metadata": lambda: pickle.dumps(Bytes()),
+    "a reserved length in .metadata": lambda: (
+        b"\x80\x04\x96" + bytes([0, 0, 0, 64] + 4 * [0]) + b"."
+    ),
+}
+"""Contents of files that would fill the memory; a name's last word is the file's."""
+
+
+def zipped(value: Any) -> bytes:
+    torch.save(value, stream := io.BytesIO())
+    return stream.getvalue()
+
+
+def with_bomb(name: str, places: dict[str, Path]) -> None:
+    """Replace the poisoned checkpoint by a sound one with one file that is a bomb."""
+    shutil.rmtree(places["run"])
+    hf_to_mcore(places["good"], places["run"])
+    (places["run"] / "release").rename(places["run"] / "iter_0000003")
+    (places["run"] / "latest_checkpointed_iteration.txt").write_text("3")
+    (places["run"] / "iter_0000003" / name.split()[-1]).write_bytes(BOMBS[name]())
+
+
+@pytest.mark.parametrize(
+    ("bomb", "name"),
+    [
+        *((bomb, name) for bomb in BOMBS if bomb != "common.pt" for name in READERS_OF_METADATA),
+        *(("common.pt", name) for name in ("generate", "score", "trace")),  # the others ignore it
+    ],
+)
+def test_a_pickle_that_would_fill_the_memory(
+    bomb: str, name: str, places: dict[str, Path], capsys: Any
+) -> None:
+    with_bomb(bomb, places)
+    with little_memory(2**29):
+        message = refused(READERS_OF_METADATA[name], places, capsys)
+    assert bomb.split()[-1] in message
+    assert "weights_only" not in message
+    assert "Traceback" not in message
+
+
+@pytest.mark.parametrize("name", TRAINING)
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_training_from_a_pickle_that_would_fill_the_memory(
+    bomb: str, name: str, places: dict[str, Path]
+) -> None:
+    with_bomb(bomb, places)
+    with pytest.raises(BadInput, match=r"common\.pt|\.metadata|The checkpoint in") as refusal:
+        run_layout(_trainer(resuming(name, places)), Layout().world_size)
+    assert "weights_only" not in str(refusal.value)
 
 
 def test_a_file_that_unpacks_to_more_than_its_size(places: dict[str, Path], capfd: Any) -> None:

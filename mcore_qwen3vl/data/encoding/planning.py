@@ -103,6 +103,7 @@ class Planner:
     def _measure(self, media: Media) -> _Measured:
         if media.kind == "image":
             height, width = image_size(media)
+            self._check_pixels(media, height, width)
             images = self._processor.image_processor
             size = media.options.size(images.size)
             limits = size and {
@@ -115,6 +116,7 @@ class Planner:
     def _measure_video(self, media: Media) -> _Measured:
         videos = self._processor.video_processor
         metadata = probe_video(media)
+        self._check_pixels(media, metadata.height, metadata.width)
         metadata.frames_indices = sample_frames(media, metadata, videos)
         sampled = len(metadata.frames_indices)
         size = media.options.size(videos.size, sampled)
@@ -128,6 +130,15 @@ class Planner:
             {"video_grid_thw": grid, "video_metadata": [metadata]}, 0
         )
         return _Measured(media, patches, frames, metadata, size, text)
+
+    def _check_pixels(self, media: Media, height: int, width: int) -> None:
+        most = self._config.max_decoded_pixels
+        if height * width > most:
+            what = "" if media.kind == "image" else " a frame"
+            raise BadSample(
+                f"{media.kind} {media.name} has {width:,} x {height:,} pixels{what}, more than "
+                f"{most:,} (--max-decoded-pixels)."
+            )
 
     def _tokenise(self, rendered: Rendered, measured: list[_Measured]) -> Plan:
         texts, replaced = self._processor.get_text_with_replacements(

@@ -26,6 +26,9 @@ _BATCH, _BATCH_BYTES = 32, 64 << 20  # most rows and bytes decoded at a time, bu
 # Most batches and bytes that are kept: a worker reads from a few row groups in turn, and goes back
 # to earlier rows when it resumes, and among samples that are packed together.
 _KEPT, _KEPT_BYTES = 16, 512 << 20
+# A row group is refused as a bomb if, unpacked, it is larger than both: this many bytes, and this
+# many times its size in the file. Text is usually compressed 3 to 20 times, images not at all.
+_BOMB_BYTES, _BOMB_RATIO = 64 << 20, 100
 _SPLITS = {
     "train": ("train", "training"),
     "val": ("val", "validation", "valid", "dev"),
@@ -218,8 +221,20 @@ def _row_groups(file: Path) -> Iterator[RowGroup]:
     first = 0
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
+        _refuse_bomb(file, number, group)
         yield RowGroup(file, number, group.num_rows, first, group.total_byte_size)
         first += group.num_rows
+
+
+def _refuse_bomb(file: Path, number: int, group: Any) -> None:
+    stored = sum(group.column(i).total_compressed_size for i in range(group.num_columns))
+    unpacked = sum(group.column(i).total_uncompressed_size for i in range(group.num_columns))
+    if unpacked > max(_BOMB_BYTES, _BOMB_RATIO * stored):
+        raise BadInput(
+            f"{file}: row group {number} has {stored:,} bytes, which unpack to {unpacked:,}. "
+            "Refused: reading it could fill the memory. If that is meant, write the file again "
+            f"with row groups of less than {_BOMB_BYTES >> 20} MiB."
+        )
 
 
 def _arrow_table(file: Path) -> Any:

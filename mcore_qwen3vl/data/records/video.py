@@ -147,15 +147,14 @@ def load_frames(media: Media, indices: np.ndarray) -> np.ndarray:
 
 
 def _load_listed(frames: tuple[Media, ...], name: str) -> np.ndarray:
-    images = [np.asarray(load_image(frame)) for frame in frames]
-    for frame, image in zip(frames, images, strict=True):
-        if image.shape != images[0].shape:
-            (height, width), (other_height, other_width) = images[0].shape[:2], image.shape[:2]
+    height, width = image_size(frames[0])
+    for frame in frames[1:]:
+        if (found := image_size(frame)) != (height, width):
             raise BadSample(
-                f"video {name}: frame {frame.name} has {other_height} x {other_width} pixels and "
-                f"the first {height} x {width}. Resize them alike."
+                f"video {name}: frame {frame.name} has {found[0]} x {found[1]} pixels and the "
+                f"first {height} x {width}. Resize them alike."
             )
-    return np.stack(images)
+    return np.stack([np.asarray(load_image(frame)) for frame in frames])
 
 
 def _in_order(media: Media, wanted: list[int]) -> dict[int, np.ndarray]:

@@ -32,6 +32,8 @@ TEXTS = {
     "bad ones at the start do not stop the run",
     "max_sample_seconds": "skip a sample as bad if its hook, template or decoding takes longer; "
     "0: no limit",
+    "max_decoded_pixels": "skip a sample as bad if an image, or a frame of a video, has more "
+    "pixels in its file, before resizing",
     "trust_data": "run the Python code that an energon metadataset or a WebDataset names; default: "
     "such data sets are refused",
     "document_end": "token text that ends a pretraining document; default: the tokenizer's pad "

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import io
+import pickle
 import struct
-import tracemalloc
 import zipfile
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections import Counter, OrderedDict
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from mcore_qwen3vl.converters.legacy import torch_load
 from mcore_qwen3vl.converters.legacy.files import open_ranks
 from mcore_qwen3vl.converters.legacy.fit import check_run
 from mcore_qwen3vl.converters.storage.archive import BadArchive, read_tensor
+from mcore_qwen3vl.converters.storage.unpickling import refuse_bombs
 from mcore_qwen3vl.converters.torch_dist import metadata
 from mcore_qwen3vl.errors import BadInput
+from tests.memory import little_memory
 
 HEAD = b"\x80\x04"
 METADATA = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
@@ -69,18 +73,26 @@ BOMBS = {
 }
 
 
+TENSOR = (
+    b"ctorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storagectorch\nFloatStorage\n"
+    b"X\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x01tQK\x00J\x00\x00\x00\x10\x85K\x00\x85\x89"
+    b"ccollections\nOrderedDict\n)RtR"
+)
+"""A pickle of a tensor of 2**28 values with one value of data, its stride 0."""
+BOMBS_FOR_TORCH = {
+    "a byte array's size": b"c__builtin__\nbytearray\nJ\x00\x00\x00\x40\x85R.",
+    **{f"{module} {name}": f"c{module}\n{name}\n".encode() + TENSOR + arguments
+    for module, name, arguments in (
+        ("__builtin__", "set", b"\x85R."),
+        ("__builtin__", "bytearray", b"\x85R."),
+        ("collections", "Counter", b"\x85R."),
+        ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor",
+         b"ctorch\nfloat64\nX\x03\x00\x00\x00cpu\x89\x86\x86R."),
+    )},
+}  # fmt: skip
+
 HARMLESS = {"memo index", "frame", "copies as sets", "nested lists"}
 """Bombs that a legacy file may hold, because its reader neither reserves nor copies anything."""
-
-
-@contextmanager
-def little_memory() -> Iterator[None]:
-    tracemalloc.start()
-    try:
-        yield
-        assert tracemalloc.get_traced_memory()[1] < 32 * 2**20
-    finally:
-        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("name", BOMBS)
@@ -100,6 +112,36 @@ def test_legacy_bomb(tmp_path: Path, name: str) -> None:
         refused = pytest.raises(BadInput, match=r"cannot be read|Refused: loading it could")
         with little_memory(), nullcontext() if name in HARMLESS else refused:
             torch_load.load(file)
+
+
+@pytest.mark.parametrize("name", BOMBS_FOR_TORCH)
+def test_bomb_for_torch(name: str) -> None:
+    """It is refused, though torch admits every name in it."""
+    refuse_bombs()
+    content = b"\x80\x02" + BOMBS_FOR_TORCH[name]
+    file = io.BytesIO(zipped({"data.pkl": content, "version": b"3\n", "data/0": bytes(4)}))
+    with little_memory(), pytest.raises(pickle.UnpicklingError):
+        torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"args": Namespace(a=1, b=[None, 2.5], c={"d": (1, 2)}), 3: {1, 2}, None: 4, 2.5: b"e"},
+        [bytearray(b"abc" * 99), bytearray(), b"abc" * 99, Counter(a=2), torch.Size([2, 3])],
+        OrderedDict(a=torch.arange(3), b=torch.nn.Parameter(torch.ones(2, 2))),
+        torch.nn.Linear(2, 2).state_dict(),
+        [torch.zeros(()).expand(2**10), torch.float32, torch.device("cpu"), 3j],
+    ],
+)
+def test_what_torch_saves_is_read(value: Any) -> None:
+    refuse_bombs()
+    torch.save(value, file := io.BytesIO())
+    file.seek(0)
+    with torch.serialization.safe_globals([Namespace]):
+        found = torch.load(file, weights_only=True)
+    assert type(found) is type(value)
+    assert str(found) == str(value)
 
 
 def test_arguments_that_never_end_when_they_are_printed(tmp_path: Path) -> None:

@@ -1,0 +1,122 @@
+"""Data that would fill the memory, or that names other files, is refused by name."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mcore_qwen3vl.data import DataConfig
+from mcore_qwen3vl.data.check import check_data
+from mcore_qwen3vl.data.encoding import pixels
+from mcore_qwen3vl.data.loading import tables
+from mcore_qwen3vl.data.records import video
+from mcore_qwen3vl.data.records.flaws import BadSample
+from mcore_qwen3vl.data.records.media import Media
+from mcore_qwen3vl.errors import BadInput
+from tests.data.conftest import WriteJsonl, chat, question, write_png, write_video
+
+LITTLE = DataConfig(seq_length=4096, packing=True, max_decoded_pixels=100 * 100)
+
+
+def test_images_and_frames_of_many_pixels_are_not_decoded(
+    processor: Any, write_jsonl: WriteJsonl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, width in (("fits", 100), ("large", 101)):
+        write_png(tmp_path / f"{name}.png", 100, width)
+    write_video(tmp_path / "large.mp4", frames=8, height=104, width=112)
+    write_video(tmp_path / "fits.mp4", frames=8, height=96, width=96)
+    answer = {"role": "assistant", "content": "a"}
+    frames = [str(tmp_path / "large.png")] * 4
+    files = [
+        *(("image", str(tmp_path / f"{name}.png")) for name in ("fits", "large")),
+        *(("video", str(tmp_path / f"{name}.mp4")) for name in ("fits", "large")),
+        ("video", frames),
+    ]
+    path = write_jsonl(
+        [
+            {"messages": [{"role": "user", "content": f"<{kind}>?"}, answer], f"{kind}s": [file]}
+            for kind, file in files
+        ]
+    )
+    decoded = []
+    for module, name in ((pixels, "load_image"), (video, "load_image"), (pixels, "load_frames")):
+        read = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda media, *a, read=read: decoded.append(media) or read(media, *a)
+        )
+    report = check_data(path, processor, LITTLE)
+    assert [Path(media.name).name for media in decoded] == ["fits.png", "fits.mp4"]
+    assert len(report.tokens) == 2
+    assert [flaw.sample.rsplit(":", 1)[-1] for flaw in report.bad] == ["2", "4", "5"]
+    image, clip, listed = (flaw.reason for flaw in report.bad)
+    more = "more than 10,000 (--max-decoded-pixels)."
+    assert image.endswith(f"large.png has 101 x 100 pixels, {more}")
+    assert clip.endswith(f"large.mp4 has 112 x 104 pixels a frame, {more}")
+    assert "from " in listed
+    assert "101 x 100 pixels a frame" in listed
+    assert check_data(path, processor, DataConfig(seq_length=4096, packing=True)).bad == []
+
+
+def test_a_later_frame_of_many_pixels_is_not_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frames = [
+        Media("image", write_png(tmp_path / f"{i}.png", 20, 20 + 300 * i), str(i)) for i in (0, 1)
+    ]
+    monkeypatch.setattr(video, "load_image", lambda frame: pytest.fail(f"{frame} is decoded"))
+    with pytest.raises(BadSample, match="frame 1 has 20 x 320 pixels and the first 20 x 20"):
+        video.load_frames(Media("video", tuple(frames), "two"), None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("most", [0, -1, 2 * 10**8])
+def test_a_limit_that_pil_does_not_have(most: int) -> None:
+    with pytest.raises(BadInput, match="max_decoded_pixels is"):
+        DataConfig(seq_length=8, max_decoded_pixels=most)
+
+
+def test_a_row_group_that_unpacks_to_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "_BOMB_BYTES", 1 << 20)
+    bomb, file = pa.table({"text": ["a" * (1 << 21)]}), tmp_path / "bomb.parquet"
+    with pq.ParquetWriter(file, bomb.schema, compression="zstd") as writer:
+        writer.write_table(pa.table({"text": ["b"]}))
+        writer.write_table(bomb)
+    said = r"bomb\.parquet: row group 1 has [\d,]+ bytes, which unpack to 2,09\d,\d\d\d\. Refused"
+    with pytest.raises(BadInput, match=said):
+        tables.TableReader(file)
+    pq.write_table(bomb, tmp_path / "plain.parquet", compression="none")
+    assert len(tables.TableReader(tmp_path / "plain.parquet")[0]["json"]["text"]) == 1 << 21
+
+
+@pytest.mark.parametrize("kind", ["SYMTYPE", "LNKTYPE", "CHRTYPE", "FIFOTYPE"])
+def test_links_and_devices_in_tars(
+    kind: str, processor: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """They are not followed or opened: the image that a record names by them is missing."""
+    secret = write_png(tmp_path / "secret.png", 64, 64)
+    (tmp_path / "tars").mkdir()
+    with tarfile.open(tmp_path / "tars" / "0.tar", "w") as tar:
+        for name, record in (
+            ("0", {**chat(("user", "<image>?"), ("assistant", "a")), "images": ["png"]}),
+            ("1", question(1, image=False)),
+        ):
+            content = json.dumps(record).encode()
+            entry = tarfile.TarInfo(f"{name}.json")
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+            if name == "0":
+                link = tarfile.TarInfo("0.png")
+                link.type, link.linkname = getattr(tarfile, kind), str(secret)
+                link.devmajor, link.devminor = 1, 5  # /dev/zero
+                tar.addfile(link)
+    report = check_data(tmp_path / "tars", processor, DataConfig(4096, packing=True))
+    assert len(report.tokens) == 1
+    (flaw,) = report.bad
+    assert "png" in flaw.reason
+    assert report.images == 0
