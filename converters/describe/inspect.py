@@ -10,13 +10,15 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.form_file import read_form
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint, is_huggingface
 from mcore_qwen3vl.converters.mapping import parameters
+from mcore_qwen3vl.converters.mapping.dialects import recognise
 from mcore_qwen3vl.converters.mapping.forms import Form
 from mcore_qwen3vl.converters.mapping.row import Row, SourceTensor
 from mcore_qwen3vl.converters.mapping.table import hf_shapes, table
 from mcore_qwen3vl.converters.mcore.formats import is_megatron, open_megatron
-from mcore_qwen3vl.converters.mcore.paths import hf_folder
+from mcore_qwen3vl.converters.mcore.paths import hf_folder, iteration_folder
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
+from mcore_qwen3vl.converters.torch_dist import metadata
 from mcore_qwen3vl.errors import BadInput
 
 
@@ -107,7 +109,12 @@ def inspect_path(path: str | Path, *, hf_config: str | Path | None = None) -> In
 
 
 def _megatron(path: Path, hf_config: Path | None) -> Inspection:
-    folder = hf_config or hf_folder(path)
+    try:
+        folder = hf_config or hf_folder(path)
+    except BadInput as error:
+        if (maker := _maker(path)) is None:
+            raise
+        raise BadInput(f"Written by {maker}. {error}") from None
     architecture = Architecture.from_hf(folder)
     checkpoint = open_megatron(path, architecture)
     stored = {key: checkpoint.index.tensors[key] for key in sorted(checkpoint.model_keys())}
@@ -125,6 +132,15 @@ def _megatron(path: Path, hf_config: Path | None) -> Inspection:
         files=len(checkpoint.data_files),
     )
     return found if checkpoint.dialect is None else replace(found, maker=checkpoint.dialect.maker)
+
+
+def _maker(path: Path) -> str | None:
+    """Return which other project wrote a torch_dist checkpoint, by the keys of its index."""
+    folder = iteration_folder(path)
+    if not (folder / metadata.FILE).is_file():
+        return None
+    dialect = recognise(metadata.read(folder).tensors)
+    return None if dialect is None else dialect.maker
 
 
 def _huggingface(path: Path) -> Inspection:

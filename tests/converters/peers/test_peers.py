@@ -55,6 +55,13 @@ def test_inspection_names_the_maker(peer: str) -> None:
     assert found.total_parameters == sum(t.numel() for t in load(source_of(peer)).values())
 
 
+@pytest.mark.parametrize("peer", PEERS)
+def test_inspection_without_a_config_names_the_maker_too(peer: str) -> None:
+    maker = re.escape(MAKERS[peer.rpartition("-")[0]])
+    with pytest.raises(BadInput, match=rf"^Written by {maker}\. .* --hf-config DIR"):
+        inspect_path(HERE / peer)
+
+
 def test_inspection_names_no_maker_of_our_own(tmp_path: Path) -> None:
     hf_to_mcore(HERE / "hf-dense", tmp_path / "mcore")
     assert inspect_path(tmp_path / "mcore").maker is None
