@@ -17,7 +17,7 @@ set -euo pipefail
 LAUNCH_DIR=${LAUNCH_DIR:-$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)}
 # Kubeflow sets PET_* in each pod, SkyPilot its own variables. In a Slurm job, Slurm's count.
 if [[ -z ${SLURM_JOB_ID:-} ]]; then
-    NODES=${PET_NNODES:-${SKYPILOT_NUM_NODES:-$NODES}}
+    NODES=${PET_NNODES:-${SKYPILOT_NUM_NODES:-${NODES:-1}}}
     GPUS_PER_NODE=${GPUS_PER_NODE:-${PET_NPROC_PER_NODE:-${SKYPILOT_NUM_GPUS_PER_NODE:-}}}
     NODE_RANK=${NODE_RANK:-${PET_NODE_RANK:-${SKYPILOT_NODE_RANK:-}}}
     addresses=${SKYPILOT_NODE_IPS:-} # one a line

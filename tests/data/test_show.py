@@ -88,7 +88,7 @@ def test_a_record_that_is_not_there_or_not_usable(processor: Any, write_jsonl: W
     path = write_jsonl([chat(("user", "q"), ("assistant", "")), "{broken"])
     with pytest.raises(BadInput, match="has 2 records; there is no record 3"):
         read_sample(path, 3, processor, DataConfig(4096))
-    with pytest.raises(CheckFailed, match=r"data.jsonl:1 cannot be used: message 1, an assistant"):
+    with pytest.raises(CheckFailed, match=r"data.jsonl:1 cannot be used: message 2, an assistant"):
         read_sample(path, 1, processor, DataConfig(4096))
     with pytest.raises(CheckFailed, match=r"data.jsonl:2 cannot be .*: no valid JSON"):
         read_sample(path, 2, processor, DataConfig(4096))
