@@ -115,7 +115,7 @@ def test_every_form_of_an_image_loads(reference: Any, tmp_path: Path) -> None:
     ("record", "said"),
     [
         ([], "must be a JSON object"),
-        ({}, "none of messages, conversations, texts"),
+        ({}, r"none of messages, conversations, texts.* nor chosen, rejected .* or positive"),
         ({"messages": []}, "at least one message"),
         ({"messages": ["hi"]}, "message 1 must be an object"),
         (chat(("user", "q")), "nothing would be trained"),

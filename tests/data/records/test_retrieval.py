@@ -62,6 +62,12 @@ def test_every_document_takes_its_own_media() -> None:
     assert found["query"].unread == ("label",)
 
 
+def test_a_list_of_texts_is_one_of_documents() -> None:
+    found = parse(query="Which?", positive=["a"], negative=["b", "c"])
+    said = {name: text.messages[0]["content"] for name, text in found.items()}
+    assert said == {"query": "Which?", "positive": "a", "negative 0": "b", "negative 1": "c"}
+
+
 def test_a_data_sets_system_prompt_is_the_instruction() -> None:
     own = [{"role": "system", "content": "Own."}, user("It.")]
     found = parse(Reading(system="Find it."), query="Which?", positive=own)
@@ -74,6 +80,8 @@ def test_a_data_sets_system_prompt_is_the_instruction() -> None:
     [
         ({"label": 1}, "has query, or messages, and positive"),
         ({"query": 3}, "query: it must be a text"),
+        ({"query": " "}, "query is empty"),
+        ({"positive": ["a", "b"]}, "positive holds 2 documents; one"),
         ({"query": {"audio": "a.wav"}}, "none of text, image and video"),
         ({"query": "<image>Which?"}, "query: there are more image placeholders"),
         ({"positive": "a", "positive_messages": []}, "both positive and positive_messages"),

@@ -14,6 +14,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.training.arguments import checks
 from mcore_qwen3vl.training.arguments.command_line import CommandLine, flag_list
 from mcore_qwen3vl.training.arguments.early import check_early
+from mcore_qwen3vl.training.arguments.layout import check_layout
 
 
 def test_the_list_is_that_of_the_installed_megatron() -> None:
@@ -80,6 +81,13 @@ def test_what_is_answered_at_once(
         return
     with pytest.raises(BadInput, match=message):
         check_early(CommandLine(argv))
+
+
+def test_a_batch_that_ranks_do_not_divide_is_named(dense: Path) -> None:
+    command = CommandLine(["--hf-model", str(dense), "--global-batch-size", "3"])
+    said = "--global-batch-size 3 is not a multiple of the 2 rows .* Give --global-batch-size 4"
+    with pytest.raises(BadInput, match=said):
+        check_layout(command.args, command.architecture, 2)
 
 
 def test_data_paths_may_have_an_equals_sign(dense: Path, data: Path) -> None:
