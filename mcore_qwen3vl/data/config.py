@@ -119,6 +119,8 @@ class DataConfig:
     is <|endoftext|> in Qwen's tokenizers."""
     pairs: bool = False
     """Whether the records are preference records; a pair takes two rows of a padded batch."""
+    labelled: bool = False
+    """Whether the records are labelled records; those of a micro-batch exchange their answers."""
     task: Task | None = None
     """Task that the records are for: the sequences of each, such as a query with its documents, are
     in one micro-batch; None: predicting tokens."""
@@ -149,10 +151,10 @@ class DataConfig:
                 f"overlong is 'truncate' with the task {self.task}: the last token of a text that "
                 "is cut is another one. Leave over-long records out (drop)."
             )
-        if self.pairs and self.overlong == "truncate":
+        if (self.pairs or self.labelled) and self.overlong == "truncate":
             raise BadInput(
-                "overlong is 'truncate' with preference pairs: an answer that is cut has no "
-                "log-probability. Leave over-long pairs out (drop)."
+                "overlong is 'truncate' with preference pairs or labelled records: an answer that "
+                "is cut has no log-probability. Leave over-long records out (drop)."
             )
         if not 0 <= self.max_bad_fraction <= 1:
             raise BadInput(

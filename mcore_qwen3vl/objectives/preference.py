@@ -91,11 +91,8 @@ def pair_losses(
 def _log_odds(means: Tensor) -> Tensor:
     """Return log(p / (1 - p)) with a finite gradient, where `means` is log p <= 0.
 
-    The two forms of log(1 - p) are exact on either side of p = 1/2. Each is computed only on its
-    own side: `torch.where` passes on a NaN of the gradient that it does not choose.
+    The two forms of log(1 - p) are exact on either side of p = 1/2.
     """
     means = means.clamp(max=-torch.finfo(means.dtype).eps)  # p is 1 to rounding
-    half = -math.log(2)
-    low = torch.log1p(-means.clamp(max=half).exp())
-    high = torch.log(-torch.expm1(means.clamp(min=half)))
-    return means - torch.where(means < half, low, high)
+    low, high = torch.log1p(-means.exp()), torch.log(-torch.expm1(means))
+    return means - torch.where(means < -math.log(2), low, high)

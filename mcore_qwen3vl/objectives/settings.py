@@ -81,6 +81,29 @@ class Preference:
 
 
 @dataclass(frozen=True)
+class Kto:
+    """Settings of the loss of labelled answers; see :mod:`mcore_qwen3vl.objectives.labelled`.
+
+    Attributes:
+        beta: the strength with which the policy is kept near the reference.
+        desirable_weight: weight of the losses of wanted answers.
+        undesirable_weight: weight of the losses of unwanted answers.
+
+    Raises:
+        BadInput: a value is out of range.
+    """
+
+    beta: float = 0.1
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value > 0:
+                raise BadInput(f"{name} is {value:g}: it must be above 0.")
+
+
+@dataclass(frozen=True)
 class Contrastive:
     """Settings of the contrastive loss; see :mod:`mcore_qwen3vl.objectives.contrastive`.
 

@@ -8,7 +8,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.rehearsal.command import Command
 from mcore_qwen3vl.tiny.stand_in import write_half_images, write_stand_in
-from mcore_qwen3vl.training.preference.flags import LOSSES
+from mcore_qwen3vl.training.preference.flags import KTO, LOSSES
 
 SAMPLES_OF_A_PACK = 16
 SHORTEST = 128  # tokens of a sample: below that there is no room for the chat template
@@ -108,6 +108,7 @@ def _made_up(command: Command, model: Path, folder: Path) -> Command:
         image_side=side,
         token_pixels=vision.patch_size * vision.spatial_merge_size,
         pairs=command.value("--loss") in LOSSES,
+        labelled=command.value("--loss") == KTO,
     )
     return command.plus("--hf-model", folder / "model", "--data-path", file).noting(
         f"made-up data: samples of {tokens} tokens, with {images} image{'s' * (images > 1)} of "

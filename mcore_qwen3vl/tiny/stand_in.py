@@ -59,6 +59,7 @@ def write_half_images(
     image_side: int = 16,
     token_pixels: int = 32,
     pairs: bool = False,
+    labelled: bool = False,
 ) -> Path:
     """Write conversations whose tokens are half of images and half of text, by default.
 
@@ -70,7 +71,7 @@ def write_half_images(
         image_side: tokens along the side of an image.
         token_pixels: pixels along the side of a token.
         pairs: whether to write preference records, each of whose two sequences is such a sample.
-
+        labelled: whether to write labelled records, every second of whose answers is wanted.
 
     Returns:
         The ``.jsonl`` file for ``--data-path``.
@@ -96,6 +97,8 @@ def write_half_images(
             record["chosen"], record["rejected"] = answers
         else:
             record["messages"].append({"role": "assistant", "content": answers[0]})
+        if labelled:
+            record["label"] = i % 2 == 0
         lines.append(json.dumps(record))
     file = folder / "train.jsonl"
     file.write_text("\n".join(lines) + "\n", "utf-8")

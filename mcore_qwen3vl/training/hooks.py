@@ -71,7 +71,8 @@ HOOKS = (
     # Without host syncs.
     Hook(_LOOP, "reduce_max_stat_across_model_parallel_group"),
     Hook(_LOOP, "logical_and_across_model_parallel_group"),
-    # First computes DPO's reference without the adapter, or all embeddings of the step.
+    # First computes the reference without the adapter, KTO's baseline, or all embeddings of the
+    # step.
     Hook(_LOOP, "get_forward_backward_func"),
 )
 """Every function of ``megatron.training`` and ``megatron.core`` that a run wraps by name.

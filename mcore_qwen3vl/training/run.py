@@ -437,8 +437,8 @@ class Run:
 def _schedule(args: argparse.Namespace) -> Any:
     """Return what replaces ``get_forward_backward_func``: some losses take two passes in a step."""
     from mcore_qwen3vl.training import hooks
-    from mcore_qwen3vl.training.preference.flags import is_preference, reference_of
-    from mcore_qwen3vl.training.preference.reference import with_reference
+    from mcore_qwen3vl.training.preference.flags import is_kto, is_preference, reference_of
+    from mcore_qwen3vl.training.preference.reference import with_baseline, with_reference
     from mcore_qwen3vl.training.tasks.contrastive import with_contrasts
     from mcore_qwen3vl.training.tasks.flags import contrastive_of, is_embedding
 
@@ -446,14 +446,21 @@ def _schedule(args: argparse.Namespace) -> Any:
         return partial(with_contrasts, contrastive_of(args))
     if is_preference(args) and reference_of(args) == "adapter":
         return with_reference
+    if is_kto(args):
+        return with_baseline
     return hooks.unchanged
 
 
 def _forward_step(args: argparse.Namespace) -> Any:
     """Return the forward step with the objective that the run minimises."""
     from mcore_qwen3vl.data.loading.sources import parse_sources, source_names
-    from mcore_qwen3vl.training.preference.flags import is_preference, preference_of
-    from mcore_qwen3vl.training.preference.objective import of_pairs
+    from mcore_qwen3vl.training.preference.flags import (
+        is_kto,
+        is_preference,
+        kto_of,
+        preference_of,
+    )
+    from mcore_qwen3vl.training.preference.objective import of_labelled, of_pairs
     from mcore_qwen3vl.training.step.forward import ForwardStep
     from mcore_qwen3vl.training.step.losses import find_loss, of_tokens
     from mcore_qwen3vl.training.tasks.objectives import objective_of
@@ -469,4 +476,6 @@ def _forward_step(args: argparse.Namespace) -> Any:
         return step(*objective_of(args))
     if is_preference(args):
         return step(of_pairs(preference_of(args)))
+    if is_kto(args):
+        return step(of_labelled(kto_of(args)))
     return step(of_tokens(find_loss(args.loss)))

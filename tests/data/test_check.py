@@ -116,7 +116,7 @@ def test_records_for_another_task_are_flaws_that_name_their_flag(
     plain = question(0, image=False)
     keys = {
         "rejected_response": "no", "rejected_messages": [{"role": "assistant", "content": "no"}],
-        "rejected_images": ["a.png"], "label": False,
+        "rejected_images": ["a.png"],
     }  # fmt: skip
     path = write_jsonl([plain, *({**plain, key: value} for key, value in keys.items())])
     report = check_data(path, processor, DataConfig(seq_length=200))

@@ -1,4 +1,4 @@
-"""The losses of pairs and their gradients equal those of TRL's trainer: `make test-trl`.
+"""The losses of answers and their gradients equal those of TRL's trainers: `make test-trl`.
 
 TRL is no dependency, not even of tests, because it brings a training stack of its own. Without it
 this module is skipped; ``test_preference.py`` has the same formulas written out.
@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from mcore_qwen3vl.objectives.labelled import labelled_losses
 from mcore_qwen3vl.objectives.preference import pair_losses
-from mcore_qwen3vl.objectives.settings import Preference
+from mcore_qwen3vl.objectives.settings import Kto, Preference
 
 trl = pytest.importorskip("trl")
 
@@ -187,6 +188,59 @@ def test_losses_without_a_reference_are_trls(of_trl: Any, preference: Preference
     log_probs = ours[..., :-1, :].log_softmax(-1).gather(-1, tokens[..., 1:, None])[..., 0]
     sums = log_probs.where(trained, 0.0).sum(-1)
     found = pair_losses(sums, None, trained.sum(-1), preference).losses.sum()
+    found.backward()
+    torch.testing.assert_close(found, right, rtol=TOLERANCE, atol=TOLERANCE)
+    assert theirs.grad is not None
+    assert theirs.grad.abs().max() > 0
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def kto_of_trl(kto: Kto) -> Any:
+    settings = vars(trainer(kto.beta, [], [])) | {
+        "calculate_KL": True,
+        "loss_type": "kto",
+        "desirable_weight": kto.desirable_weight,
+        "undesirable_weight": kto.undesirable_weight,
+    }
+    found = SimpleNamespace(**settings)
+    found._compute_kl_logps = partial(trl.KTOTrainer._compute_kl_logps, found)
+    return partial(trl.KTOTrainer._compute_loss, found)
+
+
+@pytest.mark.parametrize("kto", [Kto(), Kto(0.4, 0.6, 1.9)], ids=str)
+@pytest.mark.parametrize("drift", [0.5, -0.5])  # the second makes the baseline 0
+def test_losses_of_labelled_answers_are_trls(kto: Kto, drift: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    tokens, exchanged = -3 * torch.rand(2, PAIRS, LENGTH - 1, generator=generator)
+    reference, of_exchanged = (
+        one.sum(-1) + torch.randn(PAIRS, generator=generator) for one in (tokens, exchanged)
+    )
+    of_exchanged = of_exchanged - drift * LENGTH
+    labels = torch.tensor([True, False, False, True, False])
+
+    def model(input_ids: Tensor, **_: Any) -> Any:
+        log_probs = exchanged if input_ids.any() else theirs
+        others = dict.fromkeys(("entropy", "mean_logits"), torch.zeros_like(log_probs))
+        return SimpleNamespace(log_probs=log_probs, **others)
+
+    theirs = tokens.clone().requires_grad_()
+    whole = torch.ones(PAIRS, LENGTH, dtype=torch.int64)
+    batch = {
+        "input_ids": torch.zeros_like(whole),
+        "KL_input_ids": whole,
+        **dict.fromkeys(("attention_mask", "completion_mask"), whole),
+        **dict.fromkeys(("KL_attention_mask", "KL_completion_mask"), whole),
+        "label": labels,
+        "ref_logps": reference,
+        "ref_KL_logps": of_exchanged,
+    }
+    right = kto_of_trl(kto)(model, batch, False)
+    right.backward()
+
+    ours = tokens.clone().requires_grad_()
+    baseline = (exchanged.sum(-1) - of_exchanged).mean()
+    assert (baseline > 0) == (drift > 0)
+    found = labelled_losses(ours.sum(-1), reference, labels, baseline, kto)[0].mean()
     found.backward()
     torch.testing.assert_close(found, right, rtol=TOLERANCE, atol=TOLERANCE)
     assert theirs.grad is not None

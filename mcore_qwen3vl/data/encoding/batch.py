@@ -22,7 +22,7 @@ IGNORED = -100
 
 _ON_DEVICE = (
     *("input_ids", "labels", "loss_weights", "position_ids", "padding_mask", "cu_seqlens"),
-    *("references", "targets"),
+    *("references", "targets", "desirable"),
 )
 
 
@@ -63,7 +63,15 @@ class Batch:
     visual: VisualInputs | None
     counts: Counts
     names: tuple[str, ...]  # file and line of each sample
-    references: Tensor | None = None  # (pairs, 2) float32: see mcore_qwen3vl.data.encoding.groups
+    references: Tensor | None = None
+    """(pairs, 2) or, with labelled records, (samples,) float32 log-probabilities of the reference;
+    see mcore_qwen3vl.data.encoding.groups."""
+    desirable: Tensor | None = None  # (samples,) bool: the labels of labelled records
+    mismatched: Batch | None = None
+    """With labelled records: the same prompts with the answers of others. Its `cu_seqlens` stays on
+    the host, and its `visual` has shapes in place of the tensors with a patch axis, which are those
+    of `visual`; see :meth:`exchanged`."""
+    baseline: Tensor | None = None  # scalar float32: KTO's baseline of the global batch
     lengths: tuple[int, ...] = ()  # tokens of each sample, without padding
     targets: Tensor | None = None  # (records,) float32: margins of pairs
     data_sets: tuple[str, ...] = ()  # name of each sample's data set; empty if there is only one
@@ -84,7 +92,8 @@ class Batch:
         """Return the tensors that are on a GPU."""
         visual = [getattr(self.visual, name) for name in PER_PATCH] if self.visual else []
         own = [getattr(self, name) for name in _ON_DEVICE]
-        return [tensor for tensor in own + visual if tensor is not None and tensor.is_cuda]
+        found = [tensor for tensor in own + visual if tensor is not None and tensor.is_cuda]
+        return found + (self.mismatched.device_tensors() if self.mismatched else [])
 
     def pin_memory(self) -> Self:
         """Return a page-locked copy, so that ``to(device, non_blocking=True)`` overlaps compute."""
@@ -98,10 +107,22 @@ class Batch:
         lengths = self.cu_seqlens.diff().long()
         return torch.repeat_interleave(torch.arange(len(lengths)), lengths)[None]
 
+    def exchanged(self) -> Batch:
+        """Return `mismatched` with the pixels of this batch, which are the same."""
+        assert self.mismatched is not None
+        if self.visual is None or self.mismatched.visual is None:
+            return self.mismatched
+        patches = {name: getattr(self.visual, name) for name in PER_PATCH}
+        return replace(self.mismatched, visual=replace(self.mismatched.visual, **patches))
+
     def _mapped(self, function, visual: VisualInputs | None) -> Self:  # type: ignore[no-untyped-def]
         tensors = {name: getattr(self, name) for name in _ON_DEVICE}
         moved = {name: function(t) for name, t in tensors.items() if t is not None}
-        return replace(self, **moved, visual=visual)
+        other = self.mismatched
+        if other is not None:
+            on_device = replace(other, cu_seqlens=None)._mapped(function, other.visual)
+            other = replace(on_device, cu_seqlens=other.cu_seqlens)
+        return replace(self, **moved, visual=visual, mismatched=other)
 
 
 class Batcher:
@@ -232,6 +253,11 @@ class Batcher:
         )
         assert visual is not None
         return replace(visual, pixel_values=patches, pixel_scale=self._pixel_scale)
+
+
+def without_pixels(visual: VisualInputs) -> VisualInputs:
+    """Replace the tensors that have a row per patch by meta tensors of the same shape and dtype."""
+    return replace(visual, **{n: getattr(visual, n).to("meta") for n in PER_PATCH})
 
 
 def _rows(tensor: Tensor | None) -> int:

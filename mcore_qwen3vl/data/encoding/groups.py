@@ -16,7 +16,7 @@ from megatron.energon.source_info import get_source_info
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig, Task
-from mcore_qwen3vl.data.encoding.batch import Batch
+from mcore_qwen3vl.data.encoding.batch import Batch, without_pixels
 from mcore_qwen3vl.data.encoding.encoder import Qwen3VLTaskEncoder
 from mcore_qwen3vl.data.encoding.packing import best_fit
 from mcore_qwen3vl.data.encoding.pixels import Pixels
@@ -26,6 +26,7 @@ from mcore_qwen3vl.data.encoding.samples import EncodedSample, RawSample, encode
 from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.data.records.bad_samples import sample_id
 from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample
+from mcore_qwen3vl.data.records.parsed import Conversation
 from mcore_qwen3vl.data.records.preference import SIDES
 from mcore_qwen3vl.data.records.retrieval import POSITIVE, QUERY
 from mcore_qwen3vl.data.scores import References
@@ -47,6 +48,7 @@ class PlannedGroup(Sample):
     name: str
     reference: tuple[float, float] | None = None
     target: float | None = None
+    label: bool | None = None
 
 
 @edataclass
@@ -56,6 +58,7 @@ class EncodedGroup(Sample):
     sequences: list[EncodedSample]
     reference: tuple[float, float] | None
     target: float | None
+    label: bool | None
 
 
 def plan_each(
@@ -126,7 +129,11 @@ class GroupTaskEncoder(Qwen3VLTaskEncoder):
             for plan, seen in zip(sample.plans, pixels, strict=True)
         ]
         return EncodedGroup.derive_from(
-            sample, sequences=sequences, reference=sample.reference, target=sample.target
+            sample,
+            sequences=sequences,
+            reference=sample.reference,
+            target=sample.target,
+            label=sample.label,
         )
 
     def _batch(self, assemble: Callable[..., Batch], groups: list[Any]) -> Batch:
@@ -193,6 +200,63 @@ class PairTaskEncoder(GroupTaskEncoder):
         if self._references is None:
             return None
         return self._references[sample.source], int(get_source_info(sample)[0].index)
+
+
+class LabelledTaskEncoder(GroupTaskEncoder):
+    """Energon's hooks for labelled records, each of which is one sequence.
+
+    The records of a micro-batch exchange their answers for KTO's baseline: each prompt is also
+    followed by the answer of the record before it, the first one's by the last. TRL does the same
+    in the batches of a device.
+    """
+
+    @stateless
+    def preencode_sample(self, sample: RawSample) -> Any:
+        """Tokenise a record and measure its media."""
+        with self.guard.skipping(sample):
+            parsed = self.preparation.parse_each(sample).get("")
+            if not isinstance(parsed, Conversation) or parsed.label is None:
+                raise BadSample(
+                    "it is not a labelled record: --loss kto needs a label that is true or false."
+                )
+            plan = self.preparation.plan(sample, parsed)
+        return PlannedGroup.derive_from(
+            sample, plans=[plan], label=parsed.label, source=sample.source, name=sample_id(sample)
+        )
+
+    def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
+        """Choose which records share sequences, so that they fit with exchanged answers, too.
+
+        The tokens of a pack remain the same, but each sequence may need more padding.
+        """
+        more, most = self.config.length_multiple - 1, self.config.seq_length
+        lengths = [
+            min(self.config.padded(len(one.plans[0].input_ids) + more), most) for one in samples
+        ]
+        return [[samples[i] for i in pack] for pack in best_fit(lengths, most)]
+
+    def _batch(self, assemble: Callable[..., Batch], groups: list[Any]) -> Batch:
+        batch = super()._batch(assemble, groups)
+        sequences = [group.sequences[0] for group in groups]
+        answers = [sequences[-1], *sequences[:-1]]
+        pairs = zip(sequences, answers, strict=True)
+        other = assemble([_answered(one, by, self.config.seq_length) for one, by in pairs])
+        visual = other.visual and without_pixels(other.visual)
+        return replace(
+            batch,
+            desirable=torch.tensor([group.label for group in groups]),
+            mismatched=replace(other, visual=visual),
+        )
+
+
+def _answered(sample: EncodedSample, by: EncodedSample, most: int) -> EncodedSample:
+    """Return the prompt of `sample` with the answer of `by`, cut to at most `most` tokens."""
+    own, start = (int((one.loss_weights > 0).nonzero()[0]) for one in (sample, by))
+    return replace(
+        sample,
+        input_ids=torch.cat([sample.input_ids[:own], by.input_ids[start:]])[:most],
+        loss_weights=torch.cat([sample.loss_weights[:own], by.loss_weights[start:]])[:most],
+    )
 
 
 def _require(names: Mapping[str, Plan], task: Task | None) -> None:

@@ -13,6 +13,7 @@ from mcore_qwen3vl.data.encoding.planning import Plan, Planner
 from mcore_qwen3vl.data.encoding.samples import RawSample
 from mcore_qwen3vl.data.loading.datasets import SOURCE, dataset_path
 from mcore_qwen3vl.data.loading.sources import Source
+from mcore_qwen3vl.data.records.labelled import is_labelled, parse_labelled
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.parse import join_parts, parse_record, preprocessed
 from mcore_qwen3vl.data.records.parsed import Conversation, Document
@@ -87,8 +88,9 @@ class Preparation:
                 that its keys tell, ``embedding`` for retrieval records.
 
         Returns:
-            One part without a name; chosen and rejected of a preference record; query, positive
-            and negatives; or, for a reranker, positive and negatives, each with the query.
+            One part without a name, which has a label if the record has; chosen and rejected of a
+            preference record; query, positive and negatives; or, for a reranker, positive and
+            negatives, each with the query.
 
         Raises:
             BadSample: the record is malformed. A hook's own exceptions pass through.
@@ -102,6 +104,8 @@ class Preparation:
         if task in ("embedding", "reranker"):
             read = parse_judgements if task == "reranker" else parse_retrieval
             return dict(read(record, sample.folder, made))
+        if is_labelled(record) and not is_pair(record):
+            return {"": parse_labelled(record, sample.folder, made)}
         if not is_pair(record):
             return {"": parse_record(record, sample.folder, made)}
         pair = parse_pair(record, sample.folder, made)

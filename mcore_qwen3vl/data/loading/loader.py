@@ -19,7 +19,11 @@ from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.encoding.balanced import BalancedTaskEncoder
 from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.data.encoding.encoder import Qwen3VLTaskEncoder
-from mcore_qwen3vl.data.encoding.groups import GroupTaskEncoder, PairTaskEncoder
+from mcore_qwen3vl.data.encoding.groups import (
+    GroupTaskEncoder,
+    LabelledTaskEncoder,
+    PairTaskEncoder,
+)
 from mcore_qwen3vl.data.loading.datasets import load_sources
 from mcore_qwen3vl.data.loading.loader_state import from_plain, to_plain
 from mcore_qwen3vl.data.loading.sources import Source
@@ -299,15 +303,17 @@ def _encoder(
     **balancing: Any,
 ) -> Any:
     """Make the encoder of single sequences, balanced or not, or of records of several ones."""
-    if (config.pairs or config.task) and config.balance:
+    if (config.pairs or config.labelled or config.task) and config.balance:
         raise BadInput(
-            "--balance does not support records of several sequences: leave it out with --loss "
-            "dpo, simpo or orpo, and with --task."
+            "--balance supports neither preference losses (--loss dpo, simpo, orpo, kto) nor "
+            "--task: leave it out."
         )
     if config.balance:
         return BalancedTaskEncoder(architecture, processor, config, sources, **balancing)
     if config.task:
         return GroupTaskEncoder(architecture, processor, config, sources)
+    if config.labelled:
+        return LabelledTaskEncoder(architecture, processor, config, sources)
     if not config.pairs:
         return Qwen3VLTaskEncoder(architecture, processor, config, sources)
     beside = [References.beside(source.path) for source in sources] if config.references else None

@@ -48,9 +48,8 @@ OTHER_TASKS = {
     "rejected_response": _PAIRED,
     "rejected_messages": _PAIRED,
     "rejected_images": _PAIRED,
-    "label": "is true or false, which tells wanted answers from unwanted ones (KTO): this would "
-    "train both alike, and no --loss reads it. Take the key out of records to train on, or make "
-    "pairs of chosen and rejected for --loss dpo, simpo or orpo.",
+    "label": "is true or false, which tells wanted answers from unwanted ones: this would train "
+    "both alike. --loss kto trains on such records; or take the key out of records to train on.",
 }
 """Keys of records that are made for another task than training on their answers. ``label`` is one
 only if it is true or false: data sets of other kinds have numbers and words there."""
@@ -89,8 +88,9 @@ def format_of(record: Any, name: str | None = None) -> Format:
     wanted = ", ".join(key for one in offered for key in one.keys)
     raise BadSample(
         f"the record has the keys {', '.join(map(str, record))[:80]}; none of {wanted}, nor "
-        "chosen, rejected (preference data) or positive (retrieval data). For records of another "
-        "kind, name a function that rewrites them: --preprocess MODULE:FUNCTION."
+        "chosen, rejected (preference data), label that is true or false (--loss kto) or positive "
+        "(retrieval data). For records of another kind, name a function that rewrites them: "
+        "--preprocess MODULE:FUNCTION."
     )
 
 
@@ -196,7 +196,7 @@ def join_parts(parts: Mapping[str, Any], record: Any) -> Any:
     if record is not None and not isinstance(record, Mapping):
         return record
     record = dict(record or {})
-    if {"messages", "conversations", "texts", "chosen", "query"} & record.keys():
+    if {"messages", "conversations", "texts", "chosen", "query", "completion"} & record.keys():
         return record
     for name in sorted(parts):
         kind = media_kind(name)

@@ -22,6 +22,7 @@ class Conversation:
     target: float | None = None  # the pair's margin, on the chosen side
     format: str = field(default="", compare=False)  # format of the record
     unread: tuple[str, ...] = field(default=(), compare=False)  # keys that were not read
+    label: bool | None = None  # of a labelled record: whether the answer is wanted
 
 
 @dataclass(frozen=True)

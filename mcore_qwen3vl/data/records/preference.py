@@ -64,12 +64,13 @@ def parse_pair(record: Any, folder: MediaFolder, reading: Reading | None = None)
     if not isinstance(shared, list):
         raise BadSample("messages must be a list of messages.")
     sides = [[*shared, *_turns(record[side], side, alone=not shared)] for side in SIDES]
+    rest = {k: v for k, v in record.items() if k not in (*SIDES, "messages", "margin")}
     if sides[0] == sides[1]:
         raise BadSample("chosen and rejected are the same.")
     common = _common(*sides)
     common += len(reading.instructed(sides[0])) - len(sides[0])
     chosen, rejected = (
-        _side(record, side, reading.instructed(messages), common, folder)
+        continued(rest, side, reading.instructed(messages), common, folder)
         for side, messages in zip(SIDES, sides, strict=True)
     )
     return Pair(replace(chosen, target=_margin(record)), rejected)
@@ -85,13 +86,23 @@ def _margin(record: Mapping[str, Any]) -> float:
 
 
 def _turns(value: Any, side: str, *, alone: bool) -> list[Any]:
-    """Return the messages that `value` stands for."""
+    """Return the messages of a side, which is a whole conversation if `alone`."""
+    if alone and not (isinstance(value, list) and value):
+        raise BadSample(f"{side} must be a list of messages.")
+    return turns_of(value, side, "assistant")
+
+
+def turns_of(value: Any, name: str, role: str) -> list[Any]:
+    """Return the messages that the value of key `name` stands for; a text is a message of `role`.
+
+    Raises:
+        BadSample: it is neither a text, nor a message, nor a list of messages.
+    """
     if isinstance(value, list) and value:
         return value
-    if alone or not isinstance(value, str | Mapping):
-        what = "a list of messages" if alone else "text, a message or a list of messages"
-        raise BadSample(f"{side} must be {what}.")
-    return [{"role": "assistant", "content": value} if isinstance(value, str) else value]
+    if not isinstance(value, str | Mapping):
+        raise BadSample(f"{name} must be text, a message or a list of messages.")
+    return [{"role": role, "content": value} if isinstance(value, str) else value]
 
 
 def _common(chosen: list[Any], rejected: list[Any]) -> int:
@@ -100,10 +111,21 @@ def _common(chosen: list[Any], rejected: list[Any]) -> int:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
 
 
-def _side(
-    record: Mapping[str, Any], side: str, messages: list[Any], common: int, folder: MediaFolder
+def continued(
+    rest: Mapping[str, Any], side: str, messages: list[Any], common: int, folder: MediaFolder
 ) -> Conversation:
-    rest = {k: v for k, v in record.items() if k not in (*SIDES, "messages", "margin")}
+    """Read a conversation of which only the messages after the first `common` count in the loss.
+
+    Args:
+        rest: the record's other keys.
+        side: the key of these messages, for errors.
+        messages: all messages.
+        common: number of messages that do not count.
+        folder: folder of the media.
+
+    Raises:
+        BadSample: the messages are malformed, and the message says how.
+    """
     try:
         parsed = parse_record({**rest, "messages": messages}, folder)
     except BadSample as error:
@@ -111,7 +133,7 @@ def _side(
     assert isinstance(parsed, Conversation)
     own = parsed.weights[common:]
     if set(own) - {0.0, 1.0}:
-        raise BadSample(f"{side}: in a preference record a message's weight is 0 or 1.")
+        raise BadSample(f"{side}: here a message's weight is 0 or 1.")
     if not any(own):
         raise BadSample(f"{side} has no assistant turn of its own, so nothing would be compared.")
     return replace(parsed, weights=[0.0] * common + own, format=PREFERENCE)

@@ -87,7 +87,7 @@ def reads_itself(base: Any, on_batch: Callable[[Batch], None], made: Callable[[A
     """
     from megatron.core import parallel_state
 
-    from mcore_qwen3vl.training.broadcast.batches import without_pixels
+    from mcore_qwen3vl.data.encoding.batch import without_pixels
 
     class OwnBatches:
         """Replaces the first stage, and returns the batches that it would send."""

@@ -70,8 +70,8 @@ def _add_training_arguments(group: argparse._ArgumentGroup) -> None:
         "--loss",
         default="cross_entropy",
         metavar="NAME",
-        help="dpo, simpo or orpo on preference pairs, a registered loss or module:function (see "
-        "mcore_qwen3vl.training.step.losses)",
+        help="dpo, simpo or orpo on preference pairs, kto on labelled records, a registered loss "
+        "or module:function (see mcore_qwen3vl.training.step.losses)",
     )
     group.add_argument(
         "--recompute-vision",

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore_qwen3vl.data.encoding.batch import Batch
+from mcore_qwen3vl.data.encoding.batch import Batch, without_pixels
 from mcore_qwen3vl.data.loading.loader import Loader
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.inputs import PER_PATCH, VisualInputs
@@ -201,8 +201,3 @@ def _checked(message: Any) -> Batch:
         raise message
     assert isinstance(message, Batch)
     return message
-
-
-def without_pixels(visual: VisualInputs) -> VisualInputs:
-    """Replace the tensors that have a row per patch by meta tensors of the same shape and dtype."""
-    return replace(visual, **{n: getattr(visual, n).to("meta") for n in PER_PATCH})

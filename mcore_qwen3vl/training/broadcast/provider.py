@@ -31,7 +31,7 @@ from mcore_qwen3vl.training.broadcast.groups import (
     wait_for_measuring,
 )
 from mcore_qwen3vl.training.broadcast.stages import StageFeed
-from mcore_qwen3vl.training.preference.flags import is_preference, reference_of
+from mcore_qwen3vl.training.preference.flags import is_kto, is_preference, reference_of
 
 
 def data_config(args: argparse.Namespace) -> DataConfig:
@@ -53,9 +53,10 @@ def data_config(args: argparse.Namespace) -> DataConfig:
     chosen = {f.name: given[f.name] for f in fields(DataConfig) if f.name in given}
     # CP divides each packed sample; SP divides the pack.
     chosen["length_multiple"] = length_multiple(cp) if args.packing else whole
-    chosen["pairs"] = is_preference(args)
+    chosen["pairs"], chosen["labelled"] = is_preference(args), is_kto(args)
     if args.balance is None:
-        chosen["balance"] = args.packing and not (chosen["pairs"] or args.task)
+        grouped = chosen["pairs"] or chosen["labelled"] or args.task
+        chosen["balance"] = args.packing and not grouped
     chosen["references"] = chosen["pairs"] and reference_of(args) == "file"
     per_step = args.micro_batch_size * args.data_parallel_size
     chosen["micro_batches"] = max(1, args.global_batch_size // per_step)

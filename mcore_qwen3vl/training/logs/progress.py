@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 LOSSES = (
-    *("lm loss", "dpo loss", "simpo loss", "orpo loss"),
+    *("lm loss", "dpo loss", "simpo loss", "orpo loss", "kto loss"),
     *("contrastive loss", "reranker loss", "reward loss"),
 )
 """Names that a run may give its loss."""

@@ -18,7 +18,13 @@ from mcore_qwen3vl.training import memory
 from mcore_qwen3vl.training.arguments.defaults import statement
 from mcore_qwen3vl.training.arguments.layout import validated_layout
 from mcore_qwen3vl.training.logs.quiet import FOLDER
-from mcore_qwen3vl.training.preference.flags import is_preference, preference_of, reference_of
+from mcore_qwen3vl.training.preference.flags import (
+    is_kto,
+    is_preference,
+    kto_of,
+    preference_of,
+    reference_of,
+)
 from mcore_qwen3vl.training.tasks.flags import answers_of, contrastive_of, ranking_of
 
 if TYPE_CHECKING:
@@ -74,6 +80,7 @@ def summary(
         ("weights", _weights(args)),
         *([("trains", _adapter(args, a, lora))] if lora else []),
         *(_preference(args) if is_preference(args) else []),
+        *(_kto(args) if is_kto(args) else []),
         *(_task(args) if args.task else []),
         ("layout", _layout(args)),
         ("precision", _precision(args)),
@@ -135,6 +142,15 @@ def _preference(args: argparse.Namespace) -> list[tuple[str, str]]:
     extra += f", chosen answer's own loss x {loss.rpo_alpha:g}" if loss.rpo_alpha else ""
     return [
         ("loss", f"{_LOSS_NAMES.get(loss.kind, f'DPO ({loss.kind})')}, beta {loss.beta:g}{extra}"),
+        ("reference", _REFERENCES[reference_of(args)]),
+    ]
+
+
+def _kto(args: argparse.Namespace) -> list[tuple[str, str]]:
+    loss = kto_of(args)
+    weights = f"desirable x {loss.desirable_weight:g}, undesirable x {loss.undesirable_weight:g}"
+    return [
+        ("loss", f"KTO, beta {loss.beta:g}, {weights}"),
         ("reference", _REFERENCES[reference_of(args)]),
     ]
 

@@ -7,21 +7,25 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.objectives.settings import DEFAULTS, DpoKind, Preference
+from mcore_qwen3vl.objectives.settings import DEFAULTS, DpoKind, Kto, Preference
 from mcore_qwen3vl.training.lora.flags import asked as asks_for_lora
 
 LOSSES = ("dpo", "simpo", "orpo")
-"""Names of preference training's losses for ``--loss``."""
+"""Names of the losses over preference pairs for ``--loss``."""
+KTO = "kto"
+"""Name of the loss over labelled records."""
 
 Reference = Literal["adapter", "file"]
 
 _FLAGS = {
-    "beta": LOSSES,
+    "beta": (*LOSSES, KTO),
     "dpo_loss": ("dpo",),
     "dpo_label_smoothing": ("dpo",),
     "rpo_alpha": ("dpo", "simpo"),
     "simpo_gamma": ("simpo",),
-    "reference": ("dpo",),
+    "reference": ("dpo", KTO),
+    "desirable_weight": (KTO,),
+    "undesirable_weight": (KTO,),
 }
 """The losses that each argument is for."""
 
@@ -37,8 +41,8 @@ def add_preference_arguments(group: argparse._ArgumentGroup) -> None:
         "--dpo-beta",
         type=float,
         metavar="X",
-        help="dpo: cost of deviating from the reference; simpo: scale of the rewards; orpo: weight "
-        f"of the odds ratio; default {default.beta}, with simpo {simpo['beta']}",
+        help="dpo, kto: cost of deviating from the reference; simpo: scale of the rewards; orpo: "
+        f"weight of the odds ratio; default {default.beta}, with simpo {simpo['beta']}",
     )
     group.add_argument(
         "--dpo-loss", choices=get_args(DpoKind), help=f"loss of a pair; default {default.kind}"
@@ -62,18 +66,42 @@ def add_preference_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="X",
         help=f"margin that the rewards of a pair should have; default {simpo['gamma']}",
     )
+    for name in ("desirable", "undesirable"):
+        group.add_argument(
+            f"--{name}-weight",
+            type=float,
+            metavar="X",
+            help=f"kto: weight of the losses of answers with the label "
+            f"{str(name == 'desirable').lower()}; default 1",
+        )
     group.add_argument(
         "--reference",
         "--dpo-reference",
         choices=get_args(Reference),
         help="adapter: the model with its LoRA switched off (the default with LoRA from scratch); "
-        "file: NAME.scores.jsonl beside each NAME.jsonl, which `mcore-qwen3vl score` writes",
+        "file: NAME.scores.jsonl beside each NAME.jsonl, which `mcore-qwen3vl score` writes "
+        "(not with kto)",
     )
 
 
 def is_preference(args: argparse.Namespace) -> bool:
     """Return whether the run trains on preference pairs."""
     return args.loss in LOSSES
+
+
+def is_kto(args: argparse.Namespace) -> bool:
+    """Return whether the run trains on labelled records."""
+    return bool(args.loss == KTO)
+
+
+def kto_of(args: argparse.Namespace) -> Kto:
+    """Return the settings of the loss over labelled records from the flags.
+
+    Raises:
+        BadInput: a value is out of range.
+    """
+    names = ("beta", "desirable_weight", "undesirable_weight")
+    return Kto(**{name: getattr(args, name) for name in names if getattr(args, name) is not None})
 
 
 def preference_of(args: argparse.Namespace) -> Preference:
@@ -100,7 +128,7 @@ def reference_of(args: argparse.Namespace) -> Reference | None:
     An adapter that training starts from (``--lora-init``) is part of the reference. Switching it
     off would lose that, so the default is then ``file``.
     """
-    if not preference_of(args).has_reference:
+    if is_preference(args) and not preference_of(args).has_reference:
         return None
     if args.reference is not None:
         chosen: Reference = args.reference
@@ -116,7 +144,7 @@ def _whole(args: argparse.Namespace) -> bool:
 
 def preference_defaults(explicit: Mapping[str, Any]) -> dict[str, Any]:
     """Return the defaults of Megatron's arguments for losses that are no mean over tokens."""
-    if explicit.get("loss") not in LOSSES and explicit.get("task") is None:
+    if explicit.get("loss") not in (*LOSSES, KTO) and explicit.get("task") is None:
         return {}
     return {"moe_aux_loss_coeff": 0.0}
 
@@ -135,16 +163,18 @@ def check_preference(args: argparse.Namespace) -> None:
     for name, losses in _FLAGS.items():
         if args.loss not in losses:
             refuse_without(f"--loss {listed(losses)}", args, [name])
-    if not is_preference(args):
+    if not (is_preference(args) or is_kto(args)):
         return
-    preference_of(args)
+    _ = kto_of(args) if is_kto(args) else preference_of(args)
     loss = f"--loss {args.loss}"
     if args.overlong == "truncate":
         raise BadInput(
             f"--overlong truncate with {loss}: an answer that is cut has no "
             "log-probability. Leave the flag out: pairs that are too long are then left out."
         )
-    refuse_router_losses(args, loss, "pairs")
+    refuse_router_losses(args, loss, "answers" if is_kto(args) else "pairs")
+    if is_kto(args):
+        _check_kto(args)
     if reference_of(args) == "adapter":
         _check_adapter_reference(args)
 
@@ -176,6 +206,21 @@ def refuse_router_losses(args: argparse.Namespace, owner: str, unit: str) -> Non
                 f"adds the router's losses up over tokens, and this loss is a mean over {unit}, so "
                 "they would weigh hundreds of times too much. Set it to 0."
             )
+
+
+def _check_kto(args: argparse.Namespace) -> None:
+    if reference_of(args) == "file":
+        raise BadInput(
+            "--loss kto needs --reference adapter, the model with its LoRA switched off, which is "
+            "the default with --lora-rank and without --lora-init and --lora-modules-to-save: the "
+            "baseline needs the reference's log-probabilities of answers to other prompts of the "
+            "micro-batch, which no file has."
+        )
+    if args.micro_batch_size == 1 and not args.packing:
+        raise BadInput(
+            "--loss kto with --micro-batch-size 1: the records of a micro-batch exchange their "
+            "answers for the baseline. Add --packing, or set --micro-batch-size 2 or more."
+        )
 
 
 def _check_adapter_reference(args: argparse.Namespace) -> None:

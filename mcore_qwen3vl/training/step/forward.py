@@ -106,7 +106,7 @@ class ForwardStep:
             self._normaliser = normaliser if done is None else done + normaliser
             self.records.add(batch.names, found.total.detach())
         reports = {
-            name: torch.stack([value, normaliser.to(value.dtype)])
+            name: value if value.ndim else torch.stack([value, normaliser.to(value.dtype)])
             for name, value in found.sums.items()
         }
         return found.total, torch.zeros_like(normaliser, dtype=torch.int), reports

@@ -24,6 +24,7 @@ from torch import Tensor
 from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.inputs import to_device
+from mcore_qwen3vl.training.preference.flags import KTO
 from mcore_qwen3vl.training.preference.flags import LOSSES as PREFERENCE_LOSSES
 
 GROUP = "mcore_qwen3vl.losses"
@@ -47,7 +48,8 @@ class Reduced(NamedTuple):
     Attributes:
         total: the sum to minimise, a scalar with a gradient.
         normaliser: divides `total` and `sums`, after each is summed over the global batch.
-        sums: numbers for the log, by name: scalars without a gradient. The first is the loss.
+        sums: numbers for the log, by name: scalars without a gradient, or (2,) with a number and
+            a normaliser of its own. The first is the loss.
         data_sets: for data of several data sets, the sum of each one's losses and its normaliser,
             by name: scalars without a gradient.
     """
@@ -183,7 +185,7 @@ def find_loss(name: str) -> Loss:
         return _import(name)
     found = {entry.name: entry for entry in entry_points(group=GROUP)}
     if name not in found:
-        known = ", ".join([*BUILT_IN, *PREFERENCE_LOSSES, *found])
+        known = ", ".join([*BUILT_IN, *PREFERENCE_LOSSES, KTO, *found])
         raise BadInput(
             f"--loss {name} is not known. There are {known}; or name a function as module:function."
         )

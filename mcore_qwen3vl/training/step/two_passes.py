@@ -5,7 +5,7 @@ We call Megatron's schedule twice, first without gradients. So every pipeline sp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -36,23 +36,58 @@ def in_two_passes(
             it.
         within: a function that makes, from the model, the context of the first pass.
     """
-    streams = given["data_iterator"]
+    held = read(given)
+    found = forward_pass(schedule, given, held, first=first, within=within)
+    if found:  # the last stage
+        held[-1] = use(held[-1], found)
+    return schedule(**{**given, "data_iterator": replayed(held)})
+
+
+def read(given: Mapping[str, Any]) -> list[list[Batch]]:
+    """Read the micro-batches of an iteration for each of this rank's pipeline chunks.
+
+    Args:
+        given: the arguments with which Megatron calls its schedule.
+    """
+    streams, count = given["data_iterator"], given["num_microbatches"]
     several = isinstance(streams, list)
-    count = given["num_microbatches"]
-    held = [[next(one) for _ in range(count)] for one in (streams if several else [streams])]
+    return [[next(one) for _ in range(count)] for one in (streams if several else [streams])]
+
+
+def forward_pass(
+    schedule: Callable[..., Any],
+    given: Mapping[str, Any],
+    held: list[list[Batch]],
+    *,
+    first: Callable[..., Any],
+    within: Callable[[Any], AbstractContextManager[None]],
+) -> list[Tensor]:
+    """Run the schedule's forward passes alone.
+
+    Args:
+        schedule, given, first, within: as for :func:`in_two_passes`.
+        held: the micro-batches of each pipeline chunk.
+
+    Returns:
+        On the last stage what the loss function of `first` returned for each micro-batch.
+    """
     with within(given["model"]):
-        found = schedule(
+        found: list[Tensor] = schedule(
             **{
                 **given,
-                "data_iterator": _replayed(held, several),
+                "data_iterator": replayed(held),
                 "forward_step_func": first,
                 "forward_only": True,
                 "collect_non_loss_data": True,
             }
         )
-    if found:  # the last stage
-        held[-1] = use(held[-1], found)
-    return schedule(**{**given, "data_iterator": _replayed(held, several)})
+    return found
+
+
+def replayed(held: list[list[Batch]]) -> Any:
+    """Return the micro-batches as Megatron's schedule takes them: one stream, or one a chunk."""
+    streams = [iter(batches) for batches in held]
+    return streams if len(streams) > 1 else streams[0]
 
 
 @contextmanager
@@ -66,8 +101,3 @@ def evaluated(model: Any) -> Iterator[None]:
             stack.callback(chunk.train, mode)
             chunk.eval()
         yield
-
-
-def _replayed(held: list[list[Batch]], several: bool) -> Any:
-    streams = [iter(batches) for batches in held]
-    return streams if several else streams[0]

@@ -11,6 +11,7 @@ import contextlib
 import io
 import json
 import warnings
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,18 +23,23 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.verify.curves.curve import StepMetrics
 from mcore_qwen3vl.verify.curves.job import BETAS, CLIP, EPSILON, LEARNING_RATE, WEIGHT_DECAY, Job
 
+Split = Literal["train", "val"]
+
 
 def sample_order(job: Job) -> list[list[int]]:
     """Return the data file's line indices (from 0) that each step trains, over all DP ranks."""
+    return [list(chain.from_iterable(step)) for step in batch_order(job)]
+
+
+def batch_order(job: Job) -> list[list[list[int]]]:
+    """Return :func:`sample_order` with a list for each micro-batch of a step."""
     return [
-        [int(name.rsplit(":", 1)[1]) - 1 for name in names]  # lines count from 1
-        for names in sample_names(job, job.data, job.steps)
+        [[int(name.rsplit(":", 1)[1]) - 1 for name in batch] for batch in step]  # lines are from 1
+        for step in _batch_names(job, job.data, job.steps, "train")
     ]
 
 
-def sample_names(
-    job: Job, data: Path, steps: int, *, split: Literal["train", "val"] = "train"
-) -> list[list[str]]:
+def sample_names(job: Job, data: Path, steps: int, *, split: Split = "train") -> list[list[str]]:
     """Return the file and the line of the samples that each step reads, over all DP ranks.
 
     Args:
@@ -42,6 +48,11 @@ def sample_names(
         steps: number of steps.
         split: part of `data` that is read.
     """
+    return [list(chain.from_iterable(step)) for step in _batch_names(job, data, steps, split)]
+
+
+def _batch_names(job: Job, data: Path, steps: int, split: Split) -> list[list[tuple[str, ...]]]:
+    """Return :func:`sample_names` with a tuple for each micro-batch of a step."""
     from mcore_qwen3vl.data.loading.loader import Loader, load_processor
     from mcore_qwen3vl.data.loading.sources import parse_sources
     from mcore_qwen3vl.training.arguments.parser import validate
@@ -63,10 +74,9 @@ def sample_names(
         )
         for rank in range(job.layout.dp)
     ]
-    per_rank = job.batch // job.layout.dp
+    per_rank = args.global_batch_size // job.layout.dp // args.micro_batch_size
     return [
-        [name for loader in loaders for _ in range(per_rank) for name in next(loader).names]
-        for _ in range(steps)
+        [next(loader).names for loader in loaders for _ in range(per_rank)] for _ in range(steps)
     ]
 
 

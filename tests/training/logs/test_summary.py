@@ -96,3 +96,10 @@ def test_the_summary_says_what_pairs_are_compared_with(dense: Path) -> None:
     assert found["reference"].startswith("NAME.scores.jsonl beside each NAME.jsonl")
     found = rows(dense, "--cpu", "--loss", "dpo", "--lora-rank", "4")
     assert found["reference"] == "the model with its adapter switched off"
+    found = rows(dense, "--cpu", "--loss", "orpo", "--lora-rank", "4")
+    assert found["loss"] == "ORPO, beta 0.1, chosen answer's own loss x 1"
+    assert found["reference"] == "none: the loss has no reference"
+    assert rows(dense, "--cpu", "--loss", "simpo")["loss"] == "SimPO, beta 2, gamma 1"
+    found = rows(dense, "--cpu", "--loss", "kto", "--lora-rank", "4", "--packing")
+    assert found["loss"] == "KTO, beta 0.1, desirable x 1, undesirable x 1"
+    assert found["reference"] == "the model with its adapter switched off"

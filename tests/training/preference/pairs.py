@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_qwen3vl.objectives.settings import Preference
+from mcore_qwen3vl.objectives.settings import Kto, Preference
 from mcore_qwen3vl.tiny.records import write_image_qa
 from mcore_qwen3vl.verify.curves.curve import StepMetrics
-from mcore_qwen3vl.verify.curves.hf_loop import encode, sample_order
+from mcore_qwen3vl.verify.curves.hf_loop import batch_order, encode, sample_order
 from mcore_qwen3vl.verify.curves.job import (
     BETAS,
     CLIP,
@@ -117,6 +117,67 @@ def plain_step(job: Job, preference: Preference) -> Plain:
         policy, lengths = zip(*(log_prob(model, side) for side in sides), strict=True)
         total = total + formula(list(policy), None, list(lengths), preference) / len(order)
     return Plain.of(total, named)
+
+
+def write_labelled(folder: Path, samples: int) -> Path:
+    """Write image questions with right and wrong answers as labelled records, in all forms."""
+    file = write_image_qa(folder, samples)
+    records = [json.loads(line)["messages"] for line in file.read_text().splitlines()]
+    lines = []
+    for i, (asked, answer) in enumerate(records):
+        label = i % 3 != 1
+        if not label:
+            answer = {**answer, "content": "No: " * (i % 5) + records[i - 1][-1]["content"]}
+        if i % 2:
+            record: dict[str, Any] = {"messages": [asked, answer]}
+        else:
+            record = {"prompt": [asked], "completion": [answer] if i % 4 else answer["content"]}
+        lines.append(json.dumps({**record, "label": label}))
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+def conversation_of(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the question and the answer of a record that :func:`write_labelled` wrote."""
+    if "messages" in record:
+        return list(record["messages"])
+    answer = record["completion"]
+    said = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer[0]
+    return [record["prompt"][0], said]
+
+
+def plain_kto_step(job: Job, kto: Kto) -> tuple[Plain, float]:
+    """Run the first step of KTO, one sequence at a time; return the baseline, too."""
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(job.checkpoint)
+    base = AutoModelForImageTextToText.from_pretrained(job.checkpoint, dtype=torch.float32)
+    model, named = plain_model(job)
+    records = [json.loads(line) for line in job.data.read_text().splitlines()]
+
+    def change(messages: list[dict[str, Any]]) -> Tensor:
+        sample = encode(processor, messages, job.data.parent)
+        with torch.no_grad():
+            reference = log_prob(base, sample)[0]
+        return log_prob(model, sample)[0] - reference
+
+    order = batch_order(job)[0]
+    exchanged = []
+    with torch.no_grad():
+        for lines in order:
+            turns = [conversation_of(records[line]) for line in lines]
+            pairs = zip(turns, turns[-1:] + turns[:-1], strict=True) if len(turns) > 1 else ()
+            exchanged += [change([own[0], other[1]]) for own, other in pairs]
+    baseline = max(torch.stack(exchanged).mean(), torch.zeros([]))
+    losses = []
+    for line in (line for lines in order for line in lines):
+        moved = change(conversation_of(records[line]))
+        if records[line]["label"]:
+            gain, weight = moved - baseline, kto.desirable_weight
+        else:
+            gain, weight = baseline - moved, kto.undesirable_weight
+        losses.append(weight * (1 - torch.sigmoid(kto.beta * gain)))
+    return Plain.of(torch.stack(losses).mean(), named), float(baseline)
 
 
 def refuse_ties(router: Any, inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.objectives.settings import Preference
+from mcore_qwen3vl.objectives.settings import Kto, Preference
 from mcore_qwen3vl.training.arguments.parser import validate
-from mcore_qwen3vl.training.preference.flags import preference_of, reference_of
+from mcore_qwen3vl.training.preference.flags import kto_of, preference_of, reference_of
+
+KTO = ("--loss", "kto", "--lora-rank", "4", "--packing")
 
 
 def parsed(checkpoint: Path, *flags: str) -> argparse.Namespace:
@@ -25,6 +27,13 @@ def test_values_and_defaults(dense: Path) -> None:
     assert preference_of(args) == Preference(beta=0.4, rpo_alpha=2.0)
     assert preference_of(parsed(dense, "--loss", "simpo")) == Preference("simpo", 2.0, gamma=1.0)
     assert preference_of(parsed(dense, "--loss", "orpo")) == Preference("orpo", 0.1, rpo_alpha=1.0)
+
+
+def test_values_and_defaults_of_kto(dense: Path) -> None:
+    args = parsed(dense, *KTO, "--beta", "0.4", "--desirable-weight", "1.5")
+    assert kto_of(args) == Kto(0.4, 1.5, 1.0)
+    assert reference_of(args) == "adapter"
+    assert kto_of(parsed(dense, *KTO)) == Kto()
 
 
 @pytest.mark.parametrize(
@@ -56,7 +65,7 @@ def test_the_routers_losses_are_off(moe: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--dpo-beta", "0.2"), "--beta is set without --loss dpo, simpo or orpo"),
+        (("--dpo-beta", "0.2"), "--beta is set without --loss dpo, simpo, orpo or kto"),
         (("--loss", "dpo", "--beta", "0"), "beta is 0"),
         (("--loss", "dpo", "--overlong", "truncate"), "--overlong truncate with --loss dpo"),
         (("--loss", "dpo", "--dpo-reference", "adapter"), "needs an adapter to switch off"),
@@ -72,6 +81,15 @@ def test_the_routers_losses_are_off(moe: Path) -> None:
         (("--loss", "simpo", "--simpo-gamma", "-1"), "simpo_gamma is -1"),
         (("--loss", "orpo", "--overlong", "truncate"), "--overlong truncate with --loss orpo"),
         (("--loss", "simpo", "--moe-z-loss-coeff", "0.01"), "with --loss simpo: Megatron"),
+        (("--loss", "kto"), "--loss kto needs --reference adapter"),
+        (("--loss", "kto", "--lora-rank", "4", "--reference", "file"), "needs --reference adapter"),
+        (("--loss", "kto", "--reference", "adapter", "--packing"), "needs an adapter"),
+        (("--loss", "kto", "--lora-rank", "4"), "with --micro-batch-size 1"),
+        ((*KTO, "--undesirable-weight", "0"), "undesirable_weight is 0"),
+        ((*KTO, "--rpo-alpha", "1"), "--rpo-alpha is set without --loss dpo or simpo"),
+        ((*KTO, "--overlong", "truncate"), "--overlong truncate with --loss kto"),
+        ((*KTO, "--moe-z-loss-coeff", "0.01"), "with --loss kto: Megatron"),
+        (("--desirable-weight", "2"), "--desirable-weight is set without --loss kto"),
         (("--loss", "dpo", "--moe-aux-loss-coeff", "0.01"), "--moe-aux-loss-coeff 0.01 with"),
         (("--loss", "dpo", "--moe-z-loss-coeff", "0.01"), "--moe-z-loss-coeff 0.01 with"),
     ],

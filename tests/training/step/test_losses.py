@@ -80,5 +80,5 @@ def test_an_unknown_loss_is_refused(name: str) -> None:
 
 
 def test_the_losses_that_exist_are_listed() -> None:
-    with pytest.raises(BadInput, match=r"There are cross_entropy, .*dpo"):
+    with pytest.raises(BadInput, match=r"There are cross_entropy, .*dpo, .*kto"):
         losses.find_loss("dop")

@@ -1,0 +1,60 @@
+"""KTO in Megatron's loop equals one process on the whole batch, in every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mcore_qwen3vl.objectives.settings import Kto
+from tests.training.one_step import check_step
+from tests.training.preference.pairs import plain_kto_step, write_labelled
+from tests.training.preference.test_run import preference_job, random_adapter
+
+KTO = ("--loss", "kto", "--reference", "adapter")
+WEIGHTS = ("--beta", "0.3", "--desirable-weight", "0.7", "--undesirable-weight", "1.6")
+PACKED = ("--packing",)
+
+
+@pytest.fixture(scope="module")
+def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_labelled(tmp_path_factory.mktemp("labelled"), 16)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "flags"),
+    [
+        ("dense", "dp2", PACKED),
+        ("dense", "cp2", PACKED),
+        ("dense", "tp2+sp", PACKED),
+        ("moe", "ep2xdp2", PACKED),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("dense", "single", PACKED),
+                ("dense", "dp2", ("--micro-batch-size", "2", "--global-batch-size", "8")),
+                ("dense", "pp2", PACKED),
+                ("dense", "pp2xvpp2", ("--micro-batch-size", "2", "--global-batch-size", "8")),
+                ("dense", "cp2xdp2", PACKED),
+                ("moe", "tp2xetp2+sp", PACKED),
+            ]
+        ),
+    ],
+)
+def test_loss_and_every_gradient_are_those_of_one_process(
+    kind: str,
+    layout: str,
+    flags: tuple[str, ...],
+    labelled: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    checkpoint = request.getfixturevalue(kind)
+    adapter = random_adapter(tmp_path, checkpoint)
+    job = preference_job(checkpoint, labelled, layout, *KTO, *WEIGHTS, *flags, lora=adapter)
+    expected, baseline = plain_kto_step(job, Kto(0.3, 0.7, 1.6))
+    if layout in ("dp2", "cp2", "ep2xdp2"):  # elsewhere the mean may be below 0
+        assert baseline > 0.01
+    entry = check_step(job, expected, "kto loss", tmp_path)
+    assert entry["kl baseline"] == pytest.approx(baseline, rel=1e-4)
+    assert entry["rewards desirable"] != entry["rewards undesirable"]
