@@ -203,13 +203,6 @@ def checked(command: Command) -> Architecture:
     """
     a = command.line.architecture
     check_layout(command.args, a, command.gpus)
-    rows = command.args.micro_batch_size * command.layout.dp
-    batch = command.args.global_batch_size or rows
-    if batch % rows:
-        raise BadInput(
-            f"--global-batch-size {batch} is not a multiple of the {rows} rows that "
-            f"{command.gpus} GPUs take at once (DP {command.layout.dp}): change it or --gpus."
-        )
     if command.layout.vpp > 1:
         _check_groups(command)
     return a

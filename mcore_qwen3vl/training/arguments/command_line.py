@@ -12,6 +12,7 @@ from pathlib import Path
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.hub import resolve
 from mcore_qwen3vl.converters.mcore.paths import config_folder
+from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.training.arguments.defaults import SEQ_LENGTH
 from mcore_qwen3vl.training.arguments.own_flags import add_arguments
 from mcore_qwen3vl.training.arguments.refusal import StrictParser, refuse_unknown
@@ -83,7 +84,13 @@ class CommandLine:
         """
         if not self.args.hf_model:
             _parser().error("the following arguments are required: --hf-model")
-        return config_folder(resolve(self.args.hf_model, weights=False))
+        folder = resolve(self.args.hf_model, weights=False)
+        if not folder.exists():
+            raise BadInput(
+                f"{folder} does not exist: check the path of --hf-model, or name a hub id, "
+                "OWNER/NAME."
+            )
+        return config_folder(folder)
 
     @cached_property
     def architecture(self) -> Architecture:

@@ -34,10 +34,6 @@ def check_early(command: CommandLine) -> None:
     args = command.args
     check_surroundings(args)
     model = command.model
-    if not model.exists():
-        raise BadInput(
-            f"{model} does not exist: check the path of --hf-model, or name a hub id, OWNER/NAME."
-        )
     processor_files.require(model)
     check_targets(args, command.architecture)
     targets = [Path(folder) for folder in (args.save, args.save_hf) if folder]

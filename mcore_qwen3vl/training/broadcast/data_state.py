@@ -6,10 +6,9 @@ read for any number of data-parallel ranks.
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Sequence
-from itertools import chain
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -109,20 +108,20 @@ def _described(sources: Sequence[Source]) -> list[tuple[str, int]]:
     return [(source.path.name, _size(source.path)) for source in sources]
 
 
+@cache  # every checkpoint asks for it, and a folder may hold thousands of files
 def _size(path: Path) -> int:
     """Return the bytes of a file, or of a folder's files without hidden ones and indexes."""
     if path.is_file():
         return path.stat().st_size
-    named = (
-        (Path(folder) / name for name in names)
-        for folder, _, names in os.walk(path)
-        if not any(part.startswith(".") for part in Path(folder).relative_to(path).parts)
-    )
     return sum(
         file.stat().st_size
-        for file in chain.from_iterable(named)
-        if not file.name.startswith(".") and file.suffix != ".idx"
+        for file in path.rglob("*")
+        if file.is_file() and file.suffix != ".idx" and not _is_hidden(file.relative_to(path))
     )
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
 
 
 def _listing(described: Sequence[tuple[str, int | None]]) -> str:

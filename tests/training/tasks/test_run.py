@@ -27,16 +27,8 @@ from tests.training.tasks.retrieval import embedding, plain_step, texts_of
 from tests.training.tasks.whole_batch import LAYOUTS, PACKED, task_job
 
 
-def embedding_job(
-    checkpoint: Path,
-    data: Path,
-    layout: str,
-    *flags: str,
-    lora: Path | None = None,
-    batch: int = 4,
-) -> Job:
-    task = ("--task", "embedding")
-    return task_job(checkpoint, data, layout, *task, *flags, lora=lora, batch=batch)
+def embedding_job(checkpoint: Path, data: Path, layout: str, *flags: str, **options: Any) -> Job:
+    return task_job(checkpoint, data, layout, "--task", "embedding", *flags, **options)
 
 
 def check(job: Job, contrastive: Contrastive, folder: Path) -> None:
