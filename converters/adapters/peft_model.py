@@ -154,8 +154,7 @@ def meta_model(config: dict[str, Any]) -> Any:
     """Build Hugging Face's model of a ``config.json`` on the meta device."""
     import transformers
 
-    moe = config["model_type"] == "qwen3_vl_moe"
-    name = f"Qwen3VL{'Moe' if moe else ''}"
+    name = f"Qwen3VL{'Moe' if Architecture.from_hf(config).is_moe else ''}"
     unquantised = {key: value for key, value in config.items() if key != "quantization_config"}
     hf_config = getattr(transformers, f"{name}Config").from_dict(unquantised)
     with torch.device("meta"):

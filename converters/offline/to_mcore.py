@@ -67,7 +67,7 @@ class ToMcore:
         with DistcpFile(file) as out:
             for row in unit.work:
                 dtype, sums = self.tensors[row.key].dtype, RowChecksums(row)
-                out.write_row(row, dtype, self._chunks(row, dtype, sums))
+                out.write_row(row, dtype, self._read(row, dtype, sums))
                 found.append(sums)
                 moved(row.numel * dtype.itemsize, row.key)
             out.sync()
@@ -104,12 +104,18 @@ class ToMcore:
     def checksums(self, row: Row) -> RowChecksums:
         """Read the HF pieces of `row` to their end and return their checksums."""
         sums = RowChecksums(row)
-        for _ in self._chunks(row, self.tensors[row.key].dtype, sums):
-            pass
+        for _ in self._read(row, self.tensors[row.key].dtype, sums):
+            pass  # reading fills the checksums
         return sums
 
-    def _chunks(self, row: Row, dtype: torch.dtype, sums: RowChecksums) -> Iterator[Tensor]:
-        """Return the chunks of the row's piece in order; views of the source where possible."""
+    def _read(self, row: Row, dtype: torch.dtype, sums: RowChecksums) -> Iterator[Tensor]:
+        """Iterate over the chunks of the row's piece in order, views of the source where possible.
+
+        Args:
+            row: The row to read.
+            dtype: The dtype of the chunks.
+            sums: Receives the checksums of each HF piece when it is read.
+        """
 
         def fetch(source: int, box: Box) -> Tensor:
             named = row.sources[source]

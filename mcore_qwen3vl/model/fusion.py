@@ -11,9 +11,7 @@ have equal copies. :class:`mcore_qwen3vl.model.vision.tower.VisionTower` relies 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -77,33 +75,18 @@ def fuse(embeddings: Tensor, features: Tensor, plan: FusionPlan) -> Tensor:
     return flat.index_copy(0, plan.destination, local).view_as(embeddings)
 
 
-@dataclass(frozen=True)
-class DeepStack:
-    """Feature rows that are added to the hidden states after the first decoder layers.
+def add_features(hidden: Tensor, features: Tensor, destination: Tensor) -> Tensor:
+    """Add visual features to the output of a decoder layer, as DeepStack does.
 
     Source: Meng et al., "DeepStack", 2024; HF ``Qwen3VLTextModel._deepstack_process``.
+
+    Args:
+        hidden: (s_local, B, H).
+        features: (n, H) rows of one layer's features, from :meth:`FusionPlan.select`.
+        destination: (n,) ``FusionPlan.destination``.
+
+    Returns:
+        (s_local, B, H), a new tensor.
     """
-
-    features: tuple[Tensor, ...]  # for each injected layer (n, H): local rows
-    destination: Tensor  # (n,) int64: rows of the (s_local * B, H) hidden states
-
-    @classmethod
-    def from_features(cls, features: Sequence[Tensor], plan: FusionPlan) -> Self:
-        """Select the local rows of each layer's (N, H) features."""
-        return cls(tuple(plan.select(layer) for layer in features), plan.destination)
-
-    def add_to(self, layer_index: int, hidden: Tensor) -> Tensor:
-        """Add layer `layer_index`'s features to its output.
-
-        Args:
-            layer_index: decoder layer, counted from 0 over the whole model.
-            hidden: (s_local, B, H).
-
-        Returns:
-            (s_local, B, H); `hidden` itself for layers without DeepStack features.
-        """
-        if layer_index >= len(self.features):
-            return hidden
-        flat = hidden.reshape(-1, hidden.shape[-1])  # (s_local * B, H)
-        local = self.features[layer_index].to(flat.dtype)
-        return flat.index_add(0, self.destination, local).view_as(hidden)
+    flat = hidden.reshape(-1, hidden.shape[-1])  # (s_local * B, H)
+    return flat.index_add(0, destination, features.to(flat.dtype)).view_as(hidden)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mcore_qwen3vl.model.fusion import DeepStack, fuse, plan_fusion
+from mcore_qwen3vl.model.fusion import add_features, fuse, plan_fusion
 from mcore_qwen3vl.model.sequence import local_positions
 
 B, S, H = 3, 16, 5
@@ -36,9 +36,8 @@ def test_equals_masked_scatter_and_masked_add(ranks):
         plan = plan_fusion(TOKEN_INDEX, positions, seq_len=S, batch_size=B)
         local = fuse(text.transpose(0, 1)[positions], features, plan)
         assert torch.equal(local, fused.transpose(0, 1)[positions])
-        deepstack = DeepStack.from_features([added], plan)
-        assert torch.equal(deepstack.add_to(0, local), stacked.transpose(0, 1)[positions])
-        assert deepstack.add_to(1, local) is local
+        local = add_features(local, plan.select(added), plan.destination)
+        assert torch.equal(local, stacked.transpose(0, 1)[positions])
 
 
 def test_images_and_videos_in_one_sample_keep_their_own_order():
@@ -57,7 +56,7 @@ def test_features_without_a_local_row_still_get_a_gradient(token_index):
     features = torch.randn(0 if token_index is None else 2, H, requires_grad=True)
     layer = torch.randn_like(features).requires_grad_()
     hidden = fuse(torch.randn(8, 1, H), features, plan)
-    hidden = DeepStack.from_features([layer], plan).add_to(0, hidden)
+    hidden = add_features(hidden, plan.select(layer), plan.destination)
     hidden.sum().backward()
     for leaf in (features, layer):
         assert leaf.grad is not None
@@ -76,6 +75,5 @@ def test_features_take_the_hidden_states_dtype():
     plan = plan_fusion(TOKEN_INDEX, torch.arange(S), seq_len=S, batch_size=B)
     hidden = fuse(torch.zeros(S, B, H, dtype=torch.bfloat16), torch.randn(N, H), plan)
     assert hidden.dtype == torch.bfloat16
-    assert (
-        DeepStack.from_features([torch.randn(N, H)], plan).add_to(0, hidden).dtype == hidden.dtype
-    )
+    hidden = add_features(hidden, plan.select(torch.randn(N, H)), plan.destination)
+    assert hidden.dtype == torch.bfloat16

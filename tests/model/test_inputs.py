@@ -10,7 +10,7 @@ import torch
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.inputs import PixelScale, visual_inputs
-from tests.model.vision_toy import ARCHITECTURE, batch
+from tests.model.visual_batches import ARCHITECTURE, batch
 
 DIM = ARCHITECTURE.vision.patch_dim
 IMAGE, VIDEO = ARCHITECTURE.image_token_id, ARCHITECTURE.video_token_id

@@ -16,10 +16,10 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeVisionConfig
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVisionModel
 
-from mcore_qwen3vl.model.fusion import DeepStack, fuse, plan_fusion
+from mcore_qwen3vl.model.fusion import add_features, fuse, plan_fusion
 from mcore_qwen3vl.model.inputs import PixelScale, VisualInputs
 from mcore_qwen3vl.model.vision.tower import VisionTower
-from tests.model.vision_toy import ARCHITECTURE, DTYPE, SEQ, batch, exact_rotary, vision_weights
+from tests.model.visual_batches import ARCHITECTURE, DTYPE, SEQ, batch, exact_rotary, vision_weights
 
 MIXED = batch([("image", 1, 4, 6), ("video", 2, 4, 2)], [("image", 1, 8, 4)])
 HF_TOWERS = [
@@ -178,7 +178,7 @@ def test_forward_and_backward_read_nothing_from_the_device(visual, batch_size, r
             SEQ, batch_size, ARCHITECTURE.hidden_size, device="meta", dtype=DTYPE
         )
         hidden = fuse(embeddings, features, plan)
-        hidden = DeepStack.from_features(deepstack_features, plan).add_to(0, hidden)
+        hidden = add_features(hidden, plan.select(deepstack_features[0]), plan.destination)
         hidden.sum().backward()
     assert guard.on_device > 100
     assert all(p.grad is not None for p in model.blocks.parameters())

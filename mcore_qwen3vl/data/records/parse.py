@@ -180,17 +180,6 @@ def _text(message: Mapping[str, Any]) -> str:
     return "".join(part.get("text", "") for part in content)
 
 
-def parse_parts(
-    parts: Mapping[str, Any], folder: MediaFolder, record: Any, reading: Reading | None = None
-) -> Any:
-    """Read a WebDataset sample: its ``json`` record, or an image or video with a ``txt`` caption.
-
-    Raises:
-        BadSample: the sample holds neither.
-    """
-    return parse_record(join_parts(parts, record), folder, reading)
-
-
 def join_parts(parts: Mapping[str, Any], record: Any) -> Any:
     """Return a WebDataset sample's record, with its media and caption filled in from its parts."""
     if record is not None and not isinstance(record, Mapping):

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
-from mcore_qwen3vl.model.fusion import DeepStack
+from mcore_qwen3vl.model import fusion
 from mcore_qwen3vl.model.recompute import recomputing, remember_outputs_of
 
 
@@ -62,7 +62,8 @@ class DeepStackLayer(TransformerLayer):
         """Run mcore's layer; ``context`` and ``context_mask`` carry the DeepStack features.
 
         Args:
-            context: (K - k, n, H) features of the last K - k DeepStack layers, or None.
+            context: (K - k, n, H) features of the last K - k DeepStack layers, without those of
+                the k layers on earlier pipeline stages; or None.
             context_mask: (n,) int64 rows of the (s_local * B, H) hidden states to add them to.
 
         Returns:
@@ -70,9 +71,11 @@ class DeepStackLayer(TransformerLayer):
         """
         with recomputing() if self.recomputes else nullcontext():
             hidden, _ = super().forward(*args, **kwargs)
-        if context is not None and context_mask is not None:
-            index = self.layer_number - 1 - (self.deepstack_layers - len(context))
-            hidden = DeepStack(context.unbind(), context_mask).add_to(index, hidden)
+        has_features = self.layer_number <= self.deepstack_layers
+        if has_features and context is not None and context_mask is not None:
+            # Earlier stages keep their layers' features: the last row is always layer K's.
+            features = context[self.layer_number - self.deepstack_layers - 1]
+            hidden = fusion.add_features(hidden, features, context_mask)
             # The schedules free a stage's output after sending it, and refuse to free a view.
             hidden = make_viewless_tensor(hidden, requires_grad=True, keep_graph=True)
         return hidden, context

@@ -50,10 +50,10 @@ class VisionTower(Qwen3VLVisionModel):
         architecture: the model's shape.
         config: Megatron's config; only `sequence_parallel`, `params_dtype` and
             `use_cpu_initialization` are read.
-        group: the TP x CP process group; None for a single rank.
-        work_sharing: whether to divide the frames among the group; if not, every rank encodes all.
+        group: the TP x CP process group, over whose ranks the frames are divided; None for a
+            single rank.
         recompute: whether to keep only each block's input, and recompute the block in the backward
-            pass. If not, only cheap outputs are recomputed, see :mod:`.lean`.
+            pass. If not, only cheap outputs are recomputed, see :func:`make_lean`.
         fused_rotary: whether to rotate queries and keys with Transformer Engine's kernel.
     """
 
@@ -63,7 +63,6 @@ class VisionTower(Qwen3VLVisionModel):
         config: TransformerConfig,
         *,
         group: torch.distributed.ProcessGroup | None = None,
-        work_sharing: bool = True,
         recompute: bool = False,
         fused_rotary: bool = False,
     ) -> None:
@@ -73,7 +72,7 @@ class VisionTower(Qwen3VLVisionModel):
         self.to(config.params_dtype)
         if not config.use_cpu_initialization and self.device.type != "meta":
             self.to(torch.cuda.current_device())
-        shares = work_sharing and group is not None and group.size() > 1
+        shares = group is not None and group.size() > 1
         self.sharing_group = group if shares else None
         sum_over_tp, mean_over_tp = "sequence_parallel", "average_gradients_across_tp_domain"
         for parameter in self.parameters():

@@ -218,6 +218,10 @@ def _boxes(
 ) -> Iterator[_Box]:
     """Yield the boxes that make up a range of a parameter.
 
+    Elements 2 to 7 of a (4, 3) weight, for example, are column 2 of row 0, row 1, and columns 0 and
+    1 of row 2. If the weight is stored as two tensors of two rows each, as SwiGLU's gate and up
+    projection are, the first two boxes are in one and the third is in the other.
+
     Args:
         entry: the parameter's entry in the sharded state dict.
         span: range of its flattened elements.

@@ -23,11 +23,6 @@ def curve_of(log: list[dict[str, Any]]) -> list[StepMetrics]:
     return [StepMetrics(entry[name], entry["grad norm"]) for entry in log]
 
 
-def numbers_of(log: list[dict[str, Any]]) -> list[float]:
-    """Return losses and gradient norms in turn, for an exact comparison."""
-    return [entry[name] for entry in log for name in ("lm loss", "grad norm")]
-
-
 def worst_difference(ours: Sequence[StepMetrics], theirs: Sequence[StepMetrics]) -> StepMetrics:
     """Return the largest relative differences of loss and gradient norm over two curves."""
     if len(ours) != len(theirs):

@@ -25,7 +25,7 @@ from mcore_qwen3vl.data.records.media import (
     load_image,
     peculiarities,
 )
-from mcore_qwen3vl.data.records.parse import Conversation, Document, parse_parts, parse_record
+from mcore_qwen3vl.data.records.parse import Conversation, Document, join_parts, parse_record
 from mcore_qwen3vl.data.records.video import load_frames, probe_video
 from tests.data.conftest import chat, write_png, write_video
 
@@ -164,12 +164,13 @@ def test_documents() -> None:
 
 def test_webdataset_parts() -> None:
     folder = MediaFolder(Path("/tars"), {"jpg": b"J", "txt": b"caption \xc3\xa9"})
-    document = parse_parts(folder.parts, folder, None)
+    document = parse_record(join_parts(folder.parts, None), folder)
     assert document.parts[1] == "caption é"
     assert document.media[0].content == b"J"
     folder = MediaFolder(Path("/tars"), {"one.png": b"1", "two.png": b"2"})
     record = {**chat(("user", "<image><image>"), ("assistant", "a"))}
-    parsed = parse_parts(folder.parts, folder, {**record, "images": ["two.png", "one.png"]})
+    record["images"] = ["two.png", "one.png"]
+    parsed = parse_record(join_parts(folder.parts, record), folder)
     assert [m.content for m in parsed.media] == [b"2", b"1"]
 
 

@@ -18,7 +18,6 @@ from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel  # noqa: E402
 from mcore_qwen3vl.training.arguments import parser  # noqa: E402
 from mcore_qwen3vl.verify.curves.curve import (  # noqa: E402
     curve_of,
-    numbers_of,
     worst_difference,
 )
 from mcore_qwen3vl.verify.curves.hf_loop import hf_curve  # noqa: E402
@@ -28,6 +27,7 @@ from mcore_qwen3vl.verify.curves.tables import (  # noqa: E402
     TOLERANCE,
     whole_and_half,
 )
+from tests.training.exact import numbers_of  # noqa: E402
 
 pytestmark = pytest.mark.slow
 STEPS = 4

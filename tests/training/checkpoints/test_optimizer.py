@@ -26,7 +26,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.training.checkpoints import optimizer as own_parts
 from mcore_qwen3vl.training.checkpoints.optimizer import LOAD, SAVE, USED, keep_own_parts
-from mcore_qwen3vl.verify.curves.curve import curve_of, numbers_of, worst_difference
+from mcore_qwen3vl.verify.curves.curve import curve_of, worst_difference
 from mcore_qwen3vl.verify.curves.job import DISTRIBUTED, Job, train
 from mcore_qwen3vl.verify.curves.tables import OTHER_LAYOUT, whole_and_half
 from tests.training.checkpoints.trained import (
@@ -41,6 +41,7 @@ from tests.training.checkpoints.trained import (
     Trained,
     stored,
 )
+from tests.training.exact import numbers_of
 
 # Values in a gradient bucket. Each bucket is divided over the ranks, so that there are many cuts.
 BUCKET = 20_011

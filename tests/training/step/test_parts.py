@@ -13,8 +13,8 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
-from mcore_qwen3vl.verify.curves.curve import numbers_of
 from mcore_qwen3vl.verify.curves.job import Job, train
+from tests.training.exact import numbers_of
 
 
 def test_learning_rates_by_part_reach_the_optimizer(dense: Path) -> None:

@@ -69,13 +69,13 @@ def test_yarn_without_one_of_its_parts(
 
 def test_deepstack_by_gathering_adding_and_scattering(matrix: Matrix, monkeypatch: Any) -> None:
     """TP ranks do the same work on gathered states, which a summing backward counts TP times."""
-    add = fusion.DeepStack.add_to
+    add = fusion.add_features
 
-    def gathered(self: Any, index: int, hidden: torch.Tensor) -> torch.Tensor:
-        whole = mappings.gather_from_sequence_parallel_region(add(self, index, hidden))
+    def gathered(*args: torch.Tensor) -> torch.Tensor:
+        whole = mappings.gather_from_sequence_parallel_region(add(*args))
         return mappings.scatter_to_sequence_parallel_region(whole)
 
-    monkeypatch.setattr(fusion.DeepStack, "add_to", gathered)
+    monkeypatch.setattr(fusion, "add_features", gathered)
     report = matrix.run(MatrixRow("dense", "tp2+sp", ("image",)))
     assert worst(report, "gradients") > FAR_OFF
     assert worst(report, "logits") < 2e-5

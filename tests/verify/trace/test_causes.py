@@ -1,8 +1,6 @@
 """The trace names mistakes in the code, beyond those of a conversion."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -16,9 +14,10 @@ from mcore_qwen3vl.model.decoder import attention, norm, rope
 from mcore_qwen3vl.verify.parity.case import Case
 from mcore_qwen3vl.verify.trace.tracing import trace
 from tests.verify.trace.fault_injection import FaultInjector
+from tests.verify.trace.patched import deepstack
 
 patch = mock.patch.object
-add_to, fuse, forward = fusion.DeepStack.add_to, fusion.fuse, rope.InterleavedMRoPE.forward
+fuse, forward = fusion.fuse, rope.InterleavedMRoPE.forward
 
 
 def attend(**changes: Any) -> AbstractContextManager[Any]:
@@ -26,13 +25,6 @@ def attend(**changes: Any) -> AbstractContextManager[Any]:
         return F.scaled_dot_product_attention(*args, **{**kwargs, **changes})
 
     return patch(attention, "F", SimpleNamespace(scaled_dot_product_attention=changed))
-
-
-def deepstack(change: Callable[[Any], Any]) -> AbstractContextManager[Any]:
-    def changed(self: Any, layer: int, hidden: Any) -> Any:
-        return add_to(replace(self, features=change(self.features)), layer, hidden)
-
-    return patch(fusion.DeepStack, "add_to", changed)
 
 
 def from_0(self: Any, ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -56,12 +48,12 @@ IN_CODE: tuple[tuple[str, str, AbstractContextManager[Any], dict[str, Any]], ...
     ("norm epsilon", "input_layernorm", patch(norm.RMSNorm, "forward", with_epsilon), {}),
     ("features not fused", "inputs_embeds", patch(qwen3vl, "fuse", lambda text, *_: text), {}),
     ("dtype", "inputs_embeds", patch(qwen3vl, "fuse", lambda *a: fuse(*a).bfloat16().float()), {}),
-    ("DeepStack layer", "layers.0", deepstack(lambda features: features[::-1]), {}),
-    ("DeepStack order", "layers.0", deepstack(lambda f: tuple(x.flip(0) for x in f)), {}),
+    ("DeepStack layer", "layers.0", deepstack(lambda features: features.flip(0)), {}),
+    ("DeepStack order", "layers.0", deepstack(lambda features: features.flip(1)), {}),
     (
         "no gradient",
         "deepstack_merger_list.2",
-        deepstack(lambda features: tuple(x.detach() for x in features)),
+        deepstack(torch.Tensor.detach),
         {"gradients": True},
     ),
     ("router scores", "mlp.gate", nullcontext(), {"config": SIGMOID}),

@@ -1,7 +1,6 @@
 """Equal models pass at every probe point under any layout, and mistakes in the code are named."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from mcore_qwen3vl.verify.trace.reference import MARGIN, TraceReference
 from mcore_qwen3vl.verify.trace.result import ACTIVATION_GRADIENTS, ACTIVATIONS, GRADIENTS, Trace
 from mcore_qwen3vl.verify.trace.tracing import trace
 from tests.verify.trace.fault_injection import FaultInjector
+from tests.verify.trace.patched import deepstack
 
 
 def traced(
@@ -87,16 +87,9 @@ def test_a_probe_point_that_nobody_saw_fails(
     assert [f.name for f in result.failures] == ["lm_head"]
 
 
-def test_missing_deepstack_in_the_code(
-    injector: FaultInjector, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    add_to = fusion.DeepStack.add_to
-    monkeypatch.setattr(
-        fusion.DeepStack,
-        "add_to",
-        lambda self, layer, hidden: hidden if layer == 1 else add_to(self, layer, hidden),
-    )
-    result = traced(injector, "tp2+sp")
+def test_missing_deepstack_in_the_code(injector: FaultInjector) -> None:
+    with deepstack(torch.zeros_like, layer=2):
+        result = traced(injector, "tp2+sp")
     assert (result.first.name, result.cause.kind) == (f"{TEXT}.layers.1", "missing DeepStack")
 
 
@@ -136,16 +129,10 @@ def test_queries_and_keys_not_turned(
     assert result.cause.kind == "rotary not applied"
 
 
-def test_gradient_too_large_by_tp(injector: FaultInjector, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_too_large_by_tp(injector: FaultInjector) -> None:
     """It is named when activations are right and DeepStack's backward gives twice as much."""
-    add_to = fusion.DeepStack.add_to
-
-    def doubled(self, layer, hidden):
-        twice = tuple(2 * f - f.detach() for f in self.features)
-        return add_to(replace(self, features=twice), layer, hidden)
-
-    monkeypatch.setattr(fusion.DeepStack, "add_to", doubled)
-    result = traced(injector, "tp2+sp", gradients=True)
+    with deepstack(lambda features: 2 * features - features.detach()):
+        result = traced(injector, "tp2+sp", gradients=True)
     assert result.first.part == ACTIVATION_GRADIENTS
     assert result.first.name == "model.visual.deepstack_merger_list.2"
     assert result.cause.kind == "gradient scale"
