@@ -4,8 +4,8 @@
 #   sbatch launch/sft_8b.sh --hf-model ...
 #
 # Flags that you append override the script's, and every Megatron flag works. Run the same command
-# again to resume from --save. --dry-run prints the final command instead of running it, and notes
-# on standard error a wrong flag or a missing path that would stop it on this machine.
+# again to resume from --save. --dry-run prints the final command instead of running it. It refuses a
+# flag that train does not know, and notes on standard error what would stop the run on this machine.
 #
 # Environment variables: NODES (default: the Slurm job's nodes, or else the script's),
 # GPUS_PER_NODE, MASTER_PORT, FP8=1, TP_OVERLAP=1, DEEPEP=1; without Slurm MASTER_ADDR and NODE_RANK.
@@ -145,15 +145,32 @@ check_ranks() {
         refuse "$run take $rows samples at once, which do not divide --global-batch-size $global: append --global-batch-size $(((global / rows + 1) * rows)), or change NODES."
 }
 
-# check_flags FLAGS...: check the flags once, in a second. Each rank would print the same error a
-# minute later, among torchrun's tracebacks. Only exit code 2 counts: if srun starts a container, the
-# Python here may lack the package.
+# drop_overridden: remove from `flags` each use of a flag that a later use overrides.
+drop_overridden() {
+    local kept=() i keep=1
+    local -A last=()
+    for i in "${!flags[@]}"; do
+        if [[ ${flags[i]} == --* ]]; then last[${flags[i]%%=*}]=$i; fi
+    done
+    for i in "${!flags[@]}"; do
+        if [[ ${flags[i]} == --* ]]; then
+            keep=0
+            if [[ ${last[${flags[i]%%=*}]} == "$i" ]]; then keep=1; fi
+        fi
+        if ((keep)); then kept+=("${flags[i]}"); fi
+    done
+    flags=("${kept[@]}")
+}
+
+# check_flags [--dry-run] FLAGS...: check the flags once, in a second. Each rank would print the same
+# error a minute later, among torchrun's tracebacks. Only exit codes 0 and 2 count: if srun starts a
+# container, the Python here may lack the package.
 check_flags() {
     local said code=0
     said=$(WORLD_SIZE=$((NODES * GPUS_PER_NODE)) python3 -m mcore_qwen3vl.training.arguments.early "$@" 2>&1) || code=$?
-    ((code == 2)) || return 0
-    printf '%s\n' "$said" >&2
-    return 2
+    ((code == 0 || code == 2)) || return 0
+    if [[ -n $said ]]; then printf '%s\n' "$said" >&2; fi
+    return "$code"
 }
 
 # train FLAGS...: run launch/train.py on NODES x GPUS_PER_NODE ranks, or print the command.
@@ -188,13 +205,12 @@ train() {
         )
     fi
     flags=("${COMMON[@]}" "${flags[@]}")
+    drop_overridden
     command+=("$LAUNCH_DIR/train.py" "${flags[@]}")
     if ((dry_run)); then
+        if [[ ${CHECK_RANKS:-1} == 1 ]]; then check_flags --dry-run "${flags[@]}" || exit 2; fi
         printf '%q ' "${command[@]}"
         printf '\n'
-        if [[ ${CHECK_RANKS:-1} == 1 ]]; then
-            { check_flags "${flags[@]}" 2>&1 || true; } | sed 's/^error: /note: this would be refused here: /' >&2
-        fi
         return
     fi
     check_flags "${flags[@]}" || exit 2

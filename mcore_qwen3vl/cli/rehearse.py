@@ -90,8 +90,17 @@ def rehearse(
     to append, or give the flags of train. A --hf-model that holds only a config.json is enough.
     Exit code 0: it fits; 1: it does not fit or stops with an error; 2: the command cannot be used.
     """
-    console.quiet_libraries()
+    if estimate and (fit or report is not None):
+        raise BadInput("--estimate rehearses nothing: drop it, or --fit and --report.")
+    if fit and report is not None:
+        raise BadInput(
+            "--fit and --report cannot be combined: --report writes a page about one layout. "
+            "Choose a row of --fit, then rehearse that row with --report."
+        )
     from mcore_qwen3vl.rehearsal.command import read_command
+
+    command = read_command(context.args, gpus)  # before the imports below, which take seconds
+    console.quiet_libraries()
     from mcore_qwen3vl.rehearsal.rehearse import Options, Rehearser, checked
     from mcore_qwen3vl.rehearsal.remedies import suggest_remedies
     from mcore_qwen3vl.rehearsal.report.page import write_page
@@ -100,14 +109,6 @@ def rehearse(
     from mcore_qwen3vl.rehearsal.step_time import Constants
     from mcore_qwen3vl.runtime.gpus import find_gpu
 
-    if estimate and (fit or report is not None):
-        raise BadInput("--estimate rehearses nothing: drop it, or --fit and --report.")
-    if fit and report is not None:
-        raise BadInput(
-            "--fit and --report cannot be combined: --report writes a page about one layout. "
-            "Choose a row of --fit, then rehearse that row with --report."
-        )
-    command = read_command(context.args, gpus)
     kinds = tuple(word.strip() for word in roles.split(","))
     assumed = Constants() if constants is None else Constants.read(constants)
     options = Options(find_gpu(gpu), memory_gib, allowance_gib, kinds, routing, assumed)

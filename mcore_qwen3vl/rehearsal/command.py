@@ -108,8 +108,8 @@ def read_command(words: Sequence[str], gpus: int | None) -> Command:
         gpus: number of GPUs of the whole run; None: as many as the script starts.
 
     Raises:
-        BadInput: there is no such script, it fails, it does not start ``launch/train.py``, or the
-            number of GPUs or the model is not given.
+        BadInput: there is no such script, it fails, it does not start ``launch/train.py``, a flag
+            is unknown, or the number of GPUs or the model is not given.
     """
     if gpus is not None and gpus < 1:
         raise BadInput(f"--gpus is {gpus}; a run has at least one.")
@@ -119,6 +119,7 @@ def read_command(words: Sequence[str], gpus: int | None) -> Command:
         raise BadInput("Say how many GPUs the run has: --gpus N, or name a script of launch/.")
     else:
         command = Command(tuple(words), gpus)
+    command.line.checked_args()
     if command.value("--spec", "te") == "te" and find_spec("transformer_engine") is None:
         command = _of_torch_spec(command, words, gpus)
     if not command.value("--hf-model"):

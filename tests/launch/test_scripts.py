@@ -159,7 +159,7 @@ def sbatch(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     return submit
 
 
-def test_a_dry_run_says_what_would_be_refused_and_what_is_to_be_filled_in(tmp_path: Path) -> None:
+def test_a_dry_run_refuses_wrong_flags_and_notes_what_is_missing_here(tmp_path: Path) -> None:
     path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
     command = ["bash", str(LAUNCH / "sft_8b.sh"), "--hf-model", str(SHAPES / "8b.json")]
 
@@ -168,16 +168,28 @@ def test_a_dry_run_says_what_would_be_refused_and_what_is_to_be_filled_in(tmp_pa
             [*command, *flags, "--dry-run"],
             capture_output=True,
             text=True,
-            check=True,
+            check=False,
             env={"PATH": path, "NODES": "2", "HOME": str(tmp_path)},
         )
 
     done = dry("--train-itres", "3")
-    assert "note: this would be refused here: unrecognized arguments: --train-itres" in done.stderr
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--train-itres. Did you mean --train-iters?" in done.stderr
+    assert "invalid int value: 'many'" in dry("--train-iters", "many").stderr
+    done = dry("--data-path", "gone.jsonl")
+    assert done.returncode == 0
+    assert "note: this would be refused here: The data set gone.jsonl does not" in done.stderr
     words = shlex.split(done.stdout)
     assert words[words.index("--node-rank") + 1] == "NODE_RANK"
     assert words[words.index("--master-addr") + 1] == "MASTER_ADDR"
-    assert "gone.jsonl does not exist" in dry("--data-path", "gone.jsonl").stderr
+
+
+def test_a_flag_that_is_overridden_is_not_in_the_command() -> None:
+    appended = ("--lr=3e-6", "--freeze", "vision", "a b", "--num-workers", "1", "--lr", "4e-6")
+    words = final_command(LAUNCH / "sft_8b.sh", *appended)
+    flags = [word for word in words if word.startswith("--")]
+    assert len(flags) == len(set(flags))
+    assert words[-7:] == ["--freeze", "vision", "a b", "--num-workers", "1", "--lr", "4e-6"]
 
 
 @pytest.mark.parametrize("name", ["sft_30b_a3b", "pretrain_2b", "lora_235b_a22b"])

@@ -67,11 +67,13 @@ def test_gpus_change_the_data_parallel_size_and_a_model_can_be_named() -> None:
             8,
             "--tensor-model-parallel-size: invalid int value: 'two'",
         ),
+        (["--hf-model", "x", "--train-itres", "3"], 8, "Did you mean --train-iters"),
+        ([str(LAUNCH / "sft_2b.sh"), "--train-itres", "3"], None, "Did you mean --train-iters"),
     ],
 )
 def test_what_cannot_be_read(words: list[str], gpus: int | None, message: str) -> None:
     with pytest.raises(BadInput, match=message):
-        _ = read_command(words, gpus).layout
+        read_command(words, gpus)
 
 
 def test_flags_are_taken_out_with_their_values() -> None:

@@ -51,5 +51,9 @@ def weight_of(holder: Mapping[str, Any], key: str = "weight") -> float:
     if key == "loss" and isinstance(weight, bool):
         return float(weight)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < 1e6:
-        raise BadSample(f"{key} is {weight!r}; a number of at least 0 is needed.")
+        switch = "true, false or " if key == "loss" else ""
+        quoted = ", without quotes" if isinstance(weight, str) else ""
+        raise BadSample(
+            f"{key} is {weight!r:.40}: it takes {switch}a number from 0 to 1e6{quoted}."
+        )
     return float(weight)

@@ -97,18 +97,21 @@ class CommandLine:
         """The model's shape."""
         return Architecture.from_hf(self.model)
 
-    def check_names(self) -> None:
-        """Refuse flags that neither we nor the installed Megatron know.
+    def checked_args(self) -> argparse.Namespace:
+        """Return :attr:`args`, and refuse flags that neither we nor the installed Megatron know.
 
-        Does nothing for a Megatron version whose flags are not listed here: its own parser decides.
-        Building that parser takes seconds, so the list is what answers a typo at once.
+        A Megatron version whose flags are not listed here decides with its own parser. Building
+        that parser takes seconds, so the list is what answers a typo at once.
 
         Raises:
-            BadInput: a flag is unknown.
+            BadInput: a flag is unknown, or one of :attr:`args` has an invalid value.
         """
         listed = flag_list(version("megatron-core"))
-        if not listed.exists():
-            return
+        if listed.exists():
+            self._check_names(listed)
+        return self.args
+
+    def _check_names(self, listed: Path) -> None:
         known = {*_parser()._option_string_actions, *listed.read_text(encoding="utf-8").split()}
         flags = (word for word in self.words if word.startswith("--"))
         unknown = [flag for flag in flags if flag.partition("=")[0] not in known]

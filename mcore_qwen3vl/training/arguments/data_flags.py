@@ -18,7 +18,8 @@ _DECIDED_LATER = ("balance",)  # if not given, other flags decide
 _OF_CHECKPOINT = "default: the checkpoint's processor's"
 TEXTS = {
     "packing": "put several samples into a sequence (THD); default: one sample a row, padded",
-    "pad_to_longest": "without --packing: pad to the batch's longest row; default: to --seq-length",
+    "pad_to_longest": "without --packing: pad rows to the longest of their batch; on by default "
+    "unless --seq-length is given, to which all rows are then padded",
     "overlong": "samples longer than --seq-length are left out, or their tail is cut",
     "packing_buffer": "number of samples among which the packer chooses; with --balance, for each "
     "data-parallel rank",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from mcore_qwen3vl.console import visible
@@ -30,8 +31,7 @@ def check_early(command: CommandLine) -> None:
         BadInput: a flag is unknown or missing or has an invalid value; or the model, the data or
             the folder to save to cannot be used.
     """
-    command.check_names()
-    args = command.args
+    args = command.checked_args()
     check_surroundings(args)
     model = command.model
     processor_files.require(model)
@@ -44,12 +44,29 @@ def check_early(command: CommandLine) -> None:
         refuse_links_out((file for glob in SMALL for file in model.glob(glob)), model)
 
 
-if __name__ == "__main__":
-    command = CommandLine(sys.argv[1:])
+def _main(words: Sequence[str]) -> int:
+    """Check a launch script's flags for ``WORLD_SIZE`` ranks; return the exit code, 0 or 2.
+
+    After ``--dry-run``, only flags that are wrong on every machine are refused. The rest is noted,
+    because the run may have its model and data on another machine.
+    """
+    dry_run = words[:1] == ["--dry-run"]
+    command = CommandLine(words[dry_run:])
+    if asked_words(command.words) is not None:
+        return 0
+    checked = False
     try:
-        if asked_words(sys.argv[1:]) is None:
-            check_early(command)
-            check_layout(command.args, command.architecture, int(os.environ["WORLD_SIZE"]))
+        command.checked_args()
+        checked = True
+        check_early(command)
+        check_layout(command.args, command.architecture, int(os.environ["WORLD_SIZE"]))
     except BadInput as error:
-        print(f"error: {visible(str(error))}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        noted = dry_run and checked
+        what = "note: this would be refused here" if noted else "error"
+        print(f"{what}: {visible(str(error))}", file=sys.stderr)
+        return 0 if noted else error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main(sys.argv[1:]))

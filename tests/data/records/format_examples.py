@@ -295,8 +295,14 @@ MALFORMED: dict[str, list[tuple[dict[str, Any], str]]] = {
         (_talk(_PIC, _A, images=["media/0.png"] * 2), "2 images are given, but only 1"),
         (_talk(_PIC, _A, images=["media/none.png"]), "media/none.png: No such file"),
         (_talk(_PIC, _A, images=["https://x/0.png"]), "is remote"),
-        (_talk(_Q, {**_turn(*_A), "loss": "yes"}), "loss is 'yes'"),
-        (_talk(_Q, {**_turn(*_A), "weight": -1}), "weight is -1"),
+        (
+            _talk(_Q, {**_turn(*_A), "loss": "false"}),
+            "loss is 'false': it takes true, false or a number from 0 to 1e6, without quotes.",
+        ),
+        (
+            _talk(_Q, {**_turn(*_A), "weight": -1}),
+            "weight is -1: it takes a number from 0 to 1e6.",
+        ),
         (_talk(_Q, {**_turn(*_A), "loss": False}), "nothing would be trained"),
         (_talk(_Q, _A, audios=["a.wav"]), "audios is given"),
         (_talk(("user", "<ref-object>?"), _A), "<ref-object> is not replaced"),

@@ -31,11 +31,11 @@ def test_flags_of_a_version_without_a_list_are_left_to_megatron(
 ) -> None:
     argv = ["--train-itres", "3"]
     with pytest.raises(BadInput, match=r"--train-itres\. Did you mean --train-iters"):
-        CommandLine(argv).check_names()
+        CommandLine(argv).checked_args()
     monkeypatch.setattr(
         "mcore_qwen3vl.training.arguments.command_line.version", lambda name: "0.19.99"
     )
-    CommandLine(argv).check_names()
+    CommandLine(argv).checked_args()
 
 
 @pytest.mark.parametrize(
