@@ -126,14 +126,16 @@ def byte_progress(title: str, *, quiet: bool = False) -> Iterator[ReportBytes]:
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
-        TextColumn("[dim]{task.fields[name]}"),
+        TextColumn("{task.fields[name]}", style="dim", markup=False),
         console=messages,
         transient=True,
         disable=quiet or not messages.is_terminal,
     )
     with bar:
         task = bar.add_task(title, total=None, name="")
-        yield lambda done, total, name: bar.update(task, completed=done, total=total, name=name)
+        yield lambda done, total, name: bar.update(
+            task, completed=done, total=total, name=visible(name)
+        )
 
 
 @contextmanager

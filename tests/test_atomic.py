@@ -23,6 +23,7 @@ from mcore_qwen3vl.rehearsal.report.page import write_page
 from mcore_qwen3vl.runtime.gpus import find_gpu
 from mcore_qwen3vl.runtime.lock import only_writer
 from mcore_qwen3vl.scoring.output import Output
+from mcore_qwen3vl.tiny.records import write_image_qa
 
 
 @contextmanager
@@ -62,6 +63,19 @@ def test_nothing_half_written(
     assert "cannot be written: " in said
     assert "File too large" in said
     assert [file for file in places["out"].parent.rglob("*") if not file.is_dir()] == []
+
+
+def test_clean_records(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They lie beside the data, so the data are copied to a folder of their own."""
+    file, out = write_image_qa(tmp_path / "new", 40), tmp_path / "new" / "clean.jsonl"
+    ensure_index(file)
+    before = sorted(out.parent.iterdir())
+    words = ["data", "check", str(file), "--hf-model", str(dense), "--write-clean", str(out)]
+    with full_disk(1000), pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert stopped.value.code == 2
+    assert f"{out} cannot be written: File too large." in capsys.readouterr().err
+    assert sorted(out.parent.iterdir()) == before
 
 
 def test_the_page_of_a_rehearsal(tmp_path: Path) -> None:

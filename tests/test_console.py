@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -16,8 +17,11 @@ import pytest
 from rich.console import Console
 
 from mcore_qwen3vl.cli import show
-from mcore_qwen3vl.console import plain, quiet_libraries, table
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.console import byte_progress, plain, quiet_libraries, table
 from mcore_qwen3vl.data.check import DataReport, Flaw
+from mcore_qwen3vl.shapes import SHAPES
+from mcore_qwen3vl.training.logs.summary import show_summary
 from mcore_qwen3vl.verify.report.measurement import Finding
 from mcore_qwen3vl.verify.report.result import Report
 from mcore_qwen3vl.verify.report.terminal import render
@@ -77,6 +81,28 @@ def test_verify() -> None:
     assert "<script>" not in html(report)
     (case,) = ElementTree.fromstring(junit(report))  # XML has no way to write an escape
     assert r"[red]a[/red]\x1b[2J<script>" in case.attrib["name"]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_summary_of_a_run(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "mcore_qwen3vl.training.logs.summary.summary", lambda *_: [("model", HOSTILE)]
+    )
+    file = io.StringIO()
+    a = Architecture.from_hf(SHAPES / "2b.json")
+    screen = Console(file=file, width=300, force_terminal=terminal, highlight=False)
+    show_summary(screen, Namespace(), a, (), None)
+    assert "\x1b[2J" not in file.getvalue()
+    assert r"[red]a[/red]\x1b[2J<script>" in file.getvalue()
+
+
+def test_names_of_tensors_in_a_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.StringIO()
+    screen = Console(file=file, width=300, force_terminal=True)
+    monkeypatch.setattr("mcore_qwen3vl.console.messages", screen)
+    with byte_progress("comparing") as report:
+        report(1, 2, f"{HOSTILE}[/]")  # wrong markup would be an error
+    assert r"[red]a[/red]\x1b[2J<script>[/]" in file.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,10 @@ def verify_roundtrip(
     work_dir: Annotated[
         Path | None,
         typer.Option(
+            exists=True,
+            file_okay=False,
             help="Directory with room for twice the checkpoint; default: the system's temporary "
-            "one."
+            "one.",
         ),
     ] = None,
     lora: Annotated[

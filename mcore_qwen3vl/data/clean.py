@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mcore_qwen3vl.atomic import replacing
+from mcore_qwen3vl.atomic import atomic_write
 from mcore_qwen3vl.errors import BadInput
 
 
@@ -24,8 +24,8 @@ def clean_file(out: Path, data: Path) -> Iterator[Callable[[Any], object]]:
         A function that takes a crude sample and writes its record.
 
     Raises:
-        BadInput: `data` is another kind of data set; or `out` exists, is not a JSONL file, or is
-            in another folder than `data`.
+        BadInput: `data` is another kind of data set; or `out` exists, is not a JSONL file, is in
+            another folder than `data`, or cannot be written.
     """
     if data.suffix not in (".jsonl", ".json") or not data.is_file():
         raise BadInput(f"--write-clean takes the records of a .jsonl or .json file, not {data}.")
@@ -38,7 +38,7 @@ def clean_file(out: Path, data: Path) -> Iterator[Callable[[Any], object]]:
             f"--write-clean {out}: records name images relative to their own file, so name one in "
             f"the folder of {data}."
         )
-    with replacing(out) as partial, partial.open("wb") as lines:
+    with atomic_write(out) as partial, partial.open("wb") as lines:
         yield lambda sample: lines.write(_line(sample["json"]))
     if not out.stat().st_size:
         out.unlink()

@@ -47,7 +47,7 @@ class Options:
 
     Attributes:
         gpu: the kind of GPU.
-        memory_gib: the GPU's memory; None: that of its kind.
+        memory_gib: the GPU's memory; None: what this model of GPU usually has.
         allowance_gib: memory for context and NCCL; None: :func:`.gpus.allowance_gib`.
         roles: the roles to rehearse, see :func:`.roles.roles_of`.
         routing: how tokens are spread over experts.

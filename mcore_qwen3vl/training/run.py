@@ -134,7 +134,8 @@ class Run:
         self._interrupt_as_sigterm()
         with self.progress as progress:
             try:
-                self._pretrain()
+                with metrics.explained_tensorboard(self.args.tensorboard_dir):
+                    self._pretrain()
                 self.data.close()
             except RuntimeError as error:
                 if _NO_NUMBER not in str(error):
@@ -284,6 +285,7 @@ class Run:
     def _save_checkpoint(self, original: Any, iteration: int, *args: Any, **kwargs: Any) -> None:
         import torch.distributed as dist
 
+        from mcore_qwen3vl.training.broadcast import data_state
         from mcore_qwen3vl.training.checkpoints.disk import explained_save
         from mcore_qwen3vl.training.checkpoints.resume import save_companions
 
@@ -298,6 +300,8 @@ class Run:
                 self.lora.save_config()
             self.data.save_state(self.args.save, iteration)
             original(iteration, *args, **kwargs)
+            if self.args.save_retain_interval and dist.get_rank() == 0:
+                data_state.remove_orphans(self.args.save, iteration)
         self._on_disk = self.args.save, iteration
         self.progress.say(f"step {iteration}: saved to {self.args.save}")
 

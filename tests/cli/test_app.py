@@ -200,6 +200,11 @@ def test_bad_input_and_usage_are_exit_code_2(arguments, tmp_path, capsys, monkey
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_work_directory_that_is_not_there_is_named(checkpoint, tmp_path, capsys):
+    assert run("verify", "roundtrip", checkpoint, "--work-dir", tmp_path / "nowhere") == 2
+    assert "--work-dir" in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def converted(checkpoint, tmp_path_factory):
     path = tmp_path_factory.mktemp("converted") / "mcore"

@@ -14,7 +14,7 @@ from PIL import Image
 
 from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.data import DataConfig
-from mcore_qwen3vl.data.show import read_sample
+from mcore_qwen3vl.data.show import read_sample, write_page
 from mcore_qwen3vl.errors import BadInput, CheckFailed
 from tests.data.conftest import WriteJsonl, chat
 
@@ -82,6 +82,19 @@ def test_the_command_writes_a_page_that_needs_nothing_else(
     assert shown[0] > 240  # the image; the frames are smaller
     assert all(width > 120 for width in shown[1:])
     assert not re.search(r'(src|href)="(?!data:)', html)
+
+
+def test_names_and_text_are_no_markup(
+    processor: Any, write_jsonl: WriteJsonl, media: Path, tmp_path: Path
+) -> None:
+    tag = '"><script>'
+    (tmp_path / f"{tag}.png").symlink_to(media / "0.png")
+    talk = chat(("user", f"<image>{tag}"), ("assistant", tag))
+    path = write_jsonl([{**talk, "images": [f"{tag}.png"]}], f"{tag}.jsonl")
+    write_page(read_sample(path, 1, processor, DataConfig(4096)), tmp_path / "page.html")
+    html = (tmp_path / "page.html").read_text()
+    assert html.count("&lt;script&gt;") >= 5  # two names of the file, one of the image, two texts
+    assert tag not in html
 
 
 def test_a_record_that_is_not_there_or_not_usable(processor: Any, write_jsonl: WriteJsonl) -> None:

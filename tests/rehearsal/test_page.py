@@ -63,3 +63,15 @@ def test_the_page_names_script_model_and_command(
     assert f"{title}</title>" in page
     assert "mcore-qwen3vl rehearse sft_8b</dd>" in page
     assert '<line class="gpu"' in page
+
+
+def test_names_and_errors_are_no_markup(tmp_path: Path) -> None:
+    device, tag = Device(find_gpu("h100-80gb"), 80.0, 2.0), '"><script>'
+    found = Rehearsal([], f"{tag}.sh", tag, Layout(), 1, device, 1, 1, [tag])
+    found.outcomes.append(outcome(36 * 10**9, device.usable))
+    found.outcomes[0].measured["error"] |= {"kind": tag, "place": tag, "message": tag}
+    found.outcomes[0].measured["peak"]["sizes"] = {tag: 1}
+    write_page(found, tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "&lt;script&gt;" in page
+    assert tag not in page

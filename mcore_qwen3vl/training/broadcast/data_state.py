@@ -7,6 +7,7 @@ read for any number of data-parallel ranks.
 from __future__ import annotations
 
 import pickle
+import shutil
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from mcore_qwen3vl.atomic import replacing
+from mcore_qwen3vl.converters.mcore.paths import folder_name
 from mcore_qwen3vl.converters.storage.unpickling import refused_by_torch
 from mcore_qwen3vl.data.loading.loader import Loader
 from mcore_qwen3vl.data.loading.loader_state import redistribute
@@ -29,7 +31,7 @@ GLOBAL_BATCH = "global_batch_size"
 
 def folder_of(checkpoints: str | Path, iteration: int) -> Path:
     """Return the folder of an iteration's states, below the checkpoint directory."""
-    return Path(checkpoints) / FOLDER / f"iter_{iteration:07d}"
+    return Path(checkpoints) / FOLDER / folder_name(iteration)
 
 
 def save(
@@ -58,6 +60,14 @@ def save(
     own = {SOURCES: _described(sources), GLOBAL_BATCH: global_batch}
     with replacing(file) as partial:
         torch.save({**loader.state_dict(position), **own}, partial)
+
+
+def remove_orphans(checkpoints: str | Path, iteration: int) -> None:
+    """Remove the states before `iteration` whose checkpoints Megatron has removed."""
+    for folder in (Path(checkpoints) / FOLDER).glob("iter_*"):
+        orphan = not (Path(checkpoints) / folder.name).exists()
+        if orphan and folder.name < folder_name(iteration):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def load(

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
+import os
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +21,11 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.encoding.batch import Batch, Counts
+from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model import flops
 from mcore_qwen3vl.runtime.gpus import GPUS
+
+_LOGGER = logging.getLogger(__name__)
 
 
 @dataclass
@@ -149,10 +158,61 @@ def write(report: Mapping[str, float], iteration: int, tensorboard: Any, wandb: 
         wandb.log({f"qwen3-vl/{name}": value for name, value in report.items()}, iteration)
 
 
+@contextmanager
+def explained_tensorboard(folder: str | None) -> Iterator[None]:
+    """Explain that TensorBoard's files cannot be written.
+
+    Its thread writes them, and passes the error on at the next number. So the thread's own
+    traceback is not shown.
+
+    Raises:
+        BadInput: the disk refused a write of TensorBoard. Other errors pass through.
+    """
+    show = threading.excepthook
+
+    def show_others(thrown: threading.ExceptHookArgs) -> None:
+        if not _of_tensorboard(thrown.exc_value):
+            show(thrown)
+
+    threading.excepthook = show_others
+    try:
+        yield
+    except OSError as error:
+        if not _of_tensorboard(error):
+            raise
+        raise BadInput(
+            f"TensorBoard's files in {folder} cannot be written: {error.strerror}. Make room, or "
+            "name another --tensorboard-dir."
+        ) from error
+    finally:
+        threading.excepthook = show
+
+
+def _of_tensorboard(error: BaseException | None) -> bool:
+    """Return whether the package tensorboard met this error while it wrote."""
+    if not isinstance(error, OSError):
+        return False
+    frames = traceback.extract_tb(error.__traceback__)
+    return any("tensorboard" in Path(frame.filename).parts for frame in frames)
+
+
 def append_json(file: str, numbers: Mapping[str, float | None]) -> None:
-    """Append `numbers` to `file` as one line of JSON, with every digit."""
-    with open(file, "a", encoding="utf-8") as stream:
-        stream.write(json.dumps(numbers) + "\n")
+    """Append `numbers` to `file` as one line of JSON, with every digit.
+
+    A full disk does not end the run: the line is left out, with a warning.
+    """
+    line = f"{json.dumps(numbers)}\n".encode()
+    try:
+        with open(file, "ab", buffering=0) as stream:
+            end = stream.tell()
+            if stream.write(line) < len(line):
+                stream.truncate(end)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError as error:
+        _LOGGER.warning(
+            "The numbers of step %s are not in %s: %s.",
+            numbers.get("iteration"), file, error.strerror,
+        )  # fmt: skip
 
 
 def line(report: Mapping[str, float]) -> str:

@@ -10,6 +10,8 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
+from mcore_qwen3vl.console import visible
+
 LOSSES = (
     *("lm loss", "dpo loss", "simpo loss", "orpo loss", "kto loss"),
     *("contrastive loss", "reranker loss", "reward loss"),
@@ -95,7 +97,7 @@ class RunProgress:
     def say(self, text: str) -> None:
         """Print `text` on a line of its own."""
         if self._screen is not None:
-            self._screen.print(text, markup=False, soft_wrap=True)
+            self._screen.print(visible(text), markup=False, soft_wrap=True)
 
     def _left(self, step: int, now: float) -> timedelta:
         """Return the time left at this run's mean pace, which includes saving and validation."""

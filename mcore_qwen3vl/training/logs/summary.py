@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.console import plain
+from mcore_qwen3vl.console import plain, visible
 from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.runtime.cuda import c_compiler
 from mcore_qwen3vl.training import memory
@@ -58,7 +58,7 @@ def show_summary(
     rows = summary(args, a, explicit, lora)
     if not screen.is_terminal:  # a table would be padded to its widest row
         for name, text in rows:
-            screen.print(f"{name:12}{text}", markup=False, soft_wrap=True)
+            screen.print(f"{name:12}{visible(text)}", markup=False, soft_wrap=True)
         return
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)

@@ -26,6 +26,7 @@ from tests.converters.adapters.peft_made import Kind, make
 from tests.converters.adapters.rounding import assert_merged
 from tests.converters.checkpoints import load, tree_digests, turned
 from tests.converters.offline.test_resume import in_child
+from tests.test_atomic import full_disk
 
 Get = Callable[[str], Made]
 
@@ -103,6 +104,19 @@ def test_a_full_disk_is_one_error(
     assert json.loads(capsys.readouterr().out)["resumed_units"] > 0
     merge(source.base, source.folder, tmp_path / "whole")
     assert tree_digests(target) == tree_digests(tmp_path / "whole")
+
+
+def test_a_full_disk_leaves_no_adapter(
+    made: Get, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = made("swapped roles"), tmp_path / "out"
+    with full_disk(5000):
+        code = command("lora", "convert", source.folder, out, "--hf-config", source.base)
+    assert code == 2
+    said = capsys.readouterr().err
+    assert f"{out} cannot be written: " in said
+    assert "File too large" in said
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_layouts_roles_and_dtypes(made: Get, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A run stops early by its validation loss and keeps its best checkpoint."""
+"""A run stops early by its validation loss, and keeps the checkpoints that it is asked to keep."""
 
 from __future__ import annotations
 
@@ -65,3 +65,13 @@ def test_the_best_replaces_the_best_before_it(job: Job, tmp_path: Path) -> None:
     assert losses == sorted(losses, reverse=True)
     assert known["best"] == [10, losses[-1]]
     assert kept == {4, 8, 10}  # 2 and 6 were replaced: no interval saves them
+
+
+def test_a_removed_checkpoint_takes_its_data_state_with_it(job: Job, tmp_path: Path) -> None:
+    """Megatron removes the checkpoints between those that `--save-retain-interval` keeps."""
+    save = tmp_path / "save"
+    flags = ("--save", str(save), "--save-interval", "1", "--save-retain-interval", "2")
+    train(replace(job, steps=5, flags=flags), tmp_path / "run")
+    for folder in (save, save / "dataloader"):
+        names = {path.name for path in folder.glob("iter_*")}
+        assert names == {"iter_0000002", "iter_0000004", "iter_0000005"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from itertools import count
 from pathlib import Path
 
@@ -11,11 +12,13 @@ import torch
 import torch.distributed as dist
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model import flops
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.training.logs import metrics
 from mcore_qwen3vl.verify.curves.job import Job, train
+from tests.test_atomic import full_disk
 from tests.training.toy import batch
 
 
@@ -92,6 +95,46 @@ def test_a_report_is_written_where_flags_opened_a_log(tmp_path: Path) -> None:
     metrics.append_json(str(tmp_path / "log"), {"MFU": 0.1 + 0.2})
     assert json.loads((tmp_path / "log").read_text()) == {"MFU": 0.1 + 0.2}
     assert metrics.line({"MFU": 0.5, "tokens/s": 12.0}) == " qwen3-vl | MFU: 0.5 | tokens/s: 12"
+
+
+def test_a_full_disk_leaves_out_whole_lines(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = tmp_path / "log"
+    metrics.append_json(str(log), {"iteration": 1})
+    with full_disk(log.stat().st_size + 5):
+        for step in (2, 3):
+            metrics.append_json(str(log), {"iteration": step})
+    metrics.append_json(str(log), {"iteration": 4})
+    lines = [json.loads(line)["iteration"] for line in log.read_text().splitlines()]
+    assert lines == [1, 4]
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        f"The numbers of step {n} are not in {log}: No space left on device." for n in (2, 3)
+    ]
+
+
+def test_a_full_disk_of_tensorboard_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    shown: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", shown.append)
+
+    def fill() -> None:
+        writer = SummaryWriter(tmp_path)
+        for step in range(10_000):
+            writer.add_scalar("loss", 1.0, step)
+            writer.flush()
+
+    said = rf"files in {tmp_path} cannot be written: File too large\. Make room"
+    explained = metrics.explained_tensorboard(str(tmp_path))
+    with full_disk(1000), pytest.raises(BadInput, match=said), explained:
+        fill()
+    assert shown == []
+    with pytest.raises(OSError, match="mine"), metrics.explained_tensorboard(str(tmp_path)):
+        raise OSError("mine")
 
 
 def test_tensorboard_holds_what_the_log_says(dense: Path, data: Path, tmp_path: Path) -> None:

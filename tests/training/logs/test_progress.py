@@ -72,3 +72,15 @@ def test_what_went_wrong_with_data_is_shown_when_there_is_any(clock: Clock) -> N
 def test_other_ranks_show_nothing(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     follow(None, clock, range(5, 21))
     assert capsys.readouterr() == ("", "")
+
+
+def test_names_do_not_steer_the_terminal(clock: Clock) -> None:
+    """For example, the name of a data set in a mixture, or a folder's."""
+    for terminal in (True, False):
+        out = io.StringIO()
+        screen = Console(file=out, width=200, force_terminal=terminal, highlight=False)
+        with RunProgress(screen, clock=clock) as progress:
+            progress.step(1, 2)
+            progress.show(1, {"lm loss": 1.0})
+            progress.say("validation loss of [red]a\x1b]0;title\x07")
+        assert r"validation loss of [red]a\x1b]0;title\x07" in out.getvalue()
