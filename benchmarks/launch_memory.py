@@ -76,8 +76,8 @@ def rows(name: str, command: Command, rehearsal: Rehearsal) -> Iterator[str]:
 
 
 def _row(name: str, outcome: RoleOutcome, estimate: float) -> str:
-    stage = outcome.iteration
-    assert stage is not None
+    iteration = outcome.iteration
+    assert iteration is not None
     cells = (
         name,
         outcome.role.name.partition(", ")[0],
@@ -85,7 +85,7 @@ def _row(name: str, outcome: RoleOutcome, estimate: float) -> str:
         f"{outcome.reserved / 1e9:.1f}",
         f"{outcome.spare / 1e9:.1f} ({outcome.spare / outcome.usable:.0%})",
         f"{estimate / 1e9:.1f} ({estimate / outcome.peak - 1:+.0%})",
-        f"{stage.counters['launches']:,}",
+        f"{iteration.counters['launches']:,}",
         f"{outcome.host_syncs:,}",
         f"{outcome.seconds:.0f}",
     )

@@ -21,16 +21,16 @@ This package imports nothing else of ours and knows no model, so that it can be 
 
 from mcore_qwen3vl.pretended.build import Unavailable
 from mcore_qwen3vl.pretended.preload import Settings, preloaded, start_again
-from mcore_qwen3vl.pretended.report import HostSync, Report, Stage
+from mcore_qwen3vl.pretended.report import HostSync, Interval, Report
 from mcore_qwen3vl.pretended.workbench import Failed, SimulatedRank, Workbench
 
 __all__ = [
     "Failed",
     "HostSync",
+    "Interval",
     "Report",
     "Settings",
     "SimulatedRank",
-    "Stage",
     "Unavailable",
     "Workbench",
     "preloaded",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mcore_qwen3vl.pretended.build import Unavailable
 from mcore_qwen3vl.pretended.preload import Settings, start_again
-from mcore_qwen3vl.pretended.report import Report, Stage
+from mcore_qwen3vl.pretended.report import Interval, Report
 from mcore_qwen3vl.pretended.workbench import leave_at_once
 
 
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
         if own.launches:
             rank.device.watch_launches()
         code = _run(own.program, own.arguments, own.module)
-        rank.end_stage("end")
+        rank.end_interval("end")
         if own.peak:
             held = peak.History(peak.line).peak().sizes
             rank.report.facts["bytes at the peak, by line"] = held
@@ -87,21 +87,21 @@ def _run(program: str, arguments: list[str], is_module: bool) -> int:
 
 
 def table(report: Report) -> str:
-    """Return the stages as text, with the details of the last stage before ``end``."""
-    lines = [f"{'stage':24} {'s':>7} {'allocated':>10} {'peak':>7} {'reserved':>8} GB"]
+    """Return the stages as text, with the details of the last interval before ``end``."""
+    lines = [f"{'interval':24} {'s':>7} {'allocated':>10} {'peak':>7} {'reserved':>8} GB"]
     lines[0] += f"{'launches':>9} {'host syncs':>11}"
-    lines += [_row(stage) for stage in report.stages]
-    for stage in report.stages[-2:-1]:
-        lines += ["", f"host syncs in {stage.name}:"]
-        lines += [f"{s.count:6} {s.phase}: {s.kind} at {s.place}" for s in stage.host_syncs]
-        lines += ["", f"handed to process groups in {stage.name}:"]
+    lines += [_row(interval) for interval in report.intervals]
+    for interval in report.intervals[-2:-1]:
+        lines += ["", f"host syncs in {interval.name}:"]
+        lines += [f"{s.count:6} {s.phase}: {s.kind} at {s.place}" for s in interval.host_syncs]
+        lines += ["", f"handed to process groups in {interval.name}:"]
         lines += [
             f"{t.size / 1e6:10.2f} MB in {t.calls:5} calls of {t.operation} by {t.group}"
-            for t in stage.traffic
+            for t in interval.traffic
         ]
-        if stage.launches:
-            lines += ["", f"launches in {stage.name}:"]
-        lines += [f"{n.count:6} {n.phase}: {n.kernel} at {n.place}" for n in stage.launches]
+        if interval.launches:
+            lines += ["", f"launches in {interval.name}:"]
+        lines += [f"{n.count:6} {n.phase}: {n.kernel} at {n.place}" for n in interval.launches]
     lines += ["", *(_fact(name, value) for name, value in report.facts.items())]
     return "\n".join(lines)
 
@@ -112,7 +112,7 @@ def _fact(name: str, value: object) -> str:
     return "\n".join([f"{name}:", *(f"  {key}: {inner}" for key, inner in value.items())])
 
 
-def _row(s: Stage) -> str:
+def _row(s: Interval) -> str:
     sizes = f"{s.allocated / 1e9:10.2f} {s.peak / 1e9:7.2f} {s.reserved / 1e9:8.2f}   "
     counts = f"{s.counters['launches']:9} {s.counters['host_syncs']:11}"
     return f"{s.name:24} {s.seconds:7.1f} {sizes} {counts}"

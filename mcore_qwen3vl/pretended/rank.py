@@ -17,7 +17,7 @@ from mcore_qwen3vl.pretended.device import COUNTERS, Device
 from mcore_qwen3vl.pretended.flops import BYTES, FUSED, KINDS, CountWork
 from mcore_qwen3vl.pretended.integers import TrueIntegers, answer_sizes
 from mcore_qwen3vl.pretended.preload import Routing, preloaded
-from mcore_qwen3vl.pretended.report import HostSync, Report, Stage, Traffic
+from mcore_qwen3vl.pretended.report import HostSync, Interval, Report, Traffic
 
 _LEVELS = {"used", "peak_used", "pinned", "peak_pinned"}  # counters of a level, not of events
 
@@ -26,7 +26,7 @@ current: Rank | None = None
 
 
 class Rank:
-    """This process's rank, which records the stages of its program."""
+    """This process's rank, which records the intervals of its program."""
 
     def __init__(self) -> None:
         self.device = Device()
@@ -37,11 +37,11 @@ class Rank:
         self._host_syncs: Counter[HostSync] = Counter()
         self._traffic: dict[tuple[str, str], Traffic] = {}
 
-    def end_stage(self, name: str) -> Stage:
+    def end_interval(self, name: str) -> Interval:
         """Record what happened since the last stage ended."""
         counters = self.device.counters()
         change = {n: v if n in _LEVELS else v - self._before[n] for n, v in counters.items()}
-        stage = Stage(
+        interval = Interval(
             name,
             seconds=time.monotonic() - self._started,
             allocated=torch.cuda.memory_allocated(),
@@ -58,11 +58,11 @@ class Rank:
         self.work.counts.clear()
         self._before = counters
         self._started = time.monotonic()
-        self.report.stages.append(stage)
-        return stage
+        self.report.intervals.append(interval)
+        return interval
 
     def tally(self) -> Counter[str]:
-        """Return the work of this stage so far.
+        """Return the work of this interval so far.
 
         Returns:
             The counts of :class:`.CountWork`; ``launches``, without those that compiled functions

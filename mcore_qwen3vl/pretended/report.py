@@ -44,13 +44,13 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Stage:
+class Interval:
     """A part of the program, for example an iteration. Counts cover this part alone."""
 
     name: str
     seconds: float
     allocated: int
-    """Bytes allocated by PyTorch's allocator at the end of the stage."""
+    """Bytes allocated by PyTorch's allocator at the end of the interval."""
     peak: int
     """The most allocated so far, in bytes."""
     reserved: int
@@ -71,17 +71,17 @@ class Stage:
 
 @dataclass
 class Report:
-    """All stages, and further facts that the program reported."""
+    """All intervals, and further facts that the program reported."""
 
-    stages: list[Stage] = field(default_factory=list)
+    intervals: list[Interval] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
 
-    def stage(self, name: str) -> Stage:
-        """Return the stage of this name; raise KeyError if it was not reached."""
-        for stage in self.stages:
-            if stage.name == name:
-                return stage
-        raise KeyError(f"no stage {name!r}; there are {[s.name for s in self.stages]}")
+    def interval(self, name: str) -> Interval:
+        """Return the interval of this name; raise KeyError if it was not reached."""
+        for interval in self.intervals:
+            if interval.name == name:
+                return interval
+        raise KeyError(f"no interval {name!r}; there are {[s.name for s in self.intervals]}")
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain dictionaries and lists."""

@@ -224,7 +224,7 @@ def _run(
             if simulated.memory_gib is not None:
                 recorder.device.set_memory(simulated.memory_gib, simulated.context_gib)
             result = getattr(importlib.import_module(module), name)(*args)
-            recorder.end_stage("end")
+            recorder.end_interval("end")
         return (result, recorder.report), None
     except raised as error:
         return None, error

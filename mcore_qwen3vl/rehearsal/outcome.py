@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.pretended.report import Report, Stage
+from mcore_qwen3vl.pretended.report import Interval, Report
 from mcore_qwen3vl.rehearsal.rank import holders
 from mcore_qwen3vl.rehearsal.roles import Role
 from mcore_qwen3vl.rehearsal.step_time import StepTime
@@ -79,7 +79,7 @@ class RoleOutcome:
     @property
     def reserved(self) -> int:
         """Most bytes that the allocator reserved on the device."""
-        return max((stage.reserved for stage in self.report.stages), default=0)
+        return max((interval.reserved for interval in self.report.intervals), default=0)
 
     @property
     def spare(self) -> int:
@@ -92,9 +92,9 @@ class RoleOutcome:
         return self.ok and (self.spare < SPARE * self.usable or self.measured["retries"] > 0)
 
     @property
-    def iteration(self) -> Stage | None:
+    def iteration(self) -> Interval | None:
         """The last whole iteration; None if there is none or the role failed."""
-        whole = [s for s in self.report.stages if s.name.startswith("iteration")]
+        whole = [s for s in self.report.intervals if s.name.startswith("iteration")]
         return whole[-1] if whole and self.ok else None
 
     @property
@@ -112,12 +112,16 @@ class RoleOutcome:
     @property
     def host_syncs(self) -> int:
         """Host syncs of one iteration, without those of periodic logging."""
-        stage = self.iteration
-        return sum(s.count for s in stage.host_syncs if s.phase != LOG) if stage is not None else 0
+        iteration = self.iteration
+        return (
+            sum(s.count for s in iteration.host_syncs if s.phase != LOG)
+            if iteration is not None
+            else 0
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the role's results for ``--json``; sizes in bytes."""
-        stage = self.iteration
+        iteration = self.iteration
         return {
             "role": asdict(self.role),
             "fits": self.ok,
@@ -126,7 +130,7 @@ class RoleOutcome:
             "faults": self.faults,
             "kind of numbers": "measured",
             "peak": self.peak,
-            "max_memory_allocated": max((s.peak for s in self.report.stages), default=0),
+            "max_memory_allocated": max((s.peak for s in self.report.intervals), default=0),
             "held at the peak": self.held,
             "reserved": self.reserved,
             "usable": self.usable,
@@ -134,11 +138,11 @@ class RoleOutcome:
             "allocator retries": self.measured["retries"],
             "parameters": self.measured["parameters"],
             "batch": self.report.facts.get("batch"),
-            "launches": stage and stage.counters["launches"],
-            "host syncs": stage and [asdict(sync) for sync in stage.host_syncs],
-            "flops": stage and stage.flops,
-            "bytes of other kernels": stage and stage.moved,
-            "traffic": stage and [asdict(t) for t in stage.traffic],
+            "launches": iteration and iteration.counters["launches"],
+            "host syncs": iteration and [asdict(sync) for sync in iteration.host_syncs],
+            "flops": iteration and iteration.flops,
+            "bytes of other kernels": iteration and iteration.moved,
+            "traffic": iteration and [asdict(t) for t in iteration.traffic],
             "seconds of the host": round(self.seconds, 1),
             "memory of the host": self.measured["host bytes"],
         }

@@ -19,7 +19,7 @@ from typing import Any
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.pretended.flops import BYTES, KINDS
-from mcore_qwen3vl.pretended.report import Stage, Traffic
+from mcore_qwen3vl.pretended.report import Interval, Traffic
 from mcore_qwen3vl.runtime.gpus import Gpu
 from mcore_qwen3vl.schedule import Durations, simulate
 from mcore_qwen3vl.training.phases import BACKWARD, FORWARD
@@ -153,7 +153,7 @@ class RankWork:
     name: str
     stages: int
     chunks: Sequence[Mapping[str, Mapping[str, float]]]
-    iteration: Stage
+    iteration: Interval
     micro_batches: int
     tokens: float
     useful_flops: float
@@ -302,13 +302,13 @@ def _filled(spent: dict[str, float], seconds: float) -> dict[str, float]:
     return {name: value for name, value in spent.items() if value > 1e-6}
 
 
-def _totals(stage: Stage) -> dict[str, float]:
+def _totals(interval: Interval) -> dict[str, float]:
     """Return an iteration's work like :meth:`.rank.Rank.tally`, less the overlapped exchange."""
-    traffic = {f"{t.group}\n{t.operation}": t.size for t in stage.traffic if not _overlapped(t)}
-    counters = stage.counters
-    host = {"launches": counters["launches"] - stage.fused, "host_syncs": counters["host_syncs"]}
-    flops = {kind: stage.flops.get(kind, 0) for kind in KINDS}
-    return {**flops, BYTES: stage.moved, **host, **traffic}
+    traffic = {f"{t.group}\n{t.operation}": t.size for t in interval.traffic if not _overlapped(t)}
+    counters = interval.counters
+    host = {"launches": counters["launches"] - interval.fused, "host_syncs": counters["host_syncs"]}
+    flops = {kind: interval.flops.get(kind, 0) for kind in KINDS}
+    return {**flops, BYTES: interval.moved, **host, **traffic}
 
 
 def _overlapped(t: Traffic) -> bool:

@@ -109,16 +109,16 @@ def launches() -> int:
     rank = this_rank.current
     assert rank is not None
     x = torch.ones(4, 4, device="cuda")
-    rank.end_stage("before")
+    rank.end_interval("before")
     rank.device.watch_launches()
     with rank.device.phase("here"):
         for _ in range(3):
             x.tan()
         x.exp()
-    stage = rank.end_stage("watched")
+    interval = rank.end_interval("watched")
     rank.device.watch_launches(False)
     x.exp()
-    return stage.counters["launches"]
+    return interval.counters["launches"]
 
 
 def collectives() -> dict[str, Any]:

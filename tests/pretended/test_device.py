@@ -21,7 +21,7 @@ HERE = "tests.pretended.programs"
 def test_the_operators_of_training_run(workbench: Workbench) -> None:
     name, report = workbench.call(f"{HERE}:operators")
     assert name == "Pretended GPU"
-    counters = report.stage("end").counters
+    counters = report.interval("end").counters
     assert counters["launches"] > 100
     assert counters["gemms"] >= 8
     assert counters["convolutions"] > 0
@@ -32,7 +32,7 @@ def test_memory_is_counted_and_not_taken_from_the_host(workbench: Workbench) -> 
     assert found["host"] < 100 << 20
     assert "Tried to allocate 30.00 GiB" in found["refused"]
     assert "total capacity of 80.00 GiB" in found["refused"]
-    assert report.stage("end").peak == 60 << 30
+    assert report.interval("end").peak == 60 << 30
     with pytest.raises(Failed, match=r"total capacity of 40\.00 GiB"):
         workbench.call(f"{HERE}:memory", memory_gib=40)
 
@@ -107,7 +107,7 @@ def test_skewed_routing_crowds_the_first_quarter_of_the_experts(workbench: Workb
 def test_flops_are_those_of_the_products(workbench: Workbench) -> None:
     """Causal attention counts half of each segment's square; backward is five products, not two."""
     _, report = workbench.call(f"{HERE}:flops")
-    counted = report.stage("end").flops
+    counted = report.interval("end").flops
     assert counted["gemm"] == 3 * 2 * 7 * 30 * 50 + 2 * 3 * 11 * 13 * 17
     square = 4 * 4 * 16 * (10**2 + 20**2)
     grouped = 4 * 2 * 6 * 5 * 9 * 16
@@ -121,7 +121,7 @@ def test_what_nobody_sends_is_zeros(workbench: Workbench) -> None:
 
 def test_every_host_sync_is_recorded_with_its_line(workbench: Workbench) -> None:
     _, report = workbench.call(f"{HERE}:host_syncs")
-    here = [s for s in report.stage("end").host_syncs if "programs.py" in s.place]
+    here = [s for s in report.interval("end").host_syncs if "programs.py" in s.place]
     assert all(s.place.split(" < ")[0].endswith(" host_syncs") for s in here)
     lines = sorted((int(s.place.split(":")[1].split()[0]), s.kind) for s in here)
     first = lines[0][0]
@@ -135,14 +135,14 @@ def test_every_host_sync_is_recorded_with_its_line(workbench: Workbench) -> None
 
 def test_every_launch_is_recorded_with_its_line_if_asked_for(workbench: Workbench) -> None:
     count, report = workbench.call(f"{HERE}:launches")
-    found = report.stage("watched").launches
+    found = report.interval("watched").launches
     assert sum(launch.count for launch in found) == count
     (tangents,) = (launch for launch in found if "tan_kernel" in launch.kernel)
     assert tangents.count == 3
     assert tangents.phase == "here"
     assert tangents.place.startswith("tests/pretended/programs.py:")
     assert tangents.place.split(" < ")[0].endswith(" launches")
-    assert report.stage("end").launches == []
+    assert report.interval("end").launches == []
 
 
 def test_a_place_begins_with_the_outermost_package(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_other_ranks_do_what_this_one_does(workbench: Workbench) -> None:
         "gathered": [1, 2] * 4,
         "wrong splits": "",
     }
-    traffic = {(t.group, t.operation): (t.calls, t.size) for t in report.stage("end").traffic}
+    traffic = {(t.group, t.operation): (t.calls, t.size) for t in report.interval("end").traffic}
     assert traffic["three (gloo)[3]", "all_reduce"] == (1, 4)
     calls, size = traffic["world[4]", "all_gather"]
     assert size >= 64

@@ -7,25 +7,27 @@ from pathlib import Path
 import pytest
 
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.pretended.report import Report, Stage
+from mcore_qwen3vl.pretended.report import Interval, Report
 from mcore_qwen3vl.rehearsal.outcome import Device, Rehearsal, RoleOutcome
 from mcore_qwen3vl.rehearsal.report.page import HEIGHT, LETTER, plot, write_page
 from mcore_qwen3vl.rehearsal.roles import Role
 from mcore_qwen3vl.runtime.gpus import find_gpu
 
-STAGES = {"model and optimizer": 0.3, "iteration 1": 2.0, "iteration 2": 2.0, "end": 0.0}
+INTERVALS = {"model and optimizer": 0.3, "iteration 1": 2.0, "iteration 2": 2.0, "end": 0.0}
 
 
 def outcome(peak: int, usable: int) -> RoleOutcome:
-    """Make a role that holds `peak` bytes at most, in stages of unequal length."""
-    stages = [Stage(n, seconds, 0, peak, peak, {}, [], [], {}) for n, seconds in STAGES.items()]
+    """Make a role that holds `peak` bytes at most, in intervals of unequal length."""
+    intervals = [
+        Interval(n, seconds, 0, peak, peak, {}, [], [], {}) for n, seconds in INTERVALS.items()
+    ]
     moments = [
         {"seconds": i / 10, "allocated": peak * i // 40, "sizes": {"weights": peak * i // 40}}
         for i in range(41)
     ]
     error = {"out of memory": False, "kind": "Stopped", "place": "here:1", "message": "why"}
     found = {"error": error, "over time": moments, "peak": moments[-1], "parameters": {}}
-    return RoleOutcome(Role("every rank", 0, 0, 1), found, Report(stages), 1.0, usable)
+    return RoleOutcome(Role("every rank", 0, 0, 1), found, Report(intervals), 1.0, usable)
 
 
 @pytest.mark.parametrize("peak", [36, 82, 90])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.pretended.report import Stage, Traffic
+from mcore_qwen3vl.pretended.report import Interval, Traffic
 from mcore_qwen3vl.rehearsal.step_time import Constants, Model, RankWork, StepTime
 from mcore_qwen3vl.runtime.gpus import find_gpu
 
@@ -24,23 +24,25 @@ FORWARD = {"gemm": 1e14, "attention": 5e13, "bytes": 5e10, "launches": 10}
 BACKWARD = {"gemm": 2e14, "attention": 1e14, "bytes": 1e11, "launches": 20}
 
 
-def stage(*traffic: Traffic, **changes: Any) -> Stage:
-    """Make a stage of two micro-batches and an optimizer that moves 1e10 bytes."""
+def interval(*traffic: Traffic, **changes: Any) -> Interval:
+    """Make an interval of two micro-batches and an optimizer that moves 1e10 bytes."""
     flops = {"gemm": int(6e14), "attention": int(3e14)}
     counters = {"launches": 60, "host_syncs": 0}
-    made = Stage("iteration 2", 1, 0, 0, 0, counters, [], list(traffic), flops, moved=int(3.1e11))
+    made = Interval(
+        "iteration 2", 1, 0, 0, 0, counters, [], list(traffic), flops, moved=int(3.1e11)
+    )
     return replace(made, **changes)
 
 
 def modelled(
     *flags: str,
-    found: Stage | None = None,
+    found: Interval | None = None,
     forward: dict[str, float] = FORWARD,
     stages: int = 1,
     constants: Constants = PLAIN,
 ) -> StepTime:
     chunks = [{"forward": forward, "backward": BACKWARD}]
-    rank = RankWork("rank", stages, chunks, found or stage(), 2, 16_000, 8e14)
+    rank = RankWork("rank", stages, chunks, found or interval(), 2, 16_000, 8e14)
     return Model(GPU, constants, flags).step([rank], micro_batches=6, group=0, gpus=4, dp=4)
 
 
@@ -59,7 +61,7 @@ def test_work_takes_what_the_gpu_needs() -> None:
 
 def test_the_host_counts_where_it_is_slower() -> None:
     forward = {**FORWARD, "launches": 1e5, "host_syncs": 1e3}  # a second, and 30 ms
-    found = stage(counters={"launches": 200_040, "host_syncs": 2_000})
+    found = interval(counters={"launches": 200_040, "host_syncs": 2_000})
     spent = modelled(found=found, forward=forward).roles[0].seconds
     assert spent["host"] == pytest.approx(6 * (1 - 0.2 - 0.2 - 0.05 + 0.03))
 
@@ -67,7 +69,7 @@ def test_the_host_counts_where_it_is_slower() -> None:
 def test_exchanges_by_link() -> None:
     forward = {**FORWARD, "TENSOR_MODEL_PARALLEL_GROUP[4]\nall_gather": 4e10}
     forward["EXPERT_MODEL_PARALLEL_GROUP[16]\nall_to_all"] = 1.6e10
-    found = stage(replace(TP, size=8 * 10**10), replace(EP, size=32 * 10**9))
+    found = interval(replace(TP, size=8 * 10**10), replace(EP, size=32 * 10**9))
     spent = modelled(found=found, forward=forward).roles[0].seconds
     assert spent["TP exchange"] == pytest.approx(6 * 4e10 * 3 / 4 / 200e9)
     # Seven of the other fifteen ranks are on the same node.
@@ -77,9 +79,11 @@ def test_exchanges_by_link() -> None:
 
 
 def test_the_data_parallel_exchange_hides_behind_a_micro_batch() -> None:
-    exposed = modelled(found=stage(DP)).roles[0].seconds
+    exposed = modelled(found=interval(DP)).roles[0].seconds
     assert exposed["DP exchange"] == pytest.approx(4e9 / 20e9)
-    assert "DP exchange" not in modelled("--overlap-grad-reduce", found=stage(DP)).roles[0].seconds
+    assert (
+        "DP exchange" not in modelled("--overlap-grad-reduce", found=interval(DP)).roles[0].seconds
+    )
 
 
 def test_stages_wait_for_each_other() -> None:

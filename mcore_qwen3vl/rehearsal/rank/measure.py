@@ -27,7 +27,7 @@ def measure(flags: Sequence[str], progress: Path) -> dict[str, Any]:
 
     Args:
         flags: flags of ``launch/train.py``.
-        progress: file to which the name of each stage is appended when the stage ends.
+        progress: file to which the name of each interval is appended when it ends.
 
     Returns:
         ``peak``, ``refused`` (or None) and ``over time`` (a list): :class:`~.peak.Moment` as
@@ -41,14 +41,14 @@ def measure(flags: Sequence[str], progress: Path) -> dict[str, Any]:
     assert rank is not None
     held: list[tuple[list[nn.Module], Any]] = []
     peak.record()
-    end_stage = rank.end_stage
+    end_interval = rank.end_interval
 
     def tell(name: str) -> Any:
         with progress.open("a", encoding="utf-8") as file:
             file.write(f"{name}\n")
-        return end_stage(name)
+        return end_interval(name)
 
-    rank.end_stage = tell  # type: ignore[method-assign]
+    rank.end_interval = tell  # type: ignore[method-assign]
     error = None
     try:
         train.main(list(flags), lambda model, optimizer: held.append((model, optimizer)))

@@ -30,9 +30,9 @@ OnSetup = Callable[[list[nn.Module], Any], None]
 
 
 def main(argv: Sequence[str], on_setup: OnSetup = lambda model, optimizer: None) -> None:
-    """Train as the flags say, and record the stages and facts in this process's rank.
+    """Train as the flags say, and record the intervals and facts in this process's rank.
 
-    The stages are ``model and optimizer``, then ``iteration 1`` and so on. The facts are:
+    The intervals are ``model and optimizer``, then ``iteration 1`` and so on. The facts are:
 
     - ``batch``: the shapes of the first batch.
     - ``parameters``: number of values that this rank trains.
@@ -89,7 +89,7 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda model, optimizer: None)
 
 
 class _Watch:
-    """Wraps Megatron's functions to record stages and phases, and to check the parameters."""
+    """Wraps Megatron's functions to record intervals and phases, and to check the parameters."""
 
     def __init__(self, rank: Rank, on_setup: OnSetup) -> None:
         self._rank = rank
@@ -105,7 +105,7 @@ class _Watch:
             result = original(*args, **kwargs)
             self._watch(result[0])
             self._on_setup(result[0], result[1])
-            self._rank.end_stage("model and optimizer")
+            self._rank.end_interval("model and optimizer")
             return result
 
         return setup_model_and_optimizer
@@ -143,7 +143,7 @@ class _Watch:
             self._facts["work"] = self.work.of_iteration()
             self._facts |= self._useful()
             self._facts["without gradient"] = self._without_gradient(model)
-            self._rank.end_stage(f"iteration {done}")
+            self._rank.end_interval(f"iteration {done}")
             return result
 
         return train_step

@@ -40,7 +40,7 @@ class Area:
 
 @dataclass(frozen=True)
 class Mark:
-    """The beginning of a stage; `y` is the line of its label."""
+    """The beginning of an interval; `y` is the line of its label."""
 
     x: float
     y: float
@@ -123,15 +123,15 @@ def _ticks(top: float, y: Any) -> list[tuple[float, str]]:
 
 
 def _marks(outcome: RoleOutcome, moments: list[dict[str, Any]], step: float) -> list[Mark]:
-    """Return where each stage begins, by host time; labels that would overlap get other lines."""
+    """Return where each interval begins; labels that would overlap get other lines."""
     marks: list[Mark] = []
     ends: list[float] = []  # x at which the last label of each line ends
     ended = 0.0
-    for stage in outcome.report.stages[:-1]:
+    for interval in outcome.report.intervals[:-1]:
         start = next((i for i, m in enumerate(moments) if m["seconds"] >= ended), 0)
         x = LEFT + start * step
         line = next((i for i, end in enumerate(ends) if end < x), len(ends))
-        ends[line : line + 1] = [x + LETTER * (len(stage.name) + 2)]
-        marks.append(Mark(x, HEIGHT - BOTTOM + LINE * (line + 1), stage.name))
-        ended += stage.seconds
+        ends[line : line + 1] = [x + LETTER * (len(interval.name) + 2)]
+        marks.append(Mark(x, HEIGHT - BOTTOM + LINE * (line + 1), interval.name))
+        ended += interval.seconds
     return marks

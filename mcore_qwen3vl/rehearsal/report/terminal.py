@@ -175,14 +175,14 @@ def _work(rehearsal: Rehearsal) -> None:
         *columns,
     )
     for outcome in rehearsal.outcomes:
-        stage = outcome.iteration
+        iteration = outcome.iteration
         numbers = ["", "", "", ""]
-        if stage is not None:
+        if iteration is not None:
             numbers = [
-                f"{stage.counters['launches']:,}",
+                f"{iteration.counters['launches']:,}",
                 f"{outcome.host_syncs:,}",
-                f"{stage.flops.get('gemm', 0) / 1e12:,.1f}",
-                f"{stage.flops.get('attention', 0) / 1e12:,.1f}",
+                f"{iteration.flops.get('gemm', 0) / 1e12:,.1f}",
+                f"{iteration.flops.get('attention', 0) / 1e12:,.1f}",
             ]
         parameters = sum(outcome.measured["parameters"].values())
         table.add_row(
@@ -196,13 +196,13 @@ def _work(rehearsal: Rehearsal) -> None:
 
 
 def _host_syncs(outcome: RoleOutcome) -> None:
-    stage = outcome.iteration
-    if stage is None or not stage.host_syncs:
+    iteration = outcome.iteration
+    if iteration is None or not iteration.host_syncs:
         return
     title = f"Host syncs, {outcome.role.name}"
     table = _table(title, ">count", "while", "kind", "line")
     lines: Counter[tuple[str, str, str]] = Counter()
-    for sync in stage.host_syncs:
+    for sync in iteration.host_syncs:
         lines[sync.phase, sync.kind, sync.place.split(" < ")[0]] += sync.count
     ordered = lines.most_common()
     for line, count in ordered[:HOST_SYNCS_SHOWN]:
@@ -214,8 +214,10 @@ def _host_syncs(outcome: RoleOutcome) -> None:
 
 
 def _traffic(outcome: RoleOutcome) -> None:
-    stage = outcome.iteration
-    traffic = [] if stage is None else [t for t in stage.traffic if not t.group.endswith("[1]")]
+    iteration = outcome.iteration
+    traffic = (
+        [] if iteration is None else [t for t in iteration.traffic if not t.group.endswith("[1]")]
+    )
     if not traffic:
         return
     title = f"Handed to process groups, {outcome.role.name}"

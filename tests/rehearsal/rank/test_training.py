@@ -122,11 +122,11 @@ def rehearsed(request: pytest.FixtureRequest, rehearse: Rehearse) -> tuple[Role,
 
 def test_two_iterations_run_on_real_packs(rehearsed: tuple[Role, Report]) -> None:
     role, report = rehearsed
-    assert [s.name for s in report.stages][1:3] == ["iteration 1", "iteration 2"]
+    assert [s.name for s in report.intervals][1:3] == ["iteration 1", "iteration 2"]
     assert report.facts["parameters"] == role.parameters
     assert report.facts["batch"]["tokens"] == (1, 8192)
     assert report.facts["batch"]["patches"] == (16384, 1536)
-    assert report.stage("iteration 2").counters["unknown_calls"] == 0
+    assert report.interval("iteration 2").counters["unknown_calls"] == 0
 
 
 def test_every_parameter_is_on_the_device_and_has_a_gradient(
@@ -140,7 +140,9 @@ def test_every_parameter_is_on_the_device_and_has_a_gradient(
 def test_forward_and_backward_wait_for_nothing_unknown(rehearsed: tuple[Role, Report]) -> None:
     role, report = rehearsed
     syncs = [
-        w for w in report.stage("iteration 2").host_syncs if w.phase in (FORWARD_BACKWARD, FINALIZE)
+        w
+        for w in report.interval("iteration 2").host_syncs
+        if w.phase in (FORWARD_BACKWARD, FINALIZE)
     ]
     unknown = [w for w in syncs if not w.place.startswith(role.host_syncs or ("nothing",))]
     assert unknown == []
@@ -152,7 +154,7 @@ def test_nothing_else_waits_between_two_logged_steps(rehearsed: tuple[Role, Repo
     with ``--exit-signal-handler``, and for success, norm, learning rate and the loss's scale."""
     _, report = rehearsed
     inside = (FORWARD_BACKWARD, FINALIZE, LOG)
-    syncs = report.stage("iteration 2").host_syncs
+    syncs = report.interval("iteration 2").host_syncs
     assert [w for w in syncs if w.phase not in inside] == []
     assert [w for w in syncs if w.phase == LOG], "the first step is logged"
 
@@ -164,7 +166,7 @@ def test_peak_memory_is_what_it_was(rehearsed: tuple[Role, Report]) -> None:
         pytest.skip(
             f"recorded with torch {RECORDED_WITH[role.spec]}, whose kernels keep other tensors"
         )
-    assert report.stage("iteration 2").peak == pytest.approx(role.peak, rel=TOLERANCE)
+    assert report.interval("iteration 2").peak == pytest.approx(role.peak, rel=TOLERANCE)
 
 
 def test_export_out_of_a_running_job(rehearse: Rehearse, tmp_path: Path) -> None:
@@ -201,9 +203,9 @@ def test_batches_wait_for_nothing_read_ahead_or_not(
     flags = ("--num-workers", str(workers), "--train-iters", "3")
     report = _tiny_rank(workbench, tmp_path, 0, *flags)
     assert report.facts["batch"]["patches"] is not None
-    syncs = [w for i in (2, 3) for w in report.stage(f"iteration {i}").host_syncs]
+    syncs = [w for i in (2, 3) for w in report.interval(f"iteration {i}").host_syncs]
     assert [w for w in syncs if w.phase == FORWARD_BACKWARD or "broadcast/batches" in w.place] == []
-    assert report.stage("iteration 3").counters["unknown_calls"] == 0
+    assert report.interval("iteration 3").counters["unknown_calls"] == 0
 
 
 def test_losses_of_data_sets_stay_on_the_device_until_they_are_logged(
@@ -220,7 +222,7 @@ def test_losses_of_data_sets_stay_on_the_device_until_they_are_logged(
         folder = tmp_path / str(len(data))
         report = _tiny_rank(workbench, folder, 0, *four, "--data-path", *data)
         assert report.facts["batch"]["tokens"] == (4, 128)
-        stages = [report.stage(f"iteration {number}") for number in (3, 4)]
+        stages = [report.interval(f"iteration {number}") for number in (3, 4)]
         return [sum(sync.count for sync in stage.host_syncs) for stage in stages]
 
     one, several = syncs(parts[0]), syncs("0.5", parts[0], "0.5", parts[1])
