@@ -74,6 +74,13 @@ def check(
         int, typer.Option(help=f"{_PIXELS[0].upper()}{_PIXELS[1:]}.")
     ] = DataConfig.max_decoded_pixels,
     trust_data: TrustData = False,
+    distill_temperature: Annotated[
+        float | None,
+        typer.Option(
+            help="Also check the teacher's scores beside the data, for train --loss distill with "
+            "this --distill-temperature (1 by default)."
+        ),
+    ] = None,
     write_clean: Annotated[
         Path | None,
         typer.Option(
@@ -107,6 +114,7 @@ def check(
         max_sample_seconds=max_sample_seconds,
         max_decoded_pixels=max_decoded_pixels,
         trust_data=trust_data,
+        teacher_temperature=distill_temperature,
         media=media,
     )
     folder = config_folder(hf_model)
@@ -119,7 +127,7 @@ def check(
             decode=decode,
             limit=limit,
             preprocess=preprocess,
-            architecture=Architecture.from_hf(folder) if dp > 1 else None,
+            architecture=Architecture.from_hf(folder),
             ranks=dp,
             micro_batches=max(1, global_batch_size // dp),
             **({} if write is None else {"usable": write}),

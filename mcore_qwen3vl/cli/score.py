@@ -39,12 +39,20 @@ def score(
         Path | None,
         typer.Option(
             help="File to write; default: NAME.scores.jsonl beside NAME.jsonl, and likewise; with "
-            "--task embedding NAME.embeddings.parquet, otherwise NAME.TASK.jsonl."
+            "--task embedding NAME.embeddings.parquet, with --top-k NAME.topk.arrow, otherwise "
+            "NAME.TASK.jsonl."
         ),
     ] = None,
     entropy: Annotated[
         bool, typer.Option("--entropy", help="Also write the entropy at each trained token.")
     ] = False,
+    top_k: Annotated[
+        int | None,
+        typer.Option(
+            help="Write this many likeliest tokens at each trained token, with their "
+            "log-probabilities and that of all others together, for train --loss distill."
+        ),
+    ] = None,
     temperature: Annotated[float, typer.Option(help="Divide the logits by this.")] = 1.0,
     task: Annotated[
         Literal["log-probabilities", "embedding", "reranker", "reward"],
@@ -102,7 +110,7 @@ def score(
     request = Request(
         checkpoint, data, out, layout, spec, dtype, hf_model, lora, temperature, entropy, packing,
         seq_length, media, packing_buffer, max_bad_fraction, force, split,
-        preprocess, trust_data, task, answers,
+        preprocess, trust_data, task, answers, top_k,
     )  # fmt: skip
     found = run(request, on_cpu=cpu)
     if found is None:  # a rank of torchrun other than the first

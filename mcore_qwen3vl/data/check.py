@@ -24,9 +24,10 @@ from mcore_qwen3vl.data.encoding.rows import Balance, Workload, all_ranks, each_
 from mcore_qwen3vl.data.loading.datasets import CrudeSamples
 from mcore_qwen3vl.data.loading.measured import Size
 from mcore_qwen3vl.data.loading.sources import parse_sources
-from mcore_qwen3vl.data.records.bad_samples import sample_id
-from mcore_qwen3vl.data.records.flaws import OverlongSample
+from mcore_qwen3vl.data.records.bad_samples import number_of, sample_id
+from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample
 from mcore_qwen3vl.data.records.media import peculiarities
+from mcore_qwen3vl.data.teacher import teachers_of
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.extras import require_extra
 
@@ -176,7 +177,7 @@ def check_data(
         decode: whether to decode every image and video too; otherwise only headers are read.
         limit: number of samples after which to stop; None: read all.
         preprocess: hook for data sets that name none.
-        architecture: shape of the model, for the balance of work.
+        architecture: shape of the model, for the balance of work and the teacher's vocabulary.
         ranks: data-parallel ranks to divide the work over; 1: measure no balance.
         micro_batches: micro-batches of a rank in a step.
         usable: called with each crude sample that can be used.
@@ -188,6 +189,12 @@ def check_data(
     preparation = Preparation(processor, config, sources)
     report = DataReport(path, config.seq_length)
     samples = CrudeSamples(sources, split=split, trust=config.trust_data)
+    teachers = teachers_of(
+        sources,
+        config.teacher_temperature,
+        tokenizer=processor.tokenizer,
+        vocab_size=0 if architecture is None else architecture.vocab_size,
+    )
     for crude in islice(samples, limit):
         try:
             raw = raw_sample(preparation, crude)
@@ -197,13 +204,16 @@ def check_data(
             plans = [preparation.plan(raw, part) for part in parts]
             if len(plans) > 1:
                 check_length(config, plans)
+            if teachers:
+                teachers[raw.source].of(number_of(crude))
+                teachers[raw.source].check(number_of(crude), plans[0])
             if decode:
                 for plan in plans:
                     preparation.pixels(plan, raw.source)
         except OverlongSample as error:
             report.overlong.append(Flaw(sample_id(crude), str(error)))
         except Exception as error:  # as in the loader, any exception makes the sample bad
-            kind = "" if type(error).__module__.startswith(__package__) else type(error).__name__
+            kind = "" if isinstance(error, BadSample | BadInput) else type(error).__name__
             report.bad.append(Flaw(sample_id(crude), f"{kind}: {error}" if kind else str(error)))
         else:
             usable(crude)

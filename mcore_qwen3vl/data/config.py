@@ -127,6 +127,9 @@ class DataConfig:
     references: bool = False
     """With `pairs`: whether to read the reference's log-probabilities from a file beside the
     data."""
+    teacher_temperature: float | None = None
+    """Temperature of the teacher's likeliest tokens, which are then read from a file beside the
+    data; None: read none."""
     media: MediaLimits = field(default_factory=MediaLimits)
 
     def __post_init__(self) -> None:
@@ -151,10 +154,11 @@ class DataConfig:
                 f"overlong is 'truncate' with the task {self.task}: the last token of a text that "
                 "is cut is another one. Leave over-long records out (drop)."
             )
-        if (self.pairs or self.labelled) and self.overlong == "truncate":
+        scored = self.pairs or self.labelled or self.teacher_temperature is not None
+        if scored and self.overlong == "truncate":
             raise BadInput(
-                "overlong is 'truncate' with preference pairs or labelled records: an answer that "
-                "is cut has no log-probability. Leave over-long records out (drop)."
+                "overlong is 'truncate' with preference pairs, labelled records or a teacher: an "
+                "answer that is cut has no log-probability. Leave over-long records out (drop)."
             )
         if not 0 <= self.max_bad_fraction <= 1:
             raise BadInput(

@@ -17,6 +17,7 @@ has ``error``. ``NAME.scores.json`` holds the summary, the settings and the dige
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,11 @@ def embeddings_of(data: Path) -> Path:
     return scores_of(data).with_suffix("").with_suffix(".embeddings.parquet")
 
 
+def teacher_of(data: Path) -> Path:
+    """Return the default path of a teacher's likeliest tokens for a data set."""
+    return scores_of(data).with_suffix("").with_suffix(".topk.arrow")
+
+
 def task_scores_of(data: Path, task: str) -> Path:
     """Return the default path of a task's scores, where training looks for no reference."""
     return scores_of(data).with_suffix("").with_suffix(f".{task}.jsonl")
@@ -67,6 +73,12 @@ def file_digest(path: Path) -> str:
         while chunk := file.read(_CHUNK):
             found.update(chunk)
     return found.hexdigest()
+
+
+def vocabulary_of(tokenizer: Any, vocab_size: int) -> dict[str, Any]:
+    """Return what identifies a vocabulary: a hash of its tokens with their ids, and its size."""
+    tokens = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
+    return {"tokens": xxhash.xxh3_64_hexdigest(tokens), "size": vocab_size}
 
 
 @dataclass(frozen=True)
@@ -108,7 +120,7 @@ class References:
                 f"{scores} does not exist. Compute the reference's log-probabilities of {data} "
                 f"with `{how}`."
             )
-        _check_facts(scores, data, how)
+        checked_facts(scores, data, how)
         return _read(data, scores)
 
     def of(self, index: int) -> tuple[float, float]:
@@ -132,33 +144,50 @@ class References:
             BadInput: a sequence has other tokens.
         """
         if [digest(chosen), digest(rejected)] != self.digests[index].tolist():
-            line = line_of(ensure_index(self.data), index)
-            raise BadInput(
-                f"{self.data}:{line} no longer has the tokens that it had when {self.scores} was "
-                "made: the processor, the chat template or the budgets of images and videos "
-                "differ. Score the data again with the settings of training."
-            )
+            raise other_tokens(self.data, index, self.scores)
 
 
-def _check_facts(scores: Path, data: Path, how: str) -> None:
+def other_tokens(data: Path, index: int, scores: Path) -> BadInput:
+    """Return the error of a record, by its number from 0, that has other tokens than scored."""
+    line = line_of(ensure_index(data), index)
+    return BadInput(
+        f"{data}:{line} no longer has the tokens that it had when {scores} was made: the "
+        "processor, the chat template or the budgets of images and videos differ. Score the data "
+        "again with the settings of training."
+    )
+
+
+def checked_facts(scores: Path, data: Path, how: str, temperature: float = 1.0) -> dict[str, Any]:
+    """Return the settings that scores were made with.
+
+    Args:
+        scores: the scores.
+        data: the data set that they should be of.
+        how: the command that makes them, for messages.
+        temperature: the temperature that they should have.
+
+    Raises:
+        BadInput: the settings cannot be read, or the data or the temperature is another one.
+    """
     file = facts_of(scores)
     try:
-        facts = parse_json(file.read_text(encoding="utf-8"))
-        made_of, temperature = facts["settings"]["data"], facts["settings"]["temperature"]
+        facts: dict[str, Any] = parse_json(file.read_text(encoding="utf-8"))["settings"]
+        made_of, found = facts["data"], facts["temperature"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadInput(
             f"{file}, which belongs to {scores}, cannot be read ({type(error).__name__}: {error}): "
             f"make both again with `{how}`."
         ) from error
-    if temperature != 1:
+    if found != temperature:
         raise BadInput(
-            f"{scores} was made with temperature {temperature:g}: a reference needs 1. Make it "
+            f"{scores} was made with temperature {found:g}, and {temperature:g} is needed: make it "
             f"again with `{how}`."
         )
     if made_of != file_digest(data):
         raise BadInput(
             f"{scores} was not made from the current content of {data}: make it again with `{how}`."
         )
+    return facts
 
 
 def _read(data: Path, scores: Path) -> References:

@@ -17,6 +17,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """The settings of a kind that differ from those of :class:`Preference`."""
 
+Divergence = Literal["forward", "reverse", "jsd"]
+"""The divergences of a student; see :mod:`mcore_qwen3vl.objectives.distillation`."""
+
 Ranking = Literal["pointwise", "listwise"]
 """The losses of rerankers; see :mod:`mcore_qwen3vl.objectives.ranking`."""
 
@@ -123,3 +126,37 @@ class Contrastive:
             raise BadInput(f"temperature is {self.temperature:g}: it must be above 0.")
         if any(dimension < 1 for dimension in self.dimensions):
             raise BadInput(f"matryoshka_dims is {self.dimensions}: each must be at least 1.")
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """Settings of distillation; see :mod:`mcore_qwen3vl.objectives.distillation`.
+
+    Attributes:
+        divergence: the kind of divergence of the student from the teacher.
+        beta: the teacher's share in the mixture, above 0 and below 1; read for ``jsd`` only.
+        temperature: number that the logits of both are divided by. The divergence is multiplied by
+            its square, so that its gradients keep their size (Hinton et al. 2015).
+        alpha: share of the cross entropy, at temperature 1, in the loss.
+
+    Raises:
+        BadInput: a value is out of range.
+    """
+
+    divergence: Divergence = "forward"
+    beta: float = 0.5
+    temperature: float = 1.0
+    alpha: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.beta < 1:
+            raise BadInput(
+                f"distill_beta is {self.beta:g}: it must be above 0 and below 1. For GKD's 0 and "
+                "1, choose the divergences forward and reverse."
+            )
+        if not self.temperature > 0:
+            raise BadInput(f"distill_temperature is {self.temperature:g}: it must be above 0.")
+        if not 0 <= self.alpha < 1:
+            raise BadInput(
+                f"distill_alpha is {self.alpha:g}: it must be a share from 0 to below 1."
+            )

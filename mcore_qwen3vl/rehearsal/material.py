@@ -8,6 +8,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.rehearsal.command import Command
 from mcore_qwen3vl.tiny.stand_in import write_half_images, write_stand_in
+from mcore_qwen3vl.training.distillation.flags import is_distillation
 from mcore_qwen3vl.training.preference.flags import KTO, LOSSES
 
 SAMPLES_OF_A_PACK = 16
@@ -110,6 +111,10 @@ def _made_up(command: Command, model: Path, folder: Path) -> Command:
         pairs=command.value("--loss") in LOSSES,
         labelled=command.value("--loss") == KTO,
     )
+    if is_distillation(command.args):
+        from mcore_qwen3vl.rehearsal.teacher import write_made_up  # imports torch
+
+        write_made_up(file, folder / "model", command.args)
     return command.plus("--hf-model", folder / "model", "--data-path", file).noting(
         f"made-up data: samples of {tokens} tokens, with {images} image{'s' * (images > 1)} of "
         f"{side} x {side} tokens each"

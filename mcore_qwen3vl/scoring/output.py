@@ -17,6 +17,7 @@ from typing import Any
 from mcore_qwen3vl.data.records.preference import SIDES
 from mcore_qwen3vl.data.records.retrieval import POSITIVE
 from mcore_qwen3vl.data.scores import facts_of
+from mcore_qwen3vl.data.teacher import write_teacher
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.scoring.embeddings import values_in, write_parquet
 from mcore_qwen3vl.untrusted import parse_json
@@ -44,6 +45,10 @@ class Tally:
     documents: int = 0
     positive_first: float | None = None
     """Share of the queries with a positive and negatives whose positive has the highest score."""
+
+
+_TABLES = {".parquet": write_parquet, ".arrow": write_teacher}
+"""Writers of files that are made from the finished lines of JSON, by the file's suffix."""
 
 
 class Output:
@@ -141,9 +146,9 @@ class Output:
         facts = {"settings": self._settings, "summary": asdict(found)}
         self._partial_facts.write_text(json.dumps(facts, indent=1) + "\n", "utf-8")
         whole = self._partial
-        if self.path.suffix == ".parquet":
+        if write := _TABLES.get(self.path.suffix):
             whole = self._partial.with_suffix(".table")
-            write_parquet(self._partial, whole)
+            write(self._partial, whole)
         os.replace(self._partial_facts, facts_of(self.path))
         os.replace(whole, self.path)
         self._partial.unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,8 +15,10 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from mcore_qwen3vl.data.encoding.batch import Batch
+from mcore_qwen3vl.data.teacher import encoded_top
 from mcore_qwen3vl.model.head.module import Head
 from mcore_qwen3vl.model.head.score import ClassifierModel
+from mcore_qwen3vl.model.head.top_k import likeliest
 from mcore_qwen3vl.model.headless import HeadlessModel
 from mcore_qwen3vl.model.inputs import to_device
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
@@ -63,7 +66,36 @@ class LogProbs:
         dist.all_reduce(whole, group=mpu.get_context_parallel_group())
         if mpu.get_tensor_and_context_parallel_rank() != 0:
             return {}
-        return _of_batch(batch, whole.cpu())
+        return {name: self._of(*one) for name, *one in _trained(batch, whole.cpu())}
+
+    def _of(self, labels: Tensor, values: Tensor) -> dict[str, Any]:
+        """Return a sequence's results from its trained tokens (n,), and their values (rows, n)."""
+        found = {
+            "log_prob": float(values[0].sum()),
+            "tokens": len(labels),
+            "token_ids": labels.tolist(),
+            "token_log_probs": values[0].tolist(),
+        }
+        if len(values) > 1:
+            found |= {"entropy": float(values[1].mean()), "token_entropies": values[1].tolist()}
+        return found
+
+
+class TopK(LogProbs):
+    """Log-probabilities of trained tokens, and the likeliest tokens there.
+
+    Args:
+        temperature: number that the logits are divided by.
+        k: number of likeliest tokens, whose ids float32 must hold exactly.
+    """
+
+    def __init__(self, *, temperature: float, k: int) -> None:
+        self._processor = partial(_top_scores, temperature=temperature, k=k)
+        self._k = k
+
+    def _of(self, labels: Tensor, values: Tensor) -> dict[str, Any]:
+        ids, log_probs = values[1:].t().split([self._k, self._k + 1], 1)
+        return super()._of(labels, values[:1]) | encoded_top(ids.numpy(), log_probs.numpy())
 
 
 class Embeddings:
@@ -124,10 +156,9 @@ def _of_sequences(batch: Batch, values: list[dict[str, Any]]) -> Results:
     return {name: one for name, one in zip(batch.names, values, strict=True) if name}
 
 
-def _of_batch(batch: Batch, whole: Tensor) -> Results:
-    """Return each sequence's scores, from (1 or 2, B, S) log-probabilities and entropies."""
+def _trained(batch: Batch, whole: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield each sequence's name, its trained tokens (n,), and their (rows, n) of (rows, B, S)."""
     weights, labels = batch.loss_weights.cpu(), batch.labels.cpu()
-    found = {}
     for number, name in enumerate(batch.names):
         if not name:
             continue
@@ -136,19 +167,7 @@ def _of_batch(batch: Batch, whole: Tensor) -> Results:
             start, end = batch.cu_seqlens[number : number + 2].tolist()
             row, place = 0, slice(start, end)
         trained = weights[row, place] > 0
-        values = whole[:, row, place][:, trained].double()
-        found[name] = {
-            "log_prob": float(values[0].sum()),
-            "tokens": int(trained.sum()),
-            "token_ids": labels[row, place][trained].tolist(),
-            "token_log_probs": values[0].tolist(),
-        }
-        if len(values) > 1:
-            found[name] |= {
-                "entropy": float(values[1].mean()),
-                "token_entropies": values[1].tolist(),
-            }
-    return found
+        yield name, labels[row, place][trained], whole[:, row, place][:, trained].double()
 
 
 def _scores(
@@ -166,3 +185,23 @@ def _scores(
         hidden_states, output_weight, targets=labels, temperature=temperature, entropy=entropy
     )
     return torch.stack([log_probs] if entropies is None else [log_probs, entropies])
+
+
+def _top_scores(
+    *,
+    hidden_states: Tensor,
+    output_layer: Head,
+    output_weight: Tensor | None,
+    labels: Tensor,
+    temperature: float,
+    k: int,
+    **_: Any,
+) -> Tensor:
+    """Compute (2 k + 2, B, s): log-probabilities, k ids, their log-probabilities and the rest's."""
+    log_probs, _entropies = output_layer(
+        hidden_states, output_weight, targets=labels, temperature=temperature
+    )
+    ids, top = output_layer(
+        hidden_states, output_weight, reduce=partial(likeliest, k=k, temperature=temperature)
+    )
+    return torch.cat([log_probs[..., None], ids.float(), top], -1).movedim(-1, 0)

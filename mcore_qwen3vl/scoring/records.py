@@ -82,6 +82,7 @@ class Records:
         architecture, processor: the model's shape and processor.
         config: settings, with `packing` or one sequence a row; the budgets are set on `processor`.
         width_multiple: the number that the length of a batch must be a multiple of.
+        alone: whether a record of several sequences is bad.
     """
 
     def __init__(
@@ -92,10 +93,12 @@ class Records:
         processor: Any,
         config: DataConfig,
         width_multiple: int,
+        *,
+        alone: bool = False,
     ) -> None:
         self._samples = samples
         self._architecture, self._config = architecture, config
-        self._multiple = width_multiple
+        self._multiple, self._alone = width_multiple, alone
         self._preparation = Preparation(processor, config, sources)
         self._pad_id = processor.tokenizer.pad_token_id
         self._found = Found()
@@ -126,6 +129,8 @@ class Records:
         try:
             raw = raw_sample(self._preparation, crude)
             plans = plan_each(self._preparation, raw, task=self._config.task)
+            if self._alone and len(plans) > 1:
+                raise BadSample("--top-k is for records of one sequence; it has several.")
         except OverlongSample as error:
             self._found.errors[record] = f"{OVERLONG}{error}"
             return []

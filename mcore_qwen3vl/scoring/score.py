@@ -26,6 +26,8 @@ from mcore_qwen3vl.data.scores import (
     file_digest,
     scores_of,
     task_scores_of,
+    teacher_of,
+    vocabulary_of,
 )
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.inference import hf_folder_of, load_chunks, on_all_ranks
@@ -75,6 +77,8 @@ class Request:
             ``reranker``: write scores of their documents; ``reward``: write rewards of preference
             records and conversations.
         answers: a reranker's words for relevant and irrelevant, one token each.
+        top_k: number of likeliest tokens to write for each trained token, for distillation; None:
+            write log-probabilities of the trained tokens alone.
     """
 
     checkpoint: Path
@@ -98,6 +102,7 @@ class Request:
     trust_data: bool = False
     task: ScoreTask = "log-probabilities"
     answers: tuple[str, str] = ANSWERS
+    top_k: int | None = None
 
     @property
     def embeds(self) -> bool:
@@ -111,9 +116,16 @@ class Request:
     @property
     def written(self) -> Path:
         """The file to write."""
+        if self.top_k and not self.out:
+            return teacher_of(self.data)
         if self.out or self.task == "log-probabilities":
             return self.out or scores_of(self.data)
         return embeddings_of(self.data) if self.embeds else task_scores_of(self.data, self.task)
+
+    @property
+    def suffix(self) -> str:
+        """The suffix of the file to write."""
+        return ".parquet" if self.embeds else ".arrow" if self.top_k else ".jsonl"
 
     def sources(self) -> list[Source]:
         """Return the data sets."""
@@ -173,23 +185,28 @@ class _Job:
             raise BadInput(f"The temperature is {request.temperature:g}: it must be above 0.")
         if request.buffer < 1:
             raise BadInput(f"--packing-buffer is {request.buffer}; it must be at least 1.")
-        load_processor(folder)  # raises before a rank starts
+        vocabulary = vocabulary_of(load_processor(folder).tokenizer, architecture.vocab_size)
+        _check_top_k(request, architecture)
         samples = request.samples()
         adapter = None if request.lora is None else read_adapter(request.lora, folder)
         multiple = length_multiple(layout.cp, layout.tp, layout.sp)
         config = _data_config(request, architecture, multiple)
         block = request.buffer * layout.dp
-        out, suffix = request.written, ".parquet" if request.embeds else ".jsonl"
+        out, suffix = request.written, request.suffix
         if facts_of(out) in (out, request.data) or out == request.data:
             raise BadInput(f"--out {out}: name a file that ends with {suffix} and is not the data.")
-        if request.embeds and out.suffix != suffix:
-            raise BadInput(f"--out {out}: embeddings are written as Parquet; end it with {suffix}.")
+        if out.suffix != suffix and {out.suffix, suffix} & {".parquet", ".arrow"}:
+            raise BadInput(
+                f"--out {out}: embeddings are written as Parquet, likeliest tokens (--top-k) as "
+                f"Arrow, and all else as JSONL; end it with {suffix}."
+            )
         task = request.data_task
         if task and (request.entropy or request.temperature != 1):
             raise BadInput(
                 f"--entropy and --temperature are not for --task {request.task}: drop them."
             )
-        output = Output(out, _settings(request, samples.paths, config, block), block)
+        settings = _settings(request, samples.paths, config, block)
+        output = Output(out, {**settings, "vocabulary": vocabulary}, block)
         return cls(
             request, architecture, folder, config, multiple, len(samples), adapter, output, block
         )
@@ -232,7 +249,13 @@ class _Job:
                 advance(records.stop)
 
     def _readout(self) -> Readout:
-        from mcore_qwen3vl.scoring.readouts import Embeddings, LogProbs, Relevance, Rewards
+        from mcore_qwen3vl.scoring.readouts import (
+            Embeddings,
+            LogProbs,
+            Relevance,
+            Rewards,
+            TopK,
+        )
 
         request = self.request
         if request.embeds:
@@ -241,6 +264,8 @@ class _Job:
             return Relevance(self.folder, request.answers)
         if request.task == "reward":
             return Rewards()
+        if request.top_k:
+            return TopK(temperature=request.temperature, k=request.top_k)
         return LogProbs(temperature=request.temperature, entropy=request.entropy)
 
     def _records(self) -> Records:
@@ -251,6 +276,7 @@ class _Job:
             load_processor(self.folder),
             self.config,
             self.multiple,
+            alone=self.request.top_k is not None,
         )
 
     def _report(self, found: Found, bad: int) -> int:
@@ -270,6 +296,23 @@ class _Job:
                 "set to list them all, or raise --max-bad-fraction."
             )
         return bad
+
+
+def _check_top_k(request: Request, architecture: Architecture) -> None:
+    """
+    Raises:
+        BadInput: the number is out of range, or something else is asked for too.
+    """
+    if request.top_k is None:
+        return
+    if not 1 <= request.top_k <= architecture.vocab_size:
+        raise BadInput(
+            f"--top-k is {request.top_k}; it must be from 1 to the {architecture.vocab_size} "
+            "tokens of the vocabulary."
+        )
+    if request.entropy or request.data_task:
+        other = "--entropy" if request.entropy else f"--task {request.task}"
+        raise BadInput(f"--top-k with {other}: score twice, or drop one of them.")
 
 
 def _data_config(request: Request, architecture: Architecture, multiple: int) -> DataConfig:
@@ -313,6 +356,7 @@ def _settings(
         "answers": request.answers,
         "temperature": request.temperature,
         "entropy": request.entropy,
+        "top_k": request.top_k,
         "packing": config.packing,
         "seq_length": config.seq_length,
         "media": asdict(config.media),

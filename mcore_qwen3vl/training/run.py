@@ -458,6 +458,8 @@ def _schedule(args: argparse.Namespace) -> Any:
 def _forward_step(args: argparse.Namespace) -> Any:
     """Return the forward step with the objective that the run minimises."""
     from mcore_qwen3vl.data.loading.sources import parse_sources, source_names
+    from mcore_qwen3vl.training.distillation.flags import distillation_of, is_distillation
+    from mcore_qwen3vl.training.distillation.objective import compared, of_divergences
     from mcore_qwen3vl.training.preference.flags import (
         is_kto,
         is_preference,
@@ -482,4 +484,7 @@ def _forward_step(args: argparse.Namespace) -> Any:
         return step(of_pairs(preference_of(args)))
     if is_kto(args):
         return step(of_labelled(kto_of(args)))
+    if is_distillation(args):
+        settings = distillation_of(args)
+        return step(of_divergences(settings), compared(settings))
     return step(of_tokens(find_loss(args.loss)))

@@ -13,9 +13,14 @@ import pytest
 from PIL import Image
 
 from mcore_qwen3vl.cli import main
-from mcore_qwen3vl.data import DataConfig
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.data import DataConfig, load_processor
 from mcore_qwen3vl.data.check import DataReport, check_data, plot_report
+from mcore_qwen3vl.data.config import MediaLimits
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.rehearsal.teacher import write_made_up
+from mcore_qwen3vl.tiny.stand_in import write_half_images
+from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from tests.data.conftest import WriteJsonl, chat, question
 from tests.data.encoding.test_planning import planned
 
@@ -287,3 +292,22 @@ def test_an_array_is_written_a_record_a_line_and_nothing_where_none_is_usable(
     none = tmp_path / "none.jsonl"
     assert check(array, dense, "--write-clean", str(none)) == 1
     assert {path.name for path in tmp_path.glob("*none*")} == set()
+
+
+def test_a_teachers_tokens_are_checked_too(dense: Path, tmp_path: Path) -> None:
+    file = write_half_images(tmp_path / "data", 4, tokens=200, image_side=4, token_pixels=8)
+    flags = ["--hf-model", str(dense), "--loss", "distill", "--seq-length", "512"]
+    write_made_up(file, dense, CommandLine(flags).args)
+
+    def checked(temperature: float, media: MediaLimits) -> list[str]:
+        config = DataConfig(512, packing=True, teacher_temperature=temperature, media=media)
+        shape = Architecture.from_hf(dense)
+        report = check_data(file, load_processor(dense), config, architecture=shape)
+        return [flaw.reason for flaw in report.bad]
+
+    assert checked(1.0, MediaLimits()) == []
+    other = checked(1.0, MediaLimits(image_max_tokens=4))
+    assert len(other) == 4
+    assert f"{file}:1 no longer has the tokens" in other[0]
+    with pytest.raises(BadInput, match="made with temperature 1, and 2 is needed"):
+        checked(2.0, MediaLimits())

@@ -15,9 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from mcore_qwen3vl.model.head.top_k import FLOOR
+from mcore_qwen3vl.objectives.distillation import divergences
 from mcore_qwen3vl.objectives.labelled import labelled_losses
 from mcore_qwen3vl.objectives.preference import pair_losses
-from mcore_qwen3vl.objectives.settings import Kto, Preference
+from mcore_qwen3vl.objectives.settings import Distillation, Kto, Preference
 
 trl = pytest.importorskip("trl")
 
@@ -241,6 +243,43 @@ def test_losses_of_labelled_answers_are_trls(kto: Kto, drift: float) -> None:
     baseline = (exchanged.sum(-1) - of_exchanged).mean()
     assert (baseline > 0) == (drift > 0)
     found = labelled_losses(ours.sum(-1), reference, labels, baseline, kto)[0].mean()
+    found.backward()
+    torch.testing.assert_close(found, right, rtol=TOLERANCE, atol=TOLERANCE)
+    assert theirs.grad is not None
+    assert theirs.grad.abs().max() > 0
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("settings", "beta"),
+    [
+        (Distillation("forward"), 0.0),
+        (Distillation("reverse"), 1.0),
+        (Distillation("jsd", beta=0.5), 0.5),
+        (Distillation("jsd", beta=0.1, temperature=1.7), 0.1),
+    ],
+    ids=str,
+)
+def test_divergences_are_those_of_trls_gkd(settings: Distillation, beta: float) -> None:
+    """All tokens of the vocabulary are given, so nothing is left over; TRL has no T squared."""
+    from trl.experimental.gkd import GKDTrainer
+
+    generator = torch.Generator().manual_seed(6)
+    student, teacher = 2 * torch.randn(2, PAIRS, LENGTH, 11, generator=generator)
+
+    theirs = student.clone().requires_grad_()
+    right = GKDTrainer.generalized_jsd_loss(
+        theirs, teacher, beta=beta, temperature=settings.temperature, reduction="sum"
+    )
+    right.backward()
+
+    ours = student.clone().requires_grad_()
+    nothing = torch.full((PAIRS, LENGTH, 1), FLOOR)
+    both = (
+        torch.cat([(one / settings.temperature).log_softmax(-1), nothing], -1)
+        for one in (ours, teacher)
+    )
+    found = divergences(*both, settings).sum()
     found.backward()
     torch.testing.assert_close(found, right, rtol=TOLERANCE, atol=TOLERANCE)
     assert theirs.grad is not None

@@ -129,6 +129,22 @@ def test_embedding_on_the_users_records(command: Command, tmp_path: Path) -> Non
     assert not [place for place in places if "objectives/" in place]
 
 
+@pytest.mark.slow
+def test_distillation_on_made_up_data(command: Command, config: Path) -> None:
+    """A teacher is made up, too, and its loss has no host sync."""
+    flags = ("--loss", "distill", "--packing", "--seq-length", 512, "--global-batch-size", 4)
+    made = ("--bf16", "--use-distributed-optimizer", "--lr", "1e-5", "--spec", "torch")
+    layout = ("--tensor-model-parallel-size", 2, "--sequence-parallel")
+    code, found = command("--gpus", 2, "--hf-model", config, *flags, *made, *layout)
+    assert (code, found["verdict"]) == (0, "fits")
+    (role,) = found["roles"]
+    assert role["launches"] > 100
+    places = [sync["place"] for sync in role["host syncs"]]
+    assert places
+    parts = ("objectives/", "head/", "distillation/")
+    assert not [place for place in places if any(part in place for part in parts)]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -72,7 +72,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def hugging_face(checkpoint: Path, folder: Path, temperature: float = 1.0) -> list[Any]:
-    """Return (log-probabilities, entropies, token ids) of each record's trained tokens."""
+    """Return what the model says at each record's trained tokens.
+
+    It is their log-probabilities (n,), the entropies (n,), their ids, and all tokens'
+    log-probabilities (n, V).
+    """
     processor = transformers.AutoProcessor.from_pretrained(checkpoint)
     model = transformers.AutoModelForImageTextToText.from_pretrained(
         checkpoint, dtype=torch.float32
@@ -112,7 +116,7 @@ def hugging_face(checkpoint: Path, folder: Path, temperature: float = 1.0) -> li
         own = logs.gather(1, tokens[1:, None])[:, 0]
         entropy = -(logs.exp() * logs).sum(-1)
         keep = trained[1:]
-        found.append((own[keep], entropy[keep], tokens[1:][keep].tolist()))
+        found.append((own[keep], entropy[keep], tokens[1:][keep].tolist(), logs[keep]))
     return found
 
 
@@ -127,7 +131,7 @@ def check(found: list[dict[str, Any]], right: list[Any]) -> float:
     """Check scores, and return the worst difference, which the tolerance bounds."""
     worst = 0.0
     assert [entry["line"] for entry in found] == list(range(1, len(right) + 1))
-    for entry, (log_probs, entropy, ids) in zip(found, right, strict=True):
+    for entry, (log_probs, entropy, ids, _) in zip(found, right, strict=True):
         assert entry["token_ids"] == ids
         assert entry["tokens"] == len(ids)
         ours = torch.tensor(entry["token_log_probs"], dtype=torch.float64)
@@ -174,12 +178,79 @@ def test_scores_are_hugging_faces(
     right = hugging_face(checkpoint, folder, temperature)
     worst = check(lines(out), right)
     print(f"observed: {model} {layout} packing {packing}: {worst:.1e}")
-    every = torch.cat([log_probs for log_probs, _, _ in right])
+    every = torch.cat([one[0] for one in right])
     assert tally is not None
     assert tally.tokens == len(every)
     assert tally.perplexity == pytest.approx(math.exp(-float(every.mean())), rel=1e-5)
-    entropies = torch.cat([entropy for _, entropy, _ in right])
+    entropies = torch.cat([one[1] for one in right])
     assert tally.entropy == pytest.approx(float(entropies.mean()), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("layout", "packing"),
+    [
+        ("tp2xpp2+sp", True),
+        pytest.param("cp2xdp2", True, marks=pytest.mark.slow),
+        pytest.param("single", False, marks=pytest.mark.slow),
+    ],
+)
+def test_the_likeliest_tokens_and_the_rest_are_hugging_faces(
+    layout: str, packing: bool, dense: Path, folder: Path, tmp_path: Path
+) -> None:
+    data, k, temperature = folder / "data.jsonl", 6, 1.3
+    asked = Request(
+        dense, data, tmp_path / "out.arrow", Layout.parse(layout), dtype="fp32", seq_length=512,
+        temperature=temperature, packing=packing, buffer=2, top_k=k,
+    )  # fmt: skip
+    tally = score(asked, on_cpu=True)
+    right = hugging_face(dense, folder, temperature)
+    assert tally is not None
+    assert tally.tokens == sum(len(one[0]) for one in right)
+    rows = pa.ipc.open_file(pa.memory_map(str(tmp_path / "out.arrow"))).read_all().to_pylist()
+    worst = 0.0
+    for row, (own, _, _, every) in zip(rows, right, strict=True):
+        likeliest = every.topk(k)
+        assert row["top_ids"] == likeliest.indices.flatten().tolist()
+        assert row["log_prob"] == pytest.approx(float(own.sum()), rel=TOLERANCE)
+        rest = (1 - likeliest.values.exp().sum(-1, keepdim=True)).log()
+        expected = torch.cat([likeliest.values, rest], 1)
+        found = torch.tensor(row["top_log_probs"], dtype=torch.float64).view(expected.shape)
+        worst = max(worst, float((found - expected).abs().max()))
+    print(f"observed: {layout} {worst:.1e}")
+    assert worst <= TOLERANCE
+
+
+def test_a_record_of_several_sequences_has_no_likeliest_tokens(
+    dense: Path, folder: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "data.jsonl"
+    pair = {"messages": messages_of("text")[:1], "chosen": "Yes.", "rejected": "No."}
+    data.write_text(f"{json.dumps(pair)}\n{json.dumps({'messages': messages_of('text')})}\n")
+    score(Request(dense, data, top_k=2, max_bad_fraction=1), on_cpu=True)
+    with pa.memory_map(str(tmp_path / "data.topk.arrow")) as file:
+        pair, alone = pa.ipc.open_file(file).read_all().to_pylist()
+    assert pair["error"] == "--top-k is for records of one sequence; it has several."
+    assert pair["top_ids"] is None
+    assert alone["error"] is None
+    assert len(alone["top_ids"]) == 2 * alone["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"top_k": 0}, r"--top-k is 0; it must be from 1 to the 352 tokens"),
+        ({"top_k": 353}, "--top-k is 353"),
+        ({"top_k": 2, "entropy": True}, "--top-k with --entropy"),
+        ({"top_k": 2, "task": "reward"}, "--top-k with --task reward"),
+        ({"top_k": 2, "out": Path("out.jsonl")}, r"\(--top-k\) as Arrow.*end it with \.arrow"),
+        ({"out": Path("out.arrow")}, r"end it with \.jsonl"),
+    ],
+)
+def test_requests_for_likeliest_tokens_that_are_refused(
+    options: dict[str, Any], message: str, dense: Path, folder: Path
+) -> None:
+    with pytest.raises(BadInput, match=message):
+        score(Request(dense, folder / "data.jsonl", **options), on_cpu=True)
 
 
 def test_a_converted_checkpoint_with_an_adapter_scores_like_pefts_model(
@@ -348,7 +419,7 @@ def test_references_are_checked(dense: Path, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="Compute the reference's log-probabilities"):
         References.beside(data)
     score(Request(dense, data, temperature=0.7), on_cpu=True)
-    with pytest.raises(BadInput, match="a reference needs 1"):
+    with pytest.raises(BadInput, match=r"temperature 0\.7, and 1 is needed"):
         References.beside(data)
     score(Request(dense, data, force=True), on_cpu=True)
     entry = lines(tmp_path / "pairs.scores.jsonl")[0]

@@ -135,7 +135,9 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
             raw = raw_sample(self.preparation, crude)
             plan = self.preparation.plan(raw)
             pixels = self.preparation.pixels(plan, raw.source)
-        return encoded(sample, plan, pixels, sample_id(crude), raw.source)
+            teacher = self._teacher(crude, raw.source)
+        self._check_teacher(crude, raw.source, plan)
+        return encoded(sample, plan, pixels, sample_id(crude), raw.source, teacher)
 
 
 def size_of(plan: Plan) -> Size:

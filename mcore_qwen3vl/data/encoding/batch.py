@@ -15,6 +15,7 @@ from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.encoding.pixels import join_grids, join_patches
 from mcore_qwen3vl.data.encoding.positions import mrope_position_ids
 from mcore_qwen3vl.data.encoding.samples import EncodedSample
+from mcore_qwen3vl.data.teacher import Top
 from mcore_qwen3vl.model.inputs import PER_PATCH, PixelScale, VisualInputs, visual_inputs
 
 IGNORED = -100
@@ -79,6 +80,8 @@ class Batch:
     contrast: tuple[Tensor, Tensor] | None = None
     """Losses (queries,) and gradients (samples, H) of the global batch's contrastive loss; see
     mcore_qwen3vl.training.tasks."""
+    teacher: Top | None = None
+    """A teacher's tokens at the trained positions, row by row, and a last row for all others."""
     __restore_key__: tuple = ()  # set and read by energon
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
@@ -92,6 +95,7 @@ class Batch:
         """Return the tensors that are on a GPU."""
         visual = [getattr(self.visual, name) for name in PER_PATCH] if self.visual else []
         own = [getattr(self, name) for name in _ON_DEVICE]
+        own += [self.teacher.ids, self.teacher.log_probs] if self.teacher else []
         found = [tensor for tensor in own + visual if tensor is not None and tensor.is_cuda]
         return found + (self.mismatched.device_tensors() if self.mismatched else [])
 
@@ -122,7 +126,8 @@ class Batch:
         if other is not None:
             on_device = replace(other, cu_seqlens=None)._mapped(function, other.visual)
             other = replace(on_device, cu_seqlens=other.cu_seqlens)
-        return replace(self, **moved, visual=visual, mismatched=other)
+        teacher = self.teacher and self.teacher.mapped(function)
+        return replace(self, **moved, visual=visual, mismatched=other, teacher=teacher)
 
 
 class Batcher:

@@ -24,11 +24,13 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.encoding.batch import Batch, Batcher
 from mcore_qwen3vl.data.encoding.packing import best_fit
+from mcore_qwen3vl.data.encoding.planning import Plan
 from mcore_qwen3vl.data.encoding.preparation import Preparation
 from mcore_qwen3vl.data.encoding.samples import EncodedSample, PlannedSample, RawSample, encoded
 from mcore_qwen3vl.data.loading.datasets import SOURCE
 from mcore_qwen3vl.data.loading.sources import Source, source_names
-from mcore_qwen3vl.data.records.bad_samples import BadSampleGuard, sample_id
+from mcore_qwen3vl.data.records.bad_samples import BadSampleGuard, number_of, sample_id
+from mcore_qwen3vl.data.teacher import Top, joined, teachers_of
 
 
 def raw_sample(preparation: Preparation, sample: CrudeSample) -> RawSample:
@@ -64,6 +66,12 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, EncodedSample, Batch, Batch]):
         self.config = config
         self.guard = BadSampleGuard(config.max_bad_fraction, config.bad_fraction_floor)
         self.preparation = Preparation(processor, config, sources)
+        self._teachers = teachers_of(
+            sources,
+            config.teacher_temperature,
+            tokenizer=processor.tokenizer,
+            vocab_size=architecture.vocab_size,
+        )
         self._source_names = source_names(sources)
         self.cookers = (Cooker(self.cook),)
         pad_id = processor.tokenizer.pad_token_id
@@ -94,7 +102,18 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, EncodedSample, Batch, Batch]):
         """Decode the pixels."""
         with self.guard.skipping(sample):
             pixels = self.preparation.pixels(sample.plan, sample.source)
-        return encoded(sample, sample.plan, pixels, sample.name, sample.source)
+            teacher = self._teacher(sample, sample.source)
+        self._check_teacher(sample, sample.source, sample.plan)
+        return encoded(sample, sample.plan, pixels, sample.name, sample.source, teacher)
+
+    def _teacher(self, sample: Any, source: int) -> Top | None:
+        """Return the teacher's tokens for a sample as energon read it, if there is a teacher."""
+        return self._teachers[source].of(number_of(sample)) if self._teachers else None
+
+    def _check_teacher(self, sample: Any, source: int, plan: Plan) -> None:
+        """Stop the run if the teacher saw other tokens, so outside of the guard's blocks."""
+        if self._teachers:
+            self._teachers[source].check(number_of(sample), plan)
 
     @stateless
     def pack_selected_samples(self, samples: list[EncodedSample]) -> Batch:
@@ -111,6 +130,8 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, EncodedSample, Batch, Batch]):
             raise SkipSample
         skipped, dropped = self.guard.take()
         batch = assemble(samples, skipped, dropped)
+        if self._teachers:
+            batch = replace(batch, teacher=joined([one.teacher for one in samples if one.teacher]))
         if not self._source_names:
             return batch
         return replace(batch, data_sets=tuple(self._source_names[one.source] for one in samples))

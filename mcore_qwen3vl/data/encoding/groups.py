@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from megatron.energon import Sample, edataclass, stateless
-from megatron.energon.source_info import get_source_info
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig, Task
@@ -24,7 +23,7 @@ from mcore_qwen3vl.data.encoding.planning import Plan
 from mcore_qwen3vl.data.encoding.preparation import Preparation
 from mcore_qwen3vl.data.encoding.samples import EncodedSample, RawSample, encoded
 from mcore_qwen3vl.data.loading.sources import Source
-from mcore_qwen3vl.data.records.bad_samples import sample_id
+from mcore_qwen3vl.data.records.bad_samples import number_of, sample_id
 from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample
 from mcore_qwen3vl.data.records.parsed import Conversation
 from mcore_qwen3vl.data.records.preference import SIDES
@@ -199,7 +198,7 @@ class PairTaskEncoder(GroupTaskEncoder):
         """Return the references of a sample's data set, and the sample's number among them."""
         if self._references is None:
             return None
-        return self._references[sample.source], int(get_source_info(sample)[0].index)
+        return self._references[sample.source], number_of(sample)
 
 
 class LabelledTaskEncoder(GroupTaskEncoder):

@@ -11,6 +11,7 @@ from mcore_qwen3vl.data.encoding.pixels import Pixels
 from mcore_qwen3vl.data.encoding.planning import Plan
 from mcore_qwen3vl.data.loading.measured import Size, Unusable
 from mcore_qwen3vl.data.records.media import MediaFolder
+from mcore_qwen3vl.data.teacher import Top
 
 
 @edataclass
@@ -49,9 +50,17 @@ class EncodedSample(Sample):
     pixels: Pixels
     name: str
     source: int = 0  # number of its data set
+    teacher: Top | None = None  # at the trained tokens
 
 
-def encoded(sample: Sample, plan: Plan, pixels: Pixels, name: str, source: int) -> EncodedSample:
+def encoded(
+    sample: Sample,
+    plan: Plan,
+    pixels: Pixels,
+    name: str,
+    source: int,
+    teacher: Top | None = None,
+) -> EncodedSample:
     """Return the sequence of `plan` with its decoded pixels, ready to be batched."""
     return EncodedSample.derive_from(
         sample,
@@ -60,4 +69,5 @@ def encoded(sample: Sample, plan: Plan, pixels: Pixels, name: str, source: int) 
         pixels=pixels,
         name=name,
         source=source,
+        teacher=teacher,
     )

@@ -144,6 +144,11 @@ def place_of(source: SourceInfo) -> Place:
     return Place(file, int(source.index) + 1)
 
 
+def number_of(sample: Any) -> int:
+    """Return the number, from 0, that a sample's record has in its file."""
+    return int(get_source_info(sample)[0].index)
+
+
 def sample_id(sample: Any) -> str:
     """Return where a sample comes from: ``file:line`` for JSONL, else ``file[record]``."""
     # energon passes the raw tuple of a joined sample, or a list of samples, to its error handler

@@ -70,9 +70,9 @@ def token_log_probs(
         ranks, and differentiable with respect to `hidden`, `weight` and all of `more`.
     """
     length, batch, _ = hidden.shape
-    options = _Options(columns, temperature, entropy, chunk, group)
-    terms = (side for x, w in ((hidden, weight), *more) for side in (x.flatten(0, 1), w))
-    found, entropies = _TokenLogProbs.apply(targets.t().reshape(-1), options, *terms)
+    options = _Options(columns, temperature, chunk, group, entropy)
+    sides = flat_sides(hidden, weight, more)
+    found, entropies = _TokenLogProbs.apply(targets.t().reshape(-1), options, *sides)
     shape = (length, batch)
     return found.view(shape).t(), entropies.view(shape).t() if entropy else None
 
@@ -81,23 +81,26 @@ Terms = Sequence[tuple[Tensor, Tensor]]
 """Pairs of hidden states (T, H) and rows (V / tp, H), whose products add up to the logits."""
 
 
+def flat_sides(hidden: Tensor, weight: Tensor, more: Sequence[tuple[Tensor, Tensor]]) -> list[Any]:
+    """Return the terms of the logits one side after the other, with (T, H) for (s, B, H)."""
+    return [side for x, w in ((hidden, weight), *more) for side in (x.flatten(0, 1), w)]
+
+
 @dataclass(frozen=True)
-class _Options:
+class Chunks:
+    """This TP rank's logits, a chunk of tokens at a time; see :func:`token_log_probs`."""
+
     columns: Columns
     temperature: float
-    entropy: bool
     chunk: int | None
     group: dist.ProcessGroup | None
 
     def chunks(self, tokens: int) -> Iterator[slice]:
+        """Return the chunks of `tokens` positions; none if this rank has only padding."""
         if self.columns.count == 0:
             return iter(())
         size = self.chunk or max(CHUNK_LOGITS // self.columns.count, 1)
         return (slice(start, start + size) for start in range(0, tokens, size))
-
-    def alone(self, tokens: int) -> bool:
-        """Return whether to keep the only chunk, as its exponentials, for the backward pass."""
-        return not self.entropy and len(list(self.chunks(tokens))) == 1
 
     def logits(self, terms: Terms, rows: slice) -> Tensor:
         """Return logits (n, own columns), float32, which may be changed in place."""
@@ -114,6 +117,15 @@ class _Options:
         return local.where(ours, 0), ours
 
 
+@dataclass(frozen=True)
+class _Options(Chunks):
+    entropy: bool
+
+    def alone(self, tokens: int) -> bool:
+        """Return whether to keep the only chunk, as its exponentials, for the backward pass."""
+        return not self.entropy and len(list(self.chunks(tokens))) == 1
+
+
 class _TokenLogProbs(torch.autograd.Function):
     """Log-probabilities and entropies, (T,) each, of targets (T,).
 
@@ -125,7 +137,7 @@ class _TokenLogProbs(torch.autograd.Function):
         ctx: Any, targets: Tensor, options: _Options, *sides: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         ctx.exponentials = None
-        terms, hidden = _in_pairs(sides), sides[0]
+        terms, hidden = in_pairs(sides), sides[0]
         local, ours = options.find(targets)
         # Numbers of this rank's columns. `maximum` is their maximum. `sums` has the sum of
         # exponentials relative to it, the target's logit, and the sum of logits, relative too,
@@ -151,12 +163,12 @@ class _TokenLogProbs(torch.autograd.Function):
         ctx: Any, of_log_probs: Tensor, of_entropies: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         local, ours, total, entropies, maximum, *sides = ctx.saved_tensors
-        terms, wanted = _in_pairs(sides), _in_pairs(ctx.needs_input_grad[2:])
+        terms, wanted = in_pairs(sides), in_pairs(ctx.needs_input_grad[2:])
         options: _Options = ctx.options
         of_log_probs = of_log_probs / options.temperature
         of_target = of_log_probs.where(ours, 0.0)
         gradients = [
-            _TermGradient(x, w, *of_term) for (x, w), of_term in zip(terms, wanted, strict=True)
+            TermGradient(x, w, *of_term) for (x, w), of_term in zip(terms, wanted, strict=True)
         ]
         kept, ctx.exponentials = ctx.exponentials, None
         for rows in options.chunks(len(local)):
@@ -182,7 +194,8 @@ class _TokenLogProbs(torch.autograd.Function):
         return None, None, *(side for of_term in gradients for side in of_term.result())
 
 
-def _in_pairs(flat: Sequence[Any]) -> list[tuple[Any, Any]]:
+def in_pairs(flat: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Undo :func:`flat_sides`."""
     return list(zip(flat[::2], flat[1::2], strict=True))
 
 
@@ -223,7 +236,7 @@ def _combine(
     return overall + log_sum, target, log_sum - moment / exponentials
 
 
-class _TermGradient:
+class TermGradient:
     """Accumulates the gradients of one term of the logits, as far as they are needed."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, of_hidden: bool, of_weight: bool) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -76,10 +77,12 @@ class Head(ColumnParallelLinear):
         temperature: float = 1.0,
         entropy: bool = False,
         tokens: Sequence[int] | None = None,
+        reduce: Callable[..., Any] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Compute logits as ``ColumnParallelLinear`` does, or the log-probabilities of `targets`.
 
-        With `tokens`, compute only their logits, without an adapter's product.
+        With `tokens`, compute only their logits, without an adapter's product. With `reduce`, pass
+        it what computes the logits, and return what it returns.
 
         Args:
             input_: (s_local, B, H) hidden states, divided over TP under sequence parallelism. With
@@ -90,6 +93,7 @@ class Head(ColumnParallelLinear):
             temperature: divides the logits if `targets` are given.
             entropy: whether to return the entropy of each position's distribution too.
             tokens: token ids whose logits to return.
+            reduce: called like :func:`token_log_probs` with all but `targets` and their options.
 
         Returns:
             Without `targets`: logits (s, B, V / tp), -inf at padded columns; and the bias, None.
@@ -99,7 +103,11 @@ class Head(ColumnParallelLinear):
         """
         if tokens is not None:
             return self._logits_of(tokens, input_, weight), None
-        if targets is None:
+        if targets is not None:
+            reduce = partial(
+                token_log_probs, targets=targets, temperature=temperature, entropy=entropy
+            )
+        if reduce is None:
             logits, bias = super().forward(input_, weight, runtime_gather_output)
             if self.adapter is not None:
                 logits = self.adapter.add(input_, logits)
@@ -112,17 +120,15 @@ class Head(ColumnParallelLinear):
             hidden = gather_from_sequence_parallel_region(input_, group=self.tp_group)
         else:
             hidden = copy_to_tensor_model_parallel_region(input_, group=self.tp_group)
-        return token_log_probs(
+        found: tuple[Tensor, Tensor | None] = reduce(
             hidden,
             weight,
-            targets,
-            self._columns(),
+            columns=self._columns(),
             more=[self.adapter.factored(input_)] if self.adapter and self.adapter.on else [],
-            temperature=temperature,
-            entropy=entropy,
             chunk=self.chunk,
             group=self.tp_group,
         )
+        return found
 
     def _logits_of(self, tokens: Sequence[int], hidden: Tensor, weight: Tensor | None) -> Tensor:
         """Each logit is computed by the TP rank that holds its row; the others add zero."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 
 from mcore_qwen3vl.training.arguments.data_flags import add_data_arguments
+from mcore_qwen3vl.training.distillation.flags import add_distillation_arguments
 from mcore_qwen3vl.training.lora.flags import add_lora_arguments
 from mcore_qwen3vl.training.preference.flags import add_preference_arguments
 from mcore_qwen3vl.training.tasks.flags import add_task_arguments
@@ -19,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     _add_training_arguments(parser.add_argument_group("qwen3-vl training"))
     add_lora_arguments(parser.add_argument_group("qwen3-vl lora"))
     add_preference_arguments(parser.add_argument_group("qwen3-vl preference"))
+    add_distillation_arguments(parser.add_argument_group("qwen3-vl distillation"))
     add_task_arguments(parser.add_argument_group("qwen3-vl task"))
     add_data_arguments(parser.add_argument_group("qwen3-vl data"))
     return parser
@@ -70,8 +72,9 @@ def _add_training_arguments(group: argparse._ArgumentGroup) -> None:
         "--loss",
         default="cross_entropy",
         metavar="NAME",
-        help="dpo, simpo or orpo on preference pairs, kto on labelled records, a registered loss "
-        "or module:function (see mcore_qwen3vl.training.step.losses)",
+        help="dpo, simpo or orpo on preference pairs, kto on labelled records, distill from the "
+        "teacher's tokens that `mcore-qwen3vl score --top-k` wrote, a registered loss or "
+        "module:function (see mcore_qwen3vl.training.step.losses)",
     )
     group.add_argument(
         "--recompute-vision",

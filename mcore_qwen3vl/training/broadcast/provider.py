@@ -31,6 +31,7 @@ from mcore_qwen3vl.training.broadcast.groups import (
     wait_for_measuring,
 )
 from mcore_qwen3vl.training.broadcast.stages import StageFeed
+from mcore_qwen3vl.training.distillation.flags import distillation_of, is_distillation
 from mcore_qwen3vl.training.preference.flags import is_kto, is_preference, reference_of
 
 
@@ -58,6 +59,8 @@ def data_config(args: argparse.Namespace) -> DataConfig:
         grouped = chosen["pairs"] or chosen["labelled"] or args.task
         chosen["balance"] = args.packing and not grouped
     chosen["references"] = chosen["pairs"] and reference_of(args) == "file"
+    if is_distillation(args):
+        chosen["teacher_temperature"] = distillation_of(args).temperature
     per_step = args.micro_batch_size * args.data_parallel_size
     chosen["micro_batches"] = max(1, args.global_batch_size // per_step)
     media = MediaLimits(**{f.name: given[f.name] for f in fields(MediaLimits)})

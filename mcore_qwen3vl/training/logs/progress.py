@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from mcore_qwen3vl.console import visible
 
 LOSSES = (
-    *("lm loss", "dpo loss", "simpo loss", "orpo loss", "kto loss"),
+    *("lm loss", "dpo loss", "simpo loss", "orpo loss", "kto loss", "distill loss"),
     *("contrastive loss", "reranker loss", "reward loss"),
 )
 """Names that a run may give its loss."""

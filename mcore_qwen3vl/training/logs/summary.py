@@ -17,6 +17,7 @@ from mcore_qwen3vl.runtime.cuda import c_compiler
 from mcore_qwen3vl.training import memory
 from mcore_qwen3vl.training.arguments.defaults import statement
 from mcore_qwen3vl.training.arguments.layout import validated_layout
+from mcore_qwen3vl.training.distillation.flags import distillation_of, is_distillation
 from mcore_qwen3vl.training.logs.quiet import FOLDER
 from mcore_qwen3vl.training.preference.flags import (
     is_kto,
@@ -81,6 +82,7 @@ def summary(
         *([("trains", _adapter(args, a, lora))] if lora else []),
         *(_preference(args) if is_preference(args) else []),
         *(_kto(args) if is_kto(args) else []),
+        *(_distillation(args) if is_distillation(args) else []),
         *(_task(args) if args.task else []),
         ("layout", _layout(args)),
         ("precision", _precision(args)),
@@ -152,6 +154,19 @@ def _kto(args: argparse.Namespace) -> list[tuple[str, str]]:
     return [
         ("loss", f"KTO, beta {loss.beta:g}, {weights}"),
         ("reference", _REFERENCES[reference_of(args)]),
+    ]
+
+
+def _distillation(args: argparse.Namespace) -> list[tuple[str, str]]:
+    loss = distillation_of(args)
+    beta = f", beta {loss.beta:g}" if loss.divergence == "jsd" else ""
+    mixed = f", cross entropy x {loss.alpha:g}" if loss.alpha else ""
+    return [
+        (
+            "loss",
+            f"distillation, {loss.divergence}{beta}, temperature {loss.temperature:g}{mixed}",
+        ),
+        ("teacher", "NAME.topk.arrow beside each NAME.jsonl of the data"),
     ]
 
 

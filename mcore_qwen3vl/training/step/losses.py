@@ -24,6 +24,7 @@ from torch import Tensor
 from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.inputs import to_device
+from mcore_qwen3vl.training.distillation.flags import DISTILL
 from mcore_qwen3vl.training.preference.flags import KTO
 from mcore_qwen3vl.training.preference.flags import LOSSES as PREFERENCE_LOSSES
 
@@ -185,7 +186,7 @@ def find_loss(name: str) -> Loss:
         return _import(name)
     found = {entry.name: entry for entry in entry_points(group=GROUP)}
     if name not in found:
-        known = ", ".join([*BUILT_IN, *PREFERENCE_LOSSES, KTO, *found])
+        known = ", ".join([*BUILT_IN, *PREFERENCE_LOSSES, KTO, DISTILL, *found])
         raise BadInput(
             f"--loss {name} is not known. There are {known}; or name a function as module:function."
         )

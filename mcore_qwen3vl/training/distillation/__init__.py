@@ -1,0 +1,1 @@
+"""Distillation in Megatron's loop: flags, and the divergence from a teacher."""

@@ -1,0 +1,84 @@
+"""The flags of distillation, and checks of them before anything is built."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from typing import get_args
+
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.objectives.settings import Distillation, Divergence
+from mcore_qwen3vl.training.preference.flags import refuse_without
+
+DISTILL = "distill"
+"""Name of the loss for ``--loss``."""
+_FLAGS = {f"distill_{field.name}": field.name for field in fields(Distillation)}
+"""The settings by their arguments."""
+
+
+def add_distillation_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add the flags of distillation to `group`."""
+    default = Distillation()
+    group.add_argument(
+        "--distill-divergence",
+        choices=get_args(Divergence),
+        help="of the student from the teacher: forward KL (teacher || student), reverse KL "
+        f"(student || teacher) or Jensen-Shannon; default {default.divergence}",
+    )
+    group.add_argument(
+        "--distill-beta",
+        type=float,
+        metavar="X",
+        help=f"with jsd: share of the teacher in the mixture, as in GKD; default {default.beta}",
+    )
+    group.add_argument(
+        "--distill-temperature",
+        type=float,
+        metavar="X",
+        help="the logits of both are divided by this; give `mcore-qwen3vl score` the same "
+        f"--temperature; default {default.temperature:g}",
+    )
+    group.add_argument(
+        "--distill-alpha",
+        type=float,
+        metavar="X",
+        help=f"share of the cross entropy in the loss; default {default.alpha:g}",
+    )
+
+
+def is_distillation(args: argparse.Namespace) -> bool:
+    """Return whether the run distils a teacher."""
+    return bool(args.loss == DISTILL)
+
+
+def distillation_of(args: argparse.Namespace) -> Distillation:
+    """Return the settings of distillation from the flags.
+
+    Raises:
+        BadInput: a value is out of range.
+    """
+    given = {name: getattr(args, flag) for flag, name in _FLAGS.items()}
+    return Distillation(**{name: value for name, value in given.items() if value is not None})
+
+
+def check_distillation(args: argparse.Namespace) -> None:
+    """Check the flags of distillation against the others.
+
+    Raises:
+        BadInput: flags do not fit together; the message names them and the remedy.
+    """
+    if not is_distillation(args):
+        refuse_without(f"--loss {DISTILL}", args, list(_FLAGS))
+        return
+    if distillation_of(args).divergence != "jsd":
+        refuse_without("--distill-divergence jsd", args, ["distill_beta"])
+    if args.overlong == "truncate":
+        raise BadInput(
+            f"--overlong truncate with --loss {DISTILL}: the teacher saw whole samples. Leave the "
+            "flag out: samples that are too long are then left out."
+        )
+    if args.head_chunk == 0 or args.defer_embedding_wgrad_compute:
+        flag = "--no-chunked-head" if args.head_chunk == 0 else "--defer-embedding-wgrad-compute"
+        raise BadInput(
+            f"{flag} with --loss {DISTILL}, which reads the logits in chunks: drop the flag."
+        )

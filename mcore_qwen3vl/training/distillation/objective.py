@@ -1,0 +1,89 @@
+"""The divergence from a teacher, on ranks that each hold a part of every sequence."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.utils import get_attr_wrapped_model
+from torch import Tensor
+
+from mcore_qwen3vl.data.encoding.batch import Batch
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.model.decoder.attention import PackedSequence
+from mcore_qwen3vl.model.head.module import Head
+from mcore_qwen3vl.model.head.top_k import log_probs_of
+from mcore_qwen3vl.model.inputs import to_device
+from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+from mcore_qwen3vl.objectives.distillation import divergences
+from mcore_qwen3vl.objectives.settings import Distillation
+from mcore_qwen3vl.training.distillation.flags import DISTILL
+from mcore_qwen3vl.training.step.forward import Run, forward
+from mcore_qwen3vl.training.step.losses import Objective, Reduced, cross_entropy, of_tokens
+
+
+def compared(settings: Distillation) -> Run:
+    """Return what runs a micro-batch through a pipeline chunk and compares it with the teacher.
+
+    On the last stage it returns (2, B, s) float32: divergences, and cross entropies.
+    """
+
+    def run(batch: Batch, model: torch.nn.Module) -> tuple[Tensor, Tensor]:
+        chunk = get_attr_wrapped_model(model, "local_tokens", return_model_obj=True)
+        return forward(batch, model, output_processor=partial(_compare, batch, chunk, settings))
+
+    return run
+
+
+def of_divergences(settings: Distillation) -> Objective:
+    """Return the objective of distillation: a mean over the trained tokens of the global batch.
+
+    Args:
+        settings: the loss's settings.
+    """
+    mean = of_tokens(cross_entropy)
+
+    def objective(batch: Batch, local: Tensor, found: Tensor) -> Reduced:
+        divergence, of_labels = found
+        # The squared temperature makes up for gradients that are as much smaller.
+        scaled = settings.temperature**2 * divergence
+        reduced = mean(batch, local, settings.alpha * of_labels + (1 - settings.alpha) * scaled)
+        weights = batch.loss_weights.index_select(1, to_device(local, found.device))
+        parts = {"divergence": divergence, "lm loss": of_labels}
+        sums = {name: cross_entropy(one.detach(), weights)[0] for name, one in parts.items()}
+        return reduced._replace(sums={f"{DISTILL} loss": reduced.total.detach(), **sums})
+
+    return objective
+
+
+def _compare(
+    batch: Batch,
+    chunk: Qwen3VLModel,
+    settings: Distillation,
+    *,
+    hidden_states: Tensor,
+    output_layer: Head,
+    output_weight: Tensor | None,
+    labels: Tensor,
+    packed_seq_params: PackedSequence | None,
+    **_: Any,
+) -> Tensor:
+    local = chunk.local_tokens(batch.input_ids.shape[1], packed_seq_params)
+    ids, teacher = _teacher_at(batch, to_device(local, labels.device))
+    student, of_labels = output_layer(
+        hidden_states,
+        output_weight,
+        reduce=partial(log_probs_of, ids=ids, targets=labels, temperature=settings.temperature),
+    )
+    return torch.stack([divergences(student, teacher, settings), -of_labels])
+
+
+def _teacher_at(batch: Batch, own: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the teacher's ids (B, s, k) and log-probabilities (B, s, k + 1) at positions `own`."""
+    if batch.teacher is None:
+        raise BadInput("The batch has no tokens of a teacher.")
+    trained = batch.loss_weights > 0
+    number = trained.flatten().cumsum(0).view_as(trained) - 1
+    row = number.where(trained, len(batch.teacher.ids) - 1).index_select(1, own)
+    return batch.teacher.ids[row], batch.teacher.log_probs[row]

@@ -1,0 +1,115 @@
+"""Log-probabilities of a few tokens and of the rest equal torch's on all logits, with gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.model.head.log_probs import Columns
+from mcore_qwen3vl.model.head.top_k import FLOOR, likeliest, log_probs_of
+from mcore_qwen3vl.runtime.launch import run_layout
+from mcore_qwen3vl.runtime.parallel import initialize
+from tests.model.head.test_log_probs import PADDED, VOCABULARY, Inputs, check, inputs
+
+K, TEMPERATURE = 6, 1.7
+
+
+def teacher(given: Inputs) -> Tensor:
+    """Return ids (B, s, K), among which the target sometimes is."""
+    generator = torch.Generator().manual_seed(3)
+    shape = (*given.targets.shape, VOCABULARY)
+    return torch.rand(shape, generator=generator).argsort(-1)[..., :K]
+
+
+def of_outputs(given: Inputs) -> Tensor:
+    """Return incoming gradients (B, s, K + 1) of the log-probabilities."""
+    generator = torch.Generator().manual_seed(4)
+    return torch.randn(*given.targets.shape, K + 1, generator=generator)
+
+
+def with_rest(every: Tensor, ids: Tensor) -> Tensor:
+    """Return the log-probabilities of `ids` and of the rest, from those of all tokens."""
+    rest = torch.ones_like(every, dtype=torch.bool).scatter(-1, ids, False)
+    of_rest = every.masked_fill(~rest, -torch.inf).logsumexp(-1, keepdim=True)
+    return torch.cat([every.gather(-1, ids), of_rest], -1)
+
+
+def expected(given: Inputs) -> dict[str, Tensor]:
+    hidden, weight = (t.double().requires_grad_() for t in (given.hidden, given.weight))
+    logits = (hidden @ weight[:VOCABULARY].t()).transpose(0, 1)
+    found = with_rest((logits / TEMPERATURE).log_softmax(-1), teacher(given))
+    targets = logits.log_softmax(-1).gather(-1, given.targets[..., None])[..., 0]
+    torch.autograd.backward([found, targets], [of_outputs(given), given.of_log_probs])
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    likeliest = (logits / TEMPERATURE).topk(K).indices
+    return {
+        "found": found.detach(),
+        "targets": targets.detach(),
+        "hidden": hidden.grad,
+        "weight": weight.grad,
+        "likeliest": likeliest,
+        "likely": with_rest((logits / TEMPERATURE).log_softmax(-1), likeliest).detach(),
+    }
+
+
+def on_rank(layout: Layout, chunk: int | None) -> dict[str, Tensor]:
+    """Return outputs and gradients: of hidden states summed over ranks, of this rank's weight."""
+    initialize(layout)
+    given, rows, rank = inputs(), PADDED // layout.tp, dist.get_rank()
+    hidden = given.hidden.requires_grad_()
+    weight = given.weight[rank * rows : (rank + 1) * rows].clone().requires_grad_()
+    columns = Columns(rank * rows, min(max(VOCABULARY - rank * rows, 0), rows))
+    options = {"temperature": TEMPERATURE, "chunk": chunk, "group": dist.group.WORLD}
+    ids, likely = likeliest(hidden, weight, columns, k=K, **options)
+    found, targets = log_probs_of(
+        hidden, weight, columns, ids=teacher(given), targets=given.targets, **options
+    )
+    torch.autograd.backward([found, targets], [of_outputs(given), given.of_log_probs])
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    dist.all_reduce(hidden.grad)
+    return {
+        "found": found.detach(),
+        "targets": targets.detach(),
+        "hidden": hidden.grad,
+        "weight": weight.grad,
+        "likeliest": ids,
+        "likely": likely,
+    }
+
+
+@pytest.mark.parametrize(("tp", "chunk"), [(1, None), (1, 5), (2, 5), (4, None), (8, 3)])
+def test_equals_torch(tp: int, chunk: int | None) -> None:
+    """With TP 4 and 8 some ranks have only padding, and with TP 8 no rank has K columns more."""
+    right = expected(inputs())
+    ranks = run_layout(on_rank, tp, Layout(tp=tp), chunk)
+    for rank in ranks:
+        assert torch.equal(rank["likeliest"], right["likeliest"])
+        for name in ("found", "targets", "likely", "hidden"):
+            check(rank[name], right[name])
+    check(torch.cat([rank["weight"] for rank in ranks]), right["weight"])
+
+
+def test_a_rest_that_is_unlikely_or_empty_is_finite() -> None:
+    """The rest is one in 1e9, then less than any float32, then nothing."""
+    for gap, k in ((21.0, 2), (200.0, 2), (21.0, 5)):
+        logits = torch.tensor([0.0, -gap, -1.0, -gap - 1, -gap - 2])
+        hidden, weight = torch.ones(1, 1, 1), logits[:, None].clone().requires_grad_()
+        ids, likely = likeliest(hidden, weight, Columns(0, 5), k=k)
+        found, _target = log_probs_of(
+            hidden, weight, Columns(0, 5), ids=ids, targets=torch.zeros(1, 1, dtype=torch.int64)
+        )
+        right = logits.double().requires_grad_()
+        exact = with_rest(right.log_softmax(-1), ids[0, 0])
+        torch.testing.assert_close(found, likely)
+        torch.testing.assert_close(found[0, 0], exact.float().clamp(min=FLOOR))
+        found[..., -1].sum().backward()
+        assert weight.grad is not None
+        if gap < 100 and k == 2:
+            exact[-1].backward()
+            torch.testing.assert_close(weight.grad[:, 0].double(), right.grad, rtol=1e-5, atol=1e-6)
+        assert weight.grad.isfinite().all()

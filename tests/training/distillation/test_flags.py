@@ -1,0 +1,43 @@
+"""Flags of distillation that go together, and their values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.objectives.settings import Distillation
+from mcore_qwen3vl.training.broadcast.provider import data_config
+from mcore_qwen3vl.training.distillation.flags import distillation_of
+from tests.training.preference.test_flags import parsed
+
+DISTILL = ("--loss", "distill")
+JSD = ("--distill-divergence", "jsd")
+
+
+def test_values_and_defaults(dense: Path) -> None:
+    args = parsed(dense, *DISTILL, *JSD, "--distill-beta", "0.1", "--distill-temperature", "2")
+    assert distillation_of(args) == Distillation("jsd", 0.1, 2.0)
+    assert data_config(args).teacher_temperature == 2
+    assert distillation_of(parsed(dense, *DISTILL)) == Distillation("forward", 0.5, 1.0, 0.0)
+    assert data_config(parsed(dense)).teacher_temperature is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--distill-alpha", "0.1"), "--distill-alpha is set without --loss distill"),
+        ((*DISTILL, "--distill-beta", "0.3"), "set without --distill-divergence jsd"),
+        ((*DISTILL, *JSD, "--distill-beta", "1"), "choose the divergences forward and reverse"),
+        ((*DISTILL, "--distill-alpha", "1"), "distill_alpha is 1"),
+        ((*DISTILL, "--distill-temperature", "0"), "distill_temperature is 0"),
+        ((*DISTILL, "--overlong", "truncate"), "--overlong truncate with --loss distill"),
+        ((*DISTILL, "--no-chunked-head"), "--no-chunked-head with --loss distill"),
+        ((*DISTILL, "--beta", "0.3"), "--beta is set without --loss dpo"),
+        ((*DISTILL, "--task", "reward"), "--loss distill with --task reward"),
+    ],
+)
+def test_what_is_refused(flags: tuple[str, ...], message: str, dense: Path) -> None:
+    with pytest.raises(BadInput, match=message):
+        parsed(dense, *flags)

@@ -1,0 +1,142 @@
+"""Distillation in Megatron's loop equals a plain loop on the whole batch, in every layout."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mcore_qwen3vl.objectives.settings import Distillation
+from mcore_qwen3vl.scoring.score import Request, score
+from mcore_qwen3vl.tiny.records import write_image_qa
+from mcore_qwen3vl.verify.curves.hf_loop import encode, sample_order
+from mcore_qwen3vl.verify.curves.job import Job
+from tests.training.one_step import Plain, check_step, plain_model
+from tests.training.preference.test_run import preference_job, random_adapter
+
+K = 7
+PACKED = ("--packing",)
+TWO_ROWS = ("--micro-batch-size", "2", "--global-batch-size", "8")
+FORWARD = Distillation(temperature=1.5, alpha=0.3)
+REVERSE = Distillation("reverse")
+JSD = Distillation("jsd", beta=0.2, temperature=0.8)
+
+
+def flags_of(settings: Distillation) -> list[str]:
+    """Return the flags of a training run with these settings."""
+    values = vars(settings) if settings.divergence == "jsd" else vars(settings) | {"beta": None}
+    flags = [(f"--distill-{n}", str(v)) for n, v in values.items() if v is not None]
+    return ["--loss", "distill", *(word for flag in flags for word in flag)]
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_image_qa(tmp_path_factory.mktemp("records"), 16)
+
+
+def scored(records: Path, teacher: Path, folder: Path, temperature: float, k: int = K) -> Path:
+    """Return a copy of the data with the teacher's tokens beside it."""
+    data = shutil.copytree(records.parent, folder / "data") / records.name
+    assert score(Request(teacher, data, top_k=k, temperature=temperature), on_cpu=True)
+    return data
+
+
+def coarse(logits: Tensor, ids: Tensor) -> Tensor:
+    """Return the log-probabilities (n, k + 1) of `ids` and of the rest, in float64."""
+    chosen = logits.double().softmax(-1).gather(1, ids)
+    return torch.cat([chosen, 1 - chosen.sum(-1, keepdim=True)], 1).log()
+
+
+def divergence(student: Tensor, teacher: Tensor, settings: Distillation) -> Tensor:
+    """Return the sum over tokens by torch's function, whose second argument is the first of KL."""
+
+    def kl(p: Tensor, q: Tensor) -> Tensor:
+        return F.kl_div(q, p, reduction="sum", log_target=True)
+
+    if settings.divergence == "forward":
+        return kl(teacher, student)
+    if settings.divergence == "reverse":
+        return kl(student, teacher)
+    beta = settings.beta
+    mixture = (beta * teacher.exp() + (1 - beta) * student.exp()).log()
+    return beta * kl(teacher, mixture) + (1 - beta) * kl(student, mixture)
+
+
+def plain_step(job: Job, teacher: Path, settings: Distillation) -> tuple[Plain, dict[str, float]]:
+    """Run the first step of a plain loop, one sample at a time; return the log's numbers, too."""
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(job.checkpoint)
+    other = AutoModelForImageTextToText.from_pretrained(teacher, dtype=torch.float32)
+    student, named = plain_model(job)
+    records = [json.loads(line)["messages"] for line in job.data.read_text().splitlines()]
+    tokens, apart, own = 0, torch.zeros([]), torch.zeros([])
+    for line in sample_order(job)[0]:
+        inputs, labels = encode(processor, records[line], job.data.parent)
+        trained = labels[1:] != -100
+        logits = student(**inputs).logits[0, :-1][trained]
+        with torch.no_grad():
+            theirs = other(**inputs).logits[0, :-1][trained] / settings.temperature
+        ids = theirs.topk(K).indices
+        ours = coarse(logits / settings.temperature, ids)
+        apart = apart + divergence(ours, coarse(theirs, ids), settings)
+        own = own + F.cross_entropy(logits, labels[1:][trained], reduction="sum")
+        tokens += int(trained.sum())
+    loss = settings.alpha * own + (1 - settings.alpha) * settings.temperature**2 * apart
+    numbers = {"divergence": float(apart) / tokens, "lm loss": float(own) / tokens}
+    return Plain.of(loss / tokens, named), numbers
+
+
+@pytest.mark.parametrize(
+    ("student", "layout", "settings", "flags"),
+    [
+        ("dense", "single", FORWARD, PACKED),
+        ("dense", "tp2+sp", FORWARD, PACKED),
+        ("dense", "cp2", REVERSE, PACKED),
+        ("dense", "pp2", JSD, TWO_ROWS),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("dense", "dp2", REVERSE, TWO_ROWS),
+                ("dense", "dp2", FORWARD, (*PACKED, "--no-balance", "--head-chunk", "50")),
+                ("dense", "tp2", JSD, ()),
+                ("dense", "tp2xpp2", REVERSE, PACKED),
+                ("dense", "pp2xvpp2", FORWARD, PACKED),
+                ("dense", "cp2xdp2", JSD, PACKED),
+                ("dense", "tp2xcp2+sp", FORWARD, TWO_ROWS),
+                ("moe", "ep2xdp2", JSD, PACKED),
+                ("moe", "tp2xetp2+sp", REVERSE, ()),
+            ]
+        ),
+    ],
+)
+def test_loss_and_every_gradient_are_those_of_one_process(
+    student: str,
+    layout: str,
+    settings: Distillation,
+    flags: tuple[str, ...],
+    records: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    checkpoint = request.getfixturevalue(student)
+    teacher = request.getfixturevalue("moe" if student == "dense" else "dense")
+    data = scored(records, teacher, tmp_path, settings.temperature)
+    job = preference_job(checkpoint, data, layout, *flags_of(settings), *flags)
+    expected, numbers = plain_step(job, teacher, settings)
+    entry = check_step(job, expected, "distill loss", tmp_path)
+    assert {name: entry[name] for name in numbers} == pytest.approx(numbers, rel=2e-5)
+
+
+def test_an_adapter_learns_from_a_teacher(
+    dense: Path, moe: Path, records: Path, tmp_path: Path
+) -> None:
+    data = scored(records, moe, tmp_path, 1.0)
+    adapter = random_adapter(tmp_path, dense)
+    job = preference_job(dense, data, "dp2", *flags_of(REVERSE), *PACKED, lora=adapter)
+    check_step(job, plain_step(job, moe, REVERSE)[0], "distill loss", tmp_path)
