@@ -19,6 +19,7 @@ from mcore_qwen3vl.model.head.top_k import FLOOR
 from mcore_qwen3vl.objectives.distillation import divergences
 from mcore_qwen3vl.objectives.labelled import labelled_losses
 from mcore_qwen3vl.objectives.preference import pair_losses
+from mcore_qwen3vl.objectives.reward import reward_losses
 from mcore_qwen3vl.objectives.settings import Distillation, Kto, Preference
 
 trl = pytest.importorskip("trl")
@@ -280,6 +281,28 @@ def test_divergences_are_those_of_trls_gkd(settings: Distillation, beta: float) 
         for one in (ours, teacher)
     )
     found = divergences(*both, settings).sum()
+    found.backward()
+    torch.testing.assert_close(found, right, rtol=TOLERANCE, atol=TOLERANCE)
+    assert theirs.grad is not None
+    assert theirs.grad.abs().max() > 0
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_the_loss_of_rewards_and_its_gradient_are_trls() -> None:
+    generator = torch.Generator().manual_seed(1)
+    rewards = 3 * torch.randn(PAIRS, 2, generator=generator)
+    margins = torch.rand(PAIRS, generator=generator)
+
+    theirs = rewards.clone().requires_grad_()
+    outputs = SimpleNamespace(logits=theirs.T.reshape(-1, 1))  # all chosen, then all rejected
+    stand_in = trainer(0.0, [], [])
+    stand_in.args = SimpleNamespace(center_rewards_coefficient=None)
+    inputs = {"margin": margins, "attention_mask": torch.ones(2 * PAIRS, 3, dtype=torch.int64)}
+    right = trl.RewardTrainer.compute_loss(stand_in, lambda **_: outputs, inputs)
+    right.backward()
+
+    ours = rewards.clone().requires_grad_()
+    found = reward_losses(ours, margins).mean()
     found.backward()
     torch.testing.assert_close(found, right, rtol=TOLERANCE, atol=TOLERANCE)
     assert theirs.grad is not None
