@@ -15,6 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 from mcore_qwen3vl.runtime import cpu
 
@@ -89,6 +91,32 @@ def _plain_linear(dispatch: Callable[..., None]) -> Callable[..., None]:
     return keep
 
 
+def _plain_experts(experts: type[Any]) -> type[Any]:
+    class PlainExperts(experts):
+        def process_weights_after_loading(self, layer: Any) -> None:
+            self._use_zentorch = False
+
+        def apply(
+            self,
+            output: Tensor,  # (n, H)
+            hidden_states: Tensor,  # (n, H)
+            w1: Tensor,  # (E, 2I, H)
+            w2: Tensor,  # (E, H, I)
+            topk_weights: Tensor,  # (n, k)
+            topk_ids: Tensor,  # (n, k)
+            *args: Any,
+            **kwargs: Any,
+        ) -> None:
+            output.zero_()
+            for expert, (gate_up, down) in enumerate(zip(w1, w2, strict=True)):
+                rows, choice = torch.nonzero(topk_ids == expert, as_tuple=True)
+                gate, up = functional.linear(hidden_states[rows], gate_up).chunk(2, -1)
+                result = functional.linear(functional.silu(gate) * up, down)
+                output.index_add_(0, rows, result * topk_weights[rows, choice, None])
+
+    return PlainExperts
+
+
 REPLACEMENTS = (
     cpu.Replacement(
         "verl.utils.distributed",
@@ -109,6 +137,12 @@ VLLM_REPLACEMENTS = (
         "dispatch_cpu_unquantized_gemm",
         _plain_linear,
         "packs the weights of linears and drops them, so that new weights cannot be loaded",
+    ),
+    cpu.Replacement(
+        "vllm.model_executor.layers.fused_moe.experts.cpu_moe",
+        "CPUUnquantizedExperts",
+        _plain_experts,
+        "packs and pads the weights of experts, and new weights are loaded into the packed ones",
     ),
 )
 """What vLLM's workers need. They import VERL after vLLM, as an extension of their class."""
