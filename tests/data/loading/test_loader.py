@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import logging
@@ -23,6 +24,7 @@ import pytest
 import torch
 from megatron.energon import savable_loader
 from torch.utils.data import get_worker_info
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from transformers.models.qwen3_vl import video_processing_qwen3_vl
 
 from mcore_qwen3vl.data import DataConfig, Loader, Source, load_processor, redistribute
@@ -199,7 +201,12 @@ def test_a_worker_that_is_killed_is_one_message(
         handler = "torch.utils.data._utils.signal_handling._error_if_any_worker_fails"
         monkeypatch.setattr(handler, lambda: None)
         monkeypatch.setattr(worker, "is_alive", lambda: True)
-        time.sleep(0.5)  # it reads ahead
+        (reading,) = (
+            one
+            for one in gc.get_objects()
+            if isinstance(one, _MultiProcessingDataLoaderIter) and worker in one._workers
+        )
+        assert reading._worker_result_queue._reader.poll(60)  # it has read ahead
     worker.kill()
     worker.join()
     with pytest.raises(BadInput, match=r"^A data worker died: .*lower --num-workers"):
