@@ -1,4 +1,4 @@
-"""Load a ``torch_dist`` checkpoint into a running model of any layout."""
+"""Load a Megatron checkpoint into a running model of any layout."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
-from mcore_qwen3vl.converters.mcore.formats import format_of, require_own_keys
+import torch
+
+from mcore_qwen3vl.converters.live.load import zero_padding
+from mcore_qwen3vl.converters.live.sharded import mcore_pieces, unwrap
+from mcore_qwen3vl.converters.mapping.forms import head_of
+from mcore_qwen3vl.converters.mapping.table import table
+from mcore_qwen3vl.converters.mcore.formats import format_of, maker_of, open_megatron
 from mcore_qwen3vl.converters.mcore.megatron_checkpoint import NOT_THE_MODEL
 from mcore_qwen3vl.converters.mcore.paths import (
     iteration_folder,
@@ -22,7 +28,8 @@ from mcore_qwen3vl.errors import BadInput
 def load_checkpoint(models: Sequence[Any], path: str | Path, *, whole: bool = True) -> None:
     """Fill the model chunks of this rank from a checkpoint; a collective of all ranks.
 
-    Optimizer and random states in the checkpoint are ignored.
+    Optimizer and random states in the checkpoint are ignored. Keys of another maker are translated:
+    each rank then reads only what it holds.
 
     Args:
         models: this rank's chunks (several under VPP), not wrapped in DDP.
@@ -31,8 +38,8 @@ def load_checkpoint(models: Sequence[Any], path: str | Path, *, whole: bool = Tr
             virtual stage; the checkpoint may then hold more than `models`.
 
     Raises:
-        BadInput: there is no checkpoint, it has the legacy format or another maker's keys, or its
-            keys or shapes are not exactly the model's.
+        BadInput: there is no checkpoint, it has the legacy format or an unknown maker's keys, or
+            its keys or shapes are not exactly the model's.
     """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -52,7 +59,9 @@ def load_checkpoint(models: Sequence[Any], path: str | Path, *, whole: bool = Tr
             "first: mcore-qwen3vl convert mcore-to-hf."
         )
     index = read(folder)  # fail here: torch would try other files and log each failure
-    require_own_keys(folder, index.tensors)
+    if maker_of(folder, index.tensors) is not None:
+        _load_translated(models, folder)
+        return
     state = {f"model{i}": model.sharded_state_dict() for i, model in enumerate(models)}
     try:
         # mcore calls keys that the checkpoint lacks `unexpected`, and keys that it holds but the
@@ -84,6 +93,28 @@ def load_checkpoint(models: Sequence[Any], path: str | Path, *, whole: bool = Tr
             raise _not_this_model(folder, f"it {problem} {', '.join(sorted(keys)[:3])}")
     for i, model in enumerate(models):
         model.load_state_dict(loaded[f"model{i}"])
+
+
+def _load_translated(models: Sequence[Any], folder: Path) -> None:
+    chunks = unwrap(models)
+    architecture = chunks[0].architecture
+    checkpoint = open_megatron(folder, architecture)
+    # A model without a head can start from a language model; a classifier cannot.
+    head = head_of(chunks[0].head_labels or None)
+    wanted = table(architecture, padded_vocab_size=checkpoint.vocab_size, head=head)
+    checkpoint.require(wanted)
+    with torch.no_grad():
+        zero_padding(chunks)
+        for _, row, piece in mcore_pieces(chunks):
+            corner = piece.global_offset[piece.prepend_axis_num :]
+            rows, *columns = (
+                slice(o, o + n) for o, n in zip(corner, piece.local_shape, strict=True)
+            )
+            # The checkpoint's vocabulary may be padded to another size than the model's.
+            last = min(rows.stop, row.shape[0] - row.rearrangement.padding)
+            if rows.start < last:
+                values = checkpoint.read(row, (slice(rows.start, last), *columns))
+                piece.data[: len(values)].copy_(values)
 
 
 def _not_this_model(folder: Path, why: str) -> BadInput:

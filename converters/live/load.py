@@ -45,7 +45,7 @@ def load_hf(
     checkpoint.require(table_of(chunks, layout, head=head))
     read = 0
     with torch.no_grad():
-        _zero_padding(chunks)
+        zero_padding(chunks)
         for part in hf_parts(chunks, expert_layout=layout):
             if spared and part.name == SCORE:
                 continue
@@ -54,7 +54,7 @@ def load_hf(
     return read
 
 
-def _zero_padding(chunks: Sequence[Any]) -> None:
+def zero_padding(chunks: Sequence[Any]) -> None:
     """Zero the weights of a padded vocabulary, since the padding rows have no source.
 
     The offline conversion writes zeros there too.

@@ -107,6 +107,21 @@ def hf_parts(
     Raises:
         BadInput: the table does not know a parameter, or has another shape for it.
     """
+    for name, row, piece in mcore_pieces(models, values, expert_layout=expert_layout):
+        yield from _parts(row, piece, name)
+
+
+def mcore_pieces(
+    models: nn.Module | Sequence[nn.Module],
+    values: Values = weight,
+    *,
+    expert_layout: ExpertLayout | None = None,
+) -> Iterator[tuple[str, Row, ShardedTensor]]:
+    """Yield the name of every local parameter with each box of a checkpoint tensor that it fills.
+
+    The box is in one row of the table, and its ``data`` is a view of the parameter's tensor.
+    `hf_parts` describes the arguments and the error.
+    """
     chunks = unwrap(models)
     rows = _Rows(table_of(chunks, expert_layout))
     for chunk in chunks:
@@ -116,7 +131,7 @@ def hf_parts(
                 continue  # _extra_state, or an adapter, which is not part of the base model
             tensor = values(parameters[name])
             for piece in _pieces(entry, tensor) if tensor is not None else ():
-                yield from _parts(rows.of(name, piece), piece, name)
+                yield name, rows.of(name, piece), piece
 
 
 def table_of(

@@ -107,7 +107,7 @@ def open_megatron(path: Path, architecture: Architecture) -> MegatronCheckpoint:
     """
     format = format_of(path)
     stored = format.open(path, architecture)
-    dialect = _dialect(stored.folder, stored.index.tensors)
+    dialect = maker_of(stored.folder, stored.index.tensors)
     if dialect is None:
         return stored
     if format.per_layout is not None:
@@ -118,17 +118,12 @@ def open_megatron(path: Path, architecture: Architecture) -> MegatronCheckpoint:
     return TranslatedCheckpoint(stored, dialect, architecture.vision)
 
 
-def require_own_keys(folder: Path, keys: Iterable[str]) -> None:
-    """Raise BadInput if the checkpoint in `folder`, whose keys are `keys`, is another maker's."""
-    dialect = _dialect(folder, keys)
-    if dialect is not None:
-        raise BadInput(
-            f"{folder} was written by {dialect.maker}. Convert it first: mcore-qwen3vl convert "
-            f"mcore-to-hf {folder} HF_DIR --hf-config DIR."
-        )
+def maker_of(folder: Path, keys: Iterable[str]) -> Dialect | None:
+    """Return the dialect of the checkpoint in `folder`, whose keys are `keys`; None for our own.
 
-
-def _dialect(folder: Path, keys: Iterable[str]) -> Dialect | None:
+    Raises:
+        BadInput: the keys are those of a maker that is not understood here.
+    """
     try:
         return recognise(keys)
     except BadInput as error:

@@ -31,6 +31,11 @@ def adapter_option(help: str) -> Any:
     return typer.Option(metavar="ADAPTER", help=help, parser=_checkpoint)
 
 
+def megatron_option(help: str) -> Any:
+    """Return an option for a Megatron-Core checkpoint."""
+    return typer.Option(metavar="DIR", help=help, parser=_checkpoint)
+
+
 def data_argument(help: str) -> Any:
     """Return an argument for a data set of any kind."""
     return typer.Argument(metavar="DATA", help=help, parser=_data_set)

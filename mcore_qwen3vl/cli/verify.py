@@ -122,6 +122,12 @@ def verify_parity(
             "there with random factors.",
         ),
     ] = None,
+    checkpoint: Annotated[
+        Path | None,
+        sources.megatron_option(
+            "Megatron-Core checkpoint, by any known maker, to load our model from; default: HF."
+        ),
+    ] = None,
     compile_pointwise: Annotated[
         bool,
         typer.Option(
@@ -135,7 +141,8 @@ def verify_parity(
 ) -> None:
     """Compare logits, loss and every gradient under a parallel layout with Hugging Face's.
 
-    With --lora the reference is PEFT's model, and only the adapter is trained.
+    With --lora the reference is PEFT's model, and only the adapter is trained. With --checkpoint
+    our model has the weights of a Megatron-Core checkpoint, to check how it was converted.
     """
     console.quiet_libraries()
     from mcore_qwen3vl.verify.parity.comparison import verify_parity as verify
@@ -149,6 +156,7 @@ def verify_parity(
         device=device,
         spec=spec,
         lora=lora,
+        checkpoint=checkpoint,
         compile_pointwise=compile_pointwise,
         timeout=timeout,
         progress=console.count_progress,

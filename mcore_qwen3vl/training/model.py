@@ -18,6 +18,7 @@ from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.head.score import ClassifierModel
 from mcore_qwen3vl.model.headless import HeadlessModel
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+from mcore_qwen3vl.training.checkpoints.resume import OtherMaker
 from mcore_qwen3vl.training.lora.lora_run import LoraRun
 from mcore_qwen3vl.training.preference.flags import is_preference
 from mcore_qwen3vl.training.tasks.flags import labels_of
@@ -41,6 +42,7 @@ def model_provider(
     architecture: Architecture,
     lora: LoraRun | None = None,
     on_trained: Callable[[Trained], None] = lambda trained: None,
+    other: OtherMaker | None = None,
     **config_overrides: Any,
 ) -> Callable[..., Qwen3VLModel]:
     """Return the model provider for ``megatron.training.pretrain``.
@@ -50,11 +52,12 @@ def model_provider(
         architecture: the model's shape.
         lora: the LoRA run, if an adapter trains instead of the model's own weights.
         on_trained: called with how much trains, once the last chunk of a rank is built.
+        other: the checkpoint of another maker to start from, if any.
         config_overrides: ``TransformerConfig`` fields that no flag sets.
 
     Returns:
-        A function that builds one pipeline chunk, reads ``--load-hf`` (or the base of a LoRA run)
-        into it and freezes what the flags say.
+        A function that builds one pipeline chunk, reads into it ``--load-hf``, `other` or the base
+        of a LoRA run, and freezes what the flags say.
     """
     fields_of_all = {**fields_from_flags(args), **config_overrides}
     several = is_preference(args) or args.task
@@ -93,6 +96,10 @@ def model_provider(
         if lora:
             lora.base.load(model)
             lora.adapt(model, freezing)
+        elif other:
+            from mcore_qwen3vl.converters.live.checkpoint import load_checkpoint
+
+            load_checkpoint([model], other.folder)
         elif args.load_hf and not resuming(args):
             from mcore_qwen3vl.converters.hf.hub import resolve
             from mcore_qwen3vl.converters.live.load import load_hf

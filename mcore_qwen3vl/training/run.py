@@ -95,12 +95,14 @@ class Run:
         from mcore_qwen3vl.config import Architecture
         from mcore_qwen3vl.training.broadcast.provider import DataProvider
         from mcore_qwen3vl.training.checkpoints.best import Validations
+        from mcore_qwen3vl.training.checkpoints.resume import from_other_maker
         from mcore_qwen3vl.training.host_copy import NormCheck
         from mcore_qwen3vl.training.lora.lora_run import LoraRun
 
         self.args = args
         self.architecture = Architecture.from_hf(args.hf_model)
         self.lora = LoraRun.of(args, self.architecture)
+        self.other = from_other_maker(args)
         self.metrics = metrics.Metrics(self.architecture, peak_tflops=args.peak_tflops)
         self.data = DataProvider(args, self.architecture, self.metrics.count)
         self.forward_step = _forward_step(args)
@@ -210,6 +212,7 @@ class Run:
                 self.architecture,
                 self.lora,
                 self._note_trained,
+                self.other,
                 # Not a method: Megatron deep-copies the config, and with it a method's object.
                 finalize_model_grads_func=lambda *args, **kw: self._finalize_gradients(*args, **kw),
             ),
@@ -253,6 +256,8 @@ class Run:
         from mcore_qwen3vl.training.lora.lora_run import check_checkpoint
 
         check_checkpoint(self.args, self.lora)
+        if self.other:  # the provider has read it
+            return 0, 0
         choose_checkpoint(self.args)
         with explained(self.args.load):
             found = original(model, *args, **kwargs)

@@ -178,7 +178,7 @@ def _check_kinds(args: argparse.Namespace) -> None:
     hf = args.load_hf
     if hf and not Path(hf).exists() and not HUB_ID.fullmatch(hf):
         raise BadInput(f"{hf} does not exist: check the path of --load-hf.")
-    if not (hf or args.load or args.pretrained_checkpoint):
+    if not (hf or args.load or args.save or args.pretrained_checkpoint):
         return
     from mcore_qwen3vl.converters.mcore.formats import (
         is_megatron,
@@ -186,6 +186,7 @@ def _check_kinds(args: argparse.Namespace) -> None:
         require_megatron,
     )
     from mcore_qwen3vl.converters.mcore.paths import require_classifier, require_language_model
+    from mcore_qwen3vl.training.checkpoints.resume import from_other_maker
     from mcore_qwen3vl.training.tasks.flags import labels_of
 
     if hf:
@@ -205,6 +206,7 @@ def _check_kinds(args: argparse.Namespace) -> None:
             require_language_model(Path(folder))
         elif labels:
             require_classifier(Path(folder), labels)
+    from_other_maker(args)
 
 
 def _check_step(folder: Path, step: int) -> None:

@@ -39,7 +39,7 @@ SIZES = (
     *("--context-parallel-size", "--expert-model-parallel-size"),
 )
 _SWITCHES = (
-    *("--skip-train", "--sequence-parallel", "--use-megatron-fsdp"),
+    *("--skip-train", "--finetune", "--sequence-parallel", "--use-megatron-fsdp"),
     *(f"--account-for-{end}-in-pipeline-split" for end in ("embedding", "loss")),
 )
 

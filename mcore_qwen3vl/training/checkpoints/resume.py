@@ -14,7 +14,7 @@ import pickle
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,12 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.companions import copy_companions
 from mcore_qwen3vl.converters.hf.form_file import write_form
 from mcore_qwen3vl.converters.mapping.forms import Form, head_of
-from mcore_qwen3vl.converters.mcore.formats import format_of, require_own_keys
+from mcore_qwen3vl.converters.mcore.formats import format_of, is_megatron, maker_of
 from mcore_qwen3vl.converters.mcore.index import FileRange
 from mcore_qwen3vl.converters.mcore.paths import (
     HF_FOLDER,
     folder_name,
+    iteration_folder,
     numbered_iterations,
     tracked,
 )
@@ -73,8 +74,7 @@ def readable_iteration(directory: str | Path, *, fallback: bool) -> int | None:
         The iteration; None if the tracker names none.
 
     Raises:
-        BadInput: the latest is damaged and `fallback` is off, all are damaged, or one is another
-            maker's.
+        BadInput: the latest is damaged and `fallback` is off, or all are damaged.
     """
     latest = latest_iteration(directory)
     if latest is None:
@@ -94,6 +94,52 @@ def readable_iteration(directory: str | Path, *, fallback: bool) -> int | None:
         else "Resume from the one before it with --on-corrupt-checkpoint fallback."
     )
     raise BadInput(f"No usable checkpoint in {directory}: {'; '.join(reasons)}. {remedy}")
+
+
+@dataclass(frozen=True)
+class OtherMaker:
+    """A checkpoint of another maker: its iteration's folder, and the maker for messages."""
+
+    folder: Path
+    maker: str
+
+
+def from_other_maker(args: argparse.Namespace) -> OtherMaker | None:
+    """Return the checkpoint that a run starts from if another maker wrote it, whose keys differ.
+
+    Megatron cannot load it; `load_checkpoint` of `converters.live` can.
+
+    Raises:
+        BadInput: the run would resume it rather than take its weights, or save beside it; or an
+            unknown maker wrote it.
+    """
+    load = args.load or args.save  # the default of --load
+    places = (place for place in (load, args.pretrained_checkpoint) if place)
+    place = next((place for place in places if is_megatron(Path(place))), None)
+    if place is None:
+        return None
+    step = args.ckpt_step if place == load else None
+    try:
+        folder = iteration_folder(Path(place)) if step is None else Path(place) / folder_name(step)
+        if not folder.is_dir() or format_of(folder).per_layout is not None:
+            return None
+        index = read_metadata(folder)
+    except BadInput:
+        return None  # `choose_checkpoint` says what is wrong with it
+    dialect = maker_of(folder, index.tensors)
+    if dialect is None:
+        return None
+    if args.save and Path(args.save).resolve() == Path(place).resolve():
+        raise BadInput(
+            f"{place} holds checkpoints of {dialect.maker}: choose another directory to --save to."
+        )
+    saved = any(key.startswith(("optimizer", "chained_")) for key in index.tensors)
+    if saved and place == load and not args.finetune:
+        raise BadInput(
+            f"{folder} was written by {dialect.maker}, whose optimizer state cannot be resumed "
+            "here. Add --finetune to start from its weights."
+        )
+    return OtherMaker(folder, dialect.maker)
 
 
 def choose_checkpoint(args: argparse.Namespace) -> None:
@@ -258,11 +304,7 @@ def _schedules(error: AssertionError) -> str:
 
 
 def damage(folder: Path) -> str | None:
-    """Return why a torch_dist checkpoint cannot be read, or None. Reads headers, not tensors.
-
-    Raises:
-        BadInput: the checkpoint is another maker's.
-    """
+    """Return why a torch_dist checkpoint cannot be read, or None. Reads headers, not tensors."""
     marker = folder / "metadata.json"
     if not marker.exists() or marker.stat().st_size == 0:
         return f"{marker} is missing or empty"
@@ -270,7 +312,6 @@ def damage(folder: Path) -> str | None:
         index = read_metadata(folder)
     except BadInput as error:
         return str(error)
-    require_own_keys(folder, index.tensors)
     chunks = [chunk.data for tensor in index.tensors.values() for chunk in tensor.chunks]
     by_file: dict[str, list[FileRange]] = {}
     for data in [*chunks, *index.objects.values()]:

@@ -78,7 +78,7 @@ def summary(
     """Return the rows of the summary: a name, and a description in words."""
     rows = [
         ("model", _model(args, a)),
-        ("weights", _weights(args)),
+        ("weights", _weights(args, lora)),
         *([("trains", _adapter(args, a, lora))] if lora else []),
         *(_preference(args) if is_preference(args) else []),
         *(_kto(args) if is_kto(args) else []),
@@ -170,12 +170,15 @@ def _distillation(args: argparse.Namespace) -> list[tuple[str, str]]:
     ]
 
 
-def _weights(args: argparse.Namespace) -> str:
+def _weights(args: argparse.Namespace, lora: LoraRun | None) -> str:
+    from mcore_qwen3vl.training.checkpoints.resume import from_other_maker
     from mcore_qwen3vl.training.model import resuming
 
+    if other := from_other_maker(args):
+        return f"from {other.folder}, written by {other.maker}"
     if resuming(args):
         return f"the newest checkpoint in {args.load}"
-    if base := args.load_hf or args.pretrained_checkpoint:
+    if base := lora.base.path if lora else args.load_hf or args.pretrained_checkpoint:
         return f"from {base}"
     return "random: --load-hf DIR starts from a Hugging Face checkpoint, --load DIR from Megatron's"
 

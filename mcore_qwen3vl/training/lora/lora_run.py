@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from megatron.training.checkpointing import checkpoint_exists
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.config import FILE, AdapterConfig
@@ -19,6 +18,7 @@ from mcore_qwen3vl.converters.adapters.read import read_adapter
 from mcore_qwen3vl.converters.adapters.targets import TargetSpec, resolve_targets
 from mcore_qwen3vl.converters.live.adapter import save_adapter
 from mcore_qwen3vl.converters.live.factors import initialize_factors, load_factors
+from mcore_qwen3vl.converters.mcore.formats import is_megatron
 from mcore_qwen3vl.converters.mcore.paths import LORA_FOLDER
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.errors import BadInput
@@ -131,7 +131,7 @@ def check_checkpoint(args: argparse.Namespace, lora: LoraRun | None) -> None:
     Raises:
         BadInput: the checkpoints do not belong to this run; the message says what to do instead.
     """
-    if args.load is None or not checkpoint_exists(args.load):
+    if args.load is None or not is_megatron(Path(args.load)):
         return
     file = Path(args.load) / LORA_FOLDER / FILE
     if lora is None:

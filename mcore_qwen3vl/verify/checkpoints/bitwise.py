@@ -41,13 +41,15 @@ def compare_checkpoints(
     compared has a flaw: ``only in A``, ``only in B``, or how the shapes or dtypes do not match.
 
     Returns:
-        A report with findings of `TENSORS`, in the order of the network, and of `FILES`.
+        A report with findings of `TENSORS`, in the order of the network, and of `FILES`. It names
+        other makers whose keys a side has.
 
     Raises:
         BadInput: a side is not a complete, well-formed checkpoint.
     """
     left, right = _Side(Path(a), other=Path(b)), _Side(Path(b), other=Path(a))
-    result = Report(f"{a} and {b}")
+    makers = {name: side.maker for name, side in (("A", left), ("B", right)) if side.maker}
+    result = Report(f"{a} and {b}", {f"{name} was written by": who for name, who in makers.items()})
     total, done = sum(left.nbytes(name) for name in left.pieces), 0
     for name in left.pieces:
         result.findings.append(_compare(name, left, right))
@@ -92,6 +94,12 @@ class _Side:
                     self.pieces.setdefault(source.name, []).append(_Piece(row, number))
         for name in self._outside(rows):
             self.pieces[name] = []
+
+    @property
+    def maker(self) -> str | None:
+        if self.megatron is None or self.megatron.dialect is None:
+            return None
+        return self.megatron.dialect.maker
 
     def dtype(self, piece: _Piece) -> torch.dtype:
         if self.megatron is not None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from mcore_qwen3vl.console import CountProgress, no_progress
 from mcore_qwen3vl.converters.adapters.presets import Preset
 from mcore_qwen3vl.converters.mapping.table import table
+from mcore_qwen3vl.converters.mcore.formats import require_megatron
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.runtime.launch import check_gpus, run_layout
@@ -40,6 +41,7 @@ def verify_parity(
     device: Literal["cpu", "cuda"] = "cpu",
     spec: Spec = "torch",
     lora: str | Path | None = None,
+    checkpoint: str | Path | None = None,
     compile_pointwise: bool = False,
     timeout: float = 600.0,
     progress: CountProgress = no_progress,
@@ -60,14 +62,17 @@ def verify_parity(
         spec: layer spec of our model.
         lora: PEFT adapter directory, or one of ``presets.Preset`` for random factors. Only the
             adapter is trained, and PEFT's model is the reference.
+        checkpoint: Megatron-Core checkpoint that our model is loaded from; default: `hf_dir`.
         compile_pointwise: compile in our model what ``train --compile-pointwise`` compiles.
         timeout: seconds for the ranks to finish.
         progress: shows how many passes over batches, of both models, are done.
 
     Raises:
-        BadInput: the layout does not divide the model, a batch is not known or not for `spec`, or
-            there are fewer GPUs than ranks.
+        BadInput: the layout does not divide the model, a batch is not known or not for `spec`,
+            there are fewer GPUs than ranks, or `checkpoint` holds another model.
     """
+    if checkpoint is not None:
+        require_megatron(Path(checkpoint), instead="compare it with `verify tensors`")
     if lora is not None and str(lora) in get_args(Preset):
         config = preset_config(str(lora), hf_dir)
         with scratch_folder("mcore-qwen3vl-lora-") as folder:
@@ -81,6 +86,7 @@ def verify_parity(
                 device=device,
                 spec=spec,
                 lora=random,
+                checkpoint=checkpoint,
                 compile_pointwise=compile_pointwise,
                 timeout=timeout,
                 progress=progress,
@@ -111,7 +117,13 @@ def verify_parity(
             exact = CachedReference(hf_dir, lora=lora, passed=passed)
             tolerances = half_precision_tolerances(reference, exact, case, names)
         return compare_case(
-            reference, case, names, tolerances=tolerances, timeout=timeout, passed=passed
+            reference,
+            case,
+            names,
+            mcore=None if checkpoint is None else Path(checkpoint),
+            tolerances=tolerances,
+            timeout=timeout,
+            passed=passed,
         )
 
 
@@ -120,6 +132,7 @@ def compare_case(
     case: Case,
     batches: Sequence[str],
     *,
+    mcore: Path | None = None,
     tolerances: dict[str, float] | None = None,
     timeout: float = 120.0,
     passed: Callable[[], None] = lambda: None,
@@ -130,6 +143,7 @@ def compare_case(
         reference: the checkpoint and the reference's results.
         case: how the model runs.
         batches: names from `RECIPES`; an optimizer step is taken on the last of each run.
+        mcore: Megatron-Core checkpoint that our model is loaded from; default: the reference's.
         tolerances: by part (``logits``, ``loss``, ``gradients``, ``parameters``, ``gradient
             norm``); default `TOLERANCE` for each.
         timeout: seconds for the ranks to finish.
@@ -138,8 +152,9 @@ def compare_case(
     Raises:
         BadInput: the layout does not divide the model or a batch, or the spec takes no such batch.
     """
+    source = mcore or reference.path
     report = Report(
-        f"{reference.path.name} at {case} against Hugging Face",
+        f"{source.name} at {case} against Hugging Face",
         {"layout": str(case.layout), "spec": case.spec, "dtype": case.dtype, "device": case.device},
     )
     made = tuple(build_batch(n, reference.architecture, multiple=case.multiple) for n in batches)
@@ -158,6 +173,7 @@ def compare_case(
             expected,
             stepped,
             reference.adapter,
+            mcore,
             timeout=timeout,
             device=case.device,
             heard=lambda batch: passed(),

@@ -62,6 +62,7 @@ def measure_on_rank(
     batches: list[Expected],
     stepped: Stepped | None,
     adapter: Adapter | None = None,
+    mcore: Path | None = None,
 ) -> list[Measurements]:
     """Run `case` on this rank and compare; every rank of the layout calls this.
 
@@ -71,12 +72,14 @@ def measure_on_rank(
         batches: the reference of each batch.
         stepped: the reference's parameters after an optimizer step on the last batch.
         adapter: LoRA adapter, if any, which is then the only thing trained.
+        mcore: Megatron-Core checkpoint to take the weights from instead.
 
     Returns:
         This rank's measurements of each batch.
     """
     initialize(case.layout)
-    engine = Engine(path, case, uneven=any(b.batch.uneven for b in batches), adapter=adapter)
+    uneven = any(b.batch.uneven for b in batches)
+    engine = Engine(path, case, uneven=uneven, mcore=mcore, adapter=adapter)
     if case.overlap:
         engine.run(batches[0])  # in its first batch DDP counts gradients, and does not overlap
     measured = []

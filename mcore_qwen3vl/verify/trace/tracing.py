@@ -14,6 +14,7 @@ import torch
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.mapping.table import table
 from mcore_qwen3vl.converters.mcore.formats import require_megatron
+from mcore_qwen3vl.converters.mcore.paths import find_hf_folder
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
@@ -77,7 +78,7 @@ def trace(
     mcore = None if mcore is None else Path(mcore)
     if mcore is not None:
         require_megatron(mcore)
-    config = _config_folder(mcore) if mcore else hf
+    config = (mcore and find_hf_folder(mcore)) or hf  # other makers' checkpoints have no config
     case = case or Case()
     overrides = {**case.config, "head_chunk": 0}  # the logits are compared, so they must exist
     case = replace(case, layout=layout or Layout(), gradients=gradients, config=overrides)
@@ -108,12 +109,6 @@ def trace(
         result.first = next(f for f in result.findings if (f.part, f.name) == first)
         result.cause = find_cause(Divergence(reference, config, case, run, first, found))
     return result
-
-
-def _config_folder(mcore: Path) -> Path:
-    from mcore_qwen3vl.converters.mcore.paths import hf_folder
-
-    return hf_folder(mcore)
 
 
 SHAPES = (

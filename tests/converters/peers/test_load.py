@@ -1,0 +1,182 @@
+"""A running model takes its weights from a checkpoint that another project wrote."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.convert import hf_to_mcore
+from mcore_qwen3vl.converters.live.checkpoint import load_checkpoint
+from mcore_qwen3vl.converters.live.load import load_hf
+from mcore_qwen3vl.converters.mapping.row import same
+from mcore_qwen3vl.converters.torch_dist import metadata
+from mcore_qwen3vl.converters.torch_dist.writer import DistcpFile
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.runtime.launch import run_layout
+from mcore_qwen3vl.runtime.parallel import initialize
+from mcore_qwen3vl.tiny import write_tiny_checkpoint
+from mcore_qwen3vl.training.arguments.checks import check_surroundings
+from mcore_qwen3vl.training.arguments.command_line import CommandLine
+from mcore_qwen3vl.training.checkpoints.resume import from_other_maker
+from mcore_qwen3vl.verify.curves.job import Job, train
+from mcore_qwen3vl.verify.parity.comparison import verify_parity
+from mcore_qwen3vl.verify.trace.result import WEIGHTS
+from mcore_qwen3vl.verify.trace.tracing import trace
+from tests.converters.checkpoints import copy, load, save
+from tests.converters.peers.make_peers import MOE, TEXT, VISION
+from tests.converters.peers.test_peers import HERE, MAKERS, PEERS, source_of
+from tests.converters.ranks import build_chunks
+from tests.turns import slow_except
+
+
+def loaded_both_ways(layout: Layout, peer: str, overrides: dict[str, Any]) -> int:
+    """Compare a model loaded from `peer` with one loaded from its source, and count parameters."""
+    initialize(layout)
+    source = source_of(peer)
+    ours, theirs = (
+        build_chunks(layout, Architecture.from_hf(source), **overrides) for _ in range(2)
+    )
+    load_hf(ours, source)
+    load_checkpoint(theirs, HERE / peer)
+    compared = 0
+    for mine, other in zip(ours, theirs, strict=True):
+        pairs = zip(mine.named_parameters(), other.named_parameters(), strict=True)
+        for (name, want), (_, found) in pairs:
+            assert torch.equal(want, found), name
+            compared += 1
+    return compared
+
+
+@pytest.mark.parametrize(
+    ("peer", "layout", "overrides"),
+    [
+        ("megatron-bridge-dense", "single", {"vocab_size": 500}),
+        ("megatron-bridge-dense", "tp2+sp", {"params_dtype": torch.float32}),
+        ("megatron-bridge-moe", "tp2xep2+sp", {}),
+        ("ms-swift-dense", "pp3", {}),
+        ("ms-swift-dense", "tp2", {"vocab_size": 500}),
+        ("ms-swift-moe", "ep2xdp2", {}),
+    ],
+)
+def test_every_parameter_is_that_of_the_peers_source(
+    peer: str, layout: str, overrides: dict[str, Any]
+) -> None:
+    sizes = Layout.parse(layout)
+    ranks = run_layout(loaded_both_ways, sizes.world_size, sizes, peer, overrides)
+    assert min(ranks) > 5
+
+
+RUNS = [
+    ("megatron-bridge-dense", "single"),
+    ("megatron-bridge-dense", "pp3"),
+    ("megatron-bridge-moe", "tp2xep2+sp"),
+    ("ms-swift-dense", "tp2"),
+    ("ms-swift-moe", "ep2xdp2"),
+]
+
+
+def job_of(peer: str, layout: str, data: Path, folder: Path) -> Job:
+    """Return a run of one step, whose ``--hf-model`` and ``--load-hf`` have other weights."""
+    moe = peer.endswith("moe")
+    text = TEXT | (MOE if moe else {})
+    model = write_tiny_checkpoint(folder / "model", moe=moe, text=text, vision=VISION, seed=99)
+    return Job(model, data, Layout.parse(layout), steps=1, batch=2)
+
+
+def first_step(job: Job, folder: Path, *flags: str) -> tuple[float, float]:
+    (entry,) = train(job, folder, *flags)
+    return entry["lm loss"], entry["grad norm"]
+
+
+@pytest.mark.parametrize(("peer", "layout"), slow_except(RUNS, RUNS[3]))
+def test_a_run_starts_from_it_as_from_our_own_conversion(
+    peer: str, layout: str, data: Path, tmp_path: Path
+) -> None:
+    hf_to_mcore(source_of(peer), tmp_path / "converted")
+    job = job_of(peer, layout, data, tmp_path)
+    want = first_step(job, tmp_path / "1", "--load", str(tmp_path / "converted"))
+    assert first_step(job, tmp_path / "2", "--load", str(HERE / peer)) == want
+    assert first_step(job, tmp_path / "3") != want
+    based = replace(job, converted=HERE / peer)
+    save = ("--save", str(tmp_path / "save"), "--save-interval", "1")
+    assert first_step(based, tmp_path / "4", *save) == want
+    more = replace(based, steps=2, flags=("--override-opt-param-scheduler",))
+    (second,) = train(more, tmp_path / "5", *save)
+    assert second["iteration"] == 2  # it has resumed its own checkpoint
+
+
+def trained(peer: str, folder: Path) -> Path:
+    """Return a copy of the peer's checkpoint with a tensor of the optimizer's state."""
+    checkpoint = copy(HERE / peer, folder / "trained")
+    (iteration,) = checkpoint.glob("iter_*")
+    index = metadata.read(iteration)
+    with DistcpFile(iteration / "__9_0.distcp") as file:
+        row = same("optimizer.state.exp_avg.visual.visual.pos_embed.weight", "", (4,))
+        file.write_row(row, torch.float32, [torch.zeros(4)])
+        file.sync()
+    index.tensors |= file.index.tensors
+    (iteration / metadata.FILE).write_bytes(metadata.dumps(index))
+    return checkpoint
+
+
+def arguments(model: Path, *flags: str) -> CommandLine:
+    words = ["--cpu", "--hf-model", str(model), "--data-path", str(model), "--train-iters", "1"]
+    return CommandLine([*words, *flags])
+
+
+@pytest.mark.parametrize("peer", PEERS[::2])
+def test_its_optimizer_state_is_not_resumed(peer: str, tmp_path: Path) -> None:
+    checkpoint, source = trained(peer, tmp_path), source_of(peer)
+    load, maker = ("--load", str(checkpoint)), MAKERS[peer.rpartition("-")[0]]
+    refused = rf"was written by {re.escape(maker)}, whose optimizer state .* Add --finetune"
+    with pytest.raises(BadInput, match=refused) as error:
+        check_surroundings(arguments(source, *load).args)
+    assert "\n" not in str(error.value)
+    for flags in ((*load, "--finetune"), ("--pretrained-checkpoint", str(checkpoint))):
+        check_surroundings(arguments(source, *flags).args)
+        found = from_other_maker(arguments(source, *flags).args)
+        assert found is not None
+        assert found.folder == next(checkpoint.glob("iter_*"))
+    sizes = Layout()
+    assert run_layout(into_model, 1, sizes, source, checkpoint) == [True]
+
+
+def into_model(layout: Layout, source: Path, checkpoint: Path) -> bool:
+    initialize(layout)
+    chunks = build_chunks(layout, Architecture.from_hf(source))
+    load_checkpoint(chunks, checkpoint)
+    return all(p.isfinite().all() for chunk in chunks for p in chunk.parameters())
+
+
+@pytest.mark.parametrize("peer", PEERS[::2])
+def test_a_run_does_not_save_beside_it(peer: str, tmp_path: Path) -> None:
+    save = copy(HERE / peer, tmp_path / "peer")
+    refused = rf"{save} holds checkpoints of {re.escape(MAKERS[peer.rpartition('-')[0]])}: choose"
+    for flags in (("--save", str(save)), ("--save", str(save), "--load", str(save))):
+        with pytest.raises(BadInput, match=refused):
+            check_surroundings(arguments(source_of(peer), *flags).args)
+
+
+def test_parity_and_trace_find_what_was_converted_wrongly(tmp_path: Path) -> None:
+    peer, source, layout = HERE / "megatron-bridge-dense", HERE / "hf-dense", Layout.parse("tp2")
+    assert verify_parity(source, layout, ["mixed"], gradients=False, checkpoint=peer).ok
+    assert trace(source, peer, layout=layout).ok
+    other, name = copy(source, tmp_path / "hf"), "model.visual.blocks.2.attn.proj.bias"
+    tensors = load(other)
+    tensors[name] += 1
+    save(tensors, other)
+    assert not verify_parity(other, layout, ["mixed"], gradients=False, checkpoint=peer).ok
+    found = trace(other, peer, layout=layout)
+    assert [f.name for f in found.failures if f.part == WEIGHTS] == [name]
+
+
+def test_parity_refuses_a_checkpoint_of_the_other_kind() -> None:
+    with pytest.raises(BadInput, match="one is needed here: compare it with `verify tensors`"):
+        verify_parity(HERE / "hf-dense", checkpoint=HERE / "hf-dense")
