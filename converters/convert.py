@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from mcore_qwen3vl.converters.mapping import dialects
 from mcore_qwen3vl.converters.mcore import formats
 from mcore_qwen3vl.converters.offline import hf_to_hf as hf_copy
 from mcore_qwen3vl.converters.offline import to_hf, to_mcore
@@ -31,6 +32,7 @@ def plan_hf_to_mcore(
     format: str = formats.DEFAULT,
     layout: Layout | None = None,
     spec: str | None = None,
+    dialect: str | None = None,
 ) -> ConversionPlan:
     """Check a Hugging Face checkpoint and plan its conversion; write nothing.
 
@@ -45,12 +47,17 @@ def plan_hf_to_mcore(
             `tp` in the padding; CP, DP and SP do not matter. Default: one rank.
         spec: the layer spec whose parameter names are written, for a format that is written for
             one layout: "te" (the default) or "torch".
+        dialect: the project whose keys are written: "megatron-bridge" or "ms-swift"; default: this
+            project's own.
 
     Raises:
         BadInput: the input cannot be converted exactly with these options.
     """
     formats.require_huggingface(Path(src))
     per_layout = formats.named(format).per_layout
+    wanted = None if dialect is None else dialects.named(dialect)
+    if per_layout is not None and wanted is not None:
+        raise BadInput(f"--dialect {dialect} is written in the {formats.DEFAULT} format only.")
     if per_layout is not None:
         return per_layout.plan(
             _directory(src),
@@ -69,6 +76,7 @@ def plan_hf_to_mcore(
         dtype=dtype,
         make_vocab_size_divisible_by=make_vocab_size_divisible_by,
         tp=tp,
+        dialect=wanted,
     )
 
 
@@ -106,6 +114,7 @@ def hf_to_mcore(
     format: str = formats.DEFAULT,
     layout: Layout | None = None,
     spec: str | None = None,
+    dialect: str | None = None,
     force: bool = False,
     workers: int | None = None,
     progress: Progress | None = None,
@@ -114,7 +123,8 @@ def hf_to_mcore(
     """Write a checkpoint that Megatron loads.
 
     Args:
-        src, dtype, make_vocab_size_divisible_by, tp, format, layout, spec: see `plan_hf_to_mcore`.
+        src, dtype, make_vocab_size_divisible_by, tp, format, layout, spec, dialect: see
+            `plan_hf_to_mcore`.
         dst: directory to write; it appears complete or not at all.
         force: replace `dst` if it is a checkpoint.
         workers: number of threads; default: two per core, at most `engine.MOST_WORKERS`.
@@ -135,6 +145,7 @@ def hf_to_mcore(
         format=format,
         layout=layout,
         spec=spec,
+        dialect=dialect,
     )
     return write(plan, dst, force=force, workers=workers, progress=progress, strict=strict)
 

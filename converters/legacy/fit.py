@@ -10,7 +10,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from mcore_qwen3vl.converters.legacy.files import saved_arguments
+from mcore_qwen3vl.converters.legacy.files import open_ranks, saved_arguments
+from mcore_qwen3vl.converters.mcore.formats import require_own_keys
 from mcore_qwen3vl.converters.mcore.paths import RELEASE
 from mcore_qwen3vl.errors import BadInput
 
@@ -30,7 +31,7 @@ def check_run(folder: Path, args: argparse.Namespace) -> None:
 
     Raises:
         BadInput: the checkpoint is for another layout or layer spec (the message names both
-            values), or its optimizer state is for other parameters.
+            values), is another maker's, or its optimizer state is for other parameters.
     """
     saved = saved_arguments(folder)
     names = [*_COMPARED, *(_COMPARED_IN_MOE if args.num_experts else ())]
@@ -47,6 +48,7 @@ def check_run(folder: Path, args: argparse.Namespace) -> None:
             f"saved with {', '.join(different)}. Change the flags, or convert it: mcore-qwen3vl "
             "convert mcore-to-hf, then --load-hf."
         )
+    require_own_keys(folder, open_ranks(folder)[0].models[0])
     if folder.name != RELEASE and not (args.finetune or args.no_load_optim):
         _check_experts(folder, saved, args)
 

@@ -9,12 +9,14 @@ converter wrote (``tests/converters/peers``).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from mcore_qwen3vl.config import VisionArchitecture
+from mcore_qwen3vl.config import Architecture, VisionArchitecture
 from mcore_qwen3vl.converters.mapping import transforms
 from mcore_qwen3vl.converters.mapping.row import Row
+from mcore_qwen3vl.converters.mapping.table import extra_state_keys, shard
+from mcore_qwen3vl.converters.mapping.vision import vision_rows
 from mcore_qwen3vl.errors import BadInput
 
 LANGUAGE = "language_model."
@@ -46,18 +48,42 @@ class Dialect:
     """The keys that one maker's checkpoints have.
 
     Attributes:
-        key: its name, for JSON.
+        key: its name on the command line.
         maker: the projects that write it, for messages.
+        tracker: what the tracker says of converted weights: ``release``, or the iteration that the
+            maker's own converter writes, if its loader knows no ``release``.
         vision: prefix of the vision tower's keys.
         sign: start of keys that no other dialect has.
         modules: the modules whose keys differ by more than the prefix; the first that fits counts.
+        stateful: starts of the modules of the vision tower that have an ``_extra_state``, which are
+            Transformer Engine's.
     """
 
     key: str
     maker: str
+    tracker: str | int
     vision: str
     sign: str
     modules: tuple[Module, ...] = ()
+    stateful: tuple[str, ...] = ()
+
+    def row(self, row: Row, v: VisionArchitecture) -> Row:
+        """Return how the dialect stores what `row`, a row of the table, stores."""
+        if row.key.startswith(_VISION):
+            return self.vision_row(row, v)
+        return replace(row, key=LANGUAGE + row.key)
+
+    def extra_state_keys(self, a: Architecture) -> list[str]:
+        """Return the keys of the ``_extra_state`` objects that the maker's strict loading wants."""
+        return [*(LANGUAGE + key for key in extra_state_keys(a)), *self._vision_states(a.vision)]
+
+    def _vision_states(self, v: VisionArchitecture) -> Iterator[str]:
+        modules: dict[str, None] = {}  # a weight and a bias have one module
+        for row in (self.vision_row(row, v) for row in vision_rows(v)):
+            place = list(zip(row.offset, row.global_shape, strict=False)) or [(0, 1)]
+            if row.key.startswith(tuple(self.vision + start for start in self.stateful)):
+                modules[f"{row.key.rpartition('.')[0]}._extra_state/{shard(place)}"] = None
+        yield from modules
 
     def vision_row(self, row: Row, v: VisionArchitecture) -> Row:
         """Return how the dialect stores what `row`, a row of the vision tower, stores."""
@@ -82,6 +108,7 @@ class Dialect:
 MEGATRON_BRIDGE = Dialect(
     "megatron-bridge",
     "NVIDIA Megatron-Bridge, or VERL with it",
+    tracker="release",
     vision="vision_model.",
     sign="vision_model.merger.",
     modules=(
@@ -94,14 +121,28 @@ MEGATRON_BRIDGE = Dialect(
         Module("deepstack_merger_list.{}.", "decoder.deepstack_merger_list."),
         Module("merger.norm.", "merger.patch_norm."),
     ),
+    stateful=("decoder.", "merger."),
 )
-MCORE_BRIDGE = Dialect(
-    "mcore-bridge", "ms-swift (mcore-bridge)", vision="visual.visual.", sign="visual.visual."
+MS_SWIFT = Dialect(
+    "ms-swift",
+    "ms-swift (mcore-bridge)",
+    tracker=1,
+    vision="visual.visual.",
+    sign="visual.visual.",
 )
-DIALECTS = (MEGATRON_BRIDGE, MCORE_BRIDGE)
+DIALECTS = (MEGATRON_BRIDGE, MS_SWIFT)
 
 REFUSED = {"vision_model.projection.": "Pai-Megatron-Patch"}
 """Makers whose checkpoints are not read, by the start of keys that no other maker has."""
+
+
+def named(key: str) -> Dialect:
+    """Return the dialect of this name; raise BadInput if there is none."""
+    found = next((dialect for dialect in DIALECTS if dialect.key == key), None)
+    if found is None:
+        known = " and ".join(dialect.key for dialect in DIALECTS)
+        raise BadInput(f"dialect {key!r} is not known: {known} can be written.")
+    return found
 
 
 def recognise(keys: Iterable[str]) -> Dialect | None:

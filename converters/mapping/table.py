@@ -102,14 +102,14 @@ def extra_state_keys(a: Architecture) -> Iterator[str]:
         prefix = f"decoder.layers.{layer}." if a.mixed_layers else "decoder.layers."
         place = [] if a.mixed_layers else [(layer, a.num_hidden_layers)]
         for module in modules:
-            yield f"{prefix}{module}._extra_state/{_shard(place or [(0, 1)])}"
+            yield f"{prefix}{module}._extra_state/{shard(place or [(0, 1)])}"
         for expert in range(a.num_experts if moe else 0):
             for linear in ("linear_fc1", "linear_fc2"):
-                shard = _shard([*place, (expert, a.num_experts)])
-                yield f"{prefix}mlp.experts.experts.{linear}._extra_state/{shard}"
+                end = shard([*place, (expert, a.num_experts)])
+                yield f"{prefix}mlp.experts.experts.{linear}._extra_state/{end}"
 
 
-def _shard(place: list[tuple[int, int]]) -> str:
+def shard(place: list[tuple[int, int]]) -> str:
     """Return the end of mcore's ``ShardedObject.unique_key``: index, then size, of each axis."""
     return f"shard_{'.'.join(str(at) for at, _ in place)}_{'.'.join(str(n) for _, n in place)}"
 

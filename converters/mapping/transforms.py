@@ -127,6 +127,14 @@ class Rearrangement:
             row += block.stop - block.start
 
     @property
+    def in_order(self) -> bool:
+        """Whether the rows of every HF tensor come in the order that they have there."""
+        starts: list[list[int]] = [[] for _ in range(self.source_count)]
+        for source, start, _ in self.blocks:
+            starts[source].append(start)
+        return all(found == sorted(found) for found in starts)
+
+    @property
     def source_count(self) -> int:
         return 1 + max(block.source for block in self.blocks)
 

@@ -17,7 +17,12 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.hf_checkpoint import is_huggingface
 from mcore_qwen3vl.converters.mapping.dialects import Dialect, recognise
 from mcore_qwen3vl.converters.mcore.megatron_checkpoint import MegatronCheckpoint
-from mcore_qwen3vl.converters.mcore.paths import TRACKER, iteration_folder
+from mcore_qwen3vl.converters.mcore.paths import (
+    TRACKER,
+    iteration_folder,
+    verl_huggingface,
+    verl_weights,
+)
 from mcore_qwen3vl.converters.mcore.translated import TranslatedCheckpoint
 from mcore_qwen3vl.errors import BadInput
 
@@ -107,15 +112,21 @@ def open_megatron(path: Path, architecture: Architecture) -> MegatronCheckpoint:
     """
     format = format_of(path)
     stored = format.open(path, architecture)
-    dialect = maker_of(stored.folder, stored.index.tensors)
-    if dialect is None:
-        return stored
     if format.per_layout is not None:
+        require_own_keys(stored.folder, stored.index.tensors)
+        return stored
+    dialect = maker_of(stored.folder, stored.index.tensors)
+    return stored if dialect is None else TranslatedCheckpoint(stored, dialect, architecture.vision)
+
+
+def require_own_keys(folder: Path, keys: Iterable[str]) -> None:
+    """Raise BadInput if a checkpoint written for one layout has another maker's keys, `keys`."""
+    dialect = maker_of(folder, keys)
+    if dialect is not None:
         raise BadInput(
-            f"{stored.folder} has the keys of {dialect.maker} and is of {format.title}, in which "
-            f"they are not read. Save it there with --ckpt-format {DEFAULT}."
+            f"{folder} has the keys of {dialect.maker} and is of {format_of(folder).title}, in "
+            f"which they are not read. Save it there with --ckpt-format {DEFAULT}."
         )
-    return TranslatedCheckpoint(stored, dialect, architecture.vision)
 
 
 def maker_of(folder: Path, keys: Iterable[str]) -> Dialect | None:
@@ -132,7 +143,8 @@ def maker_of(folder: Path, keys: Iterable[str]) -> Dialect | None:
 
 def is_megatron(path: Path) -> bool:
     """Return whether `path` looks like a Megatron checkpoint or one iteration of it."""
-    return (path / TRACKER).is_file() or any(f.recognises(path) for f in formats().values())
+    folder = verl_weights(path)
+    return (path / TRACKER).is_file() or any(f.recognises(folder) for f in formats().values())
 
 
 def require_huggingface(
@@ -150,6 +162,11 @@ def require_megatron(
     path: Path, *, instead: str = "`mcore-qwen3vl convert hf-to-mcore` makes one of it"
 ) -> None:
     """Raise BadInput if `path` is a Hugging Face checkpoint; the message ends in `instead`."""
+    if not is_megatron(path) and (weights := verl_huggingface(path)):
+        raise BadInput(
+            f"{path} was saved by VERL, and its weights are a Hugging Face checkpoint already: "
+            f"name {weights}."
+        )
     if is_huggingface(path) and not is_megatron(path):
         raise BadInput(
             f"{path} is a Hugging Face checkpoint, but a Megatron-Core one is needed here: "

@@ -12,6 +12,12 @@ from mcore_qwen3vl.untrusted import refuse_special_files
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 HF_FOLDER = "hf"
+VERL_HF_FOLDER = "huggingface"
+VERL_FOLDERS = ("dist_ckpt", "model/dist_ckpt", "actor/dist_ckpt", "actor/model/dist_ckpt")
+"""Where VERL saves Megatron's weights, below ``global_step_N`` or its ``actor`` folder.
+
+Since 0.9 they are in ``model``. `VERL_HF_FOLDER` is beside each.
+"""
 LORA_FOLDER = "lora"
 """Folder in a LoRA run's checkpoint directory that holds the adapter's config."""
 
@@ -50,18 +56,37 @@ def numbered_iterations(path: Path) -> list[int]:
     return sorted(int(match[1]) for match in named if match)
 
 
+def verl_weights(path: Path) -> Path:
+    """Return the folder of Megatron's weights in VERL's folder `path`; other paths unchanged."""
+    places = (path / place for place in VERL_FOLDERS)
+    return next((place for place in places if place.is_dir()), path)
+
+
+def verl_huggingface(path: Path) -> Path | None:
+    """Return the Hugging Face weights in VERL's folder `path`, which holds none of Megatron's."""
+    places = ((path / place).parent / VERL_HF_FOLDER for place in VERL_FOLDERS)
+    return next((place for place in places if (place / "config.json").is_file()), None)
+
+
 def iteration_folder(path: Path) -> Path:
     """Return the folder of the newest iteration, or `path` itself if it has no tracker.
+
+    For a folder of VERL's, it is the one that holds Megatron's weights.
 
     Raises:
         BadInput: the tracker is unreadable or names an iteration that does not exist, or the
             folder holds a special file.
     """
     newest = tracked(path)
-    folder = path if newest is None else path / folder_name(newest)
+    if newest is None:
+        folder = verl_weights(path)
+    elif (step := path / f"global_step_{newest}").is_dir():
+        folder = verl_weights(step)
+    else:
+        folder = path / folder_name(newest)
     refuse_special_files(folder)
     if newest is None:
-        return path
+        return folder
     if not folder.is_dir():
         raise BadInput(
             f"{path / TRACKER} names {folder.name}, but {folder} does not exist. Name another "
@@ -111,7 +136,8 @@ def find_hf_folder(path: Path) -> Path | None:
         path: a Megatron checkpoint, one iteration of it, or an HF checkpoint, which is its own
             config folder.
     """
-    for folder in (path / HF_FOLDER, path, iteration_folder(path).parent / HF_FOLDER):
+    beside = iteration_folder(path).parent
+    for folder in (path / HF_FOLDER, path, beside / HF_FOLDER, beside / VERL_HF_FOLDER):
         if (folder / "config.json").is_file():
             return folder
     return None

@@ -6,8 +6,9 @@ import io
 import json
 import os
 import re
+from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,11 @@ from mcore_qwen3vl.converters.hf import fp8, processor_files
 from mcore_qwen3vl.converters.hf.companions import companion_files, copy_companions
 from mcore_qwen3vl.converters.hf.form_file import write_form
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
+from mcore_qwen3vl.converters.mapping.dialects import Dialect
 from mcore_qwen3vl.converters.mapping.row import Row, max_rows
 from mcore_qwen3vl.converters.mapping.table import extra_state_keys, padded_vocab_size, table
 from mcore_qwen3vl.converters.mcore.index import CheckpointIndex, Chunk, ChunkedTensor, FileRange
-from mcore_qwen3vl.converters.mcore.paths import HF_FOLDER, RELEASE, TRACKER
+from mcore_qwen3vl.converters.mcore.paths import HF_FOLDER, RELEASE, TRACKER, folder_name
 from mcore_qwen3vl.converters.offline import manifest
 from mcore_qwen3vl.converters.offline.manifest import RowChecksums
 from mcore_qwen3vl.converters.offline.plan import (
@@ -53,16 +55,25 @@ class ToMcore:
     tensors: dict[str, ChunkedTensor]  # by mcore key, without chunks
     dtype: torch.dtype | None  # dtype of all tensors; None: each keeps its own
     facts: dict[str, Any]  # other choices that the manifest states
+    dialect: Dialect | None = None  # of the written keys; None: the table's own
+
+    @property
+    def tracker(self) -> str | int:
+        return RELEASE if self.dialect is None else self.dialect.tracker
+
+    def folder(self, tree: Path) -> Path:
+        """Return the iteration's folder in `tree`."""
+        return tree / folder_name(self.tracker)
 
     def prepare(self, tree: Path) -> None:
-        (tree / RELEASE).mkdir(exist_ok=True)
+        self.folder(tree).mkdir(exist_ok=True)
 
     def is_done(self, unit: Unit, tree: Path, result: Any) -> bool:
-        file = tree / RELEASE / unit.name
+        file = self.folder(tree) / unit.name
         return file.is_file() and file.stat().st_size == result["size"]
 
     def run(self, unit: Unit, tree: Path, moved: Callable[[int, str], None]) -> Any:
-        file = tree / RELEASE / unit.name
+        file = self.folder(tree) / unit.name
         found: list[RowChecksums] = []
         with DistcpFile(file) as out:
             for row in unit.work:
@@ -78,12 +89,12 @@ class ToMcore:
         }
 
     def finish(self, tree: Path, results: dict[str, Any]) -> None:
-        folder = tree / RELEASE
+        folder = self.folder(tree)
         index = CheckpointIndex({key: replace(t, chunks=[]) for key, t in self.tensors.items()})
         for name, result in results.items():
             _add_chunks(index, name, result["chunks"])
         with DistcpFile(folder / OBJECTS) as out:
-            for key, content in _objects(self.architecture):
+            for key, content in _objects(self.architecture, self.dialect):
                 out.write_object(key, content)
             out.sync()
         index.objects = out.index.objects
@@ -99,7 +110,7 @@ class ToMcore:
         checksums = (found for result in results.values() for found in result.get("checksums", ()))
         content = manifest.dumps(self.source, self.facts, self.dtype, checksums)
         write_durably(tree / manifest.FILE, content)
-        write_durably(tree / TRACKER, RELEASE.encode())
+        write_durably(tree / TRACKER, str(self.tracker).encode())
 
     def checksums(self, row: Row) -> RowChecksums:
         """Read the HF pieces of `row` to their end and return their checksums."""
@@ -127,6 +138,9 @@ class ToMcore:
             return part
 
         columns = tuple(slice(0, n) for n in row.shape[1:])
+        if not row.rearrangement.in_order:  # a dialect's; `sums` takes rows in order
+            boxes = (tuple(slice(0, n) for n in s.piece_shape) for s in row.sources)
+            return iter([row.to_mcore(*(fetch(n, box) for n, box in enumerate(boxes)))])
         rows = row.shape[0] if row.rearrangement.transposed else max_rows(row, dtype)
         return row.rearrangement.stream(fetch, columns, rows)
 
@@ -137,6 +151,7 @@ def plan(
     dtype: str = "keep",
     make_vocab_size_divisible_by: int = 1,
     tp: int = 1,
+    dialect: Dialect | None = None,
 ) -> ConversionPlan:
     """Check an HF checkpoint and plan its conversion; see `convert.plan_hf_to_mcore`."""
     if make_vocab_size_divisible_by < 1 or tp < 1:
@@ -150,13 +165,16 @@ def plan(
     )
     checkpoint = open_checkpoint(source, architecture)
     rows = table(architecture, padded_vocab_size=padded, head=checkpoint.form.head.in_megatron)
+    if dialect is not None:
+        checkpoint.form.require_language_model(source)
+        rows = [dialect.row(row, architecture.vision) for row in rows]
     tensors = _targets(checkpoint, rows, wanted)
     companions = companion_files(source)
     work = [(row, row.numel * tensors[row.key].dtype.itemsize) for row in rows]
     size = unit_bytes(sum(nbytes for _, nbytes in work))
     units = tuple(group_units(work, size, lambda n: f"__0_{n}.distcp"))
     facts = {
-        "iteration": RELEASE,
+        "iteration": folder_name(RELEASE if dialect is None else dialect.tracker),
         "expert_layout": architecture.expert_layout,
         "vocabulary": {"rows": architecture.vocab_size, "padded_to": padded},
         "quantization": checkpoint.quantization,  # the source's; the target is not quantised
@@ -173,6 +191,7 @@ def plan(
             "files": file_identity([*checkpoint.files, *companions.values()]),
             "dtype": dtype,
             "vocabulary": padded,
+            "dialect": dialect and dialect.key,
         },
         conversion=ToMcore(
             checkpoint,
@@ -180,6 +199,7 @@ def plan(
             tensors,
             wanted,
             facts,
+            dialect,
         ),
         files=len(units),
         notes=(
@@ -268,12 +288,22 @@ def _planned(rows: list[Row], tensors: dict[str, ChunkedTensor]) -> Iterator[Pla
         )
 
 
-def _objects(architecture: Architecture) -> Iterator[tuple[str, bytes]]:
+def _objects(architecture: Architecture, dialect: Dialect | None) -> Iterator[tuple[str, bytes]]:
     """Yield a checkpoint's pickled objects: Megatron's common state and empty ``_extra_state``."""
-    common = {"iteration": 0, "checkpoint_version": 3.0, "content_metadata": {}}
+    common: dict[str, Any] = {"iteration": 0, "checkpoint_version": 3.0, "content_metadata": {}}
+    keys: Iterable[str] = extra_state_keys(architecture)
+    if dialect is not None:
+        # Their loaders compare these arguments with the run's, and look for no optimizer state.
+        common["args"] = Namespace(
+            tensor_model_parallel_size=1,
+            pipeline_model_parallel_size=1,
+            no_save_optim=True,
+            no_save_rng=True,
+        )
+        keys = dialect.extra_state_keys(architecture)
     yield "common_state/shard_0_1", _saved([common])
     empty = _saved([None])
-    for key in extra_state_keys(architecture):
+    for key in keys:
         yield key, empty
 
 

@@ -135,6 +135,10 @@ def hf_to_mcore(
             help="Layer spec (--format torch; default: te).", rich_help_panel="Legacy format"
         ),
     ] = None,
+    dialect: Annotated[
+        Literal["megatron-bridge", "ms-swift"] | None,
+        typer.Option(help="Write the keys of another project, for its own loader."),
+    ] = None,
     workers: Workers = None,
     force: Force = False,
     strict: Strict = False,
@@ -161,6 +165,7 @@ def hf_to_mcore(
         format=format.value,
         layout=layout,
         spec=None if spec is None else spec.value,
+        dialect=dialect,
     )
     carry_out(plan, dst, force=force, workers=workers, dry_run=dry_run, json=json, strict=strict)
 

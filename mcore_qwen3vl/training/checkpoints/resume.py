@@ -25,7 +25,9 @@ from mcore_qwen3vl.atomic import replacing
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.companions import copy_companions
 from mcore_qwen3vl.converters.hf.form_file import write_form
+from mcore_qwen3vl.converters.mapping.dialects import LANGUAGE
 from mcore_qwen3vl.converters.mapping.forms import Form, head_of
+from mcore_qwen3vl.converters.mapping.table import EMBEDDING
 from mcore_qwen3vl.converters.mcore.formats import format_of, is_megatron, maker_of
 from mcore_qwen3vl.converters.mcore.index import FileRange
 from mcore_qwen3vl.converters.mcore.paths import (
@@ -36,6 +38,7 @@ from mcore_qwen3vl.converters.mcore.paths import (
     tracked,
 )
 from mcore_qwen3vl.converters.storage.unpickling import refused_by_torch
+from mcore_qwen3vl.converters.torch_dist.metadata import FILE as METADATA
 from mcore_qwen3vl.converters.torch_dist.metadata import read as read_metadata
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.training.tasks.flags import labels_of
@@ -121,7 +124,7 @@ def from_other_maker(args: argparse.Namespace) -> OtherMaker | None:
     step = args.ckpt_step if place == load else None
     try:
         folder = iteration_folder(Path(place)) if step is None else Path(place) / folder_name(step)
-        if not folder.is_dir() or format_of(folder).per_layout is not None:
+        if format_of(folder).per_layout is not None or not _may_be_other_makers(folder):
             return None
         index = read_metadata(folder)
     except BadInput:
@@ -140,6 +143,15 @@ def from_other_maker(args: argparse.Namespace) -> OtherMaker | None:
             "here. Add --finetune to start from its weights."
         )
     return OtherMaker(folder, dialect.maker)
+
+
+def _may_be_other_makers(folder: Path) -> bool:
+    """Return whether the metadata names the embedding as other makers do, without parsing it.
+
+    The metadata of a large run takes seconds to parse, and every rank asks.
+    """
+    file = folder / METADATA
+    return file.is_file() and (LANGUAGE + EMBEDDING).encode() in file.read_bytes()
 
 
 def choose_checkpoint(args: argparse.Namespace) -> None:

@@ -17,6 +17,13 @@ hydra-core, omegaconf, modelscope, qwen-vl-utils and smaller packages). In an em
 
 Of each, the iteration's tensors and metadata are kept, and the tracker; of Hugging Face's, the
 config and the weights.
+
+Checkpoints that we write in their dialects go the other way: their own loaders read one, strictly
+and under another layout, and their own functions write it again, to be compared with the source::
+
+    mcore-qwen3vl convert hf-to-mcore hf-dense ours --dialect megatron-bridge  # or ms-swift
+    $two megatron-bridge hf-dense again --written ours tensor_model_parallel_size=2
+    mcore-qwen3vl verify tensors again hf-dense
 """
 
 from __future__ import annotations
@@ -69,8 +76,10 @@ def set_up() -> None:
     torch.distributed.init_process_group("gloo")
 
 
-def megatron_bridge(source: Path, target: Path, **layout: int) -> None:
+def megatron_bridge(source: Path, target: Path, written: Path | None, **layout: int) -> None:
+    import torch
     from megatron.bridge import AutoBridge
+    from megatron.bridge.training.checkpointing import _load_model_weights_from_checkpoint
 
     bridge = AutoBridge.from_hf_pretrained(source)
     provider = bridge.to_megatron_provider()
@@ -78,10 +87,15 @@ def megatron_bridge(source: Path, target: Path, **layout: int) -> None:
         setattr(provider, name, size)
     provider.finalize()
     models = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
+    if written is not None:
+        for parameter in (p for model in models for p in model.parameters()):
+            parameter.data.fill_(torch.nan)
+        folder = str(written / "release")
+        _load_model_weights_from_checkpoint(folder, models, dist_ckpt_strictness="raise_all")
     bridge.save_megatron_model(models, target)
 
 
-def ms_swift(source: Path, target: Path, **layout: int) -> None:
+def ms_swift(source: Path, target: Path, written: Path | None, **layout: int) -> None:
     import torch
 
     # It compiles functions of torch that have stand-ins here.
@@ -89,15 +103,19 @@ def ms_swift(source: Path, target: Path, **layout: int) -> None:
     from swift.megatron import megatron_export_main
 
     given = {"model": source, "model_type": "qwen3_vl", "output_dir": target, **layout}
-    given |= {"to_mcore": "true", "exist_ok": "true", "torch_dtype": "bfloat16"}
+    given |= {"to_mcore": "true"} if written is None else {"to_hf": "true", "mcore_model": written}
+    given |= {"exist_ok": "true", "torch_dtype": "bfloat16"}
     megatron_export_main([part for k, v in given.items() for part in (f"--{k}", str(v))])
 
 
 def main(maker: str, source: str, target: str, *sizes: str) -> None:
     set_up()
+    written = None
+    if sizes[:1] == ("--written",):
+        written, sizes = Path(sizes[1]), sizes[2:]
     layout = {name: int(size) for name, size in (one.split("=") for one in sizes)}
     write = {"megatron-bridge": megatron_bridge, "ms-swift": ms_swift}[maker]
-    write(Path(source), Path(target), **layout)
+    write(Path(source), Path(target), written, **layout)
 
 
 if __name__ == "__main__":

@@ -103,12 +103,11 @@ def test_a_run_starts_from_it_as_from_our_own_conversion(
     job = job_of(peer, layout, data, tmp_path)
     want = first_step(job, tmp_path / "1", "--load", str(tmp_path / "converted"))
     assert first_step(job, tmp_path / "2", "--load", str(HERE / peer)) == want
-    assert first_step(job, tmp_path / "3") != want
     based = replace(job, converted=HERE / peer)
     save = ("--save", str(tmp_path / "save"), "--save-interval", "1")
-    assert first_step(based, tmp_path / "4", *save) == want
+    assert first_step(based, tmp_path / "3", *save) == want
     more = replace(based, steps=2, flags=("--override-opt-param-scheduler",))
-    (second,) = train(more, tmp_path / "5", *save)
+    (second,) = train(more, tmp_path / "4", *save)
     assert second["iteration"] == 2  # it has resumed its own checkpoint
 
 

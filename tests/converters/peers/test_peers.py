@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +12,11 @@ import torch
 
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.describe.inspect import inspect_path
+from mcore_qwen3vl.converters.legacy.files import saved_arguments
+from mcore_qwen3vl.converters.legacy.fit import check_run
 from mcore_qwen3vl.converters.mapping import dialects
 from mcore_qwen3vl.converters.mapping.dialects import MEGATRON_BRIDGE, Module, recognise
+from mcore_qwen3vl.converters.mcore.paths import iteration_folder
 from mcore_qwen3vl.converters.torch_dist import metadata
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.verify.checkpoints.bitwise import FILES, TENSORS, compare_checkpoints
@@ -138,15 +142,27 @@ def test_keys_of_others_are_refused(key: str, maker: str) -> None:
         recognise({EMBEDDING, key})
 
 
-def test_the_legacy_format_is_refused(tmp_path: Path) -> None:
+LEGACY = [
+    ("visual.", r"the keys of ms-swift .* legacy format, in which they are"),
+    ("vision_model.projection.", "the keys of Pai-Megatron-Patch, which are not understood here"),
+]
+
+
+@pytest.mark.parametrize(("vision", "refused"), LEGACY, ids=["ms-swift", "Pai-Megatron-Patch"])
+def test_the_legacy_format_is_refused(tmp_path: Path, vision: str, refused: str) -> None:
     hf_to_mcore(HERE / "hf-dense", tmp_path / "legacy", format="torch")
     (file,) = tmp_path.rglob("model_optim_rng.pt")
     content = torch.load(file, weights_only=False)
-    prefixes = {True: "visual.", False: "language_model."}
+    prefixes = {True: vision, False: "language_model."}
     state = {prefixes[key.startswith("visual.")] + key: t for key, t in content["model"].items()}
     torch.save(content | {"model": state}, file)
-    with pytest.raises(BadInput, match=r"the keys of ms-swift .* legacy format, in which they are"):
+    with pytest.raises(BadInput, match=refused) as error:
         mcore_to_hf(tmp_path / "legacy", tmp_path / "out")
+    folder = iteration_folder(tmp_path / "legacy")
+    run = Namespace(**{**vars(saved_arguments(folder)), "num_experts": None})
+    with pytest.raises(BadInput, match=re.escape(str(error.value))):
+        check_run(folder, run)
+    assert "\n" not in str(error.value)
 
 
 def test_two_dialects_in_one_checkpoint_are_refused(tmp_path: Path) -> None:
