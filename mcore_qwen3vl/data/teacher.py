@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import torch
 from torch import Tensor
 
@@ -34,23 +33,12 @@ from mcore_qwen3vl.data.scores import (
     vocabulary_of,
 )
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.runtime.extras import require_extra
 
 K = 64
 """The usual number of tokens of a teacher."""
 _ROWS = 64
 """Rows of a record batch, by which a row is found."""
-_PLACE = {"file": pa.string(), "line": pa.int64(), "record": pa.int64()}
-_SCHEMA = pa.schema(
-    {
-        **_PLACE,
-        "error": pa.string(),
-        "digest": pa.string(),
-        "log_prob": pa.float64(),
-        "tokens": pa.int64(),
-        "top_ids": pa.large_list(pa.int32()),
-        "top_log_probs": pa.large_list(pa.float32()),
-    }
-)
 _ENCODED = {"top_ids": "<i4", "top_log_probs": "<f4"}
 
 
@@ -70,9 +58,15 @@ def write_teacher(lines: Path, out: Path) -> None:
         lines: the lines of JSON, each a record with the values of :func:`encoded_top`.
         out: file to write.
     """
-    with pa.OSFile(str(out), "wb") as file, pa.ipc.new_file(file, _SCHEMA) as writer:
+    import pyarrow as pa
+
+    place = {"file": pa.string(), "line": pa.int64(), "record": pa.int64()}
+    seen = {"digest": pa.string(), "log_prob": pa.float64(), "tokens": pa.int64()}
+    top = {"top_ids": pa.large_list(pa.int32()), "top_log_probs": pa.large_list(pa.float32())}
+    schema = pa.schema({**place, "error": pa.string(), **seen, **top})
+    with pa.OSFile(str(out), "wb") as file, pa.ipc.new_file(file, schema) as writer:
         for rows in batched(_rows(lines), _ROWS):
-            writer.write_batch(pa.RecordBatch.from_pylist(list(rows), _SCHEMA))
+            writer.write_batch(pa.RecordBatch.from_pylist(list(rows), schema))
 
 
 def _rows(lines: Path) -> Iterator[dict[str, Any]]:
@@ -165,6 +159,9 @@ class Teacher:
                 "that of --hf-model: a teacher needs the student's tokenizer and vocab_size."
             )
         self._k: int = facts["top_k"]
+        require_extra("pyarrow", "--loss distill")
+        import pyarrow as pa
+
         try:
             self._rows = pa.ipc.open_file(pa.memory_map(str(self._file)))
         except (OSError, pa.ArrowInvalid) as error:
@@ -202,6 +199,6 @@ class Teacher:
         if seen != (digest(plan.input_ids), int((plan.loss_weights[1:] > 0).sum())):
             raise other_tokens(self._data, index, self._file)
 
-    def _row(self, index: int) -> pa.RecordBatch:
+    def _row(self, index: int) -> Any:
         number, row = divmod(index, _ROWS)
         return self._rows.get_batch(number).slice(row, 1)

@@ -34,6 +34,7 @@ from mcore_qwen3vl.inference import hf_folder_of, load_chunks, on_all_ranks
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.sequence import length_multiple
 from mcore_qwen3vl.objectives.settings import ANSWERS
+from mcore_qwen3vl.runtime.extras import require_extra
 from mcore_qwen3vl.runtime.lock import only_writer
 from mcore_qwen3vl.scoring.output import OVERLONG, Output, Tally
 from mcore_qwen3vl.scoring.records import Found, Records
@@ -200,6 +201,8 @@ class _Job:
                 f"--out {out}: embeddings are written as Parquet, likeliest tokens (--top-k) as "
                 f"Arrow, and all else as JSONL; end it with {suffix}."
             )
+        if suffix != ".jsonl":
+            require_extra("pyarrow", str(out))
         task = request.data_task
         if task and (request.entropy or request.temperature != 1):
             raise BadInput(
