@@ -50,13 +50,14 @@ Metrics = list[dict[str, Any]]
 
 
 def command(arguments: list[Any], log: Path, **variables: str) -> None:
-    """Run a program with all that it starts in a session of its own; show its log if it fails."""
+    """Run a program in the log's folder, in a session of its own; show the log if it fails."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             [str(one) for one in arguments],
             env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables},
             stdout=output,
             stderr=output,
+            cwd=log.parent,  # Hydra writes to the working folder
             start_new_session=True,
         )
         try:
