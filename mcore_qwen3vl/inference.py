@@ -10,13 +10,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mcore_qwen3vl import console
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import Adapter, is_adapter
+from mcore_qwen3vl.converters.adapters.read import read_adapter
 from mcore_qwen3vl.converters.live.checkpoint import load_checkpoint
 from mcore_qwen3vl.converters.live.load import load_hf
 from mcore_qwen3vl.converters.mapping.forms import SCORE
 from mcore_qwen3vl.converters.mcore.formats import is_megatron
 from mcore_qwen3vl.converters.mcore.paths import hf_folder, require_whole_model
+from mcore_qwen3vl.converters.offline import manifest
 from mcore_qwen3vl.converters.storage.dtypes import DTYPES
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
@@ -91,6 +94,28 @@ def load_chunks(
     if adapter is not None:
         adapt(chunks, adapter)
     return chunks
+
+
+def adapter_for(lora: Path | None, checkpoint: Path, folder: Path) -> Adapter | None:
+    """Read the adapter that a command uses with a checkpoint; warn if it names another base.
+
+    Args:
+        lora: directory of a PEFT adapter; None: there is none.
+        checkpoint: Megatron-Core or Hugging Face directory.
+        folder: the folder with its config.
+
+    Raises:
+        BadInput: see :func:`read_adapter`, or the checkpoint's manifest is damaged.
+    """
+    if lora is None:
+        return None
+    adapter = read_adapter(lora, folder)
+    converted = manifest.find(checkpoint)
+    sources = [] if converted is None else [Path(manifest.read(converted)["source"]["path"])]
+    if os.environ.get("RANK", "0") == "0":
+        for note in adapter.other_base(checkpoint, *sources):
+            console.messages.print(f"warning: {console.plain(note)}", soft_wrap=True)
+    return adapter
 
 
 def on_all_ranks(on_rank: Callable[[], Any], layout: Layout, *, on_cpu: bool, purpose: str) -> Any:

@@ -69,6 +69,20 @@ class Adapter:
             named |= {f"{name}.lora_A": factors.a, f"{name}.lora_B": factors.b}
         return named
 
+    def other_base(self, base: Path, *sources: Path) -> list[str]:
+        """Return a note if the adapter names another model that is on this machine.
+
+        Args:
+            base: the checkpoint that the adapter is used with.
+            sources: checkpoints that `base` was converted from.
+        """
+        named = self.config.raw.get("base_model_name_or_path")
+        if not isinstance(named, str) or not Path(named).is_dir():
+            return []
+        if any(Path(named).samefile(own) for own in (base, *sources) if own.exists()):
+            return []
+        return [f"The adapter was trained on {named}, and is used with {base}."]
+
 
 def is_adapter(path: Path) -> bool:
     """Return whether `path` is a PEFT adapter directory, judging by the names of its files."""

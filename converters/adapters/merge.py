@@ -134,18 +134,10 @@ def plan_merge(
             *reading_notes(checkpoint, wanted),
             *layout_notes(layout),
             *found.notes,
-            *_other_base(found, base),
+            *found.other_base(base),
             *((_UNTIED,) if untied else ()),
         ),
     )
-
-
-def _other_base(adapter: Adapter, base: Path) -> list[str]:
-    """Return a note if the adapter names another model that is on this machine."""
-    named = adapter.config.raw.get("base_model_name_or_path")
-    if not isinstance(named, str) or not Path(named).is_dir() or Path(named).samefile(base):
-        return []
-    return [f"The adapter was trained on {named}, and is merged into {base}."]
 
 
 _UNTIED = (

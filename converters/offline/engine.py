@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mcore_qwen3vl.converters.mcore.formats import is_checkpoint
 from mcore_qwen3vl.converters.offline import finite
-from mcore_qwen3vl.converters.offline.plan import ConversionPlan, Unit
+from mcore_qwen3vl.converters.offline.plan import ConversionPlan, Unit, tensors_in
 from mcore_qwen3vl.converters.storage.progress import Meter, Progress
 from mcore_qwen3vl.converters.storage.staging import Staging, staging
 from mcore_qwen3vl.errors import BadInput, CheckFailed
@@ -60,6 +60,11 @@ class ConversionResult:
     resumed_units: int
     seconds: float
     notes: tuple[str, ...] = ()
+
+    @property
+    def counted(self) -> str:
+        """The number of tensors in the target and their format: ``98 Megatron-Core tensors``."""
+        return tensors_in(self.direction, self.tensors)
 
 
 def execute(

@@ -80,6 +80,11 @@ class ConversionPlan:
         return len({tensor.target.split("[")[0] for tensor in self.planned})
 
     @property
+    def counted(self) -> str:
+        """The number of tensors in the target and their format: ``98 Megatron-Core tensors``."""
+        return tensors_in(self.direction, self.tensors)
+
+    @property
     def nbytes(self) -> int:
         return sum(unit.nbytes for unit in self.units)
 
@@ -92,6 +97,12 @@ class ConversionPlan:
         units = [(unit.name, unit.nbytes) for unit in self.units]
         content = json.dumps([__version__, self.direction, self.identity, units], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
+
+
+def tensors_in(direction: str, number: int) -> str:
+    """Return a number of tensors in the target of a conversion, with their format."""
+    form = "Megatron-Core" if direction == "hf-to-mcore" else "Hugging Face"
+    return f"{number:,} {form} tensor{'' if number == 1 else 's'}"
 
 
 def file_identity(files: Iterable[Path]) -> list[list[Any]]:

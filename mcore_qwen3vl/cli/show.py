@@ -41,8 +41,8 @@ def plan(plan: ConversionPlan, as_json: bool) -> None:
     for note in plan.notes:
         output.print(plain(note))
     output.print(
-        f"{counted(len(plan.planned), 'tensor')}, {size(plan.nbytes)} in "
-        f"{counted(len(plan.units), 'unit')} of work; "
+        f"{plan.counted} in {counted(len(plan.planned), 'piece')}, "
+        f"{size(plan.nbytes)} in {counted(len(plan.units), 'unit')} of work; "
         f"{counted(len(plan.companion_files), 'other file')}. Nothing was written."
     )
 
@@ -55,7 +55,7 @@ def summary(summary: ConversionResult, as_json: bool) -> None:
     rate = size(summary.nbytes / max(summary.seconds, 1e-9))
     output.print(f"[bold green]done[/] {plain(summary.target)}")
     output.print(
-        f"{counted(summary.tensors, 'tensor')}, {size(summary.nbytes)} of "
+        f"{summary.counted}, {size(summary.nbytes)} of "
         f"{'/'.join(summary.dtypes)} in {counted(summary.files, 'file')} and "
         f"{counted(len(summary.companion_files), 'other file')}, "
         f"{summary.seconds:.1f} s ({rate}/s)"
@@ -95,7 +95,8 @@ def inspection(inspection: Inspection, *, tensors: bool) -> None:
         parts.add_row(part, f"{count:,}")
     output.print(parts)
     if not tensors:
-        output.print(f"{len(inspection.tensors)} tensors; --tensors lists them")
+        form = "Megatron-Core" if inspection.kind == "megatron" else "Hugging Face"
+        output.print(f"{len(inspection.tensors)} {form} tensors; --tensors lists them")
         return
     lines = table("tensors", "name", "shape", "dtype", ">size")
     for t in inspection.tensors:

@@ -86,7 +86,7 @@ def _run(folder: Path, dense: bool, status: Callable[[str], None]) -> Demo:
 
     def convert() -> tuple[str, None]:
         summary = hf_to_mcore(hf, mcore)
-        return f"{summary.tensors} tensors, {summary.nbytes / 1e6:.2f} MB, torch_dist", None
+        return f"{summary.counted}, {summary.nbytes / 1e6:.2f} MB, torch_dist", None
 
     def compare() -> tuple[str, bool]:
         inputs = prompt_inputs(hf)
@@ -101,7 +101,7 @@ def _run(folder: Path, dense: bool, status: Callable[[str], None]) -> Demo:
 
     def convert_back() -> tuple[str, None]:
         summary = mcore_to_hf(mcore, back)
-        return f"{summary.tensors} tensors, safetensors", None
+        return f"{summary.counted}, safetensors", None
 
     def check() -> tuple[str, bool]:
         report = compare_checkpoints(hf, back)

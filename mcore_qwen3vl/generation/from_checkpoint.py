@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import Adapter
-from mcore_qwen3vl.converters.adapters.read import read_adapter
 from mcore_qwen3vl.data.loading.loader import load_processor
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.generation.generate import (
@@ -26,7 +25,7 @@ from mcore_qwen3vl.generation.generate import (
 )
 from mcore_qwen3vl.generation.prompts import Prompts, encode_prompts
 from mcore_qwen3vl.generation.sampling import Sampler, load_generation_config
-from mcore_qwen3vl.inference import hf_folder_of, load_chunks, on_all_ranks
+from mcore_qwen3vl.inference import adapter_for, hf_folder_of, load_chunks, on_all_ranks
 from mcore_qwen3vl.layout import Layout
 
 
@@ -117,7 +116,7 @@ class _Job:
             top_p=options.get("top_p"),
             top_k=options.get("top_k"),
         )
-        adapter = None if request.lora is None else read_adapter(request.lora, folder)
+        adapter = adapter_for(request.lora, request.checkpoint, folder)
         return cls(request, architecture, processor, prompts, adapter, options)
 
     def on_rank(self) -> list[Generation]:

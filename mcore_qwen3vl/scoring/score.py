@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from mcore_qwen3vl import console
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import Adapter
-from mcore_qwen3vl.converters.adapters.read import read_adapter
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits, Task
 from mcore_qwen3vl.data.loading.datasets import CrudeSamples
 from mcore_qwen3vl.data.loading.loader import load_processor
@@ -30,7 +29,7 @@ from mcore_qwen3vl.data.scores import (
     vocabulary_of,
 )
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.inference import hf_folder_of, load_chunks, on_all_ranks
+from mcore_qwen3vl.inference import adapter_for, hf_folder_of, load_chunks, on_all_ranks
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.sequence import length_multiple
 from mcore_qwen3vl.objectives.settings import ANSWERS
@@ -189,7 +188,7 @@ class _Job:
         vocabulary = vocabulary_of(load_processor(folder).tokenizer, architecture.vocab_size)
         _check_top_k(request, architecture)
         samples = request.samples()
-        adapter = None if request.lora is None else read_adapter(request.lora, folder)
+        adapter = adapter_for(request.lora, request.checkpoint, folder)
         multiple = length_multiple(layout.cp, layout.tp, layout.sp)
         config = _data_config(request, architecture, multiple)
         block = request.buffer * layout.dp

@@ -54,7 +54,9 @@ def test_roundtrip_writes_its_findings(checkpoint, tmp_path, capsys):
     found = json.loads((report / "report.json").read_text())
     assert found["ok"] is True
     assert sum(finding["part"] == "tensors" for finding in found["findings"]) == 134
-    assert "99 tensors" in found["environment"]["there"]
+    assert "99 Megatron-Core tensors" in found["environment"]["there"]
+    assert "134 Hugging Face tensors" in found["environment"]["back"]
+    assert "as Hugging Face" in found["environment"]["tensors"]
     assert "equal" in capsys.readouterr().out
 
 
@@ -173,7 +175,7 @@ def test_inspect(checkpoint, tmp_path, capsys):
     assert run("inspect", checkpoint) == 0
     summary = capsys.readouterr().out
     assert "12, 3 a token, layout published" in summary
-    assert "134 tensors; --tensors lists them" in summary
+    assert "134 Hugging Face tensors; --tensors lists them" in summary
     assert "lm_head.weight" not in summary
     assert run("inspect", checkpoint, "--tensors") == 0
     assert "lm_head.weight" in capsys.readouterr().out

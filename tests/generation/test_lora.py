@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from mcore_qwen3vl.converters.adapters.config import FILE
 from mcore_qwen3vl.converters.adapters.merge import merge
+from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.generation.from_checkpoint import Request, run
+from mcore_qwen3vl.inference import adapter_for
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
 
@@ -36,3 +41,20 @@ def test_an_adapter_answers_like_the_merged_checkpoint(
     expected = answer(tmp_path / "merged", "single")
     assert answer(base, layout, adapter) == expected
     assert answer(base, "single") != expected
+
+
+def test_an_adapter_of_another_base_is_warned_of(
+    dense: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A Megatron-Core checkpoint that was converted from the base is no other base."""
+    adapter = write_random_adapter(tmp_path / "adapter", ADAPTERS["everything"], dense)
+    config = json.loads((adapter / FILE).read_text()) | {"base_model_name_or_path": str(dense)}
+    (adapter / FILE).write_text(json.dumps(config))
+    other = shutil.copytree(dense, tmp_path / "other")
+    hf_to_mcore(dense, tmp_path / "mcore")
+    for checkpoint in (dense, tmp_path / "mcore"):
+        assert adapter_for(adapter, checkpoint, dense) is not None
+    assert capfd.readouterr().err == ""
+    adapter_for(adapter, other, other)
+    said = f"warning: The adapter was trained on {dense}, and is used with {other}."
+    assert capfd.readouterr().err.strip() == said

@@ -49,7 +49,9 @@ def compare_checkpoints(
     """
     left, right = _Side(Path(a), other=Path(b)), _Side(Path(b), other=Path(a))
     makers = {name: side.maker for name, side in (("A", left), ("B", right)) if side.maker}
-    result = Report(f"{a} and {b}", {f"{name} was written by": who for name, who in makers.items()})
+    environment = {f"{name} was written by": who for name, who in makers.items()}
+    environment["tensors"] = "counted as Hugging Face stores them"
+    result = Report(f"{a} and {b}", environment)
     total, done = sum(left.nbytes(name) for name in left.pieces), 0
     for name in left.pieces:
         result.findings.append(_compare(name, left, right))

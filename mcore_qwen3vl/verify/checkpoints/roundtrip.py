@@ -53,4 +53,4 @@ def roundtrip(
 
 
 def _outcome(result: ConversionResult) -> str:
-    return f"{result.tensors} tensors, {result.nbytes:,} bytes in {result.seconds:.1f} s"
+    return f"{result.counted}, {result.nbytes:,} bytes in {result.seconds:.1f} s"

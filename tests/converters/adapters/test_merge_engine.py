@@ -179,7 +179,7 @@ def test_a_base_other_than_the_adapters_is_noted(made: Get, tmp_path: Path) -> N
         )
         return " ".join(plan_merge(source.base, adapter).notes)
 
-    assert f"trained on {tmp_path}, and is merged into {source.base}" in notes(tmp_path)
+    assert f"trained on {tmp_path}, and is used with {source.base}" in notes(tmp_path)
     assert "trained on" not in notes(source.base)
     assert "trained on" not in notes(tmp_path / "no longer there")
 
