@@ -23,6 +23,8 @@ PARTS = {
 The aligner is the mergers, DeepStack's included. An adapter belongs to the part that it adapts.
 """
 
+_LAYER = re.compile(r"^decoder\.layers\.\d+\.")
+
 
 class Freezing:
     """Chooses which parameters train, for all pipeline chunks of a rank.
@@ -49,6 +51,9 @@ class Freezing:
         self._used: set[str] = set()
         self._trained: Counter[str] = Counter()  # values, by part
         self._values: Counter[str] = Counter()
+        self._layers: set[tuple[str, bool]] = set()  # layer's parameter, and whether it trains
+        self.divided: str | None = None
+        """After :meth:`check`: a parameter that trains in some of the decoder's layers only."""
 
     def train(self, patterns: Iterable[str]) -> None:
         """Add patterns of parameters to train, for the next :meth:`apply`.
@@ -73,6 +78,8 @@ class Freezing:
             trains = not stop and bool(keep or not self._trainable) and parameter.numel() > 0
             parameter.requires_grad_(trains)
             self._used |= stop | keep
+            if parameter.numel():
+                self._layers.add((_LAYER.sub("decoder.layers.*.", name), trains))
             self._values[part_of(name)] += parameter.numel()
             self._trained[part_of(name)] += parameter.numel() * trains
             if not trains:
@@ -91,19 +98,23 @@ class Freezing:
             BadInput: a pattern selects no parameter on any rank, or nothing trains.
         """
         everywhere: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, (self._used, self._trained, self._values))
+        own = (self._used, self._trained, self._values, self._layers)
+        dist.all_gather_object(everywhere, own)
         patterns = {*self._frozen, *self._trainable}
-        unused = sorted(patterns.difference(*(used for used, _, _ in everywhere)))
+        unused = sorted(patterns.difference(*(used for used, *_ in everywhere)))
         if unused:
             raise BadInput(
                 f"--freeze/--trainable {' '.join(unused)} selects no parameter. Use "
                 f"{', '.join(PARTS)}, or a regular expression for the start of names such as "
                 "decoder.layers.0.mlp, visual.blocks, embedding or output_layer."
             )
-        trained: Counter[str] = sum((counts for _, counts, _ in everywhere), Counter())
+        trained: Counter[str] = sum((counts for _, counts, *_ in everywhere), Counter())
         if not trained.total():
             raise BadInput("--freeze/--trainable leave no parameter to train: freeze less.")
-        values: Counter[str] = sum((counts for _, _, counts in everywhere), Counter())
+        values: Counter[str] = sum((counts for *_, counts, _ in everywhere), Counter())
+        layers = set().union(*(names for *_, names in everywhere))
+        both = sorted(name for name, trains in layers if trains and (name, False) in layers)
+        self.divided = both[0] if both else None
         return Trained(**{part: trained[part] / max(values[part], 1) for part in PARTS})
 
 

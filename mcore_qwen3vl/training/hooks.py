@@ -51,6 +51,8 @@ HOOKS = (
     Hook(f"{_TRAINING}.checkpointing", "generate_state_dict"),
     # First chooses a readable checkpoint.
     Hook(_LOOP, "load_checkpoint"),
+    # Shows us the arguments of the run that saved a checkpoint.
+    Hook(f"{_TRAINING}.checkpointing", "check_checkpoint_args"),
     # First saves the position in the data.
     Hook(_LOOP, "save_checkpoint_and_time"),
     # Also exports to Hugging Face.

@@ -12,6 +12,7 @@ from megatron.training.argument_utils import core_transformer_config_from_args
 from megatron.training.checkpointing import checkpoint_exists
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model import pointwise
 from mcore_qwen3vl.model.flops import Trained
 from mcore_qwen3vl.model.freeze import Freezing
@@ -109,9 +110,24 @@ def model_provider(
         stages = args.virtual_pipeline_model_parallel_size or 1
         if vp_stage in (None, stages - 1):
             on_trained(freezing.check())
+            if lora is None:
+                _check_saved(args, freezing.divided)
         return model
 
     return provide
+
+
+def _check_saved(args: argparse.Namespace, divided: str | None) -> None:
+    """Refuse to save the optimizer's state where a parameter trains in some layers only.
+
+    Megatron stores the layers as one tensor, and does not save one that has gaps.
+    """
+    if divided and args.save and not args.no_save_optim:
+        raise BadInput(
+            f"{divided} trains in some layers and not in others, and Megatron stores the "
+            "optimizer's state of all layers as one tensor: freeze alike in all layers, or add "
+            "--no-save-optim, with which a resumed run needs --no-load-optim too."
+        )
 
 
 def resuming(args: argparse.Namespace) -> bool:

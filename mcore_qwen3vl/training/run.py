@@ -30,6 +30,8 @@ from mcore_qwen3vl.training.arguments.parser import parse
 from mcore_qwen3vl.training.logs import metrics
 from mcore_qwen3vl.training.logs.progress import RunProgress
 from mcore_qwen3vl.training.logs.quiet import quiet
+from mcore_qwen3vl.training.owner import claim
+from mcore_qwen3vl.training.refused import nothing_left
 
 _NO_NUMBER = "in local grad norm for bucket"
 """What Megatron's check of the gradients says, which does not name the step as its log does."""
@@ -49,7 +51,8 @@ def main(command: CommandLine) -> int:
         _choose_device(cpu=True)
         print_megatron_help(words)
     check_early(command)
-    with quiet(command) as screen:
+    run: Run | None = None
+    with nothing_left(command, lambda: bool(run and run.begun)), quiet(command) as screen:
         _choose_device(command.cpu)
         args, explicit = parse(command)
         run = Run(args, screen)
@@ -112,6 +115,7 @@ class Run:
         self._validated_at = -1
         self._new_validation = True
         self._interrupted = False
+        self.begun = False
         self._on_disk: tuple[str, int] | None = None
         # The last rank shows progress, as with Megatron's own log: it knows the loss.
         last = args.rank == args.world_size - 1
@@ -232,6 +236,7 @@ class Run:
             "_allreduce_non_tensor_model_parallel_grads": reduce_in_pieces,
             "generate_state_dict": keep_trained if self.lora else hooks.unchanged,
             "load_checkpoint": self._load_checkpoint,
+            "check_checkpoint_args": self._compare_parts,
             "save_checkpoint_and_time": self._save_checkpoint,
             "checkpoint_and_decide_exit": self._after_iteration,
             "dummy_train_step": hooks.skip_step,
@@ -259,7 +264,7 @@ class Run:
         if self.other:  # the provider has read it
             return 0, 0
         choose_checkpoint(self.args)
-        with explained(self.args.load):
+        with explained(self.args):
             found = original(model, *args, **kwargs)
         optimizer = args[0] if args else kwargs.get("optimizer")
         if found[0] and optimizer is not None:
@@ -274,6 +279,13 @@ class Run:
             self._export(model, optimizer, found[0])
         return found
 
+    def _compare_parts(self, original: Any, saved: argparse.Namespace, **kwargs: Any) -> None:
+        from mcore_qwen3vl.training.checkpoints.resume import other_parts
+
+        original(saved, **kwargs)
+        if difference := other_parts(saved, self.args):
+            self.progress.say(difference)
+
     def _lacks_export(self, iteration: int) -> bool:
         from mcore_qwen3vl.training.checkpoints.export import export_folder
 
@@ -283,6 +295,8 @@ class Run:
         from mcore_qwen3vl.training.checkpoints.export import export
 
         self.norms.settle()
+        if self.args.rank == 0:
+            claim(self.args.save, self.args.save_hf)
         with self.metrics.paused():
             folder = export(self.args, model, optimizer, iteration, self.lora)
         self.progress.say(f"step {iteration}: exported to {folder}")
@@ -383,6 +397,7 @@ class Run:
         """
         from megatron.core.distributed import finalize_model_grads
 
+        self.begun = True
         finalize_model_grads(model, None, *args, **kwargs)
         self.forward_step.normalise(model)
         iteration = self.args.curr_iteration + 1

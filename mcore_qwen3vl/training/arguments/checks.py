@@ -15,6 +15,7 @@ from mcore_qwen3vl.data.loading.sources import parse_sources, require_data_set
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.cuda import c_compiler
 from mcore_qwen3vl.runtime.extras import require_extra
+from mcore_qwen3vl.training.owner import owner_of
 
 
 def check(args: argparse.Namespace, architecture: Architecture) -> None:
@@ -236,14 +237,17 @@ def check_writable(folder: Path) -> None:
 
 
 def check_export(args: argparse.Namespace) -> None:
-    """Check that a run that begins would not overwrite another run's exports.
+    """Check that a run would neither overwrite another run's exports nor take them for its own.
 
     Raises:
-        BadInput: ``--save-hf`` holds exports, and ``--save`` holds no checkpoint to go on from.
+        BadInput: ``--save-hf`` holds exports of another run than the one in ``--save``.
     """
-    if not args.save_hf or (args.save and numbered_iterations(Path(args.save))):
-        return
-    if found := numbered_iterations(Path(args.save_hf)):
+    found = numbered_iterations(Path(args.save_hf)) if args.save_hf else []
+    owner = owner_of(args.save_hf)
+    # Earlier versions named no owner. Then a run that goes on is taken for it.
+    goes_on = bool(args.save and numbered_iterations(Path(args.save)))
+    own = owner == owner_of(args.save) if owner else goes_on
+    if found and not own:
         raise BadInput(
             f"{args.save_hf} holds the export of step {found[-1]} of another run, which this one "
             "would overwrite. Name another folder with --save-hf, or remove it."

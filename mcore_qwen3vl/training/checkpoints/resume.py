@@ -41,6 +41,7 @@ from mcore_qwen3vl.converters.storage.unpickling import refused_by_torch
 from mcore_qwen3vl.converters.torch_dist.metadata import FILE as METADATA
 from mcore_qwen3vl.converters.torch_dist.metadata import read as read_metadata
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.training.broadcast import data_state
 from mcore_qwen3vl.training.tasks.flags import labels_of
 
 _OTHER_SCHEDULE = re.compile(
@@ -48,7 +49,8 @@ _OTHER_SCHEDULE = re.compile(
 )
 # Megatron names a weight, or "optimizer.state.exp_avg.NAME from model not in state dict: [...]".
 _UNSAVED_PARAMETER = re.compile(
-    r"(?:optimizer\.state\.\w+\.)?(?P<name>\S+\.(?:weight|bias))(?: from model not in state dict|$)"
+    r"(?P<state>optimizer\.state\.\w+\.)?(?P<name>\S+\.(?:weight|bias))"
+    r"(?: from model not in state dict|$)"
 )
 
 log = logging.getLogger(__name__)
@@ -242,13 +244,17 @@ def save_companions(args: argparse.Namespace) -> None:
 
 
 @contextmanager
-def explained(directory: str) -> Iterator[None]:
+def explained(args: argparse.Namespace) -> Iterator[None]:
     """Explain Megatron's errors about a checkpoint that does not fit the command line.
+
+    Args:
+        args: the arguments of the run, whose ``load`` is the checkpoint directory.
 
     Raises:
         BadInput: the schedule or the learning rate changed, the optimizer, its schedule, the RNG
             or a parameter was not saved, or torch refuses to unpickle a file.
     """
+    directory = args.load
     try:
         yield
     except (pickle.UnpicklingError, CheckpointException) as error:
@@ -266,8 +272,9 @@ def explained(directory: str) -> Iterator[None]:
     except AssertionError as error:
         if "OptimizerParamScheduler" not in str(error):
             raise
+        differing = _schedules(error, args)
         raise BadInput(
-            f"The checkpoint in {directory} was made with another schedule: {_schedules(error)}. "
+            f"The checkpoint in {directory} was made with another schedule: {differing}. "
             "Add --override-opt-param-scheduler to take the command line's, or "
             "--use-checkpoint-opt-param-scheduler to take the checkpoint's."
         ) from error
@@ -294,25 +301,76 @@ def explained(directory: str) -> Iterator[None]:
 def _lacks(directory: str, error: BaseException) -> BadInput | None:
     """Explain that a parameter was not saved; None if that is not what `error` says."""
     found = _UNSAVED_PARAMETER.match(str(error.args[0])) if isinstance(error, KeyError) else None
-    return found and BadInput(
-        f"The checkpoint in {directory} holds no {found['name']}, which this command trains: it "
-        "was saved by a run that trained other parts (--freeze, --trainable) or another task "
-        f"(--task). Give that run's flags; or take its weights only, with --load {directory} "
+    if found is None:
+        return None
+    remedies = "Give that run's flags; "
+    if found["state"]:  # the weights are there
+        remedies += "or add --no-load-optim, to go on with a new optimizer; "
+    return BadInput(
+        f"The checkpoint in {directory} holds no {found['state'] or ''}{found['name']}, which this "
+        "command trains: it was saved by a run that trained other parts (--freeze, --trainable) or "
+        f"another task (--task). {remedies}or take its weights only, with --load {directory} "
         "--finetune and another --save."
     )
 
 
-def _schedules(error: AssertionError) -> str:
+def other_parts(saved: argparse.Namespace, args: argparse.Namespace) -> str | None:
+    """Say that a resumed run trains other parameters than its checkpoint's run; None if not.
+
+    Megatron loads the optimizer's state of the parameters that still train.
+
+    Args:
+        saved: the arguments in the checkpoint.
+        args: the arguments of this run.
+    """
+    was, now = _choice(saved), _choice(args)
+    if was == now:
+        return None
+    state = (
+        "the optimizer starts anew (--no-load-optim)"
+        if args.no_load_optim
+        else "the optimizer's state of parameters that no longer train is dropped"
+    )
+    return f"the checkpoint's run trained {was}, and this run trains {now}: {state}"
+
+
+def _choice(args: argparse.Namespace) -> str:
+    flags = [
+        f"--{name} {' '.join(patterns)}"
+        for name in ("freeze", "trainable")
+        if (patterns := getattr(args, name, None))
+    ]
+    return f"what {' '.join(flags)} leaves" if flags else "all parameters"
+
+
+def _schedules(error: AssertionError, args: argparse.Namespace) -> str:
     """Say Megatron's complaint in other words: what it calls iterations are samples."""
     found = _OTHER_SCHEDULE.search(str(error))
     if found is None:
         return str(error)
+    ours, theirs = found["ours"], found["theirs"]
     named = {
-        "total number of iterations": "its length, from --train-iters or --lr-decay-iters, is {} "
-        "samples",
-        "warmup iterations": "its warm-up, from --lr-warmup-iters or -fraction, is {} samples",
-    }.get(found["what"], f"its {found['what']} is {{}}")
-    return f"{named.format(found['theirs'])}, and {found['ours']} in this command"
+        "total number of iterations": "length, from --train-iters or --lr-decay-iters,",
+        "warmup iterations": "warm-up, from --lr-warmup-iters or -fraction,",
+    }.get(found["what"])
+    if named:
+        ours = _length(ours, args.train_iters and args.global_batch_size)
+        theirs = _length(theirs, args.train_iters and _saved_batch(args))
+    return f"its {named or found['what']} is {theirs}, and {ours} in this command"
+
+
+def _length(samples: str, batch: int | None) -> str:
+    """Return a number of samples as iterations of `batch` too, if there is one."""
+    if not batch:
+        return f"{samples} samples"
+    return f"{float(samples) / batch:g} iterations ({samples} samples)"
+
+
+def _saved_batch(args: argparse.Namespace) -> int:
+    """Return the global batch of the checkpoint to load; if it does not say, the run's own."""
+    iteration = args.ckpt_step or latest_iteration(args.load)
+    saved = None if iteration is None else data_state.first_of(args.load, iteration)
+    return (saved or {}).get(data_state.GLOBAL_BATCH) or int(args.global_batch_size)
 
 
 def damage(folder: Path) -> str | None:

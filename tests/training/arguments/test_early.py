@@ -15,6 +15,7 @@ from mcore_qwen3vl.training.arguments import checks
 from mcore_qwen3vl.training.arguments.command_line import CommandLine, flag_list
 from mcore_qwen3vl.training.arguments.early import check_early
 from mcore_qwen3vl.training.arguments.layout import check_layout
+from mcore_qwen3vl.training.owner import claim
 
 
 def test_the_list_is_that_of_the_installed_megatron() -> None:
@@ -81,6 +82,27 @@ def test_what_is_answered_at_once(
         return
     with pytest.raises(BadInput, match=message):
         check_early(CommandLine(argv))
+
+
+def test_a_finished_run_is_refused_the_folder_of_another_runs_exports(
+    dense: Path, data: Path, tmp_path: Path
+) -> None:
+    """It would have taken the other's export of its last step for its own."""
+    for run in ("first", "second"):
+        claim(str(tmp_path / run), str(tmp_path / f"{run}-hf"))
+        for folder in (run, f"{run}-hf"):
+            (tmp_path / folder / "iter_0000010").mkdir()
+
+    def check(save: str, exports: str) -> None:
+        flags = ["--save", str(tmp_path / save), "--save-hf", str(tmp_path / exports)]
+        model = ["--cpu", "--hf-model", str(dense), "--data-path", str(data), "--train-iters", "10"]
+        check_early(CommandLine([*model, *flags]))
+
+    check("first", "first-hf")
+    claim(str(tmp_path / "first"), str(tmp_path / "first-hf"))  # as each export does
+    check("first", "first-hf")
+    with pytest.raises(BadInput, match="first-hf holds the export of step 10 of another run"):
+        check("second", "first-hf")
 
 
 def test_a_batch_that_ranks_do_not_divide_is_named(dense: Path) -> None:

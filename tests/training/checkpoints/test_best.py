@@ -50,7 +50,7 @@ def test_a_run_without_improvement_stops_and_goes_on_with_more_patience(
     assert kept == {2, 3, 4, 6}
     assert [iteration for iteration, _ in known["losses"]] == [2, 4, 6]
     assert len({loss for _, loss in known["losses"]}) == 1
-    assert [path.name for path in hf.iterdir()] == ["iter_0000006"]
+    assert [path.name for path in hf.glob("iter_*")] == ["iter_0000006"]
 
     assert train(job, tmp_path / "again") == []
     assert saved(save) == (kept, known)

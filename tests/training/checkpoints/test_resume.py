@@ -204,11 +204,15 @@ def test_training_falls_back_to_the_checkpoint_before_or_stops(
     [
         (
             ("--train-iters", "9"),
-            "--train-iters .* is 16 samples, and 36 in .*--override-opt-param",
+            r"is 4 iterations .16 samples., and 9 iterations .36 samples. .*--override-opt",
         ),
         (("--lr", "7e-4"), "another learning rate: .*--load .* --finetune"),
         (("--ckpt-step", "1"), "saved without 'optimizer'. Add --no-load-optim"),
-        (("--ckpt-step", "1", "--trainable", "language"), "holds no .*weight, which .*--finetune"),
+        (
+            ("--ckpt-step", "1", "--trainable", "language"),
+            "holds no .*weight, which .* add --no-load-optim, .*--finetune",
+        ),
+        (("--freeze", r"decoder\.layers\.0\."), "trains in some layers .* add --no-save-optim"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_the_flags_is_explained(
@@ -225,6 +229,20 @@ def test_a_checkpoint_that_does_not_fit_the_flags_is_explained(
         shutil.copytree(saved, save)
     with pytest.raises(BadInput, match=message):
         train(run, tmp_path / "again", "--save", str(save), "--save-interval", str(HALF), *flags)
+
+
+def test_a_resumed_run_may_train_less_and_says_so(
+    two_checkpoints: tuple[Job, Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    run, saved, whole = two_checkpoints
+    save = shutil.copytree(saved, tmp_path / "save")
+    flags = ("--save", str(save), "--save-interval", "100", "--ckpt-step", str(HALF))
+    rest = train(run, tmp_path / "again", *flags, "--freeze", "vision")
+    assert rest[0]["lm loss"] == whole[HALF]["lm loss"]
+    said = (tmp_path / "again" / "output.txt").read_text()
+    assert "trained all parameters, and this run trains what --freeze vision leaves" in said
+    train(run, tmp_path / "same", *flags)
+    assert "this run trains" not in (tmp_path / "same" / "output.txt").read_text()
 
 
 @pytest.mark.slow
