@@ -81,8 +81,8 @@ class Head(ColumnParallelLinear):
     ) -> tuple[Tensor, Tensor | None]:
         """Compute logits as ``ColumnParallelLinear`` does, or the log-probabilities of `targets`.
 
-        With `tokens`, compute only their logits, without an adapter's product. With `reduce`, pass
-        it what computes the logits, and return what it returns.
+        With `tokens`, compute only their logits, without an adapter's product. With `reduce`, call
+        it with what the logits are computed from, and return what it returns.
 
         Args:
             input_: (s_local, B, H) hidden states, divided over TP under sequence parallelism. With
@@ -93,7 +93,8 @@ class Head(ColumnParallelLinear):
             temperature: divides the logits if `targets` are given.
             entropy: whether to return the entropy of each position's distribution too.
             tokens: token ids whose logits to return.
-            reduce: called like :func:`token_log_probs` with all but `targets` and their options.
+            reduce: a function with the arguments of :func:`token_log_probs`, except `targets`,
+                `temperature` and `entropy`.
 
         Returns:
             Without `targets`: logits (s, B, V / tp), -inf at padded columns; and the bias, None.

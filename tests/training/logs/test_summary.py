@@ -103,3 +103,10 @@ def test_the_summary_says_what_pairs_are_compared_with(dense: Path) -> None:
     found = rows(dense, "--cpu", "--loss", "kto", "--lora-rank", "4", "--packing")
     assert found["loss"] == "KTO, beta 0.1, desirable x 1, undesirable x 1"
     assert found["reference"] == "the model with its adapter switched off"
+
+
+def test_the_summary_says_how_a_teacher_is_distilled(dense: Path) -> None:
+    flags = ("--distill-divergence", "jsd", "--distill-alpha", "0.25")
+    found = rows(dense, "--cpu", "--loss", "distill", *flags)
+    assert found["loss"] == "distillation, jsd, beta 0.5, temperature 1, cross entropy x 0.25"
+    assert found["teacher"] == "NAME.topk.arrow beside each NAME.jsonl of the data"
