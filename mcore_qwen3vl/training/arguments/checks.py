@@ -10,7 +10,12 @@ from pathlib import Path
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.hub import HUB_ID
-from mcore_qwen3vl.converters.mcore.paths import folder_name, numbered_iterations
+from mcore_qwen3vl.converters.mcore.paths import (
+    TRACKER,
+    folder_name,
+    numbered_iterations,
+    tracked,
+)
 from mcore_qwen3vl.data.loading.sources import parse_sources, require_data_set
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.cuda import c_compiler
@@ -207,7 +212,26 @@ def _check_kinds(args: argparse.Namespace) -> None:
             require_language_model(Path(folder))
         elif labels:
             require_classifier(Path(folder), labels)
-    from_other_maker(args)
+    if from_other_maker(args) is not None:
+        return
+    for flag, folder in (
+        ("--load", args.load),
+        ("--pretrained-checkpoint", args.pretrained_checkpoint),
+    ):
+        if folder and folder != args.save:
+            _check_tracked(Path(folder), flag)
+
+
+def _check_tracked(folder: Path, flag: str) -> None:
+    """Refuse one iteration of a run, which has no tracker: Megatron would start at random."""
+    if tracked(folder) is not None:
+        return
+    step = folder.name.removeprefix("iter_").lstrip("0")
+    chosen = f" --ckpt-step {step}" if flag == "--load" and step.isdigit() else ""
+    raise BadInput(
+        f"{folder} is one iteration, and Megatron begins from a run's folder with a {TRACKER}: "
+        f"use {flag} {folder.absolute().parent}{chosen}."
+    )
 
 
 def _check_step(folder: Path, step: int) -> None:

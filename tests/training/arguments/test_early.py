@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from mcore_qwen3vl.converters.convert import hf_to_mcore
+from mcore_qwen3vl.converters.mcore.paths import TRACKER
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.training.arguments import checks
 from mcore_qwen3vl.training.arguments.command_line import CommandLine, flag_list
@@ -82,6 +84,20 @@ def test_what_is_answered_at_once(
         return
     with pytest.raises(BadInput, match=message):
         check_early(CommandLine(argv))
+
+
+@pytest.mark.parametrize("flag", ["--load", "--pretrained-checkpoint"])
+def test_one_iteration_is_refused(dense: Path, data: Path, tmp_path: Path, flag: str) -> None:
+    """Megatron, which looks for a tracker, would start from random weights."""
+    run = tmp_path / "run"
+    hf_to_mcore(dense, run)
+    (run / "release").rename(run / "iter_0000010")
+    (run / TRACKER).write_text("10")
+    model = ["--cpu", "--hf-model", str(dense), "--data-path", str(data), "--train-iters", "10"]
+    check_early(CommandLine([*model, flag, str(run)]))
+    step = " --ckpt-step 10" if flag == "--load" else ""
+    with pytest.raises(BadInput, match=rf"is one iteration.* use {flag} {run}{step}\."):
+        check_early(CommandLine([*model, flag, str(run / "iter_0000010")]))
 
 
 def test_a_finished_run_is_refused_the_folder_of_another_runs_exports(
