@@ -21,6 +21,7 @@ ORDER = (
     "atomic",
     "machine",
     "config",
+    "labels",
     "schedule",
     "layout",
     "megatron_config",

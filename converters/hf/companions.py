@@ -15,6 +15,7 @@ from mcore_qwen3vl.converters.hf.config_file import for_weights
 from mcore_qwen3vl.converters.hf.form_file import FILE as FORM_FILE
 from mcore_qwen3vl.converters.hf.hf_checkpoint import INDEX
 from mcore_qwen3vl.converters.storage.staging import write_durably
+from mcore_qwen3vl.labels import Labels
 from mcore_qwen3vl.untrusted import refuse_links_out
 
 LARGEST = 256 * 2**20
@@ -45,7 +46,7 @@ def copy_companions(
     layout: ExpertLayout | None = None,
     dtype: torch.dtype | None = None,
     untied: bool = False,
-    labels: int | None = None,
+    labels: Labels | None = None,
 ) -> None:
     """Copy the companion files of an HF checkpoint, durably, to go beside converted weights.
 
@@ -55,7 +56,7 @@ def copy_companions(
         layout: the experts' layout in the converted weights, if it changed.
         dtype: dtype of all converted weights, if it changed.
         untied: whether the embeddings were tied and no longer are.
-        labels: rows of the classifier's head, if the weights have one.
+        labels: labels of the classifier's head, if the weights have one.
 
     Raises:
         BadInput: the config cannot be read.

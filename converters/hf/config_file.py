@@ -15,6 +15,7 @@ import torch
 from mcore_qwen3vl.config import MODEL_TYPES, ExpertLayout
 from mcore_qwen3vl.converters.hf import fp8
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
+from mcore_qwen3vl.labels import Labels
 
 VERSIONS = {"published": "4.57.0", "v5": "5.17.0"}
 """The ``transformers_version`` written into a converted config: the oldest with this form."""
@@ -28,7 +29,7 @@ def for_weights(
     layout: ExpertLayout | None = None,
     dtype: torch.dtype | None = None,
     untied: bool = False,
-    labels: int | None = None,
+    labels: Labels | None = None,
 ) -> bytes | None:
     """Return the ``config.json`` for converted weights, which are never quantised.
 
@@ -37,7 +38,7 @@ def for_weights(
         layout: the experts' new layout, if it changed.
         dtype: new dtype of all weights, if it changed.
         untied: whether the embeddings were tied and no longer are.
-        labels: rows of the classifier's head, if the weights have one.
+        labels: labels of the classifier's head, if the weights have one.
 
     Returns:
         The file's content, or None if `config` is right as it is.
@@ -46,7 +47,7 @@ def for_weights(
     if untied:
         wanted = with_untied_embeddings(wanted)
     if labels:
-        wanted = with_labels(wanted, labels)
+        wanted = labels.in_config(wanted)
     if layout is not None:
         wanted = with_layout(wanted, layout)
     if dtype is not None:
@@ -86,20 +87,6 @@ def with_untied_embeddings(config: Config) -> Config:
     if "tie_word_embeddings" in config["text_config"]:
         config["text_config"]["tie_word_embeddings"] = False
     return config
-
-
-def with_labels(config: Config, labels: int) -> Config:
-    """Return `config` for a sequence classifier; transformers counts the labels by their names."""
-    if len(config.get("id2label") or ()) == labels:
-        return config
-    names = [f"LABEL_{number}" for number in range(labels)]
-    family = "Qwen3VLMoe" if MODEL_TYPES[config["model_type"]] else "Qwen3VL"
-    return {
-        **config,
-        "architectures": [f"{family}ForSequenceClassification"],
-        "id2label": {str(number): name for number, name in enumerate(names)},
-        "label2id": {name: number for number, name in enumerate(names)},
-    }
 
 
 def dumps(config: Config) -> bytes:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mcore_qwen3vl.converters.adapters.adapter import Factors
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
-from mcore_qwen3vl.converters.adapters.peft_model import EMBEDDING, HEAD, apply
+from mcore_qwen3vl.converters.adapters.peft_model import EMBEDDING, HEAD, HFConfig, apply
 from mcore_qwen3vl.converters.adapters.targets import specs
 from mcore_qwen3vl.converters.adapters.write import write_adapter
 from mcore_qwen3vl.converters.live.export import BUCKET_BYTES, Gatherer, Models, together
@@ -26,7 +26,7 @@ def save_adapter(
     path: str | Path,
     *,
     config: AdapterConfig,
-    hf_config: str | Path,
+    hf_config: HFConfig,
     force: bool = False,
     bucket_bytes: int = BUCKET_BYTES,
     group: dist.ProcessGroup | None = None,
@@ -40,7 +40,7 @@ def save_adapter(
         models: the adapted model, or its virtual pipeline chunks.
         path: directory to write.
         config: the config that the model was adapted with.
-        hf_config: directory of the base model's config.
+        hf_config: the base model's ``config.json``: its content, the file or its directory.
         force: replace `path` if it is an adapter.
         bucket_bytes, group: as in :func:`mcore_qwen3vl.converters.live.export.export_hf`.
 

@@ -49,7 +49,7 @@ def load_checkpoint(models: Sequence[Any], path: str | Path, *, whole: bool = Tr
     folder = iteration_folder(Path(path))
     require_whole_model(folder)
     labels = models[0].head_labels
-    headless = labels == 0
+    headless = labels is not None and not labels
     if labels is None:
         require_language_model(folder)
     guard_reads()

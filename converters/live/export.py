@@ -26,6 +26,7 @@ from mcore_qwen3vl.converters.mcore.formats import is_checkpoint
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.converters.storage.staging import Staging, staging, write_durably
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.labels import Labels
 
 BUCKET_BYTES = 256 * 2**20
 """Most bytes of tensors that are gathered at once; a larger tensor is gathered by itself."""
@@ -263,7 +264,7 @@ def _prepare(
 
 
 def _publish(
-    stage: Staging | None, files: Sequence[shards.Shard], hf_config: Path, labels: int | None
+    stage: Staging | None, files: Sequence[shards.Shard], hf_config: Path, labels: Labels | None
 ) -> None:
     if stage is None:
         return

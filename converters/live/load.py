@@ -12,7 +12,7 @@ from torch import nn
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.live.sharded import hf_parts, table_of, unwrap
-from mcore_qwen3vl.converters.mapping.forms import CLASSIFIER, SCORE, TIED_COPY
+from mcore_qwen3vl.converters.mapping.forms import CLASSIFIER, HEADLESS, SCORE, TIED_COPY, head_of
 
 
 def load_hf(
@@ -40,7 +40,7 @@ def load_hf(
     layout = Architecture.from_hf(path).expert_layout
     stored = checkpoint.form.head
     spared = spare_value_head and stored.kind is not CLASSIFIER
-    headless = chunks[0].head_labels == 0  # a head that is stored is not read
+    headless = head_of(chunks[0].head_labels).kind is HEADLESS  # a head that is stored is not read
     head = stored if spared or headless or stored.kind is TIED_COPY else None
     checkpoint.require(table_of(chunks, layout, head=head))
     read = 0

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.labels import Labels
 
 LM_HEAD = "lm_head.weight"
 SCORE = "score.weight"
@@ -161,8 +162,8 @@ HEADLESS = HeadKind(
 CLASSIFIER = HeadKind(
     "score",
     f"This model has a classifier's head ({SCORE}), as reward models and rerankers have: it can be "
-    "converted, and trained and scored with --task reward if it has one label, but all else needs "
-    "a language model's head.",
+    "converted, and trained and scored with --task reward if it has one label, else with --task "
+    "classify, but all else needs a language model's head.",
     is_language_model=False,
 )
 HEADS = {kind.key: kind for kind in (LANGUAGE_MODEL, TIED_COPY, HEADLESS, CLASSIFIER)}
@@ -192,15 +193,15 @@ AS_CONFIG = Head()
 """A language model's, tied to the embedding or not as the config says."""
 
 
-def head_of(labels: int | None) -> Head:
-    """Return the head of a running model with `labels` values per token.
+def head_of(labels: Labels | None) -> Head:
+    """Return the head of a running model.
 
     Args:
-        labels: 1 for a critic; 0: there is no head; None: the head gives logits.
+        labels: the head's outputs; none of them: there is no head; None: the head gives logits.
     """
     if labels is None:
         return AS_CONFIG
-    return Head(CLASSIFIER, labels) if labels else Head(HEADLESS)
+    return Head(CLASSIFIER, len(labels)) if labels else Head(HEADLESS)
 
 
 @dataclass(frozen=True)

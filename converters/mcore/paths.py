@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from mcore_qwen3vl.config import read_config_file
 from mcore_qwen3vl.converters.hf.form_file import read_form
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.labels import Labels
 from mcore_qwen3vl.untrusted import refuse_special_files
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -116,16 +118,24 @@ def require_language_model(path: Path) -> None:
         read_form(folder).require_language_model(path)
 
 
-def require_classifier(path: Path, labels: int) -> None:
+def require_classifier(path: Path, labels: Labels) -> None:
     """
     Raises:
-        BadInput: the checkpoint at `path` has no classifier's head with `labels` labels.
+        BadInput: the checkpoint at `path` has no classifier's head with these labels.
     """
     folder = find_hf_folder(path)
-    if folder is not None and read_form(folder).head.labels != labels:
+    if folder is None:
+        return
+    if read_form(folder).head.labels != len(labels):
         raise BadInput(
-            f"{path} has no classifier's head of {labels} labels to go on with. To begin from a "
-            "language model, name its Hugging Face weights with --load-hf."
+            f"{path} has no classifier's head of {len(labels)} labels to go on with. To begin from "
+            "a language model, name its Hugging Face weights with --load-hf."
+        )
+    there = Labels.of_config(read_config_file(folder))
+    if labels.problem_type and there != labels:
+        raise BadInput(
+            f"{path} was trained with the labels {there}, and the data or flags say {labels}: go "
+            "on with the same data and --problem-type."
         )
 
 

@@ -55,12 +55,14 @@ def score(
     ] = None,
     temperature: Annotated[float, typer.Option(help="Divide the logits by this.")] = 1.0,
     task: Annotated[
-        Literal["log-probabilities", "embedding", "reranker", "reward"],
+        Literal["log-probabilities", "embedding", "reranker", "reward", "classify"],
         typer.Option(
             help="embedding: write the normalised embedding of each text of retrieval records, or "
-            "of conversations, as Parquet. reranker: write how relevant each document of retrieval "
+            "of conversations, as Parquet, or as an array if --out ends with .npy. "
+            "reranker: write how relevant each document of retrieval "
             "records is, from 0 to 1. reward: write a reward model's scores of preference records "
-            "or conversations."
+            "or conversations. classify: write a classifier's label of each record, and the "
+            "probabilities of all labels."
         ),
     ] = "log-probabilities",
     answers: Annotated[

@@ -211,6 +211,7 @@ def scores(found: Tally, written: str) -> None:
         ("left out", f"{found.bad:,} bad, {found.overlong:,} over-long"),
         ("embeddings", _count(found.embeddings)),
         ("rewards", _count(found.rewards)),
+        ("labels", ", ".join(f"{name} {count:,}" for name, count in found.labels.items())),
         ("documents", _count(found.documents)),
         ("positive is first", _number(found.positive_first)),
         ("trained tokens", _count(found.tokens)),

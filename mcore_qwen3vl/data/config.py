@@ -6,9 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.labels import Labels
 
-Task = Literal["embedding", "reranker", "reward"]
+Task = Literal["embedding", "reranker", "reward", "classify"]
 """A task for which records are read otherwise than for predicting tokens."""
+SCORED: tuple[Task, ...] = ("reward", "classify")
+"""The tasks whose model has the head ``score`` in place of lm_head."""
 _PIL_DECODES = 178_956_970  # twice ``PIL.Image.MAX_IMAGE_PIXELS``
 
 
@@ -124,6 +127,11 @@ class DataConfig:
     task: Task | None = None
     """Task that the records are for: the sequences of each, such as a query with its documents, are
     in one micro-batch; None: predicting tokens."""
+    similarities: bool = False
+    """With the task ``embedding``: whether records are pairs with a score."""
+    labels: Labels | None = None
+    """With the task ``classify``: the labels that records may have; None: their labels are not
+    used."""
     references: bool = False
     """With `pairs`: whether to read the reference's log-probabilities from a file beside the
     data."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.labels import Labels
 from mcore_qwen3vl.model.decoder.attention import PackedSequence
 from mcore_qwen3vl.model.decoder.layer import pack_features, unpack_features
 from mcore_qwen3vl.model.decoder.rope import InterleavedMRoPE
@@ -68,11 +69,11 @@ class Qwen3VLModel(GPTModel):
         kwargs: passed to :class:`GPTModel`.
 
     Attributes:
-        head_labels: values per token that the output layer gives instead of logits; 0: there is no
-            output layer; None: it gives logits.
+        head_labels: values per token that the output layer gives instead of logits; none of them:
+            there is no output layer; None: it gives logits.
     """
 
-    head_labels: int | None = None
+    head_labels: Labels | None = None
 
     def __init__(
         self,

@@ -20,6 +20,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 Divergence = Literal["forward", "reverse", "jsd"]
 """The divergences of a student; see :mod:`mcore_qwen3vl.objectives.distillation`."""
 
+EmbeddingKind = Literal["infonce", "cosine", "cosent"]
+"""The losses of embeddings; see :mod:`mcore_qwen3vl.objectives.contrastive`."""
+
 Ranking = Literal["pointwise", "listwise"]
 """The losses of rerankers; see :mod:`mcore_qwen3vl.objectives.ranking`."""
 
@@ -108,10 +111,10 @@ class Kto:
 
 @dataclass(frozen=True)
 class Contrastive:
-    """Settings of the contrastive loss; see :mod:`mcore_qwen3vl.objectives.contrastive`.
+    """Settings of the losses of embeddings; see :mod:`mcore_qwen3vl.objectives.contrastive`.
 
     Attributes:
-        temperature: number that cosines are divided by.
+        temperature: number that cosines are divided by; not for ``cosine``.
         dimensions: numbers of values that embeddings are cut to (Matryoshka); empty: not cut.
 
     Raises:
@@ -120,6 +123,17 @@ class Contrastive:
 
     temperature: float = 0.05
     dimensions: tuple[int, ...] = ()
+    kind: EmbeddingKind = "infonce"
+
+    @property
+    def takes_scores(self) -> bool:
+        """Whether records are pairs of texts with a score."""
+        return self.kind != "infonce"
+
+    @property
+    def name(self) -> str:
+        """The loss's name in the log."""
+        return "similarity loss" if self.takes_scores else "contrastive loss"
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:

@@ -1,4 +1,4 @@
-"""The Parquet file of embeddings, which is made from the finished lines of JSON."""
+"""The files of embeddings, which are made from the finished lines of JSON."""
 
 from __future__ import annotations
 
@@ -38,6 +38,17 @@ def write_parquet(lines: Path, out: Path) -> None:
     with pq.ParquetWriter(out, schema) as writer:
         for rows in batched(_rows(lines), _ROWS):
             writer.write_table(pa.Table.from_pylist(list(rows), schema))
+
+
+def write_npy(lines: Path, out: Path) -> None:
+    """Write an array (rows, H) float32 with the rows of `write_parquet`; NaN for bad records."""
+    count = width = 0
+    for row in _rows(lines):  # NumPy's file begins with the shape
+        count, width = count + 1, max(width, len(row.get("embedding", ())))
+    array = np.lib.format.open_memmap(out, "w+", np.dtype("<f4"), (count, width))
+    for number, row in enumerate(_rows(lines)):
+        array[number] = row.get("embedding", np.nan)
+    array.flush()
 
 
 def _rows(lines: Path) -> Iterator[dict[str, Any]]:

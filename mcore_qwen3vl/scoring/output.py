@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from mcore_qwen3vl.data.records.retrieval import POSITIVE
 from mcore_qwen3vl.data.scores import facts_of
 from mcore_qwen3vl.data.teacher import write_teacher
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.scoring.embeddings import values_in, write_parquet
+from mcore_qwen3vl.scoring.embeddings import values_in, write_npy, write_parquet
 from mcore_qwen3vl.untrusted import parse_json
 
 
@@ -42,12 +43,14 @@ class Tally:
     """Share of the pairs whose chosen answer has the higher log-probability, or reward."""
     embeddings: int = 0
     rewards: int = 0
+    labels: dict[str, int] = field(default_factory=dict)
+    """Number of records for which a classifier gives each label."""
     documents: int = 0
     positive_first: float | None = None
     """Share of the queries with a positive and negatives whose positive has the highest score."""
 
 
-_TABLES = {".parquet": write_parquet, ".arrow": write_teacher}
+_TABLES = {".parquet": write_parquet, ".npy": write_npy, ".arrow": write_teacher}
 """Writers of files that are made from the finished lines of JSON, by the file's suffix."""
 
 
@@ -173,6 +176,7 @@ def tally(scores: Path) -> Tally:
     totals = dict.fromkeys(("", *SIDES), (0, 0.0))
     entropies = 0.0
     preferred = 0
+    counted: Counter[str] = Counter()
     first: list[bool] = []  # of each query with negatives: whether the positive is
     with scores.open(encoding="utf-8") as lines:
         for line in lines:
@@ -192,6 +196,10 @@ def tally(scores: Path) -> Tally:
                 positive = logits.pop(POSITIVE, None)
                 if logits and positive is not None:
                     first.append(positive > max(logits.values()))
+                continue
+            if "probabilities" in entry:
+                given = entry["label"]
+                counted.update(given if isinstance(given, list) else [given])
                 continue
             is_pair = SIDES[0] in entry
             parts = {side: entry[side] for side in SIDES} if is_pair else {"": entry}
@@ -214,6 +222,7 @@ def tally(scores: Path) -> Tally:
     )
     if found.tokens and not math.isnan(entropies):
         found.entropy = entropies / found.tokens
+    found.labels = dict(counted.most_common())
     if first:
         found.positive_first = sum(first) / len(first)
     if found.pairs:

@@ -16,16 +16,16 @@ from torch import Tensor
 
 from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.data.teacher import encoded_top
+from mcore_qwen3vl.labels import ONE_SCORE, Labels
 from mcore_qwen3vl.model.head.module import Head
-from mcore_qwen3vl.model.head.score import ClassifierModel
+from mcore_qwen3vl.model.head.score import TaskModel
 from mcore_qwen3vl.model.head.top_k import likeliest
-from mcore_qwen3vl.model.headless import HeadlessModel
 from mcore_qwen3vl.model.inputs import to_device
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.training.step.forward import forward
 from mcore_qwen3vl.training.tasks.contrastive import EMBED
+from mcore_qwen3vl.training.tasks.pooling import SCORES
 from mcore_qwen3vl.training.tasks.reranker import judge, relevance
-from mcore_qwen3vl.training.tasks.reward import REWARD
 
 Results = dict[str, dict[str, Any]]
 """For each sequence of a batch, by its name, what JSON can hold."""
@@ -101,7 +101,7 @@ class TopK(LogProbs):
 class Embeddings:
     """Embeddings of length 1, as base64 of little-endian float32."""
 
-    kind = HeadlessModel
+    kind = TaskModel
 
     def run(self, batch: Batch, model: Any) -> tuple[Tensor, Tensor]:
         return EMBED(batch, model)
@@ -140,13 +140,41 @@ class Relevance:
 class Rewards:
     """The scores of a reward model."""
 
-    kind = ClassifierModel.of(1)
+    kind = TaskModel.of(ONE_SCORE)
 
     def run(self, batch: Batch, model: Any) -> tuple[Tensor, Tensor]:
-        return REWARD(batch, model)
+        return SCORES(batch, model)
 
     def results(self, batch: Batch, local: Tensor, output: Tensor) -> Results:
         return _of_sequences(batch, [{"reward": value} for value in output[:, 0].tolist()])
+
+
+class Classes:
+    """The label of each record, and the probability of every label.
+
+    Args:
+        labels: the classifier's labels. If several may be right, all above 0.5 are written.
+    """
+
+    def __init__(self, labels: Labels) -> None:
+        self._labels = labels
+        self.kind = TaskModel.of(labels)
+
+    def run(self, batch: Batch, model: Any) -> tuple[Tensor, Tensor]:
+        return SCORES(batch, model)
+
+    def results(self, batch: Batch, local: Tensor, output: Tensor) -> Results:
+        logits = output.double()
+        chances = logits.softmax(-1) if self._labels.is_single else logits.sigmoid()
+        return _of_sequences(batch, [self._named(row) for row in chances.tolist()])
+
+    def _named(self, row: list[float]) -> dict[str, Any]:
+        chances = dict(zip(self._labels.names, row, strict=True))
+        if self._labels.is_single:
+            label: Any = max(chances, key=chances.__getitem__)
+        else:
+            label = [name for name, chance in chances.items() if chance > 0.5]
+        return {"label": label, "probabilities": chances}
 
 
 def _of_sequences(batch: Batch, values: list[dict[str, Any]]) -> Results:

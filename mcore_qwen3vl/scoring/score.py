@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mcore_qwen3vl import console
-from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.config import Architecture, read_config_file
 from mcore_qwen3vl.converters.adapters.adapter import Adapter
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits, Task
 from mcore_qwen3vl.data.loading.datasets import CrudeSamples
@@ -30,6 +30,7 @@ from mcore_qwen3vl.data.scores import (
 )
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.inference import adapter_for, hf_folder_of, load_chunks, on_all_ranks
+from mcore_qwen3vl.labels import SINGLE, Labels
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.sequence import length_multiple
 from mcore_qwen3vl.objectives.settings import ANSWERS
@@ -75,7 +76,7 @@ class Request:
         trust_data: whether to run code that a metadataset or a WebDataset names.
         task: ``embedding``: write embeddings of retrieval records instead of log-probabilities;
             ``reranker``: write scores of their documents; ``reward``: write rewards of preference
-            records and conversations.
+            records and conversations; ``classify``: write labels and their probabilities.
         answers: a reranker's words for relevant and irrelevant, one token each.
         top_k: number of likeliest tokens to write for each trained token, for distillation; None:
             write log-probabilities of the trained tokens alone.
@@ -188,17 +189,20 @@ class _Job:
         vocabulary = vocabulary_of(load_processor(folder).tokenizer, architecture.vocab_size)
         _check_top_k(request, architecture)
         samples = request.samples()
-        adapter = adapter_for(request.lora, request.checkpoint, folder)
+        adapter = adapter_for(request.lora, request.checkpoint, _headed(request, folder))
+        if request.task == "classify":
+            _labels(request, folder)  # raises before a rank starts
         multiple = length_multiple(layout.cp, layout.tp, layout.sp)
         config = _data_config(request, architecture, multiple)
         block = request.buffer * layout.dp
         out, suffix = request.written, request.suffix
+        endings = {suffix, ".npy"} if request.embeds else {suffix}
         if facts_of(out) in (out, request.data) or out == request.data:
             raise BadInput(f"--out {out}: name a file that ends with {suffix} and is not the data.")
-        if out.suffix != suffix and {out.suffix, suffix} & {".parquet", ".arrow"}:
+        if out.suffix not in endings and {out.suffix, *endings} & {".parquet", ".npy", ".arrow"}:
             raise BadInput(
-                f"--out {out}: embeddings are written as Parquet, likeliest tokens (--top-k) as "
-                f"Arrow, and all else as JSONL; end it with {suffix}."
+                f"--out {out}: embeddings are written as Parquet (or .npy), likeliest "
+                f"tokens (--top-k) as Arrow, and all else as JSONL; end it with {suffix}."
             )
         if suffix != ".jsonl":
             require_extra("pyarrow", str(out))
@@ -252,6 +256,7 @@ class _Job:
 
     def _readout(self) -> Readout:
         from mcore_qwen3vl.scoring.readouts import (
+            Classes,
             Embeddings,
             LogProbs,
             Relevance,
@@ -268,6 +273,8 @@ class _Job:
             return Rewards()
         if request.top_k:
             return TopK(temperature=request.temperature, k=request.top_k)
+        if request.task == "classify":
+            return Classes(_labels(request, self.folder))
         return LogProbs(temperature=request.temperature, entropy=request.entropy)
 
     def _records(self) -> Records:
@@ -315,6 +322,24 @@ def _check_top_k(request: Request, architecture: Architecture) -> None:
     if request.entropy or request.data_task:
         other = "--entropy" if request.entropy else f"--task {request.task}"
         raise BadInput(f"--top-k with {other}: score twice, or drop one of them.")
+
+
+def _headed(request: Request, folder: Path) -> Path:
+    """Return the folder of the config that counts a head's labels: the adapter's, if it has one."""
+    lora = request.lora
+    return lora if lora and (lora / "config.json").is_file() else folder
+
+
+def _labels(request: Request, folder: Path) -> Labels:
+    """Return a classifier's labels."""
+    holder = _headed(request, folder)
+    labels = Labels.of_config(read_config_file(holder))
+    if labels is None:
+        raise BadInput(
+            f"{holder} names no labels (id2label in config.json): --task classify scores with a "
+            "classifier, such as the export of train --task classify."
+        )
+    return labels if labels.problem_type else replace(labels, problem_type=SINGLE)
 
 
 def _data_config(request: Request, architecture: Architecture, multiple: int) -> DataConfig:

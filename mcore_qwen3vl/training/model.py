@@ -16,8 +16,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model import pointwise
 from mcore_qwen3vl.model.flops import Trained
 from mcore_qwen3vl.model.freeze import Freezing
-from mcore_qwen3vl.model.head.score import ClassifierModel
-from mcore_qwen3vl.model.headless import HeadlessModel
+from mcore_qwen3vl.model.head.score import TaskModel
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.training.checkpoints.resume import OtherMaker
 from mcore_qwen3vl.training.lora.lora_run import LoraRun
@@ -69,9 +68,7 @@ def model_provider(
     if args.compile_pointwise:
         pointwise.switch_on()
     labels = labels_of(args)
-    kind = Qwen3VLModel if labels is None else HeadlessModel
-    if labels:
-        kind = ClassifierModel.of(labels, args.seed)
+    kind = Qwen3VLModel if labels is None else TaskModel.of(labels, args.seed)
     freezing = lora.freezing() if lora else Freezing(args.freeze, args.trainable)
 
     def provide(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.encoding.positions import mrope_position_ids
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.labels import ONE_SCORE
 from mcore_qwen3vl.model.head.module import Head
 from mcore_qwen3vl.model.head.score import ScoreHead
 from mcore_qwen3vl.model.inputs import visual_inputs
@@ -140,7 +141,7 @@ class ValueModel(PolicyModel):
         seed: seed of the head's initial weights, which are the same under every layout.
     """
 
-    head_labels = 1
+    head_labels = ONE_SCORE
     output_layer: Any
 
     def __init__(

@@ -1,10 +1,12 @@
-"""The contrastive loss and its gradients are those of sentence-transformers: `make test-trl`.
+"""The losses of embeddings and their gradients are those of sentence-transformers: `make test-trl`.
 
 The package is no dependency of the tests, because it brings a training stack of its own; without it
 those tests are skipped, and the formula written out is compared alone.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,12 @@ from tests.training.tasks.retrieval import formula
 
 TOLERANCE = 2e-5
 WIDTH = 24
+SCORES = torch.tensor([0.3, 0.9, 0.3, 0.0, 0.55])
+PAIRS = [
+    Contrastive(kind="cosine"),
+    Contrastive(kind="cosent"),
+    Contrastive(0.3, (4, 9, WIDTH), "cosent"),
+]
 CASES = [Contrastive(), Contrastive(0.3), Contrastive(0.1, (4, 9, WIDTH))]
 
 
@@ -25,11 +33,17 @@ def texts(groups: tuple[int, ...]) -> Tensor:
     return torch.randn(sum(groups), WIDTH, generator=generator).requires_grad_()
 
 
-def compare(groups: tuple[int, ...], contrastive: Contrastive, right: Tensor, of: Tensor) -> None:
+def compare(
+    groups: tuple[int, ...],
+    contrastive: Contrastive,
+    right: Tensor,
+    of: Tensor,
+    scores: Tensor | None = None,
+) -> None:
     """Compare our mean loss and its gradient with `right` and its gradient for `of`."""
     (expected,) = torch.autograd.grad(right, of)
     ours = texts(groups)
-    loss = contrastive_losses(ours, groups, contrastive).mean()
+    loss = contrastive_losses(ours, groups, contrastive, scores).mean()
     (found,) = torch.autograd.grad(loss, ours)
     torch.testing.assert_close(loss, right, rtol=TOLERANCE, atol=0)
     torch.testing.assert_close(
@@ -64,6 +78,32 @@ def test_losses_and_gradients_are_those_of_sentence_transformers(
         torch.zeros([]),
     )
     compare((group,) * 5, contrastive, right, of)
+
+
+@pytest.mark.parametrize("contrastive", PAIRS, ids=str)
+def test_losses_of_pairs_are_those_of_the_formula(contrastive: Contrastive) -> None:
+    of = texts((2,) * 5)
+    groups = [list(group) for group in of.split(2)]
+    compare((2,) * 5, contrastive, formula(groups, contrastive, SCORES.tolist()), of, SCORES)
+
+
+@pytest.mark.parametrize("contrastive", PAIRS, ids=str)
+def test_losses_of_pairs_are_those_of_sentence_transformers(contrastive: Contrastive) -> None:
+    theirs = pytest.importorskip("sentence_transformers.losses")
+    model: Any = torch.nn.Identity()  # their losses keep it, and take embeddings
+    if contrastive.kind == "cosine":
+        loss = theirs.CosineSimilarityLoss(model)
+    else:
+        loss = theirs.CoSENTLoss(model, scale=1 / contrastive.temperature)
+    of = texts((2,) * 5)
+    right = sum(
+        (
+            loss.compute_loss_from_embeddings([of[::2, :size], of[1::2, :size]], SCORES)
+            for size in contrastive.dimensions or (WIDTH,)
+        ),
+        torch.zeros([]),
+    )
+    compare((2,) * 5, contrastive, right, of, SCORES)
 
 
 @pytest.mark.parametrize(

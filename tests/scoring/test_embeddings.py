@@ -1,4 +1,4 @@
-"""The Parquet file of embeddings has a row for each text, and one for a bad record."""
+"""A file of embeddings has a row for each text, and one for a bad record."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 
-from mcore_qwen3vl.scoring.embeddings import write_parquet
+from mcore_qwen3vl.scoring.embeddings import write_npy, write_parquet
 from mcore_qwen3vl.scoring.output import tally
 
 
@@ -29,5 +29,9 @@ def test_each_text_and_each_error_is_a_row(tmp_path: Path) -> None:
         (2, None, "bad"),
     ]
     assert [row["embedding"] for row in rows[:2]] == values.tolist()
+    write_npy(lines, tmp_path / "out.partial")
+    array = np.load(tmp_path / "out.partial")
+    assert array.dtype == np.float32
+    np.testing.assert_array_equal(array, [*values, [np.nan, np.nan]])
     found = tally(lines)
     assert (found.scored, found.embeddings, found.bad, found.perplexity) == (1, 2, 1, None)

@@ -74,7 +74,8 @@ class Batch:
     of `visual`; see :meth:`exchanged`."""
     baseline: Tensor | None = None  # scalar float32: KTO's baseline of the global batch
     lengths: tuple[int, ...] = ()  # tokens of each sample, without padding
-    targets: Tensor | None = None  # (records,) float32: margins of pairs
+    targets: Tensor | None = None
+    """(records,) float32 margins of pairs; or (records, labels), 1 for labels that are right."""
     data_sets: tuple[str, ...] = ()  # name of each sample's data set; empty if there is only one
     groups: tuple[int, ...] = ()  # samples of each record, for records of several samples
     contrast: tuple[Tensor, Tensor] | None = None

@@ -34,6 +34,7 @@ _NEEDED: dict[Task | None, tuple[str, ...]] = {
     "embedding": (QUERY, POSITIVE),
     "reranker": (POSITIVE,),  # in its prompt is the query
     "reward": SIDES,
+    "classify": ("",),
 }
 """By task, the sequences that a record needs."""
 
@@ -46,7 +47,7 @@ class PlannedGroup(Sample):
     source: int
     name: str
     reference: tuple[float, float] | None = None
-    target: float | None = None
+    target: float | tuple[float, ...] | None = None
     label: bool | None = None
 
 
@@ -56,7 +57,7 @@ class EncodedGroup(Sample):
 
     sequences: list[EncodedSample]
     reference: tuple[float, float] | None
-    target: float | None
+    target: float | tuple[float, ...] | None
     label: bool | None
 
 
@@ -100,7 +101,7 @@ class GroupTaskEncoder(Qwen3VLTaskEncoder):
         """Tokenise the sequences and measure their media."""
         with self.guard.skipping(sample):
             plans = plan_each(self.preparation, sample, task=self.config.task)
-            _require(plans, self.config.task)
+            _require(plans, self.config)
             check_length(self.config, list(plans.values()))
         return PlannedGroup.derive_from(
             sample,
@@ -258,17 +259,28 @@ def _answered(sample: EncodedSample, by: EncodedSample, most: int) -> EncodedSam
     )
 
 
-def _require(names: Mapping[str, Plan], task: Task | None) -> None:
+def _require(plans: Mapping[str, Plan], config: DataConfig) -> None:
     """
     Raises:
-        BadSample: the record lacks a sequence that training for `task` needs.
+        BadSample: the record lacks what training for the task needs, or is made for another loss.
     """
-    needed = _NEEDED[task]
+    needed = _NEEDED[config.task]
     for name in needed:
-        if name not in names:
+        if name not in plans:
             raise BadSample(
-                f"--task {task} trains on {' and '.join(needed)}; the record has no {name}."
+                f"--task {config.task} trains on {' and '.join(needed)}; the record has no {name}."
             )
+    score = plans[needed[0]].target
+    if config.similarities and (score is None or len(plans) != len(needed)):
+        raise BadSample(
+            "--embedding-loss cosine and cosent train on two texts with a score; the record has "
+            f"{'no score' if score is None else 'negatives'}."
+        )
+    if config.task == "embedding" and not config.similarities and score not in (None, 1.0):
+        raise BadSample(
+            f"its score is {score:g}, and this would train on it as on any positive: add "
+            "--embedding-loss cosine or cosent, or take the key out."
+        )
 
 
 def _shown(plan: Plan) -> list[Any]:

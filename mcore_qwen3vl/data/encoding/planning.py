@@ -42,7 +42,7 @@ class Plan:
     input_ids: np.ndarray  # (T,) int64
     loss_weights: np.ndarray  # (T,) float32: the weight of predicting each token
     media: list[PlannedMedia]
-    target: float | None = None  # see Conversation
+    target: float | tuple[float, ...] | None = None  # see Conversation
 
     def token_tensor(self) -> Tensor:
         return torch.from_numpy(self.input_ids)

@@ -13,6 +13,10 @@ from mcore_qwen3vl.data.encoding.planning import Plan, Planner
 from mcore_qwen3vl.data.encoding.samples import RawSample
 from mcore_qwen3vl.data.loading.datasets import SOURCE, dataset_path
 from mcore_qwen3vl.data.loading.sources import Source
+from mcore_qwen3vl.data.records.classification import (
+    is_classification,
+    parse_classification,
+)
 from mcore_qwen3vl.data.records.labelled import is_labelled, parse_labelled
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.parse import join_parts, parse_record, preprocessed
@@ -47,7 +51,7 @@ class Preparation:
             BadInput: a hook cannot be imported, or a budget is empty.
         """
         config.media.apply(processor)
-        self._max_seconds = config.max_sample_seconds
+        self._max_seconds, self._labels = config.max_sample_seconds, config.labels
         self._sources = list(sources)
         self._renderer = Renderer(processor, config.document_end)
         processors = [_limited(processor, source.limits) for source in self._sources]
@@ -100,10 +104,13 @@ class Preparation:
             record = preprocessed(self._record(sample), reading)
         made = replace(reading, preprocess=None)
         if task == "any":
-            task = "embedding" if is_retrieval(record) else None
+            task = "classify" if is_classification(record) else None
+            task = "embedding" if is_retrieval(record) else task
         if task in ("embedding", "reranker"):
             read = parse_judgements if task == "reranker" else parse_retrieval
             return dict(read(record, sample.folder, made))
+        if task == "classify":
+            return {"": parse_classification(record, sample.folder, made, self._labels)}
         if is_labelled(record) and not is_pair(record):
             return {"": parse_labelled(record, sample.folder, made)}
         if not is_pair(record):

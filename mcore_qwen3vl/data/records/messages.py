@@ -76,14 +76,18 @@ def read_conversations(record: Mapping[str, Any], folder: MediaFolder) -> Conver
 
 
 def _turns(record: Mapping[str, Any], key: str) -> list[Any]:
-    turns = _unpacked(record[key], key)
+    turns = unpacked(record[key], key)
     if not isinstance(turns, list) or not turns:
         raise BadSample(f"{key} must be a list of at least one message.")
     return turns
 
 
-def _unpacked(value: Any, key: str) -> Any:
-    """Return `value`, parsed if it is text: tables keep nested values as JSON text."""
+def unpacked(value: Any, key: str) -> Any:
+    """Return the value of `key`, parsed if it is text: tables keep nested values as JSON text.
+
+    Raises:
+        BadSample: it is text, but not JSON.
+    """
     if not isinstance(value, str):
         return value
     try:
@@ -171,7 +175,7 @@ def _legacy_call(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _calls(turn: Mapping[str, Any], index: int) -> list[dict[str, Any]]:
     """Return the calls of a turn whose text is ``{"name": ..., "arguments": ...}``, or a list."""
-    said = _unpacked(turn.get("content"), f"message {index}, a tool call,")
+    said = unpacked(turn.get("content"), f"message {index}, a tool call,")
     calls = said if isinstance(said, list) else [said]
     for call in calls:
         if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
@@ -193,10 +197,10 @@ def _tools(record: Mapping[str, Any]) -> list[Any] | None:
         return [{"type": "function", "function": one} for one in record["functions"]]
     if given is None or given == "":
         return None
-    tools = _unpacked(given, "tools")
+    tools = unpacked(given, "tools")
     if not isinstance(tools, list):
         raise BadSample(f"tools is {type(tools).__name__}; a list is needed.")
-    return [_unpacked(tool, "a tool") for tool in tools] or None
+    return [unpacked(tool, "a tool") for tool in tools] or None
 
 
 def _content(content: Any, index: int, shelf: Shelf) -> str | list[dict[str, Any]]:

@@ -94,7 +94,7 @@ def format_of(record: Any, name: str | None = None) -> Format:
     )
 
 
-class _Observed(Mapping[str, Any]):
+class Observed(Mapping[str, Any]):
     """A record that remembers which of its keys were read."""
 
     def __init__(self, record: Mapping[str, Any]) -> None:
@@ -131,7 +131,7 @@ def parse_record(
     reading = reading or Reading()
     record = preprocessed(record, reading)
     form = format_of(record, reading.format)
-    observed = _Observed(record)
+    observed = Observed(record)
     parsed = form.read(observed, folder)
     parsed = replace(parsed, format=form.name, unread=(*observed.unread(), *parsed.unread))
     return _chosen(parsed, reading) if isinstance(parsed, Conversation) else parsed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any
 
 from mcore_qwen3vl.data.records.flaws import BadSample
@@ -19,7 +20,9 @@ class Conversation:
     weights: list[float]  # one a message; 0 for all but assistant turns
     tools: list[Any] | None = None
     prompt: bool = False  # rendered with the generation prompt, and not trained on
-    target: float | None = None  # the pair's margin, on the chosen side
+    target: float | tuple[float, ...] | None = None
+    """A pair's margin, on the chosen side; the score of two texts, on the query; or 1 for each
+    label of a classifier that is right, and 0 for others."""
     format: str = field(default="", compare=False)  # format of the record
     unread: tuple[str, ...] = field(default=(), compare=False)  # keys that were not read
     label: bool | None = None  # of a labelled record: whether the answer is wanted
@@ -37,6 +40,18 @@ class Document:
     @property
     def media(self) -> list[Media]:
         return [part for part in self.parts if isinstance(part, Media)]
+
+
+def finite(holder: Mapping[str, Any], key: str) -> float:
+    """Return the number under `key`.
+
+    Raises:
+        BadSample: the value is not a finite number.
+    """
+    value = holder[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+        raise BadSample(f"{key} is {value!r:.40}; a number is needed.")
+    return float(value)
 
 
 def weight_of(holder: Mapping[str, Any], key: str = "weight") -> float:

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import isfinite
 from typing import Any
 
 from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.parse import parse_record, preprocessed
-from mcore_qwen3vl.data.records.parsed import Conversation
+from mcore_qwen3vl.data.records.parsed import Conversation, finite
 from mcore_qwen3vl.data.records.reading import Reading
 
 SIDES = ("chosen", "rejected")
@@ -73,16 +72,8 @@ def parse_pair(record: Any, folder: MediaFolder, reading: Reading | None = None)
         continued(rest, side, reading.instructed(messages), common, folder)
         for side, messages in zip(SIDES, sides, strict=True)
     )
-    return Pair(replace(chosen, target=_margin(record)), rejected)
-
-
-def _margin(record: Mapping[str, Any]) -> float:
-    margin = record.get("margin")
-    if margin is None:
-        return 0.0
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not isfinite(margin):
-        raise BadSample(f"margin is {margin!r:.40}; a number is needed.")
-    return float(margin)
+    margin = 0.0 if record.get("margin") is None else finite(record, "margin")
+    return Pair(replace(chosen, target=margin), rejected)
 
 
 def _turns(value: Any, side: str, *, alone: bool) -> list[Any]:

@@ -10,6 +10,8 @@ In ms-swift's form, ``messages`` is the query, and ``positive_messages`` and ``n
 hold a list of messages for each document. Tags take the entries of ``images``; those of documents
 take ``positive_images`` and ``negative_images``, one list for each document (``videos`` likewise).
 
+A pair may have a ``score``, or ``label`` in ms-swift's form, that says how similar its texts are.
+
 Every text is rendered as a prompt, at whose last token its embedding is taken.
 """
 
@@ -22,7 +24,7 @@ from typing import Any
 from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.messages import read_messages
-from mcore_qwen3vl.data.records.parsed import Conversation
+from mcore_qwen3vl.data.records.parsed import Conversation, finite
 from mcore_qwen3vl.data.records.reading import Reading
 
 QUERY, POSITIVE, NEGATIVE = "query", "positive", "negative"
@@ -34,7 +36,9 @@ _DOCUMENTS = {
     NEGATIVE: ("negatives", NEGATIVE, "negative_messages"),
 }
 _MEDIA = ("images", "videos")
+_SCORE = ("score", "label")
 _READ = {
+    *_SCORE,
     *(QUERY, "messages", "image", "video"),
     *(key for keys in _DOCUMENTS.values() for key in keys),
     *(f"{prefix}{kind}" for prefix in ("", "positive_", "negative_") for kind in _MEDIA),
@@ -57,7 +61,8 @@ def parse_retrieval(
         reading: how the data set's records are read; only its system prompt counts.
 
     Returns:
-        The texts by name, in this order: ``query``, ``positive``, ``negative 0`` and so on.
+        The texts by name, in this order: ``query``, ``positive``, ``negative 0`` and so on. The
+        query has the score as its target.
 
     Raises:
         BadSample: the record is malformed, and the message says how.
@@ -70,14 +75,21 @@ def parse_retrieval(
         if isinstance(text, str) and not text.strip() and not any(media.values()):
             raise BadSample(f"{name} is empty.")
         try:
-            messages = (reading or Reading()).instructed(_messages(text))
+            messages = (reading or Reading()).instructed(messages_of(text))
             parsed = read_messages({**media, "messages": messages}, folder, prompt=True)
         except BadSample as error:
             raise BadSample(f"{name}: {error}") from error
         found[name] = replace(parsed, format=RETRIEVAL, unread=(*unread, *parsed.unread))
     if not found:
         raise BadSample("a retrieval record has query, or messages, and positive.")
+    if QUERY in found:
+        found[QUERY] = replace(found[QUERY], target=_score(record))
     return found
+
+
+def _score(record: Mapping[str, Any]) -> float | None:
+    key = next((key for key in _SCORE if record.get(key) is not None), None)
+    return None if key is None else finite(record, key)
 
 
 def _texts(record: Mapping[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
@@ -118,8 +130,12 @@ def _documents(key: str, value: Any) -> list[Any]:
     return value
 
 
-def _messages(text: Any) -> list[Any]:
-    """Return the messages that `text` stands for."""
+def messages_of(text: Any) -> list[Any]:
+    """Return the messages that a text of any kind stands for.
+
+    Raises:
+        BadSample: it is of another kind, or empty.
+    """
     if isinstance(text, str):
         return [{"role": "user", "content": text}]
     if isinstance(text, list) and text:

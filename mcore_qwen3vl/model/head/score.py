@@ -1,4 +1,4 @@
-"""The head of classifiers and reward models: a linear layer instead of logits over tokens."""
+"""Models without logits over tokens: classifiers and reward models, and those without a head."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.labels import NO_LABELS, Labels
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 
 
@@ -37,17 +39,19 @@ class ScoreHead(nn.Linear):
         return input_.float() @ self.weight.float().T
 
 
-class ClassifierModel(Qwen3VLModel):
-    """A model with a :class:`ScoreHead`; call it with an ``output_processor``.
+class TaskModel(Qwen3VLModel):
+    """A model with a :class:`ScoreHead`, or one that ends in the final norm if it has no labels.
 
-    Source: HF ``GenericForSequenceClassification``. :meth:`of` makes the class for some labels.
+    Call it with an ``output_processor``. :meth:`of` makes the class for some labels. Source: HF
+    ``GenericForSequenceClassification``; without labels ``Qwen3VL[Moe]Model``, whose
+    ``last_hidden_state`` the processor receives.
 
     Args:
         config, architecture, kwargs: as for :class:`Qwen3VLModel`. The embedding is tied to no
-            head.
+            head, so that the last pipeline stage needs no copy of it.
     """
 
-    head_labels = 1
+    head_labels = NO_LABELS
     seed = 1
     output_layer: Any
 
@@ -57,10 +61,16 @@ class ClassifierModel(Qwen3VLModel):
         super().__init__(config, replace(architecture, tie_word_embeddings=False), **kwargs)
         self.architecture = architecture
         if self.post_process:
-            like = self.output_layer.weight
-            self.output_layer = ScoreHead(config, self.head_labels or 0, self.seed, like=like)
+            labels, like = len(self.head_labels), self.output_layer.weight
+            self.output_layer = (
+                ScoreHead(config, labels, self.seed, like=like) if labels else nn.Identity()
+            )
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state as Megatron's modules do; ``GPTModel`` would look for logits in it."""
+        return MegatronModule.sharded_state_dict(self, *args, **kwargs)
 
     @classmethod
-    def of(cls, labels: int, seed: int = 1) -> type[ClassifierModel]:
-        """Return the class of models with `labels` labels, whose new heads have the seed `seed`."""
+    def of(cls, labels: Labels, seed: int = 1) -> type[TaskModel]:
+        """Return the class of models with `labels`, whose new heads have the seed `seed`."""
         return type(cls.__name__, (cls,), {"head_labels": labels, "seed": seed})

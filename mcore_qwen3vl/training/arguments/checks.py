@@ -191,9 +191,8 @@ def _check_kinds(args: argparse.Namespace) -> None:
         require_huggingface,
         require_megatron,
     )
-    from mcore_qwen3vl.converters.mcore.paths import require_classifier, require_language_model
+    from mcore_qwen3vl.converters.mcore.paths import require_language_model
     from mcore_qwen3vl.training.checkpoints.resume import from_other_maker
-    from mcore_qwen3vl.training.tasks.flags import labels_of
 
     if hf:
         require_huggingface(
@@ -207,11 +206,8 @@ def _check_kinds(args: argparse.Namespace) -> None:
                 f"{folder} holds no checkpoint of Megatron's to begin from: check the path of "
                 f"{'--load' if folder == args.load else '--pretrained-checkpoint'}."
             )
-        labels = labels_of(args)
-        if labels is None:
+        if args.task in (None, "reranker"):
             require_language_model(Path(folder))
-        elif labels:
-            require_classifier(Path(folder), labels)
     if from_other_maker(args) is not None:
         return
     for flag, folder in (

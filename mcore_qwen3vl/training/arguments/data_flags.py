@@ -11,7 +11,7 @@ from mcore_qwen3vl.data.config import DataConfig, MediaLimits
 # Set by Megatron's own flags, by the layout's needs, or by the loss.
 _SET_ELSEWHERE = (
     *("seq_length", "micro_batch_size", "length_multiple", "micro_batches", "media"),
-    *("pairs", "labelled", "task", "references", "teacher_temperature"),
+    *("pairs", "labelled", "task", "similarities", "labels", "references", "teacher_temperature"),
 )
 
 _DECIDED_LATER = ("balance",)  # if not given, other flags decide

@@ -33,6 +33,7 @@ from mcore_qwen3vl.training.broadcast.groups import (
 from mcore_qwen3vl.training.broadcast.stages import StageFeed
 from mcore_qwen3vl.training.distillation.flags import distillation_of, is_distillation
 from mcore_qwen3vl.training.preference.flags import is_kto, is_preference, reference_of
+from mcore_qwen3vl.training.tasks.flags import contrastive_of, is_embedding, labels_of
 
 
 def data_config(args: argparse.Namespace) -> DataConfig:
@@ -55,6 +56,8 @@ def data_config(args: argparse.Namespace) -> DataConfig:
     # CP divides each packed sample; SP divides the pack.
     chosen["length_multiple"] = length_multiple(cp) if args.packing else whole
     chosen["pairs"], chosen["labelled"] = is_preference(args), is_kto(args)
+    chosen["similarities"] = is_embedding(args) and contrastive_of(args).takes_scores
+    chosen["labels"] = labels_of(args) if args.task == "classify" else None
     if args.balance is None:
         grouped = chosen["pairs"] or chosen["labelled"] or args.task
         chosen["balance"] = args.packing and not grouped

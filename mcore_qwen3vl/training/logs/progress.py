@@ -14,7 +14,7 @@ from mcore_qwen3vl.console import visible
 
 LOSSES = (
     *("lm loss", "dpo loss", "simpo loss", "orpo loss", "kto loss", "distill loss"),
-    *("contrastive loss", "reranker loss", "reward loss"),
+    *("contrastive loss", "similarity loss", "reranker loss", "reward loss", "classification loss"),
 )
 """Names that a run may give its loss."""
 

@@ -26,7 +26,7 @@ from mcore_qwen3vl.training.preference.flags import (
     preference_of,
     reference_of,
 )
-from mcore_qwen3vl.training.tasks.flags import answers_of, contrastive_of, ranking_of
+from mcore_qwen3vl.training.tasks.flags import answers_of, contrastive_of, labels_of, ranking_of
 
 if TYPE_CHECKING:
     from mcore_qwen3vl.training.lora.lora_run import LoraRun
@@ -129,10 +129,17 @@ def _task(args: argparse.Namespace) -> list[tuple[str, str]]:
             ("loss", "Bradley-Terry over pairs"),
             ("head", "score, one value at the last token"),
         ]
+    if labels := labels_of(args):
+        names = ", ".join(labels.names)
+        return [
+            ("loss", f"{'binary ' * (not labels.is_single)}cross entropy over labels"),
+            ("head", f"score, {len(labels)} labels at the last token: {names:.200}"),
+        ]
     loss = contrastive_of(args)
     cut = f", embeddings cut to {', '.join(map(str, loss.dimensions))}" if loss.dimensions else ""
+    scale = "" if loss.kind == "cosine" else f", temperature {loss.temperature:g}"
     return [
-        ("loss", f"contrastive, temperature {loss.temperature:g}{cut}"),
+        ("loss", f"{loss.kind} of embeddings{scale}{cut}"),
         ("head", "none: the model is trained and written without lm_head"),
     ]
 

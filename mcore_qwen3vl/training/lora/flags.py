@@ -22,6 +22,7 @@ from mcore_qwen3vl.converters.adapters.presets import (
     Preset,
     preset,
 )
+from mcore_qwen3vl.data.config import SCORED
 from mcore_qwen3vl.errors import BadInput
 
 RANK = 16
@@ -165,19 +166,19 @@ def adapter_config(args: argparse.Namespace, architecture: Architecture) -> Adap
 
 
 def _with_score(config: AdapterConfig, args: argparse.Namespace) -> AdapterConfig:
-    """Return `config` with the head of a reward model, as PEFT makes it for such a task."""
+    """Return `config` with the head ``score``, as PEFT makes it for tasks that have one."""
     whole = config.modules_to_save or ()
-    if (SCORE in whole) == (args.task == "reward"):
+    if (SCORE in whole) == (args.task in SCORED):
         return config
     if SCORE in whole:
         raise BadInput(
-            f"The adapter trains {SCORE}, the head of a reward model: add --task reward, or leave "
-            "it out of modules_to_save."
+            f"The adapter trains {SCORE}, the head of a reward model or a classifier: add --task "
+            "reward or classify, or leave it out of modules_to_save."
         )
     if args.lora_init:
         raise BadInput(
-            f"{args.lora_init} has no head {SCORE}, which --task reward trains: name an adapter of "
-            "a reward model, or leave --lora-init out."
+            f"{args.lora_init} has no head {SCORE}, which --task {args.task} trains: name an "
+            "adapter that has it, or leave --lora-init out."
         )
     return replace(
         config, modules_to_save=(*whole, SCORE), raw={**config.raw, "task_type": "SEQ_CLS"}

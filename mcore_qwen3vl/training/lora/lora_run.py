@@ -29,6 +29,7 @@ from mcore_qwen3vl.model.lora.trainable import freezing, trained_names, whole
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.training.lora.base import Base, save_identity
 from mcore_qwen3vl.training.lora.flags import adapter_config, asked
+from mcore_qwen3vl.training.tasks.flags import hf_config_of
 
 
 class LoraRun:
@@ -52,10 +53,11 @@ class LoraRun:
         self.base = Base(args)
         args.pretrained_checkpoint = None  # Megatron would read it as a checkpoint of this run
         self.config = _naming_its_base(adapter_config(args, architecture), self.base.path)
-        self.targets = resolve_targets(self.config, args.hf_model)
-        self._saved = apply(self.config, args.hf_model).saved
+        self._model = model = hf_config_of(args)
+        self.targets = resolve_targets(self.config, model)
+        self._saved = apply(self.config, model).saved
         self.parameters = _parameters(self.targets, self._saved, architecture)
-        self._start = read_adapter(args.lora_init, args.hf_model) if args.lora_init else None
+        self._start = read_adapter(args.lora_init, model) if args.lora_init else None
 
     @classmethod
     def of(cls, args: argparse.Namespace, architecture: Architecture) -> LoraRun | None:
@@ -78,7 +80,7 @@ class LoraRun:
 
     def export(self, model: Any, folder: Path) -> None:
         """Write a PEFT adapter directory; a collective."""
-        save_adapter(model, folder, config=self.config, hf_config=self._args.hf_model, force=True)
+        save_adapter(model, folder, config=self.config, hf_config=self._model, force=True)
 
     def save_config(self) -> None:
         """Write, beside the checkpoints, what :func:`check_checkpoint` reads; a collective."""

@@ -40,7 +40,7 @@ def of_pairs(preference: Preference) -> Objective:
         }
         if preference.rpo_alpha:
             numbers["nll loss"] = -found[:, 0] / lengths[:, 0]
-        return of_units(pairs.losses.sum(), len(found), numbers)
+        return of_units(pairs.losses.sum(), batch, numbers)
 
     return objective
 
@@ -65,7 +65,7 @@ def of_labelled(kto: Kto) -> Objective:
             "kto loss": of_answers,
             "kl baseline": batch.baseline.clamp(min=0).expand(len(found)),
         }
-        reduced = of_units(of_answers.sum(), len(found), numbers)
+        reduced = of_units(of_answers.sum(), batch, numbers)
         of_kinds = {}
         for name, mask in (("desirable", wanted), ("undesirable", ~wanted)):
             # A log interval may be without one kind of answer; 0 / 0 would be logged as NaN.

@@ -12,8 +12,9 @@ register it as an entry point of the group ``mcore_qwen3vl.losses`` and pass its
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import entry_points
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -61,23 +62,41 @@ class Reduced(NamedTuple):
     data_sets: Mapping[str, tuple[Tensor, Tensor]] = MappingProxyType({})
 
 
-def of_units(total: Tensor, count: int, numbers: Mapping[str, Tensor]) -> Reduced:
-    """Return the loss of `count` units, such as queries, that all ranks of a CP group have whole.
+def of_units(total: Tensor, batch: Batch, numbers: Mapping[str, Tensor]) -> Reduced:
+    """Return the loss of units, such as queries, that all ranks of a CP group have whole.
 
     Every CP rank has all units, but the gradients of its own tokens alone. So each rank counts 1/CP
     of the units and of the numbers.
 
     Args:
         total: the sum of the units' losses, with a gradient.
-        count: the number of units.
-        numbers: values of the units for the log, by name; their gradients are not used.
+        batch: the micro-batch, whose units are its records or all their sequences.
+        numbers: values of the units for the log, by name; their gradients are not used. The first
+            are the losses.
     """
     share = 1 / parallel_state.get_context_parallel_world_size()
+    losses = next(iter(numbers.values())).detach()
     return Reduced(
         total,
-        torch.full([], count * share, dtype=torch.float64, device=total.device),
+        torch.full([], len(losses) * share, dtype=torch.float64, device=total.device),
         {name: values.detach().sum() * share for name, values in numbers.items()},
+        {
+            name: (losses.where(own, 0.0).sum() * share, own.sum(dtype=torch.float64) * share)
+            for name, own in _units_of_data_sets(batch, losses)
+        },
     )
+
+
+def _units_of_data_sets(batch: Batch, losses: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield each data set's name and which units are its own, a mask like `losses` (units,)."""
+    names = batch.data_sets
+    if len(names) > len(losses):  # several sequences make a unit
+        names = tuple(
+            names[end - size]
+            for end, size in zip(accumulate(batch.groups), batch.groups, strict=True)
+        )
+    for name in dict.fromkeys(names):
+        yield name, to_device(torch.tensor([one == name for one in names]), losses.device)
 
 
 Objective = Callable[[Batch, Tensor, Tensor], Reduced]

@@ -1,4 +1,4 @@
-"""The contrastive loss over the whole global batch: all micro-batches of all data-parallel ranks.
+"""The losses of embeddings over the global batch: all micro-batches of all data-parallel ranks.
 
 The loss of a query depends on every document of the global batch, and these are never in one
 forward pass. So the embeddings are first computed without gradients, gathered, and the loss is
@@ -19,6 +19,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from mcore_qwen3vl.data.encoding.batch import Batch
+from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.objectives.contrastive import contrastive_losses
 from mcore_qwen3vl.objectives.settings import Contrastive
 from mcore_qwen3vl.training.step.losses import Objective, Reduced, of_units
@@ -41,7 +42,7 @@ def of_queries(contrastive: Contrastive) -> Objective:
             batch.contrast or contrasts([batch], [embeddings.detach()], contrastive)[0]
         )
         total = (embeddings * gradients).sum()  # its gradient is that of the global batch's loss
-        return of_units(total, len(losses), {"contrastive loss": losses})
+        return of_units(total, batch, {contrastive.name: losses})
 
     return objective
 
@@ -82,17 +83,22 @@ def contrasts(
         sum of all ranks' losses.
     """
     own = [batch.groups for batch in batches]
+    targets = [batch.targets for batch in batches if batch.targets is not None]
+    if contrastive.takes_scores and len(targets) < len(batches):
+        raise BadInput("The batch has no scores.")
     groups: list[Any] = [None] * parallel_state.get_data_parallel_world_size()
     dist.all_gather_object(groups, own, group=parallel_state.get_data_parallel_group_gloo())
     sizes = [sum(map(sum, of_rank)) for of_rank in groups]
     everyone = _gathered(torch.cat(list(embeddings)), sizes).requires_grad_()
+    queries = [sum(map(len, of_rank)) for of_rank in groups]
+    scores = None
+    if contrastive.takes_scores:
+        scores = _gathered(torch.cat(targets)[:, None], queries)[:, 0]
+    texts = [size for of_rank in groups for one in of_rank for size in one]
     with torch.enable_grad():
-        losses = contrastive_losses(
-            everyone, [size for of_rank in groups for one in of_rank for size in one], contrastive
-        )
+        losses = contrastive_losses(everyone, texts, contrastive, scores)
         (gradients,) = torch.autograd.grad(losses.sum(), everyone)
     rank = parallel_state.get_data_parallel_rank()
-    queries = [sum(map(len, of_rank)) for of_rank in groups]
     mine = losses.detach().split(queries)[rank].split([len(one) for one in own])
     return list(
         zip(mine, gradients.split(sizes)[rank].split([sum(one) for one in own]), strict=True)

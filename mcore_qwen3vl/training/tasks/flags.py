@@ -3,25 +3,46 @@
 from __future__ import annotations
 
 import argparse
-from typing import get_args
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
 
-from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.config import Architecture, read_config_file
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
-from mcore_qwen3vl.data.config import Task
+from mcore_qwen3vl.converters.mcore.paths import require_classifier
+from mcore_qwen3vl.data.config import SCORED, Task
+from mcore_qwen3vl.data.loading.sources import parse_sources
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.objectives.settings import ANSWERS, Contrastive, Ranking
+from mcore_qwen3vl.labels import NO_LABELS, ONE_SCORE, SINGLE, Labels, ProblemType
+from mcore_qwen3vl.objectives.settings import ANSWERS, Contrastive, EmbeddingKind, Ranking
 from mcore_qwen3vl.training.lora.flags import adapter_config
 from mcore_qwen3vl.training.lora.flags import asked as asks_for_lora
 from mcore_qwen3vl.training.preference.flags import refuse_router_losses, refuse_without
 
-_DETAILS = {
-    "embedding": ("temperature", "matryoshka_dims"),
-    "reranker": ("reranker_loss", "answers"),
-}
-"""By task, the flags that have a meaning with it alone."""
+if TYPE_CHECKING:
+    from mcore_qwen3vl.converters.adapters.peft_model import HFConfig
 
-_UNITS = {"embedding": "queries", "reranker": "documents or queries", "reward": "pairs"}
-"""By task, what its loss is a mean over."""
+
+@dataclass(frozen=True)
+class _Row:
+    """What the flags have to know of a task.
+
+    Attributes:
+        units: what its loss is a mean over.
+        details: the flags that have a meaning with it alone.
+    """
+
+    units: str
+    details: tuple[str, ...] = ()
+
+
+_TASKS: dict[Task, _Row] = {
+    "embedding": _Row("queries", ("embedding_loss", "temperature", "matryoshka_dims")),
+    "reranker": _Row("documents or queries", ("reranker_loss", "answers")),
+    "reward": _Row("pairs"),
+    "classify": _Row("records", ("num_labels", "problem_type")),
+}
 
 
 def add_task_arguments(group: argparse._ArgumentGroup) -> None:
@@ -33,7 +54,27 @@ def add_task_arguments(group: argparse._ArgumentGroup) -> None:
         "retrieval records; the model has no lm_head, and is written without one. reranker: train "
         "the answer, yes or no, to a query and a document of the same records. reward: train a "
         "score at the last token with the Bradley-Terry loss, on preference records; the model has "
-        "the head `score` instead of lm_head",
+        "the head `score` instead of lm_head. classify: train the same head with one value for "
+        "each label, on records with `label`",
+    )
+    group.add_argument(
+        "--num-labels",
+        type=int,
+        metavar="N",
+        help="with --task classify: number of labels, if records have numbers and --hf-model has "
+        "no `id2label`; default: the labels of the training data, which are then all read first",
+    )
+    group.add_argument(
+        "--problem-type",
+        choices=get_args(ProblemType),
+        help="with --task classify: whether a record has one label (the default) or any number",
+    )
+    group.add_argument(
+        "--embedding-loss",
+        choices=get_args(EmbeddingKind),
+        help="with --task embedding: infonce (the default) trains a query to find its positive; "
+        "cosine and cosent train on pairs with a score, cosine as the cosine itself, cosent for "
+        "the order of all pairs of the global batch",
     )
     group.add_argument(
         "--temperature",
@@ -70,9 +111,45 @@ def is_embedding(args: argparse.Namespace) -> bool:
     return bool(args.task == "embedding")
 
 
-def labels_of(args: argparse.Namespace) -> int | None:
-    """Return how many labels the model's head has; 0: it has no head; None: it has lm_head."""
-    return {"embedding": 0, "reward": 1}.get(args.task)
+def labels_of(args: argparse.Namespace) -> Labels | None:
+    """Return the labels of the model's head; none of them: it has no head; None: it has lm_head.
+
+    Raises:
+        BadInput: a classifier's labels are not known, or fewer than two.
+    """
+    if args.task != "classify":
+        return {"embedding": NO_LABELS, "reward": ONE_SCORE}.get(args.task)
+    data = tuple(args.train_data_path or args.data_path or ())
+    labels = _labels(args.hf_model, args.num_labels, data, args.preprocess, args.trust_data)
+    return replace(labels, problem_type=args.problem_type or labels.problem_type or SINGLE)
+
+
+@cache  # the data are read once
+def _labels(
+    model: str, count: int | None, data: tuple[str, ...], preprocess: str | None, trust: bool
+) -> Labels:
+    if (own := Labels.of_config(read_config_file(Path(model)))) is not None:
+        if count not in (None, len(own)):
+            raise BadInput(
+                f"--num-labels {count}: config.json of {model} names {len(own)} labels. Leave the "
+                "flag out, or take id2label and architectures out of the config."
+            )
+        labels = own
+    elif count is not None:
+        labels = Labels.numbered(count)
+    else:
+        from mcore_qwen3vl.data.found_labels import found_labels
+
+        labels = found_labels(parse_sources(data, preprocess), trust=trust)
+    if len(labels) < 2:
+        raise BadInput(f"--task classify needs two labels or more; there is {len(labels)}.")
+    return labels
+
+
+def hf_config_of(args: argparse.Namespace) -> HFConfig:
+    """Return the model's config; a classifier's names its labels."""
+    labels = labels_of(args)
+    return labels.in_config(read_config_file(Path(args.hf_model))) if labels else args.hf_model
 
 
 def contrastive_of(args: argparse.Namespace) -> Contrastive:
@@ -81,8 +158,11 @@ def contrastive_of(args: argparse.Namespace) -> Contrastive:
     Raises:
         BadInput: a value is out of range.
     """
+    kind: EmbeddingKind = args.embedding_loss or Contrastive.kind
+    if kind == "cosine" and args.temperature is not None:
+        raise BadInput("--temperature has no meaning with --embedding-loss cosine: drop it.")
     temperature = Contrastive.temperature if args.temperature is None else args.temperature
-    return Contrastive(temperature, tuple(args.matryoshka_dims or ()))
+    return Contrastive(temperature, tuple(args.matryoshka_dims or ()), kind)
 
 
 def ranking_of(args: argparse.Namespace) -> Ranking:
@@ -103,9 +183,9 @@ def check_task(args: argparse.Namespace, architecture: Architecture) -> None:
     Raises:
         BadInput: flags do not fit together; the message names them and the remedy.
     """
-    for other, details in _DETAILS.items():
+    for other, row in _TASKS.items():
         if args.task != other:
-            refuse_without(f"--task {other}", args, details)
+            refuse_without(f"--task {other}", args, row.details)
     if args.task is None:
         return
     longest = max(contrastive_of(args).dimensions, default=0)
@@ -122,14 +202,16 @@ def check_task(args: argparse.Namespace, architecture: Architecture) -> None:
             f"--overlong truncate with {task}: the last token of a text that is cut is another "
             "one. Leave the flag out: records that are too long are then left out."
         )
-    if labels_of(args) and args.pretrained_checkpoint:
+    if args.task in SCORED and args.pretrained_checkpoint:
         raise BadInput(
             f"--pretrained-checkpoint with {task}, which starts from Hugging Face weights: convert "
             "the checkpoint with `mcore-qwen3vl convert mcore-to-hf`, and give it to --load-hf."
         )
+    if (labels := labels_of(args)) and args.load:
+        require_classifier(Path(args.load), labels)
     if asks_for_lora(args):
         _check_adapter(adapter_config(args, architecture), args)
-    refuse_router_losses(args, task, _UNITS[args.task])
+    refuse_router_losses(args, task, _TASKS[args.task].units)
 
 
 def _check_adapter(config: AdapterConfig, args: argparse.Namespace) -> None:
@@ -141,7 +223,7 @@ def _check_adapter(config: AdapterConfig, args: argparse.Namespace) -> None:
     from mcore_qwen3vl.converters.adapters.peft_model import HEAD, apply  # PEFT takes seconds
     from mcore_qwen3vl.converters.adapters.targets import specs
 
-    applied = apply(config, args.hf_model)
+    applied = apply(config, hf_config_of(args))
     if labels_of(args) is not None and HEAD in {*applied.saved, *specs(applied)}:
         raise BadInput(
             f"The adapter changes {HEAD} with --task {args.task}, whose model has no lm_head: "

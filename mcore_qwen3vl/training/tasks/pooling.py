@@ -69,6 +69,10 @@ def scores(states: Tensor, output_layer: ScoreHead, output_weight: Tensor | None
     return values
 
 
+SCORES = pooled(scores)
+"""Runs a micro-batch, whose values are the scores (N, labels) of a classifier's head."""
+
+
 def last_tokens(batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the rows and the columns of the samples' last tokens, (N,) int64 each, on the host."""
     lengths = torch.tensor(batch.lengths)

@@ -49,7 +49,7 @@ def of_documents(ranking: Ranking) -> Objective:
 
     def objective(batch: Batch, local: Tensor, logits: Tensor) -> Reduced:
         losses, right = ranking_losses(relevance(logits), batch.groups, ranking)
-        return of_units(losses.sum(), len(losses), {"reranker loss": losses, "accuracy": right})
+        return of_units(losses.sum(), batch, {"reranker loss": losses, "accuracy": right})
 
     return objective
 

@@ -8,10 +8,6 @@ from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.objectives.reward import reward_losses
 from mcore_qwen3vl.training.step.losses import Reduced, of_units
-from mcore_qwen3vl.training.tasks.pooling import pooled, scores
-
-REWARD = pooled(scores)
-"""Runs a micro-batch, whose values are the scores (N, labels) of a classifier's head."""
 
 
 def of_rewards(batch: Batch, local: Tensor, values: Tensor) -> Reduced:
@@ -28,4 +24,4 @@ def of_rewards(batch: Batch, local: Tensor, values: Tensor) -> Reduced:
         "rewards margin": gaps,
         "rewards accuracy": (gaps > 0).float(),
     }
-    return of_units(losses.sum(), len(losses), numbers)
+    return of_units(losses.sum(), batch, numbers)

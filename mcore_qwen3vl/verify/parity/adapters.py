@@ -11,7 +11,7 @@ from torch import Tensor
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import Factors
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
-from mcore_qwen3vl.converters.adapters.peft_model import HEAD, apply
+from mcore_qwen3vl.converters.adapters.peft_model import HEAD, HFConfig, apply
 from mcore_qwen3vl.converters.adapters.presets import preset
 from mcore_qwen3vl.converters.adapters.targets import resolve_targets
 from mcore_qwen3vl.converters.adapters.write import write_adapter
@@ -99,14 +99,14 @@ def preset_config(name: str, hf_dir: str | Path) -> AdapterConfig:
 
 
 def write_random_adapter(
-    path: Path, config: AdapterConfig, hf_dir: str | Path, seed: int = 0
+    path: Path, config: AdapterConfig, hf_config: HFConfig, seed: int = 0
 ) -> Path:
     """Write a PEFT adapter with random factors and random whole tensors.
 
     Args:
         path: the directory to write.
         config: the adapter's config.
-        hf_dir: Hugging Face directory of the model.
+        hf_config: the model's ``config.json``: its content, the file or its directory.
         seed: seed of the values.
 
     Returns:
@@ -119,14 +119,15 @@ def write_random_adapter(
             spec.r,
             spec.scaling,
         )
-        for name, spec in resolve_targets(config, hf_dir).items()
+        for name, spec in resolve_targets(config, hf_config).items()
     }
     saved = {
-        name: _random(name, shape, 1.0, seed) for name, shape in apply(config, hf_dir).saved.items()
+        name: _random(name, shape, 1.0, seed)
+        for name, shape in apply(config, hf_config).saved.items()
     }
     if config.ensure_weight_tying:
         saved.pop(HEAD, None)  # the embedding's tensor stands for both
-    write_adapter(path, config, factors, saved, hf_dir)
+    write_adapter(path, config, factors, saved, hf_config)
     return path
 
 

@@ -59,7 +59,7 @@ def test_every_document_takes_its_own_media() -> None:
     media = {name: [one.content for one in text.media] for name, text in found.items()}
     assert media["positive"] == [Path("/data/p.png")]
     assert (media["negative 0"], media["negative 1"]) == ([], [Path("/data/n.png")])
-    assert found["query"].unread == ("label",)
+    assert (found["query"].target, found["query"].unread) == (1.0, ())
 
 
 def test_a_list_of_texts_is_one_of_documents() -> None:

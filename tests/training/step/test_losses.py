@@ -82,3 +82,22 @@ def test_an_unknown_loss_is_refused(name: str) -> None:
 def test_the_losses_that_exist_are_listed() -> None:
     with pytest.raises(BadInput, match=r"There are cross_entropy, .*dpo, .*kto"):
         losses.find_loss("dop")
+
+
+@pytest.mark.parametrize(
+    ("data_sets", "groups"),
+    [
+        (("a", "b", "a"), (1, 2)),  # sequences are units: documents of a reranker
+        (("a", "a", "b", "b", "b", "a", "a"), (2, 3, 2)),  # records are: queries and pairs
+    ],
+)
+def test_units_count_for_their_data_set(
+    data_sets: tuple[str, ...], groups: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(losses.parallel_state, "get_context_parallel_world_size", lambda: 2)
+    each = torch.tensor([1.0, 2.0, 5.0], requires_grad=True)
+    batch: Any = SimpleNamespace(data_sets=data_sets, groups=groups)
+    found = losses.of_units(each.sum(), batch, {"loss": each, "other": -each})
+    assert float(found.normaliser) == 1.5
+    parts = {name: (float(a), float(b)) for name, (a, b) in found.data_sets.items()}
+    assert parts == {"a": (3.0, 1.0), "b": (1.0, 0.5)}

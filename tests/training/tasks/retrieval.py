@@ -26,8 +26,8 @@ def write_retrieval(folder: Path, samples: int) -> Path:
     turns = [json.loads(line)["messages"] for line in file.read_text().splitlines()]
     lines = []
     for i, (question, answer) in enumerate(turns):
-        image, text = _image_and_text(question["content"])
-        other, _ = _image_and_text(turns[(i + 1) % samples][0]["content"])
+        image, text = image_and_text(question["content"])
+        other, _ = image_and_text(turns[(i + 1) % samples][0]["content"])
         wrong = [turns[(i + k) % samples][1]["content"] for k in (3, 5)]
         if i % 3 == 0:
             record: dict[str, Any] = {"query": [question], "positive": answer["content"]}
@@ -51,7 +51,7 @@ def write_retrieval(folder: Path, samples: int) -> Path:
     return file
 
 
-def _image_and_text(content: Any) -> tuple[str | None, str]:
+def image_and_text(content: Any) -> tuple[str | None, str]:
     if isinstance(content, str):
         return None, content
     return content[0]["image"], content[1]["text"]
@@ -86,8 +86,29 @@ def embedding(model: Any, processor: Any, messages: list[dict[str, Any]], folder
     return model(**inputs).last_hidden_state[0, -1]
 
 
-def formula(groups: list[list[Tensor]], contrastive: Contrastive) -> Tensor:
+def write_scored(folder: Path, samples: int) -> Path:
+    """Write queries and positives with scores, some of them equal, in all forms of a record."""
+    file = write_retrieval(folder, samples)
+    lines = []
+    for i, line in enumerate(file.read_text().splitlines()):
+        record = json.loads(line)
+        kept = {key: value for key, value in record.items() if not key.startswith("negative")}
+        kept |= {"negative_messages": [], "negative_images": []} if "messages" in record else {}
+        lines.append(json.dumps({**kept, ("score", "label")[i % 2]: i * 5 % 7 / 7}))
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+def score_of(record: dict[str, Any]) -> float:
+    return float(record["score"] if "score" in record else record["label"])
+
+
+def formula(
+    groups: list[list[Tensor]], contrastive: Contrastive, scores: list[float] | None = None
+) -> Tensor:
     """Return the mean loss of the queries, from cosines of one pair of texts at a time."""
+    if scores is not None:
+        return _of_pairs(groups, contrastive, scores)
     documents = [text for group in groups for text in group[1:]]
     total = torch.zeros([])
     for dimension in contrastive.dimensions or (len(documents[0]),):
@@ -96,6 +117,18 @@ def formula(groups: list[list[Tensor]], contrastive: Contrastive) -> Tensor:
             right = _cosine(query, positive, dimension) / contrastive.temperature
             total = total + (cosines / contrastive.temperature).exp().sum().log() - right
     return total / len(groups)
+
+
+def _of_pairs(groups: list[list[Tensor]], contrastive: Contrastive, scores: list[float]) -> Tensor:
+    total = torch.zeros([])
+    for dimension in contrastive.dimensions or (len(groups[0][0]),):
+        found = [(_cosine(*group, dimension), s) for group, s in zip(groups, scores, strict=True)]
+        if contrastive.kind == "cosine":
+            total = total + torch.stack([(c - s) ** 2 for c, s in found]).mean()
+        else:
+            gaps = [(low - high) for high, s in found for low, less in found if s > less]
+            total = total + (1 + (torch.stack(gaps) / contrastive.temperature).exp().sum()).log()
+    return total
 
 
 def _cosine(a: Tensor, b: Tensor, dimension: int) -> Tensor:
@@ -109,8 +142,10 @@ def plain_step(job: Job, contrastive: Contrastive) -> Plain:
 
     processor = AutoProcessor.from_pretrained(job.checkpoint)
     model, named = plain_model(job, headless=True)
+    records = first_records(job, lambda record: len(texts_of(record)))
     groups = [
         [embedding(model, processor, text, job.data.parent) for text in texts_of(record)]
-        for record in first_records(job, lambda record: len(texts_of(record)))
+        for record in records
     ]
-    return Plain.of(formula(groups, contrastive), named)
+    scores = list(map(score_of, records)) if contrastive.takes_scores else None
+    return Plain.of(formula(groups, contrastive, scores), named)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +20,15 @@ from mcore_qwen3vl.scoring.score import Request, score
 from mcore_qwen3vl.training.arguments.parser import validate
 from mcore_qwen3vl.training.lora.flags import adapter_config
 from mcore_qwen3vl.verify.curves.job import Job, train
-from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
 from mcore_qwen3vl.verify.parity.peft_reference import trained_parameters
-from tests.converters.forms import (
-    Qwen3VLForSequenceClassification,
-    Qwen3VLMoeForSequenceClassification,
-    saved_as,
-)
 from tests.training.one_step import TOLERANCE, Plain, check_step
 from tests.training.preference.pairs import sides_of, write_pairs
 from tests.training.tasks.whole_batch import (
     LAYOUTS,
     PACKED,
+    class_of,
     first_records,
+    headed_adapter,
     inputs_of,
     task_job,
 )
@@ -56,30 +50,6 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         record |= {"margin": number / 4} if number % 3 else {"rejected": rejected[number // 3 - 1]}
     file.write_text("".join(f"{json.dumps(record)}\n" for record in records))
     return file
-
-
-@pytest.fixture(scope="module")
-def scored(
-    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Callable[[str], Path]:
-    """Return what makes a reward model of the checkpoint `kind`."""
-    folder = tmp_path_factory.mktemp("reward")
-
-    def make(kind: str) -> Path:
-        source, target = request.getfixturevalue(kind), folder / kind
-        if not target.exists():
-            shutil.copytree(source, target)
-            (target / "model.safetensors").unlink()
-            saved_as(class_of(source), num_labels=1)(source, target)
-        return target
-
-    return make
-
-
-def class_of(checkpoint: Path) -> Any:
-    if Architecture.from_hf(checkpoint).is_moe:
-        return Qwen3VLMoeForSequenceClassification
-    return Qwen3VLForSequenceClassification
 
 
 def reward(model: Any, processor: Any, side: list[dict[str, Any]], folder: Path) -> Tensor:
@@ -113,11 +83,11 @@ def test_loss_and_every_gradient_are_those_of_one_process(
     kind: str,
     layout: str,
     flags: tuple[str, ...],
-    scored: Callable[[str], Path],
+    headed: Callable[..., Path],
     pairs: Path,
     tmp_path: Path,
 ) -> None:
-    job = task_job(scored(kind), pairs, layout, *TASK, *flags)
+    job = task_job(headed(kind, num_labels=1), pairs, layout, *TASK, *flags)
     check_step(job, plain_step(job), "reward loss", tmp_path)
 
 
@@ -130,12 +100,7 @@ def test_an_adapter_trains_with_its_head_and_scores(
 ) -> None:
     """The base is a language model; PEFT's own model is the reference."""
     checkpoint = request.getfixturevalue(kind)
-    config = replace(
-        ADAPTERS["experts" if kind == "moe" else "language"],
-        modules_to_save=("score",),
-        raw={"task_type": "SEQ_CLS"},
-    )
-    adapter = write_random_adapter(tmp_path / "adapter", config, checkpoint)
+    adapter = headed_adapter(tmp_path / "adapter", checkpoint, 1)
     job = task_job(checkpoint, pairs, layout, *TASK, *PACKED, lora=adapter)
     check_step(job, plain_step(job), "reward loss", tmp_path)
     train(job, tmp_path / "run", "--save-hf", str(tmp_path / "export"))

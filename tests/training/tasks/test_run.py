@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +33,7 @@ def embedding_job(checkpoint: Path, data: Path, layout: str, *flags: str, **opti
 
 
 def check(job: Job, contrastive: Contrastive, folder: Path) -> None:
-    check_step(job, plain_step(job, contrastive), "contrastive loss", folder)
+    check_step(job, plain_step(job, contrastive), contrastive.name, folder)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +88,58 @@ def test_one_micro_batch_a_rank_takes_one_pass(
 ) -> None:
     job = embedding_job(dense, retrieval, layout, *PACKED, *flags, batch=2)
     check(job, contrastive, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("loss", "layout", "flags"),
+    [
+        ("cosent", "dp2", PACKED),
+        ("cosine", "pp2", PACKED),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("cosent", "single", PACKED),
+                ("cosent", "dp2", ()),
+                ("cosent", "tp2+sp", PACKED),
+                ("cosent", "pp2", PACKED),
+                ("cosent", "cp2", PACKED),
+                ("cosent", "dp2", (*PACKED, "--matryoshka-dims", "8", "32")),
+                ("cosine", "tp2xcp2+sp", PACKED),
+                ("cosine", "dp2", PACKED),
+            ]
+        ),
+    ],
+)
+def test_losses_of_pairs_are_those_of_one_process(
+    loss: Any, layout: str, flags: tuple[str, ...], dense: Path, scored_pairs: Path, tmp_path: Path
+) -> None:
+    """CoSENT compares all pairs of the global batch, those of other ranks too."""
+    job = embedding_job(dense, scored_pairs, layout, "--embedding-loss", loss, *flags)
+    dimensions = (8, 32) if "--matryoshka-dims" in flags else ()
+    check(job, Contrastive(kind=loss, dimensions=dimensions), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("data", "flags", "message"),
+    [
+        ("retrieval", ("--embedding-loss", "cosent"), "train on two texts with a score"),
+        ("scored_pairs", (), r"its score is 0\.\d+, and this would train on it as on any positive"),
+    ],
+)
+def test_records_for_another_loss_are_refused(
+    data: str,
+    flags: tuple[str, ...],
+    message: str,
+    dense: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    job = embedding_job(dense, request.getfixturevalue(data), "single", *PACKED, *flags)
+    with pytest.raises(BadInput, match="bad"):
+        train(job, tmp_path / "run")
+    said = [file.read_text() for file in (tmp_path / "run").glob("*.txt")]
+    assert re.search(message, "".join([capfd.readouterr().err, *said]))
 
 
 @pytest.mark.parametrize(

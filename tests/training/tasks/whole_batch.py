@@ -5,14 +5,22 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mcore_qwen3vl.config import Architecture, read_config_file
+from mcore_qwen3vl.labels import Labels
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.verify.curves.hf_loop import located, sample_order
 from mcore_qwen3vl.verify.curves.job import Job
+from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
+from tests.converters.forms import (
+    Qwen3VLForSequenceClassification,
+    Qwen3VLMoeForSequenceClassification,
+)
 
 PACKED = ("--packing",)
 LAYOUTS = [
@@ -83,3 +91,22 @@ def inputs_of(
         return_dict=True,
         return_tensors="pt",
     )
+
+
+def class_of(checkpoint: Path) -> Any:
+    """Return transformers' class of a sequence classifier."""
+    if Architecture.from_hf(checkpoint).is_moe:
+        return Qwen3VLMoeForSequenceClassification
+    return Qwen3VLForSequenceClassification
+
+
+def headed_adapter(folder: Path, checkpoint: Path, labels: int) -> Path:
+    """Write an adapter of a classifier to `folder`, with a head of its own, and return `folder`."""
+    is_moe = Architecture.from_hf(checkpoint).is_moe
+    config = replace(
+        ADAPTERS["experts" if is_moe else "language"],
+        modules_to_save=("score",),
+        raw={"task_type": "SEQ_CLS"},
+    )
+    with_labels = Labels.numbered(labels).in_config(read_config_file(checkpoint))
+    return write_random_adapter(folder, config, with_labels)

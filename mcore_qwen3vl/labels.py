@@ -1,0 +1,78 @@
+"""The labels of a classifier, as transformers' configs have them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from mcore_qwen3vl.errors import BadInput
+
+ProblemType = Literal["single_label_classification", "multi_label_classification"]
+"""Whether exactly one label of a record is right, or any number of them; HF's names."""
+SINGLE: ProblemType = "single_label_classification"
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The outputs of a head; there may be none, if a model ends in its final norm.
+
+    Attributes:
+        names: name of each output, in order.
+        problem_type: kind of the labels; None: outputs are no labels but scores, such as a reward.
+    """
+
+    names: tuple[str, ...] = ()
+    problem_type: ProblemType | None = None
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @property
+    def is_single(self) -> bool:
+        """Whether exactly one label of a record is right."""
+        return self.problem_type == SINGLE
+
+    @classmethod
+    def numbered(cls, count: int, problem_type: ProblemType | None = None) -> Self:
+        """Return `count` labels with the names that transformers gives them."""
+        return cls(tuple(f"LABEL_{number}" for number in range(count)), problem_type)
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any]) -> Self | None:
+        """Return the labels that a ``config.json`` names, or None if it is not a classifier's.
+
+        transformers leaves out the names of two labels that have no names of their own.
+
+        Raises:
+            BadInput: ``id2label`` does not name the labels 0, 1 and so on.
+        """
+        names, kinds = config.get("id2label"), config.get("architectures") or ()
+        problem_type = config.get("problem_type")
+        if names is None:
+            is_classifier = any(str(kind).endswith("ForSequenceClassification") for kind in kinds)
+            return cls.numbered(2, problem_type) if is_classifier else None
+        try:
+            return cls(tuple(str(names[str(number)]) for number in range(len(names))), problem_type)
+        except (KeyError, TypeError) as error:
+            raise BadInput(f"id2label in config.json is {names!r:.80}: name all labels.") from error
+
+    def in_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a ``config.json`` with these labels; names that it has replace `numbered` ones."""
+        wanted = dict(config)
+        if self.problem_type:
+            wanted["problem_type"] = self.problem_type
+        there = config.get("id2label") or {}
+        own = (tuple(there.values()), Labels.numbered(len(there)).names)
+        if len(there) == len(self) and self.names in own:
+            return wanted
+        family = "Qwen3VLMoe" if config["model_type"] == "qwen3_vl_moe" else "Qwen3VL"
+        return wanted | {
+            "architectures": [f"{family}ForSequenceClassification"],
+            "id2label": {str(number): name for number, name in enumerate(self.names)},
+            "label2id": {name: number for number, name in enumerate(self.names)},
+        }
+
+
+NO_LABELS, ONE_SCORE = Labels(), Labels.numbered(1)
+"""The heads of embedding models, which have none, and of reward models and critics."""

@@ -1,0 +1,251 @@
+"""Classifiers train as one process on the whole batch, in every layout; their scores are HF's."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import AutoProcessor
+
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.scoring.score import Request, score
+from mcore_qwen3vl.tiny.records import write_image_qa
+from mcore_qwen3vl.training.arguments.parser import validate
+from mcore_qwen3vl.verify.curves.job import Job, train
+from mcore_qwen3vl.verify.parity.peft_reference import trained_parameters
+from tests.training.one_step import TOLERANCE, Plain, check_step
+from tests.training.tasks.retrieval import image_and_text
+from tests.training.tasks.whole_batch import (
+    LAYOUTS,
+    PACKED,
+    class_of,
+    first_records,
+    headed_adapter,
+    inputs_of,
+    task_job,
+)
+
+TASK = ("--task", "classify")
+MULTI = "multi_label_classification"
+NAMES = ("amber", "blue", "cyan")
+NUMBERED = ("LABEL_0", "LABEL_1", "LABEL_2")
+
+
+def write_classified(folder: Path, label: Callable[[int], Any], samples: int = 16) -> Path:
+    """Write questions with labels, in all forms of a record; some have an answer too."""
+    file = write_image_qa(folder, samples)
+    lines = []
+    for i, line in enumerate(file.read_text().splitlines()):
+        question, answer = json.loads(line)["messages"]
+        image, text = image_and_text(question["content"])
+        if i % 3 == 0:
+            record: dict[str, Any] = {"messages": [question]}
+        elif i % 3 == 1:
+            record = {"messages": [question, answer]}
+        else:
+            record = {"text": text, **({"image": image} if image else {})}
+        lines.append(json.dumps({**record, "label": label(i)}))
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+@pytest.fixture(scope="module")
+def numbers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_classified(tmp_path_factory.mktemp("numbers"), lambda i: i * i % 7 % 3)
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_classified(
+        tmp_path_factory.mktemp("several"), lambda i: [n for n in range(3) if (i + n) % (n + 2)]
+    )
+
+
+@pytest.fixture(scope="module")
+def named(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_classified(tmp_path_factory.mktemp("named"), lambda i: NAMES[i * i % 7 % 3])
+
+
+def logits_of(model: Any, processor: Any, record: dict[str, Any], folder: Path) -> Tensor:
+    """Return the logits (labels,) of transformers' class."""
+    messages = record.get("messages")
+    if messages is None:
+        image = [{"type": "image", "image": record["image"]}] if "image" in record else []
+        content = [*image, {"type": "text", "text": record["text"]}]
+        messages = [{"role": "user", "content": content}]
+    prompt = messages[-1]["role"] != "assistant"
+    return model(**inputs_of(processor, messages, folder, prompt=prompt)).logits[0]
+
+
+def plain_step(job: Job, **config: Any) -> Plain:
+    """Compute HF's own loss, one record at a time."""
+    processor = AutoProcessor.from_pretrained(job.checkpoint)
+    model = class_of(job.checkpoint).from_pretrained(job.checkpoint, dtype=torch.float32, **config)
+    several = model.config.problem_type == MULTI
+    model.config.problem_type = MULTI if several else "single_label_classification"
+    whole, trained = model, dict(model.named_parameters())
+    if job.lora is not None:
+        whole = PeftModel.from_pretrained(model, job.lora, is_trainable=True)
+        trained = trained_parameters(whole)
+    losses = []
+    for record in first_records(job, lambda record: 1):
+        logits = logits_of(whole, processor, record, job.data.parent)[None]
+        right = torch.zeros(1, 3) if several else torch.tensor([record["label"]])
+        if several:
+            right[0, record["label"]] = 1
+        losses.append(model.loss_function(right, logits, model.config))
+    return Plain.of(torch.stack(losses).mean(), trained)
+
+
+@pytest.mark.parametrize(("kind", "layout", "flags"), LAYOUTS)
+def test_loss_and_every_gradient_are_those_of_one_process(
+    kind: str,
+    layout: str,
+    flags: tuple[str, ...],
+    headed: Callable[..., Path],
+    numbers: Path,
+    tmp_path: Path,
+) -> None:
+    job = task_job(headed(kind, num_labels=3), numbers, layout, *TASK, *flags)
+    check_step(job, plain_step(job), "classification loss", tmp_path)
+
+
+@pytest.mark.parametrize("layout", ["dp2", pytest.param("tp2xcp2+sp", marks=pytest.mark.slow)])
+def test_several_labels_may_be_right(
+    layout: str, headed: Callable[..., Path], several: Path, tmp_path: Path
+) -> None:
+    """The checkpoint's config has the problem type; no flag is needed."""
+    checkpoint = headed("dense", num_labels=3, problem_type=MULTI)
+    job = task_job(checkpoint, several, layout, *TASK, *PACKED)
+    check_step(job, plain_step(job), "classification loss", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [("dense", "cp2"), pytest.param("moe", "ep2xdp2", marks=pytest.mark.slow)],
+)
+def test_an_adapter_trains_with_its_head_and_scores(
+    kind: str, layout: str, numbers: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """The base is a language model: the labels come from the data, and then from the adapter."""
+    checkpoint = request.getfixturevalue(kind)
+    adapter = headed_adapter(tmp_path / "adapter", checkpoint, 3)
+    job = task_job(checkpoint, numbers, layout, *TASK, *PACKED, lora=adapter)
+    check_step(job, plain_step(job, num_labels=3), "classification loss", tmp_path)
+    train(job, tmp_path / "run", "--save-hf", str(tmp_path / "export"))
+    exported = tmp_path / "export/iter_0000001"
+    base = class_of(checkpoint).from_pretrained(checkpoint, dtype=torch.float32, num_labels=3)
+    expected = logits_of_all(PeftModel.from_pretrained(base, exported), checkpoint, numbers)
+    compare_scores(checkpoint, "tp2+sp", numbers, tmp_path, expected, NUMBERED, lora=exported)
+
+
+def test_a_language_model_becomes_a_classifier_with_the_datas_labels(
+    dense: Path, named: Path, tmp_path: Path
+) -> None:
+    """The run goes on, transformers' own class loads the export, and `score` agrees with it."""
+    save, export = tmp_path / "save", tmp_path / "export"
+    flags = ("--save", str(save), "--save-hf", str(export), "--save-interval", "1")
+    job = task_job(dense, named, "pp2", *TASK, *PACKED)
+    (first,) = train(job, tmp_path / "run", *flags)
+    more = ("--train-iters", "2", "--override-opt-param-scheduler")
+    (second,) = train(job, tmp_path / "rest", *flags, *more)
+    assert second["classification loss"] != first["classification loss"]
+    exported = export / "iter_0000002"
+    model, info = class_of(exported).from_pretrained(
+        exported, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(info.values())
+    assert model.config.id2label == dict(enumerate(NAMES))
+    assert model.config.problem_type == "single_label_classification"
+    expected = logits_of_all(model, exported, named)
+    for checkpoint, layout in ((exported, "dp2"), (save, "tp2xcp2+sp")):
+        compare_scores(checkpoint, layout, named, tmp_path, expected, NAMES)
+    with pytest.raises(BadInput, match=r"trained with the labels .*amber.*go on with the same"):
+        validate([*job.argv, "--num-labels", "3", "--load", str(save)], 2)
+
+
+def test_several_labels_are_exported_and_scored(dense: Path, several: Path, tmp_path: Path) -> None:
+    export = tmp_path / "export"
+    job = task_job(dense, several, "single", *TASK, *PACKED, "--problem-type", MULTI)
+    train(job, tmp_path / "run", "--save-hf", str(export))
+    exported = export / "iter_0000001"
+    model = class_of(exported).from_pretrained(exported, dtype=torch.float32)
+    assert model.config.problem_type == MULTI
+    expected = logits_of_all(model, exported, several)
+    compare_scores(exported, "single", several, tmp_path, expected, NUMBERED, several=True)
+
+
+def logits_of_all(model: Any, checkpoint: Path, data: Path) -> Tensor:
+    """Return the logits (records, labels), with the processor of `checkpoint`."""
+    processor = AutoProcessor.from_pretrained(checkpoint)
+    records = [json.loads(line) for line in data.read_text().splitlines()]
+    with torch.no_grad():
+        return torch.stack([logits_of(model, processor, one, data.parent) for one in records])
+
+
+def compare_scores(
+    checkpoint: Path,
+    layout: str,
+    data: Path,
+    folder: Path,
+    logits: Tensor,
+    names: Sequence[str],
+    *,
+    lora: Path | None = None,
+    several: bool = False,
+) -> None:
+    """Compare the labels and probabilities that `score` writes with those of `logits`."""
+    options: Any = {"dtype": "fp32", "seq_length": 512, "buffer": 5, "lora": lora}
+    out = folder / f"{layout}.jsonl"
+    request = Request(checkpoint, data, out, Layout.parse(layout), task="classify", **options)
+    found = score(request, on_cpu=True)
+    assert found is not None
+    assert found.scored == 16
+    expected = logits.sigmoid() if several else logits.softmax(-1)
+    right = [
+        [name for name, value in zip(names, row, strict=True) if value > 0]
+        if several
+        else [names[row.index(max(row))]]
+        for row in logits.tolist()
+    ]
+    entries = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [one["label"] for one in entries] == (right if several else [row[0] for row in right])
+    assert found.labels == Counter(name for row in right for name in row)
+    for entry, row in zip(entries, expected.tolist(), strict=True):
+        assert list(entry["probabilities"]) == list(names)
+        assert list(entry["probabilities"].values()) == pytest.approx(row, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("label", "message"),
+    [
+        (lambda i: 0, "needs two labels or more; there is 1"),
+        (lambda i: None, "No record of .* has a label"),
+        (lambda i: 10**9 * i, r"A label is 3000000000.*pass --num-labels"),
+        (lambda i: "a" if i else 1, r"Some labels are numbers \(1\), others names \(a\)"),
+    ],
+)
+def test_labels_that_make_no_classifier_are_refused(
+    label: Any, message: str, dense: Path, tmp_path: Path
+) -> None:
+    data = write_classified(tmp_path, label, 4)
+    with pytest.raises(BadInput, match=message):
+        validate(task_job(dense, data, "single", *TASK).argv, 1)
+
+
+def test_labels_that_are_not_the_checkpoints_are_refused(
+    dense: Path, headed: Callable[..., Path], numbers: Path, tmp_path: Path
+) -> None:
+    three = headed("dense", num_labels=3)
+    with pytest.raises(BadInput, match=r"--num-labels 4: config.json of .* names 3 labels"):
+        validate(task_job(three, numbers, "single", *TASK, "--num-labels", "4").argv, 1)
+    with pytest.raises(BadInput, match="names no labels"):
+        score(Request(dense, numbers, tmp_path / "out.jsonl", task="classify"), on_cpu=True)
