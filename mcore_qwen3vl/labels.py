@@ -28,6 +28,9 @@ class Labels:
     def __len__(self) -> int:
         return len(self.names)
 
+    def __str__(self) -> str:
+        return f"{', '.join(self.names)[:200]} ({self.problem_type})"
+
     @property
     def is_single(self) -> bool:
         """Whether exactly one label of a record is right."""

@@ -16,6 +16,7 @@ from mcore_qwen3vl.converters.adapters.config import AdapterConfig
 from mcore_qwen3vl.converters.adapters.peft_model import PREFIX, Applied
 from mcore_qwen3vl.converters.adapters.roles import Roles
 from mcore_qwen3vl.converters.storage.boxes import Shape
+from mcore_qwen3vl.labels import Labels
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -54,6 +55,7 @@ class Adapter:
             A parameter that also has factors is the base weight that their product is added to.
         roles: roles of the expert factors in the file.
         notes: what the user should know, one sentence each.
+        labels: labels of the classifier's head among `saved`; None: it has no such head.
     """
 
     config: AdapterConfig
@@ -61,6 +63,7 @@ class Adapter:
     saved: dict[str, Tensor]
     roles: Roles = "canonical"
     notes: tuple[str, ...] = ()
+    labels: Labels | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all factors, as ``PARAMETER.lora_A`` and ``PARAMETER.lora_B``."""

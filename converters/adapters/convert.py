@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mcore_qwen3vl.converters.adapters.adapter import Adapter
 from mcore_qwen3vl.converters.adapters.config import with_router_as_parameter
-from mcore_qwen3vl.converters.adapters.peft_model import HFConfig
+from mcore_qwen3vl.converters.adapters.peft_model import HFConfig, config_content
 from mcore_qwen3vl.converters.adapters.read import read_adapter
 from mcore_qwen3vl.converters.adapters.roles import Roles
 from mcore_qwen3vl.converters.adapters.write import write_adapter
@@ -41,7 +41,7 @@ def convert_adapter(
     """
     adapter = read_adapter(source, hf_config, roles=from_roles)
     config = with_router_as_parameter(adapter.config)
-    write_adapter(
-        target, config, adapter.factors, adapter.saved, hf_config, roles=roles, force=force
-    )
+    base = config_content(hf_config)
+    base = adapter.labels.in_config(base) if adapter.labels else base
+    write_adapter(target, config, adapter.factors, adapter.saved, base, roles=roles, force=force)
     return adapter

@@ -21,6 +21,7 @@ from mcore_qwen3vl.converters.adapters.read import read_adapter
 from mcore_qwen3vl.converters.adapters.roles import Roles
 from mcore_qwen3vl.converters.adapters.update import of_expert, product, row_chunks
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
+from mcore_qwen3vl.converters.mapping.forms import head_of
 from mcore_qwen3vl.converters.mapping.row import Row, SourceTensor
 from mcore_qwen3vl.converters.mapping.table import table
 from mcore_qwen3vl.converters.mcore import formats
@@ -106,7 +107,10 @@ def plan_merge(
     if HEAD in found.factors or HEAD in found.saved:
         checkpoint.form.require_language_model(base)
     form = checkpoint.form.for_transformers
-    untied = architecture.tie_word_embeddings and _parts_embeddings(found)
+    if found.labels:
+        form = replace(form, head=replace(head_of(found.labels), bias=form.head.bias))
+    tied = architecture.tie_word_embeddings and form.head.kind.is_language_model
+    untied = tied and _parts_embeddings(found)
     merged = Merged(
         checkpoint,
         found,
@@ -129,6 +133,7 @@ def plan_merge(
         config_form=None if choice == "source" or choice == architecture.expert_layout else choice,
         names=form.names,
         untied=untied,
+        labels=found.labels,
         notes=(
             *form.notes,
             *reading_notes(checkpoint, wanted),
@@ -176,6 +181,8 @@ class Merged:
     def origin(self, _: Row, named: SourceTensor) -> tuple[str, torch.dtype]:
         """Return the origin of a tensor; see `to_hf.lay_out`."""
         name = self._stored_name(named.name)
+        if name not in self.base.entries:  # the head of a classifier whose base has none
+            return "adapter", self.adapter.saved[name].dtype
         parts = [name] if named.name not in self.adapter.saved else ["adapter"]
         parts += ["B·A"] if named.name in self.adapter.factors else []
         return " + ".join(parts), self.base.entries[name].dtype

@@ -22,6 +22,7 @@ from mcore_qwen3vl.converters.adapters.config import AdapterConfig, with_router_
 from mcore_qwen3vl.converters.adapters.presets import SCORE
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.labels import ONE_SCORE, Labels
 
 PREFIX = "base_model.model."
 """Prefix that PEFT adds to every name."""
@@ -105,8 +106,8 @@ def apply(config: AdapterConfig, hf_config: HFConfig, *, linear_router: bool = F
     if linear_router and Architecture.from_hf(parsed).is_moe:
         config = with_router_as_parameter(config)
     model = meta_model(parsed)
-    if SCORE in (config.modules_to_save or ()):
-        labels = len(parsed.get("id2label") or (1,))
+    if has_score(config):
+        labels = len(labels_of(parsed))
         size = parsed["text_config"]["hidden_size"]
         model.score = torch.nn.Linear(size, labels, bias=False, device="meta")
     modules = tuple(name for name, _ in model.named_modules() if name)
@@ -137,6 +138,20 @@ def apply(config: AdapterConfig, hf_config: HFConfig, *, linear_router: bool = F
     named = lora.target_modules
     spelled_out = None if named is None or isinstance(named, str) else tuple(sorted(named))
     return Applied(slots, saved, modules, parameters, matched, spelled_out)
+
+
+def has_score(config: AdapterConfig) -> bool:
+    """Return whether an adapter has the head of a classifier or a reward model."""
+    return SCORE in (config.modules_to_save or ())
+
+
+def labels_of(config: Mapping[str, Any]) -> Labels:
+    """Return the labels that a ``config.json`` gives an adapter's head: one score if it has none.
+
+    Raises:
+        BadInput: `Labels.of_config` raised it.
+    """
+    return Labels.of_config(config) or ONE_SCORE
 
 
 def config_content(hf_config: HFConfig) -> dict[str, Any]:

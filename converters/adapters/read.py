@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from mcore_qwen3vl.config import read_config_file
 from mcore_qwen3vl.converters.adapters import config as config_file
 from mcore_qwen3vl.converters.adapters.adapter import (
     BASE_LAYER,
@@ -25,6 +27,9 @@ from mcore_qwen3vl.converters.adapters.peft_model import (
     HFConfig,
     Slot,
     apply,
+    config_content,
+    has_score,
+    labels_of,
 )
 from mcore_qwen3vl.converters.adapters.roles import Roles, find_roles, swap
 from mcore_qwen3vl.converters.adapters.targets import unused_names
@@ -57,7 +62,8 @@ def read_adapter(path: str | Path, hf_config: HFConfig, *, roles: Roles | None =
     """
     path = Path(path)
     config = AdapterConfig.from_file(path)
-    applied = apply(config, hf_config, linear_router=True)
+    content = _with_labels(path, config, hf_config)
+    applied = apply(config, content, linear_router=True)
     file = path / WEIGHTS
     tensors = AdapterFile(path)
     keys = _keys(applied)
@@ -80,7 +86,17 @@ def read_adapter(path: str | Path, hf_config: HFConfig, *, roles: Roles | None =
             "The router has its name of transformers 4.57. To use the adapter with transformers 5, "
             "run `mcore-qwen3vl lora convert`."
         )
-    return Adapter(config, factors, saved, found, tuple(notes))
+    labels = labels_of(content) if has_score(config) else None
+    return Adapter(config, factors, saved, found, tuple(notes), labels)
+
+
+def _with_labels(path: Path, config: AdapterConfig, hf_config: HFConfig) -> dict[str, Any]:
+    """Return the model's config; if the adapter has a head and names its labels, with these."""
+    content = config_content(hf_config)
+    own = path / "config.json"
+    if not has_score(config) or not own.is_file():
+        return content
+    return labels_of(read_config_file(own)).in_config(content)
 
 
 class AdapterFile:

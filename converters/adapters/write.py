@@ -29,8 +29,8 @@ from mcore_qwen3vl.converters.adapters.peft_model import (
     HFConfig,
     apply,
     config_content,
+    has_score,
 )
-from mcore_qwen3vl.converters.adapters.presets import SCORE
 from mcore_qwen3vl.converters.adapters.roles import Roles, swap
 from mcore_qwen3vl.converters.hf.config_file import dumps
 from mcore_qwen3vl.converters.storage.dtypes import DTYPES, dtype_name
@@ -77,7 +77,7 @@ def write_adapter(
             with (stage.tree / WEIGHTS).open("rb+") as handle:
                 os.fsync(handle.fileno())
             write_durably(stage.tree / config_file.FILE, config.to_json().encode())
-            if SCORE in (config.modules_to_save or ()):  # PEFT's file does not name the labels
+            if has_score(config):  # PEFT's file does not name the labels
                 write_durably(stage.tree / "config.json", dumps(config_content(hf_config)))
             stage.publish()
         except Exception as error:  # safetensors has its own exception for a full disk

@@ -43,6 +43,7 @@ from mcore_qwen3vl.converters.storage.boxes import Box
 from mcore_qwen3vl.converters.storage.dtypes import all_finite, cast, dtype_name, parse_dtype
 from mcore_qwen3vl.converters.storage.staging import write_durably
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.labels import Labels
 
 LayoutChoice = Literal["source", "published", "v5"]
 
@@ -79,6 +80,7 @@ class ToHuggingFace:
     layout: ExpertLayout | None  # form to convert the config to; None: it stays as it is
     dtype: torch.dtype | None  # dtype of all tensors; None: each keeps its own
     untied: bool  # whether `hf_config` ties the embeddings but they are written separately
+    labels: Labels | None  # of a classifier's head that `hf_config` may lack
 
     def prepare(self, tree: Path) -> None:
         for shard in self.shards:
@@ -111,7 +113,12 @@ class ToHuggingFace:
 
     def finish(self, tree: Path, results: dict[str, Any]) -> None:
         copy_companions(
-            self.hf_config, tree, layout=self.layout, dtype=self.dtype, untied=self.untied
+            self.hf_config,
+            tree,
+            layout=self.layout,
+            dtype=self.dtype,
+            untied=self.untied,
+            labels=self.labels,
         )
         if len(self.shards) > 1:
             write_durably(tree / INDEX, shards.index_json(self.shards))
@@ -237,6 +244,7 @@ def lay_out(
     config_form: ExpertLayout | None,
     names: Names = CURRENT,
     untied: bool = False,
+    labels: Labels | None = None,
     notes: tuple[str, ...] = (),
 ) -> ConversionPlan:
     """Plan a conversion that writes a Hugging Face checkpoint.
@@ -254,6 +262,7 @@ def lay_out(
         config_form: form to convert the config to; None: it stays as it is.
         names: names of the tensors in the files written.
         untied: whether the config ties the embeddings but they are written separately.
+        labels: labels of the classifier's head, if the config may lack them.
 
     Raises:
         BadInput: `max_shard_size` is not a size, or a companion file is a link that leads out of
@@ -287,8 +296,9 @@ def lay_out(
             "layout": [layout, config_form],
             "names": names.key,
             "untied": untied,
+            "labels": labels and [*labels.names, labels.problem_type],
         },
-        conversion=ToHuggingFace(stream, parts, hf_config, config_form, dtype, untied),
+        conversion=ToHuggingFace(stream, parts, hf_config, config_form, dtype, untied, labels),
         files=len(parts),
         notes=(*notes, *processor_files.notes(hf_config)),
     )

@@ -189,9 +189,9 @@ class _Job:
         vocabulary = vocabulary_of(load_processor(folder).tokenizer, architecture.vocab_size)
         _check_top_k(request, architecture)
         samples = request.samples()
-        adapter = adapter_for(request.lora, request.checkpoint, _headed(request, folder))
+        adapter = adapter_for(request.lora, request.checkpoint, folder)
         if request.task == "classify":
-            _labels(request, folder)  # raises before a rank starts
+            _labels(adapter, folder)  # raises before a rank starts
         multiple = length_multiple(layout.cp, layout.tp, layout.sp)
         config = _data_config(request, architecture, multiple)
         block = request.buffer * layout.dp
@@ -204,7 +204,7 @@ class _Job:
                 f"--out {out}: embeddings are written as Parquet (or .npy), likeliest "
                 f"tokens (--top-k) as Arrow, and all else as JSONL; end it with {suffix}."
             )
-        if suffix != ".jsonl":
+        if out.suffix in (".parquet", ".arrow"):
             require_extra("pyarrow", str(out))
         task = request.data_task
         if task and (request.entropy or request.temperature != 1):
@@ -274,7 +274,7 @@ class _Job:
         if request.top_k:
             return TopK(temperature=request.temperature, k=request.top_k)
         if request.task == "classify":
-            return Classes(_labels(request, self.folder))
+            return Classes(_labels(self.adapter, self.folder))
         return LogProbs(temperature=request.temperature, entropy=request.entropy)
 
     def _records(self) -> Records:
@@ -324,20 +324,18 @@ def _check_top_k(request: Request, architecture: Architecture) -> None:
         raise BadInput(f"--top-k with {other}: score twice, or drop one of them.")
 
 
-def _headed(request: Request, folder: Path) -> Path:
-    """Return the folder of the config that counts a head's labels: the adapter's, if it has one."""
-    lora = request.lora
-    return lora if lora and (lora / "config.json").is_file() else folder
+def _labels(adapter: Adapter | None, folder: Path) -> Labels:
+    """Return a classifier's labels, which are the adapter's if it has a head.
 
-
-def _labels(request: Request, folder: Path) -> Labels:
-    """Return a classifier's labels."""
-    holder = _headed(request, folder)
-    labels = Labels.of_config(read_config_file(holder))
-    if labels is None:
+    Raises:
+        BadInput: there are fewer than two.
+    """
+    own = None if adapter is None else adapter.labels
+    labels = own or Labels.of_config(read_config_file(folder))
+    if labels is None or len(labels) < 2:
         raise BadInput(
-            f"{holder} names no labels (id2label in config.json): --task classify scores with a "
-            "classifier, such as the export of train --task classify."
+            f"{folder} names no labels (id2label in config.json), nor does an adapter: --task "
+            "classify scores with a classifier, such as the export of train --task classify."
         )
     return labels if labels.problem_type else replace(labels, problem_type=SINGLE)
 

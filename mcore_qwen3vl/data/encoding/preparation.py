@@ -104,7 +104,7 @@ class Preparation:
             record = preprocessed(self._record(sample), reading)
         made = replace(reading, preprocess=None)
         if task == "any":
-            task = "classify" if is_classification(record) else None
+            task = "classify" if is_classification(record) and not is_pair(record) else None
             task = "embedding" if is_retrieval(record) else task
         if task in ("embedding", "reranker"):
             read = parse_judgements if task == "reranker" else parse_retrieval

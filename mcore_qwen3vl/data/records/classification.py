@@ -16,7 +16,7 @@ from typing import Any
 from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.messages import read_messages, unpacked
-from mcore_qwen3vl.data.records.parse import Observed
+from mcore_qwen3vl.data.records.parse import FORMATS, Observed
 from mcore_qwen3vl.data.records.parsed import Conversation
 from mcore_qwen3vl.data.records.reading import Reading
 from mcore_qwen3vl.data.records.retrieval import messages_of
@@ -34,7 +34,10 @@ def is_classification(record: Any) -> bool:
     if not isinstance(record, Mapping) or isinstance(record.get(_LABEL, True), bool):
         return False
     messages = record.get("messages")
-    return isinstance(messages, list) and not _is_answered(messages)
+    if isinstance(messages, list):
+        return not _is_answered(messages)
+    of_another = any(record.get(key) is not None for form in FORMATS for key in form.keys)
+    return not of_another and any(record.get(key) is not None for key in _INPUT)
 
 
 def parse_classification(

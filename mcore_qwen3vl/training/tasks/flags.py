@@ -120,7 +120,9 @@ def labels_of(args: argparse.Namespace) -> Labels | None:
     if args.task != "classify":
         return {"embedding": NO_LABELS, "reward": ONE_SCORE}.get(args.task)
     data = tuple(args.train_data_path or args.data_path or ())
-    labels = _labels(args.hf_model, args.num_labels, data, args.preprocess, args.trust_data)
+    started = args.lora_init and (Path(args.lora_init) / "config.json").is_file()
+    named = args.lora_init if started else args.hf_model
+    labels = _labels(named, args.num_labels, data, args.preprocess, args.trust_data)
     return replace(labels, problem_type=args.problem_type or labels.problem_type or SINGLE)
 
 

@@ -69,6 +69,10 @@ def test_a_bad_record_is_named(record: dict[str, Any], message: str) -> None:
 
 def test_only_a_record_without_an_answer_is_a_classifiers_by_its_keys() -> None:
     assert is_classification({"messages": [ASKED], "label": "bee"})
+    assert is_classification({"image": "i.png", "label": 2})
+    assert not is_classification({"image": "i.png", "text": "A bee.", "label": 2})
+    assert not is_classification({"image": "i.png", "conversations": [], "label": 2})
+    assert not is_classification({"label": 2})
     assert not is_classification({"messages": [ASKED, SAID], "label": "bee"})
     assert not is_classification({"messages": [ASKED], "label": True})
     assert not is_classification({"messages": [ASKED]})

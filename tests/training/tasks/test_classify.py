@@ -14,7 +14,11 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoProcessor
 
+from mcore_qwen3vl.config import read_config_file
+from mcore_qwen3vl.converters.adapters.convert import convert_adapter
+from mcore_qwen3vl.converters.adapters.merge import merge
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.labels import Labels
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.scoring.score import Request, score
 from mcore_qwen3vl.tiny.records import write_image_qa
@@ -135,7 +139,7 @@ def test_several_labels_may_be_right(
 def test_an_adapter_trains_with_its_head_and_scores(
     kind: str, layout: str, numbers: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """The base is a language model: the labels come from the data, and then from the adapter."""
+    """The base is a language model: the adapter, and what is made of it, names the labels."""
     checkpoint = request.getfixturevalue(kind)
     adapter = headed_adapter(tmp_path / "adapter", checkpoint, 3)
     job = task_job(checkpoint, numbers, layout, *TASK, *PACKED, lora=adapter)
@@ -145,6 +149,14 @@ def test_an_adapter_trains_with_its_head_and_scores(
     base = class_of(checkpoint).from_pretrained(checkpoint, dtype=torch.float32, num_labels=3)
     expected = logits_of_all(PeftModel.from_pretrained(base, exported), checkpoint, numbers)
     compare_scores(checkpoint, "tp2+sp", numbers, tmp_path, expected, NUMBERED, lora=exported)
+    merge(checkpoint, exported, tmp_path / "merged")
+    merged = class_of(checkpoint).from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    torch.testing.assert_close(
+        logits_of_all(merged, tmp_path / "merged", numbers), expected, rtol=0, atol=TOLERANCE
+    )
+    convert_adapter(exported, tmp_path / "converted", checkpoint, roles="canonical")
+    for config in (read_config_file(tmp_path / name) for name in ("merged", "converted")):
+        assert Labels.of_config(config) == Labels(NUMBERED, "single_label_classification")
 
 
 def test_a_language_model_becomes_a_classifier_with_the_datas_labels(

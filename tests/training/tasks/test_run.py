@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -20,7 +21,8 @@ from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.objectives.settings import Contrastive
-from mcore_qwen3vl.scoring.score import Request, score
+from mcore_qwen3vl.runtime import extras
+from mcore_qwen3vl.scoring.score import Request, _Job, score
 from mcore_qwen3vl.verify.curves.job import Job, train
 from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
 from tests.training.one_step import TOLERANCE, check_step
@@ -184,8 +186,12 @@ def test_a_headless_model_is_trained_exported_scored_and_resumed(
     exported = export / "iter_0000002"
     assert "lm_head.weight" not in load_file(exported / "model.safetensors")
     expected = embeddings_of(exported, retrieval)
-    for checkpoint, layout in ((exported, "dp2"), (save, "tp2xcp2+sp"), (exported, "pp2")):
-        compare_scores(checkpoint, layout, retrieval, tmp_path / f"{layout}.parquet", expected)
+    for checkpoint, layout, file in (
+        (exported, "dp2", "dp2.parquet"),
+        (save, "tp2xcp2+sp", "cp2.npy"),
+        (exported, "pp2", "pp2.parquet"),
+    ):
+        compare_scores(checkpoint, layout, retrieval, tmp_path / file, expected)
 
 
 @pytest.mark.slow
@@ -217,14 +223,19 @@ def compare_scores(checkpoint: Path, layout: str, data: Path, out: Path, expecte
     options: Any = {"dtype": "fp32", "seq_length": 512, "buffer": 5}
     request = Request(checkpoint, data, out, Layout.parse(layout), task="embedding", **options)
     found = score(request, on_cpu=True)
-    rows = pq.read_table(out).to_pylist()
     assert found is not None
-    assert found.embeddings == len(rows) == len(expected)
-    assert [(row["line"], row["text"]) for row in rows[:3]] == [
-        *((1, name) for name in ("query", "positive")),
-        (2, "query"),
-    ]
-    worst = (torch.tensor([row["embedding"] for row in rows]) - expected).abs().max()
+    assert found.embeddings == len(expected)
+    if out.suffix == ".npy":
+        embeddings = torch.from_numpy(np.load(out))
+    else:
+        rows = pq.read_table(out).to_pylist()
+        assert [(row["line"], row["text"]) for row in rows[:3]] == [
+            *((1, name) for name in ("query", "positive")),
+            (2, "query"),
+        ]
+        embeddings = torch.tensor([row["embedding"] for row in rows])
+    assert embeddings.shape == expected.shape
+    worst = (embeddings - expected).abs().max()
     print(f"observed: score {layout} {worst:.1e}")
     assert worst <= TOLERANCE
 
@@ -242,3 +253,13 @@ def test_what_score_refuses(
 ) -> None:
     with pytest.raises(BadInput, match=message):
         score(Request(headless, retrieval, tmp_path / out, **options), on_cpu=True)
+
+
+def test_only_parquet_needs_pyarrow(
+    headless: Path, retrieval: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    request = Request(headless, retrieval, tmp_path / "out.npy", task="embedding")
+    _Job.of(request)
+    with pytest.raises(BadInput, match=r"out\.parquet needs the package pyarrow"):
+        _Job.of(replace(request, out=tmp_path / "out.parquet"))
