@@ -39,6 +39,7 @@ from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.converters.storage.dtypes import MODEL_DTYPES, all_finite
 from mcore_qwen3vl.converters.storage.mapped import FirstBytes, bring_in
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.labels import Labels
 
 PICKLE = "adapter_model.bin"
 
@@ -96,7 +97,8 @@ def _with_labels(path: Path, config: AdapterConfig, hf_config: HFConfig) -> dict
     own = path / "config.json"
     if not has_score(config) or not own.is_file():
         return content
-    return labels_of(read_config_file(own)).in_config(content)
+    labels = Labels.of_config(read_config_file(own))
+    return content if labels is None else labels.in_config(content)
 
 
 class AdapterFile:

@@ -120,23 +120,26 @@ def labels_of(args: argparse.Namespace) -> Labels | None:
     if args.task != "classify":
         return {"embedding": NO_LABELS, "reward": ONE_SCORE}.get(args.task)
     data = tuple(args.train_data_path or args.data_path or ())
-    started = args.lora_init and (Path(args.lora_init) / "config.json").is_file()
-    named = args.lora_init if started else args.hf_model
-    labels = _labels(named, args.num_labels, data, args.preprocess, args.trust_data)
+    folders = tuple(filter(None, (args.lora_init, args.hf_model)))  # an adapter's names count
+    labels = _labels(folders, args.num_labels, data, args.preprocess, args.trust_data)
     return replace(labels, problem_type=args.problem_type or labels.problem_type or SINGLE)
 
 
 @cache  # the data are read once
 def _labels(
-    model: str, count: int | None, data: tuple[str, ...], preprocess: str | None, trust: bool
+    folders: tuple[str, ...],
+    count: int | None,
+    data: tuple[str, ...],
+    preprocess: str | None,
+    trust: bool,
 ) -> Labels:
-    if (own := Labels.of_config(read_config_file(Path(model)))) is not None:
-        if count not in (None, len(own)):
+    if (named := _named(folders)) is not None:
+        folder, labels = named
+        if count not in (None, len(labels)):
             raise BadInput(
-                f"--num-labels {count}: config.json of {model} names {len(own)} labels. Leave the "
-                "flag out, or take id2label and architectures out of the config."
+                f"--num-labels {count}: config.json of {folder} names {len(labels)} labels. Leave "
+                "the flag out, or take id2label and architectures out of the config."
             )
-        labels = own
     elif count is not None:
         labels = Labels.numbered(count)
     else:
@@ -146,6 +149,16 @@ def _labels(
     if len(labels) < 2:
         raise BadInput(f"--task classify needs two labels or more; there is {len(labels)}.")
     return labels
+
+
+def _named(folders: tuple[str, ...]) -> tuple[str, Labels] | None:
+    """Return the first folder whose ``config.json`` names labels, and the labels."""
+    for folder in folders:
+        config = Path(folder) / "config.json"
+        labels = Labels.of_config(read_config_file(config)) if config.is_file() else None
+        if labels is not None:
+            return folder, labels
+    return None
 
 
 def hf_config_of(args: argparse.Namespace) -> HFConfig:

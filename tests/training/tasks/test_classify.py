@@ -23,6 +23,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.scoring.score import Request, score
 from mcore_qwen3vl.tiny.records import write_image_qa
 from mcore_qwen3vl.training.arguments.parser import validate
+from mcore_qwen3vl.training.tasks.flags import labels_of
 from mcore_qwen3vl.verify.curves.job import Job, train
 from mcore_qwen3vl.verify.parity.peft_reference import trained_parameters
 from tests.training.one_step import TOLERANCE, Plain, check_step
@@ -251,6 +252,15 @@ def test_labels_that_make_no_classifier_are_refused(
     data = write_classified(tmp_path, label, 4)
     with pytest.raises(BadInput, match=message):
         validate(task_job(dense, data, "single", *TASK).argv, 1)
+
+
+def test_an_adapter_to_begin_from_names_the_labels(
+    dense: Path, numbers: Path, tmp_path: Path
+) -> None:
+    """Its head has a row for each of them, in their order; those of the data are not looked at."""
+    adapter = headed_adapter(tmp_path / "adapter", dense, 5)
+    args = validate(task_job(dense, numbers, "single", *TASK, lora=adapter).argv, 1)
+    assert labels_of(args) == Labels.numbered(5, "single_label_classification")
 
 
 def test_labels_that_are_not_the_checkpoints_are_refused(

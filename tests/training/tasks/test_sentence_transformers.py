@@ -1,4 +1,4 @@
-"""sentence-transformers loads an exported embedding model, and embeds as `score` does.
+"""sentence-transformers loads an exported model as the docs say, and embeds as `score` does.
 
 `make test-trl` installs the package; without it this module is skipped.
 """
@@ -15,16 +15,15 @@ import pytest
 from mcore_qwen3vl.scoring.score import Request, score
 from mcore_qwen3vl.verify.curves.hf_loop import located
 from mcore_qwen3vl.verify.curves.job import train
+from tests.docs.markdown import ROOT, blocks
 from tests.training.one_step import TOLERANCE
 from tests.training.tasks.retrieval import texts_of
 from tests.training.tasks.whole_batch import PACKED, task_job
 
-sentence_transformers = pytest.importorskip("sentence_transformers")
+pytest.importorskip("sentence_transformers")
 
 
 def test_an_export_embeds_texts_and_images(dense: Path, retrieval: Path, tmp_path: Path) -> None:
-    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
-
     export, out = tmp_path / "export", tmp_path / "out.npy"
     job = task_job(dense, retrieval, "single", "--task", "embedding", *PACKED)
     train(job, tmp_path / "run", "--save-hf", str(export))
@@ -33,18 +32,15 @@ def test_an_export_embeds_texts_and_images(dense: Path, retrieval: Path, tmp_pat
         Request(exported, retrieval, out, dtype="fp32", seq_length=512, task="embedding"),
         on_cpu=True,
     )
-    prompt = {"chat_template": {"add_generation_prompt": True}}
-    states = Transformer(str(exported), model_kwargs={"dtype": "float32"}, processing_kwargs=prompt)
-    pooling = Pooling(states.get_embedding_dimension(), pooling_mode="lasttoken")
-    model = sentence_transformers.SentenceTransformer(
-        modules=[states, pooling, Normalize()], device="cpu"
-    )
+    made: dict[str, Any] = {}
+    (example,) = blocks(ROOT / "docs/embedding.md", "python")
+    exec(example.text.replace("export/iter_0000500", str(exported)), made)
     texts: list[Any] = [
         located(text, retrieval.parent)
         for line in retrieval.read_text().splitlines()
         for text in texts_of(json.loads(line))
     ]
-    expected = model.encode(texts, batch_size=1)
+    expected = made["model"].encode(texts, batch_size=1)
     assert np.load(out).shape == expected.shape
     worst = np.abs(np.load(out) - expected).max()
     print(f"observed: {worst:.1e}")
