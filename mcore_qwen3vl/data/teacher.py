@@ -116,26 +116,27 @@ def teachers_of(
 
     Args:
         sources: the data sets.
-        temperature, tokenizer, vocab_size: as for :class:`Teacher`.
+        temperature: as for :class:`Teacher`.
+        tokenizer, vocab_size: those of the student.
 
     Raises:
         BadInput: see :class:`Teacher`.
     """
     if temperature is None:
         return []
-    student = {"tokenizer": tokenizer, "vocab_size": vocab_size, "temperature": temperature}
-    return [Teacher(source.path, **student) for source in sources]
+    vocabulary = vocabulary_of(tokenizer, vocab_size)
+    return [Teacher(source.path, vocabulary, temperature) for source in sources]
 
 
 class Teacher:
     """The likeliest tokens of a teacher for the records of one JSONL file."""
 
-    def __init__(self, data: Path, *, tokenizer: Any, vocab_size: int, temperature: float) -> None:
+    def __init__(self, data: Path, vocabulary: dict[str, Any], temperature: float) -> None:
         """Open the file beside a data set.
 
         Args:
             data: the data set.
-            tokenizer, vocab_size: those of the student.
+            vocabulary: the student's, see :func:`mcore_qwen3vl.data.scores.vocabulary_of`.
             temperature: the temperature of the distillation.
 
         Raises:
@@ -153,7 +154,7 @@ class Teacher:
         if not self._file.exists():
             raise BadInput(f"{self._file} does not exist. Let the teacher score with `{how}`.")
         facts = checked_facts(self._file, data, how, temperature)
-        if facts.get("vocabulary") != vocabulary_of(tokenizer, vocab_size):
+        if facts.get("vocabulary") != vocabulary:
             raise BadInput(
                 f"{self._file} was made by {facts['checkpoint']['path']}, whose vocabulary is not "
                 "that of --hf-model: a teacher needs the student's tokenizer and vocab_size."

@@ -127,7 +127,7 @@ class Run:
 
         taken = statement(self.args, explicit)
         if screen is not None:
-            show_summary(screen, self.args, self.architecture, explicit, self.lora)
+            show_summary(screen, self.args, self.architecture, explicit, self.lora, self.other)
         elif taken:
             print(f"not given, so: {taken}", file=sys.stderr, flush=True)
 

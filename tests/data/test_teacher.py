@@ -67,7 +67,8 @@ def write(folder: Path) -> Path:
 
 def opened(data: Path, **changes: Any) -> Teacher:
     options = {"tokenizer": TOKENIZER, "vocab_size": SIZE, "temperature": 2.0} | changes
-    return Teacher(data, **options)
+    vocabulary = vocabulary_of(options["tokenizer"], options["vocab_size"])
+    return Teacher(data, vocabulary, options["temperature"])
 
 
 def test_each_record_has_its_own_tokens(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from mcore_qwen3vl.training.preference.flags import (
 from mcore_qwen3vl.training.tasks.flags import answers_of, contrastive_of, labels_of, ranking_of
 
 if TYPE_CHECKING:
+    from mcore_qwen3vl.training.checkpoints.resume import OtherMaker
     from mcore_qwen3vl.training.lora.lora_run import LoraRun
 
 
@@ -46,6 +47,7 @@ def show_summary(
     a: Architecture,
     explicit: Collection[str],
     lora: LoraRun | None,
+    other: OtherMaker | None,
 ) -> None:
     """Print what the run will do.
 
@@ -55,8 +57,9 @@ def show_summary(
         a: the model's shape.
         explicit: ``dest`` names of the arguments that the command line sets.
         lora: the adapter; None where the model itself trains.
+        other: the checkpoint of another maker to start from, if any.
     """
-    rows = summary(args, a, explicit, lora)
+    rows = summary(args, a, explicit, lora, other)
     if not screen.is_terminal:  # a table would be padded to its widest row
         for name, text in rows:
             screen.print(f"{name:12}{visible(text)}", markup=False, soft_wrap=True)
@@ -74,11 +77,12 @@ def summary(
     a: Architecture,
     explicit: Collection[str],
     lora: LoraRun | None = None,
+    other: OtherMaker | None = None,
 ) -> list[tuple[str, str]]:
     """Return the rows of the summary: a name, and a description in words."""
     rows = [
         ("model", _model(args, a)),
-        ("weights", _weights(args, lora)),
+        ("weights", _weights(args, lora, other)),
         *([("trains", _adapter(args, a, lora))] if lora else []),
         *(_preference(args) if is_preference(args) else []),
         *(_kto(args) if is_kto(args) else []),
@@ -177,11 +181,10 @@ def _distillation(args: argparse.Namespace) -> list[tuple[str, str]]:
     ]
 
 
-def _weights(args: argparse.Namespace, lora: LoraRun | None) -> str:
-    from mcore_qwen3vl.training.checkpoints.resume import from_other_maker
+def _weights(args: argparse.Namespace, lora: LoraRun | None, other: OtherMaker | None) -> str:
     from mcore_qwen3vl.training.model import resuming
 
-    if other := from_other_maker(args):
+    if other:
         return f"from {other.folder}, written by {other.maker}"
     if resuming(args):
         return f"the newest checkpoint in {args.load}"
