@@ -91,7 +91,7 @@ def test_the_summary_of_a_run(terminal: bool, monkeypatch: pytest.MonkeyPatch) -
     file = io.StringIO()
     a = Architecture.from_hf(SHAPES / "2b.json")
     screen = Console(file=file, width=300, force_terminal=terminal, highlight=False)
-    show_summary(screen, Namespace(), a, (), None)
+    show_summary(screen, Namespace(), a, (), None, None)
     assert "\x1b[2J" not in file.getvalue()
     assert r"[red]a[/red]\x1b[2J<script>" in file.getvalue()
 
