@@ -32,6 +32,10 @@ from mcore_qwen3vl.runtime.parallel import initialize
 _WEEK = 7 * 86400.0  # seconds: a command may take long, and the user can interrupt it
 
 
+_HEADS = (("reward", "reward model"), ("classify", "classifier"))
+"""The task and the kind of model of a head with one label, and of a head with more."""
+
+
 def hf_folder_of(checkpoint: Path, hf: Path | None, command: str) -> Path:
     """Return the folder with the config, tokenizer and processor of `checkpoint`.
 
@@ -96,26 +100,43 @@ def load_chunks(
     return chunks
 
 
-def adapter_for(lora: Path | None, checkpoint: Path, folder: Path) -> Adapter | None:
+def adapter_for(
+    lora: Path | None, checkpoint: Path, folder: Path, *, task: str | None = None
+) -> Adapter | None:
     """Read the adapter that a command uses with a checkpoint; warn if it names another base.
 
     Args:
         lora: directory of a PEFT adapter; None: there is none.
         checkpoint: Megatron-Core or Hugging Face directory.
         folder: the folder with its config.
+        task: the task of training that the command reads the model's output for; None: predicting
+            tokens.
 
     Raises:
-        BadInput: see :func:`read_adapter`, or the checkpoint's manifest is damaged.
+        BadInput: see :func:`read_adapter`; the adapter holds a head for another task; or the
+            checkpoint's manifest is damaged.
     """
     if lora is None:
         return None
     adapter = read_adapter(lora, folder)
+    _require_head_for(task, adapter, lora, checkpoint)
     converted = manifest.find(checkpoint)
     sources = [] if converted is None else [Path(manifest.read(converted)["source"]["path"])]
     if os.environ.get("RANK", "0") == "0":
         for note in adapter.other_base(checkpoint, *sources):
             console.messages.print(f"warning: {console.plain(note)}", soft_wrap=True)
     return adapter
+
+
+def _require_head_for(task: str | None, adapter: Adapter, lora: Path, checkpoint: Path) -> None:
+    if adapter.labels is None:
+        return
+    own, model = _HEADS[len(adapter.labels) > 1]
+    if task != own:
+        raise BadInput(
+            f"{lora} is the adapter of a {model}, whose head only `score --task {own}` uses: "
+            f"`score {checkpoint} DATA --lora {lora} --task {own}`."
+        )
 
 
 def on_all_ranks(on_rank: Callable[[], Any], layout: Layout, *, on_cpu: bool, purpose: str) -> Any:

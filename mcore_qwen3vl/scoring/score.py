@@ -189,7 +189,7 @@ class _Job:
         vocabulary = vocabulary_of(load_processor(folder).tokenizer, architecture.vocab_size)
         _check_top_k(request, architecture)
         samples = request.samples()
-        adapter = adapter_for(request.lora, request.checkpoint, folder)
+        adapter = adapter_for(request.lora, request.checkpoint, folder, task=request.data_task)
         if request.task == "classify":
             _labels(adapter, folder)  # raises before a rank starts
         multiple = length_multiple(layout.cp, layout.tp, layout.sp)

@@ -18,6 +18,7 @@ from mcore_qwen3vl.config import read_config_file
 from mcore_qwen3vl.converters.adapters.convert import convert_adapter
 from mcore_qwen3vl.converters.adapters.merge import merge
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.generation import from_checkpoint as generation
 from mcore_qwen3vl.labels import Labels
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.scoring.score import Request, score
@@ -271,3 +272,18 @@ def test_labels_that_are_not_the_checkpoints_are_refused(
         validate(task_job(three, numbers, "single", *TASK, "--num-labels", "4").argv, 1)
     with pytest.raises(BadInput, match="names no labels"):
         score(Request(dense, numbers, tmp_path / "out.jsonl", task="classify"), on_cpu=True)
+
+
+@pytest.mark.parametrize(("labels", "task"), [(1, "reward"), (3, "classify")])
+def test_commands_that_would_ignore_an_adapters_head_name_the_one_that_uses_it(
+    labels: int, task: Any, dense: Path, numbers: Path, tmp_path: Path
+) -> None:
+    adapter = headed_adapter(tmp_path / "adapter", dense, labels)
+    refusal = f"whose head only `score --task {task}` uses: `score .* --task {task}`"
+    for other in ("log-probabilities", "embedding", "reranker", "reward", "classify"):
+        if other != task:
+            with pytest.raises(BadInput, match=refusal):
+                score(Request(dense, numbers, lora=adapter, task=other), on_cpu=True)
+    prompt = [{"role": "user", "content": "What is this?"}]
+    with pytest.raises(BadInput, match=refusal):
+        generation.run(generation.Request(dense, [prompt], lora=adapter), on_cpu=True)
