@@ -186,7 +186,6 @@ class _Job:
             raise BadInput(f"The temperature is {request.temperature:g}: it must be above 0.")
         if request.buffer < 1:
             raise BadInput(f"--packing-buffer is {request.buffer}; it must be at least 1.")
-        vocabulary = vocabulary_of(load_processor(folder).tokenizer, architecture.vocab_size)
         _check_top_k(request, architecture)
         samples = request.samples()
         adapter = adapter_for(request.lora, request.checkpoint, folder, task=request.data_task)
@@ -212,7 +211,10 @@ class _Job:
                 f"--entropy and --temperature are not for --task {request.task}: drop them."
             )
         settings = _settings(request, samples.paths, config, block)
-        output = Output(out, {**settings, "vocabulary": vocabulary}, block)
+        if request.top_k:  # hashed only then: it takes seconds
+            tokenizer = load_processor(folder).tokenizer
+            settings["vocabulary"] = vocabulary_of(tokenizer, architecture.vocab_size)
+        output = Output(out, settings, block)
         return cls(
             request, architecture, folder, config, multiple, len(samples), adapter, output, block
         )

@@ -20,7 +20,7 @@ import transformers
 from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.data import DataConfig, load_processor
-from mcore_qwen3vl.data.scores import References, facts_of
+from mcore_qwen3vl.data.scores import References, facts_of, vocabulary_of
 from mcore_qwen3vl.data.show import read_sample
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
@@ -218,6 +218,17 @@ def test_the_likeliest_tokens_and_the_rest_are_hugging_faces(
         worst = max(worst, float((found - expected).abs().max()))
     print(f"observed: {layout} {worst:.1e}")
     assert worst <= TOLERANCE
+
+
+def test_the_vocabulary_is_hashed_for_distillation_alone(dense: Path, folder: Path) -> None:
+    from mcore_qwen3vl.scoring.score import _Job
+
+    def settings(**options: Any) -> dict[str, Any]:
+        return _Job.of(Request(dense, folder / "data.jsonl", **options)).output._settings
+
+    tokenizer, size = load_processor(dense).tokenizer, 352
+    assert settings(top_k=2)["vocabulary"] == vocabulary_of(tokenizer, size)
+    assert "vocabulary" not in settings()
 
 
 def test_a_record_of_several_sequences_has_no_likeliest_tokens(
