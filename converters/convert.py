@@ -1,26 +1,46 @@
 """Convert checkpoints between Hugging Face and Megatron-Core, without a GPU and in little memory.
 
 The `plan_*` functions check all that can be checked without moving data and report what would be
-done; the conversion then carries out that plan.
+done; `write` then carries out that plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any, Unpack
 
 from mcore_qwen3vl.converters.mapping import dialects
 from mcore_qwen3vl.converters.mcore import formats
-from mcore_qwen3vl.converters.offline import hf_to_hf as hf_copy
-from mcore_qwen3vl.converters.offline import to_hf, to_mcore
-from mcore_qwen3vl.converters.offline.engine import ConversionResult, execute
+from mcore_qwen3vl.converters.offline import to_mcore
+from mcore_qwen3vl.converters.offline.engine import ConversionResult, Writing, convert, write
+from mcore_qwen3vl.converters.offline.hf_to_hf import plan_hf_to_hf
 from mcore_qwen3vl.converters.offline.plan import ConversionPlan
-from mcore_qwen3vl.converters.offline.to_hf import LayoutChoice
-from mcore_qwen3vl.converters.storage.progress import Progress
-from mcore_qwen3vl.converters.storage.staging import check_target
+from mcore_qwen3vl.converters.offline.to_hf import HFOptions, plan_mcore_to_hf
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
+
+__all__ = [
+    "hf_to_hf",
+    "hf_to_mcore",
+    "mcore_to_hf",
+    "plan_hf_to_hf",
+    "plan_hf_to_mcore",
+    "plan_mcore_to_hf",
+    "write",
+]
+
+
+class McoreOptions(Writing, total=False):
+    """The options of `plan_hf_to_mcore` and of `write`."""
+
+    dtype: str
+    make_vocab_size_divisible_by: int
+    tp: int
+    format: str
+    layout: Layout | None
+    spec: str | None
+    dialect: str | None
 
 
 def plan_hf_to_mcore(
@@ -54,131 +74,30 @@ def plan_hf_to_mcore(
         BadInput: the input cannot be converted exactly with these options.
     """
     formats.require_huggingface(Path(src))
-    per_layout = formats.named(format).per_layout
+    plan_per_layout = formats.named(format).plan
     wanted = None if dialect is None else dialects.named(dialect)
-    if per_layout is not None and wanted is not None:
-        raise BadInput(f"--dialect {dialect} is written in the {formats.DEFAULT} format only.")
-    if per_layout is not None:
-        return per_layout.plan(
-            _directory(src),
-            layout or Layout(),
-            spec or "te",
-            dtype=dtype,
-            make_vocab_size_divisible_by=make_vocab_size_divisible_by,
-        )
+    common: Any = {"dtype": dtype, "make_vocab_size_divisible_by": make_vocab_size_divisible_by}
+    if plan_per_layout is not None:
+        if wanted is not None:
+            raise BadInput(f"--dialect {dialect} is written in the {formats.DEFAULT} format only.")
+        source = formats.require_directory(src)
+        return plan_per_layout(source, layout or Layout(), spec or "te", **common)
     if layout is not None or spec is not None:
         raise BadInput(
             f"{format} loads under any layout and layer spec: leave layout and spec out, or choose "
             "a format that is written for one layout."
         )
-    return to_mcore.plan(
-        _directory(src),
-        dtype=dtype,
-        make_vocab_size_divisible_by=make_vocab_size_divisible_by,
-        tp=tp,
-        dialect=wanted,
-    )
-
-
-def write(
-    plan: Callable[[], ConversionPlan],
-    dst: str | Path,
-    *,
-    force: bool = False,
-    workers: int | None = None,
-    progress: Progress | None = None,
-    strict: bool = False,
-) -> ConversionResult:
-    """Check that `dst` may be written, make the plan and carry it out.
-
-    Args:
-        plan: returns the plan; see the `plan_*` functions.
-        dst, force, workers, progress, strict: see `hf_to_mcore`.
-
-    Raises:
-        BadInput: `plan` raised it, `dst` exists, or reading or writing failed.
-    """
-    check_target(Path(dst), force=force, replaceable=formats.is_checkpoint)
-    return execute(
-        plan(), Path(dst), force=force, workers=workers, progress=progress, strict=strict
-    )
+    return to_mcore.plan(formats.require_directory(src), **common, tp=tp, dialect=wanted)
 
 
 def hf_to_mcore(
-    src: str | Path,
-    dst: str | Path,
-    *,
-    dtype: str = "keep",
-    make_vocab_size_divisible_by: int = 1,
-    tp: int = 1,
-    format: str = formats.DEFAULT,
-    layout: Layout | None = None,
-    spec: str | None = None,
-    dialect: str | None = None,
-    force: bool = False,
-    workers: int | None = None,
-    progress: Progress | None = None,
-    strict: bool = False,
+    src: str | Path, dst: str | Path, **options: Unpack[McoreOptions]
 ) -> ConversionResult:
     """Write a checkpoint that Megatron loads.
 
-    Args:
-        src, dtype, make_vocab_size_divisible_by, tp, format, layout, spec, dialect: see
-            `plan_hf_to_mcore`.
-        dst: directory to write; it appears complete or not at all.
-        force: replace `dst` if it is a checkpoint.
-        workers: number of threads; default: two per core, at most `engine.MOST_WORKERS`.
-        progress: called with the bytes done, the bytes in all and the name of the current tensor.
-        strict: write nothing if a value is NaN or infinite. Otherwise the result's notes say so.
-
-    Raises:
-        BadInput: `plan_hf_to_mcore` raised it; `dst` exists; or reading or writing failed, in which
-            case running again continues where this run stopped.
-        CheckFailed: a value is NaN or infinite and `strict` is set; the message names the tensors.
+    `plan_hf_to_mcore` and `write` describe the arguments and the errors.
     """
-    plan = partial(
-        plan_hf_to_mcore,
-        src,
-        dtype=dtype,
-        make_vocab_size_divisible_by=make_vocab_size_divisible_by,
-        tp=tp,
-        format=format,
-        layout=layout,
-        spec=spec,
-        dialect=dialect,
-    )
-    return write(plan, dst, force=force, workers=workers, progress=progress, strict=strict)
-
-
-def plan_mcore_to_hf(
-    src: str | Path,
-    *,
-    hf_config: str | Path | None = None,
-    dtype: str = "keep",
-    max_shard_size: str = "5GB",
-    expert_layout: LayoutChoice = "source",
-) -> ConversionPlan:
-    """Check a Megatron-Core checkpoint and plan its export; write nothing.
-
-    Args:
-        src: checkpoint directory, or the folder of one iteration.
-        hf_config: directory with the HF config and tokenizer; default: ``src/hf``.
-        dtype: "keep", "bf16", "fp16" or "fp32".
-        max_shard_size: largest safetensors file, like "5GB".
-        expert_layout: "source" keeps the layout of the experts and the config; "published" and
-            "v5" convert both, for transformers 4.57 and 5.
-
-    Raises:
-        BadInput: the input cannot be converted exactly with these options.
-    """
-    formats.require_megatron(Path(src))
-    return to_hf.plan(
-        _directory(src),
-        hf_config_dir=None if hf_config is None else _directory(hf_config),
-        dtype=dtype,
-        max_shard_size=max_shard_size,
-        expert_layout=expert_layout,
-    )
+    return convert(plan_hf_to_mcore, src, dst, dict(options))
 
 
 def mcore_to_hf(
@@ -186,76 +105,15 @@ def mcore_to_hf(
     dst: str | Path,
     *,
     hf_config: str | Path | None = None,
-    dtype: str = "keep",
-    max_shard_size: str = "5GB",
-    expert_layout: LayoutChoice = "source",
-    force: bool = False,
-    workers: int | None = None,
-    progress: Progress | None = None,
-    strict: bool = False,
+    **options: Unpack[HFOptions],
 ) -> ConversionResult:
     """Convert a Megatron checkpoint to Hugging Face's format.
 
-    `plan_mcore_to_hf` describes the arguments of the plan, and `hf_to_mcore` those of the writing.
+    `plan_mcore_to_hf` and `write` describe the arguments and the errors.
     """
-    plan = partial(
-        plan_mcore_to_hf,
-        src,
-        hf_config=hf_config,
-        dtype=dtype,
-        max_shard_size=max_shard_size,
-        expert_layout=expert_layout,
-    )
-    return write(plan, dst, force=force, workers=workers, progress=progress, strict=strict)
+    return convert(partial(plan_mcore_to_hf, hf_config=hf_config), src, dst, dict(options))
 
 
-def plan_hf_to_hf(
-    src: str | Path,
-    *,
-    dtype: str = "keep",
-    max_shard_size: str = "5GB",
-    expert_layout: LayoutChoice = "source",
-) -> ConversionPlan:
-    """Check a Hugging Face checkpoint and plan how to rewrite it; write nothing.
-
-    Args:
-        src: checkpoint directory.
-        dtype, max_shard_size, expert_layout: see `plan_mcore_to_hf`.
-
-    Raises:
-        BadInput: the input cannot be converted exactly with these options.
-    """
-    formats.require_huggingface(Path(src))
-    return hf_copy.plan(
-        _directory(src), dtype=dtype, max_shard_size=max_shard_size, expert_layout=expert_layout
-    )
-
-
-def hf_to_hf(
-    src: str | Path,
-    dst: str | Path,
-    *,
-    dtype: str = "keep",
-    max_shard_size: str = "5GB",
-    expert_layout: LayoutChoice = "source",
-    force: bool = False,
-    workers: int | None = None,
-    progress: Progress | None = None,
-    strict: bool = False,
-) -> ConversionResult:
-    """Write a Hugging Face checkpoint of the same model; see `plan_hf_to_hf` and `hf_to_mcore`."""
-    plan = partial(
-        plan_hf_to_hf,
-        src,
-        dtype=dtype,
-        max_shard_size=max_shard_size,
-        expert_layout=expert_layout,
-    )
-    return write(plan, dst, force=force, workers=workers, progress=progress, strict=strict)
-
-
-def _directory(path: str | Path) -> Path:
-    path = Path(path)
-    if not path.is_dir():
-        raise BadInput(f"{path} is not a directory. Check the path.")
-    return path
+def hf_to_hf(src: str | Path, dst: str | Path, **options: Unpack[HFOptions]) -> ConversionResult:
+    """Write a Hugging Face checkpoint of the same model; see `plan_hf_to_hf` and `write`."""
+    return convert(plan_hf_to_hf, src, dst, dict(options))

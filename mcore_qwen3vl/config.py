@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.untrusted import parse_json, refuse_special_files
+from mcore_qwen3vl.untrusted import read_object
 
 ExpertLayout = Literal["published", "v5"]
 """How fused experts lie on disk: ``published`` is gate_up [E, H, 2I] and down [E, I, H]
@@ -119,22 +119,8 @@ class Architecture:
 
 def read_config_file(path: Path) -> dict[str, Any]:
     """Return the parsed ``config.json`` at `path` (the file itself or its directory)."""
-    refuse_special_files(path)
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        config = parse_json(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise BadInput(
-            f"{file} does not exist. A Hugging Face checkpoint directory holds a config.json; "
-            "check the path."
-        ) from None
-    except (OSError, ValueError) as error:
-        raise BadInput(
-            f"{file} cannot be read as JSON: {error!s:.200}. Copy the file again."
-        ) from None
-    if not isinstance(config, dict):
-        raise BadInput(f"{file} holds {type(config).__name__}, not a JSON object.")
-    return config
+    where = "A Hugging Face checkpoint directory holds a config.json"
+    return read_object(path, "config.json", where)
 
 
 def _architecture(config: dict[str, Any]) -> Architecture:

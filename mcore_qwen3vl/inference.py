@@ -14,8 +14,7 @@ from mcore_qwen3vl import console
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import Adapter, is_adapter
 from mcore_qwen3vl.converters.adapters.read import read_adapter
-from mcore_qwen3vl.converters.live.checkpoint import load_checkpoint
-from mcore_qwen3vl.converters.live.load import load_hf
+from mcore_qwen3vl.converters.live.load import load_checkpoint, load_hf
 from mcore_qwen3vl.converters.mapping.forms import SCORE
 from mcore_qwen3vl.converters.mcore.formats import is_megatron
 from mcore_qwen3vl.converters.mcore.paths import hf_folder, require_whole_model

@@ -106,8 +106,7 @@ def load_model(
         BadInput: the layout does not divide the model, or the checkpoint lacks tensors of the model
             or has others.
     """
-    from mcore_qwen3vl.converters.live.checkpoint import load_checkpoint
-    from mcore_qwen3vl.converters.live.load import load_hf
+    from mcore_qwen3vl.converters.live.load import load_checkpoint, load_hf
     from mcore_qwen3vl.model.build import build_chunks
 
     checkpoint, layout = Path(checkpoint), layout or Layout()

@@ -25,6 +25,32 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError(f"no valid JSON: {error.msg}, at character {error.pos + 1:,}") from None
 
 
+def read_object(path: Path, name: str, where: str) -> dict[str, Any]:
+    """Return the JSON object in a file, or in the file `name` of a directory.
+
+    Args:
+        path: the file or the directory.
+        name: name of the file in the directory.
+        where: a sentence that says where such a file is, for the message.
+
+    Raises:
+        BadInput: there is no such file, or it holds something else.
+    """
+    refuse_special_files(path)
+    file = path / name if path.is_dir() else path
+    try:
+        content = parse_json(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise BadInput(f"{file} does not exist. {where}; check the path.") from None
+    except (OSError, ValueError) as error:
+        raise BadInput(
+            f"{file} cannot be read as JSON: {error!s:.200}. Copy the file again."
+        ) from None
+    if not isinstance(content, dict):
+        raise BadInput(f"{file} holds {type(content).__name__}, not a JSON object.")
+    return content
+
+
 def refuse_special_files(folder: Path) -> None:
     """Raise if `folder` directly holds a pipe, a socket or a device; nothing is opened.
 

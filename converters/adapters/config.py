@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.untrusted import parse_json, refuse_special_files
+from mcore_qwen3vl.untrusted import read_object
 
 FILE = "adapter_config.json"
 
@@ -98,22 +98,8 @@ class AdapterConfig:
                 for something that is not supported.
         """
         path = Path(path)
-        file = path / FILE if path.is_dir() else path
-        refuse_special_files(path)
-        try:
-            content = parse_json(file.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise BadInput(
-                f"{file} does not exist. A PEFT adapter is a directory with {FILE} in it; check "
-                "the path."
-            ) from None
-        except (OSError, ValueError) as error:
-            raise BadInput(
-                f"{file} cannot be read as JSON: {error!s:.200}. Copy the file again."
-            ) from None
-        if not isinstance(content, dict):
-            raise BadInput(f"{file} holds {type(content).__name__}, not a JSON object.")
-        return cls.from_dict(content, str(file))
+        content = read_object(path, FILE, f"A PEFT adapter is a directory with {FILE} in it")
+        return cls.from_dict(content, str(path / FILE if path.is_dir() else path))
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any], where: str = FILE) -> AdapterConfig:

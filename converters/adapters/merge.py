@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -20,55 +22,36 @@ from mcore_qwen3vl.converters.adapters.peft_model import EMBEDDING, HEAD
 from mcore_qwen3vl.converters.adapters.read import read_adapter
 from mcore_qwen3vl.converters.adapters.roles import Roles
 from mcore_qwen3vl.converters.adapters.update import of_expert, product, row_chunks
+from mcore_qwen3vl.converters.hf.config_file import Changes
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.mapping.forms import head_of
 from mcore_qwen3vl.converters.mapping.row import Row, SourceTensor
 from mcore_qwen3vl.converters.mapping.table import table
 from mcore_qwen3vl.converters.mcore import formats
-from mcore_qwen3vl.converters.offline.engine import ConversionResult, execute
+from mcore_qwen3vl.converters.offline.engine import ConversionResult, convert
 from mcore_qwen3vl.converters.offline.hf_to_hf import layout_notes, stream_copy
 from mcore_qwen3vl.converters.offline.plan import ConversionPlan
-from mcore_qwen3vl.converters.offline.to_hf import LayoutChoice, chosen_layout, lay_out
+from mcore_qwen3vl.converters.offline.to_hf import HFOptions, LayoutChoice, chosen_layout, lay_out
 from mcore_qwen3vl.converters.offline.to_mcore import open_checkpoint, reading_notes
 from mcore_qwen3vl.converters.storage.boxes import Selection
 from mcore_qwen3vl.converters.storage.dtypes import cast, parse_dtype
-from mcore_qwen3vl.converters.storage.progress import Progress
-from mcore_qwen3vl.converters.storage.staging import check_target
 from mcore_qwen3vl.errors import BadInput
 
 
+class MergeOptions(HFOptions, total=False):
+    """The options of `plan_merge` and of `engine.write`."""
+
+    roles: Roles | None
+
+
 def merge(
-    base: str | Path,
-    adapter: str | Path,
-    dst: str | Path,
-    *,
-    dtype: str = "keep",
-    max_shard_size: str = "5GB",
-    expert_layout: LayoutChoice | None = None,
-    roles: Roles | None = None,
-    force: bool = False,
-    workers: int | None = None,
-    progress: Progress | None = None,
+    base: str | Path, adapter: str | Path, dst: str | Path, **options: Unpack[MergeOptions]
 ) -> ConversionResult:
     """Write a Hugging Face checkpoint with an adapter merged into it.
 
-    Args:
-        base, adapter, dtype, max_shard_size, expert_layout, roles: see `plan_merge`.
-        dst, force, workers, progress: see `convert.hf_to_mcore`.
-
-    Raises:
-        BadInput: `plan_merge` raised it, `dst` exists, or reading or writing failed.
+    `plan_merge` and `engine.write` describe the arguments and the errors.
     """
-    check_target(Path(dst), force=force, replaceable=formats.is_checkpoint)
-    plan = plan_merge(
-        base,
-        adapter,
-        dtype=dtype,
-        max_shard_size=max_shard_size,
-        expert_layout=expert_layout,
-        roles=roles,
-    )
-    return execute(plan, Path(dst), force=force, workers=workers, progress=progress)
+    return convert(partial(plan_merge, base), adapter, dst, dict(options))
 
 
 def plan_merge(
@@ -127,13 +110,15 @@ def plan_merge(
         origin=merged.origin,
         hf_config=base,
         files=[*checkpoint.files, adapter / FILE, adapter / WEIGHTS],
-        dtype=wanted,
+        changes=Changes(
+            None if choice == "source" or choice == architecture.expert_layout else choice,
+            wanted,
+            untied,
+            found.labels,
+        ),
         max_shard_size=max_shard_size,
         layout=layout,
-        config_form=None if choice == "source" or choice == architecture.expert_layout else choice,
         names=form.names,
-        untied=untied,
-        labels=found.labels,
         notes=(
             *form.notes,
             *reading_notes(checkpoint, wanted),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,8 +51,9 @@ class Slot:
         module: name of the model's module, without PEFT's wrappers.
         a_key, b_key: keys of A and B in the file.
         r: rank; for fused experts, the rank of each expert.
-        scaling: factor by which B·A is multiplied.
-        a_shape, b_shape: linear (r, in) and (out, r); fused experts (E*r, in) and (out, r*E).
+        scaling: s in ΔW = s · B · A.
+        a_shape: (r, in), or (E*r, in) for fused experts, with the rows of an expert adjacent.
+        b_shape: (out, r), or (out, r*E) for fused experts, with the columns of an expert E apart.
         base: shape of the parameter.
     """
 
@@ -65,13 +66,18 @@ class Slot:
     b_shape: Shape
     base: Shape
 
+    @property
+    def experts(self) -> int:
+        """Number of experts in the factors; 1 for a linear layer."""
+        return self.a_shape[0] // self.r
+
 
 @dataclass(frozen=True)
 class Applied:
     """The result of applying a config to a model with PEFT.
 
     Attributes:
-        slots: descriptions of the factors, by HF parameter.
+        slots: descriptions of the factors, by HF parameter, in the model's order.
         saved: shapes of the parameters that are stored whole, by HF parameter.
         modules: names of all modules of the model.
         parameters: names of all parameters of the model.
@@ -128,7 +134,8 @@ def apply(config: AdapterConfig, hf_config: HFConfig, *, linear_router: bool = F
             raise BadInput(
                 f"PEFT does not apply this adapter's config to the model: {text:.600}{_hint(text)}"
             ) from None
-    slots = dict(_slots(wrapped, peft))
+    order = {name: at for at, name in enumerate(parameters)}
+    slots = dict(sorted(_slots(wrapped), key=lambda named: order[named[0]]))
     keys = {key for slot in slots.values() for key in (slot.a_key, slot.b_key)}
     saved = {
         key.removeprefix(PREFIX): tuple(tensor.shape)
@@ -186,32 +193,33 @@ def _arguments(config: AdapterConfig, peft: Any) -> dict[str, Any]:
     return {name: value for name, value in decided.items() if name in known}
 
 
-def _slots(wrapped: Any, peft: Any) -> Any:
-    layers = peft.tuners.lora.layer
+def lora_layers(wrapped: Any) -> Iterator[tuple[str, str, Any]]:
+    """Yield path, Hugging Face parameter and layer of each of the LoRA layers in PEFT's model."""
+    from peft.tuners.lora.layer import LoraLayer
+
     for path, layer in wrapped.named_modules():
-        if not isinstance(layer, layers.LoraLayer):
-            continue
-        module = path.removeprefix(PREFIX).replace(".base_layer", "")
-        name = f"{module}.{getattr(layer, 'parameter_name', 'weight')}"
+        if isinstance(layer, LoraLayer):
+            module = path.removeprefix(PREFIX).replace(".base_layer", "")
+            yield path, f"{module}.{getattr(layer, 'parameter_name', 'weight')}", layer
+
+
+def _slots(wrapped: Any) -> Iterator[tuple[str, Slot]]:
+    for path, name, layer in lora_layers(wrapped):
         if not ADAPTED.fullmatch(name):
             raise BadInput(_unsupported(name))
-        if isinstance(layer, layers.ParamWrapper):
-            base = layer.get_param()
-        else:
-            base = layer.get_base_layer().weight
-        yield (
-            name,
-            Slot(
-                module,
-                f"{path}.lora_A.weight",
-                f"{path}.lora_B.weight",
-                layer.r["default"],
-                layer.scaling["default"],
-                tuple(layer.lora_A["default"].weight.shape),
-                tuple(layer.lora_B["default"].weight.shape),
-                tuple(base.shape),
-            ),
+        parameter = hasattr(layer, "parameter_name")  # PEFT's ParamWrapper
+        base = layer.get_param() if parameter else layer.get_base_layer().weight
+        slot = Slot(
+            path.removeprefix(PREFIX).replace(".base_layer", ""),
+            f"{path}.lora_A.weight",
+            f"{path}.lora_B.weight",
+            layer.r["default"],
+            layer.scaling["default"],
+            tuple(layer.lora_A["default"].weight.shape),
+            tuple(layer.lora_B["default"].weight.shape),
+            tuple(base.shape),
         )
+        yield name, slot
 
 
 def _unsupported(name: str) -> str:
@@ -237,7 +245,6 @@ def _hint(text: str) -> str:
 def _import_peft() -> Any:
     try:
         import peft
-        import peft.tuners.lora.layer
     except ImportError:
         raise BadInput(
             "adapters need PEFT, which is not installed: pip install 'mcore-qwen3vl[lora]'."

@@ -4,37 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
-from mcore_qwen3vl.converters.adapters.peft_model import Applied, HFConfig, apply
-from mcore_qwen3vl.converters.storage.boxes import Shape
+from mcore_qwen3vl.converters.adapters.peft_model import Applied, HFConfig, Slot, apply
 from mcore_qwen3vl.errors import BadInput
 
 
-@dataclass(frozen=True)
-class TargetSpec:
-    """The rank, scaling and shapes of the two factors of one parameter.
-
-    Attributes:
-        r: rank; for fused experts, the rank of each expert.
-        scaling: s in ΔW = s · B · A.
-        a_shape: (r, in), or (E*r, in) for fused experts, with the rows of an expert adjacent.
-        b_shape: (out, r), or (out, r*E) for fused experts, with the columns of an expert E apart.
-    """
-
-    r: int
-    scaling: float
-    a_shape: Shape
-    b_shape: Shape
-
-    @property
-    def experts(self) -> int:
-        """Number of experts in the factors; 1 for a linear layer."""
-        return self.a_shape[0] // self.r
-
-
-def resolve_targets(config: AdapterConfig, hf_config: HFConfig) -> dict[str, TargetSpec]:
+def resolve_targets(config: AdapterConfig, hf_config: HFConfig) -> dict[str, Slot]:
     """Return the parameters that `config` adapts, by full Hugging Face name, in the model's order.
 
     Args:
@@ -49,16 +25,7 @@ def resolve_targets(config: AdapterConfig, hf_config: HFConfig) -> dict[str, Tar
     applied = apply(config, hf_config)
     for problem in unused_names(config, applied):
         raise BadInput(problem)
-    return specs(applied)
-
-
-def specs(applied: Applied) -> dict[str, TargetSpec]:
-    """Return the factors that PEFT made, by Hugging Face name, in the model's order."""
-    order = {name: at for at, name in enumerate(applied.parameters)}
-    return {
-        name: TargetSpec(slot.r, slot.scaling, slot.a_shape, slot.b_shape)
-        for name, slot in sorted(applied.slots.items(), key=lambda item: order[item[0]])
-    }
+    return applied.slots
 
 
 def unused_names(config: AdapterConfig, applied: Applied) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Write PEFT's adapter directory: ``adapter_config.json`` beside ``adapter_model.safetensors``."""
+"""Write or convert PEFT's adapter directory: ``adapter_config.json`` and the weights beside it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from mcore_qwen3vl.converters.adapters import config as config_file
 from mcore_qwen3vl.converters.adapters.adapter import (
     BASE_LAYER,
     WEIGHTS,
+    Adapter,
     Factors,
     is_adapter,
     some,
     whole_shape,
 )
-from mcore_qwen3vl.converters.adapters.config import AdapterConfig
+from mcore_qwen3vl.converters.adapters.config import AdapterConfig, with_router_as_parameter
 from mcore_qwen3vl.converters.adapters.peft_model import (
     EMBEDDING,
     HEAD,
@@ -31,6 +32,7 @@ from mcore_qwen3vl.converters.adapters.peft_model import (
     config_content,
     has_score,
 )
+from mcore_qwen3vl.converters.adapters.read import read_adapter
 from mcore_qwen3vl.converters.adapters.roles import Roles, swap
 from mcore_qwen3vl.converters.hf.config_file import dumps
 from mcore_qwen3vl.converters.storage.dtypes import DTYPES, dtype_name
@@ -146,3 +148,38 @@ def _spelled_out(config: AdapterConfig, applied: Applied) -> AdapterConfig:
     if not isinstance(targets, str) or targets.lower() != "all-linear":
         return config
     return replace(config, target_modules=applied.spelled_out)
+
+
+def convert_adapter(
+    source: str | Path,
+    target: str | Path,
+    hf_config: HFConfig,
+    *,
+    roles: Roles,
+    from_roles: Roles | None = None,
+    force: bool = False,
+) -> Adapter:
+    """Copy an adapter, with the factors of fused experts converted to `roles`.
+
+    A router that is named as in transformers 4.57 is renamed by `with_router_as_parameter`.
+    Everything else stays as it is.
+
+    Args:
+        source, target: PEFT adapter directories.
+        hf_config: the model's ``config.json``: its content, the file or its directory.
+        roles: roles to write; see `roles`.
+        from_roles: roles in `source`; needed if the shapes do not tell.
+        force: replace an existing adapter.
+
+    Returns:
+        The adapter as it was read.
+
+    Raises:
+        BadInput: `read_adapter` or `write_adapter` raised it.
+    """
+    adapter = read_adapter(source, hf_config, roles=from_roles)
+    config = with_router_as_parameter(adapter.config)
+    base = config_content(hf_config)
+    base = adapter.labels.in_config(base) if adapter.labels else base
+    write_adapter(target, config, adapter.factors, adapter.saved, base, roles=roles, force=force)
+    return adapter

@@ -8,14 +8,11 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
-from mcore_qwen3vl.config import ExpertLayout, read_config_file
-from mcore_qwen3vl.converters.hf.config_file import for_weights
+from mcore_qwen3vl.config import read_config_file
+from mcore_qwen3vl.converters.hf.config_file import UNCHANGED, Changes
 from mcore_qwen3vl.converters.hf.form_file import FILE as FORM_FILE
 from mcore_qwen3vl.converters.hf.hf_checkpoint import INDEX
 from mcore_qwen3vl.converters.storage.staging import write_durably
-from mcore_qwen3vl.labels import Labels
 from mcore_qwen3vl.untrusted import refuse_links_out
 
 LARGEST = 256 * 2**20
@@ -39,32 +36,19 @@ def companion_files(path: Path) -> dict[str, Path]:
     return {str(file.relative_to(path)): file for file in found}
 
 
-def copy_companions(
-    source: Path,
-    target: Path,
-    *,
-    layout: ExpertLayout | None = None,
-    dtype: torch.dtype | None = None,
-    untied: bool = False,
-    labels: Labels | None = None,
-) -> None:
+def copy_companions(source: Path, target: Path, changes: Changes = UNCHANGED) -> None:
     """Copy the companion files of an HF checkpoint, durably, to go beside converted weights.
 
     Args:
         source: directory of the checkpoint, or of its config.
         target: directory to write into; created if absent.
-        layout: the experts' layout in the converted weights, if it changed.
-        dtype: dtype of all converted weights, if it changed.
-        untied: whether the embeddings were tied and no longer are.
-        labels: labels of the classifier's head, if the weights have one.
+        changes: how the weights in `target` differ from those of `source`.
 
     Raises:
         BadInput: the config cannot be read.
         OSError: reading or writing failed.
     """
-    config = for_weights(
-        read_config_file(source), layout=layout, dtype=dtype, untied=untied, labels=labels
-    )
+    config = changes.config(read_config_file(source))
     for name, file in companion_files(source).items():
         copy = target / name
         copy.parent.mkdir(parents=True, exist_ok=True)

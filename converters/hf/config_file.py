@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,36 +24,44 @@ VERSIONS = {"published": "4.57.0", "v5": "5.17.0"}
 Config = dict[str, Any]
 
 
-def for_weights(
-    config: Config,
-    *,
-    layout: ExpertLayout | None = None,
-    dtype: torch.dtype | None = None,
-    untied: bool = False,
-    labels: Labels | None = None,
-) -> bytes | None:
-    """Return the ``config.json`` for converted weights, which are never quantised.
+@dataclass(frozen=True)
+class Changes:
+    """How converted weights differ from the weights that a config came with.
 
-    Args:
-        config: the config that the source weights came with.
+    Attributes:
         layout: the experts' new layout, if it changed.
         dtype: new dtype of all weights, if it changed.
         untied: whether the embeddings were tied and no longer are.
         labels: labels of the classifier's head, if the weights have one.
-
-    Returns:
-        The file's content, or None if `config` is right as it is.
     """
-    wanted = fp8.without(config)
-    if untied:
-        wanted = with_untied_embeddings(wanted)
-    if labels:
-        wanted = labels.in_config(wanted)
-    if layout is not None:
-        wanted = with_layout(wanted, layout)
-    if dtype is not None:
-        wanted = with_dtype(wanted, dtype_name(dtype))
-    return None if wanted == config else dumps(wanted)
+
+    layout: ExpertLayout | None = None
+    dtype: torch.dtype | None = None
+    untied: bool = False
+    labels: Labels | None = None
+
+    def config(self, config: Config) -> bytes | None:
+        """Return the ``config.json`` for the converted weights, which are never quantised.
+
+        Args:
+            config: the config that the source weights came with.
+
+        Returns:
+            The file's content, or None if `config` is right as it is.
+        """
+        wanted = fp8.without(config)
+        if self.untied:
+            wanted = with_untied_embeddings(wanted)
+        if self.labels:
+            wanted = self.labels.in_config(wanted)
+        if self.layout is not None:
+            wanted = with_layout(wanted, self.layout)
+        if self.dtype is not None:
+            wanted = with_dtype(wanted, dtype_name(self.dtype))
+        return None if wanted == config else dumps(wanted)
+
+
+UNCHANGED = Changes()
 
 
 def with_layout(config: Config, layout: ExpertLayout) -> Config:

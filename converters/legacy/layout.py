@@ -33,19 +33,6 @@ _STANDALONE_NORMS = {
 
 
 @dataclass(frozen=True)
-class Legacy:
-    """The layout and layer spec of a legacy checkpoint, which loads under no others.
-
-    Attributes:
-        layout: parallel sizes; CP, DP and SP do not matter.
-        spec: layer spec whose parameter names are written.
-    """
-
-    layout: Layout
-    spec: Spec = "te"
-
-
-@dataclass(frozen=True)
 class Rank:
     """One model-parallel position; all ranks in it hold the same parameters."""
 

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from mcore_qwen3vl.converters.legacy.layout import (
     FILE,
-    Legacy,
     Rank,
     Spec,
     Stage,
@@ -71,7 +70,8 @@ class ToLegacy:
 
     mcore: ToMcore  # the torch_dist conversion of the same source
     rows: list[Row]
-    legacy: Legacy
+    layout: Layout  # CP, DP and SP do not matter
+    spec: Spec  # whose parameter names are written
     args: dict[str, Any]  # the arguments that Megatron's loader reads
 
     def prepare(self, tree: Path) -> None:
@@ -107,20 +107,20 @@ class ToLegacy:
 
     @cached_property
     def _pipeline(self) -> list[tuple[Stage, list[Row]]]:
-        a, layout = self.mcore.architecture, self.legacy.layout
+        a, layout = self.mcore.architecture, self.layout
         counts = [len(held) for held in layout.virtual_stages(a.num_hidden_layers)]
         pipeline = stages([list(counts) for counts in batched(counts, layout.pp)])
         shares = share_out(self.rows, pipeline, tied=a.tie_word_embeddings)
         return list(zip(pipeline, shares, strict=True))
 
     def _tensors(self, stage: Stage, rows: list[Row], rank: Rank) -> Iterator[_LocalTensor]:
-        layout = self.legacy.layout
+        layout = self.layout
         experts = self.mcore.architecture.num_experts // layout.ep
         for row in rows:
             expert = row.expert
             if expert is not None and expert // experts != rank.ep:
                 continue
-            name = local_name(row, stage, experts, self.legacy.spec)
+            name = local_name(row, stage, experts, self.spec)
             index, size = rank.share(row, layout)
             dtype = self.mcore.tensors.get(row.key, self.mcore.tensors[EMBEDDING]).dtype
             found = boxes(row, row.shape, index, size)
@@ -139,11 +139,11 @@ class ToLegacy:
             for tensor in tensors:
                 state[tensor.name] = Described(tensor.dtype, tensor.shape, storage)
                 storage += 1
-                for name in extra_state(tensor.row, tensor.name, self.legacy.spec):
+                for name in extra_state(tensor.row, tensor.name, self.spec):
                     state[name] = None
             if stage.last:
                 state["output_layer._extra_state"] = None
-            content[model_key(stage.vp, self.legacy.layout.vpp)] = state
+            content[model_key(stage.vp, self.layout.vpp)] = state
         return content
 
     def _storages(
@@ -184,27 +184,26 @@ def plan(source: Path, layout: Layout, spec: Spec, **options: Any) -> Conversion
     base = same.conversion
     assert isinstance(base, ToMcore)
     layout = layout if base.architecture.is_moe else replace(layout, etp=1)
-    legacy = Legacy(layout, spec)
     _check_head(base)
     rows = [row for unit in same.units for row in unit.work]
     _check(layout, base, rows)
     divisor = options.get("make_vocab_size_divisible_by", 1)
-    conversion = ToLegacy(base, rows, legacy, _arguments(legacy, base, divisor))
+    conversion = ToLegacy(base, rows, layout, spec, _arguments(layout, spec, base, divisor))
     files = [_unit(conversion, rank) for rank in ranks(layout)]
     checksums = [Unit(f"checksums {unit.name}", 0, unit.work) for unit in same.units]
     return replace(
         same,
         units=(*files, *checksums),
-        identity={**same.identity, "layout": str(layout), "spec": legacy.spec},
+        identity={**same.identity, "layout": str(layout), "spec": spec},
         conversion=conversion,
         files=len(files),
-        notes=(*same.notes, f"For layout {layout} and layer spec {legacy.spec} only."),
+        notes=(*same.notes, f"For layout {layout} and layer spec {spec} only."),
     )
 
 
 def _unit(conversion: ToLegacy, rank: Rank) -> Unit:
     nbytes = sum(tensor.nbytes for _, tensors in conversion.models(rank) for tensor in tensors)
-    return Unit(rank.folder(conversion.legacy.layout), nbytes, (rank,))
+    return Unit(rank.folder(conversion.layout), nbytes, (rank,))
 
 
 def _check(layout: Layout, mcore: ToMcore, rows: list[Row]) -> None:
@@ -239,9 +238,9 @@ def _check_head(mcore: ToMcore) -> None:
         )
 
 
-def _arguments(legacy: Legacy, mcore: ToMcore, divisor: int) -> dict[str, Any]:
+def _arguments(layout: Layout, spec: Spec, mcore: ToMcore, divisor: int) -> dict[str, Any]:
     """Return the arguments that Megatron's loader compares with, or takes from, a checkpoint."""
-    a, layout = mcore.architecture, legacy.layout
+    a = mcore.architecture
     dtype = mcore.tensors[EMBEDDING].dtype
     return {
         **architecture_arguments(a),
@@ -262,8 +261,8 @@ def _arguments(legacy: Legacy, mcore: ToMcore, divisor: int) -> dict[str, Any]:
         "pipeline_model_parallel_layout": layout.split,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
-        "spec": [legacy.spec],
-        "transformer_impl": "transformer_engine" if legacy.spec == "te" else "local",
+        "spec": [spec],
+        "transformer_impl": "transformer_engine" if spec == "te" else "local",
         "moe_grouped_gemm": any(a.moe_layers),
         "data_parallel_random_init": False,
         "consumed_train_samples": 0,

@@ -1,8 +1,8 @@
-"""Save PEFT adapters from a running, sharded model of any layout."""
+"""Save or merge the adapter of a running, sharded model of any layout."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 
@@ -10,15 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mcore_qwen3vl.config import ExpertLayout
 from mcore_qwen3vl.converters.adapters.adapter import Factors
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
-from mcore_qwen3vl.converters.adapters.peft_model import EMBEDDING, HEAD, HFConfig, apply
-from mcore_qwen3vl.converters.adapters.targets import specs
+from mcore_qwen3vl.converters.adapters.peft_model import EMBEDDING, HEAD, HFConfig, Slot, apply
+from mcore_qwen3vl.converters.adapters.update import add_update
 from mcore_qwen3vl.converters.adapters.write import write_adapter
 from mcore_qwen3vl.converters.live.export import BUCKET_BYTES, Gatherer, Models, together
 from mcore_qwen3vl.converters.live.factors import factor_parts
 from mcore_qwen3vl.converters.live.sharded import Part, hf_parts, unwrap
 from mcore_qwen3vl.converters.storage.boxes import Shape
+from mcore_qwen3vl.errors import BadInput
 
 
 def save_adapter(
@@ -28,8 +30,6 @@ def save_adapter(
     config: AdapterConfig,
     hf_config: HFConfig,
     force: bool = False,
-    bucket_bytes: int = BUCKET_BYTES,
-    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write a PEFT adapter directory: factors, and parameters trained whole, in the model's dtype.
 
@@ -42,51 +42,36 @@ def save_adapter(
         config: the config that the model was adapted with.
         hf_config: the base model's ``config.json``: its content, the file or its directory.
         force: replace `path` if it is an adapter.
-        bucket_bytes, group: as in :func:`mcore_qwen3vl.converters.live.export.export_hf`.
 
     Raises:
         BadInput: the first rank cannot write, or the ranks together do not hold the whole adapter;
             raised on every rank.
     """
     applied = apply(config, hf_config)
-    targets = specs(applied)
+    targets = applied.slots
     tied = unwrap(models)[0].architecture.tie_word_embeddings
     saved = {name: shape for name, shape in applied.saved.items() if not (tied and name == HEAD)}
     if tied and HEAD in applied.saved:
         saved[EMBEDDING] = applied.saved[HEAD]
-    shapes: dict[str, Shape] = dict(saved)
-    for name, spec in targets.items():
-        shapes |= {f"{name}.lora_A": spec.a_shape, f"{name}.lora_B": spec.b_shape}
-    tensors = _on_first(models, shapes, bucket_bytes, group)
+    tensors = _on_first(models, saved | _factor_shapes(targets))
 
     def write() -> None:
-        if dist.get_rank(group) != 0:
+        if dist.get_rank() != 0:
             return
-        factors = {
-            name: Factors(
-                tensors[f"{name}.lora_A"], tensors[f"{name}.lora_B"], spec.r, spec.scaling
-            )
-            for name, spec in targets.items()
-        }
         whole = {name: tensors[name] for name in saved}
+        factors = _factors(tensors, targets)
         write_adapter(path, config, factors, whole, hf_config, force=force)
 
-    together(write, path, group)
+    together(write, path)
 
 
-def _on_first(
-    models: Models,
-    shapes: dict[str, Shape],
-    bucket_bytes: int,
-    group: dist.ProcessGroup | None,
-) -> dict[str, Tensor]:
+def _on_first(models: Models, shapes: dict[str, Shape]) -> dict[str, Tensor]:
     """Return the whole tensors in host memory on the first rank, nothing on the others."""
-    device = next(unwrap(models)[0].parameters()).device
-    gatherer = Gatherer(_parts(models, shapes), shapes, device, group)
+    gatherer = Gatherer(models, _parts(models, shapes), shapes)
     tensors: dict[str, Tensor] = {}
-    for bucket in gatherer.buckets(bucket_bytes):
+    for bucket in gatherer.buckets(BUCKET_BYTES):
         gathered = gatherer.gather(bucket, only=0)
-        if dist.get_rank(group) == 0:
+        if dist.get_rank() == 0:
             tensors |= {name: tensor.to("cpu", copy=True) for name, tensor in gathered.items()}
     return tensors
 
@@ -96,3 +81,66 @@ def _parts(models: Models, shapes: dict[str, Shape]) -> Iterator[Part]:
         for part in chain(hf_parts(models, expert_layout="v5"), factor_parts(models)):
             if part.name in shapes:
                 yield part
+
+
+def export_merged(
+    models: Models,
+    targets: Mapping[str, Slot],
+    *,
+    expert_layout: ExpertLayout | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Iterator[tuple[str, Tensor]]:
+    """Export like :func:`mcore_qwen3vl.converters.live.export.export_hf`, with s·B·A added.
+
+    This is a collective. The update is added to the gathered tensors, so the model's weights do not
+    change. Within float32 rounding, the result is that of ``lora merge`` with the adapter that
+    ``save_adapter`` writes.
+
+    Args:
+        models: the adapted model, or its virtual pipeline chunks.
+        targets: the adapted parameters of the whole model, as
+            :func:`mcore_qwen3vl.converters.adapters.targets.resolve_targets` returns them.
+        expert_layout: layout of the fused experts; vLLM reads only ``published``.
+        bucket_bytes: as in ``export_hf``; a bucket's factors take memory besides.
+
+    Yields:
+        (name, tensor) in the model's dtype, on the model's device.
+
+    Raises:
+        BadInput: the head of tied embeddings is adapted; a sum is too large for the dtype; or the
+            ranks do not hold the whole model and its factors.
+    """
+    chunks = unwrap(models)
+    if chunks[0].architecture.tie_word_embeddings and HEAD in targets:
+        raise BadInput(
+            "The adapter changes the head, which is tied to the embedding, so one merged "
+            "weight cannot serve as both. Export the adapter, and merge it with "
+            "`mcore-qwen3vl lora merge`, which writes two tensors."
+        )
+    weights = Gatherer.of_model(models, expert_layout)
+    gatherer = Gatherer(models, factor_parts(models), _factor_shapes(targets))
+    layout = expert_layout or chunks[0].architecture.expert_layout
+    for bucket in weights.buckets(bucket_bytes):
+        tensors = weights.gather(bucket)
+        adapted = {name: targets[name] for name in bucket if name in targets}
+        names = list(_factor_shapes(adapted))
+        updates = _factors(gatherer.gather(names) if names else {}, adapted)
+        for name, update in updates.items():
+            add_update(tensors[name], update, name, swapped=layout == "published")
+        yield from tensors.items()
+
+
+def _factor_shapes(targets: Mapping[str, Slot]) -> dict[str, Shape]:
+    """Return the shapes of the factors, by the names that `factor_parts` gives them."""
+    return {
+        f"{name}.{factor}": shape
+        for name, spec in targets.items()
+        for factor, shape in (("lora_A", spec.a_shape), ("lora_B", spec.b_shape))
+    }
+
+
+def _factors(tensors: Mapping[str, Tensor], targets: Mapping[str, Slot]) -> dict[str, Factors]:
+    return {
+        name: Factors(tensors[f"{name}.lora_A"], tensors[f"{name}.lora_B"], spec.r, spec.scaling)
+        for name, spec in targets.items()
+    }

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from mcore_qwen3vl.config import Architecture, ExpertLayout
 from mcore_qwen3vl.converters.hf import shards
 from mcore_qwen3vl.converters.hf.companions import copy_companions
+from mcore_qwen3vl.converters.hf.config_file import Changes
 from mcore_qwen3vl.converters.hf.hf_checkpoint import INDEX
 from mcore_qwen3vl.converters.live.sharded import Part, hf_parts, table_of, unwrap
 from mcore_qwen3vl.converters.mapping.table import hf_shapes
@@ -39,11 +40,10 @@ def export_hf(
     *,
     expert_layout: ExpertLayout | None = None,
     bucket_bytes: int = BUCKET_BYTES,
-    group: dist.ProcessGroup | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield Hugging Face names and whole tensors, in the order of the network, on every rank.
 
-    This is a collective: every rank of `group` must exhaust the iterator. The tensors of one bucket
+    This is a collective: every rank must exhaust the iterator. The tensors of one bucket
     share memory, which is freed once none of them is referenced.
 
     Args:
@@ -51,7 +51,6 @@ def export_hf(
         expert_layout: layout of the fused experts; default: the one that the model's config
             declares.
         bucket_bytes: memory to gather into, besides the model; only a larger tensor exceeds it.
-        group: ranks that together hold the model; default: all.
 
     Yields:
         (name, tensor) in the model's dtype, on the model's device, bitwise as trained.
@@ -60,7 +59,7 @@ def export_hf(
         BadInput: the ranks do not hold the whole model, or hold parts of a tensor in different
             dtypes.
     """
-    exporter = Gatherer.of_model(models, expert_layout, group)
+    exporter = Gatherer.of_model(models, expert_layout)
     for bucket in exporter.buckets(bucket_bytes):
         yield from exporter.gather(bucket).items()
 
@@ -73,7 +72,6 @@ def save_hf(
     max_shard_size: str = "5GB",
     force: bool = False,
     bucket_bytes: int = BUCKET_BYTES,
-    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write a Hugging Face checkpoint; the files are those of the offline export.
 
@@ -88,7 +86,7 @@ def save_hf(
             layout of the fused experts.
         max_shard_size: largest safetensors file, like "5GB".
         force: replace `path` if it is a checkpoint.
-        bucket_bytes, group: as in :func:`export_hf`.
+        bucket_bytes: as in :func:`export_hf`.
 
     Raises:
         BadInput: a rank cannot write, or the ranks do not hold the whole model in one dtype per
@@ -96,29 +94,28 @@ def save_hf(
     """
     path, hf_config = Path(path), Path(hf_config)
     layout = Architecture.from_hf(hf_config).expert_layout
-    exporter = Gatherer.of_model(models, layout, group)
+    exporter = Gatherer.of_model(models, layout)
     files = shards.plan_shards(exporter.tensors, shards.parse_size(max_shard_size))
     with ExitStack() as stack:
-        stage = together(lambda: _prepare(stack, path, files, force, group), path, group)
-        writer = _Writer(_from_first(stage and stage.tree, group), files)
+        stage = together(lambda: _prepare(stack, path, files, force), path)
+        writer = _Writer(_from_first(stage and stage.tree), files)
         for number, bucket in enumerate(exporter.buckets(bucket_bytes)):
-            turn = number % dist.get_world_size(group)
+            turn = number % dist.get_world_size()
             gathered = exporter.gather(bucket, only=turn)
-            if turn == dist.get_rank(group):
+            if turn == dist.get_rank():
                 writer.put(gathered)
-        together(writer.finish, path, group)
+        together(writer.finish, path)
         labels = unwrap(models)[0].head_labels
-        together(lambda: _publish(stage, files, hf_config, labels), path, group)
+        together(lambda: _publish(stage, files, hf_config, labels), path)
 
 
 class Gatherer:
     """Gathers whole tensors from the ranks that hold their parts.
 
     Args:
+        models: the model, or its virtual pipeline chunks, on whose device the tensors are gathered.
         parts: the parts that this rank holds.
         shapes: shapes of all tensors; the same on all ranks and in the same order.
-        device: device to gather on.
-        group: ranks that together hold the tensors; default: all.
 
     Raises:
         BadInput: the ranks do not hold every tensor whole, or hold parts of one in different
@@ -126,13 +123,9 @@ class Gatherer:
     """
 
     def __init__(
-        self,
-        parts: Iterable[Part],
-        shapes: dict[str, tuple[int, ...]],
-        device: torch.device,
-        group: dist.ProcessGroup | None,
+        self, models: Models, parts: Iterable[Part], shapes: dict[str, tuple[int, ...]]
     ) -> None:
-        self._group, self._device = group, device
+        self._device = next(unwrap(models)[0].parameters()).device
         self._parts: dict[str, list[Part]] = {}
         for part in parts:
             if part.main:
@@ -141,14 +134,10 @@ class Gatherer:
         self.tensors = {name: shards.TensorSpec(dtypes[name], s) for name, s in shapes.items()}
 
     @classmethod
-    def of_model(
-        cls, models: Models, expert_layout: ExpertLayout | None, group: dist.ProcessGroup | None
-    ) -> Gatherer:
+    def of_model(cls, models: Models, expert_layout: ExpertLayout | None) -> Gatherer:
         """Make the gatherer of a model's Hugging Face tensors, in the order of the network."""
-        chunks = unwrap(models)
-        parts = hf_parts(chunks, expert_layout=expert_layout)
-        shapes = hf_shapes(table_of(chunks, expert_layout))
-        return cls(parts, shapes, next(chunks[0].parameters()).device, group)
+        parts = hf_parts(models, expert_layout=expert_layout)
+        return cls(models, parts, hf_shapes(table_of(unwrap(models), expert_layout)))
 
     def buckets(self, limit: int) -> Iterator[list[str]]:
         """Yield names of consecutive tensors of one dtype, at most `limit` bytes or one tensor."""
@@ -165,7 +154,7 @@ class Gatherer:
             yield bucket
 
     def gather(self, names: list[str], only: int | None = None) -> dict[str, Tensor]:
-        """Return the whole tensors, on every rank or on rank `only` of the group.
+        """Return the whole tensors, on every rank or on rank `only`.
 
         Each rank writes its parts into zeros, and the ranks' memory is summed as integers. Every
         value comes from one rank, so its bits arrive unchanged. With `only`, the result is
@@ -183,9 +172,9 @@ class Gatherer:
             for part in self._parts.get(name, ()):
                 tensors[name][part.box] = part.local
         if only is None:
-            dist.all_reduce(flat.view(torch.int32), group=self._group)
+            dist.all_reduce(flat.view(torch.int32))
         else:
-            dist.reduce(flat.view(torch.int32), group=self._group, group_dst=only)
+            dist.reduce(flat.view(torch.int32), dst=only)
         return tensors
 
     def _agree(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.dtype]:
@@ -199,8 +188,8 @@ class Gatherer:
             name: (parts[0].local.dtype, sum(part.local.numel() for part in parts))
             for name, parts in self._parts.items()
         }
-        ranks: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(ranks, held, group=self._group)
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, held)
         found: dict[str, torch.dtype] = {}
         for name, shape in shapes.items():
             parts = [rank[name] for rank in ranks if name in rank]
@@ -252,10 +241,10 @@ class _Writer:
 
 
 def _prepare(
-    stack: ExitStack, path: Path, files: Sequence[shards.Shard], force: bool, group: Any
+    stack: ExitStack, path: Path, files: Sequence[shards.Shard], force: bool
 ) -> Staging | None:
     """Create the files at their full size, on the first rank only."""
-    if dist.get_rank(group) != 0:
+    if dist.get_rank() != 0:
         return None
     stage = stack.enter_context(staging(path, "live", force=force, replaceable=is_checkpoint))
     for shard in files:
@@ -268,21 +257,18 @@ def _publish(
 ) -> None:
     if stage is None:
         return
-    copy_companions(hf_config, stage.tree, labels=labels)
+    copy_companions(hf_config, stage.tree, Changes(labels=labels))
     if len(files) > 1:
         write_durably(stage.tree / INDEX, shards.index_json(files))
     stage.publish()
 
 
-def together[Result](
-    work: Callable[[], Result], path: str | Path, group: dist.ProcessGroup | None
-) -> Result:
+def together[Result](work: Callable[[], Result], path: str | Path) -> Result:
     """Run `work` on every rank; if it fails on one, fail on all, so that none waits for it.
 
     Args:
         work: writes the model, or a part of it.
         path: the path that it writes, for the message.
-        group: the ranks.
 
     Raises:
         BadInput: `work` raised BadInput or OSError on some rank.
@@ -293,15 +279,15 @@ def together[Result](
         result = work()
     except (BadInput, OSError) as raised:
         error = str(raised)
-    errors: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(errors, error, group=group)
+    errors: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
     for rank, message in enumerate(errors):
         if message is not None:
             raise BadInput(f"Rank {rank} could not save the model to {path}: {message}")
     return result  # type: ignore[return-value]
 
 
-def _from_first(value: Any, group: dist.ProcessGroup | None) -> Any:
+def _from_first(value: Any) -> Any:
     values = [value]
-    dist.broadcast_object_list(values, group=group, group_src=0)
+    dist.broadcast_object_list(values, src=0)
     return values[0]

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 import xxhash
 
-from mcore_qwen3vl.converters.live.sharded import Part, hf_parts, unwrap
+from mcore_qwen3vl.converters.live.sharded import hf_parts, unwrap
 from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.errors import BadInput
 
@@ -16,20 +16,22 @@ SHOWN = 3
 """The most tensors that an error names."""
 
 
-def check_replicas(models: Any, group: dist.ProcessGroup | None = None) -> None:
-    """Compare the bits of all copies of every parameter; a collective of all ranks of `group`.
+def check_replicas(models: Any) -> None:
+    """Compare the bits of all copies of every parameter; a collective of all ranks.
 
     Args:
         models: the model, or its virtual pipeline chunks.
-        group: ranks that together hold the model; default: all.
 
     Raises:
         BadInput: copies differ; the message gives the number of such tensors and the first names.
             Raised on every rank.
     """
-    own = {_place(part): _checksum(part) for part in hf_parts(unwrap(models))}
-    ranks: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(ranks, own, group=group)
+    own = {
+        (part.name, str(part.box)): xxhash.xxh3_128_hexdigest(as_bytes(part.local.cpu()))
+        for part in hf_parts(unwrap(models))
+    }
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, own)
     found: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
     for held in ranks:
         for place, checksum in held.items():
@@ -43,11 +45,3 @@ def check_replicas(models: Any, group: dist.ProcessGroup | None = None) -> None:
             "checkpoint again, call reduce_gradients before each optimizer step, and give all "
             "ranks the same learning rate."
         )
-
-
-def _place(part: Part) -> tuple[str, str]:
-    return part.name, str(part.box)
-
-
-def _checksum(part: Part) -> str:
-    return xxhash.xxh3_128_hexdigest(as_bytes(part.local.cpu()))

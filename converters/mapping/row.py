@@ -37,6 +37,11 @@ class SourceTensor:
     def piece_shape(self) -> Shape:
         return self.shape if self.index is None else self.shape[1:]
 
+    @property
+    def label(self) -> str:
+        """The name, followed by the expert's number for one expert of a fused tensor."""
+        return self.name if self.index is None else f"{self.name}[{self.index}]"
+
 
 @dataclass(frozen=True)
 class Row:

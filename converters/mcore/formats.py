@@ -31,24 +31,9 @@ DEFAULT = "torch_dist"
 # Each module has a FORMAT. They are imported by name, since they themselves import this package.
 # To drop a format, remove its folder and its line here.
 MODULES = (
-    "mcore_qwen3vl.converters.legacy.format",
-    "mcore_qwen3vl.converters.torch_dist.format",
+    "mcore_qwen3vl.converters.legacy",
+    "mcore_qwen3vl.converters.torch_dist",
 )
-
-
-@dataclass(frozen=True)
-class PerLayout:
-    """The functions of a format that is written for one parallel layout and loads under no other.
-
-    Attributes:
-        plan: ``plan(source, layout, spec, *, dtype, make_vocab_size_divisible_by)`` plans the
-            conversion of a Hugging Face checkpoint; see `convert.plan_hf_to_mcore`.
-        check_run: ``check_run(folder, args)`` raises BadInput if a run with Megatron's arguments
-            `args` could not load the checkpoint in `folder`.
-    """
-
-    plan: Callable[..., Any]
-    check_run: Callable[[Path, Namespace], None]
 
 
 @dataclass(frozen=True)
@@ -61,15 +46,20 @@ class Format:
         recognises: tells whether an iteration's folder has this format, by its files' names.
         open: opens the checkpoint at a path (its directory, or the folder of one iteration) of a
             model with the given architecture.
-        per_layout: the functions of a format that is written for one layout; None if the format
+        plan: ``plan(source, layout, spec, *, dtype, make_vocab_size_divisible_by)`` plans the
+            conversion of a Hugging Face checkpoint to a format that is written for one parallel
+            layout and loads under no other; see `convert.plan_hf_to_mcore`. None if the format
             loads under any layout.
+        check_run: ``check_run(folder, args)`` raises BadInput if a run with Megatron's arguments
+            `args` could not load the checkpoint in `folder`.
     """
 
     name: str
     title: str
     recognises: Callable[[Path], bool]
     open: Callable[[Path, Architecture], MegatronCheckpoint]
-    per_layout: PerLayout | None = None
+    plan: Callable[..., Any] | None = None
+    check_run: Callable[[Path, Namespace], None] = lambda folder, args: None
 
 
 @cache
@@ -112,7 +102,7 @@ def open_megatron(path: Path, architecture: Architecture) -> MegatronCheckpoint:
     """
     format = format_of(path)
     stored = format.open(path, architecture)
-    if format.per_layout is not None:
+    if format.plan is not None:
         require_own_keys(stored.folder, stored.index.tensors)
         return stored
     dialect = maker_of(stored.folder, stored.index.tensors)
@@ -145,6 +135,14 @@ def is_megatron(path: Path) -> bool:
     """Return whether `path` looks like a Megatron checkpoint or one iteration of it."""
     folder = verl_weights(path)
     return (path / TRACKER).is_file() or any(f.recognises(folder) for f in formats().values())
+
+
+def require_directory(path: str | Path) -> Path:
+    """Return `path`; raise BadInput if it is not a directory."""
+    path = Path(path)
+    if not path.is_dir():
+        raise BadInput(f"{path} is not a directory. Check the path.")
+    return path
 
 
 def require_huggingface(

@@ -172,16 +172,15 @@ def hf_folder(path: Path, *, flag: str = "--hf-config") -> Path:
     return folder
 
 
-def config_folder(path: Path, *, flag: str = "--hf-config") -> Path:
+def config_folder(path: Path) -> Path:
     """Return the folder where a checkpoint's config, tokenizer and processor are, or should be.
 
     Args:
         path: an HF checkpoint, which is its own config folder, or a Megatron checkpoint.
-        flag: see `hf_folder`.
 
     Raises:
         BadInput: a Megatron checkpoint has no such folder.
     """
     if (path / TRACKER).is_file():
-        return hf_folder(path, flag=flag)
+        return hf_folder(path)
     return find_hf_folder(path) or path

@@ -9,7 +9,7 @@ from torch import Tensor
 from mcore_qwen3vl.config import VisionArchitecture
 from mcore_qwen3vl.converters.mapping.dialects import LANGUAGE, Dialect
 from mcore_qwen3vl.converters.mapping.row import Row
-from mcore_qwen3vl.converters.mapping.vision import vision_rows
+from mcore_qwen3vl.converters.mapping.table import vision_rows
 from mcore_qwen3vl.converters.mcore.index import CheckpointIndex, Chunk, ChunkedTensor, FileRange
 from mcore_qwen3vl.converters.mcore.megatron_checkpoint import MegatronCheckpoint, wrong_shape
 from mcore_qwen3vl.errors import BadInput

@@ -7,15 +7,27 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, TypedDict
 
 from mcore_qwen3vl.converters.mcore.formats import is_checkpoint
-from mcore_qwen3vl.converters.offline import finite
-from mcore_qwen3vl.converters.offline.plan import ConversionPlan, Unit, tensors_in
-from mcore_qwen3vl.converters.storage.progress import Meter, Progress
-from mcore_qwen3vl.converters.storage.staging import Staging, staging
+from mcore_qwen3vl.converters.offline.plan import (
+    ConversionPlan,
+    Unit,
+    nonfinite_notes,
+    tensors_in,
+)
+from mcore_qwen3vl.converters.storage.staging import (
+    Meter,
+    Progress,
+    Staging,
+    check_target,
+    staging,
+)
 from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.machine import usable_cores
 
@@ -67,27 +79,67 @@ class ConversionResult:
         return tensors_in(self.direction, self.tensors)
 
 
-def execute(
-    plan: ConversionPlan,
-    dst: Path,
+class Writing(TypedDict, total=False):
+    """The options of `write`, which every conversion takes."""
+
+    force: bool
+    workers: int | None
+    progress: Progress | None
+    strict: bool
+
+
+def write(
+    plan: Callable[[], ConversionPlan],
+    dst: str | Path,
     *,
     force: bool = False,
     workers: int | None = None,
     progress: Progress | None = None,
     strict: bool = False,
 ) -> ConversionResult:
-    """Run a plan; `dst` appears by a rename once everything is durably written.
+    """Check that `dst` may be written, make the plan and carry it out.
+
+    Args:
+        plan: returns the plan; see the `plan_*` functions of `convert`.
+        dst: directory to write; it appears by a rename once everything is durably written.
+        force: replace `dst` if it is a checkpoint.
+        workers: number of threads; default: two per core, at most `MOST_WORKERS`.
+        progress: called with the bytes done, the bytes in all and the name of the current tensor.
+        strict: write nothing if a value is NaN or infinite. Otherwise the result's notes say so.
 
     Raises:
-        BadInput, CheckFailed: see `convert.hf_to_mcore` for the reasons.
+        BadInput: `plan` raised it; `dst` exists; or reading or writing failed, in which case
+            running again continues where this run stopped.
+        CheckFailed: a value is NaN or infinite and `strict` is set; the message names the tensors.
     """
+    dst = Path(dst)
+    check_target(dst, force=force, replaceable=is_checkpoint)
+    return _execute(plan(), dst, force, workers or default_workers(), progress, strict)
+
+
+def convert(
+    plan: Callable[..., ConversionPlan], src: str | Path, dst: str | Path, options: dict[str, Any]
+) -> ConversionResult:
+    """Plan and write a conversion; `options` are those of `plan` and of `write`."""
+    writing = {name: options.pop(name) for name in Writing.__annotations__ if name in options}
+    return write(partial(plan, src, **options), dst, **writing)
+
+
+def _execute(
+    plan: ConversionPlan,
+    dst: Path,
+    force: bool,
+    workers: int,
+    progress: Progress | None,
+    strict: bool,
+) -> ConversionResult:
     started = time.monotonic()
     _keep_apart(plan, dst)
     try:
         with staging(dst, plan.fingerprint, force=force, replaceable=is_checkpoint) as stage:
-            resumed = _run_units(plan, stage, workers or default_workers(), progress)
+            resumed = _run_units(plan, stage, workers, progress)
             results = {u.name: stage.done[u.name] for u in plan.units}
-            found = finite.notes(results.values())
+            found = nonfinite_notes(results.values())
             if strict and found:
                 raise CheckFailed(f"{plan.source}: {' '.join(found)} Nothing was written.")
             plan.conversion.finish(stage.tree, results)

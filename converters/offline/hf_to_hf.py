@@ -9,23 +9,35 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.hf.config_file import Changes
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.mapping.row import Row, SourceTensor, max_rows
 from mcore_qwen3vl.converters.mapping.table import table
+from mcore_qwen3vl.converters.mcore import formats
 from mcore_qwen3vl.converters.offline.plan import ConversionPlan
 from mcore_qwen3vl.converters.offline.to_hf import LayoutChoice, chosen_layout, lay_out
 from mcore_qwen3vl.converters.offline.to_mcore import open_checkpoint, reading_notes
 from mcore_qwen3vl.converters.storage.dtypes import parse_dtype
 
 
-def plan(
-    source: Path,
+def plan_hf_to_hf(
+    src: str | Path,
     *,
     dtype: str = "keep",
     max_shard_size: str = "5GB",
     expert_layout: LayoutChoice = "source",
 ) -> ConversionPlan:
-    """Check an HF checkpoint and plan its copy; see `convert.plan_hf_to_hf`."""
+    """Check a Hugging Face checkpoint and plan how to rewrite it; write nothing.
+
+    Args:
+        src: checkpoint directory.
+        dtype, max_shard_size, expert_layout: see `to_hf.plan_mcore_to_hf`.
+
+    Raises:
+        BadInput: the input cannot be converted exactly with these options.
+    """
+    formats.require_huggingface(Path(src))
+    source = formats.require_directory(src)
     wanted = parse_dtype(dtype)
     architecture = Architecture.from_hf(source)
     layout = chosen_layout(architecture, expert_layout)
@@ -47,10 +59,9 @@ def plan(
         origin=origin,
         hf_config=source,
         files=checkpoint.files,
-        dtype=wanted,
+        changes=Changes(None if expert_layout == "source" else expert_layout, wanted),
         max_shard_size=max_shard_size,
         layout=layout,
-        config_form=None if expert_layout == "source" else expert_layout,
         names=form.names,
         notes=(*form.notes, *reading_notes(checkpoint, wanted), *layout_notes(layout)),
     )

@@ -12,6 +12,9 @@ from typing import Any, Protocol
 from mcore_qwen3vl import __version__
 from mcore_qwen3vl.converters.storage.boxes import Shape
 
+NONFINITE_SHOWN = 5
+"""The most tensors that a note on NaN or infinite values names."""
+
 
 @dataclass(frozen=True)
 class PlannedTensor:
@@ -130,3 +133,18 @@ def group_units(
 def unit_bytes(total: int) -> int:
     """Return the unit size for `total` bytes: enough units for all workers, but not many files."""
     return min(max(total // 64, 256 * 2**20), 2 * 2**30)
+
+
+def nonfinite_notes(results: Iterable[dict[str, Any]]) -> tuple[str, ...]:
+    """Return one sentence that names the tensors with NaN or infinite values, or an empty tuple.
+
+    Args:
+        results: results of units of work, which list the names of such tensors under
+            ``nonfinite``.
+    """
+    names = sorted({name for result in results for name in result.get("nonfinite", ())})
+    if not names:
+        return ()
+    shown = ", ".join(names[:NONFINITE_SHOWN]) + (", ..." if len(names) > NONFINITE_SHOWN else "")
+    count = "1 tensor has" if len(names) == 1 else f"{len(names)} tensors have"
+    return (f"{count} NaN or infinite values: {shown}.",)

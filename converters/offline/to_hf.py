@@ -20,16 +20,18 @@ from torch import Tensor
 from mcore_qwen3vl.config import Architecture, ExpertLayout
 from mcore_qwen3vl.converters.hf import processor_files, shards
 from mcore_qwen3vl.converters.hf.companions import companion_files, copy_companions
+from mcore_qwen3vl.converters.hf.config_file import Changes
 from mcore_qwen3vl.converters.hf.form_file import read_form
 from mcore_qwen3vl.converters.hf.hf_checkpoint import INDEX
 from mcore_qwen3vl.converters.hf.shards import Shard
 from mcore_qwen3vl.converters.mapping.forms import CURRENT, Names, renamed
 from mcore_qwen3vl.converters.mapping.row import Row, SourceTensor, max_rows
 from mcore_qwen3vl.converters.mapping.table import hf_shapes, table
-from mcore_qwen3vl.converters.mcore.formats import open_megatron
+from mcore_qwen3vl.converters.mcore import formats
 from mcore_qwen3vl.converters.mcore.megatron_checkpoint import MegatronCheckpoint
 from mcore_qwen3vl.converters.mcore.paths import hf_folder
 from mcore_qwen3vl.converters.offline import manifest
+from mcore_qwen3vl.converters.offline.engine import Writing
 from mcore_qwen3vl.converters.offline.plan import (
     ConversionPlan,
     PlannedTensor,
@@ -43,9 +45,17 @@ from mcore_qwen3vl.converters.storage.boxes import Box
 from mcore_qwen3vl.converters.storage.dtypes import all_finite, cast, dtype_name, parse_dtype
 from mcore_qwen3vl.converters.storage.staging import write_durably
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.labels import Labels
 
 LayoutChoice = Literal["source", "published", "v5"]
+
+
+class HFOptions(Writing, total=False):
+    """The options of a plan that writes a Hugging Face checkpoint, and of `engine.write`."""
+
+    dtype: str
+    max_shard_size: str
+    expert_layout: LayoutChoice
+
 
 Stream = Callable[[Row, int, torch.dtype], Iterator[Tensor]]
 """``stream(row, number, dtype)`` yields HF piece `number` of a row in chunks, in memory order."""
@@ -77,10 +87,7 @@ class ToHuggingFace:
     stream: Stream
     shards: tuple[Shard, ...]
     hf_config: Path  # directory of the config and the companion files
-    layout: ExpertLayout | None  # form to convert the config to; None: it stays as it is
-    dtype: torch.dtype | None  # dtype of all tensors; None: each keeps its own
-    untied: bool  # whether `hf_config` ties the embeddings but they are written separately
-    labels: Labels | None  # of a classifier's head that `hf_config` may lack
+    changes: Changes
 
     def prepare(self, tree: Path) -> None:
         for shard in self.shards:
@@ -112,14 +119,7 @@ class ToHuggingFace:
         return {"size": shard.size, "nonfinite": sorted(nonfinite)}
 
     def finish(self, tree: Path, results: dict[str, Any]) -> None:
-        copy_companions(
-            self.hf_config,
-            tree,
-            layout=self.layout,
-            dtype=self.dtype,
-            untied=self.untied,
-            labels=self.labels,
-        )
+        copy_companions(self.hf_config, tree, self.changes)
         if len(self.shards) > 1:
             write_durably(tree / INDEX, shards.index_json(self.shards))
 
@@ -188,19 +188,33 @@ def _stated(checkpoint: MegatronCheckpoint, names: Names, layout: ExpertLayout |
     return stated
 
 
-def plan(
-    source: Path,
+def plan_mcore_to_hf(
+    src: str | Path,
     *,
-    hf_config_dir: Path | None = None,
+    hf_config: str | Path | None = None,
     dtype: str = "keep",
     max_shard_size: str = "5GB",
     expert_layout: LayoutChoice = "source",
 ) -> ConversionPlan:
-    """Check an mcore checkpoint and plan its export; see `convert.plan_mcore_to_hf`."""
+    """Check a Megatron-Core checkpoint and plan its export; write nothing.
+
+    Args:
+        src: checkpoint directory, or the folder of one iteration.
+        hf_config: directory with the HF config and tokenizer; default: ``src/hf``.
+        dtype: "keep", "bf16", "fp16" or "fp32".
+        max_shard_size: largest safetensors file, like "5GB".
+        expert_layout: "source" keeps the layout of the experts and the config; "published" and
+            "v5" convert both, for transformers 4.57 and 5.
+
+    Raises:
+        BadInput: the input cannot be converted exactly with these options.
+    """
+    formats.require_megatron(Path(src))
+    source = formats.require_directory(src)
     wanted = parse_dtype(dtype)
-    folder = hf_config_dir or hf_folder(source)
+    folder = hf_folder(source) if hf_config is None else formats.require_directory(hf_config)
     architecture = Architecture.from_hf(folder)
-    checkpoint = open_megatron(source, architecture)
+    checkpoint = formats.open_megatron(source, architecture)
     layout = chosen_layout(architecture, expert_layout)
     form = read_form(folder)
     stated = _stated(checkpoint, form.names, layout)
@@ -220,10 +234,9 @@ def plan(
         origin=lambda row, _: (row.key, checkpoint.dtype(row.key)),
         hf_config=folder,
         files=checkpoint.files,
-        dtype=wanted,
+        changes=Changes(None if expert_layout == "source" else expert_layout, wanted),
         max_shard_size=max_shard_size,
         layout=layout,
-        config_form=None if expert_layout == "source" else expert_layout,
         names=form.names,
         notes=(*form.notes, *_notes(checkpoint.vocab_size - architecture.vocab_size)),
     )
@@ -238,13 +251,10 @@ def lay_out(
     origin: Callable[[Row, SourceTensor], tuple[str, torch.dtype]],
     hf_config: Path,
     files: Iterable[Path],
-    dtype: torch.dtype | None,
+    changes: Changes,
     max_shard_size: str,
     layout: ExpertLayout | None,
-    config_form: ExpertLayout | None,
     names: Names = CURRENT,
-    untied: bool = False,
-    labels: Labels | None = None,
     notes: tuple[str, ...] = (),
 ) -> ConversionPlan:
     """Plan a conversion that writes a Hugging Face checkpoint.
@@ -256,18 +266,17 @@ def lay_out(
         origin: returns the name and dtype of the source of an HF tensor.
         hf_config: directory of the config and the other files that go beside the weights.
         files: other files that the conversion reads.
-        dtype: dtype of all tensors written; None: each keeps its own.
+        changes: how the weights written differ from those that the config came with. Its layout
+            is the form to convert the config to.
         max_shard_size: largest safetensors file, like "5GB".
         layout: layout of the experts written.
-        config_form: form to convert the config to; None: it stays as it is.
         names: names of the tensors in the files written.
-        untied: whether the config ties the embeddings but they are written separately.
-        labels: labels of the classifier's head, if the config may lack them.
 
     Raises:
         BadInput: `max_shard_size` is not a size, or a companion file is a link that leads out of
             its directory.
     """
+    dtype, labels = changes.dtype, changes.labels
     limit = shards.parse_size(max_shard_size)
     origins = {
         names.stored(named.name): origin(row, named) for row in rows for named in row.sources
@@ -293,12 +302,12 @@ def lay_out(
             "files": file_identity([*files, *companions.values()]),
             "dtype": None if dtype is None else dtype_name(dtype),
             "shard": limit,
-            "layout": [layout, config_form],
+            "layout": [layout, changes.layout],
             "names": names.key,
-            "untied": untied,
+            "untied": changes.untied,
             "labels": labels and [*labels.names, labels.problem_type],
         },
-        conversion=ToHuggingFace(stream, parts, hf_config, config_form, dtype, untied, labels),
+        conversion=ToHuggingFace(stream, parts, hf_config, changes),
         files=len(parts),
         notes=(*notes, *processor_files.notes(hf_config)),
     )

@@ -19,6 +19,7 @@ from torch import Tensor
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf import fp8, processor_files
 from mcore_qwen3vl.converters.hf.companions import companion_files, copy_companions
+from mcore_qwen3vl.converters.hf.config_file import Changes
 from mcore_qwen3vl.converters.hf.form_file import write_form
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.mapping.dialects import Dialect
@@ -105,7 +106,7 @@ class ToMcore:
 
     def accompany(self, tree: Path, results: dict[str, Any]) -> None:
         """Write the files beside the weights in any mcore format; the tracker comes last."""
-        copy_companions(self.source.path, tree / HF_FOLDER, dtype=self.dtype)
+        copy_companions(self.source.path, tree / HF_FOLDER, Changes(dtype=self.dtype))
         write_form(tree / HF_FOLDER, self.source.form)
         checksums = (found for result in results.values() for found in result.get("checksums", ()))
         content = manifest.dumps(self.source, self.facts, self.dtype, checksums)

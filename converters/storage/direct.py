@@ -15,8 +15,7 @@ import errno
 import mmap
 import os
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 BLOCK = 4096
 """Alignment in bytes; disks and file systems with direct I/O accept it."""
@@ -47,15 +46,10 @@ class DirectFile:
         self._base = 0  # file offset of the buffer's first byte; a multiple of BLOCK
         self._first = self._last = 0  # start and end of the data in the buffer
 
-    def __enter__(self) -> DirectFile:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for descriptor in (self._plain, self._direct):
             if descriptor is not None:
                 os.close(descriptor)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -16,46 +14,31 @@ from mcore_qwen3vl.converters.storage.archive import write_tensor
 from mcore_qwen3vl.converters.storage.direct import DirectFile
 
 
-@dataclass
-class DistcpFile:
+class DistcpFile(DirectFile):
     """One ``.distcp`` file being written, tensor after tensor, without keeping data in memory.
 
-    Use it as a context manager; `index` records what the file holds.
+    Attributes:
+        index: what the file holds.
     """
 
-    path: Path
-    index: CheckpointIndex = field(default_factory=CheckpointIndex)
-    _stream: DirectFile = field(init=False)
-
-    def __enter__(self) -> DistcpFile:
-        self._stream = DirectFile(self.path, create=True).__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stream.__exit__(kind, error, trace)
-
-    def sync(self) -> None:
-        """Make everything written so far durable."""
-        self._stream.sync()
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, create=True)
+        self.index = CheckpointIndex()
+        self._name = path.name
 
     def write_row(self, row: Row, dtype: torch.dtype, chunks: Iterable[Tensor]) -> None:
         """Append one row's piece; `chunks` hold its values in order."""
-        start = self._stream.tell()
+        start = self.tell()
         sizes = (*(1 for _ in row.offset), *row.shape)
-        write_tensor(self._stream, dtype, sizes, chunks)
+        write_tensor(self, dtype, sizes, chunks)
         tensor = self.index.tensors.setdefault(row.key, ChunkedTensor(dtype, row.global_shape))
         corner = (*row.offset, *(0 for _ in row.shape))
         tensor.chunks.append(Chunk(corner, sizes, self._place(start)))
 
     def write_object(self, key: str, content: bytes) -> None:
-        start = self._stream.tell()
-        self._stream.write(content)
+        start = self.tell()
+        self.write(content)
         self.index.objects[key] = self._place(start)
 
     def _place(self, start: int) -> FileRange:
-        return FileRange(self.path.name, start, self._stream.tell() - start)
+        return FileRange(self._name, start, self.tell() - start)

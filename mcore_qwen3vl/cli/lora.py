@@ -86,8 +86,8 @@ def convert(
     console.quiet_libraries()
     from mcore_qwen3vl.config import Architecture
     from mcore_qwen3vl.converters.adapters.config import AdapterConfig
-    from mcore_qwen3vl.converters.adapters.convert import convert_adapter
     from mcore_qwen3vl.converters.adapters.serving import vllm_notes
+    from mcore_qwen3vl.converters.adapters.write import convert_adapter
     from mcore_qwen3vl.converters.describe.inspect_adapter import require_base
 
     base = require_base(AdapterConfig.from_file(adapter), hf_config)

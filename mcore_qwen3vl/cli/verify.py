@@ -52,7 +52,7 @@ def verify_roundtrip(
 ) -> None:
     """Convert to Megatron-Core and back, and compare every tensor and file bitwise."""
     if lora is not None:
-        from mcore_qwen3vl.verify.checkpoints.adapter_roundtrip import adapter_roundtrip
+        from mcore_qwen3vl.verify.checkpoints.roundtrip import adapter_roundtrip
 
         console.quiet_libraries()
         conclude(adapter_roundtrip(src, lora, work_dir), report, json)

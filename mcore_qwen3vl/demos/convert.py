@@ -14,7 +14,7 @@ from PIL import Image
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
-from mcore_qwen3vl.converters.live.checkpoint import load_checkpoint
+from mcore_qwen3vl.converters.live.load import load_checkpoint
 from mcore_qwen3vl.data.encoding.positions import mrope_position_ids
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu

@@ -1,13 +1,13 @@
 """Generation with a checkpoint of either kind under a layout.
 
-
 Prompts are read and checked before a process starts or a weight is loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -75,61 +75,49 @@ def run(request: Request, *, on_cpu: bool = False) -> list[Generation]:
         BadInput: the causes in :func:`mcore_qwen3vl.generation.generate`, no GPU, or a layout that
             does not fit the model.
     """
-    job = _Job.of(request)
-    answers: list[Generation] = on_all_ranks(
-        job.on_rank, request.layout, on_cpu=on_cpu, purpose="generate"
-    )
+    job = _checked(request)
+    answers: list[Generation] = on_all_ranks(job, request.layout, on_cpu=on_cpu, purpose="generate")
     return answers
 
 
-@dataclass(frozen=True)
-class _Job:
-    """A request that has been checked, with its prompts read; all ranks get the same one."""
+def _checked(request: Request) -> Callable[[], list[Generation]]:
+    """Check a request and read its prompts; return what each rank calls."""
+    folder, layout = request.hf_folder, request.layout
+    architecture = Architecture.from_hf(folder)
+    layout.validate(architecture, training=False)
+    for name, size in (("VPP", layout.vpp), ("CP", layout.cp)):
+        if size > 1:
+            raise BadInput(f"{name} is {size}, but generation does not use it: drop {name}.")
+    options = {"generation_config": load_generation_config(folder), **request.options}
+    processor = load_processor(folder)
+    multiple = layout.tp if layout.sp else 1
+    prompts = encode_prompts(architecture, processor, request.conversations, multiple_of=multiple)
+    check_lengths(architecture, prompts, options.get("max_new_tokens", MAX_NEW_TOKENS))
+    sampling: dict[str, Any] = {
+        name: options.get(name) for name in ("temperature", "top_p", "top_k")
+    }
+    Sampler(options["generation_config"], **sampling)  # raises if a value cannot be used
+    adapter = adapter_for(request.lora, request.checkpoint, folder)
+    return partial(_on_rank, request, architecture, processor, prompts, adapter, options)
 
-    request: Request
-    architecture: Architecture
-    processor: Any
-    prompts: Prompts
-    adapter: Adapter | None
-    options: dict[str, Any]
 
-    @classmethod
-    def of(cls, request: Request) -> _Job:
-        folder, layout = request.hf_folder, request.layout
-        architecture = Architecture.from_hf(folder)
-        layout.validate(architecture, training=False)
-        for name, size in (("VPP", layout.vpp), ("CP", layout.cp)):
-            if size > 1:
-                raise BadInput(f"{name} is {size}, but generation does not use it: drop {name}.")
-        options = {"generation_config": load_generation_config(folder), **request.options}
-        processor = load_processor(folder)
-        prompts = encode_prompts(
-            architecture,
-            processor,
-            request.conversations,
-            multiple_of=layout.tp if layout.sp else 1,
-        )
-        check_lengths(architecture, prompts, options.get("max_new_tokens", MAX_NEW_TOKENS))
-        Sampler(  # raises if a value cannot be used
-            options["generation_config"],
-            temperature=options.get("temperature"),
-            top_p=options.get("top_p"),
-            top_k=options.get("top_k"),
-        )
-        adapter = adapter_for(request.lora, request.checkpoint, folder)
-        return cls(request, architecture, processor, prompts, adapter, options)
-
-    def on_rank(self) -> list[Generation]:
-        """Load this rank's part of the model and answer, with ``torch.distributed`` initialised."""
-        request, options = self.request, self.options
-        models = load_chunks(
-            request.checkpoint,
-            self.architecture,
-            request.layout,
-            spec=request.spec,
-            dtype=request.dtype,
-            adapter=self.adapter,
-        )
-        if dist.get_rank():
-            options = {**options, "stream": None}
-        return generate(models, self.processor, self.prompts, **options)
+def _on_rank(
+    request: Request,
+    architecture: Architecture,
+    processor: Any,
+    prompts: Prompts,
+    adapter: Adapter | None,
+    options: dict[str, Any],
+) -> list[Generation]:
+    """Load this rank's part of the model and answer, with ``torch.distributed`` initialised."""
+    models = load_chunks(
+        request.checkpoint,
+        architecture,
+        request.layout,
+        spec=request.spec,
+        dtype=request.dtype,
+        adapter=adapter,
+    )
+    if dist.get_rank():
+        options = {**options, "stream": None}
+    return generate(models, processor, prompts, **options)

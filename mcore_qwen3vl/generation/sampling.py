@@ -79,24 +79,17 @@ class Sampler:
         if (penalty := config.repetition_penalty or 1.0) != 1.0:
             self.processors.append(RepetitionPenaltyLogitsProcessor(penalty))
         if not self.greedy:
-            self._add_warpers(
-                _first(temperature, config.temperature, 1.0),
-                _first(top_k, config.top_k, 50),
-                _first(top_p, config.top_p, 1.0),
-            )
+            if (divisor := _first(temperature, config.temperature, 1.0)) != 1.0:
+                self.processors.append(TemperatureLogitsWarper(divisor))
+            if count := _first(top_k, config.top_k, 50):
+                self.processors.append(TopKLogitsWarper(count))
+            if (share := _first(top_p, config.top_p, 1.0)) < 1.0:
+                self.processors.append(TopPLogitsWarper(share))
         self.generator = torch.Generator(device)
         if seed is None:
             self.generator.seed()
         else:
             self.generator.manual_seed(seed)
-
-    def _add_warpers(self, temperature: float, top_k: int, top_p: float) -> None:
-        if temperature != 1.0:
-            self.processors.append(TemperatureLogitsWarper(temperature))
-        if top_k:
-            self.processors.append(TopKLogitsWarper(top_k))
-        if top_p < 1.0:
-            self.processors.append(TopPLogitsWarper(top_p))
 
     def choose(self, input_ids: Tensor, logits: Tensor) -> Tensor:
         """Choose the next token of each sequence.

@@ -7,12 +7,14 @@ that launches something is counted by the bytes of its tensors, each read or wri
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from inspect import isfunction
 from typing import Any, Self
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -27,6 +29,7 @@ BYTES = "bytes"
 FUSED = "fused"
 """The key of the launches that ``torch.compile`` would save; see :func:`count_compiled`."""
 BACKWARD_OVER_FORWARD = 2.5  # five matmuls instead of two: the scores are recomputed
+_TE_EXTENSION = "transformer_engine_torch"
 _GEMMS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
 
 
@@ -194,3 +197,57 @@ def segmented(query: Tensor, of_queries: Tensor, of_keys: Tensor, *, causal: boo
     if causal:
         pairs -= float((queries * queries).sum()) / 2
     return 4 * query.shape[-2] * query.shape[-1] * pairs
+
+
+@contextmanager
+def count_transformer_engine(counts: Counter[str]) -> Iterator[None]:
+    """Add the work of Transformer Engine's kernels to `counts`, if it is imported."""
+    extension = sys.modules.get(_TE_EXTENSION)
+    products: dict[str, tuple[str, Callable[..., float]]] = {
+        "generic_gemm": ("gemm", _te_product),
+        "te_general_grouped_gemm": ("gemm", _te_products),
+        "fused_attn_fwd": ("attention", _te_attention),
+        "fused_attn_bwd": ("attention", lambda *a: BACKWARD_OVER_FORWARD * _te_attention(*a)),
+    }
+
+    def counted(name: str, original: Any) -> Any:
+        kind, amount = products.get(name, (BYTES, None))
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if amount is not None:
+                counts[kind] += int(amount(*args))
+            result = original(*args, **kwargs)
+            if amount is None:
+                counts[kind] += sum(size_of([args, list(kwargs.values()), result]))
+            return result
+
+        return call
+
+    with ExitStack() as patches:
+        for name, value in list(vars(extension).items()) if extension is not None else ():
+            if callable(value) and not isinstance(value, type):
+                patches.enter_context(mock.patch.object(extension, name, counted(name, value)))
+        yield
+
+
+def _te_product(a: Any, transposed: bool, b: Any, *_: Any) -> float:
+    """Return the FLOPs of one matmul.
+
+    `a`, with its axes as in PyTorch, is contracted along its last axis if transposed, else along
+    the others.
+    """
+    last = a.size()[-1]
+    size = a.size().numel()
+    contracted = last if transposed else size / max(last, 1)
+    return 2 * size * b.size().numel() / max(contracted, 1)
+
+
+def _te_products(a: list[Any], transposed: bool, b: list[Any], *_: Any) -> float:
+    return sum(_te_product(x, transposed, y) for x, y in zip(a, b, strict=True))
+
+
+def _te_attention(*args: Any) -> float:
+    first = next(i for i, a in enumerate(args) if isinstance(a, Tensor) and a.dtype == torch.int32)
+    causal = any("CAUSAL" in str(a) for a in args[:first] if "Mask" in type(a).__name__)
+    of_queries, of_keys, query = args[first : first + 3]
+    return segmented(query, of_queries, of_keys, causal=causal)

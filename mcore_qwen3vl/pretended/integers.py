@@ -134,48 +134,41 @@ def _on_host(value: Any) -> Any:
     return host_view(value) if isinstance(value, Tensor) and value.is_cuda else value
 
 
+def _on_device(values: Tensor, device: torch.device) -> Tensor:
+    """Return a device tensor with these values, if they are integers or booleans."""
+    result = torch.empty_like(values, device=device)
+    if result.dtype in WHOLE:
+        host_view(result).copy_(values)
+    return result
+
+
 def _nonzero(self: Tensor) -> Tensor:
     """Synchronize as CUDA does, because the host must know the size of the result."""
     torch.cuda.current_stream().synchronize()
     if self.dtype in WHOLE:
-        indices = host_view(self).nonzero()
-    else:
-        indices = torch.empty(0, self.ndim, dtype=torch.int64)
-    result = torch.empty_like(indices, device=self.device)
-    host_view(result).copy_(indices)
-    return result
+        return _on_device(host_view(self).nonzero(), self.device)
+    return _on_device(torch.empty(0, self.ndim, dtype=torch.int64), self.device)
 
 
 def _repeat_interleave(repeats: Tensor, *, output_size: int | None = None) -> Tensor:
     """Synchronize as CUDA does: without `output_size`, the host must learn the sum of `repeats`."""
     if output_size is None:
         torch.cuda.current_stream().synchronize()
-    on_host = torch.repeat_interleave(host_view(repeats))
-    result = torch.empty_like(on_host, device=repeats.device)
-    host_view(result).copy_(on_host)
-    return result
+    return _on_device(torch.repeat_interleave(host_view(repeats)), repeats.device)
 
 
 def _bincount(self: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
     """Synchronize as CUDA does, because the host must know the size of the result."""
     torch.cuda.current_stream().synchronize()
-    on_host = torch.bincount(host_view(self), minlength=minlength)
-    if weights is not None:
-        return torch.empty(on_host.shape, dtype=torch.float64, device=self.device)
-    result = torch.empty_like(on_host, device=self.device)
-    host_view(result).copy_(on_host)
-    return result
+    counts = torch.bincount(host_view(self), minlength=minlength)
+    return _on_device(counts if weights is None else counts.double(), self.device)
 
 
 def _prod(
     self: Tensor, dim: int, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
     """Compute the product on the host: for integers CUDA compiles a kernel, impossible here."""
-    on_host = host_view(self).prod(dim, keepdim, dtype=dtype)
-    result = torch.empty_like(on_host, device=self.device)
-    if result.dtype in WHOLE:
-        host_view(result).copy_(on_host)
-    return result
+    return _on_device(host_view(self).prod(dim, keepdim, dtype=dtype), self.device)
 
 
 _library: Any = None

@@ -15,7 +15,7 @@ import logging
 import os
 import queue
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -173,37 +173,37 @@ DEVICE_REPLACEMENTS = (
     ),
 )
 
+
+def _values(module: str, reason: str, **values: Any) -> Iterator[Replacement]:
+    """Yield replacements of attributes of a module by values, for one reason."""
+    for name, value in values.items():
+        yield Replacement(module, name, _constant(value), reason)
+
+
 _RNG = "the tensor-parallel RNG tracker saves and restores the device generator: use the CPU's"
-_STREAM = "side streams overlap copies and collectives: the CPU runs in order"
 _CUDA = "torch.cuda"
 _NULL = NullStream()
 
 TORCH_REPLACEMENTS = (
-    Replacement(
-        _CUDA,
-        "current_device",
-        _constant(lambda: CPU),
-        "buffers are allocated on the current device",
+    *_values(_CUDA, "buffers are allocated on the current device", current_device=lambda: CPU),
+    *_values(_CUDA, "the CPU is the only device", set_device=lambda device: None),
+    *_values(
+        _CUDA, "p2p communication synchronizes the device", synchronize=lambda device=None: None
     ),
-    Replacement(_CUDA, "set_device", _constant(lambda device: None), "the CPU is the only device"),
-    Replacement(
-        _CUDA,
-        "synchronize",
-        _constant(lambda device=None: None),
-        "p2p communication synchronizes the device",
-    ),
-    Replacement(_CUDA, "get_rng_state", _constant(_get_rng_state), _RNG),
-    Replacement(_CUDA, "set_rng_state", _constant(_set_rng_state), _RNG),
-    Replacement("torch.cuda.random", "get_rng_state", _constant(_get_rng_state), _RNG),
-    Replacement("torch.cuda.random", "set_rng_state", _constant(_set_rng_state), _RNG),
+    *_values(_CUDA, _RNG, get_rng_state=_get_rng_state, set_rng_state=_set_rng_state),
+    *_values(f"{_CUDA}.random", _RNG, get_rng_state=_get_rng_state, set_rng_state=_set_rng_state),
     # manual_seed_all stays, because torch.manual_seed calls it.
-    Replacement(_CUDA, "manual_seed", _constant(_manual_seed), _RNG),
-    Replacement(_CUDA, "Stream", _constant(NullStream), _STREAM),
-    Replacement(_CUDA, "Event", _constant(NullStream), _STREAM),
-    Replacement(_CUDA, "current_stream", _constant(lambda device=None: _NULL), _STREAM),
-    Replacement(_CUDA, "default_stream", _constant(lambda device=None: _NULL), _STREAM),
-    Replacement(_CUDA, "stream", _constant(lambda stream: contextlib.nullcontext()), _STREAM),
-    Replacement(_CUDA, "set_stream", _constant(lambda stream: None), _STREAM),
+    *_values(_CUDA, _RNG, manual_seed=_manual_seed),
+    *_values(
+        _CUDA,
+        "side streams overlap copies and collectives: the CPU runs in order",
+        Stream=NullStream,
+        Event=NullStream,
+        current_stream=lambda device=None: _NULL,
+        default_stream=lambda device=None: _NULL,
+        stream=lambda stream: contextlib.nullcontext(),
+        set_stream=lambda stream: None,
+    ),
     Replacement(
         "torch.distributed",
         "all_gather",
@@ -217,15 +217,15 @@ _MOE = "megatron.core.transformer.moe"
 _HOST = "returns a tensor if the input is on the CPU already; all_to_all needs a list of numbers"
 
 MEGATRON_REPLACEMENTS = (
-    Replacement(_TP_RANDOM, "_get_cuda_rng_state", _constant(_get_rng_state), _RNG),
-    Replacement(_TP_RANDOM, "_set_cuda_rng_state", _constant(_set_rng_state), _RNG),
-    Replacement(f"{_MOE}.moe_utils", "maybe_move_tensor_to_cpu", _constant(_to_host), _HOST),
-    Replacement(f"{_MOE}.token_dispatcher", "maybe_move_tensor_to_cpu", _constant(_to_host), _HOST),
-    Replacement(
+    *_values(
+        _TP_RANDOM, _RNG, _get_cuda_rng_state=_get_rng_state, _set_cuda_rng_state=_set_rng_state
+    ),
+    *_values(f"{_MOE}.moe_utils", _HOST, maybe_move_tensor_to_cpu=_to_host),
+    *_values(f"{_MOE}.token_dispatcher", _HOST, maybe_move_tensor_to_cpu=_to_host),
+    *_values(
         "megatron.core.dist_checkpointing.strategies.filesystem_async",
-        "get_write_results_queue",
-        _constant(lambda mp_mode="spawn": queue.Queue()),
         "starts a manager process that re-imports the program; a synchronous save needs none",
+        get_write_results_queue=lambda mp_mode="spawn": queue.Queue(),
     ),
 )
 
@@ -238,29 +238,25 @@ TRAINING_REPLACEMENTS = (
         _initialize_without_cuda,
         "Megatron refuses to start without CUDA",
     ),
-    Replacement(
+    *_values(
         f"{_TRAINING}.training",
-        "set_jit_fusion_options",
-        _constant(lambda tp_size=None: None),
         "warms up fused CUDA kernels",
+        set_jit_fusion_options=lambda tp_size=None: None,
     ),
-    Replacement(
+    *_values(
         f"{_TRAINING}.initialize",
-        "_compile_dependencies",
-        _constant(lambda: None),
         "compiles an index builder for GPT datasets, which are not used",
+        _compile_dependencies=lambda: None,
     ),
-    Replacement(
+    *_values(
         _CUDA,
-        "get_device_capability",
-        _constant(lambda device=None: (8, 0)),
         "--moe-grouped-gemm requires compute capability 8.0",
+        get_device_capability=lambda device=None: (8, 0),
     ),
-    Replacement(
+    *_values(
         f"{_TRAINING}.arguments",
-        "get_device_arch_version",
-        _constant(lambda: 10),
         "orders CUDA queues before Blackwell through CUDA_DEVICE_MAX_CONNECTIONS",
+        get_device_arch_version=lambda: 10,
     ),
 )
 """What Megatron's training loop needs beyond :data:`MEGATRON_REPLACEMENTS`."""

@@ -184,18 +184,13 @@ def _call(work: _Work) -> Any:
         # More threads would oversubscribe the machine, and OpenMP threads do not survive a fork.
         torch.set_num_threads(1)
     elif preloaded():
-        return _on_pretended_device(work)
+        from mcore_qwen3vl.pretended.rank import one_rank
+
+        with one_rank(work.rank, work.world_size):  # messages of other ranks are made up
+            return _in_process_group(work)
     else:
         torch.cuda.set_device(work.rank)
     return _in_process_group(work)
-
-
-def _on_pretended_device(work: _Work) -> Any:
-    """Run `work` on this process's pretended device; messages of other ranks are made up."""
-    from mcore_qwen3vl.pretended.rank import one_rank
-
-    with one_rank(work.rank, work.world_size):
-        return _in_process_group(work)
 
 
 def _in_process_group(work: _Work) -> Any:

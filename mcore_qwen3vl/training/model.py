@@ -95,7 +95,7 @@ def model_provider(
             lora.base.load(model)
             lora.adapt(model, freezing)
         elif other:
-            from mcore_qwen3vl.converters.live.checkpoint import load_checkpoint
+            from mcore_qwen3vl.converters.live.load import load_checkpoint
 
             load_checkpoint([model], other.folder)
         elif args.load_hf and not resuming(args):

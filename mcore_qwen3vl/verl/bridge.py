@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from mcore_qwen3vl.converters.adapters.adapter import is_adapter
 from mcore_qwen3vl.converters.adapters.read import read_adapter
+from mcore_qwen3vl.converters.live.adapter import export_merged
 from mcore_qwen3vl.converters.live.export import export_hf, save_hf, together
 from mcore_qwen3vl.converters.live.factors import load_factors
 from mcore_qwen3vl.converters.live.load import load_hf
-from mcore_qwen3vl.converters.live.merged import export_merged
 from mcore_qwen3vl.converters.live.sharded import unwrap
 from mcore_qwen3vl.model.lora.adapt import load_saved, whole_tensors
 from mcore_qwen3vl.training.lora.lora_run import LoraRun
@@ -76,7 +76,7 @@ class Bridge:
             save_hf(models, beside, hf_config=self._source, force=True)
         else:
             self._lora.export(models, beside)
-        together(lambda: move_files(beside, Path(path)), path, None)
+        together(lambda: move_files(beside, Path(path)), path)
 
 
 def move_files(source: Path, target: Path) -> None:

@@ -14,7 +14,7 @@ import mcore_qwen3vl
 from mcore_qwen3vl import converters
 
 Tiny = Callable[[str], Path]
-LINE = '    "mcore_qwen3vl.converters.legacy.format",\n'
+LINE = '    "mcore_qwen3vl.converters.legacy",\n'
 
 # It imports all modules of the copy but those that need a model's or a trainer's libraries.
 SCRIPT = """

@@ -17,7 +17,7 @@ from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.training.run import Run
 from mcore_qwen3vl.verify.curves.job import Job, run_rank
 from mcore_qwen3vl.verify.parity.on_rank import IN_MEMORY
-from mcore_qwen3vl.verify.parity.peft_reference import PeftReference
+from mcore_qwen3vl.verify.parity.reference import Reference
 from mcore_qwen3vl.verify.report.measurement import Measurement, measure
 
 TOLERANCE = 2e-5
@@ -42,7 +42,7 @@ def plain_model(job: Job, *, headless: bool = False) -> tuple[nn.Module, dict[st
     from transformers import AutoModel, AutoModelForImageTextToText
 
     if job.lora is not None:
-        adapted = PeftReference(job.checkpoint, job.lora)
+        adapted = Reference(job.checkpoint, job.lora)
         return adapted.network.model if headless else adapted.network, adapted.trained()
     kind = AutoModel if headless else AutoModelForImageTextToText
     model = kind.from_pretrained(job.checkpoint, dtype=torch.float32)

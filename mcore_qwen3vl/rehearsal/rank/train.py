@@ -58,7 +58,7 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda model, optimizer: None)
     from megatron.core.pipeline_parallel import schedules
     from megatron.training import training
 
-    from mcore_qwen3vl.pretended.te_flops import count_transformer_engine
+    from mcore_qwen3vl.pretended.flops import count_transformer_engine
     from mcore_qwen3vl.rehearsal.rank.other_stages import (
         patterns_of_other_stages,
         reads_itself,

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from mcore_qwen3vl.atomic import replacing
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.companions import copy_companions
+from mcore_qwen3vl.converters.hf.config_file import Changes
 from mcore_qwen3vl.converters.hf.form_file import write_form
 from mcore_qwen3vl.converters.mapping.dialects import LANGUAGE
 from mcore_qwen3vl.converters.mapping.forms import Form, head_of
@@ -126,7 +127,7 @@ def from_other_maker(args: argparse.Namespace) -> OtherMaker | None:
     step = args.ckpt_step if place == load else None
     try:
         folder = iteration_folder(Path(place)) if step is None else Path(place) / folder_name(step)
-        if format_of(folder).per_layout is not None or not _may_be_other_makers(folder):
+        if format_of(folder).plan is not None or not _may_be_other_makers(folder):
             return None
         index = read_metadata(folder)
     except BadInput:
@@ -161,7 +162,7 @@ def choose_checkpoint(args: argparse.Namespace) -> None:
 
     Raises:
         BadInput: see :func:`readable_iteration` and
-            :class:`mcore_qwen3vl.converters.mcore.formats.PerLayout`.
+            :class:`mcore_qwen3vl.converters.mcore.formats.Format`.
     """
     if args.load is None:
         return
@@ -192,7 +193,7 @@ def _check_named(args: argparse.Namespace) -> None:
     folder = Path(args.load) / folder_name(args.ckpt_step)
     if args.ckpt_format != "torch_dist" or not folder.is_dir():
         return
-    if format_of(folder).per_layout is None and (reason := damage(folder)) is not None:
+    if format_of(folder).plan is None and (reason := damage(folder)) is not None:
         raise BadInput(f"--ckpt-step {args.ckpt_step} cannot be read: {reason.rstrip('.')}.")
 
 
@@ -202,8 +203,8 @@ def _newest(args: argparse.Namespace) -> int | None:
     if newest is None:
         return None
     folder = Path(args.load) / folder_name(newest)
-    if folder.is_dir() and (per_layout := format_of(folder).per_layout) is not None:
-        per_layout.check_run(folder, args)
+    if folder.is_dir() and (format := format_of(folder)).plan is not None:
+        format.check_run(folder, args)
         return None
     if args.ckpt_format != "torch_dist":
         return None
@@ -239,7 +240,7 @@ def save_companions(args: argparse.Namespace) -> None:
         return
     with replacing(folder) as partial:
         labels = labels_of(args)
-        copy_companions(source, partial, labels=labels)
+        copy_companions(source, partial, Changes(labels=labels))
         write_form(partial, Form(head=head_of(labels)))
 
 

@@ -64,7 +64,7 @@ class Base:
 
             load_hf(chunk, resolve(self.path), spare_value_head=bool(chunk.head_labels))
         else:
-            from mcore_qwen3vl.converters.live.checkpoint import load_checkpoint
+            from mcore_qwen3vl.converters.live.load import load_checkpoint
 
             load_checkpoint([chunk], self.path, whole=False)
         self._add(chunk)

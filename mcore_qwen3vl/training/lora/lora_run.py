@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.config import FILE, AdapterConfig
-from mcore_qwen3vl.converters.adapters.peft_model import EMBEDDING, HEAD, apply
+from mcore_qwen3vl.converters.adapters.peft_model import EMBEDDING, HEAD, Slot, apply
 from mcore_qwen3vl.converters.adapters.read import read_adapter
-from mcore_qwen3vl.converters.adapters.targets import TargetSpec, resolve_targets
+from mcore_qwen3vl.converters.adapters.targets import resolve_targets
 from mcore_qwen3vl.converters.live.adapter import save_adapter
 from mcore_qwen3vl.converters.live.factors import initialize_factors, load_factors
 from mcore_qwen3vl.converters.mcore.formats import is_megatron
@@ -95,7 +95,7 @@ class LoraRun:
 
 
 def _parameters(
-    targets: Mapping[str, TargetSpec], saved: Mapping[str, Shape], architecture: Architecture
+    targets: Mapping[str, Slot], saved: Mapping[str, Shape], architecture: Architecture
 ) -> int:
     """Count the parameters of both factors and of what trains whole, a tied head only once."""
     tied = architecture.tie_word_embeddings and EMBEDDING in saved

@@ -236,15 +236,14 @@ def _check_adapter(config: AdapterConfig, args: argparse.Namespace) -> None:
             "computed twice in a step, and dropout would make them differ. Set it to 0."
         )
     from mcore_qwen3vl.converters.adapters.peft_model import HEAD, apply  # PEFT takes seconds
-    from mcore_qwen3vl.converters.adapters.targets import specs
 
     applied = apply(config, hf_config_of(args))
-    if labels_of(args) is not None and HEAD in {*applied.saved, *specs(applied)}:
+    if labels_of(args) is not None and HEAD in {*applied.saved, *applied.slots}:
         raise BadInput(
             f"The adapter changes {HEAD} with --task {args.task}, whose model has no lm_head: "
             "leave it out of the targets and of modules_to_save."
         )
-    if HEAD in specs(applied):
+    if HEAD in applied.slots:
         raise BadInput(
             f"The adapter has factors on {HEAD} with --task {args.task}, which reads two of its "
             "rows: leave it out of the targets, or name it in modules_to_save."

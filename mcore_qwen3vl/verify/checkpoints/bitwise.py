@@ -19,10 +19,11 @@ from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.mapping.row import Row, max_rows
 from mcore_qwen3vl.converters.mapping.table import table
 from mcore_qwen3vl.converters.mcore.formats import is_megatron, open_megatron
+from mcore_qwen3vl.converters.mcore.megatron_checkpoint import MegatronCheckpoint
 from mcore_qwen3vl.converters.mcore.paths import hf_folder
 from mcore_qwen3vl.converters.storage.boxes import Box
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
-from mcore_qwen3vl.converters.storage.progress import Progress
+from mcore_qwen3vl.converters.storage.staging import Progress
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.verify.report.measurement import Finding, Measurement, measure
 from mcore_qwen3vl.verify.report.result import Report
@@ -83,11 +84,15 @@ class _Side:
                 "not known. Put the config.json in its hf folder."
             )
         architecture = Architecture.from_hf(folder)
-        self.megatron = open_megatron(path, architecture) if is_megatron(path) else None
-        self.hf = HuggingFaceCheckpoint(path) if self.megatron is None else None
+        self.stored: MegatronCheckpoint | HuggingFaceCheckpoint
+        self.stored = (
+            open_megatron(path, architecture) if is_megatron(path) else HuggingFaceCheckpoint(path)
+        )
         self.companions = companion_files(folder) if _config_folder(path) else {}
-        vocabulary = self.megatron.vocab_size if self.megatron else None
-        form = self.hf.form if self.hf is not None else read_form(folder)
+        if isinstance(self.stored, MegatronCheckpoint):
+            vocabulary, form = self.stored.vocab_size, read_form(folder)
+        else:
+            vocabulary, form = None, self.stored.form
         rows = table(architecture, padded_vocab_size=vocabulary, head=form.head)
         self.pieces: dict[str, list[_Piece]] = {}
         for row in rows:
@@ -99,15 +104,13 @@ class _Side:
 
     @property
     def maker(self) -> str | None:
-        if self.megatron is None or self.megatron.dialect is None:
-            return None
-        return self.megatron.dialect.maker
+        dialect = getattr(self.stored, "dialect", None)
+        return None if dialect is None else dialect.maker
 
     def dtype(self, piece: _Piece) -> torch.dtype:
-        if self.megatron is not None:
-            return self.megatron.dtype(piece.row.key)
-        assert self.hf is not None
-        return self.hf.entries[piece.row.sources[piece.source].name].dtype
+        if isinstance(self.stored, MegatronCheckpoint):
+            return self.stored.dtype(piece.row.key)
+        return self.stored.entries[piece.row.sources[piece.source].name].dtype
 
     def numel(self, name: str) -> int:
         shapes = (piece.row.sources[piece.source].piece_shape for piece in self.pieces[name])
@@ -118,15 +121,13 @@ class _Side:
 
     def take(self, row: Row, box: Box) -> Tensor:
         """Read a box of an mcore piece."""
-        if self.megatron is not None:
-            return self.megatron.read(row, box)
-        hf = self.hf
-        assert hf is not None
-        return row.take(hf.read, box)
+        if isinstance(self.stored, MegatronCheckpoint):
+            return self.stored.read(row, box)
+        return row.take(self.stored.read, box)
 
     def digest(self, name: str) -> str:
         """Return a companion file's hash; that of a config leaves its quantisation settings out."""
-        if name == "config.json" and self.hf is not None and self.hf.quantization is not None:
+        if name == "config.json" and getattr(self.stored, "quantization", None) is not None:
             config = fp8.without(read_config_file(self.companions[name]))
             return sha256(config_file.dumps(config)).hexdigest()
         return digest(self.companions[name])
@@ -137,19 +138,17 @@ class _Side:
 
     def _has(self, row: Row, name: str) -> bool:
         """Return whether the tensor is there with the shape that the config gives it."""
-        if self.megatron is not None:
-            stored = self.megatron.index.tensors.get(row.key)
+        if isinstance(self.stored, MegatronCheckpoint):
+            stored = self.stored.index.tensors.get(row.key)
             return stored is not None and stored.shape == row.global_shape
-        assert self.hf is not None
-        entry = self.hf.entries.get(name)
+        entry = self.stored.entries.get(name)
         return entry is not None and entry.shape in {s.shape for s in row.sources if s.name == name}
 
     def _outside(self, rows: list[Row]) -> list[str]:
         """Return the tensors that the model described by the config does not have."""
-        if self.megatron is not None:
-            return sorted(self.megatron.model_keys() - {row.key for row in rows})
-        assert self.hf is not None
-        return [name for name in self.hf.entries if name not in self.pieces]
+        if isinstance(self.stored, MegatronCheckpoint):
+            return sorted(self.stored.model_keys() - {row.key for row in rows})
+        return [name for name in self.stored.entries if name not in self.pieces]
 
 
 def _config_folder(path: Path) -> Path | None:

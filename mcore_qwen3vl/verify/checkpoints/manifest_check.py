@@ -27,7 +27,7 @@ from mcore_qwen3vl.converters.offline.manifest import CHECKSUM, stated_checksum
 from mcore_qwen3vl.converters.offline.to_hf import stream_hf
 from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
-from mcore_qwen3vl.converters.storage.progress import Meter, Progress
+from mcore_qwen3vl.converters.storage.staging import Meter, Progress
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.verify.report.measurement import Finding
 from mcore_qwen3vl.verify.report.result import Report

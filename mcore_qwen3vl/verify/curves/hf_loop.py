@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import warnings
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -20,8 +19,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.verify.curves.curve import StepMetrics
-from mcore_qwen3vl.verify.curves.job import BETAS, CLIP, EPSILON, LEARNING_RATE, WEIGHT_DECAY, Job
+from mcore_qwen3vl.verify.curves.job import (
+    BETAS,
+    CLIP,
+    EPSILON,
+    LEARNING_RATE,
+    WEIGHT_DECAY,
+    Job,
+    StepMetrics,
+)
+from mcore_qwen3vl.verify.parity.reference import with_adapter
 
 Split = Literal["train", "val"]
 
@@ -35,12 +42,14 @@ def batch_order(job: Job) -> list[list[list[int]]]:
     """Return :func:`sample_order` with a list for each micro-batch of a step."""
     return [
         [[int(name.rsplit(":", 1)[1]) - 1 for name in batch] for batch in step]  # lines are from 1
-        for step in _batch_names(job, job.data, job.steps, "train")
+        for step in batch_names(job, job.data, job.steps)
     ]
 
 
-def sample_names(job: Job, data: Path, steps: int, *, split: Split = "train") -> list[list[str]]:
-    """Return the file and the line of the samples that each step reads, over all DP ranks.
+def batch_names(
+    job: Job, data: Path, steps: int, *, split: Split = "train"
+) -> list[list[tuple[str, ...]]]:
+    """Return the file and the line of the samples of each step's micro-batches, over all DP ranks.
 
     Args:
         job: the run.
@@ -48,11 +57,6 @@ def sample_names(job: Job, data: Path, steps: int, *, split: Split = "train") ->
         steps: number of steps.
         split: part of `data` that is read.
     """
-    return [list(chain.from_iterable(step)) for step in _batch_names(job, data, steps, split)]
-
-
-def _batch_names(job: Job, data: Path, steps: int, split: Split) -> list[list[tuple[str, ...]]]:
-    """Return :func:`sample_names` with a tuple for each micro-batch of a step."""
     from mcore_qwen3vl.data.loading.loader import Loader, load_processor
     from mcore_qwen3vl.data.loading.sources import parse_sources
     from mcore_qwen3vl.training.arguments.parser import validate
@@ -87,7 +91,7 @@ def hf_curve(job: Job) -> list[StepMetrics]:
     processor = AutoProcessor.from_pretrained(job.checkpoint)
     model = AutoModelForImageTextToText.from_pretrained(job.checkpoint, dtype=torch.float32)
     if job.lora is not None:
-        model = _with_adapter(model, job.lora)
+        model = with_adapter(model, job.lora)
     model.train()
     records = [json.loads(line) for line in job.data.read_text(encoding="utf-8").splitlines()]
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -118,15 +122,6 @@ def hf_curve(job: Job) -> list[StepMetrics]:
         optimizer.step()
         curve.append(StepMetrics(total, float(norm)))
     return curve
-
-
-def _with_adapter(model: Any, adapter: Path) -> Any:
-    """Return PEFT's model, in which only the adapter is trained."""
-    from peft import PeftModel
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return PeftModel.from_pretrained(model, adapter, is_trainable=True)
 
 
 def encode(

@@ -13,9 +13,15 @@ import torch
 from mcore_qwen3vl.converters.mcore.paths import TRACKER
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.tiny.records import write_image_qa
-from mcore_qwen3vl.verify.curves.curve import StepMetrics, curve_of, worst_difference
 from mcore_qwen3vl.verify.curves.hf_loop import hf_curve
-from mcore_qwen3vl.verify.curves.job import DISTRIBUTED, Job, train
+from mcore_qwen3vl.verify.curves.job import (
+    DISTRIBUTED,
+    Job,
+    StepMetrics,
+    curve_of,
+    train,
+    worst_difference,
+)
 
 TOLERANCE = 1e-4
 """Largest relative difference in float32: thirty Adam steps carry rounding errors along."""
@@ -88,13 +94,8 @@ def curves_table(folder: Path, steps: int, only: Sequence[str] | None = None) ->
                 references[order] = hf_curve(job)
             theirs, ours = references[order], curve_of(train(job, folder / label.strip()))
             difference = worst_difference(ours, theirs)
-            good = max(difference.loss, difference.grad_norm) <= TOLERANCE
-            failed |= not good
-            print(
-                f"{label} {ours[0].loss:8.4f} {ours[-1].loss:8.4f} {difference.loss:10.1e} "
-                f"{difference.grad_norm:10.1e} {'' if good else 'FAIL'}",
-                flush=True,
-            )
+            label = f"{label} {ours[0].loss:8.4f} {ours[-1].loss:8.4f}"
+            failed |= not _judged(label, difference, TOLERANCE)
     return int(failed)
 
 
@@ -117,14 +118,17 @@ def resume_table(folder: Path, steps: int) -> int:
         rest = train(then, place / "rest", "--save", str(save), "--save-interval", "1000")
         difference = worst_difference(curve_of(rest), curve_of(whole[steps // 2 :]))
         limit = 0.0 if before == after else OTHER_LAYOUT
-        good = max(difference.loss, difference.grad_norm) <= limit
-        failed |= not good
-        print(
-            f"{'MoE' if moe else 'dense':6} {before[0]:9} {after[0]:9} {difference.loss:10.1e} "
-            f"{difference.grad_norm:10.1e} {'' if good else 'FAIL'}",
-            flush=True,
-        )
+        label = f"{'MoE' if moe else 'dense':6} {before[0]:9} {after[0]:9}"
+        failed |= not _judged(label, difference, limit)
     return int(failed)
+
+
+def _judged(label: str, difference: StepMetrics, limit: float) -> bool:
+    """Print a row, and return whether its difference is within the limit."""
+    good = max(difference.loss, difference.grad_norm) <= limit
+    numbers = f"{difference.loss:10.1e} {difference.grad_norm:10.1e}"
+    print(f"{label} {numbers} {'' if good else 'FAIL'}", flush=True)
+    return good
 
 
 def whole_and_half(job: Job, folder: Path) -> tuple[list[dict[str, Any]], Path]:

@@ -98,32 +98,28 @@ def preset_config(name: str, hf_dir: str | Path) -> AdapterConfig:
     return AdapterConfig(r=8, lora_alpha=16, target_modules=modules, target_parameters=parameters)
 
 
-def write_random_adapter(
-    path: Path, config: AdapterConfig, hf_config: HFConfig, seed: int = 0
-) -> Path:
+def write_random_adapter(path: Path, config: AdapterConfig, hf_config: HFConfig) -> Path:
     """Write a PEFT adapter with random factors and random whole tensors.
 
     Args:
         path: the directory to write.
         config: the adapter's config.
         hf_config: the model's ``config.json``: its content, the file or its directory.
-        seed: seed of the values.
 
     Returns:
         `path`.
     """
     factors = {
         name: Factors(
-            _random(f"{name}.a", spec.a_shape, 1.0, seed),
-            _random(f"{name}.b", spec.b_shape, 0.3, seed),
+            _random(f"{name}.a", spec.a_shape, 1.0),
+            _random(f"{name}.b", spec.b_shape, 0.3),
             spec.r,
             spec.scaling,
         )
         for name, spec in resolve_targets(config, hf_config).items()
     }
     saved = {
-        name: _random(name, shape, 1.0, seed)
-        for name, shape in apply(config, hf_config).saved.items()
+        name: _random(name, shape, 1.0) for name, shape in apply(config, hf_config).saved.items()
     }
     if config.ensure_weight_tying:
         saved.pop(HEAD, None)  # the embedding's tensor stands for both
@@ -131,8 +127,8 @@ def write_random_adapter(
     return path
 
 
-def _random(name: str, shape: Shape, gain: float, seed: int) -> Tensor:
+def _random(name: str, shape: Shape, gain: float) -> Tensor:
     """Return a matrix of gain `gain`, or a vector (of a norm or bias) around one half."""
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     noise = torch.randn(shape, generator=generator)
     return 0.5 + 0.2 * noise if len(shape) == 1 else gain * noise / noise[0].numel() ** 0.5

@@ -1,26 +1,71 @@
-"""Hugging Face's model and its results, computed once for each batch."""
+"""Hugging Face's model and its results, each computed once, and the tolerances that follow."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from math import prod
 from pathlib import Path
+
+import torch
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.read import read_adapter
+from mcore_qwen3vl.converters.mapping.table import table
 from mcore_qwen3vl.converters.mcore.formats import require_huggingface
 from mcore_qwen3vl.verify.parity.batches import build_batch
-from mcore_qwen3vl.verify.parity.case import DTYPES
-from mcore_qwen3vl.verify.parity.peft_reference import PeftReference
+from mcore_qwen3vl.verify.parity.case import DTYPES, Case
 from mcore_qwen3vl.verify.parity.reference import AdamW, Expected, Reference, Stepped
+from mcore_qwen3vl.verify.report.measurement import Measurements, findings, measure, merge
+
+TOLERANCE = 2e-5
+"""Largest error in float32, relative to the largest expected magnitude of the same tensor."""
+
+HALF_PRECISION_FACTOR = 2.0
+"""Two bf16 runs that are each within E of the truth are within 2 E of one another."""
 
 
-class CachedReference:
-    """A Hugging Face checkpoint and the reference's results, computed once for each batch.
+class ReferenceCheckpoint:
+    """A Hugging Face checkpoint to compare with, loaded at most once in each dtype.
 
     Args:
         path: checkpoint directory.
+        lora: PEFT adapter directory; PEFT's model is then the reference, and only the adapter is
+            trained.
+    """
+
+    def __init__(self, path: str | Path, lora: str | Path | None = None) -> None:
+        self.path = Path(path)
+        require_huggingface(self.path)
+        self.architecture = Architecture.from_hf(self.path)
+        self.adapter = None if lora is None else read_adapter(lora, self.path)
+        self.lora = None if lora is None else Path(lora)
+        self._models: dict[torch.dtype, Reference] = {}
+
+    def model(self, dtype: torch.dtype) -> Reference:
+        """Return the reference in this dtype."""
+        if dtype not in self._models:
+            self._models[dtype] = Reference(self.path, self.lora, dtype=dtype)
+        return self._models[dtype]
+
+    def value_counts(self, frozen: Mapping[str, int] | None = None) -> dict[str, int]:
+        """Return the number of values of each tensor, expert and factor, without `frozen` ones."""
+        counts = {
+            source.label: prod(source.piece_shape)
+            for row in table(self.architecture)
+            for source in row.sources
+        }
+        if self.adapter is not None:
+            counts |= {name: factor.numel() for name, factor in self.adapter.tensors().items()}
+        trained = {name: count - (frozen or {}).get(name, 0) for name, count in counts.items()}
+        return {name: count for name, count in trained.items() if count}
+
+
+class CachedReference(ReferenceCheckpoint):
+    """A Hugging Face checkpoint and the reference's results, computed once for each batch.
+
+    Args:
+        path, lora: see `ReferenceCheckpoint`.
         dtype: dtype of the reference.
-        lora: PEFT adapter directory; the reference then trains only the adapter.
         passed: called after each pass of the reference over a batch.
     """
 
@@ -32,14 +77,9 @@ class CachedReference:
         lora: str | Path | None = None,
         passed: Callable[[], None] = lambda: None,
     ) -> None:
-        self.path = Path(path)
-        require_huggingface(self.path)
-        self.architecture = Architecture.from_hf(self.path)
+        super().__init__(path, lora)
         self._dtype = DTYPES[dtype]
         self._passed = passed
-        self._lora = None if lora is None else Path(lora)
-        self.adapter = None if lora is None else read_adapter(lora, self.path)
-        self._reference: Reference | None = None
         self._expected: dict[tuple[str, int], Expected] = {}
         self._stepped: dict[tuple[str, int, AdamW], Stepped] = {}
 
@@ -62,9 +102,30 @@ class CachedReference:
 
     @property
     def reference(self) -> Reference:
-        if self._reference is None:
-            if self._lora is None:
-                self._reference = Reference(self.path, dtype=self._dtype)
-            else:
-                self._reference = PeftReference(self.path, self._lora, dtype=self._dtype)
-        return self._reference
+        return self.model(self._dtype)
+
+
+def half_precision_tolerances(
+    half: CachedReference, full: CachedReference, case: Case, batches: Iterable[str]
+) -> dict[str, float]:
+    """Return by part `HALF_PRECISION_FACTOR` times the worst error of HF's own bf16 run."""
+    worst = dict.fromkeys(("logits", "loss", "gradients"), 0.0)
+    for name in batches:
+        ours, exact = (c.expected(name, case.multiple, case.gradients) for c in (half, full))
+        measured = merge(_differences(ours, exact))
+        for finding in findings(measured, worst):
+            worst[finding.part] = max(worst[finding.part], finding.error)
+    return {part: HALF_PRECISION_FACTOR * error for part, error in worst.items()}
+
+
+def _differences(actual: Expected, expected: Expected) -> Iterator[Measurements]:
+    """Measure one reference against another."""
+    for number, valid in enumerate(expected.valid):
+        logits, losses = actual.logits[number], actual.losses[number]
+        yield {
+            ("logits", "all"): measure(logits[valid], expected.logits[number][valid]),
+            ("loss", "all"): measure(losses[valid], expected.losses[number][valid]),
+        }
+    for name, gradient in expected.gradients.items():
+        if gradient.any():  # rounding has no scale where the gradient is exactly zero
+            yield {("gradients", name): measure(actual.gradients[name], gradient)}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from math import prod
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from mcore_qwen3vl.console import CountProgress, no_progress
 from mcore_qwen3vl.converters.adapters.presets import Preset
-from mcore_qwen3vl.converters.mapping.table import table
 from mcore_qwen3vl.converters.mcore.formats import require_megatron
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
@@ -18,11 +17,14 @@ from mcore_qwen3vl.runtime.launch import check_gpus, run_layout
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.verify.parity.adapters import preset_config, write_random_adapter
 from mcore_qwen3vl.verify.parity.batches import Batch, batches_of, build_batch
-from mcore_qwen3vl.verify.parity.cached_reference import CachedReference
+from mcore_qwen3vl.verify.parity.cached_reference import (
+    TOLERANCE,
+    CachedReference,
+    half_precision_tolerances,
+)
 from mcore_qwen3vl.verify.parity.case import Case
 from mcore_qwen3vl.verify.parity.reference import AFTER_STEP, AdamW, Expected
-from mcore_qwen3vl.verify.parity.tolerance import TOLERANCE, half_precision_tolerances
-from mcore_qwen3vl.verify.report.measurement import Finding, Measurements, findings, merge
+from mcore_qwen3vl.verify.report.measurement import Measurements, findings, merge, take_frozen
 from mcore_qwen3vl.verify.report.result import Report
 
 if TYPE_CHECKING:  # imports megatron, before which the CPU backend must be installed
@@ -73,24 +75,6 @@ def verify_parity(
     """
     if checkpoint is not None:
         require_megatron(Path(checkpoint), instead="compare it with `verify tensors`")
-    if lora is not None and str(lora) in get_args(Preset):
-        config = preset_config(str(lora), hf_dir)
-        with scratch_folder("mcore-qwen3vl-lora-") as folder:
-            random = write_random_adapter(folder / "adapter", config, hf_dir)
-            return verify_parity(
-                hf_dir,
-                layout,
-                batches,
-                gradients=gradients,
-                dtype=dtype,
-                device=device,
-                spec=spec,
-                lora=random,
-                checkpoint=checkpoint,
-                compile_pointwise=compile_pointwise,
-                timeout=timeout,
-                progress=progress,
-            )
     adamw = AdamW() if gradients and dtype == "fp32" else None
     case = Case(
         layout or Layout(),
@@ -103,7 +87,13 @@ def verify_parity(
     )
     names = list(batches or batches_of(spec))
     passes = itertools.count(1)
-    with progress("comparing", len(names) * (3 if dtype == "bf16" else 2), "passes") as advance:
+    with ExitStack() as stack:
+        if lora is not None and str(lora) in get_args(Preset):
+            folder = stack.enter_context(scratch_folder("mcore-qwen3vl-lora-"))
+            config = preset_config(str(lora), hf_dir)
+            lora = write_random_adapter(folder / "adapter", config, hf_dir)
+        total = len(names) * (3 if dtype == "bf16" else 2)
+        advance = stack.enter_context(progress("comparing", total, "passes"))
 
         def passed() -> None:
             advance(next(passes))
@@ -180,18 +170,16 @@ def compare_case(
         )
         for number, batch in enumerate(expected):
             measured = merge(rank[number] for rank in ranks)
-            counts = _counts(reference, case, batch)
+            counts = _counts(reference, case, batch, take_frozen(measured))
             if stepped is not None and number == len(expected) - 1:
-                frozen = _frozen(measured)
                 counts |= {
-                    ("parameters", n): c - frozen.get(n, 0)
-                    for (k, n), c in counts.items()
-                    if k == "gradients" and c > frozen.get(n, 0)
+                    ("parameters", n): c for (part, n), c in counts.items() if part == "gradients"
                 }
                 counts["gradient norm", "all"] = 1
                 if case.overlap and case.distributed_optimizer:
                     counts[AFTER_STEP, "all"] = counts["logits", "all"]
-            report.findings += _judge(measured, counts, allowed, batch.batch.name)
+            context = batch.batch.name
+            report.findings += findings(measured, allowed, counts=counts, context=context)
     return report
 
 
@@ -216,38 +204,11 @@ def _runs(batches: Iterable[Batch], case: Case) -> list[list[str]]:
 
 
 def _counts(
-    reference: CachedReference, case: Case, expected: Expected
+    reference: CachedReference, case: Case, expected: Expected, frozen: dict[str, int]
 ) -> dict[tuple[str, str], int]:
-    """Return how many values there are to compare, frozen ones included, by part and name."""
-    a = reference.architecture
+    """Return how many values there are to compare, by part and name."""
     tokens = sum(int(valid.sum()) for valid in expected.valid)
-    counts = {("logits", "all"): tokens * a.vocab_size, ("loss", "all"): tokens}
-    if case.gradients:
-        for row in table(a):
-            for source in row.sources:
-                name = source.name if source.index is None else f"{source.name}[{source.index}]"
-                counts["gradients", name] = prod(source.piece_shape)
-        if reference.adapter is not None:
-            for name, factor in reference.adapter.tensors().items():
-                counts["gradients", name] = factor.numel()
-    return counts
-
-
-def _frozen(measured: Measurements) -> dict[str, int]:
-    """Return how many values of each tensor the ranks found frozen."""
-    return {name: one.count for (part, name), one in measured.items() if part == "frozen"}
-
-
-def _judge(
-    measured: Measurements,
-    counts: dict[tuple[str, str], int],
-    tolerances: dict[str, float],
-    context: str,
-) -> Iterator[Finding]:
-    """Return the findings, after taking frozen values off those that should have a gradient."""
-    for name, count in _frozen(measured).items():
-        del measured["frozen", name]
-        counts["gradients", name] -= count
-        if not counts["gradients", name]:
-            del counts["gradients", name]
-    return findings(measured, tolerances, counts=counts, context=context)
+    vocabulary = reference.architecture.vocab_size
+    counts = {("logits", "all"): tokens * vocabulary, ("loss", "all"): tokens}
+    trained = reference.value_counts(frozen) if case.gradients else {}
+    return counts | {("gradients", name): count for name, count in trained.items()}

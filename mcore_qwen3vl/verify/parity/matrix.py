@@ -14,11 +14,10 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.tiny import YARN, write_tiny_checkpoint
 from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
 from mcore_qwen3vl.verify.parity.batches import RECIPES
-from mcore_qwen3vl.verify.parity.cached_reference import CachedReference
+from mcore_qwen3vl.verify.parity.cached_reference import CachedReference, half_precision_tolerances
 from mcore_qwen3vl.verify.parity.case import Case
 from mcore_qwen3vl.verify.parity.comparison import compare_case
 from mcore_qwen3vl.verify.parity.reference import AdamW
-from mcore_qwen3vl.verify.parity.tolerance import half_precision_tolerances
 from mcore_qwen3vl.verify.report.result import Report
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -48,8 +47,8 @@ DIVIDED = ("packed", "imageless", "ragged")
 one rank: the divisor of the loss, ranks without an image, ranks with micro-batches of other shapes.
 """
 UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform"}
-SHARDED = {"distributed_optimizer": True}
-OVERLAPPED = {"distributed_optimizer": True, "overlap": True}
+SHARDED: dict[str, Any] = {"distributed_optimizer": True}
+OVERLAPPED: dict[str, Any] = {"distributed_optimizer": True, "overlap": True}
 
 
 @dataclass(frozen=True)
@@ -72,156 +71,155 @@ class MatrixRow:
     note: str = ""
     lora: str = ""
 
+    @classmethod
+    def of(
+        cls, model: str, layout: str, *batches: str, note: str = "", lora: str = "", **options: Any
+    ) -> MatrixRow:
+        """Return a row; by default with the batch ``mixed``, and with `options` of the case."""
+        return cls(model, layout, batches or ("mixed",), options, note, lora)
+
     def __str__(self) -> str:
         lora = f"LoRA: {self.lora}" if self.lora else ""
         return " ".join(filter(None, [self.model, self.layout, lora, self.note]))
 
 
-def _recompute(note: str, model: str, layout: str, batch: str, **config: Any) -> MatrixRow:
-    return MatrixRow(model, layout, (batch,), {"config": config}, f"recompute {note}")
+DISPATCH = {"moe_token_dispatcher_type": "allgather"}
+BOTH = "distr. opt., overlap"
+
+
+def uniform(layers: int) -> dict[str, Any]:
+    """Return arguments of :meth:`MatrixRow.of` for uniform recompute of this many layers."""
+    config = {**UNIFORM, "recompute_num_layers": layers}
+    return {"note": f"recompute uniform {layers}", "config": config}
 
 
 MATRIX: tuple[MatrixRow, ...] = (
     MatrixRow("dense", "single"),
     MatrixRow("dense", "tp2"),
     MatrixRow("dense", "tp2+sp"),
-    MatrixRow("dense", "tp4+sp", ("mixed", "packed", "padded-left")),
+    MatrixRow.of("dense", "tp4+sp", "mixed", "packed", "padded-left"),
     MatrixRow("dense", "pp2", STAGED),
-    MatrixRow("dense", "pp4", ("images", "video", "packed", "ragged")),
+    MatrixRow.of("dense", "pp4", "images", "video", "packed", "ragged"),
     MatrixRow("dense", "pp2xvpp2", STAGED),
-    MatrixRow("dense", "pp2+first1", ("mixed", "padded", "ragged")),
-    MatrixRow("dense", "pp2+last1", ("images", "packed")),
-    MatrixRow("dense", "pp4+first1+last1", ("text", "mixed")),
-    MatrixRow("dense", "pp2+E|t|tt|tL", ("mixed", "packed", "ragged")),
-    MatrixRow("dense", "pp2+Ettt|tL", ("mixed",)),
-    MatrixRow("dense", "pp2xdp2+E|tt||t|t|L", ("imageless",), OVERLAPPED, "distr. opt., overlap"),
+    MatrixRow.of("dense", "pp2+first1", "mixed", "padded", "ragged"),
+    MatrixRow.of("dense", "pp2+last1", "images", "packed"),
+    MatrixRow.of("dense", "pp4+first1+last1", "text", "mixed"),
+    MatrixRow.of("dense", "pp2+E|t|tt|tL", "mixed", "packed", "ragged"),
+    MatrixRow.of("dense", "pp2+Ettt|tL", "mixed"),
+    MatrixRow.of("dense", "pp2xdp2+E|tt||t|t|L", "imageless", note=BOTH, **OVERLAPPED),
     MatrixRow("dense", "cp2"),
-    MatrixRow("dense", "cp4", ("video", "packed", "padded")),
+    MatrixRow.of("dense", "cp4", "video", "packed", "padded"),
     MatrixRow("dense", "dp2", DIVIDED),
-    MatrixRow("dense", "dp2", ("imageless", "packed"), {"overlap": True}, "overlap"),
-    MatrixRow("dense", "dp2", ("imageless", "mixed"), SHARDED, "distributed optimizer"),
-    MatrixRow(
-        "dense", "dp2", ("imageless", "ragged"), OVERLAPPED, "distributed optimizer, overlap"
+    MatrixRow.of("dense", "dp2", "imageless", "packed", note="overlap", overlap=True),
+    MatrixRow.of("dense", "dp2", "imageless", "mixed", note="distributed optimizer", **SHARDED),
+    MatrixRow.of(
+        "dense", "dp2", "imageless", "ragged", note="distributed optimizer, overlap", **OVERLAPPED
     ),
-    MatrixRow("dense", "tp2xpp2", ("image", "padded-left", "ragged")),
-    MatrixRow("dense", "tp2xpp2+sp", ("mixed", "packed", "imageless")),
-    MatrixRow("dense", "tp2xcp2", ("images", "padded")),
-    MatrixRow("dense", "tp2xcp2+sp", ("mixed", "packed", "imageless", "padded-left", "ragged")),
-    MatrixRow("dense", "pp2xcp2", ("video", "packed", "ragged")),
-    MatrixRow("dense", "tp2xpp2xvpp2+sp", ("images", "packed", "ragged")),
-    MatrixRow("dense", "tp2xdp2+sp", ("imageless", "padded"), OVERLAPPED, "distr. opt., overlap"),
-    MatrixRow("dense", "cp2xdp2", ("imageless", "packed"), OVERLAPPED, "distr. opt., overlap"),
-    MatrixRow("dense", "pp2xvpp2xdp2", ("imageless", "mixed"), OVERLAPPED, "distr. opt., overlap"),
-    MatrixRow("dense", "tp2xpp2xcp2+sp", ("mixed", "packed", "ragged")),
-    MatrixRow("tied", "single", ("mixed", "packed")),
-    MatrixRow("tied", "tp2xpp2+sp", ("mixed", "packed")),
-    MatrixRow("tied", "pp2xvpp2xdp2", ("imageless",), OVERLAPPED, "distr. opt., overlap"),
-    MatrixRow("epsilon", "single", ("mixed",)),
+    MatrixRow.of("dense", "tp2xpp2", "image", "padded-left", "ragged"),
+    MatrixRow.of("dense", "tp2xpp2+sp", "mixed", "packed", "imageless"),
+    MatrixRow.of("dense", "tp2xcp2", "images", "padded"),
+    MatrixRow.of("dense", "tp2xcp2+sp", "mixed", "packed", "imageless", "padded-left", "ragged"),
+    MatrixRow.of("dense", "pp2xcp2", "video", "packed", "ragged"),
+    MatrixRow.of("dense", "tp2xpp2xvpp2+sp", "images", "packed", "ragged"),
+    MatrixRow.of("dense", "tp2xdp2+sp", "imageless", "padded", note=BOTH, **OVERLAPPED),
+    MatrixRow.of("dense", "cp2xdp2", "imageless", "packed", note=BOTH, **OVERLAPPED),
+    MatrixRow.of("dense", "pp2xvpp2xdp2", "imageless", "mixed", note=BOTH, **OVERLAPPED),
+    MatrixRow.of("dense", "tp2xpp2xcp2+sp", "mixed", "packed", "ragged"),
+    MatrixRow.of("tied", "single", "mixed", "packed"),
+    MatrixRow.of("tied", "tp2xpp2+sp", "mixed", "packed"),
+    MatrixRow.of("tied", "pp2xvpp2xdp2", "imageless", note=BOTH, **OVERLAPPED),
+    MatrixRow.of("epsilon", "single", "mixed"),
     MatrixRow("yarn", "single"),
-    MatrixRow("yarn", "tp2+sp", ("mixed", "padded", "packed")),
-    MatrixRow("yarn", "cp2", ("video", "packed", "ragged")),
-    MatrixRow("yarn", "pp2", ("mixed", "packed", "ragged")),
-    MatrixRow("yarn", "tp2xcp2+sp", ("mixed", "packed")),
-    MatrixRow("yarn", "single", ("mixed", "packed"), {"dtype": "bf16"}, "bf16"),
+    MatrixRow.of("yarn", "tp2+sp", "mixed", "padded", "packed"),
+    MatrixRow.of("yarn", "cp2", "video", "packed", "ragged"),
+    MatrixRow.of("yarn", "pp2", "mixed", "packed", "ragged"),
+    MatrixRow.of("yarn", "tp2xcp2+sp", "mixed", "packed"),
+    MatrixRow.of("yarn", "single", "mixed", "packed", note="bf16", dtype="bf16"),
     MatrixRow("moe", "single"),
-    MatrixRow("moe", "tp2+sp", ("image", "padded", "packed")),
-    MatrixRow("moe", "pp2xvpp2", ("images", "packed", "ragged")),
+    MatrixRow.of("moe", "tp2+sp", "image", "padded", "packed"),
+    MatrixRow.of("moe", "pp2xvpp2", "images", "packed", "ragged"),
     MatrixRow("moe", "ep2xdp2"),
-    MatrixRow(
-        "moe",
-        "ep2xdp2",
-        ("mixed", "padded", "packed"),
-        {"config": {"moe_token_dispatcher_type": "allgather"}},
-        "allgather",
-    ),
-    MatrixRow(
-        "moe", "ep4xdp4", ("images", "imageless", "packed"), OVERLAPPED, "distr. opt., overlap"
-    ),
-    MatrixRow(
-        "moe",
-        "ep4xdp4",
-        ("mixed",),
-        {"config": {"moe_token_dispatcher_type": "allgather"}},
-        "allgather",
-    ),
-    MatrixRow("moe", "tp2xetp2+sp", ("mixed", "packed")),
+    MatrixRow.of("moe", "ep2xdp2", "mixed", "padded", "packed", note="allgather", config=DISPATCH),
+    MatrixRow.of("moe", "ep4xdp4", "images", "imageless", "packed", note=BOTH, **OVERLAPPED),
+    MatrixRow.of("moe", "ep4xdp4", "mixed", note="allgather", config=DISPATCH),
+    MatrixRow.of("moe", "tp2xetp2+sp", "mixed", "packed"),
     MatrixRow("moe", "tp2xep2+sp"),
-    MatrixRow("moe", "cp2xep2", ("video", "packed", "padded")),
-    MatrixRow("moe", "pp2xep2xdp2", ("mixed", "packed", "ragged", "imageless")),
-    MatrixRow("moe", "pp2xep2xdp2+E|tt|tt|L", ("mixed", "imageless")),
-    MatrixRow("moe", "pp2xcp2xep2+Et|t|t|tL", ("packed",)),
-    MatrixRow("moe", "tp2xpp2xep2+sp", ("mixed", "packed", "ragged")),
-    MatrixRow("moe", "tp2xep2xetp2xdp2+sp", ("mixed", "packed")),
-    MatrixRow(
-        "moe", "tp2xpp2xep2xdp2+sp", ("imageless", "packed"), OVERLAPPED, "distr. opt., overlap"
-    ),
-    MatrixRow("moe-mixed", "single", ("mixed", "packed")),
-    MatrixRow("moe-mixed", "pp2xep2xdp2", ("images", "padded")),
-    _recompute("uniform 1", "dense", "tp2+sp", "mixed", **UNIFORM, recompute_num_layers=1),
-    _recompute("uniform 2", "dense", "cp2", "packed", **UNIFORM, recompute_num_layers=2),
-    _recompute("uniform 4", "moe", "tp2xep2+sp", "mixed", **UNIFORM, recompute_num_layers=4),
-    _recompute("uniform 2", "dense", "pp2", "images", **UNIFORM, recompute_num_layers=2),
-    _recompute("uniform 1", "dense", "pp2xvpp2", "packed", **UNIFORM, recompute_num_layers=1),
-    _recompute(
-        "block",
+    MatrixRow.of("moe", "cp2xep2", "video", "packed", "padded"),
+    MatrixRow.of("moe", "pp2xep2xdp2", "mixed", "packed", "ragged", "imageless"),
+    MatrixRow.of("moe", "pp2xep2xdp2+E|tt|tt|L", "mixed", "imageless"),
+    MatrixRow.of("moe", "pp2xcp2xep2+Et|t|t|tL", "packed"),
+    MatrixRow.of("moe", "tp2xpp2xep2+sp", "mixed", "packed", "ragged"),
+    MatrixRow.of("moe", "tp2xep2xetp2xdp2+sp", "mixed", "packed"),
+    MatrixRow.of("moe", "tp2xpp2xep2xdp2+sp", "imageless", "packed", note=BOTH, **OVERLAPPED),
+    MatrixRow.of("moe-mixed", "single", "mixed", "packed"),
+    MatrixRow.of("moe-mixed", "pp2xep2xdp2", "images", "padded"),
+    MatrixRow.of("dense", "tp2+sp", "mixed", **uniform(1)),
+    MatrixRow.of("dense", "cp2", "packed", **uniform(2)),
+    MatrixRow.of("moe", "tp2xep2+sp", "mixed", **uniform(4)),
+    MatrixRow.of("dense", "pp2", "images", **uniform(2)),
+    MatrixRow.of("dense", "pp2xvpp2", "packed", **uniform(1)),
+    MatrixRow.of(
         "dense",
         "tp2xpp2+sp",
         "packed",
-        recompute_granularity="full",
-        recompute_method="block",
-        recompute_num_layers=1,
+        note="recompute block",
+        config={
+            "recompute_granularity": "full",
+            "recompute_method": "block",
+            "recompute_num_layers": 1,
+        },
     ),
-    _recompute("selective", "dense", "cp2", "mixed", recompute_granularity="selective"),
-    _recompute("vision", "dense", "tp2+sp", "mixed", recompute_vision=True),
-    MatrixRow(
-        "dense", "tp2xcp2+sp", ("packed",), {"config": {"keep_activations": True}}, "all kept"
+    MatrixRow.of(
+        "dense",
+        "cp2",
+        "mixed",
+        note="recompute selective",
+        config={"recompute_granularity": "selective"},
     ),
-    _recompute(
-        "selective moe",
+    MatrixRow.of(
+        "dense", "tp2+sp", "mixed", note="recompute vision", config={"recompute_vision": True}
+    ),
+    MatrixRow.of(
+        "dense", "tp2xcp2+sp", "packed", note="all kept", config={"keep_activations": True}
+    ),
+    MatrixRow.of(
         "moe",
         "ep2xdp2",
         "packed",
-        recompute_granularity="selective",
-        recompute_modules=["core_attn", "moe"],
+        note="recompute selective moe",
+        config={"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]},
     ),
-    MatrixRow("dense", "tp2xcp2+sp", ("packed",), {"config": {"head_chunk": 0}}, "Megatron's loss"),
-    MatrixRow(
-        "tied",
-        "dp2",
-        ("imageless",),
-        {**OVERLAPPED, "config": {"head_chunk": 0}},
-        "Megatron's loss",
+    MatrixRow.of("dense", "tp2xcp2+sp", "packed", note="Megatron's loss", config={"head_chunk": 0}),
+    MatrixRow.of(
+        "tied", "dp2", "imageless", note="Megatron's loss", **OVERLAPPED, config={"head_chunk": 0}
     ),
-    MatrixRow(
+    MatrixRow.of(
         "moe",
         "ep2xdp2",
-        ("packed",),
-        {"config": {"moe_grouped_gemm": False}},
-        "one expert after another",
+        "packed",
+        note="one expert after another",
+        config={"moe_grouped_gemm": False},
     ),
-    MatrixRow(
-        "dense", "tp2xcp2+sp", ("packed", "padded-left"), {"compile_pointwise": True}, "compiled"
+    MatrixRow.of(
+        "dense", "tp2xcp2+sp", "packed", "padded-left", note="compiled", compile_pointwise=True
     ),
-    MatrixRow("dense", "tp2+sp", ("mixed",), {"freeze": ("vision",)}, "vision frozen"),
-    MatrixRow("dense", "cp2", ("mixed",), {"freeze": ("aligner",)}, "aligner frozen"),
-    MatrixRow("dense", "pp2", ("mixed",), {"freeze": ("language",)}, "language frozen"),
-    MatrixRow(
+    MatrixRow.of("dense", "tp2+sp", "mixed", note="vision frozen", freeze=("vision",)),
+    MatrixRow.of("dense", "cp2", "mixed", note="aligner frozen", freeze=("aligner",)),
+    MatrixRow.of("dense", "pp2", "mixed", note="language frozen", freeze=("language",)),
+    MatrixRow.of(
         "moe",
         "ep2xdp2",
-        ("mixed",),
-        {"freeze": (r".*\.mlp\.router", r"visual\.blocks\.1\."), "overlap": True},
-        "patterns frozen, overlap",
+        "mixed",
+        note="patterns frozen, overlap",
+        freeze=(r".*\.mlp\.router", r"visual\.blocks\.1\."),
+        overlap=True,
     ),
-    MatrixRow(
-        "dense",
-        "single",
-        ("mixed", "padded-left", "packed", "imageless"),
-        {"dtype": "bf16"},
-        "bf16",
+    MatrixRow.of(
+        "dense", "single", "mixed", "padded-left", "packed", "imageless", note="bf16", dtype="bf16"
     ),
-    MatrixRow("dense", "tp2xpp2+sp", ("mixed", "packed"), {"dtype": "bf16"}, "bf16"),
-    MatrixRow("moe-all", "single", ("mixed", "packed"), {"dtype": "bf16"}, "bf16"),
-    MatrixRow("moe-all", "tp2xep2+sp", ("packed",), {"dtype": "bf16"}, "bf16"),
+    MatrixRow.of("dense", "tp2xpp2+sp", "mixed", "packed", note="bf16", dtype="bf16"),
+    MatrixRow.of("moe-all", "single", "mixed", "packed", note="bf16", dtype="bf16"),
+    MatrixRow.of("moe-all", "tp2xep2+sp", "packed", note="bf16", dtype="bf16"),
 )
 
 

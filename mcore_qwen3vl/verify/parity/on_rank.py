@@ -7,7 +7,7 @@ slice of the reference, and sends back numbers only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,8 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture, ExpertLayout
 from mcore_qwen3vl.converters.adapters.adapter import Adapter
-from mcore_qwen3vl.converters.live.checkpoint import load_checkpoint
 from mcore_qwen3vl.converters.live.factors import factor_parts
-from mcore_qwen3vl.converters.live.load import load_hf
+from mcore_qwen3vl.converters.live.load import load_checkpoint, load_hf
 from mcore_qwen3vl.converters.live.sharded import Values, gradient, hf_parts, unwrap
 from mcore_qwen3vl.model import pointwise
 from mcore_qwen3vl.model.build import build_chunks
@@ -44,7 +43,13 @@ from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.verify.parity.batches import MicroBatch
 from mcore_qwen3vl.verify.parity.case import Case
 from mcore_qwen3vl.verify.parity.reference import AFTER_STEP, AdamW, Expected, Stepped
-from mcore_qwen3vl.verify.report.measurement import Measurement, Measurements, measure, merge
+from mcore_qwen3vl.verify.report.measurement import (
+    FROZEN,
+    Measurement,
+    Measurements,
+    measure,
+    merge,
+)
 
 IN_MEMORY: ExpertLayout = "v5"
 """The layout of experts in memory under transformers 5, whatever the checkpoint has."""
@@ -61,8 +66,8 @@ def measure_on_rank(
     case: Case,
     batches: list[Expected],
     stepped: Stepped | None,
-    adapter: Adapter | None = None,
-    mcore: Path | None = None,
+    adapter: Adapter | None,
+    mcore: Path | None,
 ) -> list[Measurements]:
     """Run `case` on this rank and compare; every rank of the layout calls this.
 
@@ -172,12 +177,7 @@ class Engine:
         optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
-                lr=adamw.lr,
-                weight_decay=adamw.weight_decay,
-                adam_beta1=adamw.adam_beta1,
-                adam_beta2=adamw.adam_beta2,
-                adam_eps=adamw.adam_eps,
-                clip_grad=adamw.clip_grad,
+                **asdict(adamw),
                 bf16=self.case.dtype == "bf16",
                 params_dtype=self.case.torch_dtype,
                 use_distributed_optimizer=self.case.distributed_optimizer,
@@ -294,7 +294,7 @@ class Engine:
                 held = parameter.grad is not None or hasattr(parameter, "main_grad")
                 assert parameter.requires_grad or not held
         for part in hf_parts(self.chunks, lambda p: None if p.requires_grad else p.data):
-            key = ("frozen", part.label)
+            key = (FROZEN, part.label)
             count = part.local.numel() if part.main else 0
             counts[key] = counts.get(key, Measurement()) + Measurement(count=count)
         return counts

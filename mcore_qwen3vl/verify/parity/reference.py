@@ -6,6 +6,8 @@ it. Padding, packing and micro-batches are what we have to get right, so the ref
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.adapters.peft_model import PREFIX, lora_layers
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
-from mcore_qwen3vl.converters.offline.finite import notes
+from mcore_qwen3vl.converters.offline.plan import nonfinite_notes
 from mcore_qwen3vl.converters.storage.dtypes import all_finite
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.verify.parity.batches import Batch, MicroBatch, Sample, media
@@ -76,34 +79,45 @@ class Stepped:
 
 
 class Reference:
-    """Hugging Face's model on one process.
+    """Hugging Face's model on one process; with an adapter, PEFT's, which alone has gradients.
 
     Args:
         path: checkpoint directory.
-        dtype: dtype of weights and computation.
-        device: device that it runs on; results come back to the CPU.
+        adapter: PEFT adapter directory; None: the whole model has gradients.
+        dtype: dtype of weights and computation; factors stay float32, as in PEFT, unless this is
+            float64.
 
     Raises:
         BadInput: a file is damaged, or a weight is NaN or infinite.
     """
 
     def __init__(
-        self, path: Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
+        self,
+        path: Path,
+        adapter: Path | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         import transformers
 
         HuggingFaceCheckpoint(path).form.require_transformers(path)
         self.architecture = Architecture.from_hf(path)
-        self.device = device
         kind = "Moe" if self.architecture.is_moe else ""
         model_class = getattr(transformers, f"Qwen3VL{kind}ForConditionalGeneration")
         self.model: Any = model_class.from_pretrained(
             path, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
-        ).to(device)
+        )
         weights = self.model.named_parameters()
         nonfinite = [name for name, weight in weights if not all_finite(weight.detach())]
-        for note in notes([{"nonfinite": nonfinite}]):
+        for note in nonfinite_notes([{"nonfinite": nonfinite}]):
             raise BadInput(f"{path}: {note} What a model computes with them cannot be compared.")
+        self._trained = dict(self.model.named_parameters())
+        if adapter is not None:
+            self.model = with_adapter(self.model, adapter)
+            if dtype == torch.float64:
+                self.model.double()
+            self._trained = trained_parameters(self.model)
+        self._adapted = adapter is not None
         self.model.eval()
 
     def run(self, batch: Batch, *, gradients: bool = True) -> Expected:
@@ -122,7 +136,7 @@ class Reference:
             adamw: the optimizer's settings.
         """
         parameters = {
-            name: torch.nn.Parameter(weight.detach().float().cpu().clone())
+            name: torch.nn.Parameter(weight.detach().float().clone())
             for name, weight in self.trained().items()
         }
         for name, parameter in parameters.items():
@@ -169,13 +183,13 @@ class Reference:
                 output = self._forward(sample)
                 of_sample = output.logits[0]  # (L, V)
                 of_tokens = F.cross_entropy(
-                    of_sample.float(), sample.labels.to(self.device), reduction="none"
+                    of_sample.float(), sample.labels, reduction="none"
                 )  # (L,)
             if gradients:
-                loss = (of_tokens * sample.loss_mask.to(self.device)).sum()
+                loss = (of_tokens * sample.loss_mask).sum()
                 ((loss + self.added_loss(output)) * scale).backward()
-            logits[span.tokens] = of_sample.detach().float().cpu()
-            losses[span.tokens] = of_tokens.detach().cpu()
+            logits[span.tokens] = of_sample.detach().float()
+            losses[span.tokens] = of_tokens.detach()
             valid[span.tokens] = True
         return logits, losses, valid
 
@@ -193,27 +207,54 @@ class Reference:
         kinds = (ids == self.architecture.image_token_id).int()
         kinds += 2 * (ids == self.architecture.video_token_id).int()
         inputs = {"input_ids": ids[None], "mm_token_type_ids": kinds[None], **media(sample)}
-        inputs = {name: value.to(self.device) for name, value in inputs.items()}
         more = {"output_router_logits": True} if self.architecture.is_moe else {}
         return self.model(**inputs, use_cache=False, **more)
 
     def _gradients(self) -> dict[str, Tensor]:
         """Return all gradients, zero where the loss does not reach (vision in a batch of text)."""
         return {
-            name: torch.zeros_like(p, device="cpu", dtype=torch.float32)
-            if p.grad is None
-            else p.grad.float().cpu()
+            name: torch.zeros_like(p, dtype=torch.float32) if p.grad is None else p.grad.float()
             for name, p in self.trained().items()
         }
 
     @property
     def network(self) -> Any:
-        """Hugging Face's model, whose modules have the names of the checkpoint."""
-        return self.model
+        """The model, whose modules have the names of the checkpoint.
+
+        With an adapter, PEFT's wrappers are in place of the adapted modules.
+        """
+        return self.model.base_model.model if self._adapted else self.model
 
     def trained(self) -> dict[str, torch.nn.Parameter]:
-        """Return the parameters that have a gradient, by the names used in comparisons."""
-        return dict(self.model.named_parameters())
+        """Return the parameters that have a gradient, by the names used in comparisons.
+
+        Factors are ``PARAMETER.lora_A`` and ``.lora_B``.
+        """
+        return self._trained
+
+
+def with_adapter(model: Any, adapter: Path) -> Any:
+    """Return PEFT's model, in which only the adapter is trained."""
+    from peft import PeftModel
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about experts' rank patterns, which work
+        return PeftModel.from_pretrained(model, adapter, is_trainable=True)
+
+
+def trained_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
+    """Return what trains in PEFT's model: ``PARAMETER.lora_A`` and ``.lora_B``, and the rest."""
+    found: dict[str, torch.nn.Parameter] = {}
+    factors = set()
+    for _, name, layer in lora_layers(model):
+        for factor in ("lora_A", "lora_B"):
+            parameter = getattr(layer, factor)["default"].weight
+            found[f"{name}.{factor}"] = parameter
+            factors.add(parameter)
+    for path, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter not in factors:
+            found[re.sub(r"\.modules_to_save\.default", "", path.removeprefix(PREFIX))] = parameter
+    return found
 
 
 def _is_spared(name: str, parameter: Tensor) -> bool:

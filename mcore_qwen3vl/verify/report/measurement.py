@@ -115,6 +115,9 @@ def _measure_bits(actual: Tensor, expected: Tensor) -> Measurement:
 Measurements = dict[tuple[str, str], Measurement]
 """Measurements by part and name."""
 
+FROZEN = "frozen"
+"""The part whose measurements only count the frozen values of each tensor."""
+
 
 def merge(parts: Iterable[Mapping[tuple[str, str], Measurement]]) -> Measurements:
     """Join the measurements of several ranks or slices."""
@@ -123,6 +126,12 @@ def merge(parts: Iterable[Mapping[tuple[str, str], Measurement]]) -> Measurement
         for key, measurement in part.items():
             merged[key] = merged.get(key, Measurement()) + measurement
     return merged
+
+
+def take_frozen(measured: Measurements) -> dict[str, int]:
+    """Remove the counts of frozen values from `measured`, and return them by tensor."""
+    keys = [key for key in measured if key[0] == FROZEN]
+    return {name: measured.pop((part, name)).count for part, name in keys}
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,7 @@ class _ComparisonHooks:
             for name, main, rows, columns, value in self._compared(local):
                 if name not in expected:
                     continue
-                known = _flat(expected[name])[rows][:, columns.reference]
+                known = expected[name].flatten(0, -2)[rows][:, columns.reference]
                 one = measure(value, known)
                 key = (kind, name)
                 measured[key] = measured.get(key, Measurement()) + (one if main else one.as_copy())
@@ -248,8 +248,3 @@ class _ComparisonHooks:
         tp = mpu.get_tensor_model_parallel_world_size()
         shared = hook.rows != "tokens" and chunk.visual.sharing_group is not None
         return 1 / tp if shared and not chunk.config.sequence_parallel else 1.0
-
-
-def _flat(values: Tensor) -> Tensor:
-    """Reshape (B, S, W) or (P, W) to (rows, W)."""
-    return values.flatten(0, -2)

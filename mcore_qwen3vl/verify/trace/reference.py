@@ -8,11 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.adapters.read import read_adapter
-from mcore_qwen3vl.converters.mcore.formats import require_huggingface
 from mcore_qwen3vl.verify.parity.batches import Batch, MicroBatch, build_batch
-from mcore_qwen3vl.verify.parity.peft_reference import PeftReference
+from mcore_qwen3vl.verify.parity.cached_reference import ReferenceCheckpoint
 from mcore_qwen3vl.verify.parity.reference import Reference
 from mcore_qwen3vl.verify.report.measurement import EPSILON, measure
 from mcore_qwen3vl.verify.trace.probe_points import ProbePoint, data_path
@@ -48,23 +45,15 @@ class ReferenceRun:
     tolerances: Tolerances
 
 
-class TraceReference:
+class TraceReference(ReferenceCheckpoint):
     """A Hugging Face checkpoint that traces are compared with; each result is computed once.
 
     Args:
-        path: checkpoint directory.
-        lora: PEFT adapter directory. PEFT's model is then the reference, and its adapter is
-            trained.
+        path, lora: see `ReferenceCheckpoint`.
     """
 
     def __init__(self, path: str | Path, lora: str | Path | None = None) -> None:
-        self.path = Path(path)
-        require_huggingface(self.path)
-        self.architecture = Architecture.from_hf(self.path)
-        self.lora = None if lora is None else Path(lora)
-        self.adapter = None if lora is None else read_adapter(lora, self.path)
-        self._rounded: Reference | None = None
-        self._exact: Reference | None = None
+        super().__init__(path, lora)
         self._runs: dict[tuple[int, int, bool], ReferenceRun] = {}
         self._micro: dict[tuple[str, int], MicroBatch] = {}
 
@@ -80,19 +69,13 @@ class TraceReference:
         key = (id(batch.micro_batches[0]), len(batch.micro_batches), gradients)
         found = self._runs.get(key)  # a run keeps its micro-batch alive, so the id stays taken
         if found is None:
-            self._rounded = self._rounded or self._reference(torch.float32)
-            self._exact = self._exact or self._reference(torch.float64)
+            model = self.model(torch.float64)
             points = data_path(self.architecture)
-            rounded = record(self._rounded, points, batch, gradients=gradients)
-            exact = record(self._exact, points, batch, gradients=gradients, keep_calls=True)
-            found = ReferenceRun(self._exact, points, exact, _tolerances(rounded, exact))
+            rounded = record(self.model(torch.float32), points, batch, gradients=gradients)
+            exact = record(model, points, batch, gradients=gradients, keep_calls=True)
+            found = ReferenceRun(model, points, exact, _tolerances(rounded, exact))
             self._runs[key] = found
         return found
-
-    def _reference(self, dtype: torch.dtype) -> Reference:
-        if self.lora is None:
-            return Reference(self.path, dtype=dtype)
-        return PeftReference(self.path, self.lora, dtype=dtype)
 
 
 def _tolerances(rounded: Recording, exact: Recording) -> Tolerances:

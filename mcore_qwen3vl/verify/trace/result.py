@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from mcore_qwen3vl.verify.report.measurement import Finding
@@ -44,12 +44,10 @@ class Trace(Report):
     Attributes:
         first: the first probe point outside the expected rounding; None if there is none.
         cause: why `first` differs; None if there is no `first`.
-        margins: error over the rounding that float32 itself shows, by part and name.
     """
 
     first: Finding | None = None
     cause: Cause | None = None
-    margins: dict[tuple[str, str], float] = field(default_factory=dict)
     failures_shown: ClassVar[int] = 5  # most of the others only follow from the first
 
     @property

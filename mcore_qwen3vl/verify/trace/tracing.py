@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.mapping.table import table
 from mcore_qwen3vl.converters.mcore.formats import require_megatron
 from mcore_qwen3vl.converters.mcore.paths import find_hf_folder
 from mcore_qwen3vl.errors import BadInput
@@ -25,10 +23,11 @@ from mcore_qwen3vl.verify.report.measurement import (
     Measurement,
     Measurements,
     merge,
+    take_frozen,
 )
 from mcore_qwen3vl.verify.trace.probe_points import ProbePoint
 from mcore_qwen3vl.verify.trace.recording import Recording
-from mcore_qwen3vl.verify.trace.reference import MARGIN, Tolerances, TraceReference
+from mcore_qwen3vl.verify.trace.reference import Tolerances, TraceReference
 from mcore_qwen3vl.verify.trace.result import (
     ACTIVATION_GRADIENTS,
     ACTIVATIONS,
@@ -100,7 +99,7 @@ def trace(
         trace_on_rank, case.layout.world_size, request, timeout=timeout, device=case.device
     )
     measured = merge(rank.measured for rank in found)
-    counts = _counts(exact, case, reference, _take_frozen(measured))
+    counts = _counts(exact, case, reference, take_frozen(measured))
     result = _result(hf, mcore, case, micro, measured, tolerances, counts, points)
     first = _first(measured, tolerances=tolerances, points=points)
     if first is not None:
@@ -138,12 +137,6 @@ def _check_same_shape(reference: Architecture, examined: Architecture) -> None:
             )
 
 
-def _take_frozen(measured: Measurements) -> dict[str, int]:
-    """Remove the counts of frozen values from `measured`, and return them by tensor."""
-    keys = [key for key in measured if key[0] == "frozen"]
-    return {key[1]: measured.pop(key).count for key in keys}
-
-
 def _counts(
     exact: Recording, case: Case, reference: TraceReference, frozen: Mapping[str, int]
 ) -> dict[tuple[str, str], int]:
@@ -155,17 +148,10 @@ def _counts(
         for name, value in values.items():
             rows = tokens if value.ndim == 3 else len(value)
             counts[part, name] = rows * value.shape[-1]
-    for row in table(a):
-        for source in row.sources:
-            label = source.name if source.index is None else f"{source.name}[{source.index}]"
-            size = prod(source.piece_shape)
-            counts[WEIGHTS, label] = size
-            if case.gradients and size > frozen.get(label, 0):
-                counts[GRADIENTS, label] = size - frozen.get(label, 0)
-    for name, factor in reference.adapter.tensors().items() if reference.adapter else ():
-        counts[WEIGHTS, name] = factor.numel()
-        if case.gradients:
-            counts[GRADIENTS, name] = factor.numel()
+    counts |= {(WEIGHTS, name): count for name, count in reference.value_counts().items()}
+    if case.gradients:
+        trained = reference.value_counts(frozen)
+        counts |= {(GRADIENTS, name): count for name, count in trained.items()}
     copies = len(exact.expected.batch.micro_batches)
     counts["logits", "all"] = copies * tokens * a.vocab_size
     counts["loss", "all"] = copies * tokens
@@ -202,15 +188,6 @@ def _first(
     return None
 
 
-def _margins(measured: Measurements, tolerances: Tolerances) -> dict[tuple[str, str], float]:
-    """Return each error divided by the expected rounding."""
-    return {
-        (part, name): MARGIN * one.relative / allowance
-        for (part, name), one in measured.items()
-        if (allowance := tolerances.of(part, name))
-    }
-
-
 def _result(
     hf: Path,
     mcore: Path | None,
@@ -230,7 +207,6 @@ def _result(
         "images and videos": 0 if micro.visual is None else len(micro.visual.grid_thw),
     }
     result = Trace(f"{hf.name}: trace of {examined} at {case}", facts)
-    result.margins = _margins(measured, tolerances)
     order = [key for key in _order(points) if key in measured or key in counts]
     rest = [key for key in {**counts, **measured} if key not in set(order)]
     for part, name in dict.fromkeys([*order, *rest]):

@@ -15,7 +15,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters import update
 from mcore_qwen3vl.converters.adapters.merge import merge
 from mcore_qwen3vl.converters.adapters.read import read_adapter
-from mcore_qwen3vl.verify.parity.tolerance import TOLERANCE
+from mcore_qwen3vl.verify.parity.cached_reference import TOLERANCE
 from mcore_qwen3vl.verify.report.measurement import measure
 from tests.converters.adapters.conftest import Made
 from tests.converters.adapters.peft_made import EXPERTS, KINDS, Kind, base_model, logits, make

@@ -7,7 +7,7 @@ import torch
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.convert import hf_to_mcore
-from mcore_qwen3vl.converters.live.checkpoint import load_checkpoint
+from mcore_qwen3vl.converters.live.load import load_checkpoint
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu

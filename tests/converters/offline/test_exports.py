@@ -14,7 +14,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.hf.config_file import with_layout
 from mcore_qwen3vl.verify.checkpoints.bitwise import TENSORS, compare_checkpoints
-from mcore_qwen3vl.verify.parity.tolerance import TOLERANCE
+from mcore_qwen3vl.verify.parity.cached_reference import TOLERANCE
 from mcore_qwen3vl.verify.report.measurement import measure
 from tests.converters.checkpoints import assert_same_tensors, load
 

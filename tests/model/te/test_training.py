@@ -16,12 +16,14 @@ require()
 from mcore_qwen3vl.layout import Layout  # noqa: E402
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel  # noqa: E402
 from mcore_qwen3vl.training.arguments import parser  # noqa: E402
-from mcore_qwen3vl.verify.curves.curve import (  # noqa: E402
+from mcore_qwen3vl.verify.curves.hf_loop import hf_curve  # noqa: E402
+from mcore_qwen3vl.verify.curves.job import (  # noqa: E402  # noqa: E402
+    DISTRIBUTED,
+    Job,
     curve_of,
+    train,
     worst_difference,
 )
-from mcore_qwen3vl.verify.curves.hf_loop import hf_curve  # noqa: E402
-from mcore_qwen3vl.verify.curves.job import DISTRIBUTED, Job, train  # noqa: E402
 from mcore_qwen3vl.verify.curves.tables import (  # noqa: E402
     OTHER_LAYOUT,
     TOLERANCE,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.tiny.records import write_image_qa
-from mcore_qwen3vl.verify.curves.hf_loop import encode, sample_names
+from mcore_qwen3vl.verify.curves.hf_loop import batch_names, encode
 from mcore_qwen3vl.verify.curves.job import Job, train
 from mcore_qwen3vl.verify.curves.tables import TOLERANCE
 
@@ -100,11 +101,12 @@ def test_each_data_sets_loss_is_that_of_plain_hugging_face(
     found = {entry["iteration"]: of_data_sets(entry) for entry in log if "lm loss" in entry}
     (validation, *_) = (entry for entry in log if "validation lm loss" in entry)
     plain = Plain(dense, mixture.parent)
-    order = sample_names(job, mixture, 4)
+    order = [list(chain.from_iterable(step)) for step in batch_names(job, mixture, 4)]
     for end in (2, 4):
         assert found[end] == pytest.approx(plain.means(order[end - 2 : end]), rel=TOLERANCE)
         assert len(found[end]) == 2
-    expected = plain.means(sample_names(job, mixture, 2, split="val"))
+    validated = batch_names(job, mixture, 2, split="val")
+    expected = plain.means([list(chain.from_iterable(step)) for step in validated])
     assert of_data_sets(validation, "validation ") == pytest.approx(expected, rel=TOLERANCE)
     events = EventAccumulator(str(tmp_path / "events"))
     events.Reload()

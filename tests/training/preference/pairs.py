@@ -14,7 +14,6 @@ from torch import Tensor
 
 from mcore_qwen3vl.objectives.settings import Kto, Preference
 from mcore_qwen3vl.tiny.records import write_image_qa
-from mcore_qwen3vl.verify.curves.curve import StepMetrics
 from mcore_qwen3vl.verify.curves.hf_loop import batch_order, encode, sample_order
 from mcore_qwen3vl.verify.curves.job import (
     BETAS,
@@ -23,6 +22,7 @@ from mcore_qwen3vl.verify.curves.job import (
     LEARNING_RATE,
     WEIGHT_DECAY,
     Job,
+    StepMetrics,
 )
 from tests.training.one_step import Plain, plain_model
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import AutoProcessor
 
 from mcore_qwen3vl.config import read_config_file
-from mcore_qwen3vl.converters.adapters.convert import convert_adapter
 from mcore_qwen3vl.converters.adapters.merge import merge
+from mcore_qwen3vl.converters.adapters.write import convert_adapter
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.generation import from_checkpoint as generation
 from mcore_qwen3vl.labels import Labels
@@ -26,17 +26,19 @@ from mcore_qwen3vl.tiny.records import write_image_qa
 from mcore_qwen3vl.training.arguments.parser import validate
 from mcore_qwen3vl.training.tasks.flags import labels_of
 from mcore_qwen3vl.verify.curves.job import Job, train
-from mcore_qwen3vl.verify.parity.peft_reference import trained_parameters
 from tests.training.one_step import TOLERANCE, Plain, check_step
 from tests.training.tasks.retrieval import image_and_text
 from tests.training.tasks.whole_batch import (
+    ADAPTED,
     LAYOUTS,
     PACKED,
     class_of,
     first_records,
     headed_adapter,
+    headed_model,
     inputs_of,
     task_job,
+    trained_adapter,
 )
 
 TASK = ("--task", "classify")
@@ -94,16 +96,12 @@ def logits_of(model: Any, processor: Any, record: dict[str, Any], folder: Path) 
 def plain_step(job: Job, **config: Any) -> Plain:
     """Compute HF's own loss, one record at a time."""
     processor = AutoProcessor.from_pretrained(job.checkpoint)
-    model = class_of(job.checkpoint).from_pretrained(job.checkpoint, dtype=torch.float32, **config)
+    model, trained = headed_model(job, **config)
     several = model.config.problem_type == MULTI
     model.config.problem_type = MULTI if several else "single_label_classification"
-    whole, trained = model, dict(model.named_parameters())
-    if job.lora is not None:
-        whole = PeftModel.from_pretrained(model, job.lora, is_trainable=True)
-        trained = trained_parameters(whole)
     losses = []
     for record in first_records(job, lambda record: 1):
-        logits = logits_of(whole, processor, record, job.data.parent)[None]
+        logits = logits_of(model, processor, record, job.data.parent)[None]
         right = torch.zeros(1, 3) if several else torch.tensor([record["label"]])
         if several:
             right[0, record["label"]] = 1
@@ -134,10 +132,7 @@ def test_several_labels_may_be_right(
     check_step(job, plain_step(job), "classification loss", tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("kind", "layout"),
-    [("dense", "cp2"), pytest.param("moe", "ep2xdp2", marks=pytest.mark.slow)],
-)
+@ADAPTED
 def test_an_adapter_trains_with_its_head_and_scores(
     kind: str, layout: str, numbers: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -145,9 +140,8 @@ def test_an_adapter_trains_with_its_head_and_scores(
     checkpoint = request.getfixturevalue(kind)
     adapter = headed_adapter(tmp_path / "adapter", checkpoint, 3)
     job = task_job(checkpoint, numbers, layout, *TASK, *PACKED, lora=adapter)
-    check_step(job, plain_step(job, num_labels=3), "classification loss", tmp_path)
-    train(job, tmp_path / "run", "--save-hf", str(tmp_path / "export"))
-    exported = tmp_path / "export/iter_0000001"
+    plain = plain_step(job, num_labels=3)
+    exported = trained_adapter(job, plain, "classification loss", tmp_path)
     base = class_of(checkpoint).from_pretrained(checkpoint, dtype=torch.float32, num_labels=3)
     expected = logits_of_all(PeftModel.from_pretrained(base, exported), checkpoint, numbers)
     compare_scores(checkpoint, "tp2+sp", numbers, tmp_path, expected, NUMBERED, lora=exported)

@@ -20,17 +20,19 @@ from mcore_qwen3vl.scoring.score import Request, score
 from mcore_qwen3vl.training.arguments.parser import validate
 from mcore_qwen3vl.training.lora.flags import adapter_config
 from mcore_qwen3vl.verify.curves.job import Job, train
-from mcore_qwen3vl.verify.parity.peft_reference import trained_parameters
 from tests.training.one_step import TOLERANCE, Plain, check_step
 from tests.training.preference.pairs import sides_of, write_pairs
 from tests.training.tasks.whole_batch import (
+    ADAPTED,
     LAYOUTS,
     PACKED,
     class_of,
     first_records,
     headed_adapter,
+    headed_model,
     inputs_of,
     task_job,
+    trained_adapter,
 )
 
 TASK = ("--task", "reward")
@@ -59,12 +61,7 @@ def reward(model: Any, processor: Any, side: list[dict[str, Any]], folder: Path)
 def plain_step(job: Job) -> Plain:
     """Compute TRL's loss, one pair at a time."""
     processor = AutoProcessor.from_pretrained(job.checkpoint)
-    model = class_of(job.checkpoint).from_pretrained(
-        job.checkpoint, dtype=torch.float32, num_labels=1
-    )
-    named = dict(model.named_parameters())
-    if job.lora is not None:
-        named = trained_parameters(PeftModel.from_pretrained(model, job.lora, is_trainable=True))
+    model, named = headed_model(job, num_labels=1)
     losses = []
     for record in first_records(job, lambda record: 2):
         chosen, rejected = (
@@ -75,10 +72,7 @@ def plain_step(job: Job) -> Plain:
     return Plain.of(torch.stack(losses).mean(), named)
 
 
-@pytest.mark.parametrize(
-    ("kind", "layout", "flags"),
-    LAYOUTS,
-)
+@pytest.mark.parametrize(("kind", "layout", "flags"), LAYOUTS)
 def test_loss_and_every_gradient_are_those_of_one_process(
     kind: str,
     layout: str,
@@ -91,10 +85,7 @@ def test_loss_and_every_gradient_are_those_of_one_process(
     check_step(job, plain_step(job), "reward loss", tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("kind", "layout"),
-    [("dense", "cp2"), pytest.param("moe", "ep2xdp2", marks=pytest.mark.slow)],
-)
+@ADAPTED
 def test_an_adapter_trains_with_its_head_and_scores(
     kind: str, layout: str, pairs: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -102,9 +93,7 @@ def test_an_adapter_trains_with_its_head_and_scores(
     checkpoint = request.getfixturevalue(kind)
     adapter = headed_adapter(tmp_path / "adapter", checkpoint, 1)
     job = task_job(checkpoint, pairs, layout, *TASK, *PACKED, lora=adapter)
-    check_step(job, plain_step(job), "reward loss", tmp_path)
-    train(job, tmp_path / "run", "--save-hf", str(tmp_path / "export"))
-    exported = tmp_path / "export/iter_0000001"
+    exported = trained_adapter(job, plain_step(job), "reward loss", tmp_path)
     base = class_of(checkpoint).from_pretrained(checkpoint, dtype=torch.float32, num_labels=1)
     model = PeftModel.from_pretrained(base, exported)
     expected = rewards_of(model, checkpoint, pairs)

@@ -10,17 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from peft import PeftModel
 
 from mcore_qwen3vl.config import Architecture, read_config_file
 from mcore_qwen3vl.labels import Labels
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.verify.curves.hf_loop import located, sample_order
-from mcore_qwen3vl.verify.curves.job import Job
+from mcore_qwen3vl.verify.curves.job import Job, train
 from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
+from mcore_qwen3vl.verify.parity.reference import trained_parameters
 from tests.converters.forms import (
     Qwen3VLForSequenceClassification,
     Qwen3VLMoeForSequenceClassification,
 )
+from tests.training.one_step import Plain, check_step
 
 PACKED = ("--packing",)
 LAYOUTS = [
@@ -42,6 +46,12 @@ LAYOUTS = [
     ),
 ]
 """Cases of a test: the checkpoint, the layout and flags."""
+
+ADAPTED = pytest.mark.parametrize(
+    ("kind", "layout"),
+    [("dense", "cp2"), pytest.param("moe", "ep2xdp2", marks=pytest.mark.slow)],
+)
+"""Cases of a test of an adapter with a head: the checkpoint and the layout."""
 
 
 def task_job(
@@ -110,3 +120,19 @@ def headed_adapter(folder: Path, checkpoint: Path, labels: int) -> Path:
     )
     with_labels = Labels.numbered(labels).in_config(read_config_file(checkpoint))
     return write_random_adapter(folder, config, with_labels)
+
+
+def headed_model(job: Job, **config: Any) -> tuple[Any, dict[str, Any]]:
+    """Return transformers' classifier, with the job's adapter, and what trains by its name."""
+    model = class_of(job.checkpoint).from_pretrained(job.checkpoint, dtype=torch.float32, **config)
+    if job.lora is None:
+        return model, dict(model.named_parameters())
+    whole = PeftModel.from_pretrained(model, job.lora, is_trainable=True)
+    return whole, trained_parameters(whole)
+
+
+def trained_adapter(job: Job, plain: Plain, loss: str, folder: Path) -> Path:
+    """Check a job's first step, train its adapter, and return the export."""
+    check_step(job, plain, loss, folder)
+    train(job, folder / "run", "--save-hf", str(folder / "export"))
+    return folder / "export/iter_0000001"

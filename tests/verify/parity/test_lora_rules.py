@@ -28,10 +28,6 @@ def worst(report: Report, part: str, name: str = "") -> float:
     return max(errors)
 
 
-def row(model: str, layout: str, lora: str, batch: str = "image", **options: Any) -> MatrixRow:
-    return MatrixRow(model, layout, (batch,), options, "", lora)
-
-
 def marking(monkeypatch: Any, cut: int | None, expert: bool, mark: str, value: Any) -> None:
     """Set one mark of all factors of one kind of linear to a wrong value."""
     original = kinds.Kind.mark
@@ -48,7 +44,7 @@ def marking(monkeypatch: Any, cut: int | None, expert: bool, mark: str, value: A
 
 def test_the_product_with_a_is_copied_into_tp(matrix: Matrix, monkeypatch: Any) -> None:
     monkeypatch.setattr(regions, "column", lambda group, linear: regions.local)
-    report = matrix.run(row("dense", "tp2", "mixed ranks"))
+    report = matrix.run(MatrixRow.of("dense", "tp2", "image", lora="mixed ranks"))
     assert worst(report, "gradients", "q_proj.weight.lora_A") > FAR_OFF
     assert worst(report, "gradients", "down_proj.weight.lora_B") > FAR_OFF  # its input is wrong
     assert worst(report, "logits") < 2e-5
@@ -56,7 +52,7 @@ def test_the_product_with_a_is_copied_into_tp(matrix: Matrix, monkeypatch: Any) 
 
 def test_a_beside_a_column_is_summed_over_tp(matrix: Matrix, monkeypatch: Any) -> None:
     marking(monkeypatch, 0, False, "sequence_parallel", False)
-    report = matrix.run(row("dense", "tp2+sp", "mixed ranks"))
+    report = matrix.run(MatrixRow.of("dense", "tp2+sp", "image", lora="mixed ranks"))
     assert worst(report, "gradients", "gate_proj.weight.lora_A") > FAR_OFF
     assert worst(report, "gradients", "gate_proj.weight.lora_B") < 2e-5
     assert worst(report, "logits") < 2e-5
@@ -64,7 +60,7 @@ def test_a_beside_a_column_is_summed_over_tp(matrix: Matrix, monkeypatch: Any) -
 
 def test_b_beside_a_row_is_summed_over_tp(matrix: Matrix, monkeypatch: Any) -> None:
     marking(monkeypatch, 1, False, "sequence_parallel", False)
-    report = matrix.run(row("dense", "tp2+sp", "mixed ranks"))
+    report = matrix.run(MatrixRow.of("dense", "tp2+sp", "image", lora="mixed ranks"))
     assert worst(report, "gradients", "o_proj.weight.lora_B") > FAR_OFF
     assert worst(report, "gradients", "o_proj.weight.lora_A") < 2e-5
     assert worst(report, "logits") < 2e-5
@@ -82,14 +78,14 @@ def test_the_gathered_product_is_summed_backwards(matrix: Matrix, monkeypatch: A
         return slicing
 
     monkeypatch.setattr(regions, "column", column)
-    report = matrix.run(row("dense", "tp2+sp", "mixed ranks"))
+    report = matrix.run(MatrixRow.of("dense", "tp2+sp", "image", lora="mixed ranks"))
     assert worst(report, "gradients", "up_proj.weight.lora_A") > FAR_OFF
     assert worst(report, "logits") < 2e-5
 
 
 def test_a_cut_factor_is_counted_on_every_rank(matrix: Matrix, monkeypatch: Any) -> None:
     marking(monkeypatch, 0, False, "tensor_model_parallel", False)
-    report = matrix.run(row("dense", "tp2", "mixed ranks"))
+    report = matrix.run(MatrixRow.of("dense", "tp2", "image", lora="mixed ranks"))
     assert worst(report, "gradient norm") > FAR_OFF
     assert worst(report, "gradients") < 2e-5
 
@@ -101,14 +97,14 @@ def test_vision_factors_are_reduced_as_the_tower(
     """Frames are divided over TP: a rank's gradient is a part, or twice a part without SP."""
     for mark in ("sequence_parallel", "average_gradients_across_tp_domain"):
         marking(monkeypatch, None, False, mark, False)
-    report = matrix.run(row("dense", layout, "everything"))
+    report = matrix.run(MatrixRow.of("dense", layout, "image", lora="everything"))
     assert worst(report, "gradients", "visual") > FAR_OFF
     assert worst(report, "gradients", "language_model") < 2e-5
 
 
 def test_router_factors_see_this_ranks_tokens_only(matrix: Matrix, monkeypatch: Any) -> None:
     marking(monkeypatch, None, False, "sequence_parallel", False)
-    report = matrix.run(row("moe", "tp2+sp", "router"))
+    report = matrix.run(MatrixRow.of("moe", "tp2+sp", "image", lora="router"))
     assert worst(report, "gradients", "mlp.gate.weight.lora_A") > FAR_OFF
     assert worst(report, "gradients", "mlp.gate.weight.lora_B") > FAR_OFF
     assert worst(report, "logits") < 2e-5
@@ -116,7 +112,7 @@ def test_router_factors_see_this_ranks_tokens_only(matrix: Matrix, monkeypatch: 
 
 def test_expert_factors_are_reduced_over_their_own_ranks(matrix: Matrix, monkeypatch: Any) -> None:
     marking(monkeypatch, None, True, "allreduce", True)
-    report = matrix.run(row("moe", "ep2xdp2", "experts"))
+    report = matrix.run(MatrixRow.of("moe", "ep2xdp2", "image", lora="experts"))
     assert worst(report, "gradients", "experts.gate_up_proj") > FAR_OFF
     assert worst(report, "gradients", "experts.down_proj") > FAR_OFF
     assert worst(report, "gradients", "self_attn") < 2e-5
@@ -124,7 +120,7 @@ def test_expert_factors_are_reduced_over_their_own_ranks(matrix: Matrix, monkeyp
 
 def test_whole_expert_factors_are_summed_over_etp(matrix: Matrix, monkeypatch: Any) -> None:
     monkeypatch.setattr(regions, "summed_over", lambda group: regions.local)
-    report = matrix.run(row("moe", "tp2xetp2+sp", "experts"))
+    report = matrix.run(MatrixRow.of("moe", "tp2xetp2+sp", "image", lora="experts"))
     assert worst(report, "gradients", "gate_up_proj.lora_A") > FAR_OFF
     assert worst(report, "gradients", "down_proj.lora_B") > FAR_OFF
     assert worst(report, "gradients", "gate_up_proj.lora_B") < 2e-5
@@ -143,7 +139,7 @@ def test_etp_cuts_gate_and_up_rows_apart(matrix: Matrix, monkeypatch: Any) -> No
         )
 
     monkeypatch.setattr(attach, "_joined", halves)
-    report = matrix.run(row("moe", "tp2xetp2+sp", "gate and up of experts"))
+    report = matrix.run(MatrixRow.of("moe", "tp2xetp2+sp", "image", lora="gate and up of experts"))
     assert worst(report, "logits") > FAR_OFF
 
 
@@ -154,6 +150,6 @@ def test_gathered_factors_are_waited_for(matrix: Matrix, monkeypatch: Any) -> No
         "_factors",
         lambda self, pair, dtype: (pair.lora_A, pair.lora_B),
     )
-    report = matrix.run(row("dense", "dp2", "mixed ranks", "mixed", **OVERLAPPED))
+    report = matrix.run(MatrixRow.of("dense", "dp2", "mixed", lora="mixed ranks", **OVERLAPPED))
     assert worst(report, AFTER_STEP) > FAR_OFF
     assert worst(report, "parameters") < 2e-5

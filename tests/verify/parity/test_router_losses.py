@@ -47,8 +47,9 @@ class WithRouterLosses(Reference):
 class CachedReferenceWithRouterLosses(CachedReference):
     def __init__(self, path: Path, aux: float, z: float) -> None:
         super().__init__(path)
-        self._reference = WithRouterLosses(path)
-        self._reference.aux, self._reference.z = aux, z
+        reference = WithRouterLosses(path)
+        reference.aux, reference.z = aux, z
+        self._models[torch.float32] = reference
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mcore_qwen3vl.verify.parity import on_rank
+from mcore_qwen3vl.verify.parity.cached_reference import TOLERANCE
 from mcore_qwen3vl.verify.parity.matrix import Matrix, MatrixRow
-from mcore_qwen3vl.verify.parity.tolerance import TOLERANCE
 from tests.verify.parity.tf32 import TF32
 
 
