@@ -14,7 +14,11 @@ from mcore_qwen3vl.converters.mapping.dialects import recognise
 from mcore_qwen3vl.converters.mapping.forms import Form
 from mcore_qwen3vl.converters.mapping.row import Row, SourceTensor
 from mcore_qwen3vl.converters.mapping.table import hf_shapes, table
-from mcore_qwen3vl.converters.mcore.formats import is_megatron, open_megatron
+from mcore_qwen3vl.converters.mcore.formats import (
+    is_megatron,
+    open_megatron,
+    refuse_verl_huggingface,
+)
 from mcore_qwen3vl.converters.mcore.paths import hf_folder, iteration_folder
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
@@ -92,9 +96,11 @@ def inspect_path(path: str | Path, *, hf_config: str | Path | None = None) -> In
         hf_config: directory of the config of an mcore checkpoint that has none.
 
     Raises:
-        BadInput: the path is none of these, or is damaged.
+        BadInput: the path is none of these, or is damaged, or is a folder of VERL's above the
+            Hugging Face weights that it holds.
     """
     path = Path(path)
+    refuse_verl_huggingface(path)
     if is_megatron(path):
         return _megatron(path, None if hf_config is None else Path(hf_config))
     if hf_config is not None:

@@ -21,6 +21,7 @@ from mcore_qwen3vl.converters.mcore.paths import (
     TRACKER,
     iteration_folder,
     verl_huggingface,
+    verl_step,
     verl_weights,
 )
 from mcore_qwen3vl.converters.mcore.translated import TranslatedCheckpoint
@@ -156,15 +157,21 @@ def require_huggingface(
         )
 
 
-def require_megatron(
-    path: Path, *, instead: str = "`mcore-qwen3vl convert hf-to-mcore` makes one of it"
-) -> None:
-    """Raise BadInput if `path` is a Hugging Face checkpoint; the message ends in `instead`."""
-    if not is_megatron(path) and (weights := verl_huggingface(path)):
+def refuse_verl_huggingface(path: Path) -> None:
+    """Raise BadInput if `path` is a folder of VERL's with Hugging Face weights alone; name them."""
+    step = verl_step(path)
+    if not is_megatron(step) and (weights := verl_huggingface(step)):
         raise BadInput(
             f"{path} was saved by VERL, and its weights are a Hugging Face checkpoint already: "
             f"name {weights}."
         )
+
+
+def require_megatron(
+    path: Path, *, instead: str = "`mcore-qwen3vl convert hf-to-mcore` makes one of it"
+) -> None:
+    """Raise BadInput if `path` is a Hugging Face checkpoint; the message ends in `instead`."""
+    refuse_verl_huggingface(path)
     if is_huggingface(path) and not is_megatron(path):
         raise BadInput(
             f"{path} is a Hugging Face checkpoint, but a Megatron-Core one is needed here: "

@@ -18,7 +18,8 @@ VERL_HF_FOLDER = "huggingface"
 VERL_FOLDERS = ("dist_ckpt", "model/dist_ckpt", "actor/dist_ckpt", "actor/model/dist_ckpt")
 """Where VERL saves Megatron's weights, below ``global_step_N`` or its ``actor`` folder.
 
-Since 0.9 they are in ``model``. `VERL_HF_FOLDER` is beside each.
+Since 0.9 they are in ``model``. `VERL_HF_FOLDER` is beside each. VERL 0.9 makes both folders in
+every save and leaves one empty unless it was told to save both kinds of weights.
 """
 LORA_FOLDER = "lora"
 """Folder in a LoRA run's checkpoint directory that holds the adapter's config."""
@@ -58,10 +59,20 @@ def numbered_iterations(path: Path) -> list[int]:
     return sorted(int(match[1]) for match in named if match)
 
 
+def verl_step(path: Path) -> Path:
+    """Return the newest ``global_step_N`` if `path` is a run of VERL's; other paths unchanged.
+
+    Raises:
+        BadInput: see `tracked`.
+    """
+    step = path / f"global_step_{tracked(path)}"
+    return step if step.is_dir() else path
+
+
 def verl_weights(path: Path) -> Path:
     """Return the folder of Megatron's weights in VERL's folder `path`; other paths unchanged."""
     places = (path / place for place in VERL_FOLDERS)
-    return next((place for place in places if place.is_dir()), path)
+    return next((place for place in places if any(place.glob("*"))), path)
 
 
 def verl_huggingface(path: Path) -> Path | None:
@@ -79,12 +90,9 @@ def iteration_folder(path: Path) -> Path:
         BadInput: the tracker is unreadable or names an iteration that does not exist, or the
             folder holds a special file.
     """
-    newest = tracked(path)
-    if newest is None:
-        folder = verl_weights(path)
-    elif (step := path / f"global_step_{newest}").is_dir():
-        folder = verl_weights(step)
-    else:
+    newest, step = tracked(path), verl_step(path)
+    folder = verl_weights(step)
+    if newest is not None and step == path:
         folder = path / folder_name(newest)
     refuse_special_files(folder)
     if newest is None:

@@ -1,11 +1,15 @@
 """A script that lets other projects' own converters write the checkpoints of this folder.
 
-Megatron-Bridge's `AutoBridge` and ms-swift's `megatron export` run unchanged, on the CPU with gloo.
-Only Transformer Engine's compiled extension, on which conversion does not depend, is replaced
-(:mod:`tests.model.te.device`). The checkpoints were made with torch 2.13, megatron-core 0.19.2,
-megatron-bridge 0.6.2, mcore-bridge 1.6.5, ms-swift 4.6.0 and transformer-engine 2.20.2, which were
-installed with ``--no-deps`` beside this project, together with what they import (nvidia-modelopt,
-hydra-core, omegaconf, modelscope, qwen-vl-utils and smaller packages). In an empty folder::
+Megatron-Bridge's `AutoBridge`, ms-swift's `megatron export` and VERL's Megatron engine with its
+checkpoint manager run unchanged, on the CPU with gloo. Only Transformer Engine's compiled
+extension, on which conversion does not depend, is replaced (:mod:`tests.model.te.device`), and
+:mod:`mcore_qwen3vl.runtime.verl_cpu` answers when VERL asks for a device. The checkpoints were made
+with torch 2.13, megatron-core 0.19.2, megatron-bridge 0.6.2, mcore-bridge 1.6.5, ms-swift 4.6.0,
+verl 0.9.1 and transformer-engine 2.20.2, which were installed with ``--no-deps`` beside this
+project, together with what they import (nvidia-modelopt, hydra-core, omegaconf, modelscope,
+qwen-vl-utils and smaller packages). VERL ran with transformers 5.10.4, in the environment of
+``make test-verl`` with Megatron-Bridge and Transformer Engine; its own package ``tests``, which
+hides ours, was deleted there. In an empty folder::
 
     peers="-m tests.converters.peers.make_peers"
     for model in dense moe; do python $peers hf hf-$model $model; done
@@ -14,9 +18,13 @@ hydra-core, omegaconf, modelscope, qwen-vl-utils and smaller packages). In an em
     $two megatron-bridge hf-moe megatron-bridge-moe expert_model_parallel_size=2
     $two ms-swift $PWD/hf-dense ms-swift-dense tensor_model_parallel_size=2
     $two ms-swift $PWD/hf-moe ms-swift-moe expert_model_parallel_size=2
+    export VERL_USE_EXTERNAL_MODULES=mcore_qwen3vl.runtime.verl_cpu
+    weights="--written megatron-bridge-dense/iter_0000000"
+    $two verl hf-dense verl-dense $weights tensor_model_parallel_size=2
 
 Of each, the iteration's tensors and metadata are kept, and the tracker; of Hugging Face's, the
-config and the weights.
+config and the weights; of VERL's, which has no tracker, ``ckpt_contents.json``, the tensors and
+metadata of the model, and its config.
 
 Checkpoints that we write in their dialects go the other way: their own loaders read one, strictly
 and under another layout, and their own functions write it again, to be compared with the source::
@@ -108,13 +116,32 @@ def ms_swift(source: Path, target: Path, written: Path | None, **layout: int) ->
     megatron_export_main([part for k, v in given.items() for part in (f"--{k}", str(v))])
 
 
+def verl(source: Path, target: Path, written: Path | None, **layout: int) -> None:
+    from verl.workers import config
+    from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
+
+    contents = ["model", "optimizer", "extra", "hf_model"]
+    engine = MegatronEngineWithLMHead(
+        model_config=config.HFModelConfig(path=str(source)),
+        engine_config=config.McoreEngineConfig(
+            use_dist_checkpointing=True, dist_checkpointing_path=str(written), **layout
+        ),
+        optimizer_config=config.McoreOptimizerConfig(
+            lr=1e-6, lr_warmup_steps=0, total_training_steps=20
+        ),
+        checkpoint_config=config.McoreCheckpointConfig(save_contents=contents),
+    )
+    engine.initialize()
+    engine.save_checkpoint(str(target), global_step=20)
+
+
 def main(maker: str, source: str, target: str, *sizes: str) -> None:
     set_up()
     written = None
     if sizes[:1] == ("--written",):
         written, sizes = Path(sizes[1]), sizes[2:]
     layout = {name: int(size) for name, size in (one.split("=") for one in sizes)}
-    write = {"megatron-bridge": megatron_bridge, "ms-swift": ms_swift}[maker]
+    write = {"megatron-bridge": megatron_bridge, "ms-swift": ms_swift, "verl": verl}[maker]
     write(Path(source), Path(target), written, **layout)
 
 

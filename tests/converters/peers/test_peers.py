@@ -33,15 +33,18 @@ HERE = Path(__file__).parent
 MAKERS = {
     "megatron-bridge": "NVIDIA Megatron-Bridge, or VERL with it",
     "ms-swift": "ms-swift (mcore-bridge)",
+    "verl": "NVIDIA Megatron-Bridge, or VERL with it",
 }
-PEERS = [f"{maker}-{model}" for maker in MAKERS for model in ("dense", "moe")]
+PEERS = [
+    f"{maker}-{model}" for maker in ("megatron-bridge", "ms-swift") for model in ("dense", "moe")
+]
 
 
 def source_of(peer: str) -> Path:
     return HERE / f"hf-{peer.rpartition('-')[2]}"
 
 
-@pytest.mark.parametrize("peer", PEERS)
+@pytest.mark.parametrize("peer", [*PEERS, "verl-dense"])
 def test_it_is_bitwise_what_the_peer_was_given(tmp_path: Path, peer: str) -> None:
     source, out = source_of(peer), tmp_path / "out"
     mcore_to_hf(HERE / peer, out, hf_config=source)
@@ -49,7 +52,7 @@ def test_it_is_bitwise_what_the_peer_was_given(tmp_path: Path, peer: str) -> Non
     assert_same_files(source, out)
 
 
-@pytest.mark.parametrize("peer", PEERS)
+@pytest.mark.parametrize("peer", [*PEERS, "verl-dense"])
 def test_inspection_names_the_maker(peer: str) -> None:
     found = inspect_path(HERE / peer, hf_config=source_of(peer))
     assert found.maker == MAKERS[peer.rpartition("-")[0]]
