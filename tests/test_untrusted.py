@@ -14,9 +14,9 @@ from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.legacy.files import open_ranks
 from mcore_qwen3vl.data.loading.json_file import write_index
-from mcore_qwen3vl.data.loading.mixture import read_mixture
+from mcore_qwen3vl.data.loading.sources import parse_sources
 from mcore_qwen3vl.data.loading.tables import TableReader
-from mcore_qwen3vl.data.records.time_limit import time_limit
+from mcore_qwen3vl.data.records.flaws import time_limit
 from mcore_qwen3vl.data.scores import References, facts_of, file_digest, scores_of
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
@@ -117,7 +117,7 @@ def _dataset(folder: Path) -> None:
 
 def _mixture(folder: Path) -> None:
     (folder / "a.yaml").write_text(f"datasets: {DEEP}")
-    read_mixture(folder / "a.yaml")
+    parse_sources([str(folder / "a.yaml")])
 
 
 def _scores(folder: Path) -> None:

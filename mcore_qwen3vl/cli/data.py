@@ -97,8 +97,7 @@ def check(
     console.quiet_libraries()
     from mcore_qwen3vl.converters.mcore.paths import config_folder
     from mcore_qwen3vl.data import load_processor
-    from mcore_qwen3vl.data.check import check_data, plot_report
-    from mcore_qwen3vl.data.clean import clean_file
+    from mcore_qwen3vl.data.check import check_data, clean_file, plot_report
     from mcore_qwen3vl.runtime.extras import require_extra
 
     if plot is not None:  # before the data is read

@@ -13,7 +13,7 @@ import typer
 from mcore_qwen3vl import console
 from mcore_qwen3vl.cli import sources
 from mcore_qwen3vl.cli.options import ConfigSource, Cpu, Dtype, Json, Spec, layout_flags
-from mcore_qwen3vl.data.records.references import is_missing_file
+from mcore_qwen3vl.data.records.options import is_missing_file
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -16,15 +17,14 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.encoding.balanced import size_of
 from mcore_qwen3vl.data.encoding.encoder import raw_sample
-from mcore_qwen3vl.data.encoding.groups import check_length
 from mcore_qwen3vl.data.encoding.packing import best_fit
-from mcore_qwen3vl.data.encoding.planning import Plan
+from mcore_qwen3vl.data.encoding.planning import Plan, check_length
 from mcore_qwen3vl.data.encoding.preparation import Preparation
 from mcore_qwen3vl.data.encoding.rows import Balance, Workload, all_ranks, each_rank
+from mcore_qwen3vl.data.loading.bad_samples import number_of, sample_id
 from mcore_qwen3vl.data.loading.datasets import CrudeSamples
 from mcore_qwen3vl.data.loading.measured import Size
 from mcore_qwen3vl.data.loading.sources import parse_sources
-from mcore_qwen3vl.data.records.bad_samples import number_of, sample_id
 from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample
 from mcore_qwen3vl.data.records.media import peculiarities
 from mcore_qwen3vl.data.teacher import teachers_of
@@ -33,7 +33,6 @@ from mcore_qwen3vl.runtime.extras import require_extra
 
 _BUFFERS = 4  # packing buffers of each rank that are enough to measure how even the work is
 _KEYS_NAMED = 10
-_NAMES = ("id",)  # keys that only name the record
 
 
 @dataclass(frozen=True)
@@ -202,8 +201,7 @@ def check_data(
             form = parts[0].format
             report.formats[form] = report.formats.get(form, 0) + 1
             plans = [preparation.plan(raw, part) for part in parts]
-            if len(plans) > 1:
-                check_length(config, plans)
+            check_length(config, plans)
             if teachers:
                 teachers[raw.source].of(number_of(crude))
                 teachers[raw.source].check(number_of(crude), plans[0])
@@ -217,37 +215,29 @@ def check_data(
             report.bad.append(Flaw(sample_id(crude), f"{kind}: {error}" if kind else str(error)))
         else:
             usable(crude)
-            _record(report, plans)
-            _note_peculiar(report, sample_id(crude), plans)
-            _note_unread(report, sample_id(crude), parts[0].unread)
+            _record(report, sample_id(crude), plans, parts[0].unread)
     _pack(report, config)
     if architecture is not None and ranks > 1 and report.sizes:
         report.balance = _balance(report, config, architecture, ranks, micro_batches)
     return report
 
 
-def _record(report: DataReport, plans: Sequence[Plan]) -> None:
+def _record(report: DataReport, sample: str, plans: Sequence[Plan], unread: Sequence[str]) -> None:
     """Add one sample to the report; the two sequences of a pair are added up."""
-    kinds = Counter(item.media.kind for plan in plans for item in plan.media)
-    report.images += kinds["image"]
-    report.videos += kinds["video"]
+    media = [item.media for plan in plans for item in plan.media]
+    images = [one for one in media if one.kind == "image"]
+    report.images += len(images)
+    report.videos += len(media) - len(images)
     sizes = [size_of(plan) for plan in plans]
     tokens, patches, squared_frames = (sum(part) for part in zip(*map(astuple, sizes), strict=True))
     report.sizes.append(Size(tokens, patches, squared_frames))
-    report.tokens.append(sum(len(plan.input_ids) for plan in plans))
+    report.tokens.append(tokens)
     report.trained_tokens.append(sum(int((plan.loss_weights[1:] > 0).sum()) for plan in plans))
-    report.patches.append(sum(item.patches for plan in plans for item in plan.media))
-
-
-def _note_peculiar(report: DataReport, sample: str, plans: Sequence[Plan]) -> None:
-    media = [item.media for plan in plans for item in plan.media if item.media.kind == "image"]
-    for what in [found for one in media for found in peculiarities(one)]:
+    report.patches.append(patches)
+    for what in [found for one in images for found in peculiarities(one)]:
         report.peculiar.setdefault(what, []).append(sample)
-
-
-def _note_unread(report: DataReport, sample: str, keys: Sequence[str]) -> None:
-    for key in keys:
-        if key not in _NAMES:
+    for key in unread:
+        if key != "id":  # it only names the record
             report.unread.setdefault(key, []).append(sample)
 
 
@@ -321,3 +311,43 @@ def _draw_balance(axes: Any, balance: dict[str, Balance]) -> None:
         axes.stairs(counts / len(one.packs), edges, label=f"{way}: {one.micro_batch_step:.3f}")
     axes.set(xlabel="work of a pack / mean", ylabel="share of packs")
     axes.legend(fontsize="small")
+
+
+@contextmanager
+def clean_file(out: Path, data: Path) -> Iterator[Callable[[Any], object]]:
+    """Write records to a file, which appears complete at the end, or not at all if it is empty.
+
+    Args:
+        out: JSONL file to write.
+        data: ``.jsonl`` or ``.json`` file that the records come from.
+
+    Yields:
+        A function that takes a crude sample and writes its record.
+
+    Raises:
+        BadInput: `data` is another kind of data set; or `out` exists, is not a JSONL file, is in
+            another folder than `data`, or cannot be written.
+    """
+    if data.suffix not in (".jsonl", ".json") or not data.is_file():
+        raise BadInput(f"--write-clean takes the records of a .jsonl or .json file, not {data}.")
+    if out.suffix != ".jsonl":
+        raise BadInput(f"--write-clean {out}: it writes one record a line; name a .jsonl file.")
+    if out.exists():
+        raise BadInput(f"--write-clean {out}: that exists already; name another file.")
+    if out.absolute().parent.resolve() != data.absolute().parent.resolve():
+        raise BadInput(
+            f"--write-clean {out}: records name images relative to their own file, so name one in "
+            f"the folder of {data}."
+        )
+    with atomic_write(out) as partial, partial.open("wb") as lines:
+        yield lambda sample: lines.write(_line(sample["json"]))
+    if not out.stat().st_size:
+        out.unlink()
+
+
+def _line(record: bytes) -> bytes:
+    """Return JSON text on one line; text that is on one line already keeps its bytes."""
+    text = record.strip()
+    if b"\n" in text:
+        text = json.dumps(json.loads(text), ensure_ascii=False).encode()
+    return text + b"\n"

@@ -40,40 +40,29 @@ class MediaLimits:
         """
         images, videos = processor.image_processor, processor.video_processor
         token_pixels = (images.patch_size * images.merge_size) ** 2
-        _set_size(
-            images, "image", self.image_min_pixels, self.image_max_pixels,
-            self.image_max_tokens, token_pixels,
-        )  # fmt: skip
+        self._set_size(images, "image", token_pixels)
         # One video token covers temporal_patch_size frames.
-        _set_size(
-            videos, "video", self.video_min_pixels, self.video_max_pixels,
-            self.video_max_tokens, token_pixels * videos.temporal_patch_size,
-        )  # fmt: skip
+        self._set_size(videos, "video", token_pixels * videos.temporal_patch_size)
         if self.video_fps is not None:
             videos.fps = self.video_fps
         if self.video_max_frames is not None:
             videos.max_frames = self.video_max_frames
             videos.min_frames = min(videos.min_frames, self.video_max_frames)
 
-
-def _set_size(
-    processor: Any,
-    kind: str,
-    min_pixels: int | None,
-    max_pixels: int | None,
-    max_tokens: int | None,
-    token_pixels: int,
-) -> None:
-    given = [max_pixels, max_tokens and max_tokens * token_pixels]
-    upper = min((pixels for pixels in given if pixels), default=processor.size["longest_edge"])
-    # A budget below the processor's minimum lowers that minimum, unless min_pixels sets it.
-    lower = min_pixels or min(processor.size["shortest_edge"], upper)
-    if lower > upper:
-        raise BadInput(
-            f"The {kind} budget is empty: at least {lower} but at most {upper} pixels. Lower "
-            f"{kind}_min_pixels or raise {kind}_max_pixels (or {kind}_max_tokens)."
+    def _set_size(self, processor: Any, kind: str, token_pixels: int) -> None:
+        least, most, tokens = (
+            getattr(self, f"{kind}_{name}") for name in ("min_pixels", "max_pixels", "max_tokens")
         )
-    processor.size = type(processor.size)(shortest_edge=lower, longest_edge=upper)
+        given = [most, tokens and tokens * token_pixels]
+        upper = min((pixels for pixels in given if pixels), default=processor.size["longest_edge"])
+        # A budget below the processor's minimum lowers that minimum, unless min_pixels sets it.
+        lower = least or min(processor.size["shortest_edge"], upper)
+        if lower > upper:
+            raise BadInput(
+                f"The {kind} budget is empty: at least {lower} but at most {upper} pixels. Lower "
+                f"{kind}_min_pixels or raise {kind}_max_pixels (or {kind}_max_tokens)."
+            )
+        processor.size = type(processor.size)(shortest_edge=lower, longest_edge=upper)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from mcore_qwen3vl.data.loading.datasets import SOURCE, CrudeSamples
 from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.data.records.classification import labels_in
-from mcore_qwen3vl.data.records.parse import preprocessed
+from mcore_qwen3vl.data.records.reading import preprocessed
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.labels import Labels
 from mcore_qwen3vl.untrusted import parse_json

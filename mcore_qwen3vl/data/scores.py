@@ -25,8 +25,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from mcore_qwen3vl.data.loading.index import ensure_index
-from mcore_qwen3vl.data.loading.lines import line_of
+from mcore_qwen3vl.data.loading.index import ensure_index, line_of
 from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.preference import SIDES
 from mcore_qwen3vl.errors import BadInput
@@ -109,18 +108,7 @@ class References:
         """
         scores = scores_of(data)
         how = f"mcore-qwen3vl score REFERENCE {data} --out {scores}"
-        if data.suffix != ".jsonl":
-            raise BadInput(
-                f"{data} is not a JSONL file, and reference log-probabilities are only read "
-                "beside JSONL files. Use JSONL data, or take the model without its adapter as "
-                "the reference (--reference adapter)."
-            )
-        if not scores.exists():
-            raise BadInput(
-                f"{scores} does not exist. Compute the reference's log-probabilities of {data} "
-                f"with `{how}`."
-            )
-        checked_facts(scores, data, how)
+        checked_facts(scores, data, how, instead=" or --reference adapter")
         return _read(data, scores)
 
     def of(self, index: int) -> tuple[float, float]:
@@ -157,7 +145,9 @@ def other_tokens(data: Path, index: int, scores: Path) -> BadInput:
     )
 
 
-def checked_facts(scores: Path, data: Path, how: str, temperature: float = 1.0) -> dict[str, Any]:
+def checked_facts(
+    scores: Path, data: Path, how: str, temperature: float = 1.0, *, instead: str = ""
+) -> dict[str, Any]:
     """Return the settings that scores were made with.
 
     Args:
@@ -165,10 +155,19 @@ def checked_facts(scores: Path, data: Path, how: str, temperature: float = 1.0) 
         data: the data set that they should be of.
         how: the command that makes them, for messages.
         temperature: the temperature that they should have.
+        instead: what else helps if the data set is no JSONL file.
 
     Raises:
-        BadInput: the settings cannot be read, or the data or the temperature is another one.
+        BadInput: there are no scores beside the data, the settings cannot be read, or the data or
+            the temperature is another one.
     """
+    if data.suffix != ".jsonl":
+        raise BadInput(
+            f"{data} is not a JSONL file, and scores are only read beside JSONL files: use JSONL "
+            f"data{instead}."
+        )
+    if not scores.exists():
+        raise BadInput(f"{scores} does not exist. Let the model score {data} with `{how}`.")
     file = facts_of(scores)
     try:
         facts: dict[str, Any] = parse_json(file.read_text(encoding="utf-8"))["settings"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Iterator
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -18,11 +19,10 @@ from mcore_qwen3vl.data.encoding.encoder import raw_sample
 from mcore_qwen3vl.data.encoding.pixels import Pixels
 from mcore_qwen3vl.data.encoding.planning import Plan, PlannedMedia
 from mcore_qwen3vl.data.encoding.preparation import Preparation
+from mcore_qwen3vl.data.loading.bad_samples import sample_id
 from mcore_qwen3vl.data.loading.datasets import CrudeSamples
-from mcore_qwen3vl.data.loading.index import ensure_index
-from mcore_qwen3vl.data.loading.lines import record_of
+from mcore_qwen3vl.data.loading.index import ensure_index, record_of
 from mcore_qwen3vl.data.loading.sources import parse_sources
-from mcore_qwen3vl.data.records.bad_samples import sample_id
 from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample
 from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.pages import templates
@@ -152,11 +152,11 @@ def _media(plan: Plan, pixels: Pixels, processor: Any) -> list[Shown]:
     images, videos = processor.image_processor, processor.video_processor
     shown = []
     queues = {
-        "image": _Patches(pixels.pixel_values, pixels.image_grid_thw, images),
-        "video": _Patches(pixels.pixel_values_videos, pixels.video_grid_thw, videos),
+        "image": _pictures(pixels.pixel_values, pixels.image_grid_thw, images),
+        "video": _pictures(pixels.pixel_values_videos, pixels.video_grid_thw, videos),
     }
     for item in plan.media:
-        grid, frames = queues[item.media.kind].take()
+        grid, frames = next(queues[item.media.kind])
         shown.append(
             Shown(
                 name=item.media.name,
@@ -184,44 +184,33 @@ def _times(item: PlannedMedia, processor: Any) -> list[str]:
     return [f"<{second:.1f} seconds>" for second in seconds]
 
 
-class _Patches:
-    """The patches of all images or all videos of a sample; `take` reassembles one at a time."""
+def _pictures(
+    values: Tensor | None, grids: Tensor | None, processor: Any
+) -> Iterator[tuple[tuple[int, int, int], np.ndarray]]:
+    """Reassemble the images, or the videos, of a sample from their patches, one after the other.
 
-    def __init__(self, values: Tensor | None, grids: Tensor | None, processor: Any) -> None:
-        self._values, self._grids, self._processor = values, grids, processor
-        self._next = self._row = 0
-
-    def take(self) -> tuple[tuple[int, int, int], np.ndarray]:
-        """Return the (frames, rows, columns) of the next image or video, and its pictures.
-
-        The pictures are (F, height, width, 3) uint8, as resized: the first of each pair of frames.
-        """
-        assert self._values is not None
-        assert self._grids is not None
-        frames, rows, columns = self._grids[self._next].tolist()
-        count = frames * rows * columns
-        patches = self._values[self._row : self._row + count]
-        self._next, self._row = self._next + 1, self._row + count
-        p = self._processor
-        merge, patch = p.merge_size, p.patch_size
+    Yields:
+        (frames, rows, columns) in patches, and the pictures (F, height, width, 3) uint8, as
+        resized: the first of each pair of frames.
+    """
+    if values is None or grids is None:
+        return
+    merge, patch = processor.merge_size, processor.patch_size
+    counts = grids.prod(1).tolist()
+    for (frames, rows, columns), patches in zip(grids.tolist(), values.split(counts), strict=True):
         # HF's order: patches that are merged lie together; in each, channel, frame, row, column.
         cut = patches.reshape(
-            frames, rows // merge, columns // merge, merge, merge, 3, p.temporal_patch_size,
-            patch, patch,
+            frames, rows // merge, columns // merge, merge, merge, 3,
+            processor.temporal_patch_size, patch, patch,
         )[:, :, :, :, :, :, 0]  # fmt: skip
         pixels = cut.permute(0, 1, 3, 6, 2, 4, 7, 5).reshape(
             frames, rows * patch, columns * patch, 3
         )
+        shown = pixels.numpy()
         if pixels.is_floating_point():
-            mean, std = np.array(p.image_mean), np.array(p.image_std)
-            return (frames, rows, columns), _bytes(pixels.numpy() * std + mean)
-        return (frames, rows, columns), pixels.numpy()
-
-
-def _bytes(pixels: np.ndarray) -> np.ndarray:
-    """Scale pixels from [0, 1] to [0, 255], uint8."""
-    scaled: np.ndarray = (pixels * 255).round().clip(0, 255).astype(np.uint8)
-    return scaled
+            shown = shown * np.array(processor.image_std) + np.array(processor.image_mean)
+            shown = (shown * 255).round().clip(0, 255).astype(np.uint8)
+        yield (frames, rows, columns), shown
 
 
 def _data_uri(picture: np.ndarray) -> str:

@@ -146,13 +146,6 @@ class Teacher:
         self._data, self._file = data, teacher_of(data)
         how = f"mcore-qwen3vl score TEACHER {data} --top-k {K}"
         how += f" --temperature {temperature:g}" if temperature != 1 else ""
-        if data.suffix != ".jsonl":
-            raise BadInput(
-                f"{data} is not a JSONL file, and a teacher's scores are only read beside JSONL "
-                "files: use JSONL data."
-            )
-        if not self._file.exists():
-            raise BadInput(f"{self._file} does not exist. Let the teacher score with `{how}`.")
         facts = checked_facts(self._file, data, how, temperature)
         if facts.get("vocabulary") != vocabulary:
             raise BadInput(

@@ -17,9 +17,9 @@ from transformers.video_utils import VideoMetadata
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.encoding.positions import mrope_position_ids
-from mcore_qwen3vl.data.records.bad_samples import BadSample
+from mcore_qwen3vl.data.loading.bad_samples import BadSample
 from mcore_qwen3vl.data.records.media import Media, load_image, to_rgb
-from mcore_qwen3vl.data.records.references import is_missing_file
+from mcore_qwen3vl.data.records.options import is_missing_file
 from mcore_qwen3vl.data.records.video import load_frames, probe_video
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.inputs import VisualInputs, visual_inputs

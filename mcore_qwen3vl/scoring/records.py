@@ -18,9 +18,9 @@ from mcore_qwen3vl.data.encoding.pixels import Pixels
 from mcore_qwen3vl.data.encoding.planning import Plan
 from mcore_qwen3vl.data.encoding.preparation import Preparation
 from mcore_qwen3vl.data.encoding.samples import EncodedSample
+from mcore_qwen3vl.data.loading.bad_samples import Place, place_of
 from mcore_qwen3vl.data.loading.datasets import CrudeSamples
 from mcore_qwen3vl.data.loading.sources import Source
-from mcore_qwen3vl.data.records.bad_samples import Place, place_of
 from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample
 from mcore_qwen3vl.data.scores import digest
 from mcore_qwen3vl.errors import BadInput

@@ -118,7 +118,7 @@ def change(data: Path) -> None:
     [
         (cut, {}, r"data\.topk\.arrow cannot be read and may be cut off .*--top-k 64"),
         (change, {}, "was not made from the current content"),
-        (lambda data: teacher_of(data).unlink(), {}, r"does not exist\. Let the teacher score"),
+        (lambda data: teacher_of(data).unlink(), {}, r"does not exist\. Let the model score"),
         (lambda data: facts_of(teacher_of(data)).unlink(), {}, "cannot be read"),
         (None, {"temperature": 1.0}, "made with temperature 2, and 1 is needed"),
         (None, {"vocab_size": SIZE + 1}, "was made by /big, whose vocabulary is not"),

@@ -427,7 +427,7 @@ def test_references_are_checked(dense: Path, tmp_path: Path) -> None:
     data = tmp_path / "pairs.jsonl"
     shared = [{"role": "user", "content": "Which?"}]
     data.write_text(json.dumps({"messages": shared, "chosen": "This.", "rejected": "That!"}) + "\n")
-    with pytest.raises(BadInput, match="Compute the reference's log-probabilities"):
+    with pytest.raises(BadInput, match="Let the model score"):
         References.beside(data)
     score(Request(dense, data, temperature=0.7), on_cpu=True)
     with pytest.raises(BadInput, match=r"temperature 0\.7, and 1 is needed"):

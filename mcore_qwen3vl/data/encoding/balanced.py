@@ -13,16 +13,16 @@ from megatron.energon.metadataset.loader_interface import LoadedDataset
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig
-from mcore_qwen3vl.data.encoding.balancing import Division, Measure, divide
 from mcore_qwen3vl.data.encoding.encoder import Qwen3VLTaskEncoder, raw_sample
+from mcore_qwen3vl.data.encoding.packing import Division, Measure, divide
 from mcore_qwen3vl.data.encoding.planning import Plan
-from mcore_qwen3vl.data.encoding.samples import EncodedSample, MeasuredSample, encoded
+from mcore_qwen3vl.data.encoding.samples import MeasuredSample, PlannedRecord
 from mcore_qwen3vl.data.encoding.shared_packing import SharedPacking
+from mcore_qwen3vl.data.loading.bad_samples import sample_id
 from mcore_qwen3vl.data.loading.datasets import SOURCE
 from mcore_qwen3vl.data.loading.measured import BAD, OVERLONG, MeasuredFactory, Size, Unusable
 from mcore_qwen3vl.data.loading.measured import measure as measure_data
 from mcore_qwen3vl.data.loading.sources import Source
-from mcore_qwen3vl.data.records.bad_samples import sample_id
 from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample
 from mcore_qwen3vl.model import flops
 from mcore_qwen3vl.model.flops import ALL, Trained
@@ -128,16 +128,15 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
         )
 
     @stateless
-    def postencode_sample(self, sample: Any) -> EncodedSample:
+    def postencode_sample(self, sample: Any) -> Any:
         """Read, tokenise and decode a sample."""
         with self.guard.skipping(sample):
             crude = self._data_sets[sample.data_set].read(sample.index)
             raw = raw_sample(self.preparation, crude)
-            plan = self.preparation.plan(raw)
-            pixels = self.preparation.pixels(plan, raw.source)
-            teacher = self._teacher(crude, raw.source)
-        self._check_teacher(crude, raw.source, plan)
-        return encoded(sample, plan, pixels, sample_id(crude), raw.source, teacher)
+            plans = [self.preparation.plan(raw)]
+        return super().postencode_sample(
+            PlannedRecord.derive_from(sample, plans=plans, source=raw.source, name=sample_id(crude))
+        )
 
 
 def size_of(plan: Plan) -> Size:

@@ -24,13 +24,20 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.encoding.batch import Batch, Batcher
 from mcore_qwen3vl.data.encoding.packing import best_fit
-from mcore_qwen3vl.data.encoding.planning import Plan
+from mcore_qwen3vl.data.encoding.pixels import Pixels
+from mcore_qwen3vl.data.encoding.planning import Plan, check_length, padded
 from mcore_qwen3vl.data.encoding.preparation import Preparation
-from mcore_qwen3vl.data.encoding.samples import EncodedSample, PlannedSample, RawSample, encoded
+from mcore_qwen3vl.data.encoding.samples import (
+    EncodedRecord,
+    EncodedSample,
+    PlannedRecord,
+    RawSample,
+)
+from mcore_qwen3vl.data.loading.bad_samples import BadSampleGuard, number_of, sample_id
 from mcore_qwen3vl.data.loading.datasets import SOURCE
 from mcore_qwen3vl.data.loading.sources import Source, source_names
-from mcore_qwen3vl.data.records.bad_samples import BadSampleGuard, number_of, sample_id
-from mcore_qwen3vl.data.teacher import Top, joined, teachers_of
+from mcore_qwen3vl.data.scores import References
+from mcore_qwen3vl.data.teacher import joined, teachers_of
 
 
 def raw_sample(preparation: Preparation, sample: CrudeSample) -> RawSample:
@@ -43,7 +50,7 @@ def raw_sample(preparation: Preparation, sample: CrudeSample) -> RawSample:
     )
 
 
-class Qwen3VLTaskEncoder(TaskEncoder[RawSample, EncodedSample, Batch, Batch]):
+class Qwen3VLTaskEncoder(TaskEncoder[RawSample, EncodedRecord, Batch, Batch]):
     """Energon's hooks; each is deterministic, so that energon can repeat it on resume."""
 
     decoder = None  # WebDataset parts stay bytes
@@ -72,6 +79,9 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, EncodedSample, Batch, Batch]):
             tokenizer=processor.tokenizer,
             vocab_size=architecture.vocab_size,
         )
+        self._references = [
+            References.beside(source.path) for source in sources if config.references
+        ]
         self._source_names = source_names(sources)
         self.cookers = (Cooker(self.cook),)
         pad_id = processor.tokenizer.pad_token_id
@@ -84,50 +94,71 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, EncodedSample, Batch, Batch]):
 
     @stateless
     def preencode_sample(self, sample: RawSample) -> Any:
-        """Tokenise a sample and measure its media."""
+        """Tokenise the sequences of a record and measure their media."""
         with self.guard.skipping(sample):
-            plan = self.preparation.plan(sample)
-        return PlannedSample.derive_from(
-            sample, plan=plan, source=sample.source, name=sample_id(sample)
+            planned = self._planned(sample)
+            check_length(self.config, planned["plans"])
+        return PlannedRecord.derive_from(
+            sample, **planned, source=sample.source, name=sample_id(sample)
         )
 
-    def select_samples_to_pack(self, samples: list[PlannedSample]) -> list[list[PlannedSample]]:
-        """Choose which samples of a full buffer share sequences."""
-        lengths = [self.config.padded(len(sample.plan.input_ids)) for sample in samples]
-        packs = best_fit(lengths, self.config.seq_length)
-        return [[samples[index] for index in pack] for pack in packs]
+    def _planned(self, sample: RawSample) -> dict[str, Any]:
+        """Return the fields of the planned record that depend on its kind.
+
+        Raises:
+            BadSample, OverlongSample: the record cannot be used.
+        """
+        return {"plans": [self.preparation.plan(sample)]}
+
+    def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
+        """Choose which records of a full buffer share sequences."""
+        lengths = [self._length(sample) for sample in samples]
+        return [[samples[i] for i in pack] for pack in best_fit(lengths, self.config.seq_length)]
+
+    def _length(self, sample: PlannedRecord) -> int:
+        """Return how many tokens of a pack a record takes."""
+        return padded(self.config, sample.plans)
 
     @stateless
-    def postencode_sample(self, sample: Any) -> EncodedSample:
-        """Decode the pixels."""
+    def postencode_sample(self, sample: Any) -> Any:
+        """Decode the pixels, only once for neighbours that have the same media."""
+        pixels: list[Pixels] = []
         with self.guard.skipping(sample):
-            pixels = self.preparation.pixels(sample.plan, sample.source)
-            teacher = self._teacher(sample, sample.source)
-        self._check_teacher(sample, sample.source, sample.plan)
-        return encoded(sample, sample.plan, pixels, sample.name, sample.source, teacher)
-
-    def _teacher(self, sample: Any, source: int) -> Top | None:
-        """Return the teacher's tokens for a sample as energon read it, if there is a teacher."""
-        return self._teachers[source].of(number_of(sample)) if self._teachers else None
-
-    def _check_teacher(self, sample: Any, source: int, plan: Plan) -> None:
-        """Stop the run if the teacher saw other tokens, so outside of the guard's blocks."""
-        if self._teachers:
-            self._teachers[source].check(number_of(sample), plan)
+            for number, plan in enumerate(sample.plans):
+                again = number and _shown(plan) == _shown(sample.plans[number - 1])
+                pixels.append(pixels[-1] if again else self.preparation.pixels(plan, sample.source))
+            top = self._teachers[sample.source].of(number_of(sample)) if self._teachers else None
+        if self._teachers:  # outside of the guard's block, so that the error stops the run
+            self._teachers[sample.source].check(number_of(sample), sample.plans[0])
+        sequences = [
+            EncodedSample.derive_from(
+                sample,
+                input_ids=plan.token_tensor(),
+                loss_weights=plan.weight_tensor(),
+                pixels=seen,
+                name=sample.name,
+                source=sample.source,
+                teacher=top,
+            )
+            for plan, seen in zip(sample.plans, pixels, strict=True)
+        ]
+        kept = {name: getattr(sample, name) for name in ("reference", "target", "label")}
+        return EncodedRecord.derive_from(sample, sequences=sequences, **kept)
 
     @stateless
-    def pack_selected_samples(self, samples: list[EncodedSample]) -> Batch:
+    def pack_selected_samples(self, samples: list[EncodedRecord]) -> Batch:
         """Make a packed batch."""
         return self._batch(self._batcher.pack, samples)
 
     @stateless
-    def batch(self, samples: list[EncodedSample]) -> Batch:
+    def batch(self, samples: list[EncodedRecord]) -> Batch:
         """Make a padded batch."""
         return self._batch(self._batcher.pad, samples)
 
-    def _batch(self, assemble: Callable[..., Batch], samples: list[EncodedSample]) -> Batch:
-        if not samples:  # all samples had bad pixels
+    def _batch(self, assemble: Callable[..., Batch], records: list[EncodedRecord]) -> Batch:
+        if not records:  # all samples had bad pixels
             raise SkipSample
+        samples = [one for record in records for one in record.sequences]
         skipped, dropped = self.guard.take()
         batch = assemble(samples, skipped, dropped)
         if self._teachers:
@@ -135,3 +166,7 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, EncodedSample, Batch, Batch]):
         if not self._source_names:
             return batch
         return replace(batch, data_sets=tuple(self._source_names[one.source] for one in samples))
+
+
+def _shown(plan: Plan) -> list[Any]:
+    return [item.media for item in plan.media]

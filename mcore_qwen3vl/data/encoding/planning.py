@@ -7,7 +7,8 @@ because a tokenizer splits at special tokens before it tokenises the text around
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,8 +32,9 @@ class PlannedMedia:
     frames: int  # frames or, for videos, pairs of frames: the first number of grid_thw
     metadata: VideoMetadata | None  # of a video, with the indices of the frames to decode
     size: dict[str, int] | None  # HF's ``size`` if the record gives one
-    start: int  # tokens [start, end) are its placeholders with the vision tokens around them
-    end: int
+    replacement: str  # the processor's text for it, with one placeholder a frame
+    start: int = 0  # tokens [start, end) are its placeholders with the vision tokens around them
+    end: int = 0
 
 
 @dataclass(frozen=True)
@@ -49,18 +51,6 @@ class Plan:
 
     def weight_tensor(self) -> Tensor:
         return torch.from_numpy(self.loss_weights)
-
-
-@dataclass(frozen=True)
-class _Measured:
-    """The size of an image or video, before the place of its tokens is known."""
-
-    media: Media
-    patches: int
-    frames: int
-    metadata: VideoMetadata | None
-    size: dict[str, int] | None
-    replacement: str  # the processor's text for it, with one placeholder a frame
 
 
 class Planner:
@@ -100,7 +90,7 @@ class Planner:
                     f"does a message contain {token} literally?"
                 )
 
-    def _measure(self, media: Media) -> _Measured:
+    def _measure(self, media: Media) -> PlannedMedia:
         if media.kind == "image":
             height, width = image_size(media)
             self._check_pixels(media, height, width)
@@ -110,10 +100,10 @@ class Planner:
                 "min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]
             }  # fmt: skip
             patches = images.get_number_of_image_patches(height, width, limits)
-            return _Measured(media, patches, 1, None, size, self._tokens["image"])
+            return PlannedMedia(media, patches, 1, None, size, self._tokens["image"])
         return self._measure_video(media)
 
-    def _measure_video(self, media: Media) -> _Measured:
+    def _measure_video(self, media: Media) -> PlannedMedia:
         videos = self._processor.video_processor
         metadata = probe_video(media)
         self._check_pixels(media, metadata.height, metadata.width)
@@ -129,7 +119,7 @@ class Planner:
         text = self._processor.replace_video_token(
             {"video_grid_thw": grid, "video_metadata": [metadata]}, 0
         )
-        return _Measured(media, patches, frames, metadata, size, text)
+        return PlannedMedia(media, patches, frames, metadata, size, text)
 
     def _check_pixels(self, media: Media, height: int, width: int) -> None:
         most = self._config.max_decoded_pixels
@@ -140,7 +130,7 @@ class Planner:
                 f"{most:,} (--max-decoded-pixels)."
             )
 
-    def _tokenise(self, rendered: Rendered, measured: list[_Measured]) -> Plan:
+    def _tokenise(self, rendered: Rendered, measured: list[PlannedMedia]) -> Plan:
         texts, replaced = self._processor.get_text_with_replacements(
             [rendered.text],
             [m.replacement for m in measured if m.media.kind == "image"],
@@ -166,14 +156,10 @@ class Planner:
             within = np.flatnonzero((begins < inside[1]) & (ends > inside[0]))
             weights[within] = 0
             start, end = bounds[within[0]], bounds[within[-1] + 1]
-            planned.append(
-                PlannedMedia(
-                    item.media, item.patches, item.frames, item.metadata, item.size, start, end
-                )
-            )
+            planned.append(replace(item, start=start, end=end))
         return Plan(np.repeat(ids, repeats), np.repeat(weights, repeats), planned)
 
-    def _repeats(self, ids: np.ndarray, measured: list[_Measured]) -> np.ndarray:
+    def _repeats(self, ids: np.ndarray, measured: list[PlannedMedia]) -> np.ndarray:
         """Return how often each token is repeated, (t,) int64: 1, except for placeholders."""
         repeats = np.ones(len(ids), np.int64)
         for kind, token_id in (
@@ -215,6 +201,25 @@ def truncate(plan: Plan, limit: int) -> Plan:
     cut = next((item.start for item in plan.media if item.start < limit < item.end), limit)
     media = [item for item in plan.media if item.end <= cut]
     return Plan(plan.input_ids[:cut], plan.loss_weights[:cut], media)
+
+
+def padded(config: DataConfig, plans: Sequence[Plan]) -> int:
+    """Return how many tokens of a pack the sequences of a record take."""
+    return sum(config.padded(len(plan.input_ids)) for plan in plans)
+
+
+def check_length(config: DataConfig, plans: Sequence[Plan]) -> None:
+    """Raise if a pack cannot hold all sequences; the planner checked that each fits a row.
+
+    Raises:
+        OverlongSample: the sequences together are longer than a pack.
+    """
+    length = padded(config, plans)
+    if config.packing and length > config.seq_length:
+        which = "both" if len(plans) == 2 else f"all {len(plans)}"
+        raise OverlongSample(
+            f"{length} tokens in {which}, more than seq_length {config.seq_length}."
+        )
 
 
 def _moved(position: int, replacements: list[dict[str, Any]]) -> int:

@@ -17,16 +17,19 @@ from mcore_qwen3vl.data.records.classification import (
     is_classification,
     parse_classification,
 )
-from mcore_qwen3vl.data.records.labelled import is_labelled, parse_labelled
+from mcore_qwen3vl.data.records.flaws import time_limit
 from mcore_qwen3vl.data.records.media import MediaFolder
-from mcore_qwen3vl.data.records.parse import join_parts, parse_record, preprocessed
+from mcore_qwen3vl.data.records.parse import join_parts, parse_record
 from mcore_qwen3vl.data.records.parsed import Conversation, Document
-from mcore_qwen3vl.data.records.preference import SIDES, is_pair, parse_pair
-from mcore_qwen3vl.data.records.reading import Reading, find_hook
-from mcore_qwen3vl.data.records.reranking import parse_judgements
-from mcore_qwen3vl.data.records.retrieval import is_retrieval, parse_retrieval
-from mcore_qwen3vl.data.records.template import Rendered, Renderer
-from mcore_qwen3vl.data.records.time_limit import time_limit
+from mcore_qwen3vl.data.records.preference import (
+    is_labelled,
+    is_pair,
+    parse_labelled,
+    parse_pair,
+)
+from mcore_qwen3vl.data.records.reading import find_hook, preprocessed
+from mcore_qwen3vl.data.records.retrieval import is_retrieval, parse_judgements, parse_retrieval
+from mcore_qwen3vl.data.records.template import Renderer
 from mcore_qwen3vl.untrusted import parse_json
 
 _FILES = (".jsonl", ".json", ".parquet")
@@ -79,7 +82,9 @@ class Preparation:
             BadSample: the record is malformed. A hook's own exceptions pass through.
         """
         with time_limit(self._max_seconds):
-            return parse_record(self._record(sample), sample.folder, self._reading(sample))
+            return parse_record(
+                self._record(sample), sample.folder, self._sources[sample.source].reading
+            )
 
     def parse_each(
         self, sample: RawSample, *, task: Task | Literal["any"] | None = "any"
@@ -99,24 +104,23 @@ class Preparation:
         Raises:
             BadSample: the record is malformed. A hook's own exceptions pass through.
         """
-        reading = self._reading(sample)
+        reading = self._sources[sample.source].reading
         with time_limit(self._max_seconds):
             record = preprocessed(self._record(sample), reading)
-        made = replace(reading, preprocess=None)
+        reading = replace(reading, preprocess=None)
         if task == "any":
             task = "classify" if is_classification(record) and not is_pair(record) else None
             task = "embedding" if is_retrieval(record) else task
         if task in ("embedding", "reranker"):
             read = parse_judgements if task == "reranker" else parse_retrieval
-            return dict(read(record, sample.folder, made))
+            return dict(read(record, sample.folder, reading))
         if task == "classify":
-            return {"": parse_classification(record, sample.folder, made, self._labels)}
+            return {"": parse_classification(record, sample.folder, reading, self._labels)}
         if is_labelled(record) and not is_pair(record):
-            return {"": parse_labelled(record, sample.folder, made)}
+            return {"": parse_labelled(record, sample.folder, reading)}
         if not is_pair(record):
-            return {"": parse_record(record, sample.folder, made)}
-        pair = parse_pair(record, sample.folder, made)
-        return dict(zip(SIDES, (pair.chosen, pair.rejected), strict=True))
+            return {"": parse_record(record, sample.folder, reading)}
+        return dict(parse_pair(record, sample.folder, reading))
 
     def _record(self, sample: RawSample) -> Any:
         """Return the record in JSON's types, with the parts of a WebDataset sample filled in."""
@@ -126,17 +130,6 @@ class Preparation:
         if sample.folder.parts:
             record = join_parts(sample.folder.parts, record)
         return record
-
-    def _reading(self, sample: RawSample) -> Reading:
-        return self._sources[sample.source].reading
-
-    def render(self, parsed: Conversation | Document) -> Rendered:
-        """Render a parsed record to text.
-
-        Raises:
-            BadSample: the template refuses the messages.
-        """
-        return self._renderer.render(parsed)
 
     def plan(self, sample: RawSample, parsed: Conversation | Document | None = None) -> Plan:
         """Tokenise a sample and measure its media.
@@ -150,7 +143,7 @@ class Preparation:
         """
         with time_limit(self._max_seconds):
             parsed = parsed or self.parse(sample)
-            plan = self._planners[sample.source].plan(self.render(parsed))
+            plan = self._planners[sample.source].plan(self._renderer.render(parsed))
         return replace(plan, target=getattr(parsed, "target", None))
 
     def pixels(self, plan: Plan, source: int) -> Pixels:

@@ -9,8 +9,7 @@ import numpy as np
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.encoding.balanced import extra_work
-from mcore_qwen3vl.data.encoding.balancing import Measure, divide
-from mcore_qwen3vl.data.encoding.packing import best_fit
+from mcore_qwen3vl.data.encoding.packing import Measure, best_fit, divide
 from mcore_qwen3vl.data.loading.measured import Size
 from mcore_qwen3vl.model import flops
 

@@ -24,12 +24,15 @@ class RawSample(Sample):
 
 
 @edataclass
-class PlannedSample(Sample):
-    """A tokenised sample in the packing buffer; its media are measured but not decoded."""
+class PlannedRecord(Sample):
+    """A tokenised record in the packing buffer; its media are measured but not decoded."""
 
-    plan: Plan
+    plans: list[Plan]  # one for each sequence
     source: int
     name: str
+    reference: tuple[float, float] | None = None
+    target: float | tuple[float, ...] | None = None
+    label: bool | None = None
 
 
 @edataclass
@@ -43,7 +46,7 @@ class MeasuredSample(Sample):
 
 @edataclass
 class EncodedSample(Sample):
-    """A sample that is ready to be batched."""
+    """One sequence of a record, ready to be batched."""
 
     input_ids: torch.Tensor  # (T,) int64
     loss_weights: torch.Tensor  # (T,) float32: the weight of predicting each token
@@ -53,21 +56,11 @@ class EncodedSample(Sample):
     teacher: Top | None = None  # at the trained tokens
 
 
-def encoded(
-    sample: Sample,
-    plan: Plan,
-    pixels: Pixels,
-    name: str,
-    source: int,
-    teacher: Top | None = None,
-) -> EncodedSample:
-    """Return the sequence of `plan` with its decoded pixels, ready to be batched."""
-    return EncodedSample.derive_from(
-        sample,
-        input_ids=plan.token_tensor(),
-        loss_weights=plan.weight_tensor(),
-        pixels=pixels,
-        name=name,
-        source=source,
-        teacher=teacher,
-    )
+@edataclass
+class EncodedRecord(Sample):
+    """A record that is ready to be batched."""
+
+    sequences: list[EncodedSample]
+    reference: tuple[float, float] | None
+    target: float | tuple[float, ...] | None
+    label: bool | None

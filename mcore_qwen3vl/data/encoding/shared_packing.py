@@ -7,11 +7,11 @@ from typing import Any
 
 from megatron.energon.wrappers import PackingDataset
 
-from mcore_qwen3vl.data.encoding.balancing import Division
+from mcore_qwen3vl.data.encoding.packing import Division
 
 Divide = Callable[..., Division]
 """A packer of a buffer, with the keywords of
-:func:`mcore_qwen3vl.data.encoding.balancing.divide`."""
+:func:`mcore_qwen3vl.data.encoding.packing.divide`."""
 
 
 class SharedPacking(PackingDataset):

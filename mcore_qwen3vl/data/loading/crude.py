@@ -31,7 +31,7 @@ class Reader(Protocol):
 
 
 def crude_sample(
-    dataset: Path, shard: str, index: int, within: int, record: bytes | Mapping[str, Any]
+    dataset: Path, shard: str, index: int, within: int, record: bytes | Mapping[str, Any] = b""
 ) -> dict[str, Any]:
     """Make a sample in the form of energon's readers.
 
@@ -40,7 +40,7 @@ def crude_sample(
         shard: the name of the file within it.
         index: the sample's number in the data set, by which energon finds it again.
         within: the sample's number in the file, for messages.
-        record: the record as JSON text, or parsed.
+        record: the record as JSON text, or parsed; empty if it is not read yet.
     """
     source = SourceInfo(
         dataset_path=EPath(dataset), index=within, shard_name=shard, file_names=(f"{within}.json",)
@@ -136,11 +136,8 @@ class CrudeFactory(BaseCoreDatasetFactory[CrudeSample], Sharder):
         )
 
     def load_raw(self, raw: Any) -> CrudeSample:
-        """Return a reader's sample with its JSON parsed."""
-        return self.load_sample(raw.data[0])
-
-    def load_sample(self, sample: dict[str, Any]) -> CrudeSample:
-        """Return a sample with its JSON parsed and with the data set's subflavors."""
+        """Return a reader's sample with its JSON parsed and with the data set's subflavors."""
+        sample = raw.data[0]
         record = sample["json"]
         if isinstance(record, bytes):
             record = parse_json(record)

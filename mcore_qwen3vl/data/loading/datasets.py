@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import io
-from bisect import bisect_right
-from collections.abc import Sequence
-from contextlib import redirect_stdout
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+from unittest import mock
 
 import yaml
-from megatron.energon import WorkerConfig
+from megatron.energon import WorkerConfig, dataset_config
+from megatron.energon.eyaml import load_yaml
 from megatron.energon.flavors.webdataset.structs import DatasetSubset
 from megatron.energon.metadataset import load_dataset, traverse_metadataset
 from megatron.energon.metadataset.loader_interface import DatasetBlendMode, LoadedDataset
+from torch.utils.data import ConcatDataset, Dataset
 
 from mcore_qwen3vl.data.loading import json_file
 from mcore_qwen3vl.data.loading.crude import CrudeFactory
@@ -23,7 +23,6 @@ from mcore_qwen3vl.data.loading.index import ensure_index, index_beside
 from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.data.loading.stand_in import origin
 from mcore_qwen3vl.data.loading.tables import TableReader, is_table
-from mcore_qwen3vl.data.loading.trust import code_refused
 from mcore_qwen3vl.errors import BadInput
 
 SOURCE = "source"
@@ -31,6 +30,9 @@ SOURCE = "source"
 
 _RUN_LENGTH = 100  # consecutive samples that are read together when data are shuffled
 _OPEN_GROUPS = 4  # row groups of a table that a worker reads from in turn
+_OWN_MODULE = "megatron.energon"
+_PYTHON_FILES = ("sample_loader", "part_filter")
+"""Settings of a WebDataset that can name a function in a Python file beside it."""
 
 
 def load_sources(
@@ -183,39 +185,42 @@ def _split_of(path: Path, split: str) -> str:
     return split if shards.get(split) else "train"
 
 
-@dataclass(frozen=True)
-class _Part:
-    """One data set and the numbers of its samples that are used."""
+class _Part(Dataset[Any]):
+    """The samples of one data set that are used, by their number.
 
-    path: Path
-    reader: Any
-    numbers: Sequence[int]
-    subflavors: Any
+    Args:
+        factory: energon's factory, for one rank without workers.
+    """
 
-    @classmethod
-    def of(cls, factory: Any) -> _Part:
-        """Make a part of the samples of energon's factory for one rank without workers."""
+    def __init__(self, factory: Any) -> None:
         with redirect_stdout(io.StringIO()):  # energon prints how it divides the data
             samples = factory.build().dataset
-        reader, offsets = samples.join_readers[0], samples.workers_slice_offsets[0]
-        numbers: Sequence[int] = range(offsets[0], offsets[-1])
+        self._reader, offsets = samples.join_readers[0], samples.workers_slice_offsets[0]
+        self._numbers: Sequence[int] = range(offsets[0], offsets[-1])
         if getattr(factory, "sample_excludes", None):
-            numbers = [number for number in numbers if reader[number] is not None]
-        return cls(Path(str(factory.path)), reader, numbers, factory.subflavors)
+            self._numbers = [n for n in self._numbers if self._reader[n] is not None]
+        self._subflavors = factory.subflavors
+        self.path = origin(Path(str(factory.path)))
 
-    def read(self, place: int) -> dict[str, Any]:
-        number = self.numbers[place]
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, place: int) -> dict[str, Any]:
+        number = self._numbers[place]
         try:
-            return {**self.reader[number], "__subflavors__": self.subflavors}
+            return {**self._reader[number], "__subflavors__": self._subflavors}
         except Exception as error:  # readers of tars and tables raise many types
             raise BadInput(
-                f"Record {number + 1} of {origin(self.path)} cannot be read: {error}. The file is "
+                f"Record {number + 1} of {self.path} cannot be read: {error}. The file is "
                 "damaged: write it again."
             ) from error
 
 
-class CrudeSamples(Sequence[Any]):
-    """All samples of data sets in order, each once; JSON that may be malformed is not parsed."""
+class CrudeSamples(ConcatDataset[Any]):
+    """All samples of data sets in order, each once; JSON that may be malformed is not parsed.
+
+    A sample is read by its number, from 0. ``BadInput`` says that its file is damaged.
+    """
 
     def __init__(self, sources: Sequence[Source], *, split: str, trust: bool) -> None:
         """Open the data sets.
@@ -232,27 +237,63 @@ class CrudeSamples(Sequence[Any]):
         datasets, _ = load_sources(
             sources, split=split, training=False, shuffle=False, workers=workers, trust=trust
         )
-        self._parts = [_Part.of(one.dataset) for one in datasets]
-        self._bounds = [0, *accumulate(len(part.numbers) for part in self._parts)]
-        self.paths = [origin(part.path) for part in self._parts]
+        parts = [_Part(one.dataset) for one in datasets]
+        super().__init__(parts)
+        self.paths = [part.path for part in parts]
         """The paths of the data sets, including those of a metadataset."""
 
-    def __len__(self) -> int:
-        return self._bounds[-1]
-
-    def __getitem__(self, number: int) -> Any:  # type: ignore[override]  # no slices
-        """Return the crude sample with this number, from 0.
-
-        Raises:
-            BadInput: the sample's file is damaged.
-            IndexError: there is no such sample.
-        """
-        if not 0 <= number < len(self):
-            raise IndexError(number)
-        part = bisect_right(self._bounds, number) - 1
-        return self._parts[part].read(number - self._bounds[part])
+    def __iter__(self) -> Iterator[Any]:
+        return (self[number] for number in range(len(self)))
 
 
 def dataset_path(sample: Any) -> Path:
     """Return the path of a crude sample's data set: the data's own path, not the stand-in's."""
     return origin(Path(str(sample["__sources__"][0].dataset_path)))
+
+
+@contextmanager
+def code_refused(*, unless: bool) -> Iterator[None]:
+    """Refuse metadatasets and WebDatasets that name code other than energon's classes.
+
+    The check reads a file's content as energon's own parser returns it, before energon acts on it.
+
+    Args:
+        unless: True if the user trusts the data: nothing is refused.
+
+    Raises (while energon loads files inside the block):
+        BadInput: a file names code; the message gives the file and the line.
+    """
+    if unless:
+        yield
+        return
+    with mock.patch.object(dataset_config, "load_yaml", _load_checked):
+        yield
+
+
+def _load_checked(stream: BinaryIO) -> Any:
+    text = stream.read()
+    content = load_yaml(text)
+    for key, value in _named_code(content):
+        lines = text.decode("utf-8", errors="replace").splitlines()
+        line = next((n for n, one in enumerate(lines, 1) if key in one and value in one), 1)
+        raise BadInput(
+            f"{stream.name}:{line} names code to run: {key}: {value}. Refused; if you trust who "
+            "wrote the data set, read that code and pass --trust-data."
+        )
+    return content
+
+
+def _named_code(content: Any) -> Iterator[tuple[str, str]]:
+    """Yield the keys and values that make energon import or run code that is not its own."""
+    if isinstance(content, dict):
+        for key, value in content.items():
+            if (
+                (key == "__module__" and value != _OWN_MODULE)
+                or key == "__function__"
+                or (key in _PYTHON_FILES and isinstance(value, str))
+            ):
+                yield key, str(value)
+            yield from _named_code(value)
+    elif isinstance(content, list):
+        for value in content:
+            yield from _named_code(value)

@@ -1,21 +1,23 @@
 """Energon's indexes, made on first use, and only once even if many ranks start at the same time.
 
-They are in the cache, beside a stand-in for the data.
+They are in the cache, beside a stand-in for the data. From them come the line numbers of records.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import redirect_stdout
+from functools import cache
 from pathlib import Path
 
+import numpy as np
 from filelock import FileLock, Timeout
 from megatron.energon.epathlib import EPath
 from megatron.energon.flavors import BaseWebdatasetFactory
-from megatron.energon.flavors.jsonl.ijsonl import IJsonlIndexReader, IJsonlIndexWriter
+from megatron.energon.flavors.jsonl.ijsonl import IJsonlIndexWriter
 
 from mcore_qwen3vl.data.loading import json_file
-from mcore_qwen3vl.data.loading.lines import write_blanks
 from mcore_qwen3vl.data.loading.sources import require_data_set
 from mcore_qwen3vl.data.loading.stand_in import data_cache, make_stand_in, origin, stand_in_of
 from mcore_qwen3vl.data.loading.tables import is_table
@@ -81,8 +83,8 @@ def _needs_index(path: Path) -> bool:
 
 def _is_indexed(path: Path) -> bool:
     if path.is_dir():
-        return _tars_are_indexed(path)
-    return json_file.is_indexed(path) if path.suffix == ".json" else _jsonl_is_indexed(path)
+        return (path / ".nv-meta" / "dataset.yaml").exists()
+    return json_file.is_indexed(path)
 
 
 def _index_once(path: Path) -> None:
@@ -94,31 +96,19 @@ def _index_once(path: Path) -> None:
     lock = path / ".energon.lock" if path.is_dir() else path.with_name(path.name + ".idx.lock")
     try:
         with FileLock(lock, timeout=_PATIENCE):
-            if not _is_indexed(path):  # another rank may have done it meanwhile
-                _index(path)
+            if _is_indexed(path):  # another rank has done it meanwhile
+                return
+            if path.is_dir():
+                _index_tars(path)
+            elif path.suffix == ".json":
+                json_file.write_index(path)
+            else:
+                _index_jsonl(path)
     except Timeout:
         raise BadInput(
             f"Waited {_PATIENCE:.0f} s for another process to index {path}. If none is running, "
             f"remove {lock}."
         ) from None
-
-
-def _index(path: Path) -> None:
-    if path.is_dir():
-        _index_tars(path)
-    elif path.suffix == ".json":
-        json_file.write_index(path)
-    else:
-        _index_jsonl(path)
-
-
-def _jsonl_is_indexed(path: Path) -> bool:
-    index = path.with_name(path.name + ".idx")
-    return (
-        index.exists()
-        and index.stat().st_mtime_ns >= path.stat().st_mtime_ns
-        and IJsonlIndexReader.size(EPath(path)) == path.stat().st_size
-    )
 
 
 def _index_jsonl(path: Path) -> None:
@@ -138,12 +128,12 @@ def _index_jsonl(path: Path) -> None:
                 blanks.append(records)
         if start == 0:
             raise BadInput(f"The data set {origin(path)} is empty.")
-        write_blanks(path, blanks)
         index.append(end)
-
-
-def _tars_are_indexed(path: Path) -> bool:
-    return (path / ".nv-meta" / "dataset.yaml").exists()
+    # A blank line is no record, but counts as a line: the number of records before each is kept.
+    if blanks:  # `tofile` would not report a full disk
+        _blanks_of(path).write_bytes(np.array(blanks, np.int64).tobytes())
+    else:
+        _blanks_of(path).unlink(missing_ok=True)
 
 
 def _index_tars(path: Path) -> None:
@@ -159,3 +149,41 @@ def _index_tars(path: Path) -> None:
         )
     # Written last, so that whoever sees this file finds the rest complete.
     (path / ".nv-meta" / "dataset.yaml").write_text(_CRUDE, encoding="utf-8")
+
+
+def line_of(path: Path, record: int) -> int:
+    """Return the line, from 1, of a record, from 0, in an indexed JSONL file."""
+    return record + 1 + int(np.searchsorted(_blanks(path), record, side="right"))
+
+
+def record_of(path: Path, line: int) -> int:
+    """Return the record, from 0, on a line, from 1, of an indexed JSONL file.
+
+    Raises:
+        BadInput: the line is blank.
+    """
+    blanks = _blanks(path)
+    # The n-th blank line, from 0, is line blanks[n] + n + 1.
+    before = int(np.searchsorted(blanks + np.arange(len(blanks)) + 1, line))
+    record = line - 1 - before
+    if line_of(path, record) != line:
+        raise BadInput(f"Line {line:,} of {origin(path)} is blank.")
+    return record
+
+
+def _blanks_of(path: Path) -> Path:
+    return path.with_name(path.name + ".idx.blank")
+
+
+def _blanks(path: Path) -> np.ndarray:
+    """Return, for each blank line of a JSONL file, the number of records before it; ascending."""
+    try:
+        written = os.stat(_blanks_of(path)).st_mtime_ns
+    except FileNotFoundError:
+        return np.zeros(0, np.int64)
+    return _read(_blanks_of(path), written)
+
+
+@cache
+def _read(file: Path, written: int) -> np.ndarray:
+    return np.fromfile(file, np.int64)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -33,11 +34,16 @@ def index_of(path: Path) -> Path:
 
 
 def is_indexed(path: Path) -> bool:
-    """Return whether the index exists and is up to date with the file."""
+    """Return whether the index exists and is up to date with the file.
+
+    Energon's index of a JSONL file may be asked for too: its last number is that file's size.
+    """
     index = index_of(path)
     if not index.exists() or index.stat().st_mtime_ns < path.stat().st_mtime_ns:
         return False
-    return int(np.fromfile(index, np.uint64)[-1]) == path.stat().st_size
+    with index.open("rb") as stream:
+        stream.seek(-8, os.SEEK_END)
+        return int.from_bytes(stream.read(8), sys.byteorder) == path.stat().st_size
 
 
 def write_index(path: Path) -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +16,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron.energon import WorkerConfig, get_savable_loader
+from megatron.energon.savable_loader import SavableCheckpoint
 from packaging.version import Version
+from torch.utils.data import get_worker_info
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.processor_files import require
@@ -27,8 +34,6 @@ from mcore_qwen3vl.data.encoding.groups import (
 from mcore_qwen3vl.data.loading.datasets import load_sources
 from mcore_qwen3vl.data.loading.loader_state import from_plain, to_plain
 from mcore_qwen3vl.data.loading.sources import Source
-from mcore_qwen3vl.data.loading.worker import start_worker
-from mcore_qwen3vl.data.scores import References
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.machine import usable_cores
 from mcore_qwen3vl.model.flops import ALL, Trained
@@ -36,6 +41,7 @@ from mcore_qwen3vl.runtime.lifetime import scratch_folder
 
 OLDEST_TRANSFORMERS = "5.18"
 _PREFETCHED = 2  # batches that a data worker keeps ready
+_LOOK = 1.0  # seconds between two checks that the parent lives
 _BACK = 2  # batches that may have been read since the position of a state
 
 
@@ -204,7 +210,8 @@ class Loader(Iterator[Batch]):
         try:
             return next(self._iterator)
         except BadInput as error:
-            raise BadInput(_without_traceback(error)) from None
+            # One from a worker arrives inside that process's traceback.
+            raise BadInput(str(error).rsplit("BadInput: ", 1)[-1].strip()) from None
         except (RuntimeError, EOFError, OSError) as error:
             if not self._is_of_a_dead_worker(error):
                 raise
@@ -310,16 +317,58 @@ def _encoder(
         )
     if config.balance:
         return BalancedTaskEncoder(architecture, processor, config, sources, **balancing)
+    kind: type[Qwen3VLTaskEncoder] = PairTaskEncoder if config.pairs else Qwen3VLTaskEncoder
     if config.task:
-        return GroupTaskEncoder(architecture, processor, config, sources)
-    if config.labelled:
-        return LabelledTaskEncoder(architecture, processor, config, sources)
-    if not config.pairs:
-        return Qwen3VLTaskEncoder(architecture, processor, config, sources)
-    beside = [References.beside(source.path) for source in sources] if config.references else None
-    return PairTaskEncoder(architecture, processor, config, sources, beside)
+        kind = GroupTaskEncoder
+    elif config.labelled:
+        kind = LabelledTaskEncoder
+    return kind(architecture, processor, config, sources)
 
 
-def _without_traceback(error: BadInput) -> str:
-    """Return the message alone; one from a worker arrives inside that process's traceback."""
-    return str(error).rsplit("BadInput: ", 1)[-1].strip()
+def start_worker(start: Callable[[int], None], temporary: Path, worker: int) -> None:
+    """Start a data worker that ignores SIGTERM from all but its parent (``worker_init_fn``).
+
+    torchrun and Slurm signal a rank's whole process group. The rank then finishes its step and
+    saves the loader's state; it would crash if a worker were gone.
+
+    A worker ends within a second of its parent. PyTorch's own worker checks for its parent too, but
+    not while it prepares a batch, and it waits for ever to write to a full pipe.
+
+    Args:
+        start: the loader's own ``worker_init_fn``, which is called first.
+        temporary: folder for the sockets through which the worker sends tensors.
+        worker: the worker's number.
+    """
+    start(worker)
+    _note_start(get_worker_info())
+    # The worker's own folder would be left behind when the worker is terminated.
+    multiprocessing.current_process()._config["tempdir"] = str(temporary)  # type: ignore[attr-defined]
+    if hasattr(signal, "sigtimedwait"):  # not on macOS
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_obey, args=(os.getppid(),), daemon=True).start()
+
+
+def _note_start(info: Any) -> None:
+    """Note where this worker starts, so that a state saved before its first batch is right.
+
+    Energon's worker answers a request for its state as soon as its thread runs, which may be before
+    it restores its own. Without this note, it would answer that it starts at the first sample and
+    skips one batch more than it should (megatron-energon 7.4, `SavableDatasetWrapper.__iter__`).
+
+    Args:
+        info: PyTorch's `WorkerInfo` of this process.
+    """
+    dataset = info.dataset
+    state = dataset._workers_restore_from[(info.id + dataset._worker_offset) % info.num_workers]
+    index = 0 if state is None else state.sample_index
+    dataset._last_checkpoints = [
+        SavableCheckpoint(state=state, checkpoint_time=time.perf_counter(), sample_index=index)
+    ]
+
+
+def _obey(parent: int) -> None:
+    while os.getppid() == parent:
+        received = signal.sigtimedwait({signal.SIGTERM}, _LOOK)
+        if received is not None and received.si_pid == parent:
+            break
+    os._exit(0)

@@ -119,7 +119,7 @@ def redistribute(states: list[dict[str, Any]], world_size: int) -> list[dict[str
             "train --load DIR --finetune, and another --save."
         )
     per_rank = total // world_size
-    streams = [worker for s in states for worker in _worker_states(s)]
+    streams = [one for s in states for one in _loader_state(s, workers)["worker_states"]]
     return [
         {
             "rank": rank,
@@ -154,12 +154,6 @@ def _find(plain: Any, wanted: Callable[[Any], bool]) -> Iterator[Any]:
     inner = plain.values() if isinstance(plain, dict) else plain if isinstance(plain, list) else ()
     for value in inner:
         yield from _find(value, wanted)
-
-
-def _worker_states(state: dict[str, Any]) -> list[Any]:
-    """Return the workers' states in the order in which they are read next."""
-    loader = _loader_state(state, state["num_workers"])
-    return loader["worker_states"]
 
 
 def _loader_state(state: dict[str, Any], workers: int) -> dict[str, Any]:

@@ -21,14 +21,13 @@ from typing import Any
 
 import numpy as np
 from filelock import FileLock
-from megatron.energon.epathlib import EPath
 from megatron.energon.flavors import BaseCoreDatasetFactory, CrudeSample
 from megatron.energon.flavors.webdataset.sample_loader import RawSampleData
-from megatron.energon.source_info import SourceInfo
 from megatron.energon.wrappers.map_dataset import MapDataset
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.atomic import replacing
+from mcore_qwen3vl.data.loading.crude import crude_sample
 from mcore_qwen3vl.data.loading.stand_in import cache_of, fingerprint, origin
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.lifetime import end_with_parent
@@ -159,18 +158,10 @@ class MeasuredFactory(BaseCoreDatasetFactory[CrudeSample]):
             if size.kind == ABSENT:
                 return None
             shard, number = size.shard, size.number
-        source = SourceInfo(
-            dataset_path=EPath(self.path), index=number, shard_name=shard, file_names=()
-        )
+        stub = crude_sample(self.path, shard, index, number)
         return {
-            "__key__": str(index),
-            "__shard__": shard,
-            "__restore_key__": ("Webdataset", index),
-            "__sources__": (source,),
-            "__subflavors__": self.subflavors,
-            "data_set": self._number,
-            "index": index,
-        }
+            **stub, "__subflavors__": self.subflavors, "data_set": self._number, "index": index
+        }  # fmt: skip
 
     def as_file_store(self) -> Any:
         return self._inner.as_file_store()

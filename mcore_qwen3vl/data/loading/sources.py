@@ -1,15 +1,61 @@
-"""The data sets that a command line names, with their proportions. Imports nothing heavy."""
+"""The data sets that a command line or a mixture file names. Imports nothing heavy.
+
+A mixture file gives the data sets, each with its weight and how its records are read:
+
+.. code-block:: yaml
+
+    datasets:
+      - path: llava/train.json        # relative to this file
+        name: llava                   # in the log; else the path as it is written here
+        weight: 0.7                   # or epochs: 2, for all data sets
+        media: /data/images           # where relative paths of media start
+        preprocess: my_hooks:convert  # or format: conversations
+        system: You are brief.
+        train_on: last                # all, last, or a regular expression
+        max_samples: 100000
+        image_max_tokens: 512         # any budget of training
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, get_type_hints
 
-from mcore_qwen3vl.data.loading.mixture import Source, is_mixture, read_mixture
+import yaml
+
+from mcore_qwen3vl.data.config import MediaLimits
+from mcore_qwen3vl.data.records.reading import Reading
 from mcore_qwen3vl.errors import BadInput
 
-__all__ = ["Source", "parse_sources", "require_data_set", "source_names"]
+
+@dataclass(frozen=True)
+class Source:
+    """A data set, its weight in a blend, and how its records are read."""
+
+    path: Path
+    weight: float = 1.0
+    epochs: float | None = None
+    """How often the data set is read in an epoch of the blend; set for all data sets or none."""
+    reading: Reading = field(default_factory=Reading)
+    media_root: Path | None = None
+    """Folder that relative paths of media start from; None: the data's own folder."""
+    limits: MediaLimits = field(default_factory=MediaLimits)
+    """Budgets of this data set; those that are set replace the run's."""
+    max_samples: int | None = None
+    """Number of samples to read, from the first; None: all."""
+    name: str | None = None
+    """Name of this data set's loss in the log; None: the path."""
+
+
+_TEXTS = ("preprocess", "format", "system", "train_on")
+_NUMBERS: dict[str, type] = {"weight": float, "epochs": float, "max_samples": int}
+_BUDGETS: dict[str, type] = {
+    name: float if hint == float | None else int
+    for name, hint in get_type_hints(MediaLimits).items()
+}
+_KEYS = {**dict.fromkeys(("path", "name", "media", *_TEXTS), str), **_NUMBERS, **_BUDGETS}
 
 
 def parse_sources(words: Sequence[str], preprocess: str | None = None) -> list[Source]:
@@ -47,13 +93,10 @@ def parse_sources(words: Sequence[str], preprocess: str | None = None) -> list[S
             "Some data sets have epochs and some have weights. Give all of them epochs, or all "
             "of them weights."
         )
-    if preprocess is None:
-        return sources
+    hooks = [source.reading.preprocess or preprocess for source in sources]
     return [
-        replace(source, reading=replace(source.reading, preprocess=preprocess))
-        if source.reading.preprocess is None
-        else source
-        for source in sources
+        replace(source, reading=replace(source.reading, preprocess=hook))
+        for source, hook in zip(sources, hooks, strict=True)
     ]
 
 
@@ -75,8 +118,81 @@ def require_data_set(path: Path) -> Path:
 
 
 def _expanded(path: Path, weight: float) -> list[Source]:
-    if not is_mixture(path):
+    """Return the data sets of `path`, if it is a mixture file and not data or a metadataset."""
+    if path.suffix not in (".yaml", ".yml") or not path.is_file():
         return [Source(path, weight)]
-    sources = read_mixture(path)
+    content = _content(path)
+    if not isinstance(content, Mapping) or "datasets" not in content:
+        return [Source(path, weight)]
+    sources = _mixture(content, path)
     total = sum(source.weight for source in sources)
     return [replace(source, weight=weight * source.weight / total) for source in sources]
+
+
+def _content(path: Path) -> Any:
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise BadInput(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from error
+
+
+def _mixture(content: Mapping[str, Any], path: Path) -> list[Source]:
+    """Return the data sets in the content of a mixture file.
+
+    Raises:
+        BadInput: an entry is malformed; the message names it and the key.
+    """
+    entries = content["datasets"]
+    if other := sorted(set(content) - {"datasets"}):
+        raise BadInput(f"{path}: unknown key {other[0]!r}; the only key is datasets.")
+    if not isinstance(entries, list) or not entries:
+        raise BadInput(f"{path}: datasets must be a list with at least one entry.")
+    return [_source(entry, f"{path}: data set {i + 1}", path) for i, entry in enumerate(entries)]
+
+
+def _source(entry: Any, where: str, file: Path) -> Source:
+    if not isinstance(entry, Mapping) or "path" not in entry:
+        raise BadInput(f"{where} must be an object with a path.")
+    for key, value in entry.items():
+        _check(key, value, where)
+    if "weight" in entry and "epochs" in entry:
+        raise BadInput(f"{where} has both weight and epochs; keep one of them.")
+    if "format" in entry:
+        _check_format(entry["format"], where)
+    if "preprocess" in entry and "format" in entry:
+        raise BadInput(
+            f"{where} has both preprocess and format; keep one of them. The keys of the hook's "
+            "records show their format."
+        )
+
+    def given(keys: Iterable[str]) -> dict[str, Any]:
+        return {key: entry[key] for key in keys if key in entry}
+
+    here = file.absolute().parent
+    return Source(
+        here / entry["path"],
+        reading=Reading(**given(_TEXTS)),
+        media_root=here / entry["media"] if "media" in entry else None,
+        limits=MediaLimits(**given(_BUDGETS)),
+        name=entry.get("name", entry["path"]),
+        **given(_NUMBERS),
+    )
+
+
+def _check(key: str, value: Any, where: str) -> None:
+    kind = _KEYS.get(key)
+    if kind is None:
+        raise BadInput(f"{where}: unknown key {key!r}; the known keys are {', '.join(_KEYS)}.")
+    accepted = (int, float) if kind is float else (kind,)
+    if not isinstance(value, accepted) or isinstance(value, bool):
+        raise BadInput(f"{where}: {key} is {value!r:.60}; {kind.__name__} is needed.")
+    if isinstance(value, int | float) and value <= 0:
+        raise BadInput(f"{where}: {key} is {value!r}; it must be above 0.")
+
+
+def _check_format(name: str, where: str) -> None:
+    from mcore_qwen3vl.data.records.parse import FORMATS
+
+    names = [one.name for one in FORMATS]
+    if name not in names:
+        raise BadInput(f"{where}: format is {name!r}; the formats are {', '.join(names)}.")

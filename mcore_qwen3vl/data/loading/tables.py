@@ -12,7 +12,6 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -82,6 +81,7 @@ class TableReader:
         if self._bounds[-1] == 0:
             raise BadInput(f"The data set {path} is empty.")
         self._batches: OrderedDict[tuple[int, int], Any] = OrderedDict()
+        self._parquet_files: dict[Path, Any] = {}
         self._open: dict[int, tuple[int, Iterator[Any]]] = {}  # group: (next batch, the rest)
 
     def __len__(self) -> int:
@@ -142,10 +142,6 @@ class TableReader:
 
             self._parquet_files[path] = pq.ParquetFile(path)
         return self._parquet_files[path]
-
-    @cached_property
-    def _parquet_files(self) -> dict[Path, Any]:
-        return {}
 
 
 def _rebatched(batches: Iterator[Any], size: int) -> Iterator[Any]:

@@ -11,19 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.messages import read_messages, unpacked
-from mcore_qwen3vl.data.records.parse import FORMATS, Observed
-from mcore_qwen3vl.data.records.parsed import Conversation
+from mcore_qwen3vl.data.records.parse import FORMATS
+from mcore_qwen3vl.data.records.parsed import Conversation, observed
 from mcore_qwen3vl.data.records.reading import Reading
 from mcore_qwen3vl.data.records.retrieval import messages_of
 from mcore_qwen3vl.labels import Labels
-
-CLASSIFICATION = "classification"
-"""The name of the format."""
 
 _LABEL = "label"
 _INPUT = ("text", "image", "video")
@@ -41,7 +39,7 @@ def is_classification(record: Any) -> bool:
 
 
 def parse_classification(
-    record: Any, folder: MediaFolder, reading: Reading, labels: Labels | None
+    record: Mapping[str, Any], folder: MediaFolder, reading: Reading, labels: Labels | None
 ) -> Conversation:
     """Read a classifier's record.
 
@@ -57,8 +55,6 @@ def parse_classification(
     Raises:
         BadSample: the record is malformed, and the message says how.
     """
-    if not isinstance(record, Mapping):
-        raise BadSample(f"a record must be a JSON object, this is {type(record).__name__}.")
     rest = {key: value for key, value in record.items() if key not in (_LABEL, *_INPUT)}
     messages = record.get("messages")
     if messages is None:
@@ -66,12 +62,12 @@ def parse_classification(
     messages = unpacked(messages, "messages")
     if not isinstance(messages, list):
         raise BadSample("messages must be a list of messages.")
-    observed = Observed({**rest, "messages": reading.instructed(messages)})
-    parsed = read_messages(observed, folder, prompt=not _is_answered(messages))
+    rest |= {"messages": reading.instructed(messages)}
+    prompt = not _is_answered(messages)
+    read = partial(read_messages, folder=folder, prompt=prompt)
     given = labels_in(record)
     target = None if labels is None else _target(given, labels)
-    unread = (*observed.unread(), *parsed.unread)
-    return replace(parsed, format=CLASSIFICATION, target=target, unread=unread)
+    return replace(observed(rest, "classification", read), target=target)
 
 
 def labels_in(record: Mapping[str, Any]) -> list[int | str]:

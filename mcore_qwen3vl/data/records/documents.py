@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_qwen3vl.data.records.flaws import BadSample
-from mcore_qwen3vl.data.records.media import Media, MediaFolder
+from mcore_qwen3vl.data.records.media import KINDS, Media, MediaFolder, media_list, said_of_all
 from mcore_qwen3vl.data.records.parsed import Document, weight_of
-from mcore_qwen3vl.data.records.shelf import media_list, said_of_all
 
 CAPTION_KEYS = ("caption", "text", "txt")
 
@@ -47,10 +46,9 @@ def read_caption(record: Mapping[str, Any], folder: MediaFolder) -> Document:
         raise BadSample(f"{' or '.join(CAPTION_KEYS)} must be text.")
     parts: list[str | Media] = []
     said = said_of_all(record)
-    for kind in ("image", "video"):
+    for kind in KINDS:
         for reference in media_list(record, kind):
-            found = folder.resolve("image" if kind == "image" else "video", reference, said)
-            parts.append(found)
+            parts.append(folder.resolve(kind, reference, said))
     return _document([*parts, text], record)
 
 

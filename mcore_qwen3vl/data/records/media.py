@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, get_args
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
@@ -24,6 +25,7 @@ from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.options import USUAL, MediaOptions, read_options
 
 Kind = Literal["image", "video"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 # PIL reads many more formats; for some it starts a program, such as Ghostscript for EPS.
 _FORMATS = (
@@ -37,6 +39,9 @@ _SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that swap height and width
 # Length tells bare base64 from a path: shorter text is no image, and longer text is no path.
 _SHORTEST_BASE64 = 64
 _LONGEST_PATH = 4095
+_OF_RECORD = ("fps", "sample_fps", "min_pixels", "max_pixels")
+"""Keys of a record that hold for all of its media; they have no other meaning there."""
+_TAG = re.compile("<(image|video)>")
 
 
 @dataclass(frozen=True)
@@ -113,9 +118,6 @@ class MediaFolder:
             return Media(kind, bytes(reference), f"{len(reference)} bytes")
         if not isinstance(reference, str) or not reference:
             raise BadSample(f"{kind} reference is {_shown(reference)}; a path or base64 is needed.")
-        return self._resolve_text(kind, reference)
-
-    def _resolve_text(self, kind: Kind, reference: str) -> Media:
         if reference in self.parts:
             return Media(kind, self.parts[reference], reference)
         if reference.startswith("data:"):
@@ -144,6 +146,88 @@ def _decoded(kind: Kind, encoded: str) -> bytes:
 def _shown(reference: Any) -> str:
     text = repr(reference)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+class Shelf:
+    """A record's images and videos: a list or a single one, under the plural or singular key.
+
+    Raises:
+        BadSample: both keys are given, or audio, which the model does not take.
+    """
+
+    def __init__(self, record: Mapping[str, Any], folder: MediaFolder) -> None:
+        self._folder = folder
+        self._said = said_of_all(record)
+        self._left = {kind: media_list(record, kind) for kind in KINDS}
+        self._given = {kind: len(left) for kind, left in self._left.items()}
+        self.media: list[Media] = []
+        for key in ("audio", "audios"):
+            if record.get(key):
+                raise BadSample(f"{key} is given, and Qwen3-VL takes images and videos only.")
+
+    def take(
+        self, kind: Kind, reference: Any = None, said: Mapping[str, Any] | None = None
+    ) -> None:
+        """Add an image or video to the sample.
+
+        Args:
+            kind: image or video.
+            reference: its location; None: the next unused entry of the record's list.
+            said: keys of its part of the message, such as ``fps``. They override the record's keys.
+
+        Raises:
+            BadSample: the record's list has no entry left, or the reference is unusable.
+        """
+        if reference is None:
+            if not self._left[kind]:
+                raise BadSample(
+                    f"there are more {kind} placeholders than the {self._given[kind]} given in "
+                    f"{kind}s."
+                )
+            reference = self._left[kind].pop(0)
+        self.media.append(self._folder.resolve(kind, reference, {**self._said, **(said or {})}))
+
+    def split_tags(self, text: str) -> Iterator[dict[str, Any]]:
+        """Yield parts for the template: ``<image>`` and ``<video>`` tags, and the text between."""
+        end = 0
+        for tag in _TAG.finditer(text):
+            if tag.start() > end:
+                yield {"type": "text", "text": text[end : tag.start()]}
+            kind: Kind = "image" if tag.group(1) == "image" else "video"
+            self.take(kind)
+            yield {"type": kind}
+            end = tag.end()
+        if end < len(text):
+            yield {"type": "text", "text": text[end:]}
+
+    def check_empty(self) -> None:
+        """Raise if media are left over.
+
+        Raises:
+            BadSample: media are given that no placeholder uses.
+        """
+        for kind, left in self._left.items():
+            if left:
+                raise BadSample(
+                    f"{self._given[kind]} {kind}s are given, but only "
+                    f"{self._given[kind] - len(left)} {kind} placeholders use them."
+                )
+
+
+def said_of_all(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a record says of all its media: keys that have no other meaning in a record."""
+    return {key: record[key] for key in _OF_RECORD if record.get(key) is not None}
+
+
+def media_list(record: Mapping[str, Any], kind: str) -> list[Any]:
+    """Return, as a list, the values of ``images`` or ``image`` (or of ``videos`` or ``video``)."""
+    many, one = record.get(f"{kind}s"), record.get(kind)
+    if many is not None and one is not None:
+        raise BadSample(f"both {kind} and {kind}s are given; keep one of them.")
+    given = one if many is None else many
+    if given is None or given == "":
+        return []
+    return list(given) if isinstance(given, list) else [given]
 
 
 @contextmanager

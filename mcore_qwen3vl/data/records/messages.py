@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mcore_qwen3vl.data.records.flaws import BadSample
-from mcore_qwen3vl.data.records.media import MediaFolder
+from mcore_qwen3vl.data.records.media import MediaFolder, Shelf
 from mcore_qwen3vl.data.records.parsed import Conversation, weight_of
-from mcore_qwen3vl.data.records.shelf import Shelf
 from mcore_qwen3vl.untrusted import parse_json
 
 _REFERENCE_KEYS = {

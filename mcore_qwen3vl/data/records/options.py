@@ -1,8 +1,9 @@
-"""What a record says about one image or video, beside where it is."""
+"""What a record says about one image or video, told without the libraries that read it."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -58,6 +59,8 @@ class MediaOptions:
         return {"shortest_edge": low, "longest_edge": high}
 
 
+_NO_PATH = ("http://", "https://", "data:")
+_LONGEST_PATH = 1000
 USUAL = MediaOptions()
 _PIXELS: dict[str, tuple[str, ...]] = {"min_pixels": ("min_pixels",), "max_pixels": ("max_pixels",)}
 _KEYS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -108,3 +111,9 @@ def _timestamps(values: Any) -> tuple[float, ...]:
     if list(seconds) != sorted(seconds):
         raise BadSample("timestamps do not ascend.")
     return seconds
+
+
+def is_missing_file(reference: str) -> bool:
+    """Tell whether `reference` is a path, not a URL or base64, at which there is nothing."""
+    is_path = not reference.startswith(_NO_PATH) and len(reference) < _LONGEST_PATH
+    return is_path and not os.path.exists(reference)

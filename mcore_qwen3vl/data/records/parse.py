@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,14 +11,12 @@ from mcore_qwen3vl.data.records.documents import CAPTION_KEYS, read_caption, rea
 from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.media import Kind, MediaFolder
 from mcore_qwen3vl.data.records.messages import read_conversations, read_messages
-from mcore_qwen3vl.data.records.parsed import Conversation, Document
-from mcore_qwen3vl.data.records.reading import Reading, find_hook
+from mcore_qwen3vl.data.records.parsed import Conversation, Parsed, observed
+from mcore_qwen3vl.data.records.reading import PLAIN, Reading, preprocessed
 from mcore_qwen3vl.data.records.retrieval import is_retrieval
 
 _IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
 _VIDEO_SUFFIXES = ("mp4", "mkv", "webm", "mov", "avi")
-
-Parsed = Conversation | Document
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ OTHER_TASKS = {
 only if it is true or false: data sets of other kinds have numbers and words there."""
 
 
-def format_of(record: Any, name: str | None = None) -> Format:
+def format_of(record: Mapping[str, Any], name: str | None = None) -> Format:
     """Return the format of a JSON record.
 
     Args:
@@ -66,8 +64,6 @@ def format_of(record: Any, name: str | None = None) -> Format:
         BadSample: the record has no known format, not the format `name`, or is made for another
             task.
     """
-    if not isinstance(record, Mapping):
-        raise BadSample(f"a record must be a JSON object, this is {type(record).__name__}.")
     if {"chosen", "rejected"} & record.keys():
         raise BadSample(
             "it is a preference record: --loss dpo, simpo or orpo trains on these, and --task "
@@ -94,30 +90,7 @@ def format_of(record: Any, name: str | None = None) -> Format:
     )
 
 
-class Observed(Mapping[str, Any]):
-    """A record that remembers which of its keys were read."""
-
-    def __init__(self, record: Mapping[str, Any]) -> None:
-        self._record = record
-        self._read: set[str] = set()
-
-    def __getitem__(self, key: str) -> Any:
-        self._read.add(key)
-        return self._record[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._record)
-
-    def __len__(self) -> int:
-        return len(self._record)
-
-    def unread(self) -> tuple[str, ...]:
-        return tuple(str(key) for key in self._record if key not in self._read)
-
-
-def parse_record(
-    record: Any, folder: MediaFolder, reading: Reading | None = None
-) -> Conversation | Document:
+def parse_record(record: Any, folder: MediaFolder, reading: Reading = PLAIN) -> Parsed:
     """Read a JSON record of any of :data:`FORMATS`.
 
     Args:
@@ -128,27 +101,10 @@ def parse_record(
     Raises:
         BadSample: the record is malformed, and the message says how.
     """
-    reading = reading or Reading()
     record = preprocessed(record, reading)
     form = format_of(record, reading.format)
-    observed = Observed(record)
-    parsed = form.read(observed, folder)
-    parsed = replace(parsed, format=form.name, unread=(*observed.unread(), *parsed.unread))
+    parsed = observed(record, form.name, lambda seen: form.read(seen, folder))
     return _chosen(parsed, reading) if isinstance(parsed, Conversation) else parsed
-
-
-def preprocessed(record: Any, reading: Reading) -> Any:
-    """Return the record as the data set's hook rewrites it.
-
-    Raises:
-        BadSample: the hook returned None. The hook's own exceptions pass through.
-    """
-    if reading.preprocess is None:
-        return record
-    made = find_hook(reading.preprocess)(record)
-    if made is None:
-        raise BadSample(f"{reading.preprocess} returned None for it.")
-    return made
 
 
 def _chosen(parsed: Conversation, reading: Reading) -> Conversation:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any
 
@@ -40,6 +40,38 @@ class Document:
     @property
     def media(self) -> list[Media]:
         return [part for part in self.parts if isinstance(part, Media)]
+
+
+Parsed = Conversation | Document
+
+
+class _Observed(Mapping[str, Any]):
+    """A record that remembers which of its keys were read."""
+
+    def __init__(self, record: Mapping[str, Any]) -> None:
+        self._record = record
+        self.read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return self._record[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._record)
+
+    def __len__(self) -> int:
+        return len(self._record)
+
+
+def observed[P: Conversation | Document](
+    record: Mapping[str, Any], format: str, read: Callable[[Mapping[str, Any]], P]
+) -> P:
+    """Return what `read` makes of a record, with the format's name and the keys not read."""
+    seen = _Observed(record)
+    parsed: Any = read(seen)
+    unread = (str(key) for key in record if key not in seen.read)
+    made: P = replace(parsed, format=format, unread=(*unread, *parsed.unread))
+    return made
 
 
 def finite(holder: Mapping[str, Any], key: str) -> float:

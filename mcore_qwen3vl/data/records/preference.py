@@ -1,39 +1,35 @@
-"""Preference records: a shared beginning, and two continuations, of which one was chosen.
+"""Records with answers that are compared, or of which it is said whether they are wanted.
 
-A record has ``chosen`` and ``rejected``, each in one of two forms:
+A preference record has ``chosen`` and ``rejected``, each in one of two forms:
 
 - with ``messages``, which both share: the text of the last turn, a message, or a list of messages;
 - without ``messages``: a whole conversation each. The messages that both begin with are shared.
 
 A ``margin`` says by how much the chosen answer is better; reward models are trained with it.
 
-Both use the record's images, videos and tools. Only assistant turns after the shared messages count
-in the loss.
+A labelled record, for KTO, has ``label``, which is true or false, and one of these forms:
+
+- ``prompt`` and ``completion``, as in TRL: each is a text, a message or a list of messages;
+- ``messages``, as in ms-swift: the last of them is the answer.
+
+A record's images, videos and tools belong to both answers, or to the prompt. Only assistant turns
+after the shared messages, or of the answer, count in the loss.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.media import MediaFolder
-from mcore_qwen3vl.data.records.parse import parse_record, preprocessed
+from mcore_qwen3vl.data.records.parse import parse_record
 from mcore_qwen3vl.data.records.parsed import Conversation, finite
-from mcore_qwen3vl.data.records.reading import Reading
+from mcore_qwen3vl.data.records.reading import PLAIN, Reading
 
 SIDES = ("chosen", "rejected")
-PREFERENCE = "preference"
-"""The name of the format."""
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Two conversations with the same beginning; weights are 1 for turns that count, else 0."""
-
-    chosen: Conversation
-    rejected: Conversation
+_LABEL, _PROMPT, _ANSWER = "label", "prompt", "completion"
 
 
 def is_pair(record: Any) -> bool:
@@ -41,19 +37,28 @@ def is_pair(record: Any) -> bool:
     return isinstance(record, Mapping) and any(side in record for side in SIDES)
 
 
-def parse_pair(record: Any, folder: MediaFolder, reading: Reading | None = None) -> Pair:
+def is_labelled(record: Any) -> bool:
+    """Return whether a JSON record is a labelled record."""
+    return isinstance(record, Mapping) and isinstance(record.get(_LABEL), bool)
+
+
+def parse_pair(
+    record: Mapping[str, Any], folder: MediaFolder, reading: Reading = PLAIN
+) -> dict[str, Conversation]:
     """Read a preference record.
 
     Args:
-        record: a record in a form that the module describes.
+        record: a record in a form that the module describes, after the data set's hook.
         folder: folder of the media.
-        reading: how the data set's records are read; its `train_on` is ignored.
+        reading: how the data set's records are read; only its system prompt counts.
+
+    Returns:
+        Two conversations with the same beginning, by the names in :data:`SIDES`; weights are 1 for
+        turns that count, else 0. The chosen one has the margin as its target.
 
     Raises:
         BadSample: the record is malformed, and the message says how.
     """
-    reading = reading or Reading()
-    record = preprocessed(record, reading)
     missing = [side for side in SIDES if side not in record]
     if missing:
         raise BadSample(f"a preference record needs chosen and rejected; {missing[0]} is missing.")
@@ -62,28 +67,62 @@ def parse_pair(record: Any, folder: MediaFolder, reading: Reading | None = None)
     shared = record.get("messages") or []
     if not isinstance(shared, list):
         raise BadSample("messages must be a list of messages.")
-    sides = [[*shared, *_turns(record[side], side, alone=not shared)] for side in SIDES]
+    sides = [[*shared, *_side(record[side], side, alone=not shared)] for side in SIDES]
     rest = {k: v for k, v in record.items() if k not in (*SIDES, "messages", "margin")}
     if sides[0] == sides[1]:
         raise BadSample("chosen and rejected are the same.")
     common = _common(*sides)
     common += len(reading.instructed(sides[0])) - len(sides[0])
-    chosen, rejected = (
-        continued(rest, side, reading.instructed(messages), common, folder)
+    pair = {
+        side: _continued(rest, side, reading.instructed(messages), common, folder)
         for side, messages in zip(SIDES, sides, strict=True)
-    )
+    }
     margin = 0.0 if record.get("margin") is None else finite(record, "margin")
-    return Pair(replace(chosen, target=margin), rejected)
+    return {**pair, SIDES[0]: replace(pair[SIDES[0]], target=margin)}
 
 
-def _turns(value: Any, side: str, *, alone: bool) -> list[Any]:
+def parse_labelled(
+    record: Mapping[str, Any], folder: MediaFolder, reading: Reading = PLAIN
+) -> Conversation:
+    """Read a labelled record; the arguments and errors are those of :func:`parse_pair`.
+
+    Returns:
+        The conversation with its label. A message's weight is 1 if it counts, else 0.
+    """
+    if record.get("weight") is not None:
+        raise BadSample("a labelled record has no weight: --desirable-weight weighs all alike.")
+    prompt, answer = _parts(record)
+    messages = reading.instructed([*prompt, *answer])
+    rest = {k: v for k, v in record.items() if k not in (_LABEL, _PROMPT, _ANSWER, "messages")}
+    before = len(messages) - len(answer)
+    parsed = _continued(rest, _ANSWER, messages, before, folder)
+    if any(map(_has_media, parsed.messages[before:])):
+        raise BadSample("the answer has an image or a video; only the prompt may have them.")
+    return replace(parsed, format="labelled", label=record[_LABEL])
+
+
+def _side(value: Any, side: str, *, alone: bool) -> list[Any]:
     """Return the messages of a side, which is a whole conversation if `alone`."""
     if alone and not (isinstance(value, list) and value):
         raise BadSample(f"{side} must be a list of messages.")
-    return turns_of(value, side, "assistant")
+    return _turns(value, side, "assistant")
 
 
-def turns_of(value: Any, name: str, role: str) -> list[Any]:
+def _parts(record: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+    """Return the messages of a labelled record's prompt, and those of its answer."""
+    if record.get(_PROMPT) is not None and record.get(_ANSWER) is not None:
+        prompt = _turns(record[_PROMPT], _PROMPT, "user")
+        return prompt, _turns(record[_ANSWER], _ANSWER, "assistant")
+    messages = record.get("messages")
+    if not isinstance(messages, list) or len(messages) < 2:
+        raise BadSample(
+            "a labelled record needs prompt and completion, or messages whose last one is the "
+            "answer."
+        )
+    return messages[:-1], messages[-1:]
+
+
+def _turns(value: Any, name: str, role: str) -> list[Any]:
     """Return the messages that the value of key `name` stands for; a text is a message of `role`.
 
     Raises:
@@ -102,7 +141,7 @@ def _common(chosen: list[Any], rejected: list[Any]) -> int:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
 
 
-def continued(
+def _continued(
     rest: Mapping[str, Any], side: str, messages: list[Any], common: int, folder: MediaFolder
 ) -> Conversation:
     """Read a conversation of which only the messages after the first `common` count in the loss.
@@ -127,4 +166,9 @@ def continued(
         raise BadSample(f"{side}: here a message's weight is 0 or 1.")
     if not any(own):
         raise BadSample(f"{side} has no assistant turn of its own, so nothing would be compared.")
-    return replace(parsed, weights=[0.0] * common + own, format=PREFERENCE)
+    return replace(parsed, weights=[0.0] * common + own, format="preference")
+
+
+def _has_media(message: Mapping[str, Any]) -> bool:
+    content = message["content"]
+    return not isinstance(content, str) and any(part["type"] != "text" for part in content)

@@ -10,6 +10,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
+from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.errors import BadInput
 
 GROUP = "mcore_qwen3vl.preprocess"
@@ -49,6 +50,26 @@ class Reading:
         if self.system is None or (isinstance(first, Mapping) and first.get("role") == "system"):
             return messages
         return [{"role": "system", "content": self.system}, *messages]
+
+
+PLAIN = Reading()
+"""Records are read as they are."""
+
+
+def preprocessed(record: Any, reading: Reading) -> Mapping[str, Any]:
+    """Return the record as the data set's hook rewrites it.
+
+    Raises:
+        BadSample: the hook returned None, or the record is no JSON object. The hook's own
+            exceptions pass through.
+    """
+    if reading.preprocess is not None:
+        record = find_hook(reading.preprocess)(record)
+        if record is None:
+            raise BadSample(f"{reading.preprocess} returned None for it.")
+    if not isinstance(record, Mapping):
+        raise BadSample(f"a record must be a JSON object, this is {type(record).__name__}.")
+    return record
 
 
 @cache

@@ -13,6 +13,10 @@ take ``positive_images`` and ``negative_images``, one list for each document (``
 A pair may have a ``score``, or ``label`` in ms-swift's form, that says how similar its texts are.
 
 Every text is rendered as a prompt, at whose last token its embedding is taken.
+
+A reranker judges one document at a time. Its prompt is that of Qwen3-VL-Reranker: a system message
+asks for a judgement, and a user message holds the instruction, the query and the document. The
+instruction is the query's system message.
 """
 
 from __future__ import annotations
@@ -25,11 +29,9 @@ from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.messages import read_messages
 from mcore_qwen3vl.data.records.parsed import Conversation, finite
-from mcore_qwen3vl.data.records.reading import Reading
+from mcore_qwen3vl.data.records.reading import PLAIN, Reading
 
 QUERY, POSITIVE, NEGATIVE = "query", "positive", "negative"
-RETRIEVAL = "retrieval"
-"""The name of the format."""
 
 _DOCUMENTS = {
     POSITIVE: (POSITIVE, "positive_messages"),
@@ -44,6 +46,12 @@ _READ = {
     *(f"{prefix}{kind}" for prefix in ("", "positive_", "negative_") for kind in _MEDIA),
 }
 
+_SYSTEM = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".'
+)
+_INSTRUCTION = "Given a search query, retrieve relevant candidates that answer the query."
+
 
 def is_retrieval(record: Any) -> bool:
     """Return whether a JSON record is a retrieval record."""
@@ -51,7 +59,7 @@ def is_retrieval(record: Any) -> bool:
 
 
 def parse_retrieval(
-    record: Any, folder: MediaFolder, reading: Reading | None = None
+    record: Mapping[str, Any], folder: MediaFolder, reading: Reading = PLAIN
 ) -> dict[str, Conversation]:
     """Read the texts of a record, of which only some may be there, as prompts.
 
@@ -67,19 +75,17 @@ def parse_retrieval(
     Raises:
         BadSample: the record is malformed, and the message says how.
     """
-    if not isinstance(record, Mapping):
-        raise BadSample(f"a record must be a JSON object, this is {type(record).__name__}.")
     unread = tuple(str(key) for key in record if key not in _READ)
     found = {}
     for name, text, media in _texts(record):
         if isinstance(text, str) and not text.strip() and not any(media.values()):
             raise BadSample(f"{name} is empty.")
         try:
-            messages = (reading or Reading()).instructed(messages_of(text))
+            messages = reading.instructed(messages_of(text))
             parsed = read_messages({**media, "messages": messages}, folder, prompt=True)
         except BadSample as error:
             raise BadSample(f"{name}: {error}") from error
-        found[name] = replace(parsed, format=RETRIEVAL, unread=(*unread, *parsed.unread))
+        found[name] = replace(parsed, format="retrieval", unread=(*unread, *parsed.unread))
     if not found:
         raise BadSample("a retrieval record has query, or messages, and positive.")
     if QUERY in found:
@@ -152,3 +158,69 @@ def messages_of(text: Any) -> list[Any]:
     if not parts:
         raise BadSample("it has none of text, image and video.")
     return [{"role": "user", "content": parts}]
+
+
+def parse_judgements(
+    record: Mapping[str, Any], folder: MediaFolder, reading: Reading = PLAIN
+) -> dict[str, Conversation]:
+    """Read a retrieval record as one prompt for each document.
+
+    Args:
+        record, folder, reading: as for :func:`parse_retrieval`.
+
+    Returns:
+        The prompts by the documents' names: ``positive``, ``negative 0`` and so on.
+
+    Raises:
+        BadSample: the record is malformed, or has no query or no document.
+    """
+    texts = parse_retrieval(record, folder, reading)
+    query = texts.pop(QUERY, None)
+    if query is None or not texts:
+        raise BadSample(
+            f"a reranker judges a document by a query; it has no {'document' if query else QUERY}."
+        )
+    return {name: _judgement(query, document, name) for name, document in texts.items()}
+
+
+def _judgement(query: Conversation, document: Conversation, name: str) -> Conversation:
+    instruction, asked = _split(query, QUERY)
+    own, offered = _split(document, name)
+    if own not in (None, instruction):
+        raise BadSample(f"{name} has a system message; the instruction belongs to the query.")
+    content = [
+        _text(f"<Instruct>: {_INSTRUCTION if instruction is None else instruction}"),
+        *(_text("<Query>:"), *asked),
+        *(_text("\n<Document>:"), *offered),
+    ]
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": _SYSTEM},
+        {"role": "user", "content": content},
+    ]
+    return Conversation(
+        messages,
+        [*query.media, *document.media],
+        [0.0, 0.0],
+        prompt=True,
+        format=query.format,
+        unread=query.unread,
+    )
+
+
+def _split(text: Conversation, name: str) -> tuple[str | None, list[dict[str, Any]]]:
+    """Return the text of the system message, if there is one, and the other message's parts."""
+    system, rest = None, text.messages
+    if rest[0]["role"] == "system":
+        system, rest = "".join(part["text"] for part in _parts(rest[0])), rest[1:]
+    if len(rest) != 1:
+        raise BadSample(f"{name} has {len(rest)} messages; a reranker takes one.")
+    return system, _parts(rest[0])
+
+
+def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
+    content = message["content"]
+    return [_text(content)] if isinstance(content, str) else content
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}

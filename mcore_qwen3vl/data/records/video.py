@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -161,7 +161,7 @@ def _in_order(media: Media, wanted: list[int]) -> dict[int, np.ndarray]:
     """Decode all frames in order, up to the last one that is wanted."""
     frames: dict[int, np.ndarray] = {}
     left = set(wanted)
-    to_rgb = _ToRgb()
+    to_rgb = _rgb_converter()
     with _video(media) as container:
         container.streams.video[0].codec_context.thread_count = 1
         for index, frame in enumerate(container.decode(video=0)):
@@ -203,7 +203,7 @@ def _decode_at(
         keys: times of the key frames, ascending.
     """
     stream = container.streams.video[0]
-    to_rgb = _ToRgb()
+    to_rgb = _rgb_converter()
     frames: dict[int, np.ndarray] = {}
     decoded: Iterator[Any] = iter(())
     last = None  # time of the last decoded frame
@@ -224,18 +224,11 @@ def _decode_at(
     return frames
 
 
-class _ToRgb:
-    """A converter of frames to RGB that uses one thread.
+def _rgb_converter() -> Callable[[Any], np.ndarray]:
+    """Return a converter of frames to RGB that uses one thread.
 
     PyAV's shared converter keeps threads that do not survive the fork of a data worker, which would
     wait for them forever.
     """
-
-    def __init__(self) -> None:
-        self._reformatter = VideoReformatter()
-
-    def __call__(self, frame: Any) -> np.ndarray:
-        pixels: np.ndarray = self._reformatter.reformat(
-            frame, format="rgb24", threads=1
-        ).to_ndarray()
-        return pixels
+    reformat = VideoReformatter().reformat
+    return lambda frame: reformat(frame, format="rgb24", threads=1).to_ndarray()

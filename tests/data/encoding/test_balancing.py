@@ -10,7 +10,7 @@ import pytest
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.encoding.balanced import extra_work
-from mcore_qwen3vl.data.encoding.balancing import Measure, divide
+from mcore_qwen3vl.data.encoding.packing import Measure, divide
 from mcore_qwen3vl.data.encoding.rows import Workload, all_ranks, each_rank
 from mcore_qwen3vl.data.loading.measured import Size
 from mcore_qwen3vl.shapes import SHAPES

@@ -15,7 +15,7 @@ from mcore_qwen3vl.data.encoding.planning import Plan, Planner
 from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.parse import FORMATS, format_of, parse_record
-from mcore_qwen3vl.data.records.reading import Reading, find_hook
+from mcore_qwen3vl.data.records.reading import PLAIN, Reading, find_hook
 from mcore_qwen3vl.data.records.template import Renderer
 from mcore_qwen3vl.errors import BadInput
 from tests.data.conftest import WriteJsonl, chat, question
@@ -32,7 +32,7 @@ def with_tools(processor: Any) -> Any:
     return processor
 
 
-def planned(processor: Any, record: Any, root: Path, reading: Reading | None = None) -> Plan:
+def planned(processor: Any, record: Any, root: Path, reading: Reading = PLAIN) -> Plan:
     parsed = parse_record(record, MediaFolder(root, {}), reading)
     return Planner(processor, DataConfig(4096)).plan(Renderer(processor).render(parsed))
 

@@ -8,21 +8,21 @@ from typing import Any
 import pytest
 
 from mcore_qwen3vl.data.records.flaws import BadSample
-from mcore_qwen3vl.data.records.labelled import is_labelled, parse_labelled
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.parse import parse_record
 from mcore_qwen3vl.data.records.parsed import Conversation
-from mcore_qwen3vl.data.records.reading import Reading
+from mcore_qwen3vl.data.records.preference import is_labelled, parse_labelled
+from mcore_qwen3vl.data.records.reading import PLAIN, Reading
 
 FOLDER = MediaFolder(Path("/data"), {})
 ASKED = {"role": "user", "content": "<image>Which?"}
 SAID = {"role": "assistant", "content": "This."}
 
 
-def parse(reading: Reading | None = None, **record: Any) -> Conversation:
+def parse(reading: Reading = PLAIN, **record: Any) -> Conversation:
     record = {"images": ["i.png"], "label": False, **record}
     assert is_labelled(record)
-    return parse_labelled(record, FOLDER, reading or Reading())
+    return parse_labelled(record, FOLDER, reading)
 
 
 def test_all_forms_of_a_record_are_one() -> None:

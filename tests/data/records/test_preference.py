@@ -10,8 +10,9 @@ import pytest
 from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.parse import parse_record
-from mcore_qwen3vl.data.records.preference import Pair, parse_pair
-from mcore_qwen3vl.data.records.reading import Reading
+from mcore_qwen3vl.data.records.parsed import Conversation
+from mcore_qwen3vl.data.records.preference import parse_pair
+from mcore_qwen3vl.data.records.reading import Reading, preprocessed
 
 FOLDER = MediaFolder(Path("/data"), {})
 ASKED = {"role": "user", "content": "<image>Which?"}
@@ -23,7 +24,7 @@ def said(text: str, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": text, **more}
 
 
-def parse(**record: Any) -> Pair:
+def parse(**record: Any) -> dict[str, Conversation]:
     return parse_pair({"images": ["i.png"], **record}, FOLDER)
 
 
@@ -36,33 +37,33 @@ def test_all_forms_of_a_record_are_one() -> None:
     ]
     for pair in forms:
         assert pair == forms[0]
-        for side in (pair.chosen, pair.rejected):
+        for side in (pair["chosen"], pair["rejected"]):
             assert side.weights == [0, 0, 0, 1]  # the earlier answer is shared, so not trained
             assert [media.name for media in side.media] == ["i.png"]
-    assert forms[0].chosen.messages[-1]["content"] == "Yes."
-    assert forms[0].rejected.messages[-1]["content"] == "No."
+    assert forms[0]["chosen"].messages[-1]["content"] == "Yes."
+    assert forms[0]["rejected"].messages[-1]["content"] == "No."
 
 
 def test_several_turns_of_their_own_count_unless_their_weight_is_0() -> None:
     end = [said("One.", weight=0), AGAIN, said("Two.")]
     pair = parse(messages=[ASKED], chosen=end, rejected="No.")
-    assert pair.chosen.weights == [0, 0, 0, 1]
-    assert pair.rejected.weights == [0, 1]
+    assert pair["chosen"].weights == [0, 0, 0, 1]
+    assert pair["rejected"].weights == [0, 1]
 
 
 def test_the_margin_is_on_the_chosen_side_and_zero_without_one() -> None:
     given: dict[str, Any] = {"messages": [ASKED], "chosen": "a", "rejected": "b"}
     pairs = parse(**given, margin=1.5), parse(**given)
-    assert [pair.chosen.target for pair in pairs] == [1.5, 0.0]
-    assert "margin" not in pairs[0].chosen.unread
+    assert [pair["chosen"].target for pair in pairs] == [1.5, 0.0]
+    assert "margin" not in pairs[0]["chosen"].unread
 
 
 def test_what_a_data_set_says_of_its_records() -> None:
     """A data set's hook makes the record, and its system prompt begins both sides."""
     record = {"asked": "Which?", "good": "This.", "bad": "That."}
     reading = Reading(preprocess=f"{__name__}:as_pair", system="Be brief.")
-    pair = parse_pair(record, FOLDER, reading)
-    for side, text in ((pair.chosen, "This."), (pair.rejected, "That.")):
+    pair = parse_pair(preprocessed(record, reading), FOLDER, reading)
+    for side, text in ((pair["chosen"], "This."), (pair["rejected"], "That.")):
         assert [m["role"] for m in side.messages] == ["system", "user", "assistant"]
         assert side.messages[0]["content"] == "Be brief."
         assert str(side.messages[2]["content"]).find(text) >= 0

@@ -17,7 +17,7 @@ from PIL import EpsImagePlugin, Image
 from transformers.image_transforms import convert_to_rgb
 from transformers.image_utils import load_image as hf_load_image
 
-from mcore_qwen3vl.data.records.bad_samples import BadSample
+from mcore_qwen3vl.data.loading.bad_samples import BadSample
 from mcore_qwen3vl.data.records.media import (
     Media,
     MediaFolder,
@@ -25,7 +25,8 @@ from mcore_qwen3vl.data.records.media import (
     load_image,
     peculiarities,
 )
-from mcore_qwen3vl.data.records.parse import Conversation, Document, join_parts, parse_record
+from mcore_qwen3vl.data.records.parse import join_parts, parse_record
+from mcore_qwen3vl.data.records.parsed import Conversation, Document
 from mcore_qwen3vl.data.records.video import load_frames, probe_video
 from tests.data.conftest import chat, write_png, write_video
 

@@ -14,7 +14,7 @@ from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.parse import parse_record
 from mcore_qwen3vl.data.records.parsed import Conversation
-from mcore_qwen3vl.data.records.reading import Reading
+from mcore_qwen3vl.data.records.reading import PLAIN, Reading
 from mcore_qwen3vl.data.records.retrieval import parse_retrieval
 
 FOLDER = MediaFolder(Path("/data"), {})
@@ -22,7 +22,7 @@ TEXT = {"type": "text", "text": "Which?"}
 PARTS = [{"type": "image"}, TEXT]
 
 
-def parse(reading: Reading | None = None, **record: Any) -> dict[str, Conversation]:
+def parse(reading: Reading = PLAIN, **record: Any) -> dict[str, Conversation]:
     return parse_retrieval(record, FOLDER, reading)
 
 
