@@ -69,7 +69,7 @@ ON_WORKBENCH = (
     "mcore_qwen3vl.training.run",
     "mcore_qwen3vl.training.model",
     "mcore_qwen3vl.training.broadcast.provider",
-    "mcore_qwen3vl.training.checkpoints.export",
+    "mcore_qwen3vl.training.checkpoints.run_checkpoints",
     "mcore_qwen3vl.generation.from_checkpoint",
     "mcore_qwen3vl.model.vision.tower",
     "megatron.training.training",

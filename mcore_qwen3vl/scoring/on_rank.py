@@ -19,8 +19,7 @@ from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.scoring.readouts import Readout, Results
 from mcore_qwen3vl.scoring.records import Found, Records
 from mcore_qwen3vl.training.broadcast.batches import SharedBatches
-from mcore_qwen3vl.training.broadcast.groups import host_group, reads, stages_group
-from mcore_qwen3vl.training.broadcast.stages import StageFeed
+from mcore_qwen3vl.training.broadcast.groups import StageFeed, host_group, reads, stages_group
 
 
 class Scorer:

@@ -24,8 +24,8 @@ from mcore_qwen3vl.model.inputs import to_device
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.training.step.forward import forward
 from mcore_qwen3vl.training.tasks.contrastive import EMBED
+from mcore_qwen3vl.training.tasks.objectives import judge, relevance
 from mcore_qwen3vl.training.tasks.pooling import SCORES
-from mcore_qwen3vl.training.tasks.reranker import judge, relevance
 
 Results = dict[str, dict[str, Any]]
 """For each sequence of a batch, by its name, what JSON can hold."""

@@ -12,7 +12,8 @@ from typing import Any
 from mcore_qwen3vl.console import visible
 from mcore_qwen3vl.runtime.lifetime import death
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
-from mcore_qwen3vl.training.logs.quiet import LogFile, log_of
+from mcore_qwen3vl.training.folders import log_of
+from mcore_qwen3vl.training.logs.quiet import LogFile
 
 
 def report_crash(error: Exception, command: CommandLine, *, aloud: bool = True) -> None:

@@ -10,7 +10,7 @@ import functools
 import queue
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,59 +25,49 @@ Wrapper = Callable[..., Any]
 """A function ``(original, *args, **kwargs) -> result`` that replaces ``original``."""
 
 
-class Hook(NamedTuple):
-    """A function of Megatron: the module that looks it up when it calls it, and its name there."""
-
-    module: str
-    name: str
-
-
 _TRAINING, _SAVES = "megatron.training", "megatron.core.dist_checkpointing.strategies"
 _LOOP = f"{_TRAINING}.training"
-HOOKS = (
+HOOKS = {
     # Megatron's needs a process of its own, even for saves that this process waits for.
-    Hook(f"{_SAVES}.filesystem_async", "get_write_results_queue"),
+    "get_write_results_queue": f"{_SAVES}.filesystem_async",
     # Would compile a helper for GPT data sets, which we do not use, with a Makefile that
     # megatron-core's wheel lacks; the first rank would exit because of that.
-    Hook("megatron.core.datasets.utils", "compile_helpers"),
+    "compile_helpers": "megatron.core.datasets.utils",
     # Needs no host sync; Megatron's version takes one per rank of the world.
-    Hook(f"{_TRAINING}.dist_signal_handler", "all_gather_item"),
+    "all_gather_item": f"{_TRAINING}.dist_signal_handler",
     # Copies only a bounded part of the gradients at a time.
-    Hook(
-        "megatron.core.distributed.finalize_model_grads",
-        "_allreduce_non_tensor_model_parallel_grads",
-    ),
+    "_allreduce_non_tensor_model_parallel_grads": "megatron.core.distributed.finalize_model_grads",
     # With LoRA, checkpoints hold only what trains.
-    Hook(f"{_TRAINING}.checkpointing", "generate_state_dict"),
+    "generate_state_dict": f"{_TRAINING}.checkpointing",
     # First chooses a readable checkpoint.
-    Hook(_LOOP, "load_checkpoint"),
+    "load_checkpoint": _LOOP,
     # Shows us the arguments of the run that saved a checkpoint.
-    Hook(f"{_TRAINING}.checkpointing", "check_checkpoint_args"),
+    "check_checkpoint_args": f"{_TRAINING}.checkpointing",
     # First saves the position in the data.
-    Hook(_LOOP, "save_checkpoint_and_time"),
+    "save_checkpoint_and_time": _LOOP,
     # Also exports to Hugging Face.
-    Hook(_LOOP, "checkpoint_and_decide_exit"),
+    "checkpoint_and_decide_exit": _LOOP,
     # Takes our batches, which are no dictionaries, past --iterations-to-skip.
-    Hook(_LOOP, "dummy_train_step"),
+    "dummy_train_step": _LOOP,
     # Its time does not count in the speed that we log.
-    Hook(_LOOP, "evaluate_and_print_results"),
+    "evaluate_and_print_results": _LOOP,
     # Returns the losses of a validation, which the function above only prints.
-    Hook(_LOOP, "evaluate"),
+    "evaluate": _LOOP,
     # Also writes --log-json, and stops at a non-finite gradient norm.
-    Hook(_LOOP, "training_log"),
+    "training_log": _LOOP,
     # Adds the parts' own learning rates.
-    Hook(_LOOP, "get_megatron_optimizer_config"),
+    "get_megatron_optimizer_config": _LOOP,
     # Makes torch's Adam fused and resumable, saves the state in each rank's own part, and keeps
     # the loss scale on the host.
-    Hook(_LOOP, "get_megatron_optimizer"),
+    "get_megatron_optimizer": _LOOP,
     # Without host syncs.
-    Hook(_LOOP, "reduce_max_stat_across_model_parallel_group"),
-    Hook(_LOOP, "logical_and_across_model_parallel_group"),
+    "reduce_max_stat_across_model_parallel_group": _LOOP,
+    "logical_and_across_model_parallel_group": _LOOP,
     # First computes the reference without the adapter, KTO's baseline, or all embeddings of the
     # step.
-    Hook(_LOOP, "get_forward_backward_func"),
-)
-"""Every function of ``megatron.training`` and ``megatron.core`` that a run wraps by name.
+    "get_forward_backward_func": _LOOP,
+}
+"""Every function that a run wraps, with the module that looks it up when it calls it.
 
 The only Megatron that is supported, 0.19, has them all.
 """
@@ -91,8 +81,8 @@ def wrap_all(wrappers: Mapping[str, Wrapper]) -> None:
     Raises:
         BadInput: the installed Megatron lacks one of them.
     """
-    for hook in HOOKS:
-        wrap(import_module(hook.module), {hook.name: wrappers[hook.name]})
+    for name, module in HOOKS.items():
+        wrap(import_module(module), {name: wrappers[name]})
 
 
 def unchanged(original: Any, *args: Any, **kwargs: Any) -> Any:

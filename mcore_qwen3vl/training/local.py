@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from mcore_qwen3vl import console
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
-from mcore_qwen3vl.training.arguments.checks import check_device
+from mcore_qwen3vl.training.arguments.checks import require_gpu
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.arguments.early import check_early
 from mcore_qwen3vl.training.arguments.help import PROGRAM, add_common, print_help
@@ -66,7 +66,8 @@ def train_locally(flags: Sequence[str], processes: int | None = None) -> int:
     command = CommandLine(flags)
     check_early(command)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun sets it, without its warning
-    check_device(command.cpu)
+    if not command.cpu:
+        require_gpu()
     ranks = processes or default_processes(command)
     check_layout(command.args, command.architecture, ranks)
     return _run_here(command) if ranks == 1 else _run_torchrun(command, ranks)

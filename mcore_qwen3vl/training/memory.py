@@ -31,7 +31,7 @@ from mcore_qwen3vl.schedule import order_of_work
 from mcore_qwen3vl.training.lora.flags import adapter_config, asked
 
 Recompute = Literal["none", "cheap", "full"] | int
-"""What the backward pass recomputes; see :func:`estimate`."""
+"""What the backward pass recomputes; see :func:`by_stage`."""
 
 TrainedCounts = Counter[Group]
 """Number of trained parameters in each group, for a LoRA run, which does not train all.
@@ -78,14 +78,16 @@ class Memory:
         return f"{self.total / GB:.1f} GB a GPU ({listing})"
 
 
-def estimate(
+def by_stage(
     a: Architecture,
     layout: Layout,
     work: Workload,
     recompute: Recompute = "cheap",
     trained: TrainedCounts | None = None,
-) -> Memory:
-    """Estimate the memory of the fullest rank, with the distributed optimizer and bf16 weights.
+) -> list[Memory]:
+    """Estimate the memory of the fullest rank of each pipeline stage, in order.
+
+    The optimizer is the distributed one, and weights are bf16.
 
     Args:
         a: the model's shape.
@@ -98,18 +100,6 @@ def estimate(
             while the other layers keep everything, as with ``none``.
         trained: see `TrainedCounts`; None if everything trains.
     """
-    stages = by_stage(a, layout, work, recompute, trained)
-    return max(stages, key=lambda memory: memory.total)
-
-
-def by_stage(
-    a: Architecture,
-    layout: Layout,
-    work: Workload,
-    recompute: Recompute = "cheap",
-    trained: TrainedCounts | None = None,
-) -> list[Memory]:
-    """Return :func:`estimate` for a rank of each pipeline stage, in order."""
     return [_stage(a, layout, work, recompute, stage, trained) for stage in range(layout.pp)]
 
 

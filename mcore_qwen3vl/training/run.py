@@ -11,27 +11,24 @@ import sys
 import threading
 import warnings
 from collections.abc import Collection
-from contextlib import ExitStack
+from contextlib import closing
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from mcore_qwen3vl.model.flops import Trained
 from mcore_qwen3vl.runtime.cuda import compile_where_possible, order_transfers
-from mcore_qwen3vl.runtime.lock import only_writer
-from mcore_qwen3vl.training.arguments.checks import check_device
+from mcore_qwen3vl.training.arguments.checks import require_gpu
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.arguments.defaults import statement
 from mcore_qwen3vl.training.arguments.early import check_early
 from mcore_qwen3vl.training.arguments.help import asked_words, print_megatron_help
 from mcore_qwen3vl.training.arguments.parser import parse
+from mcore_qwen3vl.training.folders import locked, nothing_left
 from mcore_qwen3vl.training.logs import metrics
 from mcore_qwen3vl.training.logs.progress import RunProgress
 from mcore_qwen3vl.training.logs.quiet import quiet
-from mcore_qwen3vl.training.owner import claim
-from mcore_qwen3vl.training.refused import nothing_left
 
 _NO_NUMBER = "in local grad norm for bucket"
 """What Megatron's check of the gradients says, which does not name the step as its log does."""
@@ -58,17 +55,8 @@ def main(command: CommandLine) -> int:
         run = Run(args, screen)
         if args.rank == 0:
             run.introduce(screen, explicit)
-        with ExitStack() as locks:
-            if args.rank == 0:
-                _lock(args, locks)
+        with locked(args):
             return run.train()
-
-
-def _lock(args: argparse.Namespace, locks: ExitStack) -> None:
-    """Lock the folders that this run writes to against other runs."""
-    for folder in {Path(place).resolve() for place in (args.save, args.save_hf) if place}:
-        folder.mkdir(parents=True, exist_ok=True)
-        locks.enter_context(only_writer(folder))
 
 
 def _choose_device(cpu: bool) -> None:
@@ -81,7 +69,7 @@ def _choose_device(cpu: bool) -> None:
 
         install(training=True)
     else:
-        check_device(cpu=False)
+        require_gpu()
         order_transfers()
         compile_where_possible()
 
@@ -97,10 +85,11 @@ class Run:
         """
         from mcore_qwen3vl.config import Architecture
         from mcore_qwen3vl.training.broadcast.provider import DataProvider
-        from mcore_qwen3vl.training.checkpoints.best import Validations
         from mcore_qwen3vl.training.checkpoints.resume import from_other_maker
+        from mcore_qwen3vl.training.checkpoints.run_checkpoints import RunCheckpoints
         from mcore_qwen3vl.training.host_copy import NormCheck
         from mcore_qwen3vl.training.lora.lora_run import LoraRun
+        from mcore_qwen3vl.training.objective import forward_step_of
 
         self.args = args
         self.architecture = Architecture.from_hf(args.hf_model)
@@ -108,26 +97,34 @@ class Run:
         self.other = from_other_maker(args)
         self.metrics = metrics.Metrics(self.architecture, peak_tflops=args.peak_tflops)
         self.data = DataProvider(args, self.architecture, self.metrics.count)
-        self.forward_step = _forward_step(args)
+        self.forward_step = forward_step_of(args)
         self.last_report: dict[str, float] = {}
         self.norms = NormCheck(self.forward_step.records.explain)
-        self.validations = Validations(args)
         self._validated_at = -1
         self._new_validation = True
         self._interrupted = False
         self.begun = False
-        self._on_disk: tuple[str, int] | None = None
         # The last rank shows progress, as with Megatron's own log: it knows the loss.
         last = args.rank == args.world_size - 1
         self.progress = RunProgress(screen if last else None)
+        self.checkpoints = RunCheckpoints(
+            args,
+            lora=self.lora,
+            other=self.other,
+            data=self.data,
+            norms=self.norms,
+            metrics=self.metrics,
+            progress=self.progress,
+        )
 
     def introduce(self, screen: Console | None, explicit: Collection[str]) -> None:
         """Print what the run will do; one rank calls this."""
-        from mcore_qwen3vl.training.logs.summary import show_summary
+        from mcore_qwen3vl.training.logs.summary import show_summary, summary
 
         taken = statement(self.args, explicit)
         if screen is not None:
-            show_summary(screen, self.args, self.architecture, explicit, self.lora, self.other)
+            rows = summary(self.args, self.architecture, explicit, self.lora, self.other)
+            show_summary(screen, rows)
         elif taken:
             print(f"not given, so: {taken}", file=sys.stderr, flush=True)
 
@@ -138,7 +135,8 @@ class Run:
             0, or 128 + N when signal N has stopped this rank.
         """
         self._interrupt_as_sigterm()
-        with self.progress as progress:
+        validations = self.checkpoints.validations
+        with closing(self.progress) as progress:
             try:
                 with metrics.explained_tensorboard(self.args.tensorboard_dir):
                     self._pretrain()
@@ -152,14 +150,14 @@ class Run:
                 if leaving.code:
                     raise
                 stopped = self._stopped_by()
-                if self.validations.exhausted and not stopped:
-                    progress.say(f"stopped early after step {progress.steps}: {self.validations}")
+                if validations.exhausted and not stopped:
+                    progress.say(f"stopped early after step {progress.steps}: {validations}")
                     return 0
                 again = ": run the same command again to continue" if self.args.save else ""
                 progress.say(f"stopped after step {progress.steps}{again}")
                 return stopped
-            if self.validations.best:
-                progress.say(str(self.validations))
+            if validations.best:
+                progress.say(str(validations))
             progress.say(
                 f"done: step {progress.steps}, {progress.elapsed}"
                 if progress.steps
@@ -226,6 +224,7 @@ class Run:
         """Return what wraps each function of :data:`mcore_qwen3vl.training.hooks.HOOKS`."""
         from mcore_qwen3vl.training import hooks
         from mcore_qwen3vl.training.lora.lora_run import keep_trained
+        from mcore_qwen3vl.training.objective import schedule_of
         from mcore_qwen3vl.training.step.gradients import reduce_in_pieces
 
         args = self.args
@@ -235,10 +234,10 @@ class Run:
             "all_gather_item": hooks.Signals().gather,
             "_allreduce_non_tensor_model_parallel_grads": reduce_in_pieces,
             "generate_state_dict": keep_trained if self.lora else hooks.unchanged,
-            "load_checkpoint": self._load_checkpoint,
-            "check_checkpoint_args": self._compare_parts,
-            "save_checkpoint_and_time": self._save_checkpoint,
-            "checkpoint_and_decide_exit": self._after_iteration,
+            "load_checkpoint": self.checkpoints.load,
+            "check_checkpoint_args": self.checkpoints.compare_parts,
+            "save_checkpoint_and_time": self.checkpoints.save,
+            "checkpoint_and_decide_exit": self.checkpoints.after_iteration,
             "dummy_train_step": hooks.skip_step,
             "evaluate_and_print_results": self._validate,
             "evaluate": self._evaluate,
@@ -249,80 +248,11 @@ class Run:
             "logical_and_across_model_parallel_group": partial(
                 hooks.success_of_all, fp16=args.fp16
             ),
-            "get_forward_backward_func": _schedule(args),
+            "get_forward_backward_func": schedule_of(args),
         }
 
     def _note_trained(self, trained: Trained) -> None:
         self.metrics.trained = self.data.trained = trained
-
-    def _load_checkpoint(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        from mcore_qwen3vl.training.checkpoints.optimizer import check_state_of_weights
-        from mcore_qwen3vl.training.checkpoints.resume import choose_checkpoint, explained
-        from mcore_qwen3vl.training.lora.lora_run import check_checkpoint
-
-        check_checkpoint(self.args, self.lora)
-        if self.other:  # the provider has read it
-            return 0, 0
-        choose_checkpoint(self.args)
-        with explained(self.args):
-            found = original(model, *args, **kwargs)
-        optimizer = args[0] if args else kwargs.get("optimizer")
-        if found[0] and optimizer is not None:
-            check_state_of_weights(optimizer, self.args.load)
-        if found[0]:
-            self._on_disk = self.args.load, found[0]
-            self.validations.resume(found[0])
-            if self.validations.exhausted:
-                self.args.train_iters = found[0]
-            self.progress.say(f"resuming after step {found[0]} of {self.args.load}")
-        if found[0] and found[0] == self.args.train_iters and self._lacks_export(found[0]):
-            self._export(model, optimizer, found[0])
-        return found
-
-    def _compare_parts(self, original: Any, saved: argparse.Namespace, **kwargs: Any) -> None:
-        from mcore_qwen3vl.training.checkpoints.resume import other_parts
-
-        original(saved, **kwargs)
-        if difference := other_parts(saved, self.args):
-            self.progress.say(difference)
-
-    def _lacks_export(self, iteration: int) -> bool:
-        from mcore_qwen3vl.training.checkpoints.export import export_folder
-
-        return bool(self.args.save_hf) and not export_folder(self.args, iteration).exists()
-
-    def _export(self, model: Any, optimizer: Any, iteration: int) -> None:
-        from mcore_qwen3vl.training.checkpoints.export import export
-
-        self.norms.settle()
-        if self.args.rank == 0:
-            claim(self.args.save, self.args.save_hf)
-        with self.metrics.paused():
-            folder = export(self.args, model, optimizer, iteration, self.lora)
-        self.progress.say(f"step {iteration}: exported to {folder}")
-
-    def _save_checkpoint(self, original: Any, iteration: int, *args: Any, **kwargs: Any) -> None:
-        import torch.distributed as dist
-
-        from mcore_qwen3vl.training.broadcast import data_state
-        from mcore_qwen3vl.training.checkpoints.disk import explained_save
-        from mcore_qwen3vl.training.checkpoints.resume import save_companions
-
-        # Already saved: the run had nothing left to do, or its last step was its best.
-        if (self.args.save, iteration) == self._on_disk:
-            return
-        self.norms.settle()
-        with self.metrics.paused(), explained_save(self.args.save, iteration):
-            if dist.get_rank() == 0:
-                save_companions(self.args)
-            if self.lora:
-                self.lora.save_config()
-            self.data.save_state(self.args.save, iteration)
-            original(iteration, *args, **kwargs)
-            if self.args.save_retain_interval and dist.get_rank() == 0:
-                data_state.remove_orphans(self.args.save, iteration)
-        self._on_disk = self.args.save, iteration
-        self.progress.say(f"step {iteration}: saved to {self.args.save}")
 
     def _validate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(original).bind(*args, **kwargs).arguments
@@ -343,10 +273,7 @@ class Run:
             # Megatron writes these to its logs as its own.
             parts = self.forward_step.validation_sets.report()
             losses |= {name: torch.tensor(value) for name, value in parts.items()}
-            self.validations.add(iteration, losses)
-            # The last validation follows the last save.
-            if self._on_disk == (self.args.save, iteration):
-                self.validations.keep(iteration)
+            self.checkpoints.validated(iteration, losses)
         if losses and self._new_validation and is_last_rank():
             numbers = {f"validation {name}": float(loss) for name, loss in losses.items()}
             listing = "  ".join(f"{name} {value:.4f}" for name, value in numbers.items())
@@ -355,19 +282,6 @@ class Run:
                 metrics.append_json(self.args.log_json, {"iteration": iteration, **numbers})
         return found
 
-    def _after_iteration(
-        self, original: Any, model: Any, optimizer: Any, scheduler: Any, iteration: int, *rest: Any
-    ) -> bool:
-        with self.validations.due(iteration):
-            leaving: bool = original(model, optimizer, scheduler, iteration, *rest)
-        self.validations.keep(iteration)
-        interval = self.args.save_hf_interval
-        last = iteration == self.args.train_iters or self.validations.exhausted
-        due = last or (interval and iteration % interval == 0)
-        if self.args.save_hf and due:
-            self._export(model, optimizer, iteration)
-        return leaving
-
     def _optimizer_config(self, original: Any, args: argparse.Namespace) -> Any:
         from mcore_qwen3vl.training.step.optimizer import learning_rate_overrides
 
@@ -375,8 +289,7 @@ class Run:
         return config, {**(overrides or {}), **learning_rate_overrides(args)}
 
     def _optimizer(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        from mcore_qwen3vl.training.checkpoints.experts import take_other_chains
-        from mcore_qwen3vl.training.checkpoints.optimizer import keep_own_parts
+        from mcore_qwen3vl.training.checkpoints.optimizer import keep_own_parts, take_other_chains
         from mcore_qwen3vl.training.step.multi_tensor import use_fused_adam
         from mcore_qwen3vl.training.step.optimizer import make_resumable, scale_on_host
 
@@ -420,7 +333,10 @@ class Run:
         signature = inspect.signature(original)
         given = signature.bind(losses, totals, rate, iteration, *rest, **kw).arguments
         due = iteration % self.args.log_interval == 0
-        self._check_norm(given["grad_norm"], iteration, now=due)
+        if not self.args.fp16:  # whose loss scaler skips steps with a norm that is no number
+            self.norms.add(given["grad_norm"], iteration)
+            if due:  # otherwise it is checked a step late
+                self.norms.settle()
         if losses and is_last_rank():  # Megatron's own log is the last rank's too
             self.progress.step(iteration, self.args.train_iters)
             if due or given.get("is_first_iteration"):
@@ -434,20 +350,12 @@ class Run:
                     metrics.append_json(self.args.log_json, {"iteration": iteration, **numbers})
         return original(losses, totals, rate, iteration, *rest, **kw)
 
-    def _check_norm(self, norm: Any, iteration: int, *, now: bool) -> None:
-        """Check the norm, a step late unless `now`. In fp16 the loss scaler skips such steps."""
-        if self.args.fp16:
-            return
-        self.norms.add(norm, iteration)
-        if now:
-            self.norms.settle()
-
     def _report(self, model: list[Any], iteration: int) -> None:
         from megatron.core import parallel_state
         from megatron.training import get_tensorboard_writer, get_wandb_writer
         from megatron.training.utils import print_rank_last
 
-        from mcore_qwen3vl.training.logs.grad_norms import part_grad_norms
+        from mcore_qwen3vl.training.logs.by_part import part_grad_norms
 
         report = self.metrics.report(parallel_state.get_data_parallel_group())
         norms = part_grad_norms(model)
@@ -456,55 +364,3 @@ class Run:
         self.last_report = report
         metrics.write(report, iteration, get_tensorboard_writer(), get_wandb_writer())
         print_rank_last(metrics.line(report))
-
-
-def _schedule(args: argparse.Namespace) -> Any:
-    """Return what replaces ``get_forward_backward_func``: some losses take two passes in a step."""
-    from mcore_qwen3vl.training import hooks
-    from mcore_qwen3vl.training.preference.flags import is_kto, is_preference, reference_of
-    from mcore_qwen3vl.training.preference.reference import with_baseline, with_reference
-    from mcore_qwen3vl.training.tasks.contrastive import with_contrasts
-    from mcore_qwen3vl.training.tasks.flags import contrastive_of, is_embedding
-
-    if is_embedding(args):
-        return partial(with_contrasts, contrastive_of(args))
-    if is_preference(args) and reference_of(args) == "adapter":
-        return with_reference
-    if is_kto(args):
-        return with_baseline
-    return hooks.unchanged
-
-
-def _forward_step(args: argparse.Namespace) -> Any:
-    """Return the forward step with the objective that the run minimises."""
-    from mcore_qwen3vl.data.loading.sources import parse_sources, source_names
-    from mcore_qwen3vl.training.distillation.flags import distillation_of, is_distillation
-    from mcore_qwen3vl.training.distillation.objective import compared, of_divergences
-    from mcore_qwen3vl.training.preference.flags import (
-        is_kto,
-        is_preference,
-        kto_of,
-        preference_of,
-    )
-    from mcore_qwen3vl.training.preference.objective import of_labelled, of_pairs
-    from mcore_qwen3vl.training.step.forward import ForwardStep
-    from mcore_qwen3vl.training.step.losses import find_loss, of_tokens
-    from mcore_qwen3vl.training.tasks.objectives import objective_of
-
-    step = partial(
-        ForwardStep,
-        data_sets=source_names(parse_sources(args.train_data_path or args.data_path)),
-        validation_sets=source_names(
-            parse_sources(args.valid_data_path) if args.valid_data_path else ()
-        ),
-    )
-    if args.task:
-        return step(*objective_of(args))
-    if is_preference(args):
-        return step(of_pairs(preference_of(args)))
-    if is_kto(args):
-        return step(of_labelled(kto_of(args)))
-    if is_distillation(args):
-        settings = distillation_of(args)
-        return step(of_divergences(settings), compared(settings))
-    return step(of_tokens(find_loss(args.loss)))

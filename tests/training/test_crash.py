@@ -9,7 +9,7 @@ import pytest
 
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.crash import death_of_a_rank, report_crash
-from mcore_qwen3vl.training.logs.quiet import log_file
+from mcore_qwen3vl.training.folders import log_file
 
 
 def _fail() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import tempfile
 import traceback
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +19,6 @@ from mcore_qwen3vl.data.loading.sources import parse_sources, require_data_set
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.cuda import c_compiler
 from mcore_qwen3vl.runtime.extras import require_extra
-from mcore_qwen3vl.training.owner import owner_of
 
 
 def check(args: argparse.Namespace, architecture: Architecture) -> None:
@@ -62,7 +60,13 @@ def check(args: argparse.Namespace, architecture: Architecture) -> None:
             "which leaves DeepStack out: drop the flag. The flex dispatcher "
             "(--moe-token-dispatcher-type flex --moe-enable-deepep) speeds the exchange up instead."
         )
-    _check_graphs(args)
+    if args.cuda_graph_impl != "none":  # Megatron turns its older flags into this one
+        raise BadInput(
+            f"--cuda-graph-impl {args.cuda_graph_impl} (--enable-cuda-graph and "
+            "--external-cuda-graph mean it too): a CUDA graph needs the same number of image "
+            "tokens in every batch, which differs here, and Megatron's per-layer graphs leave "
+            "DeepStack out: drop the flag."
+        )
     if not args.cpu and c_compiler() is None:
         _check_uncompiled(args)
     if args.spec == ["torch"]:
@@ -90,16 +94,6 @@ def _check_best(args: argparse.Namespace) -> None:
         raise BadInput(
             f"--keep-best removes the previous best checkpoint, and {other} also decides when "
             "checkpoints are written or removed: drop one of the two."
-        )
-
-
-def _check_graphs(args: argparse.Namespace) -> None:
-    if args.cuda_graph_impl != "none":  # Megatron turns its older flags into this one
-        raise BadInput(
-            f"--cuda-graph-impl {args.cuda_graph_impl} (--enable-cuda-graph and "
-            "--external-cuda-graph mean it too): a CUDA graph needs the same number of image "
-            "tokens in every batch, which differs here, and Megatron's per-layer graphs leave "
-            "DeepStack out: drop the flag."
         )
 
 
@@ -135,14 +129,12 @@ def _check_torch_spec(args: argparse.Namespace) -> None:
         )
 
 
-def check_device(cpu: bool) -> None:
+def require_gpu() -> None:
     """Check for a GPU before importing megatron, whose CUDA modules would print hundreds of lines.
 
     Raises:
-        BadInput: there is no GPU, and `cpu` is false.
+        BadInput: there is no GPU.
     """
-    if cpu:
-        return
     import torch
 
     if not torch.cuda.device_count():
@@ -236,42 +228,6 @@ def _check_step(folder: Path, step: int) -> None:
     found = numbered_iterations(folder)
     listed = f"it has {', '.join(map(str, found))}" if found else "it has none"
     raise BadInput(f"--ckpt-step {step}: {folder} has no checkpoint of that step; {listed}.")
-
-
-def check_writable(folder: Path) -> None:
-    """Check that `folder` can be written to or created.
-
-    Raises:
-        BadInput: nothing can be written there.
-    """
-    folder = folder.absolute()
-    there = next(place for place in (folder, *folder.parents) if place.exists())
-    try:
-        with tempfile.TemporaryFile(dir=there) as file:
-            file.write(bytes(4096))
-            file.flush()
-    except OSError as error:
-        raise BadInput(
-            f"{folder} cannot be written: {error.strerror}. Choose another directory, or make room."
-        ) from error
-
-
-def check_export(args: argparse.Namespace) -> None:
-    """Check that a run would neither overwrite another run's exports nor take them for its own.
-
-    Raises:
-        BadInput: ``--save-hf`` holds exports of another run than the one in ``--save``.
-    """
-    found = numbered_iterations(Path(args.save_hf)) if args.save_hf else []
-    owner = owner_of(args.save_hf)
-    # Earlier versions named no owner. Then a run that goes on is taken for it.
-    goes_on = bool(args.save and numbered_iterations(Path(args.save)))
-    own = owner == owner_of(args.save) if owner else goes_on
-    if found and not own:
-        raise BadInput(
-            f"{args.save_hf} holds the export of step {found[-1]} of another run, which this one "
-            "would overwrite. Name another folder with --save-hf, or remove it."
-        )
 
 
 def _check_loggers(args: argparse.Namespace) -> None:

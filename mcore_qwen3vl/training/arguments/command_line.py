@@ -108,15 +108,11 @@ class CommandLine:
         """
         listed = flag_list(version("megatron-core"))
         if listed.exists():
-            self._check_names(listed)
+            known = {*_parser()._option_string_actions, *listed.read_text(encoding="utf-8").split()}
+            flags = (word for word in self.words if word.startswith("--"))
+            if unknown := [flag for flag in flags if flag.partition("=")[0] not in known]:
+                refuse_unknown(unknown, known)
         return self.args
-
-    def _check_names(self, listed: Path) -> None:
-        known = {*_parser()._option_string_actions, *listed.read_text(encoding="utf-8").split()}
-        flags = (word for word in self.words if word.startswith("--"))
-        unknown = [flag for flag in flags if flag.partition("=")[0] not in known]
-        if unknown:
-            refuse_unknown(unknown, known)
 
 
 @cache

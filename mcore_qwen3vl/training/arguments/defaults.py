@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection
+from importlib.util import find_spec
 from typing import Any
 
 from mcore_qwen3vl.config import Architecture
@@ -13,7 +14,50 @@ SEQ_LENGTH = 8192
 """Default row length, for ``data check`` too; less if the model has fewer positions."""
 
 
-DTYPES = {"bf16", "fp16", "fp32"}
+_DTYPES = {"bf16", "fp16", "fp32"}
+
+LOOP = {
+    "dataloader_type": "external",
+    # We divide once by the global batch's normaliser: see ForwardStep.normalise.
+    "calculate_per_token_loss": True,
+    # SIGTERM and Ctrl-C end a run with a checkpoint.
+    "exit_signal_handler": True,
+    "eval_iters": 0,
+    "eval_interval": 1000,
+    "ckpt_format": "torch_dist",
+    # Stores the optimizer so that another layout can resume it exactly. If its state has to be
+    # gathered, the first DP rank alone does it, not all of them.
+    "dist_ckpt_optim_fully_reshardable": True,
+    "distrib_optim_fully_reshardable_mem_efficient": True,
+    "enable_one_logger": False,
+    # It would keep every batch of an iteration for a rerun; we catch NaNs in the gradients.
+    "rerun_mode": "disabled",
+}
+"""Defaults of Megatron's loop, by ``dest`` name."""
+
+_TORCH_SPEC = {
+    "transformer_impl": "local",
+    "gradient_accumulation_fusion": False,
+    "no_persist_layer_norm": True,
+    "masked_softmax_fusion": False,
+}
+"""Defaults without Transformer Engine: no kernel that needs it or Apex."""
+
+_CPU = {
+    "distributed_backend": "gloo",
+    "use_cpu_initialization": True,
+    "bias_swiglu_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+}
+
+
+def kernel_defaults(spec: str, *, cpu: bool) -> dict[str, Any]:
+    """Return the defaults of flags that choose kernels, by ``dest`` name, for a layer spec."""
+    # The output layer is Megatron's own linear layer, which takes this kernel from Apex.
+    apex = find_spec("fused_weight_gradient_mlp_cuda") is not None
+    of_spec = _TORCH_SPEC if spec == "torch" else {"gradient_accumulation_fusion": apex}
+    return {**of_spec, **(_CPU if cpu else {})}
 
 
 def run_defaults(
@@ -31,7 +75,7 @@ def run_defaults(
     }
     if not {"seq_length", "packing"} & set(explicit):
         defaults["pad_to_longest"] = True  # rows of the full length would be mostly padding
-    if not cpu and not DTYPES & set(explicit):
+    if not cpu and not _DTYPES & set(explicit):
         defaults["bf16"] = True  # fused attention and Transformer Engine's packed attention need it
     if not cpu and c_compiler() is not None:
         defaults["compile_pointwise"] = True
@@ -46,10 +90,6 @@ def statement(args: argparse.Namespace, explicit: Collection[str]) -> str | None
     if args.save:
         names.append("save_interval")
     taken = [f"--{n.replace('_', '-')} {getattr(args, n)}" for n in names if n not in explicit]
-    if args.bf16 and "bf16" not in explicit:
-        taken.append("--bf16")
-    if args.compile_pointwise and "compile_pointwise" not in explicit:
-        taken.append("--compile-pointwise")
-    if args.pad_to_longest and "pad_to_longest" not in explicit:
-        taken.append("--pad-to-longest")
+    switches = [n for n in ("bf16", "compile_pointwise", "pad_to_longest") if getattr(args, n)]
+    taken += [f"--{n.replace('_', '-')}" for n in switches if n not in explicit]
     return " ".join(taken) or None

@@ -12,18 +12,18 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
+from functools import partial
 from typing import Any
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.megatron_config import architecture_arguments, recommended_arguments
 from mcore_qwen3vl.training.arguments.checks import check, complaint
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
-from mcore_qwen3vl.training.arguments.defaults import run_defaults
+from mcore_qwen3vl.training.arguments.defaults import LOOP, kernel_defaults, run_defaults
 from mcore_qwen3vl.training.arguments.kept import Kept
 from mcore_qwen3vl.training.arguments.layout import check_layout
 from mcore_qwen3vl.training.arguments.own_flags import add_arguments
-from mcore_qwen3vl.training.arguments.refusal import refuse_by
+from mcore_qwen3vl.training.arguments.refusal import refuse
 from mcore_qwen3vl.training.distillation.flags import check_distillation
 from mcore_qwen3vl.training.lora.flags import check_flags
 from mcore_qwen3vl.training.preference.flags import check_preference, preference_defaults
@@ -89,7 +89,7 @@ class ArgumentSetup:
     def prepare(self, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Add our flags and defaults to `parser`; Megatron's ``extra_args_provider``."""
         # By default every rank would print a screenful of all Megatron flags.
-        parser.error = refuse_by(parser)  # type: ignore[assignment, method-assign]
+        parser.error = partial(refuse, parser)  # type: ignore[method-assign]
         command, a = self._command, self._command.architecture
         explicit = _explicit_arguments(add_arguments(parser), command.words)
         fixed = architecture_arguments(a)
@@ -99,11 +99,10 @@ class ArgumentSetup:
         parser.set_defaults(
             **fixed,
             **{**recommended_arguments(a), **preference_defaults(explicit)},
-            **_loop_defaults(),
+            **LOOP,
             moe_grouped_gemm=any(a.moe_layers),
             **run_defaults(a, explicit, cpu=command.cpu),
-            **(_torch_spec_defaults() if spec == "torch" else _te_spec_defaults()),
-            **(_cpu_defaults() if command.cpu else {}),
+            **kernel_defaults(spec, cpu=command.cpu),
             spec=[spec],
         )
         if explicit.get("save"):
@@ -199,52 +198,6 @@ def _spec(value: list[str] | None, cpu: bool) -> str:
     if cpu and spec == "te":
         raise BadInput("--spec te needs Transformer Engine on CUDA; with --cpu leave it out.")
     return spec
-
-
-def _loop_defaults() -> dict[str, Any]:
-    return {
-        "dataloader_type": "external",
-        # We divide once by the global batch's normaliser: see ForwardStep.normalise.
-        "calculate_per_token_loss": True,
-        # SIGTERM and Ctrl-C end a run with a checkpoint.
-        "exit_signal_handler": True,
-        "eval_iters": 0,
-        "eval_interval": 1000,
-        "ckpt_format": "torch_dist",
-        # Stores the optimizer so that another layout can resume it exactly. If its state has to be
-        # gathered, the first DP rank alone does it, not all of them.
-        "dist_ckpt_optim_fully_reshardable": True,
-        "distrib_optim_fully_reshardable_mem_efficient": True,
-        "enable_one_logger": False,
-        # It would keep every batch of an iteration for a rerun; we catch NaNs in the gradients.
-        "rerun_mode": "disabled",
-    }
-
-
-def _te_spec_defaults() -> dict[str, Any]:
-    # The output layer is Megatron's own linear layer, which takes this kernel from Apex.
-    apex = find_spec("fused_weight_gradient_mlp_cuda") is not None
-    return {"gradient_accumulation_fusion": apex}
-
-
-def _torch_spec_defaults() -> dict[str, Any]:
-    """Return the defaults without Transformer Engine: no kernel that needs it or Apex."""
-    return {
-        "transformer_impl": "local",
-        "gradient_accumulation_fusion": False,
-        "no_persist_layer_norm": True,
-        "masked_softmax_fusion": False,
-    }
-
-
-def _cpu_defaults() -> dict[str, Any]:
-    return {
-        "distributed_backend": "gloo",
-        "use_cpu_initialization": True,
-        "bias_swiglu_fusion": False,
-        "bias_dropout_fusion": False,
-        "apply_rope_fusion": False,
-    }
 
 
 @contextmanager

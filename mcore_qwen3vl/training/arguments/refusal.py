@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from difflib import get_close_matches
 from typing import NoReturn
 
@@ -33,15 +33,11 @@ _ELSEWHERE = {
 _SIMILAR = 0.75  # of 1; a less similar flag is rarely the one meant
 
 
-def refuse_by(parser: argparse.ArgumentParser) -> Callable[[str], NoReturn]:
-    """Return an ``error`` method for `parser` that raises ``BadInput`` and suggests known flags."""
-
-    def refuse(message: str) -> NoReturn:
-        if message.startswith(_UNKNOWN):
-            refuse_unknown(message.removeprefix(_UNKNOWN).split(), parser._option_string_actions)
-        raise BadInput(f"{message}. {_HELP}")
-
-    return refuse
+def refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    """Raise ``BadInput`` and suggest known flags: the ``error`` method of a parser."""
+    if message.startswith(_UNKNOWN):
+        refuse_unknown(message.removeprefix(_UNKNOWN).split(), parser._option_string_actions)
+    raise BadInput(f"{message}. {_HELP}")
 
 
 def refuse_unknown(words: Collection[str], known: Collection[str]) -> NoReturn:
@@ -71,5 +67,4 @@ def _meant(flag: str, known: Collection[str]) -> list[str]:
 class StrictParser(argparse.ArgumentParser):
     """An argument parser that raises ``BadInput`` instead of exiting."""
 
-    def error(self, message: str) -> NoReturn:
-        refuse_by(self)(message)
+    error = refuse

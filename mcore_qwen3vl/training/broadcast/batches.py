@@ -22,7 +22,7 @@ from mcore_qwen3vl.data.encoding.batch import Batch, without_pixels
 from mcore_qwen3vl.data.loading.loader import Loader
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.inputs import PER_PATCH, VisualInputs
-from mcore_qwen3vl.training.broadcast.stages import StageFeed
+from mcore_qwen3vl.training.broadcast.groups import StageFeed
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,9 @@ class SharedBatches:
         else:
             prepared = self._upcoming.result() if self._upcoming else self._first(self._ahead)
             self._upcoming = None
-        light = _checked(prepared.light)
+        light = prepared.light
+        if isinstance(light, BadInput):
+            raise light
         if self._ahead is not None:
             self._position = self._loader.position() if isinstance(self._loader, Loader) else None
             self._upcoming = self._ahead.submit(self._prepare)
@@ -146,7 +148,9 @@ class SharedBatches:
         return _Prepared(light, pixels_follow, visual)
 
     def _on_device(self, prepared: _Prepared, light: Batch) -> Batch:
-        batch = replace(self._to_device(replace(light, visual=None)), visual=light.visual)
+        # The host needs the values of cu_seqlens.
+        moved = replace(light, visual=None).to(self._device, non_blocking=True)
+        batch = replace(moved, visual=light.visual, cu_seqlens=light.cu_seqlens)
         if light.visual is None or not prepared.pixels_follow:
             return batch
         patches: dict[str, Any] = {
@@ -181,10 +185,6 @@ class SharedBatches:
         received: Batch | BadInput | None = self._feed.receive() if self._feed else None
         return received
 
-    def _to_device(self, batch: Batch) -> Batch:
-        """Move the batch to the device, except cu_seqlens, whose values the host needs."""
-        return replace(batch.to(self._device, non_blocking=True), cu_seqlens=batch.cu_seqlens)
-
     def _patches(self, full: Tensor | None, shape: Tensor) -> Tensor:
         """Broadcast the first rank's `full` to all ranks, which know only its `shape`."""
         if full is None:
@@ -194,10 +194,3 @@ class SharedBatches:
         if self._group.size() > 1:
             dist.broadcast(full, group=self._group, group_src=0)
         return full
-
-
-def _checked(message: Any) -> Batch:
-    if isinstance(message, BadInput):
-        raise message
-    assert isinstance(message, Batch)
-    return message

@@ -126,12 +126,10 @@ def _size(path: Path) -> int:
     return sum(
         file.stat().st_size
         for file in path.rglob("*")
-        if file.is_file() and file.suffix != ".idx" and not _is_hidden(file.relative_to(path))
+        if file.is_file()
+        and file.suffix != ".idx"
+        and not any(part.startswith(".") for part in file.relative_to(path).parts)
     )
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
 
 
 def _listing(described: Sequence[tuple[str, int | None]]) -> str:

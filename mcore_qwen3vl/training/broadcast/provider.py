@@ -25,12 +25,12 @@ from mcore_qwen3vl.model.sequence import length_multiple
 from mcore_qwen3vl.training.broadcast import data_state
 from mcore_qwen3vl.training.broadcast.batches import SharedBatches
 from mcore_qwen3vl.training.broadcast.groups import (
+    StageFeed,
     host_group,
     reads,
     stages_group,
     wait_for_measuring,
 )
-from mcore_qwen3vl.training.broadcast.stages import StageFeed
 from mcore_qwen3vl.training.distillation.flags import distillation_of, is_distillation
 from mcore_qwen3vl.training.preference.flags import is_kto, is_preference, reference_of
 from mcore_qwen3vl.training.tasks.flags import contrastive_of, is_embedding, labels_of

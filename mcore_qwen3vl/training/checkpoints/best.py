@@ -29,10 +29,6 @@ class Validations:
     """The validation losses by which ``--early-stop-patience`` and ``--keep-best`` decide."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        """
-        Args:
-            args: the arguments that :func:`mcore_qwen3vl.training.arguments.parser.parse` returns.
-        """
         self._args = args
         self._wanted = args.keep_best or args.early_stop_patience is not None
         self._losses: list[tuple[int, float]] = []  # by iteration, ascending

@@ -117,20 +117,14 @@ class Metrics:
         seconds = now - (self._since or 0.0)
         self._since, self._work = now, Work()
         *sums, busiest = torch.cat([total, most]).tolist()  # one host sync
-        return self._derive(sums, busiest, seconds, group.size())
-
-    def _derive(
-        self, total: list[float], most_patches: float, seconds: float, ranks: int
-    ) -> dict[str, float]:
-        tokens, capacity, trained, media, patches, skipped, dropped, lengths, frames = total
-        a = self._architecture
-        operations = flops.model(a, tokens, lengths, patches, frames, self.trained)
+        tokens, capacity, trained, media, patches, skipped, dropped, lengths, frames = sums
+        operations = flops.model(self._architecture, tokens, lengths, patches, frames, self.trained)
         tflops = operations / seconds / dist.get_world_size() / 1e12
         report = {
             "tokens/s": tokens / seconds,
             "trained tokens/s": trained / seconds,
             "images/s": media / seconds,
-            "patch imbalance": most_patches * ranks / patches if patches else 1.0,
+            "patch imbalance": busiest * group.size() / patches if patches else 1.0,
             "packing efficiency": tokens / capacity if capacity else 0.0,
             "skipped samples": skipped,
             "over-long samples": dropped,

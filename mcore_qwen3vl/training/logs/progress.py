@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
@@ -48,15 +47,8 @@ class RunProgress:
         self._bar: Progress | None = None
         self._task = TaskID(0)
 
-    def __enter__(self) -> RunProgress:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

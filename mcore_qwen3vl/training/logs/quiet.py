@@ -24,8 +24,8 @@ from tqdm import tqdm
 
 from mcore_qwen3vl.console import visible
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
+from mcore_qwen3vl.training.folders import log_of
 
-FOLDER = "logs"
 CLEAR_LINE = "\r\x1b[2K"
 OWN = "mcore_qwen3vl"
 
@@ -74,17 +74,6 @@ def quiet(command: CommandLine) -> Iterator[Console | None]:
     ):
         yield screen
     file.close()
-
-
-def log_of(command: CommandLine, rank: int) -> Path | None:
-    """Return the log file of `rank`; None without ``--save`` or with ``--verbose``."""
-    args = command.args
-    return log_file(Path(args.save), rank) if args.save and not args.verbose else None
-
-
-def log_file(save: Path, rank: int) -> Path:
-    """Return the file for a rank's output, below the checkpoint directory `save`."""
-    return save / FOLDER / f"rank_{rank:05d}.txt"
 
 
 class LogFile(io.TextIOBase):

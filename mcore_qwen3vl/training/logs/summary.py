@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from mcore_qwen3vl.training import memory
 from mcore_qwen3vl.training.arguments.defaults import statement
 from mcore_qwen3vl.training.arguments.layout import validated_layout
 from mcore_qwen3vl.training.distillation.flags import distillation_of, is_distillation
-from mcore_qwen3vl.training.logs.quiet import FOLDER
+from mcore_qwen3vl.training.folders import LOGS
 from mcore_qwen3vl.training.preference.flags import (
     is_kto,
     is_preference,
@@ -41,25 +41,8 @@ _REFERENCES = {
 }
 
 
-def show_summary(
-    screen: Console,
-    args: argparse.Namespace,
-    a: Architecture,
-    explicit: Collection[str],
-    lora: LoraRun | None,
-    other: OtherMaker | None,
-) -> None:
-    """Print what the run will do.
-
-    Args:
-        screen: where to print.
-        args: the arguments that :func:`mcore_qwen3vl.training.arguments.parser.parse` returns.
-        a: the model's shape.
-        explicit: ``dest`` names of the arguments that the command line sets.
-        lora: the adapter; None where the model itself trains.
-        other: the checkpoint of another maker to start from, if any.
-    """
-    rows = summary(args, a, explicit, lora, other)
+def show_summary(screen: Console, rows: Sequence[tuple[str, str]]) -> None:
+    """Print the rows of :func:`summary`."""
     if not screen.is_terminal:  # a table would be padded to its widest row
         for name, text in rows:
             screen.print(f"{name:12}{visible(text)}", markup=False, soft_wrap=True)
@@ -79,7 +62,15 @@ def summary(
     lora: LoraRun | None = None,
     other: OtherMaker | None = None,
 ) -> list[tuple[str, str]]:
-    """Return the rows of the summary: a name, and a description in words."""
+    """Say what a run will do, in rows of a name and a description in words.
+
+    Args:
+        args: the arguments that :func:`mcore_qwen3vl.training.arguments.parser.parse` returns.
+        a: the model's shape.
+        explicit: ``dest`` names of the arguments that the command line sets.
+        lora: the adapter; None where the model itself trains.
+        other: the checkpoint of another maker to start from, if any.
+    """
     rows = [
         ("model", _model(args, a)),
         ("weights", _weights(args, lora, other)),
@@ -269,6 +260,6 @@ def _writes(args: argparse.Namespace) -> str:
         writes.append(f"TensorBoard to {args.tensorboard_dir}")
     if not (args.save or args.save_hf):
         writes.append("no checkpoint (--save DIR)")
-    log = f"{Path(args.save) / FOLDER}" if args.save else ""
+    log = f"{Path(args.save) / LOGS}" if args.save else ""
     kept = f"to {log}" if log else "is not kept"
     return "; ".join([*writes, f"Megatron's own log {kept} (--verbose: here)"])

@@ -52,7 +52,9 @@ class LoraRun:
         self._args = args
         self.base = Base(args)
         args.pretrained_checkpoint = None  # Megatron would read it as a checkpoint of this run
-        self.config = _naming_its_base(adapter_config(args, architecture), self.base.path)
+        config = adapter_config(args, architecture)
+        named = config.raw.get("base_model_name_or_path") or self.base.path
+        self.config = replace(config, raw={**config.raw, "base_model_name_or_path": named})
         self._model = model = hf_config_of(args)
         self.targets = resolve_targets(self.config, model)
         self._saved = apply(self.config, model).saved
@@ -102,11 +104,6 @@ def _parameters(
     whole = [shape for name, shape in saved.items() if not (tied and name == HEAD)]
     factors = [shape for spec in targets.values() for shape in (spec.a_shape, spec.b_shape)]
     return sum(math.prod(shape) for shape in [*factors, *whole])
-
-
-def _naming_its_base(config: AdapterConfig, base: str | None) -> AdapterConfig:
-    named = config.raw.get("base_model_name_or_path") or base
-    return replace(config, raw={**config.raw, "base_model_name_or_path": named})
 
 
 def keep_trained(original: Any, args: Any, model: Any, *rest: Any, **kwargs: Any) -> dict[str, Any]:

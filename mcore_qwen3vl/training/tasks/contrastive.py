@@ -116,8 +116,4 @@ def _gathered(rows: Tensor, sizes: Sequence[int]) -> Tensor:
 
 def _step(batches: Iterator[Batch], model: Any) -> tuple[Tensor, Callable[..., Tensor]]:
     output, _ = EMBED(next(batches), model)
-    return output, _as_it_is
-
-
-def _as_it_is(embeddings: Tensor, *, non_loss_data: bool) -> Tensor:
-    return embeddings
+    return output, lambda embeddings, non_loss_data: embeddings

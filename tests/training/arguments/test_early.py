@@ -17,7 +17,7 @@ from mcore_qwen3vl.training.arguments import checks
 from mcore_qwen3vl.training.arguments.command_line import CommandLine, flag_list
 from mcore_qwen3vl.training.arguments.early import check_early
 from mcore_qwen3vl.training.arguments.layout import check_layout
-from mcore_qwen3vl.training.owner import claim
+from mcore_qwen3vl.training.folders import claim
 
 
 def test_the_list_is_that_of_the_installed_megatron() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.training.checkpoints.experts import regrouped
+from mcore_qwen3vl.training.checkpoints.optimizer import regrouped
 from mcore_qwen3vl.verify.curves.job import DISTRIBUTED, Job, curve_of, train, worst_difference
 from mcore_qwen3vl.verify.curves.tables import OTHER_LAYOUT, whole_and_half
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 from rich.console import Console
@@ -30,7 +31,7 @@ def clock() -> Clock:
 
 
 def follow(screen: Console | None, clock: Clock, steps: Iterator[int] | range) -> None:
-    with RunProgress(screen, clock=clock) as progress:
+    with closing(RunProgress(screen, clock=clock)) as progress:
         for step in steps:
             clock.now += 2.0
             progress.step(step, 100)
@@ -63,7 +64,7 @@ def test_a_terminal_shows_a_bar_that_moves_each_step(clock: Clock) -> None:
 
 def test_what_went_wrong_with_data_is_shown_when_there_is_any(clock: Clock) -> None:
     out = io.StringIO()
-    with RunProgress(Console(file=out, width=1000), clock=clock) as progress:
+    with closing(RunProgress(Console(file=out, width=1000), clock=clock)) as progress:
         progress.step(1, 2)
         progress.show(1, {"lm loss": 1.0, "skipped samples": 0.0, "over-long samples": 3.0})
     assert out.getvalue() == "step 1/2  loss 1.0000  over-long 3\n"
@@ -79,7 +80,7 @@ def test_names_do_not_steer_the_terminal(clock: Clock) -> None:
     for terminal in (True, False):
         out = io.StringIO()
         screen = Console(file=out, width=200, force_terminal=terminal, highlight=False)
-        with RunProgress(screen, clock=clock) as progress:
+        with closing(RunProgress(screen, clock=clock)) as progress:
             progress.step(1, 2)
             progress.show(1, {"lm loss": 1.0})
             progress.say("validation loss of [red]a\x1b]0;title\x07")

@@ -10,7 +10,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.shapes import SHAPES
 from mcore_qwen3vl.training.arguments.parser import validate
-from mcore_qwen3vl.training.logs.quiet import log_file
+from mcore_qwen3vl.training.folders import log_file
 from mcore_qwen3vl.training.logs.summary import summary
 from mcore_qwen3vl.verify.curves.job import Job, train
 

@@ -11,8 +11,7 @@ import pytest
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
-from mcore_qwen3vl.training.logs.quiet import log_file
-from mcore_qwen3vl.training.refused import nothing_left
+from mcore_qwen3vl.training.folders import log_file, nothing_left
 from mcore_qwen3vl.verify.curves.job import Job, train
 
 

@@ -1,0 +1,146 @@
+"""The checkpoints and exports of a run: what Megatron's loop loads and saves, and when."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.utils import unwrap_model
+from megatron.training import training
+from megatron.training.utils import print_rank_0
+
+from mcore_qwen3vl.converters.live.export import save_hf
+from mcore_qwen3vl.converters.mcore.paths import folder_name
+from mcore_qwen3vl.training.broadcast import data_state
+from mcore_qwen3vl.training.broadcast.provider import DataProvider
+from mcore_qwen3vl.training.checkpoints.best import Validations
+from mcore_qwen3vl.training.checkpoints.disk import explained_save
+from mcore_qwen3vl.training.checkpoints.optimizer import check_state_of_weights
+from mcore_qwen3vl.training.checkpoints.resume import (
+    OtherMaker,
+    choose_checkpoint,
+    explained,
+    other_parts,
+    save_companions,
+)
+from mcore_qwen3vl.training.folders import claim
+from mcore_qwen3vl.training.host_copy import NormCheck
+from mcore_qwen3vl.training.logs.metrics import Metrics
+from mcore_qwen3vl.training.logs.progress import RunProgress
+from mcore_qwen3vl.training.lora.lora_run import LoraRun, check_checkpoint
+
+
+class RunCheckpoints:
+    """Wrappers of the functions with which Megatron's loop loads and saves.
+
+    Attributes:
+        validations: The run's validation losses, which decide what is kept.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        *,
+        lora: LoraRun | None,
+        other: OtherMaker | None,
+        data: DataProvider,
+        norms: NormCheck,
+        metrics: Metrics,
+        progress: RunProgress,
+    ) -> None:
+        self.validations = Validations(args)
+        self._args, self._lora, self._other, self._data = args, lora, other, data
+        self._norms, self._metrics, self._progress = norms, metrics, progress
+        self._on_disk: tuple[str, int] | None = None  # the folder and step of the last checkpoint
+
+    def load(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load the newest checkpoint that can be read, and export it if nothing is left to do."""
+        check_checkpoint(self._args, self._lora)
+        if self._other:  # the provider has read it
+            return 0, 0
+        choose_checkpoint(self._args)
+        with explained(self._args):
+            found = original(model, *args, **kwargs)
+        step, folder = found[0], self._args.load
+        if not step:
+            return found
+        optimizer = args[0] if args else kwargs.get("optimizer")
+        if optimizer is not None:
+            check_state_of_weights(optimizer, folder)
+        self._on_disk = folder, step
+        self.validations.resume(step)
+        if self.validations.exhausted:
+            self._args.train_iters = step
+        self._progress.say(f"resuming after step {step} of {folder}")
+        lacks_export = self._args.save_hf and not self._export_folder(step).exists()
+        if step == self._args.train_iters and lacks_export:
+            self._export(model, optimizer, step)
+        return found
+
+    def compare_parts(self, original: Any, saved: argparse.Namespace, **kwargs: Any) -> None:
+        """Say so if the checkpoint's run trained other parts of the model."""
+        original(saved, **kwargs)
+        if difference := other_parts(saved, self._args):
+            self._progress.say(difference)
+
+    def save(self, original: Any, iteration: int, *args: Any, **kwargs: Any) -> None:
+        """Save a checkpoint, and with it the position in the data."""
+        # Already saved: the run had nothing left to do, or its last step was its best.
+        if (self._args.save, iteration) == self._on_disk:
+            return
+        folder = self._args.save
+        self._norms.settle()
+        with self._metrics.paused(), explained_save(folder, iteration):
+            if dist.get_rank() == 0:
+                save_companions(self._args)
+            if self._lora:
+                self._lora.save_config()
+            self._data.save_state(folder, iteration)
+            original(iteration, *args, **kwargs)
+            if self._args.save_retain_interval and dist.get_rank() == 0:
+                data_state.remove_orphans(folder, iteration)
+        self._on_disk = folder, iteration
+        self._progress.say(f"step {iteration}: saved to {folder}")
+
+    def validated(self, iteration: int, losses: Mapping[str, Any]) -> None:
+        """Record a validation's losses; a collective."""
+        self.validations.add(iteration, losses)
+        # The last validation follows the last save.
+        if self._on_disk == (self._args.save, iteration):
+            self.validations.keep(iteration)
+
+    def after_iteration(
+        self, original: Any, model: Any, optimizer: Any, scheduler: Any, iteration: int, *rest: Any
+    ) -> bool:
+        """Save and export what is due after an iteration; return whether the run ends."""
+        with self.validations.due(iteration):
+            leaving: bool = original(model, optimizer, scheduler, iteration, *rest)
+        self.validations.keep(iteration)
+        interval = self._args.save_hf_interval
+        last = iteration == self._args.train_iters or self.validations.exhausted
+        due = last or (interval and iteration % interval == 0)
+        if self._args.save_hf and due:
+            self._export(model, optimizer, iteration)
+        return leaving
+
+    def _export(self, model: list[Any], optimizer: Any, iteration: int) -> None:
+        """Write ``--save-hf`` ``/iter_NNNNNNN``: weights or adapter, config and processor."""
+        folder = self._export_folder(iteration)
+        self._norms.settle()
+        if self._args.rank == 0:
+            claim(self._args.save, self._args.save_hf)
+        with self._metrics.paused():
+            if training.should_disable_forward_pre_hook(self._args):
+                training.force_param_sync(model, optimizer=optimizer)  # overlapped gathers
+            if self._lora is None:
+                save_hf(unwrap_model(model), folder, hf_config=self._args.hf_model, force=True)
+            else:
+                self._lora.export(unwrap_model(model), folder)
+        print_rank_0(f"exported iteration {iteration} to {folder}")
+        self._progress.say(f"step {iteration}: exported to {folder}")
+
+    def _export_folder(self, iteration: int) -> Path:
+        return Path(self._args.save_hf) / folder_name(iteration)

@@ -1,0 +1,133 @@
+"""The folders that a run writes to: whose they are, and what a refused run leaves in them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from mcore_qwen3vl.converters.mcore.paths import numbered_iterations
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.runtime.lock import only_writer
+from mcore_qwen3vl.training.arguments.command_line import CommandLine
+
+LOGS = "logs"
+_OWNER = ".run"
+"""The file, in a folder of checkpoints or exports, with the id of the run that it belongs to."""
+
+
+def log_of(command: CommandLine, rank: int) -> Path | None:
+    """Return the log file of `rank`; None without ``--save`` or with ``--verbose``."""
+    args = command.args
+    return log_file(Path(args.save), rank) if args.save and not args.verbose else None
+
+
+def log_file(save: Path, rank: int) -> Path:
+    """Return the file for a rank's output, below the checkpoint directory `save`."""
+    return save / LOGS / f"rank_{rank:05d}.txt"
+
+
+def check_writable(folder: Path) -> None:
+    """Check that `folder` can be written to or created.
+
+    Raises:
+        BadInput: nothing can be written there.
+    """
+    folder = folder.absolute()
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there) as file:
+            file.write(bytes(4096))
+            file.flush()
+    except OSError as error:
+        raise BadInput(
+            f"{folder} cannot be written: {error.strerror}. Choose another directory, or make room."
+        ) from error
+
+
+def check_export(args: argparse.Namespace) -> None:
+    """Check that a run would neither overwrite another run's exports nor take them for its own.
+
+    Raises:
+        BadInput: ``--save-hf`` holds exports of another run than the one in ``--save``.
+    """
+    found = numbered_iterations(Path(args.save_hf)) if args.save_hf else []
+    owner = owner_of(args.save_hf)
+    # Earlier versions named no owner. Then a run that goes on is taken for it.
+    goes_on = bool(args.save and numbered_iterations(Path(args.save)))
+    own = owner == owner_of(args.save) if owner else goes_on
+    if found and not own:
+        raise BadInput(
+            f"{args.save_hf} holds the export of step {found[-1]} of another run, which this one "
+            "would overwrite. Name another folder with --save-hf, or remove it."
+        )
+
+
+def owner_of(folder: str | Path | None) -> str | None:
+    """Return the id of the run that `folder` belongs to; None if no run has claimed it."""
+    file = folder and Path(folder) / _OWNER
+    return file.read_text("utf-8").strip() if file and file.is_file() else None
+
+
+def claim(save: str | None, exports: str) -> None:
+    """Write a run's id into its folder of exports, and into its ``--save`` if it has one."""
+    run = owner_of(save) or uuid.uuid4().hex
+    for folder in filter(None, (save, exports)):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / _OWNER).write_text(f"{run}\n", "utf-8")
+
+
+@contextmanager
+def locked(args: argparse.Namespace) -> Iterator[None]:
+    """Lock the folders that a run writes to against other runs; the first rank holds the locks.
+
+    Raises:
+        BadInput: another run writes there.
+    """
+    with ExitStack() as locks:
+        places = (args.save, args.save_hf) if args.rank == 0 else ()
+        for folder in {Path(place).resolve() for place in places if place}:
+            folder.mkdir(parents=True, exist_ok=True)
+            locks.enter_context(only_writer(folder))
+        yield
+
+
+@contextmanager
+def nothing_left(command: CommandLine, begun: Callable[[], bool]) -> Iterator[None]:
+    """If the body refuses the run, remove the files and folders that this rank has made.
+
+    Megatron needs its log and TensorBoard's folder before the last checks. Only this rank's own
+    files go, and then folders that are empty, so that another run in the same place loses nothing.
+
+    Args:
+        command: the command line, which names the folders.
+        begun: whether the run has begun to train. Then everything is kept.
+    """
+    args = command.args
+    log = log_of(command, int(os.environ.get("RANK", "0")))
+    own_log = log if log is not None and not log.exists() else None
+    named = (log and log.parent, args.save, args.save_hf, args.tensorboard_dir)
+    folders = [Path(folder) for folder in named if folder]
+    made = [
+        place for folder in folders for place in (folder, *folder.parents) if not place.exists()
+    ]
+    try:
+        yield
+    except BadInput:
+        if not begun():
+            _remove(own_log, args.tensorboard_dir, made)
+        raise
+
+
+def _remove(log: Path | None, tensorboard: str | None, folders: list[Path]) -> None:
+    """Remove this process's files, then those of `folders`, inner ones first, that are empty."""
+    events = f"events.out.tfevents.*.{os.getpid()}.*"
+    for file in [*([log] if log else []), *(Path(tensorboard).glob(events) if tensorboard else [])]:
+        file.unlink(missing_ok=True)
+    for folder in sorted(folders, key=lambda place: len(place.parts), reverse=True):
+        with suppress(OSError):
+            folder.rmdir()

@@ -1,0 +1,57 @@
+"""What a run minimises: its forward step, and the passes that a step takes."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+
+from mcore_qwen3vl.data.loading.sources import parse_sources, source_names
+from mcore_qwen3vl.training.distillation.flags import distillation_of, is_distillation
+from mcore_qwen3vl.training.distillation.objective import compared, of_divergences
+from mcore_qwen3vl.training.hooks import Wrapper, unchanged
+from mcore_qwen3vl.training.preference.flags import (
+    is_kto,
+    is_preference,
+    kto_of,
+    preference_of,
+    reference_of,
+)
+from mcore_qwen3vl.training.preference.objective import of_labelled, of_pairs
+from mcore_qwen3vl.training.preference.reference import with_baseline, with_reference
+from mcore_qwen3vl.training.step.forward import ForwardStep
+from mcore_qwen3vl.training.step.losses import find_loss, of_tokens
+from mcore_qwen3vl.training.tasks.contrastive import with_contrasts
+from mcore_qwen3vl.training.tasks.flags import contrastive_of, is_embedding
+from mcore_qwen3vl.training.tasks.objectives import objective_of
+
+
+def forward_step_of(args: argparse.Namespace) -> ForwardStep:
+    """Return the forward step with the objective that the run minimises."""
+    step = partial(
+        ForwardStep,
+        data_sets=source_names(parse_sources(args.train_data_path or args.data_path)),
+        validation_sets=source_names(
+            parse_sources(args.valid_data_path) if args.valid_data_path else ()
+        ),
+    )
+    if args.task:
+        return step(*objective_of(args))
+    if is_preference(args):
+        return step(of_pairs(preference_of(args)))
+    if is_kto(args):
+        return step(of_labelled(kto_of(args)))
+    if is_distillation(args):
+        settings = distillation_of(args)
+        return step(of_divergences(settings), compared(settings))
+    return step(of_tokens(find_loss(args.loss)))
+
+
+def schedule_of(args: argparse.Namespace) -> Wrapper:
+    """Return what replaces ``get_forward_backward_func``: some losses take two passes in a step."""
+    if is_embedding(args):
+        return partial(with_contrasts, contrastive_of(args))
+    if is_preference(args) and reference_of(args) == "adapter":
+        return with_reference
+    if is_kto(args):
+        return with_baseline
+    return unchanged
