@@ -195,11 +195,21 @@ def _read(data: Path, scores: Path) -> References:
     errors: dict[int, str] = {}
     with scores.open(encoding="utf-8") as lines:
         for index, line in enumerate(lines):
-            entry = _entry(line, index, scores)
+            try:
+                entry = dict(parse_json(line))
+            except (ValueError, TypeError) as error:
+                raise BadInput(
+                    f"{scores}:{index + 1} cannot be read ({error}): score the data again."
+                ) from error
             if "error" in entry:
                 errors[index] = entry["error"]
                 entry = {side: {"log_prob": np.nan, "digest": ""} for side in SIDES}
-            sides = [_side(entry, side, index, scores) for side in SIDES]
+            if not entry.keys() >= set(SIDES):
+                raise BadInput(
+                    f"{scores}:{index + 1} is not a preference record: DPO needs data with chosen "
+                    "and rejected."
+                )
+            sides = [entry[side] for side in SIDES]
             log_probs.append([side["log_prob"] for side in sides])
             digests.append([side["digest"] for side in sides])
     return References(
@@ -209,22 +219,3 @@ def _read(data: Path, scores: Path) -> References:
         np.array(digests, "U16").reshape(-1, 2),
         errors,
     )
-
-
-def _entry(line: str, index: int, scores: Path) -> dict[str, Any]:
-    try:
-        return dict(parse_json(line))
-    except (ValueError, TypeError) as error:
-        raise BadInput(
-            f"{scores}:{index + 1} cannot be read ({error}): score the data again."
-        ) from error
-
-
-def _side(entry: dict[str, Any], side: str, index: int, scores: Path) -> dict[str, Any]:
-    if side not in entry:
-        raise BadInput(
-            f"{scores}:{index + 1} is not a preference record: DPO needs data with chosen and "
-            "rejected."
-        )
-    found: dict[str, Any] = entry[side]
-    return found
