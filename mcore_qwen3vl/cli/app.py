@@ -191,6 +191,7 @@ def tiny(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
+    json: Json = False,
 ) -> None:
     """Write a tiny random Qwen3-VL checkpoint with tokenizer, processor and chat template."""
     console.quiet_libraries()
@@ -202,8 +203,13 @@ def tiny(
         write_tiny_checkpoint(
             partial, moe=moe, tie=tie, seed=seed, text=text, vocabulary=vocabulary
         )
-    said = f"wrote a tiny Qwen3-VL {'MoE' if moe else 'dense'} to {path}"
-    console.output.print(console.plain(said), soft_wrap=True)
+    kind = "MoE" if moe else "dense"
+    if json:
+        console.emit_json({"out": path, "kind": kind, "seed": seed})
+    else:
+        console.output.print(
+            console.plain(f"wrote a tiny Qwen3-VL {kind} to {path}"), soft_wrap=True
+        )
 
 
 @app.command("demo")
@@ -214,6 +220,7 @@ def demo(
     keep: Annotated[
         Path | None, typer.Option(help="Keep the checkpoints in this directory.")
     ] = None,
+    json: Json = False,
 ) -> None:
     """Convert a tiny Qwen3-VL both ways and compare it on four CPU processes."""
     console.quiet_libraries()
@@ -221,7 +228,10 @@ def demo(
 
     with console.messages.status("starting") as status:
         result = run_demo(dense=dense, keep=keep, status=status.update)
-    show.demo(result)
+    if json:
+        console.emit_json({"ok": result.ok, **asdict(result)})
+    else:
+        show.demo(result)
     require(result.ok, "the demo failed: see its results above.")
 
 

@@ -167,6 +167,7 @@ def show_sample(
     split: Split = "train",
     preprocess: Preprocess = None,
     trust_data: TrustData = False,
+    json: Json = False,
     *,
     media: MediaLimits,
 ) -> None:
@@ -181,6 +182,10 @@ def show_sample(
     seen = read_sample(path, number, processor, config, split=split, preprocess=preprocess)
     write_page(seen, out)
     kinds = Counter(one.kind for one in seen.media)
+    if json:
+        counts = {"tokens": seen.tokens, "trained": seen.trained, "media": kinds}
+        console.emit_json({"sample": seen.name, "format": seen.format, **counts, "out": out})
+        return
     shown = ", ".join(console.counted(kinds[kind], kind) for kind in sorted(kinds)) or "no images"
     said = (
         f"{seen.name}: {seen.format}, {console.counted(seen.tokens, 'token')}, {seen.trained:,} of "

@@ -11,6 +11,7 @@ import typer
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.atomic import new_folder
+from mcore_qwen3vl.cli.options import Json
 from mcore_qwen3vl.errors import BadInput
 
 app = typer.Typer(help="Scripts that start training on a cluster.", no_args_is_help=True)
@@ -24,8 +25,12 @@ def scripts() -> dict[str, Path]:
 
 
 @app.command("list")
-def list_scripts() -> None:
+def list_scripts(json: Json = False) -> None:
     """Name every script, and what it is for."""
+    if json:
+        found = scripts().items()
+        console.emit_json([{"name": n, "file": s.name, "what": _title(s)} for n, s in found])
+        return
     lines = console.table("", "name", "what")
     for name, script in scripts().items():
         lines.add_row(name, console.plain(_title(script)))
@@ -47,12 +52,16 @@ def show(
 @app.command("copy")
 def copy(
     path: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to make.")],
+    json: Json = False,
 ) -> None:
     """Write all scripts to a directory, to be changed and run there."""
     with new_folder(path) as partial:
         for file in sorted(_folder().iterdir()):
             if file.suffix in (".sh", ".yaml") or file.name == "train.py":
                 shutil.copy(file, partial)
+    if json:
+        console.emit_json({"out": path, "scripts": list(scripts())})
+        return
     console.output.print(
         f"{len(scripts())} scripts in {console.plain(str(path))}; "
         f"bash {console.plain(str(path / 'sft_2b.sh'))} --dry-run prints a command",

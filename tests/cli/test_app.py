@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,9 @@ from mcore_qwen3vl import __version__
 from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.mapping.table import table
+from mcore_qwen3vl.demos.convert import Demo, DemoStep
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
+from mcore_qwen3vl.tiny.records import write_image_qa
 
 
 @pytest.fixture(scope="module")
@@ -394,3 +397,28 @@ def test_tiny_writes_sizes_that_can_be_served(tmp_path):
     assert run("tiny", tmp_path / "dense", "--servable") == 0
     architecture = Architecture.from_hf(tmp_path / "dense")
     assert (architecture.head_dim, architecture.hidden_size) == (64, 96)
+
+
+def test_under_json_small_commands_print_json_alone(checkpoint, tmp_path, capsys, monkeypatch):
+    def found(*words):
+        assert run(*words, "--json") == 0
+        printed = capsys.readouterr()
+        assert printed.err == ""
+        return json.loads(printed.out)
+
+    data = write_image_qa(tmp_path / "data", 2)
+    page = tmp_path / "page.html"
+    sample = found("data", "show", data, 1, "--hf-model", checkpoint, "--out", page)
+    assert sample["sample"] == f"{data}:1"
+    assert 0 < sample["trained"] < sample["tokens"]
+    assert (sample["media"], sample["out"]) == ({"image": 1}, str(page))
+    tiny = tmp_path / "tiny"
+    assert found("tiny", tiny) == {"out": str(tiny), "kind": "dense", "seed": 0}
+    scripts = {one["name"]: one for one in found("launch", "list")}
+    assert scripts["sft_8b"]["file"] == "sft_8b.sh"
+    assert scripts["sft_8b"]["what"].startswith("Qwen3-VL-8B, full fine-tuning")
+    copied = found("launch", "copy", tmp_path / "scripts")
+    assert copied == {"out": str(tmp_path / "scripts"), "scripts": list(scripts)}
+    steps = [DemoStep("one", "2 tensors", 0.5, ok=True)]
+    monkeypatch.setattr("mcore_qwen3vl.demos.convert.run_demo", lambda **_: Demo(steps))
+    assert found("demo") == {"ok": True, "steps": [asdict(steps[0])]}
