@@ -18,7 +18,6 @@ from mcore_qwen3vl.converters.live.load import load_checkpoint, load_hf
 from mcore_qwen3vl.converters.mapping.forms import SCORE
 from mcore_qwen3vl.converters.mcore.formats import is_megatron
 from mcore_qwen3vl.converters.mcore.paths import hf_folder, require_whole_model
-from mcore_qwen3vl.converters.offline import manifest
 from mcore_qwen3vl.converters.storage.dtypes import DTYPES
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
@@ -119,10 +118,8 @@ def adapter_for(
         return None
     adapter = read_adapter(lora, folder)
     _require_head_for(task, adapter, lora, checkpoint)
-    converted = manifest.find(checkpoint)
-    sources = [] if converted is None else [Path(manifest.read(converted)["source"]["path"])]
     if os.environ.get("RANK", "0") == "0":
-        for note in adapter.other_base(checkpoint, *sources):
+        for note in adapter.other_base(checkpoint):
             console.messages.print(f"warning: {console.plain(note)}", soft_wrap=True)
     return adapter
 

@@ -15,6 +15,7 @@ from mcore_qwen3vl.converters.adapters import config as config_file
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
 from mcore_qwen3vl.converters.adapters.peft_model import PREFIX, Applied
 from mcore_qwen3vl.converters.adapters.roles import Roles
+from mcore_qwen3vl.converters.offline import manifest
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.labels import Labels
 
@@ -72,17 +73,23 @@ class Adapter:
             named |= {f"{name}.lora_A": factors.a, f"{name}.lora_B": factors.b}
         return named
 
-    def other_base(self, base: Path, *sources: Path) -> list[str]:
+    def other_base(self, base: Path) -> list[str]:
         """Return a note if the adapter names another model that is on this machine.
+
+        The checkpoint that `base` was converted from is no other model.
 
         Args:
             base: the checkpoint that the adapter is used with.
-            sources: checkpoints that `base` was converted from.
+
+        Raises:
+            BadInput: its manifest is damaged.
         """
         named = self.config.raw.get("base_model_name_or_path")
         if not isinstance(named, str) or not Path(named).is_dir():
             return []
-        if any(Path(named).samefile(own) for own in (base, *sources) if own.exists()):
+        converted = manifest.find(base)
+        own = [base, *([Path(manifest.read(converted)["source"]["path"])] if converted else [])]
+        if any(Path(named).samefile(one) for one in own if one.exists()):
             return []
         return [f"The adapter was trained on {named}, and is used with {base}."]
 

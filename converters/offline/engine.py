@@ -79,6 +79,10 @@ class ConversionResult:
         return tensors_in(self.direction, self.tensors)
 
 
+class Interrupted(BadInput):
+    """A conversion that could not read or write a file, and that the same command continues."""
+
+
 class Writing(TypedDict, total=False):
     """The options of `write`, which every conversion takes."""
 
@@ -145,7 +149,7 @@ def _execute(
             plan.conversion.finish(stage.tree, results)
             stage.publish()
     except OSError as error:
-        raise BadInput(
+        raise Interrupted(
             f"the conversion of {plan.source} stopped: {error}. {dst} was not touched; what is "
             "finished is kept beside it, and running the same command again continues from there."
         ) from error

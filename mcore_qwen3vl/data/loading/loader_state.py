@@ -23,6 +23,7 @@ from megatron.energon.savable_loader import (
 )
 from megatron.energon.state import FlexState
 
+from mcore_qwen3vl.console import counted
 from mcore_qwen3vl.data.encoding.shared_packing import go_on_with, is_state
 from mcore_qwen3vl.errors import BadInput
 
@@ -112,11 +113,11 @@ def redistribute(states: list[dict[str, Any]], world_size: int) -> list[dict[str
     total = workers * len(states)
     if workers == 0 or total % world_size:
         raise BadInput(
-            f"The data state was saved by {len(states)} data-parallel ranks with {workers} "
-            f"worker processes each and cannot be divided over {world_size} ranks: the total "
-            "number of workers must stay the same, with at least one for each rank. Resume "
-            "with a data-parallel size that divides it, or start the data from the beginning: "
-            "train --load DIR --finetune, and another --save."
+            f"The data state was saved by {counted(len(states), 'data-parallel rank')} with "
+            f"{counted(workers, 'data worker')} each and cannot be divided over "
+            f"{counted(world_size, 'rank')}: the total number of workers must stay the same, with "
+            "at least one for each rank. Resume with a data-parallel size that divides it, or "
+            "start the data from the beginning: train --load DIR --finetune, and another --save."
         )
     per_rank = total // world_size
     streams = [one for s in states for one in _loader_state(s, workers)["worker_states"]]

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mcore_qwen3vl.console import counted
 from mcore_qwen3vl.errors import BadInput
 
 
@@ -84,7 +85,7 @@ class Kept:
         if workers is None:
             raise BadInput(
                 f"{self._described()} Each worker has its own place in the data, and they cannot "
-                f"be divided over {ranks} data-parallel ranks: use "
+                f"be divided over {counted(ranks, 'data-parallel rank')}: use "
                 f"{self._possible(micro_batch_size)}, or start the data anew with these weights: "
                 f"--load {self.load} --finetune, and another --save."
             )
@@ -96,15 +97,16 @@ class Kept:
             flags += [f"--num-workers {workers}"]
         if flags:
             raise BadInput(
-                f"{self._described()} To go on with {ranks} data-parallel ranks of micro-batch "
-                f"{micro_batch_size}, add {' '.join(flags)}."
+                f"{self._described()} To go on with {counted(ranks, 'data-parallel rank')} of "
+                f"micro-batch {micro_batch_size}, add {' '.join(flags)}."
             )
 
     def _described(self) -> str:
-        batch = "" if self.batch is None else f", with a global batch of {self.batch}"
+        batch = "" if self.batch is None else f", and a global batch of {self.batch}"
+        each = " each" if self.ranks > 1 else ""
         return (
-            f"The run in {self.load} was saved by {self.ranks} data-parallel ranks of "
-            f"{self.workers} data workers each{batch}."
+            f"The run in {self.load} was saved by {counted(self.ranks, 'data-parallel rank')} with "
+            f"{counted(self.workers, 'data worker')}{each}{batch}."
         )
 
     def _possible(self, micro_batch_size: int) -> str:

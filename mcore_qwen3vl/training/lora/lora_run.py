@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -60,6 +61,9 @@ class LoraRun:
         self._saved = apply(self.config, model).saved
         self.parameters = _parameters(self.targets, self._saved, architecture)
         self._start = read_adapter(args.lora_init, model) if args.lora_init else None
+        if self._start is not None and self.base.path and Path(self.base.path).exists():
+            for note in self._start.other_base(Path(self.base.path)):
+                warnings.warn(note, stacklevel=2)  # shown by the first rank
 
     @classmethod
     def of(cls, args: argparse.Namespace, architecture: Architecture) -> LoraRun | None:

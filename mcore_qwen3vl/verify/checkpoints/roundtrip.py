@@ -16,8 +16,9 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import Adapter
 from mcore_qwen3vl.converters.adapters.read import read_adapter
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
-from mcore_qwen3vl.converters.offline.engine import ConversionResult
+from mcore_qwen3vl.converters.offline.engine import ConversionResult, Interrupted
 from mcore_qwen3vl.converters.storage.staging import Progress
+from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.runtime.launch import run_layout
@@ -51,14 +52,21 @@ def roundtrip(
         workers, strict: see `convert.hf_to_mcore`.
 
     Raises:
-        BadInput, CheckFailed: see `convert.hf_to_mcore`.
+        BadInput, CheckFailed: see `convert.hf_to_mcore`; what was converted is not kept.
     """
     with scratch_folder("roundtrip-", work_dir) as folder:
         mcore, back = folder / "mcore", folder / "hf"
-        with phase("to Megatron-Core") as progress:
-            forward = hf_to_mcore(src, mcore, workers=workers, progress=progress, strict=strict)
-        with phase("back to Hugging Face") as progress:
-            returned = mcore_to_hf(mcore, back, workers=workers, progress=progress)
+        try:
+            with phase("to Megatron-Core") as progress:
+                forward = hf_to_mcore(src, mcore, workers=workers, progress=progress, strict=strict)
+            with phase("back to Hugging Face") as progress:
+                returned = mcore_to_hf(mcore, back, workers=workers, progress=progress)
+        except Interrupted as error:  # its message says that the parts are kept, and here they go
+            raise BadInput(
+                f"The round trip of {src} stopped: {error.__cause__}. It needs room for twice the "
+                f"checkpoint in {folder.parent}, or in another folder: --work-dir DIR. Nothing is "
+                "kept."
+            ) from error
         with phase("comparing") as progress:
             report = compare_checkpoints(src, back, progress=progress)
     report.title = f"{src} to Megatron-Core and back"

@@ -95,6 +95,23 @@ def test_writing_fails(
     assert tree_digests(target) == expected
 
 
+def test_a_round_trip_on_a_full_disk_does_not_promise_to_go_on(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "pwrite", Failing(os.pwrite, 12, errno.ENOSPC))
+    work = tmp_path / "work"
+    work.mkdir()
+    words = ["verify", "roundtrip", str(tiny("dense")), "--work-dir", str(work), "--workers", "1"]
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--json"])
+    assert ended.value.code == 2
+    message = json.loads(capsys.readouterr().out)["error"]
+    assert os.strerror(errno.ENOSPC) in message
+    assert f"room for twice the checkpoint in {work}, or in another folder" in message
+    assert "continues" not in message
+    assert not list(work.iterdir())
+
+
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_source_is_cut_short_while_it_is_read(
     direction: str,

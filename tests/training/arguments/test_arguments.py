@@ -306,6 +306,12 @@ def test_a_resumed_run_keeps_its_global_batch(dense: Path, tmp_path: Path) -> No
     for flags, message, ranks in (
         (["--num-workers", "2"], r"micro-batch 1, add --num-workers 1\.", 4),
         (
+            ["--num-workers", "2"],
+            r"saved by 2 data-parallel ranks with 2 data workers each, and a global batch of 4\. "
+            r"To go on with 1 data-parallel rank of micro-batch 1, add --num-workers 4\.",
+            1,
+        ),
+        (
             ["--num-workers", "2", "--micro-batch-size", "3"],
             r"add --global-batch-size 12 --override-opt-param-scheduler --num-workers 1\.",
             4,

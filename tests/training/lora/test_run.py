@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import shutil
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -14,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.adapters.config import FILE
 from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.converters.mcore.paths import TRACKER
 from mcore_qwen3vl.converters.torch_dist import metadata
@@ -190,3 +193,18 @@ def test_thirty_steps_are_those_of_a_plain_peft_loop(
     print(f"observed: {kind} {layout} {ours[0].loss:.3f} to {ours[-1].loss:.3f}, {difference}")
     assert theirs[-1].loss < theirs[0].loss - 0.5
     assert max(difference.loss, difference.grad_norm) <= TOLERANCE
+
+
+def test_an_adapter_to_begin_from_that_has_another_base_is_warned_of(
+    dense: Path, tmp_path: Path
+) -> None:
+    other = shutil.copytree(dense, tmp_path / "other")
+    adapter = write_random_adapter(tmp_path / "adapter", ADAPTERS["language"], dense)
+    config = json.loads((adapter / FILE).read_text()) | {"base_model_name_or_path": str(other)}
+    (adapter / FILE).write_text(json.dumps(config))
+    said = f"The adapter was trained on {other}, and is used with {dense}."
+    with pytest.warns(UserWarning, match=re.escape(said)):
+        asked(dense, tmp_path, "--lora-init", str(adapter))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        asked(other, tmp_path, "--lora-init", str(adapter))
