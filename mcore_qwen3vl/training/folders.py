@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
+import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
@@ -110,8 +112,9 @@ def nothing_left(command: CommandLine, begun: Callable[[], bool]) -> Iterator[No
     args = command.args
     log = log_of(command, int(os.environ.get("RANK", "0")))
     own_log = log if log is not None and not log.exists() else None
+    wandb = args.wandb_save_dir or (args.save and Path(args.save, "wandb"))  # as Megatron has it
     named = (log and log.parent, args.save, args.save_hf, args.tensorboard_dir)
-    folders = [Path(folder) for folder in named if folder]
+    folders = [Path(folder) for folder in (*named, wandb and Path(wandb, "wandb")) if folder]
     made = [
         place for folder in folders for place in (folder, *folder.parents) if not place.exists()
     ]
@@ -119,8 +122,22 @@ def nothing_left(command: CommandLine, begun: Callable[[], bool]) -> Iterator[No
         yield
     except BadInput:
         if not begun():
+            _remove_wandb_run()
             _remove(own_log, args.tensorboard_dir, made)
         raise
+
+
+def _remove_wandb_run() -> None:
+    """End this process's run of Weights & Biases, and remove its folder and the links to it."""
+    run = getattr(sys.modules.get("wandb"), "run", None)
+    if run is None:
+        return
+    folder = Path(run.dir).parent
+    run.finish(exit_code=1)
+    shutil.rmtree(folder, ignore_errors=True)
+    for link in folder.parent.iterdir():
+        if link.is_symlink() and not link.exists():
+            link.unlink()
 
 
 def _remove(log: Path | None, tensorboard: str | None, folders: list[Path]) -> None:
