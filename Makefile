@@ -12,7 +12,7 @@ PYTEST := python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadsc
 # Some machines forbid Python to keep bytecode; without it each process takes twice as long to start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo shell train-demo test test-slow test-all numerics test-trl test-clusters test-wandb test-te test-verl test-grpo test-vllm test-versions lint docs parity bench-convert gpu-check clean
+.PHONY: help demo shell train-demo test test-slow test-all numerics test-trl test-clusters test-wandb test-muon test-te test-verl test-grpo test-vllm test-versions lint docs parity bench-convert gpu-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -48,6 +48,10 @@ test-clusters: $(ENVIRONMENT) ## SkyPilot checks its file, Kubeflow's schema the
 
 test-wandb: $(ENVIRONMENT) ## an offline run of Weights & Biases, which is installed for it
 	$(UV) run --quiet --with 'wandb>=0.31,<0.32' python -m pytest tests/training/logs/test_wandb.py $(ARGS)
+
+test-muon: $(ENVIRONMENT) ## Muon against the package's own on HF's model, which is installed for it
+	$(UV) run --quiet --with 'emerging-optimizers>=0.3,<0.4' \
+	  python -m pytest tests/training/step/test_muon.py $(ARGS)
 
 test-verl: .venv-verl/.synced ## the tests with VERL, in an environment of its own (.venv-verl)
 	.venv-verl/bin/python -m pytest tests/verl $(ARGS)

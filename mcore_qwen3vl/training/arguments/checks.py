@@ -248,11 +248,27 @@ def _check_loggers(args: argparse.Namespace) -> None:
 
 
 def _check_packages(args: argparse.Namespace) -> None:
-    """Check the packages that Megatron imports for a flag, and misses after a minute."""
-    if args.optimizer not in (None, "adam", "sgd") and find_spec("emerging_optimizers") is None:
+    """Check what Megatron needs for a flag, and misses after a minute.
+
+    Raises:
+        BadInput: a package, a GPU or another flag is missing.
+    """
+    for flag in ("--use-megatron-fsdp", "--use-torch-fsdp2"):
+        if args.cpu and getattr(args, flag[2:].replace("-", "_")):
+            raise BadInput(
+                f"{flag} with --cpu: Megatron's code for it needs CUDA. Use "
+                "--use-distributed-optimizer, which shards the optimizer's state."
+            )
+    is_emerging = args.optimizer not in (None, "adam", "sgd")
+    if is_emerging and find_spec("emerging_optimizers") is None:
         raise BadInput(
             f"--optimizer {args.optimizer} needs the package emerging-optimizers: pip install "
             "'emerging-optimizers>=0.2', or leave the flag out, for Adam."
+        )
+    if is_emerging and args.use_distributed_optimizer and not args.bf16:
+        raise BadInput(
+            f"--optimizer {args.optimizer} with --use-distributed-optimizer needs --bf16: Megatron "
+            "cannot build it in float32. Add --bf16, or drop --use-distributed-optimizer."
         )
     if args.use_megatron_fsdp and find_spec("einops") is None:
         raise BadInput(

@@ -39,7 +39,8 @@ SIZES = (
     *("--context-parallel-size", "--expert-model-parallel-size"),
 )
 _SWITCHES = (
-    *("--skip-train", "--finetune", "--sequence-parallel", "--use-megatron-fsdp"),
+    *("--skip-train", "--finetune", "--sequence-parallel"),
+    *("--use-megatron-fsdp", "--use-torch-fsdp2", "--use-distributed-optimizer", "--bf16"),
     *(f"--account-for-{end}-in-pipeline-split" for end in ("embedding", "loss")),
 )
 

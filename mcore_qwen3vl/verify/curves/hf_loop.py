@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+from collections.abc import Callable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.verify.curves.job import (
@@ -84,8 +85,27 @@ def batch_names(
     ]
 
 
-def hf_curve(job: Job) -> list[StepMetrics]:
-    """Return the curve of the plain Hugging Face loop over the same samples."""
+def adamw(trained: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+    """Return torch's AdamW with the job's settings, for parameters by their names in the model."""
+    decayed = [p for n, p in trained.items() if p.ndim > 1 and not n.endswith("bias")]
+    kept = [p for n, p in trained.items() if p.ndim <= 1 or n.endswith("bias")]
+    return torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": kept, "weight_decay": 0.0}],
+        lr=LEARNING_RATE,
+        betas=BETAS,
+        eps=EPSILON,
+    )
+
+
+def hf_curve(
+    job: Job, optimizer_of: Callable[[Mapping[str, nn.Parameter]], Any] = adamw
+) -> list[StepMetrics]:
+    """Return the curve of the plain Hugging Face loop over the same samples.
+
+    Args:
+        job: the run.
+        optimizer_of: function from the trained parameters, by name, to their optimizer.
+    """
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     processor = AutoProcessor.from_pretrained(job.checkpoint)
@@ -95,14 +115,7 @@ def hf_curve(job: Job) -> list[StepMetrics]:
     model.train()
     records = [json.loads(line) for line in job.data.read_text(encoding="utf-8").splitlines()]
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    decayed = [p for n, p in trained.items() if p.ndim > 1 and not n.endswith("bias")]
-    kept = [p for n, p in trained.items() if p.ndim <= 1 or n.endswith("bias")]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": kept, "weight_decay": 0.0}],
-        lr=LEARNING_RATE,
-        betas=BETAS,
-        eps=EPSILON,
-    )
+    optimizer = optimizer_of(trained)
     curve = []
     for lines in sample_order(job):
         samples = [encode(processor, records[line]["messages"], job.data.parent) for line in lines]

@@ -149,12 +149,29 @@ def test_a_package_that_a_flag_needs_is_named(
     data: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    base = ["--cpu", "--hf-model", str(dense), "--data-path", str(data), "--train-iters", "3"]
+    base = ["--hf-model", str(dense), "--data-path", str(data), "--train-iters", "3"]
     monkeypatch.setattr(checks, "find_spec", lambda name: None if name == package else object())
     with pytest.raises(BadInput, match=message):
         check_early(CommandLine([*base, *flags]))
     monkeypatch.setattr(checks, "find_spec", lambda name: object())
     check_early(CommandLine([*base, *flags]))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--use-megatron-fsdp"], "--use-megatron-fsdp with --cpu: .* needs CUDA"),
+        (["--use-torch-fsdp2"], "--use-torch-fsdp2 with --cpu: .* needs CUDA"),
+        (["--optimizer", "muon", "--use-distributed-optimizer"], "muon with .* needs --bf16"),
+    ],
+)
+def test_what_megatron_cannot_build_is_refused(
+    flags: list[str], message: str, dense: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "find_spec", lambda name: object())
+    base = ["--cpu", "--hf-model", str(dense), "--data-path", str(data), "--train-iters", "3"]
+    with pytest.raises(BadInput, match=message):
+        check_early(CommandLine([*base, *flags]))
 
 
 def test_the_command_says_it_without_torch(dense: Path) -> None:
