@@ -2,7 +2,7 @@
 
 It renders and masks with the processor, runs one sample at a time, divides the sum of losses by the
 number of trained tokens of the step (``num_items_in_batch``; their weighted number if samples have
-weights) and steps ``torch.optim.AdamW``.
+weights) and steps ``torch.optim.AdamW``, or another optimizer that it is given.
 """
 
 from __future__ import annotations

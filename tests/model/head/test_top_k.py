@@ -109,7 +109,8 @@ def test_a_rest_that_is_unlikely_or_empty_is_finite() -> None:
         torch.testing.assert_close(found[0, 0], exact.float().clamp(min=FLOOR))
         found[..., -1].sum().backward()
         assert weight.grad is not None
-        if gap < 100 and k == 2:
-            exact[-1].backward()
+        if k == 2:
+            exact[-1].clamp(min=FLOOR).backward()
             torch.testing.assert_close(weight.grad[:, 0].double(), right.grad, rtol=1e-5, atol=1e-6)
-        assert weight.grad.isfinite().all()
+        else:
+            assert not weight.grad.any()

@@ -10,9 +10,15 @@ import torch
 from torch import nn
 
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.verify.curves.curve import curve_of, worst_difference
 from mcore_qwen3vl.verify.curves.hf_loop import adamw, hf_curve
-from mcore_qwen3vl.verify.curves.job import LEARNING_RATE, WEIGHT_DECAY, Job, train
+from mcore_qwen3vl.verify.curves.job import (
+    LEARNING_RATE,
+    WEIGHT_DECAY,
+    Job,
+    curve_of,
+    train,
+    worst_difference,
+)
 
 muon = pytest.importorskip(
     "emerging_optimizers.orthogonalized_optimizers", reason="`make test-muon` installs it"
