@@ -37,6 +37,7 @@ sys.path.insert(0, str(ROOT))
 
 from mcore_qwen3vl.pretended.preload import preloaded  # noqa: E402
 
+MODELS = ("dense", "moe", "moe-all")
 TOTAL = 38 * 60  # seconds for all parts together
 COMMAND = [sys.executable, "-c", "from mcore_qwen3vl.cli import main; main()"]
 MEMORY_TOLERANCE = 0.05  # as a share of the rehearsed peak
@@ -96,6 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("gpu-check"), help="the report's folder")
     parser.add_argument("--shape", default="2B", help="of benchmark and memory: tiny, 2B, 4B, …")
     parser.add_argument("--gpu", default="h200-141gb", help="kind that the rehearsal is for")
+    parser.add_argument("--gpus", type=int, help="how many to use; default: all of the machine")
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -115,19 +117,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parts(options: argparse.Namespace) -> Iterator[Part]:
     """Yield one part after the other; later ones depend on what the machine has."""
     yield Part("versions", [sys.executable, "-c", VERSIONS], 180, last_json)
-    models = {}
-    for name, flag in (("dense", []), ("moe", ["--moe"])):
-        models[name] = options.out / f"tiny-{name}"
-        if not models[name].exists():
-            yield Part(
-                f"write a tiny {name} model", [*COMMAND, "tiny", str(models[name]), *flag], 120
-            )
-    gpus = count_gpus()
+    models = {name: options.out / f"tiny-{name}" for name in MODELS}
+    for name, folder in models.items():
+        if not folder.exists():
+            code = "import sys; from benchmarks.gpu_check import tiny; tiny(*sys.argv[1:])"
+            command = [sys.executable, "-c", code, name, str(folder)]
+            yield Part(f"write a tiny {name} model", command, 120)
+    gpus = options.gpus or count_gpus()
     specs = ["torch", *(["te"] if find_spec("transformer_engine") else [])]
     # The torch spec runs in float32 too. Transformer Engine's packed attention needs half
     # precision, as does the torch spec's variable-length kernel.
     for spec, dtype in [("torch", "fp32"), *((spec, "bf16") for spec in specs)]:
-        for name, model in models.items():
+        # bf16 cannot judge tokens that rounding sends to other experts; with all experts it can.
+        for name in ("dense", "moe" if dtype == "fp32" else "moe-all"):
+            model = models[name]
             yield parity(f"{name}, one GPU", model, spec, dtype, [])
             if gpus > 1:
                 used = even(gpus)
@@ -146,16 +149,17 @@ def parts(options: argparse.Namespace) -> Iterator[Part]:
             f"training step, {side}", [*python(), *words, "--sides", side, *short], 300, benchmark
         )
     yield from training(options, models, specs, gpus)
-    yield from memory(options, gpus)
+    # The peak is in the first rank's log, and the pretended device has one rank.
+    yield from memory(options, 1 if preloaded() else gpus)
 
 
-def python() -> list[str]:
+def python(ranks: int = 1) -> list[str]:
     """Return the Python for a program that starts its own process group.
 
-    On the pretended device it starts one rank.
+    On the pretended device it is the last of `ranks` ranks, which writes Megatron's log.
     """
-    alone = ["-m", "mcore_qwen3vl.pretended"] if preloaded() else []
-    return [sys.executable, *alone]
+    place = ["--world-size", str(ranks), "--rank", str(ranks - 1)]
+    return [sys.executable, *(["-m", "mcore_qwen3vl.pretended", *place] if preloaded() else [])]
 
 
 def parity(what: str, model: Path, spec: str, dtype: str, flags: Sequence[str]) -> Part:
@@ -173,7 +177,7 @@ def even(gpus: int) -> int:
 def layout(name: str, gpus: int) -> list[str]:
     """Return flags for 2, 4, 8 or 16 GPUs: TP 2, PP 2 from four on, EP 2 for MoE, DP the rest."""
     tp, pp = 2, 1 if gpus == 2 else 2
-    ep = ["--ep", "2"] if name == "moe" else []
+    ep = ["--ep", "2"] if name.startswith("moe") else []
     return ["--tp", str(tp), "--sp", "--pp", str(pp), "--dp", str(gpus // (tp * pp)), *ep]
 
 
@@ -215,7 +219,7 @@ def training(
 def trainer(gpus: int) -> list[str]:
     """Return the command that trains on all GPUs; on the pretended device, on its one rank."""
     if preloaded():
-        return [*python(), "-m", "mcore_qwen3vl.rehearsal.rank.train"]
+        return [*python(gpus), "-m", "mcore_qwen3vl.rehearsal.rank.train"]
     return [*COMMAND, "train", "--processes", str(gpus)]
 
 
@@ -407,6 +411,14 @@ def stand_in(folder: str, shape: str) -> None:
     write_stand_in(config, out / "model")
     tokens, side = (128, 6) if shape == "tiny" else (512, 16)
     write_half_images(out / "data", tokens=tokens, image_side=side, token_pixels=pixels)
+
+
+def tiny(name: str, folder: str) -> None:
+    """Write the tiny model that is called `name` in the parity matrix."""
+    from mcore_qwen3vl.tiny import write_tiny_checkpoint
+    from mcore_qwen3vl.verify.parity.matrix import MODELS
+
+    write_tiny_checkpoint(folder, **MODELS[name])
 
 
 def tiny_data(folder: str) -> None:

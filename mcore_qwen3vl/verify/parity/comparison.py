@@ -51,8 +51,8 @@ def verify_parity(
     """Compare a checkpoint under a layout with Hugging Face's model on one process.
 
     In fp32 the tolerance is `TOLERANCE`, and one optimizer step is compared too. In bf16 it is the
-    difference between Hugging Face's own bf16 and fp32 runs, times `HALF_PRECISION_FACTOR`. For MoE
-    models that is large, because a rounding error can swap experts.
+    difference between Hugging Face's own bf16 and fp32 runs, times `HALF_PRECISION_FACTOR`. A MoE
+    model whose tokens are rounded to other experts has no such limit and is refused.
 
     Args:
         hf_dir: checkpoint directory.
@@ -71,7 +71,8 @@ def verify_parity(
 
     Raises:
         BadInput: the layout does not divide the model, a batch is not known or not for `spec`,
-            there are fewer GPUs than ranks, or `checkpoint` holds another model.
+            there are fewer GPUs than ranks, `checkpoint` holds another model, or rounding to bf16
+            changes too much to compare.
     """
     if checkpoint is not None:
         require_megatron(Path(checkpoint), instead="compare it with `verify tensors`")

@@ -41,7 +41,7 @@ def environment() -> dict[str, str]:
 @pytest.mark.slow  # a dozen processes that import everything
 def test_every_part_runs(tmp_path: Path) -> None:
     out = tmp_path / "report"
-    command = ["make", "gpu-check", f"ARGS=--shape tiny --gpu h100-80gb --out {out}"]
+    command = ["make", "gpu-check", f"ARGS=--shape tiny --gpu h100-80gb --gpus 2 --out {out}"]
     done = subprocess.run(
         command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
     )
@@ -49,10 +49,11 @@ def test_every_part_runs(tmp_path: Path) -> None:
     found = {name: (part["status"], part["found"]) for name, part in parts.items()}
     assert done.returncode != 0
     parity = {name for name in parts if name.startswith("parity")}
-    assert len(parity) == 4
+    assert len(parity) == 8
     for name in parity:
         assert parts[name]["status"] == "exit 1", found[name]
-        assert parts[name]["found"]["failed"] > 10, found[name]
+        compared = parts[name]["found"]["compared"]
+        assert parts[name]["found"]["failed"] > 0.9 * compared, found[name]
     experts = "experts, torch spec, bf16"
     assert parts[experts]["status"] == "exit 1", found[experts]
     assert len(parts[experts]["found"]) == 3, found[experts]
@@ -62,7 +63,7 @@ def test_every_part_runs(tmp_path: Path) -> None:
     nonsense = {*parity, experts, attention}
     others = {n: part["status"] for n, part in parts.items() if n not in nonsense}
     assert set(others.values()) == {"ok"}, found
-    assert len(others) == 13
+    assert len(others) == 14
     assert parts["versions"]["found"]["GPUs"] == ["Pretended GPU, 80.0 GiB"]
     assert parts["training step, torch"]["found"]["peak memory GB"] > 0
     # With the same loop, flags and data, memory is the same.

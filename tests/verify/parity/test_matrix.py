@@ -129,6 +129,12 @@ def test_verify_parity_judges_a_checkpoint(matrix: Matrix) -> None:
     assert all(1e-3 < finding.tolerance < 0.2 for finding in half.findings)
 
 
+def test_a_model_that_bf16_cannot_judge_is_refused(matrix: Matrix) -> None:
+    """Rounding sends tokens to other experts, so that twice its effect allows gradients of zero."""
+    with pytest.raises(BadInput, match=r"own \w+ differ by \d+% .*--dtype fp32"):
+        verify_parity(matrix.reference("moe").path, None, ["text"], dtype="bf16", timeout=60)
+
+
 def test_what_cannot_run_is_refused_before_it_starts(matrix: Matrix) -> None:
     path = matrix.reference("dense").path
     with pytest.raises(BadInput, match="8 attention heads cannot be divided over TP 3"):
