@@ -338,11 +338,11 @@ def test_gradients_are_accumulated_in_the_product_where_apex_is_installed(
     apex: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The head is Megatron's own layer, which crashes without Apex under any spec."""
-    from mcore_qwen3vl.training.arguments import parser
+    from mcore_qwen3vl.training.arguments import defaults
 
     kernel = "fused_weight_gradient_mlp_cuda"
     monkeypatch.setattr(
-        parser, "find_spec", lambda name: object() if apex and name == kernel else None
+        defaults, "find_spec", lambda name: object() if apex and name == kernel else None
     )
     args = parsed(LAUNCH / "sft_8b.sh", tmp_path)
     assert args.spec == ["te"]
