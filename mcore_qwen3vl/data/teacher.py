@@ -33,10 +33,9 @@ from mcore_qwen3vl.data.scores import (
     vocabulary_of,
 )
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.objectives.settings import TEACHER_TOP_K
 from mcore_qwen3vl.runtime.extras import require_extra
 
-K = 64
-"""The usual number of tokens of a teacher."""
 _ROWS = 64
 """Rows of a record batch, by which a row is found."""
 _ENCODED = {"top_ids": "<i4", "top_log_probs": "<f4"}
@@ -81,6 +80,8 @@ def _rows(lines: Path) -> Iterator[dict[str, Any]]:
 @dataclass(frozen=True)
 class Top:
     """The likeliest tokens of a teacher at n positions, as tensors.
+
+    A live teacher's have (B, s) instead of n: this rank's positions in every row.
 
     Attributes:
         ids: (n, k) int32.
@@ -144,7 +145,7 @@ class Teacher:
                 another temperature, or by a teacher with another vocabulary.
         """
         self._data, self._file = data, teacher_of(data)
-        how = f"mcore-qwen3vl score TEACHER {data} --top-k {K}"
+        how = f"mcore-qwen3vl score TEACHER {data} --top-k {TEACHER_TOP_K}"
         how += f" --temperature {temperature:g}" if temperature != 1 else ""
         facts = checked_facts(self._file, data, how, temperature)
         if facts.get("vocabulary") != vocabulary:

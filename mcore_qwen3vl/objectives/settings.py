@@ -29,6 +29,9 @@ Ranking = Literal["pointwise", "listwise"]
 ANSWERS = "yes", "no"
 """Qwen3-VL-Reranker's answers to a relevant and an irrelevant document."""
 
+TEACHER_TOP_K = 64
+"""The usual number of a teacher's likeliest tokens that a student learns from."""
+
 
 @dataclass(frozen=True)
 class Preference:
@@ -174,3 +177,14 @@ class Distillation:
             raise BadInput(
                 f"distill_alpha is {self.alpha:g}: it must be a share from 0 to below 1."
             )
+
+
+def check_top_k(flag: str, k: int, vocab_size: int) -> None:
+    """
+    Raises:
+        BadInput: `k`, which `flag` gives, is no number of different tokens of a vocabulary.
+    """
+    if not 1 <= k <= vocab_size:
+        raise BadInput(
+            f"{flag} is {k}; it must be from 1 to the {vocab_size} tokens of the vocabulary."
+        )

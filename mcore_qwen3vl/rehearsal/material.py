@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.hf.hub import resolve
+from mcore_qwen3vl.converters.mcore.paths import config_folder
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.rehearsal.command import Command
 from mcore_qwen3vl.tiny.stand_in import write_half_images, write_stand_in
 from mcore_qwen3vl.training.distillation.flags import is_distillation
 from mcore_qwen3vl.training.preference.flags import KTO, LOSSES
+from mcore_qwen3vl.training.second_model.source import source_of
 
 SAMPLES_OF_A_PACK = 16
 SHORTEST = 128  # tokens of a sample: below that there is no room for the chat template
@@ -61,6 +64,8 @@ def prepare(command: Command, folder: Path) -> Command:
             f"{model} has no tokenizer, so {data} cannot be read: copy the tokenizer and processor "
             "files beside the config, or leave --data-path out for made-up data."
         )
+    elif source := source_of(command.args):  # no flag names what training starts from any more
+        prepared = prepared.plus(*source)
     count = rehearsed_micro_batches(command)
     batch = count * command.args.micro_batch_size * command.layout.dp
     if count < command.micro_batches:
@@ -98,8 +103,12 @@ def _made_up(command: Command, model: Path, folder: Path) -> Command:
         )
     tokens, side = sample_of(command)
     images = max(round(tokens / 2 / side**2), 1)
-    config = model / "config.json" if model.is_dir() else model
+    config = _config(model)
     write_stand_in(config, folder / "model")
+    if source := source_of(command.args):
+        second = config_folder(resolve(source.path, weights=False))
+        write_stand_in(_config(second), folder / "second")
+        command = command.plus(source.flag, folder / "second")
     vision = Architecture.from_hf(config).vision
     file = write_half_images(
         folder / "data",
@@ -111,7 +120,7 @@ def _made_up(command: Command, model: Path, folder: Path) -> Command:
         pairs=command.value("--loss") in LOSSES,
         labelled=command.value("--loss") == KTO,
     )
-    if is_distillation(command.args):
+    if is_distillation(command.args) and not command.args.teacher:
         from mcore_qwen3vl.rehearsal.teacher import write_made_up  # imports torch
 
         write_made_up(file, folder / "model", command.args)
@@ -119,3 +128,7 @@ def _made_up(command: Command, model: Path, folder: Path) -> Command:
         f"made-up data: samples of {tokens} tokens, with {images} image{'s' * (images > 1)} of "
         f"{side} x {side} tokens each"
     )
+
+
+def _config(model: Path) -> Path:
+    return model / "config.json" if model.is_dir() else model

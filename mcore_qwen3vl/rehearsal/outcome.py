@@ -152,6 +152,7 @@ def memory_line(outcomes: Sequence[RoleOutcome]) -> str:
     """Return one line about the fullest role, as in the headers of the launch scripts."""
     fullest = max(outcomes, key=lambda outcome: outcome.reserved)
     parts = [holders.WEIGHTS, holders.GRADIENTS, holders.OPTIMIZER, holders.LOGITS]
+    parts += [holders.FROZEN] if holders.FROZEN in fullest.held else []
     sizes = {name: fullest.held.get(name, 0) for name in parts}
     sizes["the rest"] = fullest.peak - sum(sizes.values())
     listing = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in sizes.items())

@@ -16,7 +16,8 @@ from mcore_qwen3vl.data.loading.datasets import CrudeSamples
 from mcore_qwen3vl.data.loading.loader import load_processor
 from mcore_qwen3vl.data.loading.sources import parse_sources
 from mcore_qwen3vl.data.scores import digest, facts_of, file_digest, teacher_of, vocabulary_of
-from mcore_qwen3vl.data.teacher import K, encoded_top, write_teacher
+from mcore_qwen3vl.data.teacher import encoded_top, write_teacher
+from mcore_qwen3vl.objectives.settings import TEACHER_TOP_K as K
 from mcore_qwen3vl.scoring.records import Records
 from mcore_qwen3vl.training.distillation.flags import distillation_of
 

@@ -33,7 +33,7 @@ from mcore_qwen3vl.inference import adapter_for, hf_folder_of, load_chunks, on_a
 from mcore_qwen3vl.labels import SINGLE, Labels
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.sequence import length_multiple
-from mcore_qwen3vl.objectives.settings import ANSWERS
+from mcore_qwen3vl.objectives.settings import ANSWERS, check_top_k
 from mcore_qwen3vl.runtime.extras import require_extra
 from mcore_qwen3vl.runtime.lock import only_writer
 from mcore_qwen3vl.scoring.output import OVERLONG, Output, Tally
@@ -316,11 +316,7 @@ def _check_top_k(request: Request, architecture: Architecture) -> None:
     """
     if request.top_k is None:
         return
-    if not 1 <= request.top_k <= architecture.vocab_size:
-        raise BadInput(
-            f"--top-k is {request.top_k}; it must be from 1 to the {architecture.vocab_size} "
-            "tokens of the vocabulary."
-        )
+    check_top_k("--top-k", request.top_k, architecture.vocab_size)
     if request.entropy or request.data_task:
         other = "--entropy" if request.entropy else f"--task {request.task}"
         raise BadInput(f"--top-k with {other}: score twice, or drop one of them.")

@@ -60,10 +60,12 @@ HOOKS = {
     # Makes torch's Adam fused and resumable, saves the state in each rank's own part, and keeps
     # the loss scale on the host.
     "get_megatron_optimizer": _LOOP,
+    # First builds the second model.
+    "setup_model_and_optimizer": _LOOP,
     # Without host syncs.
     "reduce_max_stat_across_model_parallel_group": _LOOP,
     "logical_and_across_model_parallel_group": _LOOP,
-    # First computes the reference without the adapter, KTO's baseline, or all embeddings of the
+    # First computes the teacher's tokens, the reference, KTO's baseline, or all embeddings of the
     # step.
     "get_forward_backward_func": _LOOP,
 }

@@ -14,7 +14,7 @@ import argparse
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Literal
@@ -29,6 +29,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.head.log_probs import CHUNK_LOGITS
 from mcore_qwen3vl.schedule import order_of_work
 from mcore_qwen3vl.training.lora.flags import adapter_config, asked
+from mcore_qwen3vl.training.second_model.source import architecture_of, layout_for
 
 Recompute = Literal["none", "cheap", "full"] | int
 """What the backward pass recomputes; see :func:`by_stage`."""
@@ -108,6 +109,8 @@ def of_flags(
 ) -> list[Memory]:
     """Return :func:`by_stage` for a run's flags, which need not be validated.
 
+    The weights include those of a second model, whose activations do not stay in memory.
+
     Args:
         args: the flags.
         a: the model's shape.
@@ -118,7 +121,16 @@ def of_flags(
     recompute: Recompute = "none" if args.keep_activations else "cheap"
     if args.recompute_granularity == "full":
         recompute = args.recompute_num_layers if args.recompute_method == "block" else "full"
-    return by_stage(a, layout, work, recompute, trained)
+    stages = by_stage(a, layout, work, recompute, trained)
+    second = architecture_of(args, a)
+    if second is None:
+        return stages
+    own = layout_for(layout, a, second)
+    frozen = (WEIGHT * sum(rank_parameters(second, own, stage)) for stage in range(own.pp))
+    return [
+        replace(stage, weights=stage.weights + more)
+        for stage, more in zip(stages, frozen, strict=True)
+    ]
 
 
 def trained_of(args: argparse.Namespace, a: Architecture, model: Path) -> TrainedCounts | None:

@@ -7,6 +7,7 @@ from functools import partial
 
 from mcore_qwen3vl.data.loading.sources import parse_sources, source_names
 from mcore_qwen3vl.training.distillation.flags import distillation_of, is_distillation
+from mcore_qwen3vl.training.distillation.live_teacher import with_teacher
 from mcore_qwen3vl.training.distillation.objective import compared, of_divergences
 from mcore_qwen3vl.training.hooks import Wrapper, unchanged
 from mcore_qwen3vl.training.preference.flags import (
@@ -17,7 +18,12 @@ from mcore_qwen3vl.training.preference.flags import (
     reference_of,
 )
 from mcore_qwen3vl.training.preference.objective import of_labelled, of_pairs
-from mcore_qwen3vl.training.preference.reference import with_baseline, with_reference
+from mcore_qwen3vl.training.preference.reference import (
+    with_baseline,
+    with_reference,
+    without_adapter,
+)
+from mcore_qwen3vl.training.second_model.model import SecondModel
 from mcore_qwen3vl.training.step.forward import ForwardStep
 from mcore_qwen3vl.training.step.losses import find_loss, of_tokens
 from mcore_qwen3vl.training.tasks.contrastive import with_contrasts
@@ -46,12 +52,17 @@ def forward_step_of(args: argparse.Namespace) -> ForwardStep:
     return step(of_tokens(find_loss(args.loss)))
 
 
-def schedule_of(args: argparse.Namespace) -> Wrapper:
+def schedule_of(args: argparse.Namespace, second: SecondModel | None) -> Wrapper:
     """Return what replaces ``get_forward_backward_func``: some losses take two passes in a step."""
     if is_embedding(args):
         return partial(with_contrasts, contrastive_of(args))
-    if is_preference(args) and reference_of(args) == "adapter":
-        return with_reference
+    if is_distillation(args) and second:
+        return partial(
+            with_teacher, second.in_place, args.teacher_top_k, distillation_of(args).temperature
+        )
+    reference = second.in_place if second else without_adapter
+    if is_preference(args) and reference_of(args) in ("adapter", "model"):
+        return partial(with_reference, reference)
     if is_kto(args):
-        return with_baseline
+        return partial(with_baseline, reference)
     return unchanged

@@ -90,9 +90,11 @@ class Run:
         from mcore_qwen3vl.training.host_copy import NormCheck
         from mcore_qwen3vl.training.lora.lora_run import LoraRun
         from mcore_qwen3vl.training.objective import forward_step_of
+        from mcore_qwen3vl.training.second_model.model import SecondModel
 
         self.args = args
         self.architecture = Architecture.from_hf(args.hf_model)
+        self.second = SecondModel.of(args, self.architecture)
         self.lora = LoraRun.of(args, self.architecture)
         self.other = from_other_maker(args)
         self.metrics = metrics.Metrics(self.architecture, peak_tflops=args.peak_tflops)
@@ -248,8 +250,14 @@ class Run:
             "logical_and_across_model_parallel_group": partial(
                 hooks.success_of_all, fp16=args.fp16
             ),
-            "get_forward_backward_func": schedule_of(args),
+            "setup_model_and_optimizer": self._set_up,
+            "get_forward_backward_func": schedule_of(args, self.second),
         }
+
+    def _set_up(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.second:
+            self.second.build()
+        return original(*args, **kwargs)
 
     def _note_trained(self, trained: Trained) -> None:
         self.metrics.trained = self.data.trained = trained

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from html import unescape
 from pathlib import Path
@@ -11,8 +12,9 @@ import pytest
 import torch
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.tiny import write_tiny_checkpoint
+from mcore_qwen3vl.tiny import tiny_config, write_tiny_checkpoint
 from mcore_qwen3vl.training import memory
 from tests.rehearsal.conftest import Command
 from tests.training.tasks.retrieval import write_retrieval
@@ -143,6 +145,26 @@ def test_distillation_on_made_up_data(command: Command, config: Path) -> None:
     assert places
     parts = ("objectives/", "head/", "distillation/")
     assert not [place for place in places if any(part in place for part in parts)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["distill", "kto"])
+def test_a_second_model_is_held_without_its_weights_being_read(
+    loss: str, command: Command, config: Path, tmp_path: Path
+) -> None:
+    fields = tiny_config(text={"num_hidden_layers": 8, "hidden_size": 96})
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    second = tmp_path if loss == "distill" else config
+    named = ("--teacher", tmp_path) if loss == "distill" else ("--load-hf", "BASE")
+    flags = ("--loss", loss, *named, "--packing", "--seq-length", 512, "--global-batch-size", 4)
+    made = ("--bf16", "--use-distributed-optimizer", "--lr", "1e-5", "--spec", "torch")
+    code, found = command("--gpus", 1, "--hf-model", config, *flags, *made)
+    assert (code, found["verdict"]) == (0, "fits")
+    (role,) = found["roles"]
+    held = role["held at the peak"]["weights, second model"]
+    # The allocator rounds each tensor up to 512 bytes.
+    expected = 2 * parameters.total(Architecture.from_hf(second))
+    assert expected <= held < 1.5 * expected
 
 
 @pytest.mark.parametrize(

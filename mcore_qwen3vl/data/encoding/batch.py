@@ -82,7 +82,8 @@ class Batch:
     """Losses (queries,) and gradients (samples, H) of the global batch's contrastive loss; see
     mcore_qwen3vl.training.tasks."""
     teacher: Top | None = None
-    """A teacher's tokens at the trained positions, row by row, and a last row for all others."""
+    """A teacher's tokens at the trained positions, row by row, and a last row for all others; from
+    a live teacher, those at this rank's positions."""
     __restore_key__: tuple = ()  # set and read by energon
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:

@@ -7,6 +7,7 @@ from functools import cache
 from mcore_qwen3vl.pretended.peak import Frames
 
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
+FROZEN = "weights, second model"
 BUFFERS = "buffers"
 BATCH = "batch"
 LOGITS = "logits and loss"

@@ -39,7 +39,7 @@ def measure(flags: Sequence[str], progress: Path) -> dict[str, Any]:
     """
     rank = this_rank.current
     assert rank is not None
-    held: list[tuple[list[nn.Module], Any]] = []
+    held: list[tuple[list[nn.Module], Any, list[nn.Module]]] = []
     peak.record()
     end_interval = rank.end_interval
 
@@ -51,7 +51,7 @@ def measure(flags: Sequence[str], progress: Path) -> dict[str, Any]:
     rank.end_interval = tell  # type: ignore[method-assign]
     error = None
     try:
-        train.main(list(flags), lambda model, optimizer: held.append((model, optimizer)))
+        train.main(list(flags), lambda *built: held.append(built))
     except BadInput:
         raise
     except BaseException as caught:
@@ -84,7 +84,7 @@ def _described(error: BaseException) -> dict[str, Any]:
     }
 
 
-def _owners(model: list[nn.Module], optimizer: Any) -> dict[int, str]:
+def _owners(model: list[nn.Module], optimizer: Any, second: list[nn.Module]) -> dict[int, str]:
     """Return the holder of each lasting storage, by its address."""
     owners: dict[int, str] = {}
 
@@ -95,6 +95,7 @@ def _owners(model: list[nn.Module], optimizer: Any) -> dict[int, str]:
 
     parameters = [p for chunk in model for p in chunk.parameters()]
     own(parameters, holders.WEIGHTS)
+    own((p for chunk in second for p in chunk.parameters()), holders.FROZEN)
     own((getattr(p, "main_grad", None) for p in parameters), holders.GRADIENTS)
     own((p.grad for p in parameters), holders.GRADIENTS)
     # Megatron's wrapper has an attribute named `buffers`.

@@ -26,10 +26,11 @@ from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.logs import metrics
 from mcore_qwen3vl.training.phases import BACKWARD, FINALIZE, FORWARD, FORWARD_BACKWARD, LOG
 
-OnSetup = Callable[[list[nn.Module], Any], None]
+OnSetup = Callable[[list[nn.Module], Any, list[nn.Module]], None]
+"""Takes the model's chunks, the optimizer, and the chunks of the second model, if any."""
 
 
-def main(argv: Sequence[str], on_setup: OnSetup = lambda model, optimizer: None) -> None:
+def main(argv: Sequence[str], on_setup: OnSetup = lambda *_: None) -> None:
     """Train as the flags say, and record the intervals and facts in this process's rank.
 
     The intervals are ``model and optimizer``, then ``iteration 1`` and so on. The facts are:
@@ -44,7 +45,7 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda model, optimizer: None)
 
     Args:
         argv: the flags.
-        on_setup: called with the model's chunks and the optimizer before the first iteration.
+        on_setup: called before the first iteration.
 
     Raises:
         BadInput: see :func:`mcore_qwen3vl.training.run.main`; or this process is no simulated
@@ -66,6 +67,7 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda model, optimizer: None)
     )
     from mcore_qwen3vl.training import run
     from mcore_qwen3vl.training.broadcast import provider
+    from mcore_qwen3vl.training.second_model import model as second_model
 
     watch = _Watch(rank, on_setup)
     data_provider = reads_itself(provider.DataProvider, watch.show, watch.use)
@@ -76,6 +78,7 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda model, optimizer: None)
             "setup_model_and_optimizer",
             watch.setup(training.setup_model_and_optimizer),
         ),
+        mock.patch.object(second_model, "fill", watch.keep_second),
         mock.patch.object(training, "train_step", watch.step(training.train_step)),
         mock.patch.object(run.Run, "_log", watch.in_phase(LOG, run.Run._log)),
         mock.patch.object(run.Run, "_report", watch.in_phase(LOG, run.Run._report)),
@@ -99,16 +102,21 @@ class _Watch:
         self._data: Any = None
         self._samples = metrics.Work()
         self._reached: set[str] = set()
+        self._second: list[nn.Module] = []
 
     def setup(self, original: Any) -> Any:
         def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
             self._watch(result[0])
-            self._on_setup(result[0], result[1])
+            self._on_setup(result[0], result[1], self._second)
             self._rank.end_interval("model and optimizer")
             return result
 
         return setup_model_and_optimizer
+
+    def keep_second(self, chunks: list[nn.Module], path: str) -> None:
+        """Keep the chunks of the second model, whose weights are not read either."""
+        self._second = chunks
 
     def step(self, original: Any) -> Any:
         done = 0

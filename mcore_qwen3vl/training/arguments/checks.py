@@ -174,8 +174,11 @@ def _check_kinds(args: argparse.Namespace) -> None:
     if args.ckpt_step and (folder := args.load or args.save):
         _check_step(Path(folder), args.ckpt_step)
     hf = args.load_hf
-    if hf and not Path(hf).exists() and not HUB_ID.fullmatch(hf):
-        raise BadInput(f"{hf} does not exist: check the path of --load-hf.")
+    for name in ("load_hf", "teacher", "reference_model"):
+        path = getattr(args, name)
+        if path and not Path(path).exists() and not HUB_ID.fullmatch(path):
+            flag = name.replace("_", "-")
+            raise BadInput(f"{path} does not exist: check the path of --{flag}.")
     if not (hf or args.load or args.save or args.pretrained_checkpoint):
         return
     from mcore_qwen3vl.converters.mcore.formats import (

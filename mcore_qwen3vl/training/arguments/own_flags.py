@@ -72,9 +72,9 @@ def _add_training_arguments(group: argparse._ArgumentGroup) -> None:
         "--loss",
         default="cross_entropy",
         metavar="NAME",
-        help="dpo, simpo or orpo on preference pairs, kto on labelled records, distill from the "
-        "teacher's tokens that `mcore-qwen3vl score --top-k` wrote, a registered loss or "
-        "module:function (see mcore_qwen3vl.training.step.losses)",
+        help="dpo, simpo or orpo on preference pairs, kto on labelled records, distill from "
+        "--teacher or from the tokens that `mcore-qwen3vl score --top-k` wrote, a registered loss "
+        "or module:function (see mcore_qwen3vl.training.step.losses)",
     )
     group.add_argument(
         "--recompute-vision",

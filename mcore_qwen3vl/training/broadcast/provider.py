@@ -62,7 +62,7 @@ def data_config(args: argparse.Namespace) -> DataConfig:
         grouped = chosen["pairs"] or chosen["labelled"] or args.task
         chosen["balance"] = args.packing and not grouped
     chosen["references"] = chosen["pairs"] and reference_of(args) == "file"
-    if is_distillation(args):
+    if is_distillation(args) and not args.teacher:
         chosen["teacher_temperature"] = distillation_of(args).temperature
     per_step = args.micro_batch_size * args.data_parallel_size
     chosen["micro_batches"] = max(1, args.global_batch_size // per_step)

@@ -335,6 +335,17 @@ def other_parts(saved: argparse.Namespace, args: argparse.Namespace) -> str | No
     return f"the checkpoint's run trained {was}, and this run trains {now}: {state}"
 
 
+def other_reference(saved: argparse.Namespace, args: argparse.Namespace) -> str | None:
+    """Say that a resumed run has another reference model than its checkpoint's run; None if not.
+
+    The arguments are those of :func:`other_parts`.
+    """
+    was, now = (getattr(one, "reference_model", None) for one in (saved, args))
+    if was is None or was == now:
+        return None
+    return f"the checkpoint's run had the reference model {was}, and this run has {now or 'none'}"
+
+
 def _choice(args: argparse.Namespace) -> str:
     flags = [
         f"--{name} {' '.join(patterns)}"

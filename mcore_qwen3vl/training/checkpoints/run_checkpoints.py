@@ -24,6 +24,7 @@ from mcore_qwen3vl.training.checkpoints.resume import (
     choose_checkpoint,
     explained,
     other_parts,
+    other_reference,
     save_companions,
 )
 from mcore_qwen3vl.training.folders import claim
@@ -81,10 +82,11 @@ class RunCheckpoints:
         return found
 
     def compare_parts(self, original: Any, saved: argparse.Namespace, **kwargs: Any) -> None:
-        """Say so if the checkpoint's run trained other parts of the model."""
+        """Say so if the checkpoint's run trained other parts, or had another reference."""
         original(saved, **kwargs)
-        if difference := other_parts(saved, self._args):
-            self._progress.say(difference)
+        for compare in (other_parts, other_reference):
+            if difference := compare(saved, self._args):
+                self._progress.say(difference)
 
     def save(self, original: Any, iteration: int, *args: Any, **kwargs: Any) -> None:
         """Save a checkpoint, and with it the position in the data."""

@@ -7,7 +7,12 @@ from dataclasses import fields
 from typing import get_args
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.objectives.settings import Distillation, Divergence
+from mcore_qwen3vl.objectives.settings import (
+    TEACHER_TOP_K,
+    Distillation,
+    Divergence,
+    check_top_k,
+)
 from mcore_qwen3vl.training.preference.flags import refuse_without
 
 DISTILL = "distill"
@@ -45,6 +50,21 @@ def add_distillation_arguments(group: argparse._ArgumentGroup) -> None:
         help=f"share of the cross entropy in the loss; default {default.alpha:g}",
     )
 
+    group.add_argument(
+        "--teacher",
+        metavar="DIR",
+        help="a teacher in memory, on the same GPUs: a checkpoint of any Qwen3-VL with the "
+        "student's vocabulary, or hub id (default: the tokens that `mcore-qwen3vl score --top-k` "
+        "wrote beside the data)",
+    )
+    group.add_argument(
+        "--teacher-top-k",
+        type=int,
+        metavar="K",
+        help="with --teacher: number of its likeliest tokens to learn from; default "
+        f"{TEACHER_TOP_K}",
+    )
+
 
 def is_distillation(args: argparse.Namespace) -> bool:
     """Return whether the run distils a teacher."""
@@ -68,11 +88,12 @@ def check_distillation(args: argparse.Namespace) -> None:
         BadInput: flags do not fit together; the message names them and the remedy.
     """
     if not is_distillation(args):
-        refuse_without(f"--loss {DISTILL}", args, list(_FLAGS))
+        refuse_without(f"--loss {DISTILL}", args, [*_FLAGS, "teacher", "teacher_top_k"])
         return
+    _check_teacher(args)
     if distillation_of(args).divergence != "jsd":
         refuse_without("--distill-divergence jsd", args, ["distill_beta"])
-    if args.overlong == "truncate":
+    if args.overlong == "truncate" and not args.teacher:
         raise BadInput(
             f"--overlong truncate with --loss {DISTILL}: the teacher saw whole samples. Leave the "
             "flag out: samples that are too long are then left out."
@@ -82,3 +103,13 @@ def check_distillation(args: argparse.Namespace) -> None:
         raise BadInput(
             f"{flag} with --loss {DISTILL}, which reads the logits in chunks: drop the flag."
         )
+
+
+def _check_teacher(args: argparse.Namespace) -> None:
+    """Check the flags of a live teacher, and set the number of its tokens if none is given."""
+    if not args.teacher:
+        refuse_without("--teacher DIR", args, ["teacher_top_k"])
+    elif args.teacher_top_k is None:
+        args.teacher_top_k = min(TEACHER_TOP_K, args.vocab_size)
+    else:
+        check_top_k("--teacher-top-k", args.teacher_top_k, args.vocab_size)

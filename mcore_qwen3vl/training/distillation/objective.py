@@ -83,6 +83,8 @@ def _teacher_at(batch: Batch, own: Tensor) -> tuple[Tensor, Tensor]:
     """Return the teacher's ids (B, s, k) and log-probabilities (B, s, k + 1) at positions `own`."""
     if batch.teacher is None:
         raise BadInput("The batch has no tokens of a teacher.")
+    if batch.teacher.ids.ndim == 3:  # a live teacher's, at these positions
+        return batch.teacher.ids, batch.teacher.log_probs
     trained = batch.loss_weights > 0
     number = trained.flatten().cumsum(0).view_as(trained) - 1
     row = number.where(trained, len(batch.teacher.ids) - 1).index_select(1, own)

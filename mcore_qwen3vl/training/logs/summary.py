@@ -26,6 +26,7 @@ from mcore_qwen3vl.training.preference.flags import (
     preference_of,
     reference_of,
 )
+from mcore_qwen3vl.training.second_model.source import architecture_of, source_of
 from mcore_qwen3vl.training.tasks.flags import answers_of, contrastive_of, labels_of, ranking_of
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ _LOSS_NAMES = {"simpo": "SimPO", "orpo": "ORPO"}
 _REFERENCES = {
     "adapter": "the model with its adapter switched off",
     "file": "NAME.scores.jsonl beside each NAME.jsonl of the data",
+    "model": "a frozen model in memory",
     None: "none: the loss has no reference",
 }
 
@@ -72,13 +74,14 @@ def summary(
         other: the checkpoint of another maker to start from, if any.
     """
     rows = [
-        ("model", _model(args, a)),
+        ("model", _model(args.hf_model, a)),
         ("weights", _weights(args, lora, other)),
         *([("trains", _adapter(args, a, lora))] if lora else []),
         *(_preference(args) if is_preference(args) else []),
         *(_kto(args) if is_kto(args) else []),
         *(_distillation(args) if is_distillation(args) else []),
         *(_task(args) if args.task else []),
+        *_second(args, a),
         ("layout", _layout(args)),
         ("precision", _precision(args)),
         ("data", _data(args)),
@@ -93,11 +96,18 @@ def summary(
     return [*rows, ("defaults", taken)] if taken else rows
 
 
-def _model(args: argparse.Namespace, a: Architecture) -> str:
+def _model(path: str, a: Architecture) -> str:
     size = _millions(parameters.total(a))
     kind = f"MoE, {a.num_experts} experts" if a.is_moe else "dense"
     layers = f"{a.num_hidden_layers} decoder layers, {a.vision.depth} vision blocks"
-    return f"Qwen3-VL of {size} parameters ({kind}; {layers}), {args.hf_model}"
+    return f"Qwen3-VL of {size} parameters ({kind}; {layers}), {path}"
+
+
+def _second(args: argparse.Namespace, a: Architecture) -> list[tuple[str, str]]:
+    source, architecture = source_of(args), architecture_of(args, a)
+    if source is None or architecture is None:
+        return []
+    return [("frozen", _model(source.path, architecture))]
 
 
 def _millions(count: int) -> str:
@@ -162,13 +172,16 @@ def _kto(args: argparse.Namespace) -> list[tuple[str, str]]:
 def _distillation(args: argparse.Namespace) -> list[tuple[str, str]]:
     loss = distillation_of(args)
     beta = f", beta {loss.beta:g}" if loss.divergence == "jsd" else ""
+    teacher = "NAME.topk.arrow beside each NAME.jsonl of the data"
+    if args.teacher:
+        teacher = f"a frozen model in memory, its {args.teacher_top_k} likeliest tokens"
     mixed = f", cross entropy x {loss.alpha:g}" if loss.alpha else ""
     return [
         (
             "loss",
             f"distillation, {loss.divergence}{beta}, temperature {loss.temperature:g}{mixed}",
         ),
-        ("teacher", "NAME.topk.arrow beside each NAME.jsonl of the data"),
+        ("teacher", teacher),
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from mcore_qwen3vl.errors import BadInput
@@ -15,7 +16,7 @@ LOSSES = ("dpo", "simpo", "orpo")
 KTO = "kto"
 """Name of the loss over labelled records."""
 
-Reference = Literal["adapter", "file"]
+Reference = Literal["adapter", "file", "model"]
 
 _FLAGS = {
     "beta": (*LOSSES, KTO),
@@ -24,6 +25,7 @@ _FLAGS = {
     "rpo_alpha": ("dpo", "simpo"),
     "simpo_gamma": ("simpo",),
     "reference": ("dpo", KTO),
+    "reference_model": ("dpo", KTO),
     "desirable_weight": (KTO,),
     "undesirable_weight": (KTO,),
 }
@@ -79,8 +81,15 @@ def add_preference_arguments(group: argparse._ArgumentGroup) -> None:
         "--dpo-reference",
         choices=get_args(Reference),
         help="adapter: the model with its LoRA switched off (the default with LoRA from scratch); "
-        "file: NAME.scores.jsonl beside each NAME.jsonl, which `mcore-qwen3vl score` writes "
-        "(not with kto)",
+        "file: NAME.scores.jsonl beside each NAME.jsonl, which `mcore-qwen3vl score` writes (not "
+        "with kto; otherwise the default); model: a frozen model in memory (the default with kto "
+        "and without LoRA)",
+    )
+    group.add_argument(
+        "--reference-model",
+        metavar="DIR",
+        help="with --reference model: its checkpoint or hub id (default: what training starts "
+        "from, --load-hf or --pretrained-checkpoint)",
     )
 
 
@@ -126,7 +135,7 @@ def reference_of(args: argparse.Namespace) -> Reference | None:
     """Return where the reference's log-probabilities come from; None if the loss has no reference.
 
     An adapter that training starts from (``--lora-init``) is part of the reference. Switching it
-    off would lose that, so the default is then ``file``.
+    off would lose that, so the default is then ``file``, or ``model`` for KTO, which has no file.
     """
     if is_preference(args) and not preference_of(args).has_reference:
         return None
@@ -134,7 +143,7 @@ def reference_of(args: argparse.Namespace) -> Reference | None:
         chosen: Reference = args.reference
         return chosen
     from_scratch = asks_for_lora(args) and not (args.lora_init or _whole(args))
-    return "adapter" if from_scratch else "file"
+    return "adapter" if from_scratch else "model" if is_kto(args) else "file"
 
 
 def _whole(args: argparse.Namespace) -> bool:
@@ -177,6 +186,10 @@ def check_preference(args: argparse.Namespace) -> None:
         _check_kto(args)
     if reference_of(args) == "adapter":
         _check_adapter_reference(args)
+    if reference_of(args) == "model":
+        _name_reference_model(args)
+    else:
+        refuse_without("--reference model", args, ["reference_model"])
 
 
 def listed(losses: Sequence[str]) -> str:
@@ -211,10 +224,9 @@ def refuse_router_losses(args: argparse.Namespace, owner: str, unit: str) -> Non
 def _check_kto(args: argparse.Namespace) -> None:
     if reference_of(args) == "file":
         raise BadInput(
-            "--loss kto needs --reference adapter, the model with its LoRA switched off, which is "
-            "the default with --lora-rank and without --lora-init and --lora-modules-to-save: the "
-            "baseline needs the reference's log-probabilities of answers to other prompts of the "
-            "micro-batch, which no file has."
+            "--reference file with --loss kto: the baseline needs the reference's "
+            "log-probabilities of answers to other prompts of the micro-batch, which no file has. "
+            "Drop the flag: the reference is then the model without its LoRA, or a frozen model."
         )
     if args.micro_batch_size == 1 and not args.packing:
         raise BadInput(
@@ -226,8 +238,9 @@ def _check_kto(args: argparse.Namespace) -> None:
 def _check_adapter_reference(args: argparse.Namespace) -> None:
     if not asks_for_lora(args):
         raise BadInput(
-            "--reference adapter needs an adapter to switch off: add --lora-rank 16, or "
-            "precompute the reference with `mcore-qwen3vl score` (--reference file)."
+            "--reference adapter needs an adapter to switch off: add --lora-rank 16, or choose "
+            "--reference model, or precompute the reference with `mcore-qwen3vl score` "
+            "(--reference file, not with kto)."
         )
     if _whole(args):
         raise BadInput(
@@ -235,3 +248,23 @@ def _check_adapter_reference(args: argparse.Namespace) -> None:
             "switched off. Precompute the reference with `mcore-qwen3vl score` (--reference "
             "file), or drop --lora-modules-to-save."
         )
+
+
+def _name_reference_model(args: argparse.Namespace) -> None:
+    """Set the checkpoint of the reference model to what training starts from, if none is given.
+
+    A resumed run loads its own checkpoint, so only the flags of a run's start can name it.
+
+    Raises:
+        BadInput: these flags do not name it.
+    """
+    start = args.pretrained_checkpoint or args.load_hf
+    resumes = args.load is None or (args.save and Path(args.load) == Path(args.save))
+    other = "--lora-init" if args.lora_init else "" if resumes else "--load"
+    if args.reference_model is None and (other or start is None):
+        why = f"with {other}" if other else "without --load-hf or --pretrained-checkpoint"
+        raise BadInput(
+            f"--reference model {why}: no flag names the weights that training started from. Name "
+            "a checkpoint that has them with --reference-model DIR."
+        )
+    args.reference_model = args.reference_model or start

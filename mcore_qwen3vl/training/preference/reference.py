@@ -1,9 +1,9 @@
-"""The reference as the model with its adapter switched off: one more forward pass per step."""
+"""The reference in memory: one more forward pass per step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,13 +26,18 @@ from mcore_qwen3vl.training.step.two_passes import (
     replayed,
 )
 
+Within = Callable[[Any], AbstractContextManager[Any]]
+"""A function that makes, from the model that trains, a context which gives the reference."""
 
-def with_reference(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+
+def with_reference(
+    within: Within, original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Callable[..., Any]:
     """Replace ``get_forward_backward_func``: return schedules that first compute the reference."""
     schedule = original(*args, **kwargs)
 
     def run(**given: Any) -> Any:
-        return in_two_passes(schedule, given, first=_step, use=_with, within=_reference_model)
+        return in_two_passes(schedule, given, first=_step, use=_with, within=within)
 
     return run
 
@@ -42,7 +47,9 @@ def _with(batches: list[Batch], references: list[Tensor]) -> list[Batch]:
     return [replace(batch, references=reference.view(-1, 2)) for batch, reference in pairs]
 
 
-def with_baseline(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+def with_baseline(
+    within: Within, original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Callable[..., Any]:
     """Replace ``get_forward_backward_func``: return schedules that first compute KTO's baseline.
 
     It is a mean over the global batch: over all micro-batches of all data-parallel ranks. So the
@@ -55,12 +62,8 @@ def with_baseline(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Ca
         held = read(given)
         exchanged = [[batch.exchanged() for batch in batches] for batches in held]
         policy, of_reference, reference = (
-            forward_pass(schedule, given, batches, first=_step, within=within)
-            for batches, within in (
-                (exchanged, evaluated),
-                (exchanged, _reference_model),
-                (held, _reference_model),
-            )
+            forward_pass(schedule, given, batches, first=_step, within=model)
+            for batches, model in ((exchanged, evaluated), (exchanged, within), (held, within))
         )
         if reference:  # the last stage
             baseline = _baseline(policy, of_reference)
@@ -91,11 +94,11 @@ def _baseline(policy: list[Tensor], reference: list[Tensor]) -> Tensor:
 
 
 @contextmanager
-def _reference_model(model: Any) -> Iterator[None]:
-    """Run the chunks in evaluation mode, without their adapters and without gradients."""
+def without_adapter(model: Any) -> Iterator[Any]:
+    """Give the chunks in evaluation mode, without their adapters and without gradients."""
     chunks = unwrap_model(model if isinstance(model, list) else [model])
     with evaluated(model), switched_off([chunk.adapter for chunk in chunks]):
-        yield
+        yield model
 
 
 def _step(batches: Iterator[Batch], model: Any) -> tuple[Tensor, Callable[..., Tensor]]:

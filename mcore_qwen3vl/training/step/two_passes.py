@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from megatron.core.utils import unwrap_model
-from torch import Tensor
 
 from mcore_qwen3vl.data.encoding.batch import Batch
 
@@ -21,8 +20,8 @@ def in_two_passes(
     given: dict[str, Any],
     *,
     first: Callable[..., Any],
-    use: Callable[[list[Batch], list[Tensor]], list[Batch]],
-    within: Callable[[Any], AbstractContextManager[None]],
+    use: Callable[[list[Batch], list[Any]], list[Batch]],
+    within: Callable[[Any], AbstractContextManager[Any]],
 ) -> Any:
     """Run Megatron's schedule twice, and return what its second call returns.
 
@@ -31,10 +30,11 @@ def in_two_passes(
     Args:
         schedule: the schedule.
         given: the arguments with which Megatron calls it.
-        first: the forward step of the first pass. Its loss function returns a tensor.
-        use: a function that puts these tensors into the micro-batches. Only the last stage calls
-            it.
-        within: a function that makes, from the model, the context of the first pass.
+        first: the forward step of the first pass.
+        use: a function that puts what the loss function of `first` returned into the
+            micro-batches. Only the last stage calls it.
+        within: a function that makes, from the model, the context of the first pass, which gives
+            the model to run.
     """
     held = read(given)
     found = forward_pass(schedule, given, held, first=first, within=within)
@@ -60,8 +60,8 @@ def forward_pass(
     held: list[list[Batch]],
     *,
     first: Callable[..., Any],
-    within: Callable[[Any], AbstractContextManager[None]],
-) -> list[Tensor]:
+    within: Callable[[Any], AbstractContextManager[Any]],
+) -> list[Any]:
     """Run the schedule's forward passes alone.
 
     Args:
@@ -71,10 +71,11 @@ def forward_pass(
     Returns:
         On the last stage what the loss function of `first` returned for each micro-batch.
     """
-    with within(given["model"]):
-        found: list[Tensor] = schedule(
+    with within(given["model"]) as model:
+        found: list[Any] = schedule(
             **{
                 **given,
+                "model": model,
                 "data_iterator": replayed(held),
                 "forward_step_func": first,
                 "forward_only": True,
@@ -91,8 +92,8 @@ def replayed(held: list[list[Batch]]) -> Any:
 
 
 @contextmanager
-def evaluated(model: Any) -> Iterator[None]:
-    """Run the chunks in evaluation mode and without gradients."""
+def evaluated(model: Any) -> Iterator[Any]:
+    """Give the chunks in evaluation mode and without gradients."""
     chunks: Sequence[Any] = unwrap_model(model if isinstance(model, list) else [model])
     training = [chunk.training for chunk in chunks]
     with ExitStack() as stack:
@@ -100,4 +101,4 @@ def evaluated(model: Any) -> Iterator[None]:
         for chunk, mode in zip(chunks, training, strict=True):
             stack.callback(chunk.train, mode)
             chunk.eval()
-        yield
+        yield model

@@ -24,6 +24,12 @@ def test_values_and_defaults(dense: Path) -> None:
     assert data_config(parsed(dense)).teacher_temperature is None
 
 
+def test_a_live_teacher_needs_no_file_and_sees_what_is_cut_off(dense: Path) -> None:
+    args = parsed(dense, *DISTILL, "--teacher", "X", "--overlong", "truncate")
+    assert args.teacher_top_k == 64
+    assert data_config(args).teacher_temperature is None
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -33,6 +39,9 @@ def test_values_and_defaults(dense: Path) -> None:
         ((*DISTILL, "--distill-alpha", "1"), "distill_alpha is 1"),
         ((*DISTILL, "--distill-temperature", "0"), "distill_temperature is 0"),
         ((*DISTILL, "--overlong", "truncate"), "--overlong truncate with --loss distill"),
+        (("--teacher", "X"), "--teacher is set without --loss distill"),
+        ((*DISTILL, "--teacher-top-k", "8"), "--teacher-top-k is set without --teacher DIR"),
+        ((*DISTILL, "--teacher", "X", "--teacher-top-k", "0"), "--teacher-top-k is 0; it must be"),
         ((*DISTILL, "--no-chunked-head"), "--no-chunked-head with --loss distill"),
         ((*DISTILL, "--beta", "0.3"), "--beta is set without --loss dpo"),
         ((*DISTILL, "--task", "reward"), "--loss distill with --task reward"),

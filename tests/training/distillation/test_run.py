@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mcore_qwen3vl.converters.mcore.paths import iteration_folder
+from mcore_qwen3vl.converters.torch_dist.metadata import read
 from mcore_qwen3vl.objectives.settings import Distillation
 from mcore_qwen3vl.scoring.score import Request, score
+from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.tiny.records import write_image_qa
 from mcore_qwen3vl.verify.curves.hf_loop import encode, sample_order
-from mcore_qwen3vl.verify.curves.job import Job
+from mcore_qwen3vl.verify.curves.job import Job, curve_of, train, worst_difference
+from mcore_qwen3vl.verify.curves.tables import whole_and_half
 from tests.training.one_step import Plain, check_step, plain_model
 from tests.training.preference.test_run import preference_job, random_adapter
 
@@ -32,6 +37,10 @@ def flags_of(settings: Distillation) -> list[str]:
     values = vars(settings) if settings.divergence == "jsd" else vars(settings) | {"beta": None}
     flags = [(f"--distill-{n}", str(v)) for n, v in values.items() if v is not None]
     return ["--loss", "distill", *(word for flag in flags for word in flag)]
+
+
+def live_flags(teacher: Path) -> tuple[str, ...]:
+    return "--teacher", str(teacher), "--teacher-top-k", str(K)
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +142,62 @@ def test_loss_and_every_gradient_are_those_of_one_process(
     assert {name: entry[name] for name in numbers} == pytest.approx(numbers, rel=2e-5)
 
 
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A teacher of other depth and width than the students, with other DeepStack layers."""
+    return write_tiny_checkpoint(
+        tmp_path_factory.mktemp("large"),
+        seed=5,
+        text={"num_hidden_layers": 8, "hidden_size": 80, "intermediate_size": 136},
+        vision={"depth": 6, "deepstack_visual_indexes": [2, 5], "hidden_size": 48},
+    )
+
+
+@pytest.fixture(scope="module")
+def large_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    text = {"num_hidden_layers": 8, "hidden_size": 80, "num_experts": 8}
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("large"), moe=True, seed=6, text=text)
+
+
+@pytest.mark.parametrize(
+    ("student", "teacher", "layout", "settings", "flags"),
+    [
+        ("dense", "large", "tp2+sp", FORWARD, PACKED),
+        ("dense", "large", "cp2xdp2", REVERSE, PACKED),
+        ("dense", "large", "pp2xvpp2", JSD, TWO_ROWS),
+        ("moe", "large_moe", "ep2xdp2", FORWARD, PACKED),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("dense", "large", "single", REVERSE, TWO_ROWS),
+                ("dense", "large", "pp2+first1+last3", FORWARD, PACKED),
+                ("dense", "large", "tp2xpp2", JSD, PACKED),
+                ("dense", "large", "tp2xcp2+sp", JSD, ()),
+                ("dense", "large_moe", "tp2", FORWARD, PACKED),
+                ("moe", "dense", "ep2xdp2", REVERSE, PACKED),
+                ("moe", "large_moe", "tp2xetp2+sp", JSD, ()),
+            ]
+        ),
+    ],
+)
+def test_a_live_teacher_of_another_size(
+    student: str,
+    teacher: str,
+    layout: str,
+    settings: Distillation,
+    flags: tuple[str, ...],
+    records: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    checkpoint, other = (request.getfixturevalue(name) for name in (student, teacher))
+    flags = (*flags_of(settings), *live_flags(other), *flags)
+    job = preference_job(checkpoint, records, layout, *flags)
+    expected, numbers = plain_step(job, other, settings)
+    entry = check_step(job, expected, "distill loss", tmp_path)
+    assert {name: entry[name] for name in numbers} == pytest.approx(numbers, rel=2e-5)
+
+
 def test_an_adapter_learns_from_a_teacher(
     dense: Path, moe: Path, records: Path, tmp_path: Path
 ) -> None:
@@ -140,3 +205,32 @@ def test_an_adapter_learns_from_a_teacher(
     adapter = random_adapter(tmp_path, dense)
     job = preference_job(dense, data, "dp2", *flags_of(REVERSE), *PACKED, lora=adapter)
     check_step(job, plain_step(job, moe, REVERSE)[0], "distill loss", tmp_path)
+
+
+def test_a_live_teacher_is_the_one_of_the_file_and_a_run_resumes(
+    dense: Path, large: Path, records: Path, tmp_path: Path
+) -> None:
+    """A run that stopped halfway and resumed has the same numbers, bit for bit."""
+    data = scored(records, large, tmp_path, FORWARD.temperature)
+    evaluation = ("--valid-data-path", str(data), "--eval-iters", "1", "--eval-interval", "2")
+    by_file = preference_job(
+        dense, data, "single", *flags_of(FORWARD), *evaluation, *PACKED, steps=4
+    )
+    live = replace(by_file, flags=(*by_file.flags, *live_flags(large)))
+    whole, save = whole_and_half(live, tmp_path)
+    rest = train(live, tmp_path / "rest", "--save", str(save), "--save-interval", "1000")
+    assert worst_difference(curve_of(rest), curve_of(whole[2:])).loss == 0
+    other = tmp_path / "other"
+    assert train(by_file, tmp_path / "file", "--save", str(other))
+    entries, expected = (
+        [json.loads(line) for line in (tmp_path / run / "log.jsonl").read_text().splitlines()]
+        for run in ("whole", "file")
+    )
+    assert [entry["iteration"] for entry in expected] == [1, 2, 2, 3, 4, 4]
+    for entry, one in zip(entries, expected, strict=True):
+        names = {"distill loss", "validation distill loss", "grad norm"} & one.keys()
+        assert {n: entry[n] for n in names} == pytest.approx({n: one[n] for n in names}, rel=1e-6)
+    index, theirs = (read(iteration_folder(folder)).tensors for folder in (save, other))
+    assert {name: one.shape for name, one in index.items()} == {
+        name: one.shape for name, one in theirs.items()
+    }

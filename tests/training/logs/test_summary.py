@@ -110,3 +110,17 @@ def test_the_summary_says_how_a_teacher_is_distilled(dense: Path) -> None:
     found = rows(dense, "--cpu", "--loss", "distill", *flags)
     assert found["loss"] == "distillation, jsd, beta 0.5, temperature 1, cross entropy x 0.25"
     assert found["teacher"] == "NAME.topk.arrow beside each NAME.jsonl of the data"
+    assert "frozen" not in found
+
+
+def test_the_summary_says_which_second_model_there_is(dense: Path, moe: Path) -> None:
+    found = rows(dense, "--cpu", "--loss", "distill", "--teacher", str(moe))
+    assert found["teacher"] == "a frozen model in memory, its 64 likeliest tokens"
+    assert found["frozen"].startswith("Qwen3-VL of ")
+    assert found["frozen"].endswith(f"(MoE, 12 experts; 4 decoder layers, 5 vision blocks), {moe}")
+    flags = ("--load-hf", "BASE", "--bf16", "--use-distributed-optimizer", "--packing")
+    eight = ("--hf-model", str(SHAPES / "8b.json"), "--cpu", *flags, "--loss", "kto")
+    found = rows(SHAPES / "8b.json", *eight, "--seq-length", "8192")
+    assert found["reference"] == "a frozen model in memory"
+    assert found["frozen"].startswith("Qwen3-VL of 8.77B parameters (dense; 36 decoder layers")
+    assert "a GPU (weights 35.1, gradients 35.1," in found["memory"]

@@ -146,12 +146,17 @@ def conversation_of(record: dict[str, Any]) -> list[dict[str, Any]]:
     return [record["prompt"][0], said]
 
 
-def plain_kto_step(job: Job, kto: Kto) -> tuple[Plain, float]:
-    """Run the first step of KTO, one sequence at a time; return the baseline, too."""
+def plain_kto_step(job: Job, kto: Kto, reference: Path | None = None) -> tuple[Plain, float]:
+    """Run the first step of KTO, one sequence at a time; return the baseline, too.
+
+    The reference is the job's checkpoint unless another is given.
+    """
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     processor = AutoProcessor.from_pretrained(job.checkpoint)
-    base = AutoModelForImageTextToText.from_pretrained(job.checkpoint, dtype=torch.float32)
+    base = AutoModelForImageTextToText.from_pretrained(
+        reference or job.checkpoint, dtype=torch.float32
+    )
     model, named = plain_model(job)
     records = [json.loads(line) for line in job.data.read_text().splitlines()]
 

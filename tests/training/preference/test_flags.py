@@ -15,6 +15,9 @@ from mcore_qwen3vl.training.preference.flags import kto_of, preference_of, refer
 KTO = ("--loss", "kto", "--lora-rank", "4", "--packing")
 
 
+MODEL = ("--loss", "dpo", "--reference", "model")
+
+
 def parsed(checkpoint: Path, *flags: str) -> argparse.Namespace:
     common = ("--cpu", "--hf-model", str(checkpoint), "--data-path", "x.jsonl")
     return validate([*common, "--train-iters", "1", *flags], 1)
@@ -56,6 +59,25 @@ def test_where_the_reference_comes_from(
     assert reference_of(parsed(dense, "--loss", "dpo", *flags)) == reference
 
 
+@pytest.mark.parametrize(
+    ("flags", "model"),
+    [
+        (("--loss", "kto", "--packing", "--load-hf", "A"), "A"),
+        ((*MODEL, "--pretrained-checkpoint", "A", "--save", "B"), "A"),
+        # Megatron reads it after the weights of --load-hf.
+        ((*MODEL, "--load-hf", "A", "--pretrained-checkpoint", "B"), "B"),
+        ((*MODEL, "--load-hf", "A", "--load", "B/", "--save", "B"), "A"),
+        ((*MODEL, "--load", "A", "--reference-model", "B"), "B"),
+        ((*MODEL, "--load-hf", "A", "--lora-rank", "4", "--lora-modules-to-save", "merger"), "A"),
+    ],
+)
+def test_the_reference_model_is_what_training_starts_from(
+    flags: tuple[str, ...], model: str, dense: Path
+) -> None:
+    args = parsed(dense, *flags)
+    assert (reference_of(args), args.reference_model) == ("model", model)
+
+
 def test_the_routers_losses_are_off(moe: Path) -> None:
     assert parsed(moe).moe_aux_loss_coeff > 0
     assert parsed(moe, "--loss", "dpo").moe_aux_loss_coeff == 0
@@ -81,14 +103,19 @@ def test_the_routers_losses_are_off(moe: Path) -> None:
         (("--loss", "simpo", "--simpo-gamma", "-1"), "simpo_gamma is -1"),
         (("--loss", "orpo", "--overlong", "truncate"), "--overlong truncate with --loss orpo"),
         (("--loss", "simpo", "--moe-z-loss-coeff", "0.01"), "with --loss simpo: Megatron"),
-        (("--loss", "kto"), "--loss kto needs --reference adapter"),
-        (("--loss", "kto", "--lora-rank", "4", "--reference", "file"), "needs --reference adapter"),
+        (("--loss", "kto", "--lora-rank", "4", "--reference", "file"), "which no file has"),
         (("--loss", "kto", "--reference", "adapter", "--packing"), "needs an adapter"),
         (("--loss", "kto", "--lora-rank", "4"), "with --micro-batch-size 1"),
         ((*KTO, "--undesirable-weight", "0"), "undesirable_weight is 0"),
         ((*KTO, "--rpo-alpha", "1"), "--rpo-alpha is set without --loss dpo or simpo"),
         ((*KTO, "--overlong", "truncate"), "--overlong truncate with --loss kto"),
         ((*KTO, "--moe-z-loss-coeff", "0.01"), "with --loss kto: Megatron"),
+        ((*MODEL,), "model without --load-hf or --pretrained-checkpoint: no flag names"),
+        ((*MODEL, "--load-hf", "A", "--load", "B"), "model with --load: no flag names"),
+        ((*MODEL, "--load-hf", "A", "--load", "B", "--save", "C"), "model with --load: no flag"),
+        ((*MODEL, "--load-hf", "A", "--lora-init", "B"), "model with --lora-init: no flag names"),
+        (("--loss", "dpo", "--reference-model", "A"), "is set without --reference model"),
+        (("--reference-model", "A"), "--reference-model is set without --loss dpo or kto"),
         (("--desirable-weight", "2"), "--desirable-weight is set without --loss kto"),
         (("--loss", "dpo", "--moe-aux-loss-coeff", "0.01"), "--moe-aux-loss-coeff 0.01 with"),
         (("--loss", "dpo", "--moe-z-loss-coeff", "0.01"), "--moe-z-loss-coeff 0.01 with"),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from mcore_qwen3vl.objectives.settings import Kto
+from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from tests.training.one_step import check_step
 from tests.training.preference.pairs import plain_kto_step, write_labelled
 from tests.training.preference.test_run import preference_job, random_adapter
@@ -14,6 +15,7 @@ from tests.training.preference.test_run import preference_job, random_adapter
 KTO = ("--loss", "kto", "--reference", "adapter")
 WEIGHTS = ("--beta", "0.3", "--desirable-weight", "0.7", "--undesirable-weight", "1.6")
 PACKED = ("--packing",)
+TWO_ROWS = ("--micro-batch-size", "2", "--global-batch-size", "8")
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +34,9 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
                 ("dense", "single", PACKED),
-                ("dense", "dp2", ("--micro-batch-size", "2", "--global-batch-size", "8")),
+                ("dense", "dp2", TWO_ROWS),
                 ("dense", "pp2", PACKED),
-                ("dense", "pp2xvpp2", ("--micro-batch-size", "2", "--global-batch-size", "8")),
+                ("dense", "pp2xvpp2", TWO_ROWS),
                 ("dense", "cp2xdp2", PACKED),
                 ("moe", "tp2xetp2+sp", PACKED),
             ]
@@ -55,6 +57,46 @@ def test_loss_and_every_gradient_are_those_of_one_process(
     expected, baseline = plain_kto_step(job, Kto(0.3, 0.7, 1.6))
     if layout in ("dp2", "cp2", "ep2xdp2"):  # elsewhere the mean may be below 0
         assert baseline > 0.01
+    entry = check_step(job, expected, "kto loss", tmp_path)
+    assert entry["kl baseline"] == pytest.approx(baseline, rel=1e-4)
+    assert entry["rewards desirable"] != entry["rewards undesirable"]
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reference that is not the policy, which at the first step would be 0 apart."""
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("other"), seed=3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "flags"),
+    [
+        ("dense", "dp2", PACKED),
+        ("dense", "pp2", TWO_ROWS),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("dense", "cp2", PACKED),
+                ("dense", "tp2+sp", PACKED),
+                ("dense", "pp2xvpp2", PACKED),
+                ("moe", "ep2xdp2", PACKED),
+            ]
+        ),
+    ],
+)
+def test_full_fine_tuning_with_a_frozen_reference(
+    kind: str,
+    layout: str,
+    flags: tuple[str, ...],
+    labelled: Path,
+    other: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    checkpoint = request.getfixturevalue(kind)
+    reference = ("--loss", "kto", "--reference-model", str(other))
+    job = preference_job(checkpoint, labelled, layout, *reference, *WEIGHTS, *flags)
+    expected, baseline = plain_kto_step(job, Kto(0.3, 0.7, 1.6), other)
     entry = check_step(job, expected, "kto loss", tmp_path)
     assert entry["kl baseline"] == pytest.approx(baseline, rel=1e-4)
     assert entry["rewards desirable"] != entry["rewards undesirable"]

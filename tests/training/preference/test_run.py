@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from tests.training.preference.pairs import as_tar, plain_curve, plain_step, wri
 BETA = 0.3
 DPO = ("--loss", "dpo", "--dpo-beta", str(BETA))
 BY_ADAPTER = ("--dpo-reference", "adapter")
+BY_MODEL = ("--reference", "model")
 SIXTEEN = 16
 
 
@@ -95,6 +97,36 @@ def test_loss_gradient_and_margins_are_those_of_a_plain_loop(
     check(job, tmp_path / "run", Preference(beta=BETA))
 
 
+@pytest.mark.parametrize(
+    ("kind", "layout", "flags"),
+    [
+        ("dense", "tp2+sp", ("--packing",)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("dense", "pp2xvpp2", ()),
+                ("dense", "pp2", ("--packing",)),
+                ("dense", "cp2", ("--packing",)),
+                ("dense", "dp2", DISTRIBUTED),
+                ("moe", "ep2xdp2", (*DISTRIBUTED, "--packing")),
+            ]
+        ),
+    ],
+)
+def test_full_fine_tuning_with_a_frozen_reference(
+    kind: str,
+    layout: str,
+    flags: tuple[str, ...],
+    pairs: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    """From the second step on the policy is no longer what training started from."""
+    checkpoint = request.getfixturevalue(kind)
+    job = preference_job(checkpoint, pairs, layout, *DPO, *BY_MODEL, *flags, steps=3)
+    check(job, tmp_path / "run", Preference(beta=BETA))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "layout", "flags"),
@@ -138,19 +170,23 @@ def test_every_loss(
     check(job, tmp_path / "run", preference)
 
 
-@pytest.mark.slow
-def test_the_reference_by_file_is_the_one_by_adapter_and_a_run_resumes(
-    dense: Path, pairs: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    "reference", [pytest.param(BY_ADAPTER, marks=pytest.mark.slow), BY_MODEL], ids=lambda r: r[1]
+)
+def test_the_reference_by_file_is_the_one_in_memory_and_a_run_resumes(
+    reference: tuple[str, str], dense: Path, pairs: Path, tmp_path: Path
 ) -> None:
     """A run that stopped halfway and resumed has the same losses, bit for bit."""
-    score(Request(dense, pairs, layout=Layout(tp=2, sp=True), force=True), on_cpu=True)
-    job = dpo_job(tmp_path, dense, pairs, "single", "--packing", *BY_ADAPTER, steps=4)
-    by_adapter, save = whole_and_half(job, tmp_path)
+    data = shutil.copytree(pairs.parent, tmp_path / "data") / pairs.name
+    score(Request(dense, data, layout=Layout(tp=2, sp=True)), on_cpu=True)
+    job = dpo_job(tmp_path, dense, data, "single", "--packing", *reference, steps=4)
+    job = job if reference == BY_ADAPTER else replace(job, lora=None)
+    in_memory, save = whole_and_half(job, tmp_path)
     rest = train(job, tmp_path / "rest", "--save", str(save), "--save-interval", "1000")
-    assert worst_difference(curve_of(rest), curve_of(by_adapter[2:])).loss == 0
+    assert worst_difference(curve_of(rest), curve_of(in_memory[2:])).loss == 0
     of_file = replace(job, flags=(*DPO, "--dpo-reference", "file"))
     by_file = train(of_file, tmp_path / "file")
-    difference = worst_difference(curve_of(by_file), curve_of(by_adapter))
+    difference = worst_difference(curve_of(by_file), curve_of(in_memory))
     assert max(difference.loss, difference.grad_norm) <= OTHER_LAYOUT
 
 

@@ -1,0 +1,174 @@
+"""The chunks of a second, frozen model, which run in the place of those that train."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.hf.hub import resolve
+from mcore_qwen3vl.converters.mcore.formats import is_megatron
+from mcore_qwen3vl.converters.mcore.paths import config_folder
+from mcore_qwen3vl.data.loading.loader import load_processor
+from mcore_qwen3vl.data.scores import vocabulary_of
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.megatron_config import architecture_arguments, recommended_arguments
+from mcore_qwen3vl.training.arguments.layout import OWN_SPLIT
+from mcore_qwen3vl.training.second_model.source import (
+    Source,
+    architecture_of,
+    layout_for,
+    source_of,
+)
+
+_SAME_BATCHES = ("vocab_size", "image_token_id", "video_token_id")
+_SAME_PATCHES = (
+    *("in_channels", "patch_size", "temporal_patch_size", "spatial_merge_size"),
+    "num_position_embeddings",
+)
+
+
+class SecondModel:
+    """A frozen model beside the one that trains: on the same ranks, and never saved.
+
+    Args:
+        args: the arguments that :func:`mcore_qwen3vl.training.arguments.parser.parse` returns.
+        trained: the shape of the model that trains.
+        source: where the second model comes from.
+        architecture: its shape.
+
+    Raises:
+        BadInput: the two models cannot read the same batches, or the layout does not divide the
+            second one.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        trained: Architecture,
+        source: Source,
+        architecture: Architecture,
+    ) -> None:
+        self._source, self._architecture = source, architecture
+        if architecture is not trained:
+            _check_inputs(args, trained, source, architecture)
+            _check_layout(args, trained, source, architecture)
+        self._args = _arguments(args, trained, architecture)
+        self._chunks: list[Any] = []
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, trained: Architecture) -> SecondModel | None:
+        """Return the second model that the flags name, or None; the arguments are the class's."""
+        source, architecture = source_of(args), architecture_of(args, trained)
+        if source is None or architecture is None:
+            return None
+        return cls(args, trained, source, architecture)
+
+    def build(self) -> None:
+        """Build this rank's chunks and fill them; all ranks call this once the groups exist.
+
+        Raises:
+            BadInput: the checkpoint cannot be read, or does not hold exactly this model.
+        """
+        from megatron.core.utils import unwrap_model
+        from megatron.training.training import get_model
+
+        from mcore_qwen3vl.training.model import model_provider
+
+        provider = model_provider(self._args, self._architecture)
+        self._chunks = get_model(provider, wrap_with_ddp=False)
+        fill(unwrap_model(self._chunks), self._source.path)
+        for chunk in self._chunks:
+            chunk.eval().requires_grad_(False)
+
+    @contextmanager
+    def in_place(self, model: Any) -> Iterator[list[Any]]:
+        """Give a forward pass this model's chunks in the place of `model`, without gradients."""
+        with torch.no_grad():
+            yield self._chunks
+
+
+def fill(chunks: list[Any], path: str) -> None:
+    """Read a checkpoint of either kind into the chunks of this rank; a collective of all ranks."""
+    from mcore_qwen3vl.converters.live.load import load_checkpoint, load_hf
+
+    folder = resolve(path)
+    load = load_checkpoint if is_megatron(folder) else load_hf
+    load(chunks, folder)
+
+
+def _arguments(
+    args: argparse.Namespace, trained: Architecture, second: Architecture
+) -> argparse.Namespace:
+    """Return the arguments for building the second model, which nothing but its shape changes."""
+    other = {
+        # A dense model's arguments say nothing about a router.
+        **(recommended_arguments(second) if second.is_moe and not trained.is_moe else {}),
+        "moe_layer_freq": 1,
+        "moe_ffn_hidden_size": None,
+        "moe_grouped_gemm": any(second.moe_layers),
+        **architecture_arguments(second),
+        **({} if second.is_moe else {"expert_model_parallel_size": 1}),
+        "load": None,
+        "load_hf": None,
+        "freeze": [],
+        "trainable": [],
+        "perform_initialization": False,  # every value is read
+    }
+    if second.num_hidden_layers != trained.num_hidden_layers:
+        counts = (f"decoder_{end}_pipeline_num_layers" for end in ("first", "last"))
+        other |= dict.fromkeys((*counts, "pipeline_model_parallel_layout", *OWN_SPLIT))
+    return argparse.Namespace(**vars(args) | other)
+
+
+def _check_layout(
+    args: argparse.Namespace, trained: Architecture, source: Source, second: Architecture
+) -> None:
+    """
+    Raises:
+        BadInput: the second model cannot be divided over the ranks as the one that trains is.
+    """
+    layout = Layout.from_flags(args, args.world_size, moe=second.is_moe)
+    layout = layout_for(layout, trained, second)
+    if second.num_hidden_layers == trained.num_hidden_layers:  # divided as they are
+        layout = replace(layout, pp=1, vpp=1, first=None, last=None, split=None)
+    try:
+        layout.validate(second, training=False)
+    except BadInput as error:
+        raise BadInput(f"{source.flag} {source.path}: {error}") from None
+
+
+def _check_inputs(
+    args: argparse.Namespace, trained: Architecture, source: Source, second: Architecture
+) -> None:
+    """
+    Raises:
+        BadInput: the second model needs other tokens, patches or positions in its batches.
+    """
+    name = f"{source.flag} {source.path}"
+    for ours, theirs, fields in (
+        (trained, second, _SAME_BATCHES),
+        (trained.vision, second.vision, _SAME_PATCHES),
+    ):
+        for field in fields:
+            if getattr(ours, field) != getattr(theirs, field):
+                raise BadInput(
+                    f"{name} has {field} {getattr(theirs, field)}, and --hf-model has "
+                    f"{getattr(ours, field)}: both read the same batches, so these must be equal."
+                )
+    own = config_folder(resolve(source.path, weights=False))
+    vocabularies = [
+        vocabulary_of(load_processor(folder).tokenizer, trained.vocab_size)
+        for folder in (own, args.hf_model)
+    ]
+    if vocabularies[0] != vocabularies[1]:
+        raise BadInput(
+            f"{name} has another vocabulary than --hf-model: it must have the tokenizer of the "
+            "model that trains."
+        )
