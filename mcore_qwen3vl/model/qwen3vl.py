@@ -5,8 +5,9 @@ Every rank receives the full micro-batch and takes its own part of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from mcore_qwen3vl.model.fusion import FusionPlan, fuse, plan_fusion
 from mcore_qwen3vl.model.head.module import Head
 from mcore_qwen3vl.model.inputs import VisualInputs, to_device
 from mcore_qwen3vl.model.lora.adapter_module import Adapter
+from mcore_qwen3vl.model.schedule_plan import SchedulePlan
 from mcore_qwen3vl.model.sequence import local_positions
 from mcore_qwen3vl.model.transformer_config import Spec, layers_of_chunk, transformer_config
 from mcore_qwen3vl.model.vision.tower import VisionTower
@@ -43,6 +45,22 @@ class _Local:
     def take(self, full: Tensor, dim: int) -> Tensor:
         """Return this CP rank's part of a tensor that holds the full sequence on `dim`."""
         return full if self.tokens is None else full.index_select(dim, self.tokens)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A micro-batch as this rank's decoder takes it.
+
+    Attributes:
+        embed: computes the hidden states (s_local, B, H), or None after the first stage, and the
+            DeepStack features (k, n, H) of this chunk and later ones, or None.
+        destination: (n,) int64, see :class:`FusionPlan`.
+        arguments: other arguments of :meth:`GPTModel.forward`.
+    """
+
+    embed: Callable[[], tuple[Tensor | None, Tensor | None]]
+    destination: Tensor
+    arguments: dict[str, Any]
 
 
 class Qwen3VLModel(GPTModel):
@@ -239,6 +257,56 @@ class Qwen3VLModel(GPTModel):
                 for Megatron's cross entropy, or the ``te`` spec receives padding on the left (if
                 the mask is on a GPU, a device-side assertion instead).
         """
+        prepared = self._prepare(
+            input_ids,
+            position_ids,
+            attention_mask,
+            padding_mask=padding_mask,
+            labels=labels,
+            visual=visual,
+            packed_seq_params=packed_seq_params,
+            **kwargs,
+        )
+        hidden, features = prepared.embed()
+        output = super().forward(
+            **prepared.arguments,
+            decoder_input=hidden,
+            extra_block_kwargs={"context": features, "context_mask": prepared.destination},
+        )
+        return self.pack(output, features)
+
+    def build_schedule_plan(self, *args: Any, **kwargs: Any) -> SchedulePlan:
+        """Return the steps of :meth:`forward`, with its arguments, for Megatron's combined 1F1B.
+
+        Nothing is computed yet. Source: :meth:`GPTModel.build_schedule_plan`.
+        """
+        prepared = self._prepare(*args, **kwargs)
+        return SchedulePlan(self, prepared.embed, prepared.destination, **prepared.arguments)
+
+    def pack(self, output: Tensor, features: Tensor | None) -> Tensor:
+        """Append the features that later stages need, if any, to this chunk's output.
+
+        Args:
+            output: (s_local, B, H) hidden states, or what the head gives.
+            features: (k, n, H) features of this chunk and later ones.
+        """
+        if self._deepstack_out and features is not None:
+            return pack_features(output, features[-self._deepstack_out :])
+        return output
+
+    def _prepare(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        padding_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        visual: VisualInputs | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **kwargs: Any,
+    ) -> _Prepared:
+        """Check the arguments of :meth:`forward`, and take this rank's part of them."""
         packed = _complete(packed_seq_params, input_ids.device)
         _check_shapes(input_ids, position_ids, packed)
         batch, seq_len = input_ids.shape
@@ -251,11 +319,6 @@ class Qwen3VLModel(GPTModel):
             device=input_ids.device,
         )
         token_ids = local.take(input_ids, 1)
-        hidden, features = (
-            self._embed(token_ids, visual, plan)
-            if self.pre_process
-            else (None, self._receive(len(local.hidden), plan))
-        )
         padding = padding_mask if attention_mask is None else attention_mask == 0  # (B, cached + S)
         if labels is not None and self.losses_in_chunks:
             kwargs.setdefault("output_processor", _losses)
@@ -267,20 +330,21 @@ class Qwen3VLModel(GPTModel):
                 attended = attention_mask != 0
             else:
                 _require_right_padding(attention_mask == 0)
-        output = super().forward(
-            token_ids,
-            local.take(position_ids, 2),
-            attended,
-            decoder_input=hidden,
-            labels=None if labels is None else local.take(labels, 1),
-            packed_seq_params=packed,
-            padding_mask=self._router_padding(padding, seq_len, local),
-            extra_block_kwargs={"context": features, "context_mask": plan.destination},
-            **kwargs,
+        return _Prepared(
+            partial(self._embed, token_ids, visual, plan)
+            if self.pre_process
+            else lambda: (None, self._receive(len(local.hidden), plan)),
+            plan.destination,
+            {
+                "input_ids": token_ids,
+                "position_ids": local.take(position_ids, 2),
+                "attention_mask": attended,
+                "labels": None if labels is None else local.take(labels, 1),
+                "packed_seq_params": packed,
+                "padding_mask": self._router_padding(padding, seq_len, local),
+                **kwargs,
+            },
         )
-        if self._deepstack_out and features is not None:
-            return pack_features(output, features[-self._deepstack_out :])
-        return output
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False

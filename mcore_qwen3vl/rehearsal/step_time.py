@@ -4,7 +4,9 @@ In each direction and virtual stage, a micro-batch takes the GPU's time or the h
 it, whichever is longer. The GPU's time is the sum of matmuls, attention, all other kernels (by the
 bytes that they move) and exchanges. :func:`mcore_qwen3vl.schedule.simulate` runs the pipeline with
 these times; work that an iteration does once, such as the optimizer's step, follows. If Megatron
-overlaps the data-parallel exchange with a micro-batch, only the part that outlasts it counts.
+overlaps the data-parallel exchange with a micro-batch, only the part that outlasts it counts. With
+``--overlap-moe-expert-parallel-comm`` most of the experts' exchange runs beside the opposite pass
+of another micro-batch, if there is one: not in the first forward and last backward passes.
 """
 
 from __future__ import annotations
@@ -21,12 +23,13 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.pretended.flops import BYTES, KINDS
 from mcore_qwen3vl.pretended.report import Interval, Traffic
 from mcore_qwen3vl.runtime.gpus import Gpu
-from mcore_qwen3vl.schedule import Durations, simulate
+from mcore_qwen3vl.schedule import Durations, order_of_work, simulate
 from mcore_qwen3vl.training.phases import BACKWARD, FORWARD
 
 GEMM, ATTENTION, MEMORY, HOST = "GEMM", "attention", "other kernels (memory)", "host"
+EXPERTS = "EP exchange"
 ONCE, GRADIENTS, IDLE = "optimizer and finalization", "DP exchange", "waiting for other stages"
-_SHARES = ("gemm", "attention", "memory", "link", "tp_overlap")
+_SHARES = ("gemm", "attention", "memory", "link", "tp_overlap", "ep_overlap")
 _DATA_PARALLEL = ("DATA_PARALLEL_GROUP", "EXPERT_DATA_PARALLEL_GROUP")
 _COPIES = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
 """How often a tensor crosses the links of a ring of n ranks, in units of (n - 1) / n."""
@@ -46,6 +49,8 @@ class Constants:
         launch_us: microseconds that the host needs to launch one kernel.
         wait_us: microseconds that a host sync costs, until kernels follow again.
         tp_overlap: share of the TP exchange hidden by ``--tp-comm-overlap``.
+        ep_overlap: share of the EP exchange hidden by ``--overlap-moe-expert-parallel-comm``, as
+            far as the other micro-batch computes for that long.
     """
 
     gemm: float = 0.7
@@ -57,6 +62,7 @@ class Constants:
     launch_us: float = 8.0
     wait_us: float = 20.0
     tp_overlap: float = 0.7
+    ep_overlap: float = 0.9
 
     @classmethod
     def read(cls, file: Path) -> Constants:
@@ -179,7 +185,10 @@ class Model:
             gpus: number of GPUs of the run.
             dp: data-parallel size, CP not included.
         """
-        parts = [self._of_rank(rank, micro_batches) for rank in ranks]
+        stages = [rank for rank in ranks for _ in range(rank.stages)]
+        parts = [
+            self._of_rank(r, stages.index(r), len(stages), micro_batches, group) for r in ranks
+        ]
         order = [
             [Durations(*(sum(spent.values()) for spent in chunk)) for chunk in part.chunks]
             for rank, part in zip(ranks, parts, strict=True)
@@ -196,12 +205,17 @@ class Model:
         tokens = ranks[0].tokens * scale
         return StepTime(seconds, tokens, tflops, tflops / self._gpu.tflops, roles, self._constants)
 
-    def _of_rank(self, rank: RankWork, micro_batches: int) -> _Parts:
+    def _of_rank(
+        self, rank: RankWork, stage: int, stages: int, micro_batches: int, group: int
+    ) -> _Parts:
         spans = {f"{t.group}\n{t.operation}": t for t in rank.iteration.traffic}
-        chunks = [
-            (self._spent(chunk[FORWARD], spans), self._spent(chunk[BACKWARD], spans))
-            for chunk in rank.chunks
-        ]
+        hidden = 0.0
+        if "--overlap-moe-expert-parallel-comm" in self._flags:
+            virtual = len(rank.chunks)
+            order = order_of_work(stage, stages, virtual, micro_batches, group or stages)
+            alone = [work.forward for work in order].index(False)  # forwards before a backward
+            hidden = self._constants.ep_overlap * (1 - alone / (virtual * micro_batches))
+        chunks = [self._passes(chunk, spans, hidden) for chunk in rank.chunks]
         inside: defaultdict[str, float] = defaultdict(float)
         for direction in (work for chunk in rank.chunks for work in chunk.values()):
             for key, amount in direction.items():
@@ -215,8 +229,31 @@ class Model:
         after[GRADIENTS] = self._gradients(rank.iteration.traffic, chunks)
         return _Parts(chunks, after)
 
+    def _passes(
+        self, chunk: Mapping[str, Mapping[str, float]], spans: Mapping[str, Traffic], hidden: float
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Return the seconds of a forward and a backward pass, by activity.
+
+        Args:
+            chunk: the work of both.
+            spans: the exchanges of the iteration, by their keys in `chunk`.
+            hidden: share of the EP exchange that is hidden, as far as the opposite pass computes.
+        """
+        forward, backward = (self._busy(chunk[name], spans) for name in (FORWARD, BACKWARD))
+        computing = [
+            sum(spent[n] for n in (GEMM, ATTENTION, MEMORY)) for spent in (backward, forward)
+        ]
+        for spent, other in zip((forward, backward), computing, strict=True):
+            if EXPERTS in spent:
+                spent[EXPERTS] -= hidden * min(spent[EXPERTS], other)
+        return self._with_host(forward, chunk[FORWARD]), self._with_host(backward, chunk[BACKWARD])
+
     def _spent(self, work: Mapping[str, float], spans: Mapping[str, Traffic]) -> dict[str, float]:
         """Return the seconds that a piece of work takes, by activity."""
+        return self._with_host(self._busy(work, spans), work)
+
+    def _busy(self, work: Mapping[str, float], spans: Mapping[str, Traffic]) -> dict[str, float]:
+        """Return the seconds that the GPU needs for a piece of work, by activity."""
         c, gpu = self._constants, self._gpu
         peak = gpu.tflops * 1e12
         products = work.get("gemm", 0) + work.get("convolution", 0)
@@ -229,7 +266,11 @@ class Model:
             if key in spans and not _overlapped(spans[key]):
                 name = _link(spans[key].group)
                 spent[name] = spent.get(name, 0.0) + self._exchange(spans[key], size)
-        busy = sum(spent.values())
+        return spent
+
+    def _with_host(self, spent: dict[str, float], work: Mapping[str, float]) -> dict[str, float]:
+        """Add the time that the host needs beyond the GPU's."""
+        c, busy = self._constants, sum(spent.values())
         host = work.get("launches", 0) * c.launch_us * 1e-6
         syncs = work.get("host_syncs", 0) * c.wait_us * 1e-6
         return spent | {HOST: max(host - busy, 0.0) + syncs}

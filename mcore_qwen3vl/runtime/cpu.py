@@ -204,6 +204,7 @@ TORCH_REPLACEMENTS = (
         stream=lambda stream: contextlib.nullcontext(),
         set_stream=lambda stream: None,
     ),
+    *_values("torch.Tensor", "the CPU has no streams", record_stream=lambda self, stream: None),
     Replacement(
         "torch.distributed",
         "all_gather",

@@ -50,7 +50,8 @@ def main(command: CommandLine) -> int:
     check_early(command)
     run: Run | None = None
     with nothing_left(command, lambda: bool(run and run.begun)), quiet(command) as screen:
-        _choose_device(command.cpu)
+        overlap = "--overlap-moe-expert-parallel-comm" in command.words
+        _choose_device(command.cpu, several_queues=overlap)
         args, explicit = parse(command)
         run = Run(args, screen)
         if args.rank == 0:
@@ -59,7 +60,7 @@ def main(command: CommandLine) -> int:
             return run.train()
 
 
-def _choose_device(cpu: bool) -> None:
+def _choose_device(cpu: bool, *, several_queues: bool = False) -> None:
     """Prepare for the CPU or for GPUs; must run before megatron is imported."""
     if cpu:
         # Warnings of megatron and torch about missing CUDA extensions do not matter here.
@@ -70,7 +71,7 @@ def _choose_device(cpu: bool) -> None:
         install(training=True)
     else:
         require_gpu()
-        order_transfers()
+        order_transfers(several_queues=several_queues)
         compile_where_possible()
 
 

@@ -75,6 +75,21 @@ def test_two_stages_of_a_model_that_is_only_a_config(
     _check_page(page.read_text(), first)
 
 
+@pytest.mark.slow
+def test_an_overlapped_exchange_of_experts_is_the_same_work(command: Command, config: Path) -> None:
+    """Features travel between its chunks, whose gradients arrive without a shape."""
+    flags = (*FLAGS, "--num-virtual-stages-per-pipeline-rank", 2)
+    overlap = "--overlap-moe-expert-parallel-comm"
+    _, plain = command("--gpus", 4, "--hf-model", config, *flags)
+    code, found = command("--gpus", 4, "--hf-model", config, *flags, overlap)
+    assert code == 0
+    for one, other in zip(found["roles"], plain["roles"], strict=True):
+        assert one["faults"] == {}
+        assert one["flops"] == other["flops"]
+    for one, other in zip(found["step"]["roles"], plain["step"]["roles"], strict=True):
+        assert one["seconds"]["GEMM"] == pytest.approx(other["seconds"]["GEMM"])
+
+
 def _check_page(text: str, role: dict[str, Any]) -> None:
     assert len(text) < 200_000
     assert "http://" not in text

@@ -78,6 +78,20 @@ def test_exchanges_by_link() -> None:
     assert hidden["TP exchange"] == pytest.approx(0.3 * spent["TP exchange"])
 
 
+def test_the_experts_exchange_hides_behind_another_micro_batch() -> None:
+    key = "EXPERT_MODEL_PARALLEL_GROUP[16]\nall_to_all"
+    exchange = 1e9 * (7 / 200e9 + 8 / 20e9)  # 0.435 s, and the other pass computes 0.9
+    found = interval(replace(EP, size=32 * 10**9))
+    flag = "--overlap-moe-expert-parallel-comm"
+    spent = modelled(flag, found=found, forward={**FORWARD, key: 1.6e10}).roles[0].seconds
+    # The first of six forwards runs alone.
+    assert spent["EP exchange"] == pytest.approx(6 * exchange * (1 - 0.9 * 5 / 6))
+    # What takes longer than the other pass computes stays.
+    found = interval(replace(EP, size=320 * 10**9))
+    spent = modelled(flag, found=found, forward={**FORWARD, key: 1.6e11}).roles[0].seconds
+    assert spent["EP exchange"] == pytest.approx(6 * (10 * exchange - 0.9 * 5 / 6 * 0.9))
+
+
 def test_the_data_parallel_exchange_hides_behind_a_micro_batch() -> None:
     exposed = modelled(found=interval(DP)).roles[0].seconds
     assert exposed["DP exchange"] == pytest.approx(4e9 / 20e9)

@@ -34,7 +34,11 @@ def test_canary_every_replaced_symbol_exists_and_is_replaced(r: cpu.Replacement)
 
 
 @pytest.mark.parametrize(
-    "r", [r for r in ALL if not inspect.isclass(r.make(None))], ids=lambda r: f"{r.module}.{r.name}"
+    "r",
+    [  # torch.Tensor's are C functions without a signature
+        r for r in ALL if not inspect.isclass(r.make(None)) and r.module != "torch.Tensor"
+    ],
+    ids=lambda r: f"{r.module}.{r.name}",
 )
 def test_a_replacement_takes_the_arguments_of_the_original(r: cpu.Replacement) -> None:
     original = inspect.signature(cpu.originals[r.module, r.name]).parameters.values()

@@ -8,7 +8,7 @@ their gradient like that of the hidden states, for any number of layers in a reg
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -69,16 +69,29 @@ class DeepStackLayer(TransformerLayer):
         Returns:
             (s_local, B, H) hidden states, and `context` for the layers that follow.
         """
-        with recomputing() if self.recomputes else nullcontext():
+        with self.recomputing():
             hidden, _ = super().forward(*args, **kwargs)
+        return self.add_features(hidden, context, context_mask), context
+
+    def recomputing(self) -> AbstractContextManager[None]:
+        """Recompute this layer's cheap outputs inside this context, unless that is off."""
+        return recomputing() if self.recomputes else nullcontext()
+
+    def add_features(
+        self, hidden: Tensor, context: Tensor | None, context_mask: Tensor | None
+    ) -> Tensor:
+        """Add this layer's features, if it has any, to its output (s_local, B, H).
+
+        For `context` and `context_mask` see :meth:`forward`.
+        """
         has_features = self.layer_number <= self.deepstack_layers
-        if has_features and context is not None and context_mask is not None:
-            # Earlier stages keep their layers' features: the last row is always layer K's.
-            features = context[self.layer_number - self.deepstack_layers - 1]
-            hidden = fusion.add_features(hidden, features, context_mask)
-            # The schedules free a stage's output after sending it, and refuse to free a view.
-            hidden = make_viewless_tensor(hidden, requires_grad=True, keep_graph=True)
-        return hidden, context
+        if not has_features or context is None or context_mask is None:
+            return hidden
+        # Earlier stages keep their layers' features: the last row is always layer K's.
+        features = context[self.layer_number - self.deepstack_layers - 1]
+        hidden = fusion.add_features(hidden, features, context_mask)
+        # The schedules free a stage's output after sending it, and refuse to free a view.
+        return make_viewless_tensor(hidden, requires_grad=True, keep_graph=True)
 
 
 def pack_features(hidden: Tensor, features: Tensor) -> Tensor:

@@ -42,10 +42,11 @@ def patterns_of_other_stages() -> Iterator[None]:
 @contextmanager
 def shapes_from_neighbours() -> Iterator[None]:
     """Give the empty tensors that a stage receives their shape, when they are used."""
-    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.pipeline_parallel import combined_1f1b, schedules
 
     sent = WeakTensorKeyDictionary()  # output -> shape that it had when it was sent; freed then
     free, backward = schedules.deallocate_output_tensor, schedules.custom_backward
+    combined = combined_1f1b.combined_forward_backward_step
     receive = Qwen3VLModel._receive
 
     def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False) -> None:
@@ -57,6 +58,12 @@ def shapes_from_neighbours() -> Iterator[None]:
         if grad_output is not None and not grad_output.numel():
             grad_output = grad_output.new_empty(sent[output])
         backward(output, grad_output)
+
+    def combined_forward_backward_step(*args: Any, **kwargs: Any) -> Any:
+        *before, output, gradient, config = args
+        if isinstance(gradient, Tensor) and not gradient.numel():
+            gradient = gradient.new_empty(sent.get(output, output.shape))
+        return combined(*before, output, gradient, config, **kwargs)
 
     def _receive(self: Qwen3VLModel, seq_len: int, plan: FusionPlan) -> Tensor | None:
         received = self.decoder.input_tensor
@@ -72,6 +79,9 @@ def shapes_from_neighbours() -> Iterator[None]:
     with (
         mock.patch.object(schedules, "deallocate_output_tensor", deallocate_output_tensor),
         mock.patch.object(schedules, "custom_backward", custom_backward),
+        mock.patch.object(
+            combined_1f1b, "combined_forward_backward_step", combined_forward_backward_step
+        ),
         mock.patch.object(Qwen3VLModel, "_receive", _receive),
     ):
         yield

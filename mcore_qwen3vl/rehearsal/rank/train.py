@@ -56,7 +56,8 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda *_: None) -> None:
         raise BadInput(
             "Start it with python -m mcore_qwen3vl.pretended -m mcore_qwen3vl.rehearsal.rank.train."
         )
-    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.pipeline_parallel import combined_1f1b, schedules
+    from megatron.core.pipeline_parallel.utils import ScheduleNode
     from megatron.training import training
 
     from mcore_qwen3vl.pretended.flops import count_transformer_engine
@@ -84,6 +85,12 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda *_: None) -> None:
         mock.patch.object(run.Run, "_report", watch.in_phase(LOG, run.Run._report)),
         mock.patch.object(schedules, "forward_step", watch.work.forward(schedules.forward_step)),
         mock.patch.object(schedules, "backward_step", watch.work.backward(schedules.backward_step)),
+        mock.patch.object(
+            combined_1f1b,
+            "combined_forward_backward_step",
+            watch.work.combined(combined_1f1b.combined_forward_backward_step),
+        ),
+        mock.patch.object(ScheduleNode, "_backward", watch.work.node(ScheduleNode._backward)),
         count_transformer_engine(rank.work.counts),
         shapes_from_neighbours(),
         patterns_of_other_stages(),
@@ -211,6 +218,7 @@ class StageWork:
         self._stage_of = WeakTensorKeyDictionary()  # output -> its virtual stage
         self._done: Counter[int] = Counter()  # micro-batches of each virtual stage
         self._work: defaultdict[tuple[int, str], Counter[str]] = defaultdict(Counter)
+        self._backward: Counter[str] = Counter()  # of the combined step in progress
 
     def of_iteration(self) -> list[dict[str, dict[str, float]]]:
         """Return each virtual stage's ``forward`` and ``backward`` work, and reset the counts.
@@ -252,11 +260,47 @@ class StageWork:
 
         return backward_step
 
+    def combined(self, original: Any) -> Any:
+        """Wrap mcore's ``combined_forward_backward_step``, a forward and a backward in turns."""
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            forward, backward = args[2], args[6]  # the chunks, either of which may be None
+            before = self._rank.tally()
+            self._backward.clear()
+            result = original(*args, **kwargs)
+            work = self._rank.tally() - before
+            if backward is not None:
+                own = self._backward if forward is not None else work
+                self._work[_stage(backward), BACKWARD] += own
+            if forward is not None:
+                self._work[_stage(forward), FORWARD] += work - self._backward
+                self._done[_stage(forward)] += 1
+            return result
+
+        return step
+
+    def node(self, original: Any) -> Any:
+        """Wrap the backward pass of mcore's ``ScheduleNode`` to count its work."""
+
+        def backward(node: Any, *gradients: Any) -> Any:
+            before = self._rank.tally()
+            result = original(node, *gradients)
+            self._backward += self._rank.tally() - before
+            return result
+
+        return backward
+
     @contextmanager
     def _counted(self, stage: int, direction: str) -> Iterator[None]:
         before = self._rank.tally()
         yield
         self._work[stage, direction] += self._rank.tally() - before
+
+
+def _stage(chunk: Any) -> int:
+    from megatron.core.utils import get_attr_wrapped_model
+
+    return get_attr_wrapped_model(chunk, "vp_stage") or 0
 
 
 def _only(output: Any) -> Any:

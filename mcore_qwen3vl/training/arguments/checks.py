@@ -54,19 +54,8 @@ def check(args: argparse.Namespace, architecture: Architecture) -> None:
             f"Megatron-Core trains MoE models under TP {args.tensor_model_parallel_size} with "
             "sequence parallelism only: add --sequence-parallel."
         )
-    if args.overlap_moe_expert_parallel_comm:
-        raise BadInput(
-            "--overlap-moe-expert-parallel-comm runs the parts of a layer by its own schedule, "
-            "which leaves DeepStack out: drop the flag. The flex dispatcher "
-            "(--moe-token-dispatcher-type flex --moe-enable-deepep) speeds the exchange up instead."
-        )
-    if args.cuda_graph_impl != "none":  # Megatron turns its older flags into this one
-        raise BadInput(
-            f"--cuda-graph-impl {args.cuda_graph_impl} (--enable-cuda-graph and "
-            "--external-cuda-graph mean it too): a CUDA graph needs the same number of image "
-            "tokens in every batch, which differs here, and Megatron's per-layer graphs leave "
-            "DeepStack out: drop the flag."
-        )
+    _check_expert_overlap(args)
+    _check_graphs(args)
     if not args.cpu and c_compiler() is None:
         _check_uncompiled(args)
     if args.spec == ["torch"]:
@@ -94,6 +83,54 @@ def _check_best(args: argparse.Namespace) -> None:
         raise BadInput(
             f"--keep-best removes the previous best checkpoint, and {other} also decides when "
             "checkpoints are written or removed: drop one of the two."
+        )
+
+
+def _check_expert_overlap(args: argparse.Namespace) -> None:
+    """Refuse what Megatron's combined schedule, or our part of it, cannot be combined with.
+
+    Most of these Megatron would refuse by an assertion on every rank.
+    """
+    if args.delay_wgrad_compute:
+        raise BadInput("--delay-wgrad-compute is not supported: drop the flag.")
+    if not args.overlap_moe_expert_parallel_comm:
+        return
+    stages, virtual = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
+    reasons = {
+        "nothing is exchanged: add --expert-model-parallel-size N": (
+            args.expert_model_parallel_size == 1
+        ),
+        "it needs half precision: add --bf16": not (args.bf16 or args.fp16),
+        "the dispatcher must be --moe-token-dispatcher-type alltoall or flex": (
+            args.moe_token_dispatcher_type not in ("alltoall", "flex")
+        ),
+        "a pipeline needs virtual stages: add --num-virtual-stages-per-pipeline-rank N": (
+            stages > 1 and not virtual
+        ),
+        "a layer cannot be recomputed as a whole: drop --recompute-granularity full": (
+            args.recompute_granularity == "full"
+        ),
+        "experts cannot be recomputed: take moe out of --recompute-modules": (
+            "moe" in (args.recompute_modules or ())
+        ),
+        "activations cannot be offloaded: drop --fine-grained-activation-offloading and "
+        "--cpu-offloading-num-layers": (
+            args.fine_grained_activation_offloading or bool(args.cpu_offloading_num_layers)
+        ),
+        "the schedule passes by its hooks: drop --use-megatron-fsdp": args.use_megatron_fsdp,
+    }
+    for reason, wrong in reasons.items():
+        if wrong:
+            raise BadInput(f"--overlap-moe-expert-parallel-comm: {reason}.")
+
+
+def _check_graphs(args: argparse.Namespace) -> None:
+    if args.cuda_graph_impl != "none":  # Megatron turns its older flags into this one
+        raise BadInput(
+            f"--cuda-graph-impl {args.cuda_graph_impl} (--enable-cuda-graph and "
+            "--external-cuda-graph mean it too): a CUDA graph needs the same number of image "
+            "tokens in every batch, which differs here, and Megatron's per-layer graphs leave "
+            "DeepStack out: drop the flag."
         )
 
 

@@ -29,9 +29,10 @@ def compared(settings: Distillation) -> Run:
     On the last stage it returns (2, B, s) float32: divergences, and cross entropies.
     """
 
-    def run(batch: Batch, model: torch.nn.Module) -> tuple[Tensor, Tensor]:
+    def run(batch: Batch, model: torch.nn.Module, *, plan: bool = False) -> tuple[Tensor, Tensor]:
         chunk = get_attr_wrapped_model(model, "local_tokens", return_model_obj=True)
-        return forward(batch, model, output_processor=partial(_compare, batch, chunk, settings))
+        processor = partial(_compare, batch, chunk, settings)
+        return forward(batch, model, plan=plan, output_processor=processor)
 
     return run
 

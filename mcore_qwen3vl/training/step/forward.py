@@ -20,15 +20,20 @@ from mcore_qwen3vl.training.step.blame import StepRecords
 from mcore_qwen3vl.training.step.losses import Objective
 
 LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
-Run = Callable[[Batch, torch.nn.Module], tuple[Tensor, Tensor]]
+Run = Callable[..., tuple[Tensor, Tensor]]
+"""A function with the arguments and results of :func:`forward`."""
 
 
-def forward(batch: Batch, model: torch.nn.Module, **options: Any) -> tuple[Tensor, Tensor]:
+def forward(
+    batch: Batch, model: torch.nn.Module, *, plan: bool = False, **options: Any
+) -> tuple[Tensor, Tensor]:
     """Run one micro-batch through one pipeline chunk, wrapped or not.
 
     Args:
         batch: the micro-batch, its tensors on the device.
         model: the chunk.
+        plan: only build the plan of :meth:`Qwen3VLModel.build_schedule_plan`, and return it in
+            place of the output.
         options: passed to :class:`~mcore_qwen3vl.model.qwen3vl.Qwen3VLModel`.
 
     Returns:
@@ -38,7 +43,7 @@ def forward(batch: Batch, model: torch.nn.Module, **options: Any) -> tuple[Tenso
     chunk = get_attr_wrapped_model(model, "local_tokens", return_model_obj=True)
     has_logits = chunk.post_process and chunk.head_labels is None
     packing = _packing(batch)
-    output = model(
+    output = (chunk.build_schedule_plan if plan else model)(
         batch.input_ids,
         batch.position_ids,
         padding_mask=batch.padding_mask,
@@ -76,17 +81,21 @@ class ForwardStep:
         self.validation_sets = DataSetLosses(validation_sets)
 
     def __call__(
-        self, batches: Iterator[Batch], model: torch.nn.Module
+        self,
+        batches: Iterator[Batch],
+        model: torch.nn.Module,
+        return_schedule_plan: bool = False,
     ) -> tuple[Tensor, LossFunction]:
         """Run one micro-batch through one pipeline chunk.
 
         Returns:
-            The chunk's output, and the function that Megatron applies to it on the last stage.
+            The chunk's output, or with `return_schedule_plan` the plan that computes it; and the
+            function that Megatron applies to the output on the last stage.
         """
         batch = next(batches)
         if torch.is_grad_enabled():
             self.records.add(batch.names)
-        output, local = self._run(batch, model)
+        output, local = self._run(batch, model, plan=return_schedule_plan)
         return output, partial(self._reduce, batch, local)
 
     def _reduce(

@@ -43,9 +43,10 @@ def pooled(read: Read) -> Run:
     On the last stage it returns (N, K) values, float32 and equal on all ranks of a TP x CP group.
     """
 
-    def run(batch: Batch, model: torch.nn.Module) -> tuple[Tensor, Tensor]:
+    def run(batch: Batch, model: torch.nn.Module, *, plan: bool = False) -> tuple[Tensor, Tensor]:
         chunk = get_attr_wrapped_model(model, "local_tokens", return_model_obj=True)
-        return forward(batch, model, output_processor=partial(_pool, batch, chunk, read))
+        processor = partial(_pool, batch, chunk, read)
+        return forward(batch, model, plan=plan, output_processor=processor)
 
     return run
 

@@ -34,6 +34,8 @@ class Case:
         adamw: optimizer step to take after that, to compare parameters; None: take none.
         distributed_optimizer: shard optimizer states and gradients over DP.
         overlap: overlap gradient reduction (and parameter gathering, if distributed) with compute.
+        overlap_experts: ``--overlap-moe-expert-parallel-comm``. Megatron's config refuses it in
+            fp32, so it is set after the model is built.
         freeze: parts and patterns to freeze, see :class:`mcore_qwen3vl.model.freeze.Freezing`.
         config: further ``TransformerConfig`` fields, such as recompute.
         compile_pointwise: see :mod:`mcore_qwen3vl.model.pointwise`.
@@ -47,6 +49,7 @@ class Case:
     adamw: AdamW | None = None
     distributed_optimizer: bool = False
     overlap: bool = False
+    overlap_experts: bool = False
     freeze: tuple[str, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
     compile_pointwise: bool = False
@@ -84,6 +87,7 @@ class Case:
         extras = [
             "distributed optimizer" if self.distributed_optimizer else "",
             "overlap" if self.overlap else "",
+            "overlapped experts" if self.overlap_experts else "",
             f"freeze {' '.join(self.freeze)}" if self.freeze else "",
             *(f"{name}={value}" for name, value in self.config.items()),
         ]

@@ -48,6 +48,7 @@ one rank: the divisor of the loss, ranks without an image, ranks with micro-batc
 """
 UNIFORM = {"recompute_granularity": "full", "recompute_method": "uniform"}
 SHARDED: dict[str, Any] = {"distributed_optimizer": True}
+EXPERTS: dict[str, Any] = {"overlap_experts": True}
 OVERLAPPED: dict[str, Any] = {"distributed_optimizer": True, "overlap": True}
 
 
@@ -85,6 +86,7 @@ class MatrixRow:
 
 DISPATCH = {"moe_token_dispatcher_type": "allgather"}
 BOTH = "distr. opt., overlap"
+SPLIT = "overlapped experts"
 
 
 def uniform(layers: int) -> dict[str, Any]:
@@ -151,7 +153,16 @@ MATRIX: tuple[MatrixRow, ...] = (
     MatrixRow.of("moe", "tp2xpp2xep2+sp", "mixed", "packed", "ragged"),
     MatrixRow.of("moe", "tp2xep2xetp2xdp2+sp", "mixed", "packed"),
     MatrixRow.of("moe", "tp2xpp2xep2xdp2+sp", "imageless", "packed", note=BOTH, **OVERLAPPED),
+    MatrixRow.of("moe", "ep2xdp2", "mixed", "packed", "imageless", note=SPLIT, **EXPERTS),
+    MatrixRow.of("moe", "tp2xep2+sp", "packed", "padded", note=SPLIT, **EXPERTS),
+    MatrixRow.of("moe", "cp2xep2", "packed", note=SPLIT, **EXPERTS),
+    MatrixRow.of("moe", "ep2xdp4", "packed", note=f"{SPLIT}, {BOTH}", **EXPERTS, **OVERLAPPED),
+    MatrixRow.of("moe", "pp2xvpp2xep2xdp2", "imageless", "ragged", note=SPLIT, **EXPERTS),
+    MatrixRow.of("moe", "tp2xpp2xvpp2xep2+sp", "mixed", "packed", "ragged", note=SPLIT, **EXPERTS),
+    MatrixRow.of("moe", "cp2xpp2xep2+Ettt|t||L", "packed", note=SPLIT, **EXPERTS),
+    MatrixRow.of("moe", "cp2xpp2xep2+Et||tt|tL", "packed", note=SPLIT, **EXPERTS),
     MatrixRow.of("moe-mixed", "single", "mixed", "packed"),
+    MatrixRow.of("moe-mixed", "ep2xdp2", "mixed", "packed", note=SPLIT, **EXPERTS),
     MatrixRow.of("moe-mixed", "pp2xep2xdp2", "images", "padded"),
     MatrixRow.of("dense", "tp2+sp", "mixed", **uniform(1)),
     MatrixRow.of("dense", "cp2", "packed", **uniform(2)),

@@ -140,6 +140,8 @@ class Engine:
         self.chunks = build_chunks(
             Architecture.from_hf(path), case.layout, spec=case.spec, **overrides
         )
+        for chunk in self.chunks:
+            chunk.config.overlap_moe_expert_parallel_comm = case.overlap_experts
         if mcore is None:
             load_hf(self.chunks, path)
         else:
@@ -210,16 +212,18 @@ class Engine:
         outputs: list[_Output] = []
 
         def forward_step(
-            iterator: Iterator[int], model: Any
+            iterator: Iterator[int], model: Any, return_schedule_plan: bool = False
         ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]]:
             number = next(iterator)
             micro = micro_batches[number]
             chunk = unwrap(model)[0]
-            result = model(**self._arguments(micro))
+            call = chunk.build_schedule_plan if return_schedule_plan else model
+            result = call(**self._arguments(micro))
 
             def loss(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
                 assert self._logits is not None
-                outputs.append(_Output(number, losses.detach(), self._logits))
+                # Combined 1F1B frees the losses.
+                outputs.append(_Output(number, losses.detach().clone(), self._logits))
                 counts = micro.loss_mask[:, _local_tokens(chunk, micro)].to(losses.device)
                 return (losses * counts).sum(), counts.sum().int(), {}
 

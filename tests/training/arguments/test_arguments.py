@@ -107,6 +107,35 @@ def test_moe_under_tp_needs_sp(moe: Path) -> None:
     assert parsed(moe, *layout, "--sequence-parallel", world_size=2).moe_router_topk == 3
 
 
+OVERLAP = ("--overlap-moe-expert-parallel-comm", "--expert-model-parallel-size", "2", "--bf16")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--expert-model-parallel-size", "1"), "add --expert-model-parallel-size N"),
+        (("--moe-token-dispatcher-type", "allgather"), "alltoall or flex"),
+        (("--recompute-granularity", "full", "--recompute-method", "uniform"), "drop --recompute"),
+        (("--recompute-granularity", "selective", "--recompute-modules", "moe"), "take moe out"),
+        (("--pipeline-model-parallel-size", "2"), "add --num-virtual-stages-per-pipeline-rank N"),
+        (("--delay-wgrad-compute",), "[Dd]elay.*wgrad.compute"),  # Megatron refuses it for `torch`
+    ],
+)
+def test_an_overlap_of_the_experts_exchange_that_cannot_be(
+    flags: tuple[str, ...], message: str, moe: Path
+) -> None:
+    with pytest.raises(BadInput, match=message):
+        parsed(moe, *OVERLAP, *flags, world_size=4)
+
+
+def test_an_overlap_of_the_experts_exchange_needs_half_precision(moe: Path) -> None:
+    with pytest.raises(BadInput, match="add --bf16"):
+        parsed(moe, *OVERLAP[:-1], world_size=2)
+    virtual = ("--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2")
+    assert parsed(moe, *OVERLAP, world_size=2).overlap_moe_expert_parallel_comm
+    assert parsed(moe, *OVERLAP, *virtual, world_size=4).virtual_pipeline_model_parallel_size == 2
+
+
 def test_experts_are_one_product(moe: Path, dense: Path) -> None:
     assert parsed(moe).moe_grouped_gemm
     assert not parsed(dense).moe_grouped_gemm
