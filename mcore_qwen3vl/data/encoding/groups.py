@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.energon import stateless
@@ -40,7 +40,7 @@ _NEEDED: dict[Task | None, tuple[str, ...]] = {
 
 
 def plan_each(
-    preparation: Preparation, sample: RawSample, *, task: Task | None = None
+    preparation: Preparation, sample: RawSample, *, task: Task | Literal["pairs"] | None = None
 ) -> dict[str, Plan]:
     """Tokenise the sequences of a raw record, by their names in :meth:`Preparation.parse_each`.
 
@@ -83,12 +83,7 @@ class PairTaskEncoder(GroupTaskEncoder):
         return planned
 
     def _planned(self, sample: RawSample) -> dict[str, Any]:
-        plans = plan_each(self.preparation, sample)
-        if len(plans) == 1:
-            raise BadSample(
-                "it is not a preference record: --loss dpo, simpo and orpo need chosen and "
-                "rejected."
-            )
+        plans = plan_each(self.preparation, sample, task="pairs")
         sides = [plans[side] for side in SIDES]
         check_length(self.config, sides)  # an over-long pair may have no reference
         if not self._references:

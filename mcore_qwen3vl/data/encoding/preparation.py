@@ -26,6 +26,7 @@ from mcore_qwen3vl.data.records.preference import (
     is_pair,
     parse_labelled,
     parse_pair,
+    require_pair,
 )
 from mcore_qwen3vl.data.records.reading import find_hook, preprocessed
 from mcore_qwen3vl.data.records.retrieval import is_retrieval, parse_judgements, parse_retrieval
@@ -87,14 +88,15 @@ class Preparation:
             )
 
     def parse_each(
-        self, sample: RawSample, *, task: Task | Literal["any"] | None = "any"
+        self, sample: RawSample, *, task: Task | Literal["any", "pairs"] | None = "any"
     ) -> dict[str, Conversation | Document]:
         """Parse a record into its parts, by their names.
 
         Args:
             sample: the sample as read.
             task: the task that the record is read for; None: predicting tokens; ``any``: the one
-                that its keys tell, ``embedding`` for retrieval records.
+                that its keys tell, ``embedding`` for retrieval records; ``pairs``: a loss over
+                preference records.
 
         Returns:
             One part without a name, which has a label if the record has; chosen and rejected of a
@@ -116,6 +118,8 @@ class Preparation:
             return dict(read(record, sample.folder, reading))
         if task == "classify":
             return {"": parse_classification(record, sample.folder, reading, self._labels)}
+        if task == "pairs":
+            require_pair(record)
         if is_labelled(record) and not is_pair(record):
             return {"": parse_labelled(record, sample.folder, reading)}
         if not is_pair(record):

@@ -42,10 +42,10 @@ _PAIRED = (
     "simpo or orpo trains on both, from chosen and rejected, which --preprocess MODULE:FUNCTION "
     "can write; without this key the answer is trained as any other."
 )
+PAIRED_ELSEWHERE = ("rejected_response", "rejected_messages", "rejected_images")
+"""Keys of other programs' preference records."""
 OTHER_TASKS = {
-    "rejected_response": _PAIRED,
-    "rejected_messages": _PAIRED,
-    "rejected_images": _PAIRED,
+    **dict.fromkeys(PAIRED_ELSEWHERE, _PAIRED),
     "label": "is true or false, which tells wanted answers from unwanted ones: this would train "
     "both alike. --loss kto trains on such records; or take the key out of records to train on.",
 }

@@ -24,7 +24,7 @@ from typing import Any
 
 from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.media import MediaFolder
-from mcore_qwen3vl.data.records.parse import parse_record
+from mcore_qwen3vl.data.records.parse import PAIRED_ELSEWHERE, parse_record
 from mcore_qwen3vl.data.records.parsed import Conversation, finite
 from mcore_qwen3vl.data.records.reading import PLAIN, Reading
 
@@ -35,6 +35,23 @@ _LABEL, _PROMPT, _ANSWER = "label", "prompt", "completion"
 def is_pair(record: Any) -> bool:
     """Return whether a JSON record is a preference record."""
     return isinstance(record, Mapping) and any(side in record for side in SIDES)
+
+
+def require_pair(record: Any) -> None:
+    """
+    Raises:
+        BadSample: a JSON record is no preference record, but has, for example, ms-swift's keys.
+    """
+    if is_pair(record):
+        return
+    needs = "--loss dpo, simpo and orpo need chosen and rejected"
+    other = isinstance(record, Mapping) and next(filter(record.get, PAIRED_ELSEWHERE), None)
+    if other:
+        raise BadSample(
+            f"{other} is another program's key of preference records, and {needs}, which "
+            "--preprocess MODULE:FUNCTION can write."
+        )
+    raise BadSample(f"it is not a preference record: {needs}.")
 
 
 def is_labelled(record: Any) -> bool:

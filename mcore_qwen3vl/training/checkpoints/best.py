@@ -20,7 +20,7 @@ import torch.distributed as dist
 from mcore_qwen3vl.atomic import replacing
 from mcore_qwen3vl.converters.mcore.paths import folder_name
 from mcore_qwen3vl.training.broadcast import data_state
-from mcore_qwen3vl.training.logs.progress import LOSSES
+from mcore_qwen3vl.training.logs.progress import loss_name
 
 FILE = "validation.json"
 
@@ -75,7 +75,8 @@ class Validations:
         if known or not self._wanted:
             return
         # The last rank has the loss and broadcasts it.
-        shared = [next((float(losses[name]) for name in LOSSES if name in losses), math.nan)]
+        name = loss_name(losses)
+        shared = [float(losses[name]) if name else math.nan]
         dist.broadcast_object_list(shared, src=dist.get_world_size() - 1)
         self._losses.append((iteration, shared[0]))
         self._write()

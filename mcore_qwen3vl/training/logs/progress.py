@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 
 from rich.console import Console
@@ -11,11 +11,16 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from mcore_qwen3vl.console import visible
 
-LOSSES = (
-    *("lm loss", "dpo loss", "simpo loss", "orpo loss", "kto loss", "distill loss"),
+_LOSSES = (
+    *("dpo loss", "simpo loss", "orpo loss", "kto loss", "distill loss"),
     *("contrastive loss", "similarity loss", "reranker loss", "reward loss", "classification loss"),
+    "lm loss",  # the last, because a distillation has it beside its own
 )
-"""Names that a run may give its loss."""
+
+
+def loss_name(numbers: Collection[str]) -> str | None:
+    """Return which of the log's names is that of the loss that the run minimises, if any is."""
+    return next((name for name in _LOSSES if name in numbers), None)
 
 
 class RunProgress:
@@ -119,9 +124,10 @@ class RunProgress:
 
 def _parts(numbers: Mapping[str, float | None]) -> list[tuple[str, str]]:
     """Return short names and formatted values, for a narrow line."""
-    loss = next((numbers[name] for name in LOSSES if name in numbers), None)
+    loss = loss_name(numbers)
     chosen = (
-        ("loss", loss, ".4f"),
+        ("loss", numbers[loss] if loss else None, ".4f"),
+        ("lm loss", numbers.get("lm loss") if loss != "lm loss" else None, ".4f"),
         ("margin", numbers.get("rewards margin"), ".3g"),
         ("accuracy", numbers.get("rewards accuracy", numbers.get("accuracy")), ".2f"),
         ("grad norm", numbers.get("grad norm"), ".3g"),

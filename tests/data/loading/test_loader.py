@@ -360,16 +360,23 @@ def test_overlong_samples_are_counted_apart_and_never_stop(
     assert not any(b.counts.skipped for b in batches)
 
 
-@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize(
+    ("pairs", "advice"),
+    [
+        (False, "rejected_response belongs to .*--loss dpo, simpo or orpo trains on both"),
+        (
+            True,
+            "rejected_response .* --loss dpo, simpo and orpo need chosen and rejected, which .*",
+        ),
+    ],
+)
 def test_preference_records_of_another_program_are_named(
-    make: MakeLoader, write_jsonl: WriteJsonl, pairs: bool
+    make: MakeLoader, write_jsonl: WriteJsonl, pairs: bool, advice: str
 ) -> None:
     records = [question(i, image=False) for i in range(4)]
     path = write_jsonl([{**record, "rejected_response": "no"} for record in records])
     loader = make(path, config=DataConfig(seq_length=256, pairs=pairs, shuffle=False))
-    with pytest.raises(
-        BadInput, match=r"rejected_response belongs to .*--loss dpo, simpo or orpo .* chosen"
-    ):
+    with pytest.raises(BadInput, match=f"{advice}.*--preprocess"):
         next(loader)
 
 

@@ -70,6 +70,17 @@ def test_what_went_wrong_with_data_is_shown_when_there_is_any(clock: Clock) -> N
     assert out.getvalue() == "step 1/2  loss 1.0000  over-long 3\n"
 
 
+def test_a_distillation_shows_the_loss_that_it_minimises_and_the_cross_entropy(
+    clock: Clock,
+) -> None:
+    out = io.StringIO()
+    with closing(RunProgress(Console(file=out, width=1000), clock=clock)) as progress:
+        progress.step(1, 2)
+        numbers = {"lm loss": 3.0, "distill loss": 1.0, "divergence": 0.5, "grad norm": 2.0}
+        progress.show(1, numbers)
+    assert out.getvalue() == "step 1/2  loss 1.0000  lm loss 3.0000  grad norm 2\n"
+
+
 def test_other_ranks_show_nothing(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     follow(None, clock, range(5, 21))
     assert capsys.readouterr() == ("", "")
