@@ -2,13 +2,17 @@
 
     python benchmarks/data.py [--hf-model DIR] [--samples 200] [--output data.json]
 
+Questions without images are read as JSONL. The same questions about photos are read as JSONL, as a
+JSON array in LLaVA's format, as Parquet with the images in it, as a Hugging Face dataset from
+``save_to_disk`` and as a WebDataset.
+
 Both run in one process on one thread, on the same samples, in turns. Costs are CPU time, which a
 busy machine disturbs least, and the ratio is taken round by round. Between machines, compare only
 the ratios:
 
 - ``processor``: HF's processor called on each sample (chat template, images, tokens), nothing else
-- ``ours``: what one data worker does, from a JSONL line to packed batches with labels, position
-  ids and indexed images, whose pixels are bytes
+- ``ours``: what one data worker does, from a record to packed batches with labels, position ids and
+  indexed images, whose pixels are bytes
 - ``ours_normalised``: the same, plus the normalisation of pixels as the processor returns them, on
   this CPU; in training the model does that on its device
 
@@ -19,16 +23,22 @@ real models' patch size. Images are 64 to 1024 tokens for both.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import statistics
+import tarfile
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
+from datasets import Dataset, Features, List, Value
+from datasets import Image as ImageFeature
 from PIL import Image
 from transformers.image_utils import load_image
 
@@ -40,6 +50,7 @@ from mcore_qwen3vl.tiny import tiny_config, write_processor
 
 REAL_PATCHES = {"patch_size": 16}
 LIMITS = MediaLimits(image_min_pixels=64 * 32**2, image_max_pixels=1024 * 32**2)
+SPEAKERS = {"user": "human", "assistant": "gpt"}
 
 
 def write_samples(folder: Path, count: int, kind: str) -> Path:
@@ -64,6 +75,46 @@ def write_samples(folder: Path, count: int, kind: str) -> Path:
     path = folder / f"{kind}.jsonl"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
+
+
+def write_formats(folder: Path, jsonl: Path) -> dict[str, Path]:
+    """Write the records of a file in every other format, and return the paths by name."""
+    records = [json.loads(line) for line in jsonl.read_text(encoding="utf-8").splitlines()]
+    names = {"llava_json": "a.json", "parquet": "a.parquet", "save_to_disk": "saved"}
+    kinds = {kind: folder / name for kind, name in names.items()}
+    llava = [
+        {
+            "image": record["images"][0],
+            "conversations": [
+                {"from": SPEAKERS[turn["role"]], "value": turn["content"]}
+                for turn in record["messages"]
+            ],
+        }
+        for record in records
+    ]
+    kinds["llava_json"].write_text(json.dumps(llava, indent=2), encoding="utf-8")
+    whole = [
+        {**record, "images": [(folder / name).read_bytes() for name in record["images"]]}
+        for record in records
+    ]
+    pq.write_table(pa.Table.from_pylist(whole), kinds["parquet"], row_group_size=100)
+    turns = List({"role": Value("string"), "content": Value("string")})
+    columns = {
+        "messages": [record["messages"] for record in records],
+        "images": [[str(folder / name) for name in record["images"]] for record in records],
+    }
+    features = Features({"messages": turns, "images": List(ImageFeature())})
+    Dataset.from_dict(columns, features=features).save_to_disk(kinds["save_to_disk"])
+    kinds["webdataset"] = folder / "tars"
+    kinds["webdataset"].mkdir()
+    with tarfile.open(kinds["webdataset"] / "0.tar", "w") as tar:
+        for index, record in enumerate(whole):
+            named = json.dumps({**record, "images": ["jpg"]}).encode()
+            for suffix, content in (("json", named), ("jpg", record["images"][0])):
+                info = tarfile.TarInfo(f"{index:06}.{suffix}")
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+    return kinds
 
 
 def run_processor(processor: Any, path: Path) -> tuple[float, int]:
@@ -95,54 +146,43 @@ def run_ours(loader: Loader, samples: int) -> tuple[float, float, Counts]:
     return seconds, normalising, counts
 
 
-def measure(model: Path, path: Path, samples: int, rounds: int, seq_length: int) -> dict[str, Any]:
-    """Run both in turns, and return medians over the rounds after one warm-up round."""
-    return measure_against(model, path, path, samples, rounds, seq_length)
+def measure(model: Path, jsonl: Path, path: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Run both in turns, and return medians over the rounds after one warm-up round.
 
-
-def measure_against(
-    model: Path, jsonl: Path, path: Path, samples: int, rounds: int, seq_length: int
-) -> dict[str, Any]:
-    """Run :func:`measure` on the same samples twice: the processor on `jsonl`, ours on `path`."""
+    Args:
+        model: checkpoint with config and processor.
+        jsonl: the samples as the processor reads them.
+        path: the same samples as we read them.
+        args: the flags.
+    """
     architecture = Architecture.from_hf(model)
-    config = DataConfig(seq_length=seq_length, packing=True, media=LIMITS)
+    config = DataConfig(seq_length=args.seq_length, packing=True, media=LIMITS)
     loader = Loader([Source(path)], architecture, load_processor(model), config, num_workers=0)
     processor = load_processor(model)
     LIMITS.apply(processor)
     costs: dict[str, list[float]] = {"processor": [], "ours": [], "ours_normalised": []}
     total = Counts()
-    for index in range(rounds + 1):
+    for index in range(args.rounds + 1):
         seconds, tokens = run_processor(processor, jsonl)
-        our_seconds, normalising, counts = run_ours(loader, samples)
+        our_seconds, normalising, counts = run_ours(loader, args.samples)
         if index > 0:
-            costs["processor"].append(seconds / samples)
+            costs["processor"].append(seconds / args.samples)
             costs["ours"].append(our_seconds / counts.samples)
             costs["ours_normalised"].append((our_seconds + normalising) / counts.samples)
             total += counts
-    tokens_per_sample = tokens / samples
-    return {
-        "samples": samples,
-        "tokens_per_sample": tokens_per_sample,
-        **{name: _rates(values, tokens_per_sample) for name, values in costs.items()},
-        **{
-            f"{name}_over_processor_speed": _ratio(costs["processor"], costs[name])
-            for name in ("ours", "ours_normalised")
-        },
-        "packing_efficiency": total.tokens / total.capacity,
-    }
-
-
-def _ratio(theirs: list[float], ours: list[float]) -> dict[str, float]:
-    ratios = [a / b for a, b in zip(theirs, ours, strict=True)]
-    return {"median": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
-
-
-def _rates(costs: list[float], tokens: float) -> dict[str, float]:
-    cost = statistics.median(costs)
-    return {
-        "samples_per_second": 1 / cost,
-        "tokens_per_second": tokens / cost,
-    }
+    tokens_per_sample = tokens / args.samples
+    result: dict[str, Any] = {"samples": args.samples, "tokens_per_sample": tokens_per_sample}
+    for name, values in costs.items():
+        rate = 1 / statistics.median(values)
+        result[name] = {
+            "samples_per_second": rate,
+            "tokens_per_second": tokens_per_sample * rate,
+        }
+    for name in ("ours", "ours_normalised"):
+        ratios = [a / b for a, b in zip(costs["processor"], costs[name], strict=True)]
+        found = {"median": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}
+        result[f"{name}_over_processor_speed"] = found
+    return {**result, "packing_efficiency": total.tokens / total.capacity}
 
 
 def tiny_model(folder: Path) -> Path:
@@ -155,42 +195,27 @@ def tiny_model(folder: Path) -> Path:
 
 
 def main() -> None:
-    args = arguments(__doc__)
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        model = args.hf_model or tiny_model(folder / "model")
-        results = {
-            kind: measure(
-                model,
-                write_samples(folder, args.samples, kind),
-                args.samples,
-                args.rounds,
-                args.seq_length,
-            )
-            for kind in ("image", "text")
-        }
-    report(results, args)
-
-
-def arguments(text: str | None) -> argparse.Namespace:
-    """Parse the flags of this benchmark and of `formats.py`, and keep to one thread."""
-    parser = argparse.ArgumentParser(description=text.splitlines()[0] if text else None)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--hf-model", type=Path, help="checkpoint with config and processor")
     parser.add_argument("--samples", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seq-length", type=int, default=8192)
     parser.add_argument("--output", type=Path, help="write the JSON here, too")
+    args = parser.parse_args()
     torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    return parser.parse_args()
-
-
-def report(results: dict[str, Any], args: argparse.Namespace) -> None:
-    """Print the results as JSON, and write them where the flags say."""
-    text = json.dumps({"threads": 1, "seq_length": args.seq_length, **results}, indent=2)
-    print(text)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        model = args.hf_model or tiny_model(folder / "model")
+        text = write_samples(folder, args.samples, "text")
+        images = write_samples(folder, args.samples, "image")
+        results = {"text": measure(model, text, text, args)}
+        for name, path in {"jsonl": images, **write_formats(folder, images)}.items():
+            results[name] = measure(model, images, path, args)
+    shown = json.dumps({"threads": 1, "seq_length": args.seq_length, **results}, indent=2)
+    print(shown)
     if args.output:
-        args.output.write_text(text + "\n", encoding="utf-8")
+        args.output.write_text(shown + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
