@@ -39,10 +39,6 @@ class CountWork(TorchDispatchMode):
     active: CountWork | None = None
 
     def __init__(self, launched: Callable[[], int] = lambda: 0) -> None:
-        """
-        Args:
-            launched: returns the number of kernels and copies started so far.
-        """
         super().__init__()
         self.counts: Counter[str] = Counter()
         self._launched = launched

@@ -96,11 +96,6 @@ def one_rank(rank: int = 0, world_size: int = 1, routing: Routing = "uniform") -
 
     Inside, device integers have true values and process groups are :class:`.groups.OneRankGroup`.
 
-    Args:
-        rank: this process's rank.
-        world_size: number of ranks.
-        routing: how tokens are spread over experts, see :mod:`.integers`.
-
     Raises:
         Unavailable: this process does not run on the pretended device.
     """

@@ -34,15 +34,7 @@ class Failed(RuntimeError):
 
 @dataclass(frozen=True)
 class SimulatedRank:
-    """The rank that a call acts as, and its device.
-
-    Attributes:
-        rank: rank of the call.
-        world_size: number of ranks.
-        memory_gib: device memory; None: that of the settings.
-        context_gib: device memory that the context takes; None: that of the settings.
-        routing: how tokens are spread over experts, see :mod:`.integers`.
-    """
+    """The rank that a call acts as, and its device; None is the memory of the settings."""
 
     rank: int = 0
     world_size: int = 1
@@ -67,7 +59,6 @@ class Workbench:
         """
         Args:
             imports: modules to import once, for all calls.
-            settings: properties of the device.
             log: file for what the programs print; None: standard error.
             raised: exceptions that :meth:`call` raises as they are. They must be picklable.
 
@@ -110,7 +101,6 @@ class Workbench:
         Args:
             function: a function that a module defines, or ``module:function``.
             args: its arguments, which must be picklable.
-            simulated: rank and device of the call.
             fields: the fields of :class:`SimulatedRank`, instead of `simulated`.
 
         Returns:
@@ -243,9 +233,6 @@ def leave_at_once(code: int = 0) -> NoReturn:
     """End this process and those that it started with :mod:`multiprocessing`.
 
     The rest of the interpreter's shutdown is skipped: it takes seconds once PyTorch is imported.
-
-    Args:
-        code: the exit code.
     """
     # This is what atexit would call: it shuts down managers and joins children.
     util._exit_function()  # type: ignore[attr-defined]

@@ -104,7 +104,6 @@ def read_command(words: Sequence[str], gpus: int | None) -> Command:
     name. If Transformer Engine is not installed, the ``torch`` spec is used.
 
     Args:
-        words: words of the command line.
         gpus: number of GPUs of the whole run; None: as many as the script starts.
 
     Raises:

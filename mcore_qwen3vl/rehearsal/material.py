@@ -40,10 +40,6 @@ def prepare(command: Command, folder: Path) -> Command:
     conversations half of whose tokens are one or more images, sixteen to a pack, in a byte-level
     vocabulary of our own. They go through the real encoding, packing and batching.
 
-    Args:
-        command: the user's command.
-        folder: an existing folder for the made-up model and data.
-
     Raises:
         BadInput: ``--data-path`` without a processor, sequences too short to make data for, or a
             task without ``--data-path``.

@@ -39,10 +39,7 @@ class RoleOutcome:
     """The results of one role's two iterations.
 
     Attributes:
-        role: the rehearsed role.
         measured: the result of :func:`.rank.measure.measure`.
-        report: the device's record.
-        seconds: host time that the rehearsal took.
         usable: bytes available to PyTorch's allocator.
     """
 
@@ -164,13 +161,7 @@ def memory_line(outcomes: Sequence[RoleOutcome]) -> str:
 
 @dataclass
 class Rehearsal:
-    """The results of all rehearsed roles of one run.
-
-    Attributes:
-        command: all flags of the training run.
-        script: the launch script that the flags come from.
-        model: value of ``--hf-model``, or the size of a published config.
-    """
+    """The results of all rehearsed roles of one run."""
 
     command: list[str]
     script: str | None

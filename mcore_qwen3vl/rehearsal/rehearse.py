@@ -46,12 +46,9 @@ class Options:
     """What to rehearse, and on which GPU.
 
     Attributes:
-        gpu: the kind of GPU.
         memory_gib: the GPU's memory; None: what this model of GPU usually has.
         allowance_gib: memory for context and NCCL; None: :func:`.gpus.allowance_gib`.
         roles: the roles to rehearse, see :func:`.roles.roles_of`.
-        routing: how tokens are spread over experts.
-        constants: assumptions of the modelled step.
     """
 
     gpu: Gpu
@@ -83,10 +80,6 @@ class Rehearser:
 
     def __init__(self, options: Options, say: Say = lambda text: None) -> None:
         """
-        Args:
-            options: the options of every rehearsal.
-            say: called with a line of progress.
-
         Raises:
             BadInput: the GPU cannot be simulated here.
         """
@@ -115,7 +108,6 @@ class Rehearser:
         """Rehearse all chosen roles of a run.
 
         Args:
-            command: the run.
             stop_at_failure: leave out the other roles once one has failed.
             what: text before the role's name in lines of progress.
 

@@ -16,7 +16,6 @@ class Role:
     """One rank that stands for all that do the same.
 
     Attributes:
-        name: name to show.
         rank: global rank: the first of its TP x CP group, with data-parallel rank 0.
         stage: pipeline stage, from 0.
         stages: number of pipeline stages like this one.
@@ -36,8 +35,6 @@ def roles_of(command: Command, a: Architecture, chosen: Sequence[str] = ("all",)
     others. Ranks of one TP, CP, DP or EP group are assumed to be alike.
 
     Args:
-        command: the run.
-        a: the model's shape.
         chosen: ``all``, or some of ``first``, ``middle`` and ``last``.
 
     Raises:

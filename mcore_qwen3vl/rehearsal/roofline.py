@@ -35,9 +35,6 @@ class Step:
     """The sizes of one optimizer step.
 
     Attributes:
-        seq_length: tokens of a row or pack.
-        rows: rows of a micro-batch.
-        micro_batches: micro-batches of a rank.
         sample: tokens of a sample, half of which are image tokens.
         image: tokens of an image.
     """

@@ -35,7 +35,6 @@ class Candidate:
     """A layout of the same run.
 
     Attributes:
-        command: the run with this layout's flags.
         flags: flags to append to the run's own, to override them; empty for the run's own layout.
         seconds: seconds of a step, by the roofline.
         estimate: modelled bytes of the fullest rank.
@@ -180,13 +179,7 @@ def trained_of(command: Command, a: Architecture) -> memory.TrainedCounts | None
 def estimate_stages(
     command: Command, a: Architecture, trained: memory.TrainedCounts | None
 ) -> list[memory.Memory]:
-    """Return the modelled memory of a rank of each pipeline stage, in order.
-
-    Args:
-        command: the run.
-        a: the model's shape.
-        trained: see :func:`trained_of`.
-    """
+    """Return the modelled memory of a rank of each pipeline stage, in order."""
     layout = Layout.from_flags(command.args, command.gpus, moe=a.is_moe)
     return memory.of_flags(command.args, a, layout, trained)
 

@@ -92,12 +92,7 @@ class Constants:
 
 @dataclass(frozen=True)
 class RoleTime:
-    """One role's share of the step.
-
-    Attributes:
-        name: name of the role.
-        seconds: seconds by activity, which add up to the step.
-    """
+    """One role's share of the step: seconds by activity, which add up to the step."""
 
     name: str
     seconds: dict[str, float]
@@ -108,12 +103,9 @@ class StepTime:
     """A modelled step.
 
     Attributes:
-        seconds: seconds of one step.
         tokens_per_s: tokens a second of all GPUs, without padding.
         tflops: useful TFLOP/s of a GPU, without recomputed work.
         mfu: `tflops` as a share of the GPU's dense bf16 peak.
-        roles: the roles' shares, in the order of the pipeline.
-        constants: the assumptions.
     """
 
     seconds: float
@@ -147,11 +139,8 @@ class RankWork:
     """The work that was counted on one role's rank.
 
     Attributes:
-        name: name of the role.
-        stages: number of pipeline stages like this one.
         chunks: ``forward`` and ``backward`` work of a micro-batch by virtual stage, see
             :meth:`mcore_qwen3vl.rehearsal.rank.train.StageWork.of_iteration`.
-        iteration: the whole rehearsed iteration.
         micro_batches: micro-batches of that iteration.
         tokens, useful_flops: those of that iteration on this data-parallel rank.
     """
@@ -180,9 +169,7 @@ class Model:
 
         Args:
             ranks: one rank of each role, in the order of the pipeline.
-            micro_batches: micro-batches of an iteration.
             group: see :func:`mcore_qwen3vl.schedule.simulate`.
-            gpus: number of GPUs of the run.
             dp: data-parallel size, CP not included.
         """
         stages = [rank for rank in ranks for _ in range(rank.stages)]
@@ -232,13 +219,7 @@ class Model:
     def _passes(
         self, chunk: Mapping[str, Mapping[str, float]], spans: Mapping[str, Traffic], hidden: float
     ) -> tuple[dict[str, float], dict[str, float]]:
-        """Return the seconds of a forward and a backward pass, by activity.
-
-        Args:
-            chunk: the work of both.
-            spans: the exchanges of the iteration, by their keys in `chunk`.
-            hidden: share of the EP exchange that is hidden, as far as the opposite pass computes.
-        """
+        """Return the seconds of a forward and a backward pass; EP's exchange is partly hidden."""
         forward, backward = (self._busy(chunk[name], spans) for name in (FORWARD, BACKWARD))
         computing = [
             sum(spent[n] for n in (GEMM, ATTENTION, MEMORY)) for spent in (backward, forward)
@@ -317,12 +298,7 @@ class Model:
 
 @dataclass(frozen=True)
 class _Parts:
-    """Seconds of a rank by activity.
-
-    Attributes:
-        chunks: seconds of a micro-batch, by virtual stage and direction.
-        after: seconds of what happens once a step.
-    """
+    """A rank's seconds by activity: of a micro-batch by stage and direction, and once a step."""
 
     chunks: list[tuple[dict[str, float], dict[str, float]]]
     after: dict[str, float]

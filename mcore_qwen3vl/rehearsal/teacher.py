@@ -23,13 +23,7 @@ from mcore_qwen3vl.training.distillation.flags import distillation_of
 
 
 def write_made_up(data: Path, model: Path, args: argparse.Namespace) -> None:
-    """Write the file of a teacher for whom K tokens and all others together are equally likely.
-
-    Args:
-        data: the made-up data.
-        model: folder of the config and the processor.
-        args: our flags of the run.
-    """
+    """Write the file of a teacher for whom K tokens and all others together are equally likely."""
     processor, architecture = load_processor(model), Architecture.from_hf(model)
     media = MediaLimits(**{f.name: getattr(args, f.name) for f in fields(MediaLimits)})
     sources = parse_sources([str(data)])

@@ -42,11 +42,7 @@ def entry() -> None:
 
 
 def _require_torchrun(flags: list[str]) -> None:
-    """Refuse to start without torchrun's environment.
-
-    Raises:
-        BadInput: the environment does not say which rank this is and where the others are.
-    """
+    """Refuse to start without torchrun's environment, which says where the other ranks are."""
     if "MASTER_ADDR" not in os.environ and not {"-h", "--help"} & set(flags):
         raise BadInput(
             "This program is one rank of a run. Start it with torchrun, or train on this machine "

@@ -23,8 +23,6 @@ def report_crash(error: Exception, command: CommandLine, *, aloud: bool = True) 
     number, whose message says all there is.
 
     Args:
-        error: the rank's error.
-        command: the command line.
         aloud: whether to print; not if another rank has done so.
     """
     rank = int(os.environ.get("RANK", "0"))
@@ -52,11 +50,7 @@ def report_crash(error: Exception, command: CommandLine, *, aloud: bool = True) 
 
 
 def death_of_a_rank(failures: Mapping[int, Any]) -> str:
-    """Describe a run's failure: the rank that was killed, if any, or else the first that ended.
-
-    Args:
-        failures: torchrun's failures, by rank.
-    """
+    """Describe a run's failure: the rank that was killed, if any, or else the first that ended."""
     killed = {
         rank: failure
         for rank, failure in failures.items()

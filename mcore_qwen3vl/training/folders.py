@@ -106,7 +106,6 @@ def nothing_left(command: CommandLine, begun: Callable[[], bool]) -> Iterator[No
     files go, and then folders that are empty, so that another run in the same place loses nothing.
 
     Args:
-        command: the command line, which names the folders.
         begun: whether the run has begun to train. Then everything is kept.
     """
     args = command.args

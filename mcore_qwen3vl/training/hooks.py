@@ -121,12 +121,7 @@ def results_queue(original: Any, mp_mode: str = "spawn") -> queue.Queue[Any]:
 
 
 def skip_step(original: Any, batches: Any) -> None:
-    """In place of ``training.dummy_train_step``: take the batches of a step and leave them.
-
-    Args:
-        original: Megatron's.
-        batches: the stream of this rank's pipeline chunk; a list where it has several.
-    """
+    """In place of ``training.dummy_train_step``: take the batches of a step and leave them."""
     for chunk in batches if isinstance(batches, list) else [batches]:
         for _ in range(get_num_microbatches()):
             next(chunk)

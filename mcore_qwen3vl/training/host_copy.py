@@ -10,11 +10,7 @@ from torch import Tensor
 
 
 class AsyncHostCopy:
-    """An async host copy of a tensor's values.
-
-    Args:
-        values: 1-D tensor, on any device.
-    """
+    """An async host copy of a 1-D tensor's values."""
 
     def __init__(self, values: Tensor) -> None:
         self._event = torch.cuda.Event() if values.is_cuda else None
@@ -38,10 +34,6 @@ class NormCheck:
     """
 
     def __init__(self, explain: Callable[[int], FloatingPointError]) -> None:
-        """
-        Args:
-            explain: what to raise for a step.
-        """
         self._explain = explain
         self._pending: tuple[int, AsyncHostCopy] | None = None
 
@@ -51,7 +43,6 @@ class NormCheck:
         Args:
             norm: gradient norm of this iteration, one value; None if nothing trains on this rank's
                 pipeline.
-            iteration: number of the iteration.
 
         Raises:
             FloatingPointError: the norm added before is infinite or NaN.

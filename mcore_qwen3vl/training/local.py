@@ -53,7 +53,6 @@ def train_locally(flags: Sequence[str], processes: int | None = None) -> int:
     """Train on this machine as torchrun would, without its long report about a failed rank.
 
     Args:
-        flags: our flags (:mod:`mcore_qwen3vl.training.arguments.own_flags`) and Megatron's.
         processes: number of ranks; default: :func:`default_processes`.
 
     Returns:

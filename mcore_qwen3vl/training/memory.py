@@ -91,9 +91,6 @@ def by_stage(
     The optimizer is the distributed one, and weights are bf16.
 
     Args:
-        a: the model's shape.
-        layout: all parallel sizes.
-        work: the micro-batch.
         recompute: ``none``: nothing is recomputed, as with --keep-activations; ``cheap``: the
             outputs of norms, SwiGLU and rotary embedding are recomputed; ``full``: every decoder
             layer and vision block keeps its input only; a number: every vision block does so, and
@@ -110,12 +107,6 @@ def of_flags(
     """Return :func:`by_stage` for a run's flags, which need not be validated.
 
     The weights include those of a second model, whose activations do not stay in memory.
-
-    Args:
-        args: the flags.
-        a: the model's shape.
-        layout: all parallel sizes.
-        trained: see :func:`trained_of`.
     """
     work = Workload(args.seq_length, args.micro_batch_size)
     recompute: Recompute = "none" if args.keep_activations else "cheap"
@@ -134,13 +125,7 @@ def of_flags(
 
 
 def trained_of(args: argparse.Namespace, a: Architecture, model: Path) -> TrainedCounts | None:
-    """Count the parameters that a LoRA run trains; None for a run without LoRA.
-
-    Args:
-        args: the flags.
-        a: the model's shape.
-        model: its config file, or the folder with it.
-    """
+    """Count the parameters that a LoRA run trains; None for a run without LoRA."""
     return trained_parameters(adapter_config(args, a), model) if asked(args) else None
 
 
@@ -182,9 +167,6 @@ def rank_parameters(
     """Count the parameters that one rank of a pipeline stage holds.
 
     Args:
-        a: the model's shape.
-        layout: all parallel sizes.
-        stage: index of the pipeline stage.
         counts: the parameters to count, by group; default: all of the model's.
 
     Returns:
@@ -247,8 +229,6 @@ def in_flight(layout: Layout, stage: int, kept: Sequence[float]) -> float:
     """Return the most that a pipeline rank keeps at once under (interleaved) 1F1B.
 
     Args:
-        layout: all parallel sizes.
-        stage: the pipeline rank.
         kept: bytes that each of its virtual stages keeps for one micro-batch.
     """
     most = now = 0.0

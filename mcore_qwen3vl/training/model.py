@@ -48,8 +48,6 @@ def model_provider(
     """Return the model provider for ``megatron.training.pretrain``.
 
     Args:
-        args: the arguments that :func:`mcore_qwen3vl.training.arguments.parser.parse` returns.
-        architecture: the model's shape.
         lora: the LoRA run, if an adapter trains instead of the model's own weights.
         on_trained: called with how much trains, once the last chunk of a rank is built.
         other: the checkpoint of another maker to start from, if any.

@@ -79,11 +79,6 @@ class Run:
     """The state of a run that Megatron's loop does not hold."""
 
     def __init__(self, args: argparse.Namespace, screen: Console | None) -> None:
-        """
-        Args:
-            args: the arguments that :func:`mcore_qwen3vl.training.arguments.parser.parse` returns.
-            screen: the terminal from :func:`mcore_qwen3vl.training.logs.quiet.quiet`, or None.
-        """
         from mcore_qwen3vl.config import Architecture
         from mcore_qwen3vl.training.broadcast.provider import DataProvider
         from mcore_qwen3vl.training.checkpoints.resume import from_other_maker
@@ -132,11 +127,7 @@ class Run:
             print(f"not given, so: {taken}", file=sys.stderr, flush=True)
 
     def train(self) -> int:
-        """Call ``megatron.training.pretrain``.
-
-        Returns:
-            0, or 128 + N when signal N has stopped this rank.
-        """
+        """Call ``megatron.training.pretrain``; return 0, or 128 + N if signal N stopped it."""
         self._interrupt_as_sigterm()
         validations = self.checkpoints.validations
         with closing(self.progress) as progress:

@@ -62,11 +62,7 @@ _TRANSPARENT = (
 
 
 def holder(frames: Frames) -> str:
-    """Return the holder of an allocation whose owner is not known.
-
-    Args:
-        frames: the allocation's stack frames, innermost first.
-    """
+    """Return the holder of an allocation without a known owner, by its frames, innermost first."""
     for frame in frames:
         name = _of_file(frame["filename"])
         if name is not None:

@@ -26,7 +26,6 @@ def measure(flags: Sequence[str], progress: Path) -> dict[str, Any]:
     """Train on this rank, and report what held the memory.
 
     Args:
-        flags: flags of ``launch/train.py``.
         progress: file to which the name of each interval is appended when it ends.
 
     Returns:
@@ -117,11 +116,7 @@ def _optimizer_tensors(optimizer: Any) -> Iterator[Any]:
 
 
 def by_part(model: list[nn.Module]) -> dict[str, int]:
-    """Count the parameters of each part, as ``inspect`` names them; an adapter is one of its own.
-
-    Args:
-        model: this rank's pipeline chunks.
-    """
+    """Count the parameters of each part, as ``inspect`` names them; an adapter is one more."""
     parts: Counter[str] = Counter()
     for chunk in model:
         for name, parameter in chunk.named_parameters():

@@ -88,13 +88,7 @@ def shapes_from_neighbours() -> Iterator[None]:
 
 
 def reads_itself(base: Any, on_batch: Callable[[Batch], None], made: Callable[[Any], None]) -> Any:
-    """Derive a data provider that reads batches itself on every pipeline stage.
-
-    Args:
-        base: :class:`mcore_qwen3vl.training.broadcast.provider.DataProvider`.
-        on_batch: called with each batch.
-        made: called with each provider.
-    """
+    """Derive a data provider that reads batches itself on every pipeline stage."""
     from megatron.core import parallel_state
 
     from mcore_qwen3vl.data.encoding.batch import without_pixels

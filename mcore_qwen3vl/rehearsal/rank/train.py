@@ -43,10 +43,6 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda *_: None) -> None:
     - ``tokens`` and ``useful flops``: those of this rank's samples in the last iteration, counted
       as for the log's tokens/s and MFU.
 
-    Args:
-        argv: the flags.
-        on_setup: called before the first iteration.
-
     Raises:
         BadInput: see :func:`mcore_qwen3vl.training.run.main`; or this process is no simulated
             rank, or not the first of its TP x CP group.

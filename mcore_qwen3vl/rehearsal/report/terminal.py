@@ -99,14 +99,7 @@ def show_fits(fits: Sequence[Fit], command: Command) -> None:
 def show_estimate(
     command: Command, a: Architecture, stages: Sequence[Memory], *, json: bool
 ) -> None:
-    """Print the modelled memory of a rank of each pipeline stage.
-
-    Args:
-        command: the run.
-        a: the model's shape.
-        stages: see :func:`mcore_qwen3vl.rehearsal.search.estimate_stages`.
-        json: whether to print JSON, in bytes, instead of a table.
-    """
+    """Print the modelled memory of a rank of each pipeline stage."""
     layout, kind = command.layout, "modelled, not measured"
     layers = layout.layers_per_stage(a.num_hidden_layers)
     if json:

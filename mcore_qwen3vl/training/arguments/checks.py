@@ -87,10 +87,7 @@ def _check_best(args: argparse.Namespace) -> None:
 
 
 def _check_expert_overlap(args: argparse.Namespace) -> None:
-    """Refuse what Megatron's combined schedule, or our part of it, cannot be combined with.
-
-    Most of these Megatron would refuse by an assertion on every rank.
-    """
+    """Refuse what Megatron's combined schedule, or our part of it, cannot be combined with."""
     if args.delay_wgrad_compute:
         raise BadInput("--delay-wgrad-compute is not supported: drop the flag.")
     if not args.overlap_moe_expert_parallel_comm:
@@ -288,11 +285,7 @@ def _check_loggers(args: argparse.Namespace) -> None:
 
 
 def _check_packages(args: argparse.Namespace) -> None:
-    """Check what Megatron needs for a flag, and misses after a minute.
-
-    Raises:
-        BadInput: a package, a GPU or another flag is missing.
-    """
+    """Check what Megatron needs for a flag, and misses after a minute."""
     for flag in ("--use-megatron-fsdp", "--use-torch-fsdp2"):
         if args.cpu and getattr(args, flag[2:].replace("-", "_")):
             raise BadInput(

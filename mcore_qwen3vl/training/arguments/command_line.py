@@ -56,12 +56,7 @@ RESETTABLE = (
 
 
 class CommandLine:
-    """The flags of a training run: ours, and Megatron's.
-
-    Attributes:
-        words: The command line for Megatron's parser.
-        cpu: Whether ``--cpu`` is among the flags.
-    """
+    """The flags of a training run; `words` is the command line for Megatron's parser."""
 
     def __init__(self, argv: Sequence[str]) -> None:
         self.words = _train_data_path(take_back(argv))

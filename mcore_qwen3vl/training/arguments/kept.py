@@ -21,8 +21,6 @@ class Kept:
     """What a checkpoint was trained with.
 
     Attributes:
-        load: the directory of the checkpoint.
-        ranks: data-parallel ranks.
         workers: data workers of each of them; 0: the ranks read the data themselves.
         shared: all ranks take turns in one stream (``--balance``), which any number of them can.
         batch: samples of a step; None where the command line gives a number, or none was stored.
@@ -36,14 +34,7 @@ class Kept:
 
     @classmethod
     def of(cls, explicit: Mapping[str, Any]) -> Kept | None:
-        """Read what the checkpoint that the command line resumes was trained with.
-
-        Args:
-            explicit: what the command line sets, by ``dest`` name.
-
-        Returns:
-            None where nothing is resumed.
-        """
+        """Return what the run that the command line resumes was trained with, or None."""
         from mcore_qwen3vl.training.broadcast import data_state
         from mcore_qwen3vl.training.checkpoints.resume import latest_iteration
 
@@ -72,11 +63,6 @@ class Kept:
 
     def check(self, *, micro_batch_size: int, num_workers: int, ranks: int) -> None:
         """Check that the run can go on.
-
-        Args:
-            micro_batch_size: of the run that goes on.
-            num_workers: its data workers of a rank.
-            ranks: its data-parallel ranks.
 
         Raises:
             BadInput: these ranks cannot go on as it was trained; with the flags by which they can.

@@ -32,8 +32,6 @@ def check_layout(args: argparse.Namespace, architecture: Architecture, world_siz
 
     Args:
         args: the flags, not yet validated.
-        architecture: the model's shape.
-        world_size: number of ranks.
 
     Raises:
         BadInput: a size does not divide; the message names both numbers and what to change.

@@ -76,11 +76,6 @@ class ArgumentSetup:
     """Adds our flags and defaults to Megatron's parser for one command line."""
 
     def __init__(self, command: CommandLine, world_size: int) -> None:
-        """
-        Args:
-            command: the command line.
-            world_size: number of ranks.
-        """
         self._command = command
         self._world_size = world_size
         self.explicit: frozenset[str] = frozenset()
@@ -121,11 +116,7 @@ class ArgumentSetup:
         kept: Kept,
         ranks: int,
     ) -> None:
-        """Make what the checkpoint was trained with the default, for `ranks` data-parallel ranks.
-
-        Raises:
-            BadInput: these ranks cannot go on with it.
-        """
+        """Make what the checkpoint was trained with the default, for `ranks` data-parallel ones."""
         workers = kept.workers_of_a_rank(ranks)
         if kept.batch:
             parser.set_defaults(global_batch_size=kept.batch)
@@ -168,16 +159,7 @@ def _explicit_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) ->
 def _check_explicit(
     parser: argparse.ArgumentParser, explicit: Mapping[str, Any], fixed: Mapping[str, Any]
 ) -> None:
-    """Refuse flags that contradict the checkpoint's config.
-
-    Args:
-        parser: knows the flag of each argument.
-        explicit: the arguments that the command line sets (:func:`_explicit_arguments`).
-        fixed: the arguments that the config sets; another value would be another model.
-
-    Raises:
-        BadInput: flags contradict the config; the message names each, its value and the config's.
-    """
+    """Refuse flags that contradict the checkpoint's config, which sets the arguments `fixed`."""
     flags = {action.dest: action.option_strings[0] for action in parser._actions if action.dest}
     wrong = [
         f"{flags[name]} sets {name} to {explicit[name]}, the config says {value}"

@@ -43,10 +43,6 @@ def refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
 def refuse_unknown(words: Collection[str], known: Collection[str]) -> NoReturn:
     """Refuse unknown arguments, and suggest the flags that misspelt ones may mean.
 
-    Args:
-        words: the arguments that no flag takes.
-        known: all flags.
-
     Raises:
         BadInput: always.
     """

@@ -57,8 +57,6 @@ class SharedBatches:
         """
         Args:
             loader: the data loader, on the first rank of the first stage's group; None on others.
-            device: the model's device.
-            group: the TP x CP group.
             host_group: the same ranks over gloo; with `ahead`, nothing else may use it.
             feed: connects the first ranks of all pipeline stages; None on other ranks, or if there
                 is only one stage.

@@ -46,11 +46,6 @@ def save(
     """Write one data-parallel rank's state; the file appears whole or not at all.
 
     Args:
-        loader: the loader whose state is saved.
-        checkpoints: the checkpoint directory.
-        iteration: iteration of the checkpoint.
-        dp_rank: this rank's data-parallel rank.
-        sources: the data that the loader reads.
         position: result of :meth:`Loader.position` to save; None: the loader's current position.
         global_batch: samples per step, which a resumed run keeps.
     """

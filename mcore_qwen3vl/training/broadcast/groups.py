@@ -61,11 +61,7 @@ def wait_for_measuring() -> None:
 
 
 def _over_gloo(ranks: Sequence[int]) -> dist.ProcessGroup | None:
-    """Create a gloo group of `ranks`, which are empty if this rank is in none; all ranks call this.
-
-    Returns:
-        The group; None if `ranks` is empty.
-    """
+    """Create a gloo group of `ranks`; all ranks call this, and one with none in it gets None."""
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, tuple(ranks))
     mine, _ = dist.new_subgroups_by_enumeration(

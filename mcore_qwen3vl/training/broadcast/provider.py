@@ -88,12 +88,6 @@ class DataProvider:
         architecture: Architecture,
         on_batch: Callable[[Batch], None],
     ) -> None:
-        """
-        Args:
-            args: the arguments that :func:`mcore_qwen3vl.training.arguments.parser.parse` returns.
-            architecture: the model's shape.
-            on_batch: called with each training batch.
-        """
         self._args = args
         self._architecture = architecture
         self._on_batch = on_batch

@@ -55,10 +55,6 @@ def keep_own_parts(optimizer: Any) -> None:
 
     If the training state is no float32 tensor on the device, mcore's way stays, with a warning.
 
-    Args:
-        optimizer: mcore's optimizer, chained or not. Parts that are not distributed stay as they
-            are.
-
     Raises:
         BadInput: the installed megatron-core lacks one of the methods in :data:`USED`.
     """
@@ -87,10 +83,6 @@ def check_state_of_weights(optimizer: Any, directory: str) -> None:
     mcore's writer gathers the gradient buckets without the padding at their ends, but reads the
     result as if the padding were there. Everything after such an end is stored shifted. A bucket
     is padded if its size is not a multiple of the data-parallel size and of 128.
-
-    Args:
-        optimizer: mcore's optimizer, after it and its model were loaded.
-        directory: the checkpoint directory, for the message.
 
     Raises:
         BadInput: any rank holds such a weight; raised on every rank.
@@ -148,16 +140,7 @@ class _Parts:
         is_loading: bool = False,
         metadata: dict[str, Any] | None = None,
     ) -> dict[int, dict[str, list[ShardedTensor]]]:
-        """Declare where each box of this rank's state lies in the whole tensors.
-
-        Args:
-            model_sharded_state_dict: sharded state dict of the model that is trained.
-            is_loading: whether the boxes' memory will be filled, and :meth:`take` called then.
-            metadata: how mcore would gather; not used.
-
-        Raises:
-            ValueError: a parameter is not in `model_sharded_state_dict`, or is not made of boxes.
-        """
+        """Declare where each box of this rank's state lies in the whole tensors."""
         described, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
         by_parameter = {entry.data: entry for entry in nested_values(described)}
         instance = self._optimizer.distributed_optimizer_instance_id
@@ -227,11 +210,6 @@ def _boxes(
     Elements 2 to 7 of a (4, 3) weight, for example, are column 2 of row 0, row 1, and columns 0 and
     1 of row 2. If the weight is stored as two tensors of two rows each, as SwiGLU's gate and up
     projection are, the first two boxes are in one and the third is in the other.
-
-    Args:
-        entry: the parameter's entry in the sharded state dict.
-        span: range of its flattened elements.
-        instance: number of the distributed optimizer's instance; each has all elements once.
     """
     whole = torch.empty(entry.data.shape, device="meta")
     pieces = [(piece, _extent_of(piece.data, whole)) for piece in _pieces(entry, whole)]
@@ -302,11 +280,7 @@ def _place(piece: ShardedTensor, inside: Shape, sizes: Shape, instance: int) -> 
 
 
 def take_other_chains(optimizer: Any) -> None:
-    """Let a chain of distributed optimizers load the state of a chain of another length.
-
-    Args:
-        optimizer: mcore's optimizer. It stays as it is unless it is a chain of distributed ones.
-    """
+    """Let a chain of distributed optimizers load the state of a chain of another length."""
     parts = getattr(optimizer, "chained_optimizers", [])
     if not parts or not all(isinstance(part, DistributedOptimizer) for part in parts):
         return

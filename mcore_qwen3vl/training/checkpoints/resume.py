@@ -70,17 +70,10 @@ def latest_iteration(directory: str | Path) -> int | None:
 
 
 def readable_iteration(directory: str | Path, *, fallback: bool) -> int | None:
-    """Return the newest iteration, not beyond the tracker's, whose checkpoint is complete.
-
-    Args:
-        directory: the checkpoint directory, as Megatron's ``--load``.
-        fallback: whether to try older checkpoints when the latest is damaged.
-
-    Returns:
-        The iteration; None if the tracker names none.
+    """Return the newest complete iteration, not beyond the tracker's; None if that names none.
 
     Raises:
-        BadInput: the latest is damaged and `fallback` is off, or all are damaged.
+        BadInput: the latest is damaged and `fallback` to older ones is off, or all are damaged.
     """
     latest = latest_iteration(directory)
     if latest is None:
@@ -185,11 +178,7 @@ def choose_checkpoint(args: argparse.Namespace) -> None:
 
 
 def _check_named(args: argparse.Namespace) -> None:
-    """Check the checkpoint of ``--ckpt-step`` before Megatron reads it.
-
-    Raises:
-        BadInput: the checkpoint is damaged, or its metadata names code to run.
-    """
+    """Check the checkpoint of ``--ckpt-step`` before Megatron reads it."""
     folder = Path(args.load) / folder_name(args.ckpt_step)
     if args.ckpt_format != "torch_dist" or not folder.is_dir():
         return
@@ -247,9 +236,6 @@ def save_companions(args: argparse.Namespace) -> None:
 @contextmanager
 def explained(args: argparse.Namespace) -> Iterator[None]:
     """Explain Megatron's errors about a checkpoint that does not fit the command line.
-
-    Args:
-        args: the arguments of the run, whose ``load`` is the checkpoint directory.
 
     Raises:
         BadInput: the schedule or the learning rate changed, the optimizer, its schedule, the RNG
@@ -319,10 +305,6 @@ def other_parts(saved: argparse.Namespace, args: argparse.Namespace) -> str | No
     """Say that a resumed run trains other parameters than its checkpoint's run; None if not.
 
     Megatron loads the optimizer's state of the parameters that still train.
-
-    Args:
-        saved: the arguments in the checkpoint.
-        args: the arguments of this run.
     """
     was, now = _choice(saved), _choice(args)
     if was == now:
@@ -336,10 +318,7 @@ def other_parts(saved: argparse.Namespace, args: argparse.Namespace) -> str | No
 
 
 def other_reference(saved: argparse.Namespace, args: argparse.Namespace) -> str | None:
-    """Say that a resumed run has another reference model than its checkpoint's run; None if not.
-
-    The arguments are those of :func:`other_parts`.
-    """
+    """Say that a resumed run has another reference model than its checkpoint's run; None if not."""
     was, now = (getattr(one, "reference_model", None) for one in (saved, args))
     if was is None or was == now:
         return None

@@ -35,11 +35,7 @@ from mcore_qwen3vl.training.lora.lora_run import LoraRun, check_checkpoint
 
 
 class RunCheckpoints:
-    """Wrappers of the functions with which Megatron's loop loads and saves.
-
-    Attributes:
-        validations: The run's validation losses, which decide what is kept.
-    """
+    """Wrappers of the functions with which Megatron's loop loads and saves."""
 
     def __init__(
         self,

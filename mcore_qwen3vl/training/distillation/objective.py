@@ -38,11 +38,7 @@ def compared(settings: Distillation) -> Run:
 
 
 def of_divergences(settings: Distillation) -> Objective:
-    """Return the objective of distillation: a mean over the trained tokens of the global batch.
-
-    Args:
-        settings: the loss's settings.
-    """
+    """Return the objective of distillation: a mean over the trained tokens of the global batch."""
     mean = of_tokens(cross_entropy)
 
     def objective(batch: Batch, local: Tensor, found: Tensor) -> Reduced:

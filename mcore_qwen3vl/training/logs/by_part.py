@@ -23,9 +23,6 @@ def part_grad_norms(model: list[Any]) -> dict[str, Tensor]:
     """Return the 2-norm of each part's gradient over all ranks.
 
     All ranks call this, after the gradients are reduced.
-
-    Args:
-        model: this rank's DDP-wrapped pipeline chunks.
     """
     squares = torch.zeros(len(NAMES), device=torch.cuda.current_device())
     for chunk in model:

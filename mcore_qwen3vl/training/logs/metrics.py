@@ -74,10 +74,8 @@ class Metrics:
     ) -> None:
         """
         Args:
-            architecture: the model's shape, for FLOPs.
             peak_tflops: peak of one device in the training dtype; if None it is looked up, and
                 there is no MFU for an unknown device.
-            clock: returns the time in seconds.
         """
         self._architecture = architecture
         self.trained = flops.ALL

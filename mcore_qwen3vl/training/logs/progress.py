@@ -36,11 +36,6 @@ class RunProgress:
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """
-        Args:
-            screen: where to show progress; None shows nothing.
-            clock: returns the time in seconds.
-        """
         self.steps = 0
         """Number of the last step that has ended."""
         self._screen = screen

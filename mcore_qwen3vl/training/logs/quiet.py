@@ -49,9 +49,6 @@ _OF_NO_USE = (
 def quiet(command: CommandLine) -> Iterator[Console | None]:
     """Redirect standard output to a log file.
 
-    Args:
-        command: the command line; with ``--verbose`` nothing is redirected.
-
     Yields:
         The terminal, or wherever standard output went before; None with ``--verbose``.
     """
@@ -77,16 +74,12 @@ def quiet(command: CommandLine) -> Iterator[Console | None]:
 
 
 class LogFile(io.TextIOBase):
-    """A log file that is created at the first write, and appended to.
+    """A log file that is created at the first write, and appended to; without a path, nothing is.
 
     A full disk cuts the log short, but does not end the run.
     """
 
     def __init__(self, path: Path | None) -> None:
-        """
-        Args:
-            path: the file; None discards what is written.
-        """
         self._path = path
         self._stream: TextIO | None = None
 

@@ -64,15 +64,7 @@ def summary(
     lora: LoraRun | None = None,
     other: OtherMaker | None = None,
 ) -> list[tuple[str, str]]:
-    """Say what a run will do, in rows of a name and a description in words.
-
-    Args:
-        args: the arguments that :func:`mcore_qwen3vl.training.arguments.parser.parse` returns.
-        a: the model's shape.
-        explicit: ``dest`` names of the arguments that the command line sets.
-        lora: the adapter; None where the model itself trains.
-        other: the checkpoint of another maker to start from, if any.
-    """
+    """Say what a run will do, in rows of a name and a description in words."""
     rows = [
         ("model", _model(args.hf_model, a)),
         ("weights", _weights(args, lora, other)),

@@ -22,13 +22,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
 class Identity(TypedDict):
-    """Identifies base weights by the sum of their bits, which is the same under every layout.
-
-    Attributes:
-        path: where the weights were read from.
-        dtype: the weights' dtype.
-        sum: the sum of the weights' bits, read as integers.
-    """
+    """Identifies base weights by the sum of their bits, which is the same under every layout."""
 
     path: str
     dtype: str
@@ -36,12 +30,7 @@ class Identity(TypedDict):
 
 
 class Base:
-    """The weights that a LoRA run leaves as they are.
-
-    Args:
-        args: the arguments that :func:`mcore_qwen3vl.training.arguments.parser.parse` returns;
-            ``load_hf`` or ``pretrained_checkpoint`` says where the weights are.
-    """
+    """The weights that a LoRA run leaves as they are: --load-hf or --pretrained-checkpoint."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.path: str | None = args.load_hf or args.pretrained_checkpoint

@@ -137,11 +137,6 @@ def check_targets(args: argparse.Namespace, architecture: Architecture) -> None:
 def adapter_config(args: argparse.Namespace, architecture: Architecture) -> AdapterConfig:
     """Return the adapter config that the flags ask for.
 
-    Args:
-        args: the arguments that :func:`mcore_qwen3vl.training.arguments.parser.parse` returns, for
-            which :func:`asked` is true.
-        architecture: the model's shape.
-
     Raises:
         BadInput: flags contradict one another, or a config file is not valid for PEFT.
     """

@@ -41,10 +41,6 @@ class LoraRun:
         targets: the matrices that it adapts, of the whole model.
         parameters: number of trained parameters, in the whole model.
 
-    Args:
-        args: the arguments that :func:`mcore_qwen3vl.training.arguments.parser.parse` returns.
-        architecture: the model's shape.
-
     Raises:
         BadInput: flags contradict one another or the model; or ``--lora-init`` cannot be read.
     """

@@ -17,11 +17,7 @@ from mcore_qwen3vl.training.step.losses import Objective, Reduced, of_units
 
 
 def of_pairs(preference: Preference) -> Objective:
-    """Return the objective of preference training: a mean over the pairs of the global batch.
-
-    Args:
-        preference: the loss's settings.
-    """
+    """Return the objective of preference training: a mean over the pairs of the global batch."""
 
     def objective(batch: Batch, local: Tensor, losses: Tensor) -> Reduced:
         if preference.has_reference and batch.references is None:
@@ -46,11 +42,7 @@ def of_pairs(preference: Preference) -> Objective:
 
 
 def of_labelled(kto: Kto) -> Objective:
-    """Return the objective of KTO: a mean over the records of the global batch.
-
-    Args:
-        kto: the loss's settings.
-    """
+    """Return the objective of KTO: a mean over the records of the global batch."""
 
     def objective(batch: Batch, local: Tensor, losses: Tensor) -> Reduced:
         if batch.references is None or batch.baseline is None or batch.desirable is None:
@@ -82,7 +74,6 @@ def answer_log_probs(batch: Batch, local: Tensor, losses: Tensor) -> tuple[Tenso
     """Sum the log-probabilities of every sequence over the trained tokens and over CP.
 
     Args:
-        batch: the micro-batch.
         local: (s,) int64 on the host: this rank's positions in the sequence.
         losses: (B, s) float32 cross entropies there.
 

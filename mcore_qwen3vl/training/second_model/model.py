@@ -37,12 +37,6 @@ _SAME_PATCHES = (
 class SecondModel:
     """A frozen model beside the one that trains: on the same ranks, and never saved.
 
-    Args:
-        args: the arguments that :func:`mcore_qwen3vl.training.arguments.parser.parse` returns.
-        trained: the shape of the model that trains.
-        source: where the second model comes from.
-        architecture: its shape.
-
     Raises:
         BadInput: the two models cannot read the same batches, or the layout does not divide the
             second one.
@@ -130,10 +124,7 @@ def _arguments(
 def _check_layout(
     args: argparse.Namespace, trained: Architecture, source: Source, second: Architecture
 ) -> None:
-    """
-    Raises:
-        BadInput: the second model cannot be divided over the ranks as the one that trains is.
-    """
+    """Refuse a second model that cannot be divided over the ranks as the one that trains is."""
     layout = Layout.from_flags(args, args.world_size, moe=second.is_moe)
     layout = layout_for(layout, trained, second)
     if second.num_hidden_layers == trained.num_hidden_layers:  # divided as they are
@@ -147,10 +138,7 @@ def _check_layout(
 def _check_inputs(
     args: argparse.Namespace, trained: Architecture, source: Source, second: Architecture
 ) -> None:
-    """
-    Raises:
-        BadInput: the second model needs other tokens, patches or positions in its batches.
-    """
+    """Refuse a second model that needs other tokens, patches or positions in its batches."""
     name = f"{source.flag} {source.path}"
     for ours, theirs, fields in (
         (trained, second, _SAME_BATCHES),

@@ -34,7 +34,6 @@ def architecture_of(args: argparse.Namespace, trained: Architecture) -> Architec
     """Return the second model's shape; None if the run has no such model.
 
     Args:
-        args: the flags, which need not be validated.
         trained: the shape of the model that trains. The weights that training starts from have it,
             so no config is read beside them.
 

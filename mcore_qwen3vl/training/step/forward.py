@@ -30,8 +30,6 @@ def forward(
     """Run one micro-batch through one pipeline chunk, wrapped or not.
 
     Args:
-        batch: the micro-batch, its tensors on the device.
-        model: the chunk.
         plan: only build the plan of :meth:`Qwen3VLModel.build_schedule_plan`, and return it in
             place of the output.
         options: passed to :class:`~mcore_qwen3vl.model.qwen3vl.Qwen3VLModel`.
@@ -68,7 +66,6 @@ class ForwardStep:
     ) -> None:
         """
         Args:
-            objective: the objective to minimise.
             run: what runs a micro-batch through a chunk; on the last stage the objective gets what
                 it returns.
             data_sets: names of the training data sets, if there are several.
@@ -121,11 +118,7 @@ class ForwardStep:
         return found.total, torch.zeros_like(normaliser, dtype=torch.int), reports
 
     def normalise(self, model: list[Any]) -> None:
-        """Divide the summed gradients by the normaliser of the global batch; all ranks call this.
-
-        Args:
-            model: this rank's DDP-wrapped pipeline chunks, with reduced gradients.
-        """
+        """Divide the summed gradients by the global batch's normaliser; all ranks call this."""
         own, self._normaliser = self._normaliser, None
         if own is None:  # not the last pipeline stage
             own = torch.zeros([], dtype=torch.float64, device=torch.cuda.current_device())

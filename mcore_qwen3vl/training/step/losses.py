@@ -124,13 +124,7 @@ def of_tokens(loss: Loss) -> Objective:
 
 
 def _weights_of_data_sets(batch: Batch, own: Tensor, weights: Tensor) -> dict[str, Tensor]:
-    """Return `weights` (B, s) for each data set of the batch, with 0 for the tokens of others.
-
-    Args:
-        batch: the micro-batch.
-        own: (s,) int64 on the device: this rank's positions in the sequence.
-        weights: (B, s) float32 weights there.
-    """
+    """Return `weights` (B, s) for each data set of the batch, with 0 for the tokens of others."""
     names = list(dict.fromkeys(batch.data_sets))
     if len(names) < 2:
         return dict.fromkeys(names, weights)

@@ -28,8 +28,6 @@ def in_two_passes(
     An iteration's micro-batches are all read before it begins, and kept until it ends.
 
     Args:
-        schedule: the schedule.
-        given: the arguments with which Megatron calls it.
         first: the forward step of the first pass.
         use: a function that puts what the loss function of `first` returned into the
             micro-batches. Only the last stage calls it.
@@ -44,11 +42,7 @@ def in_two_passes(
 
 
 def read(given: Mapping[str, Any]) -> list[list[Batch]]:
-    """Read the micro-batches of an iteration for each of this rank's pipeline chunks.
-
-    Args:
-        given: the arguments with which Megatron calls its schedule.
-    """
+    """Read the micro-batches of an iteration for each of this rank's pipeline chunks."""
     streams, count = given["data_iterator"], given["num_microbatches"]
     several = isinstance(streams, list)
     return [[next(one) for _ in range(count)] for one in (streams if several else [streams])]
@@ -63,10 +57,6 @@ def forward_pass(
     within: Callable[[Any], AbstractContextManager[Any]],
 ) -> list[Any]:
     """Run the schedule's forward passes alone.
-
-    Args:
-        schedule, given, first, within: as for :func:`in_two_passes`.
-        held: the micro-batches of each pipeline chunk.
 
     Returns:
         On the last stage what the loss function of `first` returned for each micro-batch.

@@ -31,11 +31,7 @@ EMBED = pooled(states)
 
 
 def of_queries(contrastive: Contrastive) -> Objective:
-    """Return the objective of embedding training: a mean over the queries of the global batch.
-
-    Args:
-        contrastive: the loss's settings.
-    """
+    """Return the objective of embedding training: a mean over the queries of the global batch."""
 
     def objective(batch: Batch, local: Tensor, embeddings: Tensor) -> Reduced:
         losses, gradients = (
@@ -74,9 +70,7 @@ def contrasts(
     loss of all queries.
 
     Args:
-        batches: this rank's micro-batches.
         embeddings: (N, H) float32 for each of them, without a gradient.
-        contrastive: the loss's settings.
 
     Returns:
         For each of `batches`, the losses (queries,) of its queries, and the gradient (N, H) of the

@@ -81,10 +81,6 @@ def of_documents(ranking: Ranking, batch: Batch, local: Tensor, logits: Tensor) 
 def judge(folder: str | Path, words: tuple[str, str]) -> Run:
     """Return what runs a micro-batch, whose values are the logits (N, 2) of two words.
 
-    Args:
-        folder: Hugging Face directory of the tokenizer.
-        words: the answers that mean relevant and irrelevant.
-
     Raises:
         BadInput: a word is not a single token.
     """

@@ -14,7 +14,7 @@ from typing import Any
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.training.logs.progress import LOSSES
+from mcore_qwen3vl.training.logs.progress import loss_name
 
 LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY, CLIP = 1e-3, (0.9, 0.95), 1e-8, 0.1, 1.0
 
@@ -97,9 +97,7 @@ def train(job: Job, folder: Path, *flags: str, timeout: float = 600.0) -> list[d
     if not log.exists():  # nothing was left to do
         return []
     entries = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
-    return [
-        entry for entry in entries if set(LOSSES) & entry.keys()
-    ]  # the other entries are validations
+    return [entry for entry in entries if loss_name(entry)]  # the others are validations
 
 
 def _import_for_ranks() -> None:
@@ -143,8 +141,8 @@ class StepMetrics:
 
 def curve_of(log: list[dict[str, Any]]) -> list[StepMetrics]:
     """Return the curve of a run's log."""
-    name = next(name for name in LOSSES if not log or name in log[0])
-    return [StepMetrics(entry[name], entry["grad norm"]) for entry in log]
+    named = [(loss_name(entry), entry) for entry in log]
+    return [StepMetrics(entry[name], entry["grad norm"]) for name, entry in named if name]
 
 
 def worst_difference(ours: Sequence[StepMetrics], theirs: Sequence[StepMetrics]) -> StepMetrics:
