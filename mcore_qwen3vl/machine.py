@@ -1,8 +1,18 @@
-"""The machine's resources that this process may use."""
+"""What this process runs on: its cores, and versions of Python and the main dependencies."""
 
 from __future__ import annotations
 
 import os
+import platform
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, metadata, version
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from mcore_qwen3vl import console
+
+PACKAGES = ("torch", "transformers", "megatron-core", "megatron-energon", "peft")
 
 
 def usable_cores() -> int:
@@ -10,3 +20,40 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1  # macOS, where no process is bound to cores
+
+
+def warn_of_versions() -> None:
+    """Print a warning for each version that :func:`outside` reports, on standard error."""
+    for sentence in outside():
+        console.messages.print(f"[yellow]warning:[/] {console.plain(sentence)}", soft_wrap=True)
+
+
+def outside() -> Iterator[str]:
+    """Yield one sentence for each version that ``pyproject.toml`` does not allow.
+
+    pip refuses such versions, but does not see packages that are installed later, with
+    ``--no-deps``, or earlier on ``PYTHONPATH``. Pre-releases, which containers have, are allowed.
+    """
+    try:
+        ours = metadata("mcore-qwen3vl")
+    except PackageNotFoundError:  # a checkout that is not installed
+        return
+    python = SpecifierSet(ours["Requires-Python"])
+    if not python.contains(platform.python_version(), prereleases=True):
+        yield _sentence("Python", platform.python_version(), python)
+    for requirement in map(Requirement, ours.get_all("Requires-Dist") or ()):
+        if requirement.name not in PACKAGES:
+            continue
+        try:
+            found = version(requirement.name)
+        except PackageNotFoundError:  # some commands work without it
+            continue
+        if not requirement.specifier.contains(found, prereleases=True):
+            yield _sentence(requirement.name, found, requirement.specifier)
+
+
+def _sentence(name: str, found: str, allowed: SpecifierSet) -> str:
+    return (
+        f"{name} {found} is installed, and this package is tested with {name} {allowed}: what "
+        "follows may fail or be wrong. Install one of those."
+    )

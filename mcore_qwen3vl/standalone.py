@@ -245,7 +245,7 @@ def save_model(
             copies of a parameter differ.
     """
     from mcore_qwen3vl.converters.live.export import save_hf
-    from mcore_qwen3vl.converters.live.replicas import check_replicas
+    from mcore_qwen3vl.converters.live.sharded import check_replicas
 
     check_replicas(models)
     save_hf(models, path, hf_config=config_folder(Path(like)), force=force)

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from mcore_qwen3vl.atomic import atomic_write
 from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.data.loading import json_file
 from mcore_qwen3vl.data.loading.index import ensure_index
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.files import atomic_write
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.rehearsal.outcome import Device, Rehearsal
 from mcore_qwen3vl.rehearsal.report.page import write_page

@@ -158,8 +158,8 @@ def test_a_reader_that_leaves_does_not_change_the_end(
 def test_paths_are_utf8_in_the_c_locale(module: str, tmp_path: Path) -> None:
     """A path that Python reads as ASCII could not be hashed, for example."""
     program = (
-        "import runpy, sys; from mcore_qwen3vl import versions\n"
-        "versions.warn = lambda: sys.exit(ascii(sys.argv[1]))\n"
+        "import runpy, sys; from mcore_qwen3vl import machine\n"
+        "machine.warn_of_versions = lambda: sys.exit(ascii(sys.argv[1]))\n"
         f"runpy.run_module('{module}', run_name='__main__')\n"
     )
     clean = {name: text for name, text in os.environ.items() if name not in ("LC_ALL", "LANG")}

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from mcore_qwen3vl import versions
+from mcore_qwen3vl import machine
 from tests.turns import slow_except
 
 ROOT = Path(__file__).parents[1]
@@ -20,7 +20,7 @@ PINS = ROOT / "tests" / "environments"
 
 
 def test_nothing_is_said_of_supported_versions() -> None:
-    assert list(versions.outside()) == []
+    assert list(machine.outside()) == []
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_a_version_outside_is_named_with_those_inside(
 ) -> None:
     install(package, version, tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    (sentence,) = versions.outside()
+    (sentence,) = machine.outside()
     assert sentence.startswith(f"{package} {version} is installed")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = [*project["dependencies"], *project["optional-dependencies"]["lora"]]
@@ -45,12 +45,12 @@ def test_a_pre_release_of_a_container_is_inside(
 ) -> None:
     install("torch", "2.14.0a0+nv26.8", tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    assert list(versions.outside()) == []
+    assert list(machine.outside()) == []
 
 
 def test_another_python_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions.platform, "python_version", lambda: "3.14.1")
-    (sentence,) = versions.outside()
+    monkeypatch.setattr(machine.platform, "python_version", lambda: "3.14.1")
+    (sentence,) = machine.outside()
     assert sentence.startswith("Python 3.14.1 is installed")
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.untrusted import read_object
+from mcore_qwen3vl.files import read_object
 
 FILE = "adapter_config.json"
 

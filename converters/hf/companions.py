@@ -13,7 +13,7 @@ from mcore_qwen3vl.converters.hf.config_file import UNCHANGED, Changes
 from mcore_qwen3vl.converters.hf.form_file import FILE as FORM_FILE
 from mcore_qwen3vl.converters.hf.hf_checkpoint import INDEX
 from mcore_qwen3vl.converters.storage.staging import write_durably
-from mcore_qwen3vl.untrusted import refuse_links_out
+from mcore_qwen3vl.files import refuse_links_out
 
 LARGEST = 256 * 2**20
 """Largest size of a companion file, in bytes."""

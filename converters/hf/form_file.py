@@ -12,7 +12,7 @@ from pathlib import Path
 from mcore_qwen3vl.converters.mapping.forms import CLASSIFIER, HEADS, NAMES, Form, Head
 from mcore_qwen3vl.converters.storage.staging import write_durably
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.untrusted import parse_json
+from mcore_qwen3vl.files import parse_json
 
 FILE = "checkpoint_form.json"
 

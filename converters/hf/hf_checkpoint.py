@@ -32,7 +32,7 @@ from mcore_qwen3vl.converters.storage.boxes import Selection, Shape, explicit
 from mcore_qwen3vl.converters.storage.dtypes import cast
 from mcore_qwen3vl.converters.storage.mapped import FirstBytes, bring_in
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.untrusted import parse_json, refuse_special_files
+from mcore_qwen3vl.files import parse_json, refuse_special_files
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

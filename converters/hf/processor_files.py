@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.untrusted import parse_json, refuse_special_files
+from mcore_qwen3vl.files import parse_json, refuse_special_files
 
 _ANY = {
     "tokenizer": (("tokenizer.json",), ("vocab.json", "merges.txt")),

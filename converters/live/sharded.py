@@ -7,10 +7,13 @@ TP, PP, EP or ETP cut a tensor, or how a layer spec names its parameters.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch.distributed as dist
+import xxhash
 from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
@@ -22,6 +25,7 @@ from mcore_qwen3vl.config import ExpertLayout
 from mcore_qwen3vl.converters.mapping.forms import Head, head_of
 from mcore_qwen3vl.converters.mapping.row import Row
 from mcore_qwen3vl.converters.mapping.table import table
+from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.boxes import Selection
 from mcore_qwen3vl.errors import BadInput
 
@@ -162,6 +166,37 @@ def unwrap(models: nn.Module | Iterable[nn.Module]) -> list[Any]:
     while any(hasattr(chunk, "module") for chunk in chunks):
         chunks = [getattr(chunk, "module", chunk) for chunk in chunks]
     return chunks
+
+
+def check_replicas(models: Any) -> None:
+    """Compare the bits of all copies of every parameter; a collective of all ranks.
+
+    Args:
+        models: the model, or its virtual pipeline chunks.
+
+    Raises:
+        BadInput: copies differ; the message gives the number of such tensors and the first names.
+            Raised on every rank.
+    """
+    own = {
+        (part.name, str(part.box)): xxhash.xxh3_128_hexdigest(as_bytes(part.local.cpu()))
+        for part in hf_parts(unwrap(models))
+    }
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, own)
+    found: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+    for held in ranks:
+        for place, checksum in held.items():
+            found[place].add(checksum)
+    differing = list(dict.fromkeys(name for (name, _), sums in found.items() if len(sums) > 1))
+    if differing:
+        names = ", ".join(differing[:3]) + (", ..." if len(differing) > 3 else "")
+        raise BadInput(
+            f"The ranks hold different values of {len(differing)} tensors that should be the "
+            f"same on all of them ({names}), so there is no one model to write. Load the "
+            "checkpoint again, call reduce_gradients before each optimizer step, and give all "
+            "ranks the same learning rate."
+        )
 
 
 class _Rows:

@@ -31,7 +31,7 @@ from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.boxes import Box
 from mcore_qwen3vl.converters.storage.dtypes import all_finite, dtype_name
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.untrusted import parse_json
+from mcore_qwen3vl.files import parse_json
 
 FILE = "manifest.json"
 FORMAT = 1

@@ -33,7 +33,7 @@ from mcore_qwen3vl.converters.storage.restricted_pickle import (
 )
 from mcore_qwen3vl.converters.storage.unpickling import refuse_bombs
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.untrusted import refuse_special_files
+from mcore_qwen3vl.files import refuse_special_files
 
 FILE = ".metadata"
 

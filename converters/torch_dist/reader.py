@@ -21,7 +21,7 @@ from mcore_qwen3vl.converters.storage.boxes import fill
 from mcore_qwen3vl.converters.storage.mapped import bring_in
 from mcore_qwen3vl.converters.torch_dist import metadata
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.untrusted import parse_json
+from mcore_qwen3vl.files import parse_json
 
 ENDS = 2**16
 """Bytes at each end of an archive; the two ends hold everything but the tensor's data."""

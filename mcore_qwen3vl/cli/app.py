@@ -11,14 +11,14 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from mcore_qwen3vl import __version__, console, versions
-from mcore_qwen3vl.atomic import new_folder
+from mcore_qwen3vl import __version__, console, machine
 from mcore_qwen3vl.cli import convert, data, launch, lora, show, sources, verify
 from mcore_qwen3vl.cli.generate import generate
 from mcore_qwen3vl.cli.options import Json, Workers, require
 from mcore_qwen3vl.cli.rehearse import rehearse
 from mcore_qwen3vl.cli.score import score
 from mcore_qwen3vl.errors import BadInput, CheckFailed, Unfinished
+from mcore_qwen3vl.files import new_folder
 
 _UsageError: Any = typer.BadParameter.__base__  # Typer has its own click, but not all its names
 
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> None:
     wants_json = "--json" in (sys.argv if arguments is None else arguments)
     console.json_was_written.set(False)
     console.prepare_streams()
-    versions.warn()
+    machine.warn_of_versions()
     try:
         sys.exit(app(arguments, standalone_mode=not wants_json) or 0)
     except _UsageError as error:  # only with --json; otherwise Typer prints it itself

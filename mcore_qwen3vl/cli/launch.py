@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from mcore_qwen3vl import console
-from mcore_qwen3vl.atomic import new_folder
 from mcore_qwen3vl.cli.options import Json
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.files import new_folder
 
 app = typer.Typer(help="Scripts that start training on a cluster.", no_args_is_help=True)
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mcore_qwen3vl.data.config import DataConfig, MediaLimits
     from mcore_qwen3vl.data.encoding.batch import IGNORED, Batch, Counts
-    from mcore_qwen3vl.data.loading.loader import Loader, load_processor
-    from mcore_qwen3vl.data.loading.loader_state import redistribute
+    from mcore_qwen3vl.data.loader import Loader, load_processor
+    from mcore_qwen3vl.data.loader_state import redistribute
     from mcore_qwen3vl.data.loading.sources import Source, parse_sources
 
 __all__ = [
@@ -30,9 +30,9 @@ __all__ = [
 _HOMES = {
     "config": ("DataConfig", "MediaLimits"),
     "encoding.batch": ("IGNORED", "Batch", "Counts"),
-    "loading.loader": ("Loader", "load_processor"),
+    "loader": ("Loader", "load_processor"),
     "loading.sources": ("Source", "parse_sources"),
-    "loading.loader_state": ("redistribute",),
+    "loader_state": ("redistribute",),
 }
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from mcore_qwen3vl.atomic import atomic_write
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.encoding.balanced import size_of
@@ -29,6 +28,7 @@ from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample
 from mcore_qwen3vl.data.records.media import peculiarities
 from mcore_qwen3vl.data.teacher import teachers_of
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.files import atomic_write
 from mcore_qwen3vl.runtime.extras import require_extra
 
 _BUFFERS = 4  # packing buffers of each rank that are enough to measure how even the work is

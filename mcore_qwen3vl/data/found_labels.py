@@ -9,8 +9,8 @@ from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.data.records.classification import labels_in
 from mcore_qwen3vl.data.records.reading import preprocessed
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.files import parse_json
 from mcore_qwen3vl.labels import Labels
-from mcore_qwen3vl.untrusted import parse_json
 
 _MOST = 100_000  # a head of more labels is rather a record with an id in the wrong key
 

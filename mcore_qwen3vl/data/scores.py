@@ -29,7 +29,7 @@ from mcore_qwen3vl.data.loading.index import ensure_index, line_of
 from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.preference import SIDES
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.untrusted import parse_json
+from mcore_qwen3vl.files import parse_json
 
 _CHUNK = 1 << 22
 

@@ -13,7 +13,6 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from mcore_qwen3vl.atomic import atomic_write
 from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.encoding.encoder import raw_sample
 from mcore_qwen3vl.data.encoding.pixels import Pixels
@@ -25,6 +24,7 @@ from mcore_qwen3vl.data.loading.index import ensure_index, record_of
 from mcore_qwen3vl.data.loading.sources import parse_sources
 from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample
 from mcore_qwen3vl.errors import BadInput, CheckFailed
+from mcore_qwen3vl.files import atomic_write
 from mcore_qwen3vl.pages import templates
 
 PICTURES = 16

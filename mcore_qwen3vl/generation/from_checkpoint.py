@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import Adapter
-from mcore_qwen3vl.data.loading.loader import load_processor
+from mcore_qwen3vl.data.loader import load_processor
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.generation.generate import (
     MAX_NEW_TOKENS,

@@ -12,8 +12,8 @@ import numpy as np
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits
+from mcore_qwen3vl.data.loader import load_processor
 from mcore_qwen3vl.data.loading.datasets import CrudeSamples
-from mcore_qwen3vl.data.loading.loader import load_processor
 from mcore_qwen3vl.data.loading.sources import parse_sources
 from mcore_qwen3vl.data.scores import digest, facts_of, file_digest, teacher_of, vocabulary_of
 from mcore_qwen3vl.data.teacher import encoded_top, write_teacher

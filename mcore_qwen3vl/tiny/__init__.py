@@ -3,8 +3,7 @@
 Everything is made locally: the demo, the tests and the benchmarks need no download.
 """
 
-from mcore_qwen3vl.tiny.processor import TINY, write_processor
-from mcore_qwen3vl.tiny.real_vocabulary import read_vocabulary
+from mcore_qwen3vl.tiny.processor import TINY, read_vocabulary, write_processor
 from mcore_qwen3vl.tiny.tiny_checkpoint import SERVABLE, YARN, tiny_config, write_tiny_checkpoint
 
 __all__ = [

@@ -1,17 +1,19 @@
 """A working tokenizer, image and video processor and chat template, made locally.
 
 The tokenizer is a byte-level BPE like Qwen's, with a handful of merges and Qwen's special tokens.
-:mod:`~mcore_qwen3vl.tiny.real_vocabulary` reads Qwen's own.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from tokenizers.pre_tokenizers import ByteLevel
+
+from mcore_qwen3vl.errors import BadInput
 
 _MERGES = (
     "Ġ t", "h e", "i n", "Ġ a", "r e", "o n", "Ġ s", "e r", "Ġt he", "a t", "i s", "e n", "o r",
@@ -22,7 +24,13 @@ _SPECIAL = (
     "<|image_pad|>", "<|video_pad|>", "<|object_ref_start|>", "<|object_ref_end|>",
     "<|box_start|>", "<|box_end|>",
 )  # fmt: skip
-_BYTES = sorted(ByteLevel.alphabet())
+_QWEN_SIZE = 151_936  # vocab_size of every published Qwen3-VL
+_QWEN_TOKENS = 151_643  # tokens of the file; the special tokens come after them
+_QWEN_SPECIAL = (
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>",
+    "<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>",
+    "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -65,12 +73,47 @@ class Vocabulary:
 def _tiny_vocabulary() -> Vocabulary:
     """Make a vocabulary of the 256 bytes, a few merges and Qwen's special tokens."""
     merges = [(left, right) for left, right in (merge.split(" ") for merge in _MERGES)]
-    tokens = {token: i for i, token in enumerate([*_BYTES, *map("".join, merges)])}
+    tokens = {
+        token: i for i, token in enumerate([*sorted(ByteLevel.alphabet()), *map("".join, merges)])
+    }
     special = {token: len(tokens) + i for i, token in enumerate(_SPECIAL)}
     return Vocabulary(352, tokens, merges, special)
 
 
 TINY = _tiny_vocabulary()
+
+
+def read_vocabulary(file: str | Path) -> Vocabulary:
+    """Read Qwen's vocabulary, whose merges, tokens and special tokens have the published ids.
+
+    Args:
+        file: ``qwen.tiktoken``, which the package ``dashscope`` ships in ``dashscope/resources``:
+            a line for each token, of its bytes in base64 and its rank.
+
+    Raises:
+        BadInput: the file is missing or is not that vocabulary, or ``tiktoken`` is not installed.
+    """
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    if find_spec("tiktoken") is None:
+        raise BadInput("A real vocabulary is read by tiktoken: uv pip install tiktoken.")
+    remedy = "give qwen.tiktoken of the package dashscope"
+    if not Path(file).is_file():
+        raise BadInput(f"There is no file {file}: {remedy}.")
+    try:
+        tokens, merges = TikTokenConverter().extract_vocab_merges_from_model(str(file))
+    except (ValueError, KeyError) as error:
+        raise BadInput(f"{file} is no vocabulary in tiktoken's form ({error}): {remedy}.") from None
+    if len(tokens) != _QWEN_TOKENS:
+        raise BadInput(
+            f"{file} has {len(tokens):,} tokens, and Qwen's vocabulary {_QWEN_TOKENS:,}: {remedy}."
+        )
+    return Vocabulary(
+        _QWEN_SIZE,
+        tokens,
+        merges,
+        {token: _QWEN_TOKENS + i for i, token in enumerate(_QWEN_SPECIAL)},
+    )
 
 
 def write_processor(

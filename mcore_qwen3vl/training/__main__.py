@@ -4,7 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-from mcore_qwen3vl import versions
+from mcore_qwen3vl import machine
 from mcore_qwen3vl.console import prepare_streams, restart_in_utf8, visible
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.lifetime import end_with_parent
@@ -24,7 +24,7 @@ def entry() -> None:
     restart_in_utf8()
     prepare_streams()
     if os.environ.get("RANK", "0") == "0":
-        versions.warn()
+        machine.warn_of_versions()
     command = CommandLine(sys.argv[1:])
     try:
         _require_torchrun(sys.argv[1:])

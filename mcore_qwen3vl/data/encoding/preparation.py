@@ -31,7 +31,7 @@ from mcore_qwen3vl.data.records.preference import (
 from mcore_qwen3vl.data.records.reading import find_hook, preprocessed
 from mcore_qwen3vl.data.records.retrieval import is_retrieval, parse_judgements, parse_retrieval
 from mcore_qwen3vl.data.records.template import Renderer
-from mcore_qwen3vl.untrusted import parse_json
+from mcore_qwen3vl.files import parse_json
 
 _FILES = (".jsonl", ".json", ".parquet")
 

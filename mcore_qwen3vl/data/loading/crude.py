@@ -19,7 +19,7 @@ from megatron.energon.flavors.webdataset.structs import DatasetSubset, ShardInfo
 from megatron.energon.source_info import SourceInfo
 from megatron.energon.wrappers.map_dataset import MapDataset
 
-from mcore_qwen3vl.untrusted import parse_json
+from mcore_qwen3vl.files import parse_json
 
 
 class Reader(Protocol):

@@ -16,10 +16,10 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from mcore_qwen3vl.atomic import replacing
 from mcore_qwen3vl.data.loading.crude import crude_sample
 from mcore_qwen3vl.data.loading.stand_in import origin
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.files import replacing
 
 _WINDOW = 1 << 24  # bytes parsed at a time
 _BLANK = " \t\r\n"

@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from mcore_qwen3vl.atomic import replacing
+from mcore_qwen3vl.files import replacing
 
 _ORIGIN = "origin"  # name of the file, beside a stand-in, that holds the path of the data
 _SUFFIXES = (".tar", ".parquet", ".arrow")

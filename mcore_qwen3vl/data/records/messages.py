@@ -8,7 +8,7 @@ from typing import Any
 from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.media import MediaFolder, Shelf
 from mcore_qwen3vl.data.records.parsed import Conversation, weight_of
-from mcore_qwen3vl.untrusted import parse_json
+from mcore_qwen3vl.files import parse_json
 
 _REFERENCE_KEYS = {
     "image": ("image", "path", "url", "image_url", "bytes", "base64"),

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mcore_qwen3vl.data.encoding.batch import Batch
-from mcore_qwen3vl.data.loading.loader import Loader
+from mcore_qwen3vl.data.loader import Loader
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.flops import Trained
 from mcore_qwen3vl.model.freeze import Freezing

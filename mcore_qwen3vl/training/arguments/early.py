@@ -16,13 +16,13 @@ from mcore_qwen3vl.console import visible
 from mcore_qwen3vl.converters.hf import processor_files
 from mcore_qwen3vl.converters.hf.hub import SMALL
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.files import refuse_links_out
 from mcore_qwen3vl.training.arguments.checks import check_surroundings
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.arguments.help import asked_words
 from mcore_qwen3vl.training.arguments.layout import check_layout
 from mcore_qwen3vl.training.folders import check_export, check_writable
 from mcore_qwen3vl.training.lora.flags import check_targets
-from mcore_qwen3vl.untrusted import refuse_links_out
 
 
 def check_early(command: CommandLine) -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcore_qwen3vl.data.encoding.batch import Batch, without_pixels
-from mcore_qwen3vl.data.loading.loader import Loader
+from mcore_qwen3vl.data.loader import Loader
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.inputs import PER_PATCH, VisualInputs
 from mcore_qwen3vl.training.broadcast.groups import StageFeed

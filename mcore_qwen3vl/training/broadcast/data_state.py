@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from mcore_qwen3vl.atomic import replacing
 from mcore_qwen3vl.converters.mcore.paths import folder_name
 from mcore_qwen3vl.converters.storage.unpickling import refused_by_torch
-from mcore_qwen3vl.data.loading.loader import Loader
-from mcore_qwen3vl.data.loading.loader_state import redistribute
+from mcore_qwen3vl.data.loader import Loader
+from mcore_qwen3vl.data.loader_state import redistribute
 from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.files import replacing
 
 FOLDER = "dataloader"
 SOURCES = "sources"

@@ -17,7 +17,7 @@ from megatron.core.fp8_utils import get_fp8_align_size
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits
 from mcore_qwen3vl.data.encoding.batch import Batch
-from mcore_qwen3vl.data.loading.loader import Loader, load_processor
+from mcore_qwen3vl.data.loader import Loader, load_processor
 from mcore_qwen3vl.data.loading.sources import Source, parse_sources
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.flops import ALL

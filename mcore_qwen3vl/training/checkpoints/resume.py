@@ -21,7 +21,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mcore_qwen3vl.atomic import replacing
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.companions import copy_companions
 from mcore_qwen3vl.converters.hf.config_file import Changes
@@ -42,6 +41,7 @@ from mcore_qwen3vl.converters.storage.unpickling import refused_by_torch
 from mcore_qwen3vl.converters.torch_dist.metadata import FILE as METADATA
 from mcore_qwen3vl.converters.torch_dist.metadata import read as read_metadata
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.files import replacing
 from mcore_qwen3vl.training.broadcast import data_state
 from mcore_qwen3vl.training.tasks.flags import labels_of
 

@@ -14,7 +14,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.hub import resolve
 from mcore_qwen3vl.converters.mcore.formats import is_megatron
 from mcore_qwen3vl.converters.mcore.paths import config_folder
-from mcore_qwen3vl.data.loading.loader import load_processor
+from mcore_qwen3vl.data.loader import load_processor
 from mcore_qwen3vl.data.scores import vocabulary_of
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from mcore_qwen3vl.data.encoding.batch import Batch
-from mcore_qwen3vl.data.loading.loader import load_processor
+from mcore_qwen3vl.data.loader import load_processor
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.labels import Labels
 from mcore_qwen3vl.objectives.classification import classification_losses

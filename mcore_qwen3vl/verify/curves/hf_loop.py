@@ -58,7 +58,7 @@ def batch_names(
         steps: number of steps.
         split: part of `data` that is read.
     """
-    from mcore_qwen3vl.data.loading.loader import Loader, load_processor
+    from mcore_qwen3vl.data.loader import Loader, load_processor
     from mcore_qwen3vl.data.loading.sources import parse_sources
     from mcore_qwen3vl.training.arguments.parser import validate
     from mcore_qwen3vl.training.broadcast.provider import data_config

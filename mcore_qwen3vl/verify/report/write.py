@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from xml.etree import ElementTree
 
-from mcore_qwen3vl.atomic import atomic_write
 from mcore_qwen3vl.console import visible
+from mcore_qwen3vl.files import atomic_write
 from mcore_qwen3vl.pages import templates
 from mcore_qwen3vl.verify.report import plot
 from mcore_qwen3vl.verify.report.result import Report

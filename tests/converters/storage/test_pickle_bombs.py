@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from mcore_qwen3vl.converters.legacy import torch_load
-from mcore_qwen3vl.converters.legacy.files import open_ranks
-from mcore_qwen3vl.converters.legacy.fit import check_run
+from mcore_qwen3vl.converters.legacy.files import check_run, open_ranks
 from mcore_qwen3vl.converters.storage.archive import BadArchive, read_tensor
 from mcore_qwen3vl.converters.storage.unpickling import refuse_bombs
 from mcore_qwen3vl.converters.torch_dist import metadata

@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from mcore_qwen3vl.cli.trace import verify_trace
+from mcore_qwen3vl.cli.verify import verify_trace
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.lora import adapt
 from mcore_qwen3vl.model.lora.grouped import GroupedSite

@@ -9,7 +9,7 @@ import typer
 from PIL import Image
 from typer.testing import CliRunner
 
-from mcore_qwen3vl.cli.trace import verify_trace
+from mcore_qwen3vl.cli.verify import verify_trace
 from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model import fusion

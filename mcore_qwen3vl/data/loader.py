@@ -31,8 +31,8 @@ from mcore_qwen3vl.data.encoding.groups import (
     LabelledTaskEncoder,
     PairTaskEncoder,
 )
+from mcore_qwen3vl.data.loader_state import from_plain, to_plain
 from mcore_qwen3vl.data.loading.datasets import load_sources
-from mcore_qwen3vl.data.loading.loader_state import from_plain, to_plain
 from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.machine import usable_cores
