@@ -139,35 +139,36 @@ class DataConfig:
             )
         if self.packing and self.micro_batch_size != 1:
             raise BadInput(
-                f"micro_batch_size is {self.micro_batch_size} with packing: a packed batch is one "
-                "sequence. Set it to 1 and raise seq_length instead."
+                f"--micro-batch-size is {self.micro_batch_size} with --packing: a packed "
+                "micro-batch is one sequence. Use --micro-batch-size 1 and raise --seq-length."
             )
         if self.balance and not self.packing:
-            raise BadInput("balance needs packing: turn packing on, too.")
+            raise BadInput("--balance needs packing: add --packing, or leave --balance out.")
         if self.packing and self.pad_to_longest:
-            raise BadInput("pad_to_longest has no meaning with packing; leave one of them out.")
+            raise BadInput("--pad-to-longest has no meaning with --packing: leave one of them out.")
+        if self.overlong not in ("drop", "truncate"):
+            raise BadInput(f"overlong is {self.overlong!r}; it must be 'drop' or 'truncate'.")
         if self.task and self.overlong == "truncate":
             raise BadInput(
-                f"overlong is 'truncate' with the task {self.task}: the last token of a text that "
-                "is cut is another one. Leave over-long records out (drop)."
+                f"--overlong truncate with --task {self.task}: the last token of a text that is "
+                "cut is another one. Leave the flag out: records that are too long are then left "
+                "out."
             )
         scored = self.pairs or self.labelled or self.teacher_temperature is not None
         if scored and self.overlong == "truncate":
             raise BadInput(
-                "overlong is 'truncate' with preference pairs, labelled records or a teacher: an "
+                "--overlong truncate with preference pairs, labelled records or a teacher: an "
                 "answer that is cut has no log-probability. Leave over-long records out (drop)."
             )
         if not 0 <= self.max_bad_fraction <= 1:
             raise BadInput(
-                f"max_bad_fraction is {self.max_bad_fraction}; it must be a share from 0 to 1."
+                f"--max-bad-fraction is {self.max_bad_fraction}; it must be a share from 0 to 1."
             )
         if not 0 < self.max_decoded_pixels <= _PIL_DECODES:
             raise BadInput(
-                f"max_decoded_pixels is {self.max_decoded_pixels:,}; it must be above 0, and at "
+                f"--max-decoded-pixels is {self.max_decoded_pixels:,}; it must be above 0, and at "
                 f"most {_PIL_DECODES:,}, since PIL decodes no larger image."
             )
-        if self.overlong not in ("drop", "truncate"):
-            raise BadInput(f"overlong is {self.overlong!r}; it must be 'drop' or 'truncate'.")
 
     def padded(self, length: int) -> int:
         """Round `length` up to a multiple of `length_multiple`."""

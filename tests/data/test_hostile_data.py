@@ -77,7 +77,7 @@ def test_a_later_frame_of_many_pixels_is_not_decoded(
 
 @pytest.mark.parametrize("most", [0, -1, 2 * 10**8])
 def test_a_limit_that_pil_does_not_have(most: int) -> None:
-    with pytest.raises(BadInput, match="max_decoded_pixels is"):
+    with pytest.raises(BadInput, match="max-decoded-pixels is"):
         DataConfig(seq_length=8, max_decoded_pixels=most)
 
 

@@ -27,18 +27,11 @@ def check(args: argparse.Namespace, architecture: Architecture) -> None:
     Raises:
         BadInput: flags do not fit together; the message names them and the remedy.
     """
-    if args.packing and args.micro_batch_size != 1:
-        raise BadInput(
-            f"--micro-batch-size is {args.micro_batch_size} with --packing: a packed micro-batch "
-            "is one sequence. Use --micro-batch-size 1 and raise --seq-length."
-        )
     if args.fp32 and (args.bf16 or args.fp16):
         raise BadInput(
             f"--fp32 and {'--bf16' if args.bf16 else '--fp16'} contradict each other: leave one "
             "out."
         )
-    if args.balance and not args.packing:
-        raise BadInput("--balance needs packing: add --packing, or leave --balance out.")
     if args.eval_iters and not args.valid_data_path:
         raise BadInput("--eval-iters is set without --valid-data-path: say what to evaluate on.")
     if args.full_validation:

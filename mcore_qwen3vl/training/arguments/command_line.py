@@ -13,6 +13,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.hub import resolve
 from mcore_qwen3vl.converters.mcore.paths import config_folder
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.training.arguments.data_flags import check_data_arguments
 from mcore_qwen3vl.training.arguments.defaults import SEQ_LENGTH
 from mcore_qwen3vl.training.arguments.own_flags import add_arguments
 from mcore_qwen3vl.training.arguments.refusal import StrictParser, refuse_unknown
@@ -69,7 +70,9 @@ class CommandLine:
         Raises:
             BadInput: one of them has an invalid value.
         """
-        return _parser().parse_known_args(self.words)[0]
+        args = _parser().parse_known_args(self.words)[0]
+        check_data_arguments(args)
+        return args
 
     @cached_property
     def model(self) -> Path:

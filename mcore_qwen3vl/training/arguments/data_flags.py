@@ -65,6 +65,12 @@ def add_data_arguments(group: argparse._ArgumentGroup) -> None:
                 _add(group, field.name, types[field.name], field.default)
 
 
+def check_data_arguments(args: argparse.Namespace) -> None:
+    """Raise BadInput for values that the data config refuses under every layout."""
+    given = {field.name: getattr(args, field.name, None) for field in fields(DataConfig)}
+    DataConfig(**{name: value for name, value in given.items() if value is not None})
+
+
 def _add(group: argparse._ArgumentGroup, name: str, kind: Any, default: Any) -> None:
     flag, text = name.replace("_", "-"), TEXTS[name]
     if name in _DECIDED_LATER:

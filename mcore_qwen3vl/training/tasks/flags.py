@@ -212,11 +212,6 @@ def check_task(args: argparse.Namespace, architecture: Architecture) -> None:
     task = f"--task {args.task}"
     if args.loss != "cross_entropy":
         raise BadInput(f"--loss {args.loss} with {task}, which has its own loss: drop one of them.")
-    if args.overlong == "truncate":
-        raise BadInput(
-            f"--overlong truncate with {task}: the last token of a text that is cut is another "
-            "one. Leave the flag out: records that are too long are then left out."
-        )
     if args.task in SCORED and args.pretrained_checkpoint:
         raise BadInput(
             f"--pretrained-checkpoint with {task}, which starts from Hugging Face weights: convert "

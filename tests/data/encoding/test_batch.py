@@ -210,8 +210,8 @@ def test_best_fit_finds_the_tight_packing() -> None:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"packing": True, "micro_batch_size": 2}, "packed batch is one"),
-        ({"packing": True, "pad_to_longest": True}, "no meaning with packing"),
+        ({"packing": True, "micro_batch_size": 2}, "packed micro-batch is one"),
+        ({"packing": True, "pad_to_longest": True}, "no meaning with --packing"),
         ({"length_multiple": 3}, "not a multiple of 3"),
         ({"micro_batch_size": 0}, "must be positive"),
         ({"overlong": "cut"}, "'drop' or 'truncate'"),

@@ -27,8 +27,7 @@ from torch.utils.data import get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from transformers.models.qwen3_vl import video_processing_qwen3_vl
 
-from mcore_qwen3vl.data import DataConfig, Loader, Source, load_processor, redistribute
-from mcore_qwen3vl.data.loading import loader
+from mcore_qwen3vl.data import DataConfig, Loader, Source, load_processor, loader, redistribute
 from mcore_qwen3vl.data.loading.sources import parse_sources
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.launch import run_layout

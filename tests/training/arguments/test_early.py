@@ -52,6 +52,13 @@ def test_flags_of_a_version_without_a_list_are_left_to_megatron(
         (["--train-iters", "3", "--save-interval"], None),  # left to Megatron, whose flag it is
         (["--train-iters", "many"], "--train-iters: invalid int value: 'many'"),
         (["--train-iters", "3", "--max-bad-fraction", "x"], "invalid float value: 'x'"),
+        (["--train-iters", "3", "--max-bad-fraction", "2"], "--max-bad-fraction is 2.0; it must"),
+        (["--train-iters", "3", "--max-decoded-pixels", "0"], "--max-decoded-pixels is 0; it must"),
+        (
+            ["--train-iters", "3", "--packing", "--micro-batch-size", "4"],
+            "--micro-batch-size is 4 with --packing",
+        ),
+        (["--train-iters", "3", "--balance"], "--balance needs packing"),
         (["--train-iters", "3", "--data-path", "gone.jsonl"], "gone.jsonl does not exist"),
         (["--train-iters", "3", "--load-hf", "gone"], "gone does not exist: check .* --load-hf"),
         (
