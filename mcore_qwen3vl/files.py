@@ -138,7 +138,6 @@ def refuse_links_out(files: Iterable[Path], folder: Path) -> None:
     The content of copied files may be published with the converted model.
 
     Args:
-        files: files in `folder`, or below it.
         folder: a model's folder. In the Hugging Face cache, its files may be in ``blobs`` beside
             it.
 

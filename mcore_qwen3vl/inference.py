@@ -37,11 +37,6 @@ _HEADS = (("reward", "reward model"), ("classify", "classifier"))
 def hf_folder_of(checkpoint: Path, hf: Path | None, command: str) -> Path:
     """Return the folder with the config, tokenizer and processor of `checkpoint`.
 
-    Args:
-        checkpoint: Megatron-Core or Hugging Face directory.
-        hf: the folder that the user named; None: use the checkpoint's own.
-        command: the command that takes `checkpoint`, for messages.
-
     Raises:
         BadInput: the checkpoint has no such folder, or is a LoRA adapter.
     """
@@ -75,10 +70,6 @@ def load_chunks(
     ``torch.distributed`` must be initialised.
 
     Args:
-        checkpoint: Megatron-Core or Hugging Face directory.
-        architecture: the checkpoint's shape.
-        layout: parallel sizes.
-        spec: layer spec.
         dtype: a name of ``DTYPES``, or ``config`` for the dtype of the checkpoint's config.
         adapter: a LoRA adapter to attach; a classifier's head may be in it alone.
         kind: the class of the chunks.
@@ -104,9 +95,6 @@ def adapter_for(
     """Read the adapter that a command uses with a checkpoint; warn if it names another base.
 
     Args:
-        lora: directory of a PEFT adapter; None: there is none.
-        checkpoint: Megatron-Core or Hugging Face directory.
-        folder: the folder with its config.
         task: the task of training that the command reads the model's output for; None: predicting
             tokens.
 
@@ -140,9 +128,7 @@ def on_all_ranks(on_rank: Callable[[], Any], layout: Layout, *, on_cpu: bool, pu
 
     Args:
         on_rank: the function to call; it must be picklable if it runs on GPUs.
-        layout: parallel sizes, which give the number of ranks.
         on_cpu: whether to run on the CPU, whose backend must be installed.
-        purpose: what the command does, as a verb for messages.
 
     Returns:
         What the first rank returned; under torchrun, what this rank returned.

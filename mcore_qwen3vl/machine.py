@@ -29,11 +29,7 @@ def warn_of_versions() -> None:
 
 
 def outside() -> Iterator[str]:
-    """Yield one sentence for each version that ``pyproject.toml`` does not allow.
-
-    pip refuses such versions, but does not see packages that are installed later, with
-    ``--no-deps``, or earlier on ``PYTHONPATH``. Pre-releases, which containers have, are allowed.
-    """
+    """Yield one sentence for each version that ``pyproject.toml`` does not allow."""
     try:
         ours = metadata("mcore-qwen3vl")
     except PackageNotFoundError:  # a checkout that is not installed

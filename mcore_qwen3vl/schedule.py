@@ -83,10 +83,7 @@ def order_of_work(rank: int, ranks: int, chunks: int, micro_batches: int, group:
     """Return a rank's work in order: forwards, then forward and backward in turn, then backwards.
 
     Args:
-        rank: pipeline rank.
-        ranks: number of pipeline ranks.
         chunks: number of virtual stages on each rank.
-        micro_batches: number of micro-batches in an iteration.
         group: number of micro-batches that go through a virtual stage before the rank turns to
             its next one.
     """
@@ -135,11 +132,6 @@ def model_pipeline(
     """Model the pipeline of stages whose FLOPs for a micro-batch are known.
 
     A micro-batch is assumed to take time in proportion to them, and transfers to take none.
-
-    Args:
-        stages: FLOPs of each pipeline rank's virtual stages, in order.
-        micro_batches: micro-batches of an iteration.
-        group: see :func:`mcore_qwen3vl.schedule.simulate`.
     """
     flops = [sum(chunk.both for chunk in chunks) for chunks in stages]
     mean = sum(flops) / len(flops)

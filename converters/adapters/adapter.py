@@ -50,12 +50,9 @@ class Adapter:
     """An adapter as it was read.
 
     Attributes:
-        config: config of the adapter.
         factors: factors by Hugging Face parameter, in the canonical roles (see `roles`).
         saved: whole parameters in the adapter, by name; experts in the layout of transformers 5.
             A parameter that also has factors is the base weight that their product is added to.
-        roles: roles of the expert factors in the file.
-        notes: what the user should know, one sentence each.
         labels: labels of the classifier's head among `saved`; None: it has no such head.
     """
 
@@ -77,9 +74,6 @@ class Adapter:
         """Return a note if the adapter names another model that is on this machine.
 
         The checkpoint that `base` was converted from is no other model.
-
-        Args:
-            base: the checkpoint that the adapter is used with.
 
         Raises:
             BadInput: its manifest is damaged.

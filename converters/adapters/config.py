@@ -103,12 +103,7 @@ class AdapterConfig:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any], where: str = FILE) -> AdapterConfig:
-        """Check the parsed content of an ``adapter_config.json``; see `from_file`.
-
-        Args:
-            content: the fields.
-            where: name of the config in messages.
-        """
+        """Check the parsed content of an ``adapter_config.json``; see `from_file`."""
         if (kind := content.get("peft_type")) != "LORA":
             raise BadInput(f"{where} has peft_type {kind!r:.40}; only LORA adapters are handled.")
         known = {name: content[name] for name in _FIELDS if name in content}

@@ -66,9 +66,6 @@ def plan_merge(
     """Check a checkpoint and an adapter for it and plan their merge; write nothing.
 
     Args:
-        base: Hugging Face checkpoint directory.
-        adapter: PEFT adapter directory.
-        dtype: "keep", "bf16", "fp16" or "fp32".
         max_shard_size: largest safetensors file, like "5GB".
         expert_layout: "published", "v5" or "source"; default: "published" for MoE, since vLLM reads
             no other layout, and "source" for dense models.
@@ -150,8 +147,6 @@ class Merged:
     """The tensors of a checkpoint with an adapter merged into them.
 
     Attributes:
-        base: the checkpoint.
-        adapter: the adapter to merge.
         swapped_source: whether `base` has fused experts as (E, in, out), the published layout.
         swapped: whether fused experts are written as (E, in, out).
         tied_source: whether the embeddings of `base` are tied, so that it holds no head.

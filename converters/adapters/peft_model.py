@@ -98,7 +98,6 @@ def apply(config: AdapterConfig, hf_config: HFConfig, *, linear_router: bool = F
     """Apply the adapter's config to the model with PEFT, on the meta device.
 
     Args:
-        config: config of the adapter. If it saves a classifier's head, the model gets one.
         hf_config: config of the model; without names of labels, a classifier has one label.
         linear_router: whether to accept a router that is named as in transformers 4.57, which
             existing files may have but PEFT refuses (see `router`).

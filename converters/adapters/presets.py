@@ -37,7 +37,6 @@ def preset(name: str, architecture: Architecture) -> Targets:
     """Return PEFT's names for a preset.
 
     Args:
-        name: one of `Preset`.
         architecture: architecture of the model. Parts that it lacks are not named, since a target
             that matches nothing is an error.
 

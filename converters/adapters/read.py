@@ -51,9 +51,7 @@ def read_adapter(path: str | Path, hf_config: HFConfig, *, roles: Roles | None =
     """Read a PEFT adapter and check every tensor; tensors are views of the file where possible.
 
     Args:
-        path: directory of the adapter.
         hf_config: the model's ``config.json``: its content, the file or its directory.
-        roles: roles of the factors of fused experts; default: what the shapes say.
 
     Raises:
         BadInput: a file is missing or damaged, or is a pickle; the config asks for something that

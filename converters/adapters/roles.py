@@ -54,10 +54,8 @@ def find_roles(
     Without fused experts, return `wanted`, or else canonical.
 
     Args:
-        slots: every adapted parameter.
         shapes: shapes of the tensors in the file, by key; all keys of `slots` are present.
         wanted: roles that the user gave; None: the shapes decide.
-        where: name of the file, for messages.
 
     Raises:
         BadInput: a shape fits neither roles, or not the `wanted` ones; parameters contradict each

@@ -24,8 +24,6 @@ def vllm_notes(
     """Return one sentence for each reason why vLLM would not serve the adapter as it is.
 
     Args:
-        adapter: the adapter, as read or about to be written.
-        architecture: architecture of its model.
         roles: roles of its factors in the file; default: the roles that it was read with.
     """
     return tuple(_notes(adapter, architecture.is_moe, roles or adapter.roles))

@@ -13,10 +13,6 @@ from mcore_qwen3vl.errors import BadInput
 def resolve_targets(config: AdapterConfig, hf_config: HFConfig) -> dict[str, Slot]:
     """Return the parameters that `config` adapts, by full Hugging Face name, in the model's order.
 
-    Args:
-        config: config of the adapter.
-        hf_config: the model's ``config.json``: its content, the file or its directory.
-
     Raises:
         BadInput: a name matches nothing, or something that PEFT would skip; LoRA on a match is not
             supported (embeddings, the patch embedding, norms); or PEFT refuses the config.

@@ -46,8 +46,6 @@ def add_update(weight: Tensor, factors: Factors, name: str, *, swapped: bool) ->
 
     Args:
         weight: weight of a linear layer, (out, in), or of fused experts, (E, out, in).
-        factors: the factors, on the same device.
-        name: name of the weight, for messages.
         swapped: whether experts are (E, in, out), as published.
 
     Raises:

@@ -53,15 +53,10 @@ def write_adapter(
     """Write a PEFT adapter directory, which appears complete or not at all.
 
     Args:
-        path: directory to write.
-        config: config of the adapter.
         factors: all factors that the config calls for, by Hugging Face parameter, in the canonical
             roles.
         saved: all parameters that the config stores whole; one of two tied embeddings is enough. A
             parameter that also has factors is stored as their base layer.
-        hf_config: the model's ``config.json``: its content, the file or its directory.
-        roles: roles in which to write the factors of fused experts.
-        force: replace an existing adapter.
 
     Raises:
         BadInput: the tensors are not those that `config` calls for; `path` exists and `force` is
@@ -165,14 +160,7 @@ def convert_adapter(
     Everything else stays as it is.
 
     Args:
-        source, target: PEFT adapter directories.
-        hf_config: the model's ``config.json``: its content, the file or its directory.
-        roles: roles to write; see `roles`.
         from_roles: roles in `source`; needed if the shapes do not tell.
-        force: replace an existing adapter.
-
-    Returns:
-        The adapter as it was read.
 
     Raises:
         BadInput: `read_adapter` or `write_adapter` raised it.

@@ -92,7 +92,6 @@ def inspect_path(path: str | Path, *, hf_config: str | Path | None = None) -> In
     """Inspect an HF checkpoint, an mcore checkpoint, or a ``config.json`` (file or directory).
 
     Args:
-        path: what to inspect.
         hf_config: directory of the config of an mcore checkpoint that has none.
 
     Raises:

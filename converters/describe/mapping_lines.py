@@ -29,7 +29,6 @@ class MappingLine:
         tp_axis: axis of `shape` that tensor parallelism cuts; None if every rank holds the piece.
         tp_parts: number of equal parts along `tp_axis` that are each cut (2 for gate and up).
         cut_by: ``TP``, or ``ETP`` for an expert; None where `tp_axis` is None.
-        rows: number of mapping rows that this line stands for.
     """
 
     hf: tuple[str, ...]

@@ -47,10 +47,8 @@ class RankFile:
     """The mapped file of one rank.
 
     Attributes:
-        path: path of the file.
         rank: the rank whose parameters the file holds.
         layout: the parallel sizes that the file was saved under.
-        models: the state of each of the rank's pipeline chunks.
     """
 
     path: Path

@@ -130,10 +130,7 @@ def local_name(row: Row, stage: Stage, experts: int, spec: Spec) -> str:
     """Return the parameter's name on a rank.
 
     Args:
-        row: a row that `stage` holds.
-        stage: the pipeline chunk.
         experts: number of experts of a layer that the rank holds.
-        spec: the layer spec.
     """
     layer, expert = row.layer, row.expert
     if layer is None:
@@ -165,13 +162,7 @@ def extra_state(row: Row, name: str, spec: Spec) -> Iterator[str]:
 
 
 def boxes(row: Row, shape: Shape, index: int, size: int) -> list[Box]:
-    """Return the boxes of one TP rank's part of a row's piece, in order along the TP axis.
-
-    Args:
-        row: gives the axis, and the number of parts along it that are each cut.
-        shape: shape of the whole piece.
-        index, size: number of the rank, and number of ranks.
-    """
+    """Return the boxes of one TP rank's part of a row's piece, in order along the TP axis."""
     whole = tuple(slice(0, n) for n in shape)
     axis = row.tp_axis
     if axis is None or axis >= len(shape):

@@ -38,8 +38,6 @@ def save_adapter(
 
     Args:
         models: the adapted model, or its virtual pipeline chunks.
-        path: directory to write.
-        config: the config that the model was adapted with.
         hf_config: the base model's ``config.json``: its content, the file or its directory.
         force: replace `path` if it is an adapter.
 
@@ -97,7 +95,6 @@ def export_merged(
     ``save_adapter`` writes.
 
     Args:
-        models: the adapted model, or its virtual pipeline chunks.
         targets: the adapted parameters of the whole model, as
             :func:`mcore_qwen3vl.converters.adapters.targets.resolve_targets` returns them.
         expert_layout: layout of the fused experts; vLLM reads only ``published``.

@@ -47,7 +47,6 @@ def export_hf(
     share memory, which is freed once none of them is referenced.
 
     Args:
-        models: the model, or its virtual pipeline chunks.
         expert_layout: layout of the fused experts; default: the one that the model's config
             declares.
         bucket_bytes: memory to gather into, besides the model; only a larger tensor exceeds it.
@@ -80,13 +79,10 @@ def save_hf(
     complete or not at all.
 
     Args:
-        models: the model, or its virtual pipeline chunks.
-        path: directory to write.
         hf_config: directory of the model's config, tokenizer and processor; the config decides the
             layout of the fused experts.
         max_shard_size: largest safetensors file, like "5GB".
         force: replace `path` if it is a checkpoint.
-        bucket_bytes: as in :func:`export_hf`.
 
     Raises:
         BadInput: a rank cannot write, or the ranks do not hold the whole model in one dtype per
@@ -114,7 +110,6 @@ class Gatherer:
 
     Args:
         models: the model, or its virtual pipeline chunks, on whose device the tensors are gathered.
-        parts: the parts that this rank holds.
         shapes: shapes of all tensors; the same on all ranks and in the same order.
 
     Raises:
@@ -265,10 +260,6 @@ def _publish(
 
 def together[Result](work: Callable[[], Result], path: str | Path) -> Result:
     """Run `work` on every rank; if it fails on one, fail on all, so that none waits for it.
-
-    Args:
-        work: writes the model, or a part of it.
-        path: the path that it writes, for the message.
 
     Raises:
         BadInput: `work` raised BadInput or OSError on some rank.

@@ -20,7 +20,6 @@ def factor_parts(
     """Yield every local factor, cut into parts of PEFT's tensors.
 
     Args:
-        models: the model, or its virtual pipeline chunks; wrappers are removed.
         values: returns the tensor to cut for each factor; None leaves the factor out.
 
     Yields:
@@ -59,7 +58,6 @@ def load_factors(models: nn.Module | Sequence[nn.Module], factors: Mapping[str, 
     """Fill every factor that this rank holds.
 
     Args:
-        models: the model with its adapters, or its virtual pipeline chunks.
         factors: factors by Hugging Face parameter name, with ``a`` and ``b`` in PEFT's shapes.
             Values are cast to the parameters' dtype.
     """
@@ -74,10 +72,6 @@ def initialize_factors(models: nn.Module | Sequence[nn.Module], seed: int) -> No
     """Initialise as PEFT does: A uniform within 1 / sqrt(in) of zero, B zero.
 
     The values are the same under every layout.
-
-    Args:
-        models: the model with its adapters, or its virtual pipeline chunks.
-        seed: seed of all factors; each factor has its own random stream, derived from its name.
     """
     shapes = local_shapes(models)
     by_name: dict[str, list[Part]] = {}

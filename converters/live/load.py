@@ -37,8 +37,6 @@ def load_hf(
     ``optimizer.reload_model_params()`` afterwards.
 
     Args:
-        models: the model, or its virtual pipeline chunks, on any layout.
-        path: checkpoint directory.
         spare_value_head: leave the model's value head as it is if the checkpoint has none.
 
     Returns:
@@ -88,7 +86,6 @@ def load_checkpoint(models: Sequence[Any], path: str | Path, *, whole: bool = Tr
 
     Args:
         models: this rank's chunks (several under VPP), not wrapped in DDP.
-        path: checkpoint directory, or the folder of one iteration.
         whole: whether all ranks' `models` together are the whole model. Pass False for a single
             virtual stage; the checkpoint may then hold more than `models`.
 

@@ -147,8 +147,6 @@ def table_of(
     """Return the table of a running model, whose vocabulary may be padded.
 
     Args:
-        chunks: the model chunks of this rank.
-        expert_layout: as in :func:`hf_parts`.
         head: the head on the HF side; default: the model's own.
     """
     model = chunks[0]
@@ -170,9 +168,6 @@ def unwrap(models: nn.Module | Iterable[nn.Module]) -> list[Any]:
 
 def check_replicas(models: Any) -> None:
     """Compare the bits of all copies of every parameter; a collective of all ranks.
-
-    Args:
-        models: the model, or its virtual pipeline chunks.
 
     Raises:
         BadInput: copies differ; the message gives the number of such tensors and the first names.

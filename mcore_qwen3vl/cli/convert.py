@@ -71,14 +71,6 @@ def carry_out(
     """Show the plan of a conversion, or convert and show the result.
 
     After Ctrl-C, the next run continues with what is done.
-
-    Args:
-        plan: returns the plan.
-        dst, force, workers: see `converters.convert.write`.
-        dry_run: only show the plan.
-        json: print JSON on standard output.
-        strict: see `converters.convert.write`.
-        doing: a verb for the progress bar.
     """
     from mcore_qwen3vl.converters.convert import write
 

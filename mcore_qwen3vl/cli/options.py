@@ -86,10 +86,6 @@ def layout_flags(
     """Give a command the flags ``--tp --pp --vpp --ep --etp --cp --dp --sp``.
 
     The command itself takes a keyword argument `layout` instead: what `make` returns.
-
-    Args:
-        make: called with the sizes that were given.
-        without: sizes that the command does not use.
     """
     offered = {name: flag for name, flag in _LAYOUT_FLAGS.items() if name not in without}
     return _flags_for("layout", offered, make)
@@ -151,11 +147,6 @@ def require(held: bool, otherwise: str) -> None:
 
 def conclude(report: Report, folder: Path | None, json: bool) -> None:
     """End a ``verify`` command: write the files, show the report, and exit by its verdict.
-
-    Args:
-        report: the report of the command.
-        folder: folder for :func:`write_report`; None: write no files.
-        json: print JSON instead of tables.
 
     Raises:
         typer.Exit: something differs, as the report says.

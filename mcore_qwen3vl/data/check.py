@@ -170,12 +170,6 @@ def check_data(
 
     Args:
         path: a file, a directory, a metadataset or a mixture file, as for the loader.
-        processor: processor from ``load_processor``; its budgets are set to those of `config`.
-        config: lengths, policies and budgets.
-        split: part of a WebDataset or metadataset.
-        decode: whether to decode every image and video too; otherwise only headers are read.
-        limit: number of samples after which to stop; None: read all.
-        preprocess: hook for data sets that name none.
         architecture: shape of the model, for the balance of work and the teacher's vocabulary.
         ranks: data-parallel ranks to divide the work over; 1: measure no balance.
         micro_batches: micro-batches of a rank in a step.

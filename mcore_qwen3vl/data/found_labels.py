@@ -20,10 +20,6 @@ def found_labels(sources: Sequence[Source], *, trust: bool) -> Labels:
 
     Records that cannot be used are left out, as in training.
 
-    Args:
-        sources: the data sets of training.
-        trust: whether energon may run code that a metadataset or a WebDataset names.
-
     Raises:
         BadInput: there are none, or both names and numbers.
     """

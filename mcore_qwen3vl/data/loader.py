@@ -112,16 +112,12 @@ class Loader(Iterator[Batch]):
         Args:
             sources: data sets with their weights and how their records are read. JSON, JSONL and
                 Parquet files have no splits.
-            architecture: the model's shape.
             processor: processor from :func:`load_processor`; its budgets are set to those of
                 `config`.
-            config: lengths, layout and policies.
             dp_rank, dp_size: this data-parallel rank and the number of them; each reads its own
                 shard.
             num_workers: processes that prepare batches; 0: prepare them in this process. Sizes, for
                 balanced work, are measured on all cores.
-            split: part of WebDatasets and metadatasets; folders that lack it are used whole.
-            seed: seed of the shuffling.
             checkpoint_every_seconds: seconds between the states that a worker notes. Resuming
                 prepares again, and discards, the batches since the last one.
             trained: which parts of the model train, for balanced work.
@@ -333,11 +329,6 @@ def start_worker(start: Callable[[int], None], temporary: Path, worker: int) -> 
 
     A worker ends within a second of its parent. PyTorch's own worker checks for its parent too, but
     not while it prepares a batch, and it waits for ever to write to a full pipe.
-
-    Args:
-        start: the loader's own ``worker_init_fn``, which is called first.
-        temporary: folder for the sockets through which the worker sends tensors.
-        worker: the worker's number.
     """
     start(worker)
     _note_start(get_worker_info())
@@ -354,9 +345,6 @@ def _note_start(info: Any) -> None:
     Energon's worker answers a request for its state as soon as its thread runs, which may be before
     it restores its own. Without this note, it would answer that it starts at the first sample and
     skips one batch more than it should (megatron-energon 7.4, `SavableDatasetWrapper.__iter__`).
-
-    Args:
-        info: PyTorch's `WorkerInfo` of this process.
     """
     dataset = info.dataset
     state = dataset._workers_restore_from[(info.id + dataset._worker_offset) % info.num_workers]

@@ -89,13 +89,6 @@ def redistribute(states: list[dict[str, Any]], world_size: int) -> list[dict[str
     workers must stay the same: each new rank runs ``total / world_size`` of them. No sample is lost
     or repeated; the order in which the workers' batches form global batches changes.
 
-    Args:
-        states: the states that all data-parallel ranks saved, in rank order.
-        world_size: data-parallel ranks to resume on.
-
-    Returns:
-        One state for each new rank.
-
     Raises:
         BadInput: the workers cannot be distributed evenly, or the states were saved without worker
             processes, or are not those of all ranks of one run.

@@ -85,8 +85,6 @@ class References:
     """The reference's log-probabilities of the pairs in one JSONL file.
 
     Args:
-        data: the file of pairs.
-        scores: the file of scores.
         log_probs: (records, 2) float64: chosen, rejected; NaN if a record has no scores.
         digests: (records, 2) text: digests of the tokens of the chosen and the rejected sequence.
         errors: the reason, for each record without scores, by its index.
@@ -113,9 +111,6 @@ class References:
 
     def of(self, index: int) -> tuple[float, float]:
         """Return the log-probabilities of a record's chosen and rejected answer.
-
-        Args:
-            index: the record's number, from 0.
 
         Raises:
             BadSample: the reference's log-probabilities could not be computed.
@@ -151,8 +146,6 @@ def checked_facts(
     """Return the settings that scores were made with.
 
     Args:
-        scores: the scores.
-        data: the data set that they should be of.
         how: the command that makes them, for messages.
         temperature: the temperature that they should have.
         instead: what else helps if the data set is no JSONL file.

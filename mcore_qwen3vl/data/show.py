@@ -86,12 +86,7 @@ def read_sample(
     """Read, tokenise and decode one sample.
 
     Args:
-        path: path of the data, as for the loader.
         number: line of a JSONL file, or record of other data, from 1.
-        processor: processor from ``load_processor``; its budgets are set to those of `config`.
-        config: lengths, policies and budgets.
-        split: part of a data set that has several.
-        preprocess: hook for data sets that name none.
 
     Raises:
         BadInput: there is no such record.

@@ -51,12 +51,7 @@ def encoded_top(ids: np.ndarray, log_probs: np.ndarray) -> dict[str, str]:
 
 
 def write_teacher(lines: Path, out: Path) -> None:
-    """Write the file of a teacher.
-
-    Args:
-        lines: the lines of JSON, each a record with the values of :func:`encoded_top`.
-        out: file to write.
-    """
+    """Write the file of a teacher."""
     import pyarrow as pa
 
     place = {"file": pa.string(), "line": pa.int64(), "record": pa.int64()}
@@ -115,11 +110,6 @@ def teachers_of(
 ) -> list[Teacher]:
     """Open the files beside the data sets; return none without a `temperature`.
 
-    Args:
-        sources: the data sets.
-        temperature: as for :class:`Teacher`.
-        tokenizer, vocab_size: those of the student.
-
     Raises:
         BadInput: see :class:`Teacher`.
     """
@@ -134,11 +124,6 @@ class Teacher:
 
     def __init__(self, data: Path, vocabulary: dict[str, Any], temperature: float) -> None:
         """Open the file beside a data set.
-
-        Args:
-            data: the data set.
-            vocabulary: the student's, see :func:`mcore_qwen3vl.data.scores.vocabulary_of`.
-            temperature: the temperature of the distillation.
 
         Raises:
             BadInput: there is no such file, or it is cut off, or was made from other data, with
@@ -167,9 +152,6 @@ class Teacher:
 
     def of(self, index: int) -> Top:
         """Return the teacher's tokens for the trained tokens of a record.
-
-        Args:
-            index: the record's number, from 0.
 
         Raises:
             BadSample: the teacher could not score the record.

@@ -61,13 +61,7 @@ class Demo:
 def run_demo(
     *, dense: bool = False, keep: Path | None = None, status: Callable[[str], None] | None = None
 ) -> Demo:
-    """Run the whole chain; nothing is downloaded and no GPU is used.
-
-    Args:
-        dense: whether to use the dense model with tied embeddings instead of MoE.
-        keep: directory for the checkpoints; None: a temporary one.
-        status: function that gets the name of each step as it starts.
-    """
+    """Run the whole chain; nothing is downloaded and no GPU is used."""
     _prepare()
     folder = nullcontext(keep) if keep else scratch_folder()
     with folder as path:

@@ -44,8 +44,6 @@ def run_demo(
     """Train a tiny model on image questions, with one interruption, and ask it the same questions.
 
     Args:
-        keep: directory for all files; None: a temporary one.
-        say: function that gets a line of text for every stage.
         steps: total number of training steps; the run stops and resumes halfway.
         lora: whether to train an adapter, and ask PEFT's model.
 
@@ -120,15 +118,7 @@ def answer(
     max_tokens: int = 40,
     adapter: Path | None = None,
 ) -> list[str]:
-    """Return a Hugging Face model's greedy answers to the first turn of each conversation.
-
-    Args:
-        checkpoint: directory with model and processor.
-        records: the messages of each conversation.
-        folder: folder of the conversations' images.
-        max_tokens: most tokens in an answer.
-        adapter: directory of a PEFT adapter to answer with.
-    """
+    """Return a Hugging Face model's greedy answers to the first turn of each conversation."""
     import torch
     from transformers import AutoModelForImageTextToText, AutoProcessor
 

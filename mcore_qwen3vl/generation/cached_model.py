@@ -26,11 +26,6 @@ class CachedModel:
     The cache is mcore's ``StaticInferenceContext``: each layer's rotated keys and its values, for
     this rank's heads. Every rank of the layout must make the same calls. Only :meth:`prefill` uses
     images.
-
-    Args:
-        model: this rank's chunk, in evaluation mode.
-        prompts: the batch.
-        max_new_tokens: number of tokens that the cache has room for after the prompts.
     """
 
     def __init__(self, model: Qwen3VLModel, prompts: Prompts, max_new_tokens: int) -> None:

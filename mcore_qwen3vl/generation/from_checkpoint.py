@@ -67,10 +67,6 @@ class Request:
 def run(request: Request, *, on_cpu: bool = False) -> list[Generation]:
     """Generate on all ranks: torchrun's if torchrun started us, otherwise ranks started here.
 
-    Args:
-        request: the conversations, the checkpoint and the settings.
-        on_cpu: whether to run on the CPU, whose backend must be installed.
-
     Raises:
         BadInput: the causes in :func:`mcore_qwen3vl.generation.generate`, no GPU, or a layout that
             does not fit the model.

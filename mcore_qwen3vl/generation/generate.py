@@ -59,7 +59,6 @@ def generate(
         conversations: conversations of any lengths, which are padded on the left, or the result of
             :func:`mcore_qwen3vl.generation.prompts.encode_prompts` for them.
         max_new_tokens: number of tokens after which an answer is cut off.
-        temperature, top_p, top_k, seed: see :class:`mcore_qwen3vl.generation.sampling.Sampler`.
         stream: function that is called as answers grow, on every rank that passes one.
         generation_config: stop tokens and defaults of sampling, from
             :func:`mcore_qwen3vl.generation.sampling.load_generation_config`.

@@ -93,10 +93,6 @@ def encode_prompts(
 ) -> Prompts:
     """Render, tokenise, load images and videos, and compute positions.
 
-    Args:
-        architecture: the model's shape.
-        processor, conversations, multiple_of: see :func:`process`.
-
     Raises:
         BadInput: see :func:`process`.
     """
@@ -110,7 +106,6 @@ def process(
     """Process conversations with the checkpoint's processor, padded on the left.
 
     Args:
-        processor: HF ``Qwen3VLProcessor`` of the checkpoint.
         conversations: the messages of each prompt, in the form that HF's chat templates take. An
             image is ``{"type": "image", "image": path, URL or PIL image}``; a video is ``{"type":
             "video", "video": path, or a pair of frames (F, H, W, 3) and ``VideoMetadata``}``.

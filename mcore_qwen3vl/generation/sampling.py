@@ -45,10 +45,8 @@ class Sampler:
     tokens (on one device type, with equal logits).
 
     Args:
-        config: the checkpoint's generation config.
         temperature, top_p, top_k: overrides of the config; top-p 1 and top-k 0 are off.
         seed: seed of the draws; None: a random one.
-        device: device of the logits.
 
     Raises:
         BadInput: a value is out of range, or has no effect because decoding is greedy.

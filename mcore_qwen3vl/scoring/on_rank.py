@@ -26,9 +26,7 @@ class Scorer:
     """A scorer with this rank's part of the model and of the data.
 
     Args:
-        chunks: this rank's chunks, with weights loaded.
         records: function that opens the records; only ranks that read data call it.
-        readout: what to read out of the model.
     """
 
     def __init__(

@@ -64,7 +64,6 @@ def write_parquet(lines: Path, out: Path) -> None:
     """Write one row for each text, in the order of the records; one with ``error`` for bad records.
 
     Args:
-        lines: the lines of JSON, each a record.
         out: file to write, with the columns ``file``, ``line``, ``record``, ``text`` (the text's
             name in its record), ``embedding`` (float32 values, of length 1) and ``error``.
     """
@@ -109,13 +108,6 @@ class Output:
     """``OUT`` while it is written: ``OUT.partial``, and ``OUT.partial.json`` with the settings."""
 
     def __init__(self, path: Path, settings: dict[str, Any], block: int) -> None:
-        """Name the files; nothing is written yet.
-
-        Args:
-            path: the file of scores to write.
-            settings: all settings that its content depends on.
-            block: number of records in a block.
-        """
         self.path, self._settings, self._block = path, settings, block
         self._partial = path.with_name(f"{path.name}.partial")
         self._partial_facts = path.with_name(f"{path.name}.partial.json")
@@ -148,14 +140,7 @@ class Output:
             )
 
     def open(self, *, force: bool = False) -> int:
-        """Start the file, or continue it.
-
-        Args:
-            force: whether to start again.
-
-        Returns:
-            The number of complete blocks in the file.
-        """
+        """Start the file, or continue it."""
         if force:
             self._partial.unlink(missing_ok=True)
         if not self._partial.exists():

@@ -45,12 +45,7 @@ class Readout(Protocol):
 
 
 class LogProbs:
-    """Log-probabilities of trained tokens.
-
-    Args:
-        temperature: number that the logits are divided by.
-        entropy: whether to compute entropies too.
-    """
+    """Log-probabilities of trained tokens."""
 
     kind = Qwen3VLModel
 
@@ -85,7 +80,6 @@ class TopK(LogProbs):
     """Log-probabilities of trained tokens, and the likeliest tokens there.
 
     Args:
-        temperature: number that the logits are divided by.
         k: number of likeliest tokens, whose ids float32 must hold exactly.
     """
 
@@ -114,10 +108,6 @@ class Embeddings:
 
 class Relevance:
     """Scores of documents as Qwen3-VL-Reranker gives them, from 0 to 1, with their logits.
-
-    Args:
-        folder: Hugging Face directory of the tokenizer.
-        words: the answers that mean relevant and irrelevant.
 
     Raises:
         BadInput: a word is not a single token.

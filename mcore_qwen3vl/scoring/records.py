@@ -77,9 +77,6 @@ class Records:
     """A reader that encodes records as training does.
 
     Args:
-        samples: the records, by their number from 0.
-        sources: the data sets that the records belong to.
-        architecture, processor: the model's shape and processor.
         config: settings, with `packing` or one sequence a row; the budgets are set on `processor`.
         width_multiple: the number that the length of a batch must be a multiple of.
         alone: whether a record of several sequences is bad.

@@ -140,10 +140,6 @@ class Request:
 def score(request: Request, *, on_cpu: bool = False) -> Tally | None:
     """Compute log-probabilities on all ranks of the layout, and write them.
 
-    Args:
-        request: the data, the checkpoint and the settings.
-        on_cpu: whether to run on the CPU, whose backend must be installed.
-
     Returns:
         The summary of the file; under torchrun None on all ranks but the first.
 
@@ -389,12 +385,7 @@ def _settings(
 
 
 def _data_identity(request: Request, paths: Sequence[Path]) -> str:
-    """Return a hash of a JSONL file's bytes, which training compares, or of other files' times.
-
-    Args:
-        request: the request.
-        paths: the paths of its data sets.
-    """
+    """Return a hash of a JSONL file's bytes, which training compares, or of other files' times."""
     if request.data.suffix == ".jsonl":
         return file_digest(request.data)
     said = [(one.reading, one.media_root, one.limits, one.max_samples) for one in request.sources()]

@@ -36,11 +36,6 @@ def write_colour_task(folder: Path, samples: int = 96, *, seed: int = 0) -> None
 
     The answers of ``warm_up`` are random letters: supervised training on them teaches what an
     answer looks like, and nothing about colours.
-
-    Args:
-        folder: Folder to create.
-        samples: Pictures to train on; there are a quarter as many to validate.
-        seed: Seed of all random choices.
     """
     import pyarrow
     from pyarrow import parquet

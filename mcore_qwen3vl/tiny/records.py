@@ -31,13 +31,7 @@ def write_image_qa(
     are alike, and their lengths differ.
 
     Args:
-        folder: folder to write to; it is created if needed.
-        samples: number of lines to write.
         text_only_every: one sample in this many has no image; None: all have one.
-        seed: seed of all random choices.
-
-    Returns:
-        The JSONL file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     generator = random.Random(seed)

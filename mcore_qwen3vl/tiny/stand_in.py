@@ -27,8 +27,6 @@ def write_stand_in(
     """Write a model directory without weights.
 
     Args:
-        config: ``config.json`` of the published model.
-        out: directory to create; it gets that config, a tiny tokenizer and a processor.
         layers: number of decoder layers; None: the config's.
         vision_blocks: number of vision blocks, the first of which DeepStack taps; None: the
             config's.
@@ -64,10 +62,7 @@ def write_half_images(
     """Write conversations whose tokens are half of images and half of text, by default.
 
     Args:
-        folder: directory to create.
-        samples: number of conversations.
         tokens: approximate number of tokens in a sample.
-        images: number of images in a sample.
         image_side: tokens along the side of an image.
         token_pixels: pixels along the side of a token.
         pairs: whether to write preference records, each of whose two sequences is such a sample.

@@ -46,14 +46,7 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
         num_workers: int,
         trained: Trained,
     ) -> None:
-        """Prepare an encoder; :meth:`measured` must be called before samples are read.
-
-        Args:
-            architecture, processor, config, sources: as for the base class.
-            dp_rank, dp_size: this data-parallel rank and the number of them.
-            num_workers: data workers of a rank, which contribute to a step in turn.
-            trained: which parts of the model train.
-        """
+        """Prepare an encoder; :meth:`measured` must be called before samples are read."""
         super().__init__(architecture, processor, config, sources)
         self._architecture, self._trained = architecture, trained
         self._rank, self._ranks = dp_rank, dp_size

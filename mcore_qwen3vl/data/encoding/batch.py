@@ -142,26 +142,13 @@ class Batcher:
         pad_id: int,
         pixel_scale: PixelScale | None,
     ) -> None:
-        """Keep the settings.
-
-        Args:
-            architecture: the model's shape.
-            config: lengths and layout.
-            pad_id: id of the padding token.
-            pixel_scale: scale of the :class:`PixelLoader` that the samples' pixels come from.
-        """
         self._architecture = architecture
         self._config = config
         self._pad_id = pad_id
         self._pixel_scale = pixel_scale
 
     def pack(self, samples: Sequence[EncodedSample], skipped: int = 0, dropped: int = 0) -> Batch:
-        """Make one sequence of `seq_length`: each sample is a sub-sequence, the rest padding.
-
-        Args:
-            samples: samples whose padded lengths fit together.
-            skipped, dropped: numbers of bad and over-long samples, for the counts.
-        """
+        """Make one sequence of `seq_length`: each sample is a sub-sequence, the rest padding."""
         lengths = [self._config.padded(len(sample.input_ids)) for sample in samples]
         bounds = [0, *accumulate(lengths)]
         seq_length = self._config.seq_length

@@ -62,14 +62,6 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, EncodedRecord, Batch, Batch]):
         config: DataConfig,
         sources: Sequence[Source],
     ) -> None:
-        """Prepare the steps of the pipeline.
-
-        Args:
-            architecture: the model's shape.
-            processor: HF ``Qwen3VLProcessor``; its budgets are set to those of `config`.
-            config: lengths and policies.
-            sources: the data sets.
-        """
         self.config = config
         self.guard = BadSampleGuard(config.max_bad_fraction, config.bad_fraction_floor)
         self.preparation = Preparation(processor, config, sources)

@@ -28,10 +28,6 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     It needs at most 11/9 of the fewest bins possible, plus one (Johnson, "Near-optimal bin packing
     algorithms", 1973).
 
-    Args:
-        lengths: lengths of the items, each from 1 to `capacity`.
-        capacity: capacity of a bin.
-
     Returns:
         The items' indices, bin by bin. Items within a bin, and bins by their first item, are in the
         order of `lengths`, so that packing does not sort training by length.
@@ -79,7 +75,6 @@ def divide(
     """Pack a buffer into rows of one pack a rank.
 
     Args:
-        samples: the samples of the buffer.
         capacity: tokens of a pack; no sample is longer.
         ranks: data-parallel ranks; there are at least as many samples.
         carried: number of first samples that were left from the previous buffer.

@@ -46,11 +46,6 @@ class PixelLoader:
     """
 
     def __init__(self, processor: Any) -> None:
-        """Choose the options of HF's processors.
-
-        Args:
-            processor: the HF ``Qwen3VLProcessor`` that samples are planned with.
-        """
         self._images, self._videos = processor.image_processor, processor.video_processor
         self.scale = _common_scale(self._images, self._videos)
         # Passed only if needed: HF's processor validates each option.

@@ -57,12 +57,6 @@ class Planner:
     """A tokeniser of rendered records, with the same result as HF's processor."""
 
     def __init__(self, processor: Any, config: DataConfig) -> None:
-        """Keep the settings.
-
-        Args:
-            processor: HF ``Qwen3VLProcessor``, with its budgets set.
-            config: lengths and policies.
-        """
         self._processor = processor
         self._config = config
         self._tokens = {"image": processor.image_token, "video": processor.video_token}

@@ -88,7 +88,6 @@ class _Grids:
     """The runs of one kind of placeholder, matched with the grids of that kind.
 
     Args:
-        kind: ``image`` or ``video``.
         is_placeholder: (T,) bool.
         sample: (T,) the sample of each token; a run ends with its sample.
         grid_thw: (grids, 3) in patches; each of a grid's frames fills one run.

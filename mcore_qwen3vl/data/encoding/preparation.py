@@ -46,11 +46,6 @@ class Preparation:
     def __init__(self, processor: Any, config: DataConfig, sources: Sequence[Source]) -> None:
         """Prepare a processor for each data set, and import the hooks.
 
-        Args:
-            processor: HF ``Qwen3VLProcessor``; its budgets are set to those of `config`.
-            config: lengths, policies and budgets.
-            sources: the data sets, in the order of their numbers.
-
         Raises:
             BadInput: a hook cannot be imported, or a budget is empty.
         """
@@ -93,7 +88,6 @@ class Preparation:
         """Parse a record into its parts, by their names.
 
         Args:
-            sample: the sample as read.
             task: the task that the record is read for; None: predicting tokens; ``any``: the one
                 that its keys tell, ``embedding`` for retrieval records; ``pairs``: a loss over
                 preference records.
@@ -137,10 +131,6 @@ class Preparation:
 
     def plan(self, sample: RawSample, parsed: Conversation | Document | None = None) -> Plan:
         """Tokenise a sample and measure its media.
-
-        Args:
-            sample: the sample as read.
-            parsed: the parsed sample, or one part of :meth:`parse_each`; None: parse it here.
 
         Raises:
             BadSample, OverlongSample: the sample cannot be used.

@@ -76,13 +76,6 @@ class Workload:
     """Samples with the work that a model does for them."""
 
     def __init__(self, architecture: Architecture, sizes: Sequence[Size], capacity: int) -> None:
-        """Compute the work of each sample.
-
-        Args:
-            architecture: shape of the model.
-            sizes: sizes of the samples.
-            capacity: tokens of a pack.
-        """
         self.lengths = [size.tokens for size in sizes]
         self.extra = [extra_work(architecture, size) for size in sizes]
         self.capacity = capacity

@@ -36,8 +36,6 @@ class SharedPacking(PackingDataset):
 
         Args:
             packing: the packing that energon built, before anything is read from it.
-            divide: the packer.
-            rank, ranks: this rank and the number of ranks that take packs.
             rows_per_step: packs of this rank in an optimizer step.
         """
         self._divide = divide
@@ -101,9 +99,7 @@ def go_on_with(state: dict[str, Any], offset: int, ranks: int) -> None:
     """Change a saved state so that any number of ranks can continue from it.
 
     Args:
-        state: the state of :class:`SharedPacking` as plain data, from any of the ranks.
         offset: packs that this rank has delivered since then.
-        ranks: number of ranks that saved a state.
     """
     state["_place"] += state["_giving"]
     state["_base"] += (state["_taken"] + state["_giving"] + offset) * ranks

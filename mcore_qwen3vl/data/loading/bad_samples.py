@@ -35,7 +35,6 @@ class BadSampleGuard:
         """Start counting.
 
         Args:
-            max_fraction: share of the records that may be bad.
             floor: smallest number of records from which the share is taken, for a worker that gets
                 fewer; or the size of the whole data set, if that is smaller.
         """
@@ -62,7 +61,6 @@ class BadSampleGuard:
         """Skip the sample if the code in the block raises anything.
 
         Args:
-            sample: the sample, for messages.
             counted: False if another rank meets the same sample and counts it.
 
         Raises:

@@ -36,8 +36,6 @@ def crude_sample(
     """Make a sample in the form of energon's readers.
 
     Args:
-        dataset: the data set's path.
-        shard: the name of the file within it.
         index: the sample's number in the data set, by which energon finds it again.
         within: the sample's number in the file, for messages.
         record: the record as JSON text, or parsed; empty if it is not read yet.
@@ -76,11 +74,8 @@ class CrudeFactory(BaseCoreDatasetFactory[CrudeSample], Sharder):
         """Wrap a reader; the keyword arguments are those of energon's own factories.
 
         Args:
-            path: the data set's path, for messages.
-            reader: the samples.
             counts: number of samples in each run that is best read together, such as a row group.
             training: whether to shuffle, and to start again at the end.
-            worker_config: ranks and workers.
             subflavors: values that each sample carries.
             shuffle_over_epochs: energon's number of epochs to shuffle over; None: do not shuffle.
             parallel_shard_iters: number of runs that a worker reads from in turn.

@@ -47,11 +47,8 @@ def load_sources(
     """Make energon's data sets of all sources; return them and how they are blended.
 
     Args:
-        sources: the sources, all with weights or all with epochs.
-        split: part of the sources that have parts.
         training: whether the data sets repeat without end.
         shuffle: whether samples come in another order than in the files.
-        workers: ranks and workers.
         trust: whether energon may run code that a metadataset or a WebDataset names.
 
     Raises:
@@ -225,11 +222,6 @@ class CrudeSamples(ConcatDataset[Any]):
     def __init__(self, sources: Sequence[Source], *, split: str, trust: bool) -> None:
         """Open the data sets.
 
-        Args:
-            sources: the data sets, read one after the other; weights and epochs are ignored.
-            split: part of the sources that have parts.
-            trust: whether energon may run code that a metadataset or a WebDataset names.
-
         Raises:
             BadInput: :func:`load_sources` refuses a source.
         """
@@ -256,9 +248,6 @@ def code_refused(*, unless: bool) -> Iterator[None]:
     """Refuse metadatasets and WebDatasets that name code other than energon's classes.
 
     The check reads a file's content as energon's own parser returns it, before energon acts on it.
-
-    Args:
-        unless: True if the user trusts the data: nothing is refused.
 
     Raises (while energon loads files inside the block):
         BadInput: a file names code; the message gives the file and the line.

@@ -30,10 +30,6 @@ _CRUDE = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
 def ensure_index(path: Path) -> Path:
     """Make the index of a JSON or JSONL file, or of a folder of tars, unless it is up to date.
 
-    Args:
-        path: a ``.jsonl`` or ``.json`` file, or a folder of ``.tar`` files. A table or an energon
-            metadataset ``.yaml`` is accepted and needs no index.
-
     Returns:
         The path that energon reads: `path`, if it needs no index or has one beside it, as energon's
         own preparation leaves it; otherwise its stand-in in the cache.

@@ -76,12 +76,6 @@ class JsonReader:
     """Random access to the records of a ``.json`` file, in the form of energon's readers."""
 
     def __init__(self, path: Path, index: Path) -> None:
-        """Open the index.
-
-        Args:
-            path: the file to read.
-            index: the index, from :func:`index_of`.
-        """
         self._path = path
         self._rows = np.memmap(index, np.uint64, "r").reshape(-1, 2)[:-1]
 

@@ -100,21 +100,11 @@ Measuring = Callable[[Any], Size | Unusable]
 
 
 class MeasuredFactory(BaseCoreDatasetFactory[CrudeSample]):
-    """A wrapper of energon's factory for one data set, whose samples are stubs with their number.
-
-    Attributes:
-        sizes: sizes of all samples, by their number.
-    """
+    """A wrapper of energon's factory for one data set, whose samples are stubs with their number."""
 
     __sample_type__ = CrudeSample
 
     def __init__(self, inner: Any, number: int) -> None:
-        """Wrap a factory.
-
-        Args:
-            inner: energon's factory for JSONL or WebDataset, or one of ours.
-            number: the number of this data set among all.
-        """
         self._inner = inner
         self._number = number
         self.paths = getattr(inner, "paths", [inner.path])
@@ -184,10 +174,7 @@ def measure(factory: MeasuredFactory, measuring: Measuring, settings: str, proce
     """Set the factory's sizes from the file of an earlier run, or by reading every sample once.
 
     Args:
-        factory: factory of one data set.
-        measuring: function from a crude sample to its size.
         settings: all settings that the sizes depend on, besides the data.
-        processes: number of processes that read.
     """
     data = origin(factory.path)
     key = hashlib.sha256((settings + fingerprint(data)).encode()).hexdigest()[:16]

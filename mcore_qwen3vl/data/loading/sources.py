@@ -64,7 +64,6 @@ def parse_sources(words: Sequence[str], preprocess: str | None = None) -> list[S
     A mixture file among the paths is replaced by its data sets.
 
     Args:
-        words: the words of the command line.
         preprocess: hook for the data sets that name none.
 
     Raises:

@@ -68,7 +68,6 @@ class TableReader:
         """Open the files and read their row groups' sizes.
 
         Args:
-            path: a Parquet file, or a directory.
             split: ``train``, ``val`` or ``test`` of a directory that has several.
 
         Raises:

@@ -44,8 +44,6 @@ def parse_classification(
     """Read a classifier's record.
 
     Args:
-        record: a record in a form that the module describes, after the data set's hook.
-        folder: folder of the media.
         reading: how the data set's records are read; only its system prompt counts.
         labels: the labels that there are; None: the record needs none.
 

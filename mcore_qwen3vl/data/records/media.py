@@ -171,7 +171,6 @@ class Shelf:
         """Add an image or video to the sample.
 
         Args:
-            kind: image or video.
             reference: its location; None: the next unused entry of the record's list.
             said: keys of its part of the message, such as ``fps``. They override the record's keys.
 

@@ -39,11 +39,6 @@ def read_messages(
 ) -> Conversation:
     """Read ``messages`` with ``role`` and ``content``: text with or without tags, or parts.
 
-    Args:
-        record: the record.
-        folder: folder of the media.
-        prompt: whether to read a prompt, which needs no turn to train on.
-
     Raises:
         BadSample: the record is malformed, and the message says how.
     """

@@ -36,7 +36,6 @@ class MediaOptions:
 
         Args:
             usual: the processor's own ``size``, in pixels of the image or of all frames.
-            frames: number of frames.
 
         Raises:
             BadSample: the least number of pixels is above the greatest.
@@ -79,7 +78,6 @@ def read_options(kind: Literal["image", "video"], said: Mapping[str, Any]) -> Me
     """Read the options of an image or video.
 
     Args:
-        kind: image or video.
         said: the keys of its part or reference; other keys are left alone.
 
     Raises:

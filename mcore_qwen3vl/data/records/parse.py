@@ -109,10 +109,6 @@ only if it is true or false: data sets of other kinds have numbers and words the
 def format_of(record: Mapping[str, Any], name: str | None = None) -> Format:
     """Return the format of a JSON record.
 
-    Args:
-        record: the record as read.
-        name: name of the format that the record must have; None: any, recognised by its keys.
-
     Raises:
         BadSample: the record has no known format, not the format `name`, or is made for another
             task.
@@ -145,11 +141,6 @@ def format_of(record: Mapping[str, Any], name: str | None = None) -> Format:
 
 def parse_record(record: Any, folder: MediaFolder, reading: Reading = PLAIN) -> Parsed:
     """Read a JSON record of any of :data:`FORMATS`.
-
-    Args:
-        record: the record as read.
-        folder: folder of the media.
-        reading: how the data set's records are read.
 
     Raises:
         BadSample: the record is malformed, and the message says how.

@@ -66,7 +66,6 @@ def parse_pair(
 
     Args:
         record: a record in a form that the module describes, after the data set's hook.
-        folder: folder of the media.
         reading: how the data set's records are read; only its system prompt counts.
 
     Returns:
@@ -161,18 +160,7 @@ def _common(chosen: list[Any], rejected: list[Any]) -> int:
 def _continued(
     rest: Mapping[str, Any], side: str, messages: list[Any], common: int, folder: MediaFolder
 ) -> Conversation:
-    """Read a conversation of which only the messages after the first `common` count in the loss.
-
-    Args:
-        rest: the record's other keys.
-        side: the key of these messages, for errors.
-        messages: all messages.
-        common: number of messages that do not count.
-        folder: folder of the media.
-
-    Raises:
-        BadSample: the messages are malformed, and the message says how.
-    """
+    """Read a conversation of which only the messages after the first `common` count in the loss."""
     try:
         parsed = parse_record({**rest, "messages": messages}, folder)
     except BadSample as error:

@@ -65,7 +65,6 @@ def parse_retrieval(
 
     Args:
         record: a record in a form that the module describes, after the data set's hook.
-        folder: folder of the media.
         reading: how the data set's records are read; only its system prompt counts.
 
     Returns:
@@ -164,9 +163,6 @@ def parse_judgements(
     record: Mapping[str, Any], folder: MediaFolder, reading: Reading = PLAIN
 ) -> dict[str, Conversation]:
     """Read a retrieval record as one prompt for each document.
-
-    Args:
-        record, folder, reading: as for :func:`parse_retrieval`.
 
     Returns:
         The prompts by the documents' names: ``positive``, ``negative 0`` and so on.

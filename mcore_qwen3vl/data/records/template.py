@@ -45,10 +45,6 @@ class Renderer:
     def __init__(self, processor: Any, document_end: str | None = None) -> None:
         """Check the template and the token that ends documents.
 
-        Args:
-            processor: HF ``Qwen3VLProcessor``.
-            document_end: text of the token that ends a document; None: the pad token.
-
         Raises:
             BadInput: the processor has no chat template, or `document_end` is not a single token.
         """

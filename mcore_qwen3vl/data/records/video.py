@@ -88,9 +88,7 @@ def sample_frames(media: Media, metadata: VideoMetadata, processor: Any) -> np.n
     """Choose the frames to decode: all of a list, or as HF's processor does in a file's clip.
 
     Args:
-        media: a video.
         metadata: what :func:`probe_video` returned for it.
-        processor: HF's video processor, with its budgets set.
 
     Returns:
         (F,) indices among all frames of the file.
@@ -118,10 +116,6 @@ def load_frames(media: Media, indices: np.ndarray) -> np.ndarray:
     """Decode the frames at `indices` (ascending, repeats allowed).
 
     If the frames are far apart, the decoder seeks the key frame before each.
-
-    Args:
-        media: a video.
-        indices: indices of the frames, in the order of presentation; all of a list are decoded.
 
     Returns:
         (F, height, width, 3) uint8 RGB.
