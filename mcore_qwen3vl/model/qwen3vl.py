@@ -6,7 +6,6 @@ Every rank receives the full micro-batch and takes its own part of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,33 +33,9 @@ from mcore_qwen3vl.model.sequence import local_positions
 from mcore_qwen3vl.model.transformer_config import Spec, layers_of_chunk, transformer_config
 from mcore_qwen3vl.model.vision.tower import VisionTower
 
-
-@dataclass(frozen=True)
-class _Local:
-    """This rank's part of a micro-batch."""
-
-    tokens: Tensor | None  # (s,) on the device: positions of this CP rank; None without CP
-    hidden: Tensor  # (s_local,) on the host: positions of the hidden states' rows, after SP
-
-    def take(self, full: Tensor, dim: int) -> Tensor:
-        """Return this CP rank's part of a tensor that holds the full sequence on `dim`."""
-        return full if self.tokens is None else full.index_select(dim, self.tokens)
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    """A micro-batch as this rank's decoder takes it.
-
-    Attributes:
-        embed: computes the hidden states (s_local, B, H), or None after the first stage, and the
-            DeepStack features (k, n, H) of this chunk and later ones, or None.
-        destination: (n,) int64, see :class:`FusionPlan`.
-        arguments: other arguments of :meth:`GPTModel.forward`.
-    """
-
-    embed: Callable[[], tuple[Tensor | None, Tensor | None]]
-    destination: Tensor
-    arguments: dict[str, Any]
+Embed = Callable[[], tuple[Tensor | None, Tensor | None]]
+"""Computes a chunk's inputs: hidden states (s_local, B, H), or None after the first stage; and
+DeepStack features (k, n, H) of this chunk and later ones, or None."""
 
 
 class Qwen3VLModel(GPTModel):
@@ -162,7 +137,8 @@ class Qwen3VLModel(GPTModel):
         self.losses_in_chunks = head_chunk != 0 and not config.defer_embedding_wgrad_compute
         if post_process:
             Head.adopt(self.output_layer, vocab_size=architecture.vocab_size, chunk=head_chunk)
-        if not config.use_cpu_initialization and not _is_meta(self):
+        is_meta = any(parameter.is_meta for parameter in self.parameters())
+        if not config.use_cpu_initialization and not is_meta:
             # Megatron creates norms and routers on the host, and its training loop moves them.
             self.to(torch.cuda.current_device())
 
@@ -172,24 +148,15 @@ class Qwen3VLModel(GPTModel):
         architecture: Architecture | str | Path,
         *,
         spec: Spec = "torch",
-        pre_process: bool = True,
-        post_process: bool = True,
-        vp_stage: int | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
-        vocab_size: int | None = None,
-        recompute_vision: bool | None = None,
-        keep_activations: bool = False,
-        head_chunk: int | None = None,
-        **transformer_config_overrides: Any,
+        **options: Any,
     ) -> Qwen3VLModel:
         """Build one pipeline chunk from an HF config alone, with random weights.
 
         Args:
             architecture: the HF shape, or the directory or ``config.json`` that describes it.
             spec: layer spec: ``torch``, or ``te`` for Transformer Engine.
-            pre_process: see the class; the same holds for the arguments that follow.
-            transformer_config_overrides: ``TransformerConfig`` fields, such as those of
-                ``Layout.config_overrides()``.
+            options: other arguments of the class, and ``TransformerConfig`` fields, such as those
+                of ``Layout.config_overrides()``.
 
         Raises:
             BadInput: the config is not Qwen3-VL's, the overrides contradict the spec, or the spec
@@ -197,20 +164,10 @@ class Qwen3VLModel(GPTModel):
         """
         if not isinstance(architecture, Architecture):
             architecture = Architecture.from_hf(architecture)
-        config = transformer_config(architecture, spec=spec, **transformer_config_overrides)
-        return cls(
-            config,
-            architecture,
-            spec=spec,
-            vocab_size=vocab_size,
-            recompute_vision=recompute_vision,
-            keep_activations=keep_activations,
-            head_chunk=head_chunk,
-            pre_process=pre_process,
-            post_process=post_process,
-            vp_stage=vp_stage,
-            pg_collection=pg_collection,
-        )
+        names = TransformerConfig.__dataclass_fields__.keys() & options.keys()
+        overrides = {name: options.pop(name) for name in names}
+        config = transformer_config(architecture, spec=spec, **overrides)
+        return cls(config, architecture, spec=spec, **options)
 
     def forward(
         self,
@@ -257,7 +214,7 @@ class Qwen3VLModel(GPTModel):
                 for Megatron's cross entropy, or the ``te`` spec receives padding on the left (if
                 the mask is on a GPU, a device-side assertion instead).
         """
-        prepared = self._prepare(
+        embed, destination, arguments = self._prepare(
             input_ids,
             position_ids,
             attention_mask,
@@ -267,11 +224,11 @@ class Qwen3VLModel(GPTModel):
             packed_seq_params=packed_seq_params,
             **kwargs,
         )
-        hidden, features = prepared.embed()
+        hidden, features = embed()
         output = super().forward(
-            **prepared.arguments,
+            **arguments,
             decoder_input=hidden,
-            extra_block_kwargs={"context": features, "context_mask": prepared.destination},
+            extra_block_kwargs={"context": features, "context_mask": destination},
         )
         return self.pack(output, features)
 
@@ -280,8 +237,8 @@ class Qwen3VLModel(GPTModel):
 
         Nothing is computed yet. Source: :meth:`GPTModel.build_schedule_plan`.
         """
-        prepared = self._prepare(*args, **kwargs)
-        return SchedulePlan(self, prepared.embed, prepared.destination, **prepared.arguments)
+        embed, destination, arguments = self._prepare(*args, **kwargs)
+        return SchedulePlan(self, embed, destination, **arguments)
 
     def pack(self, output: Tensor, features: Tensor | None) -> Tensor:
         """Append the features that later stages need, if any, to this chunk's output.
@@ -305,46 +262,59 @@ class Qwen3VLModel(GPTModel):
         visual: VisualInputs | None = None,
         packed_seq_params: PackedSeqParams | None = None,
         **kwargs: Any,
-    ) -> _Prepared:
-        """Check the arguments of :meth:`forward`, and take this rank's part of them."""
-        packed = _complete(packed_seq_params, input_ids.device)
+    ) -> tuple[Embed, Tensor, dict[str, Any]]:
+        """Check the arguments of :meth:`forward`, and take this rank's part of them.
+
+        Returns:
+            What computes the chunk's inputs; :attr:`FusionPlan.destination`; and the other
+            arguments of :meth:`GPTModel.forward`.
+        """
+        device = input_ids.device
+        packed = packed_seq_params and PackedSequence.of(packed_seq_params, device)
         _check_shapes(input_ids, position_ids, packed)
         batch, seq_len = input_ids.shape
-        local = self._local(seq_len, packed, input_ids.device)
+        divided = self.config.sequence_parallel
+        held = self.local_tokens(seq_len, packed, sequence_parallel=divided)  # rows after SP
+        own: Tensor | None = None
+        if self.pg_collection.cp.size() > 1:
+            own = to_device(self.local_tokens(seq_len, packed), device)
+
+        def take(full: Tensor, dim: int) -> Tensor:
+            """Return this CP rank's part of a tensor that holds the full sequence on `dim`."""
+            return full if own is None else full.index_select(dim, own)
+
         plan = plan_fusion(
             visual.token_index if visual else None,
-            local.hidden,
+            held,
             seq_len=seq_len,
             batch_size=batch,
-            device=input_ids.device,
+            device=device,
         )
-        token_ids = local.take(input_ids, 1)
+        token_ids = take(input_ids, 1)
         padding = padding_mask if attention_mask is None else attention_mask == 0  # (B, cached + S)
         if labels is not None and self.losses_in_chunks:
             kwargs.setdefault("output_processor", _losses)
         elif labels is not None and self.post_process:
-            self._require_divided_logits(kwargs.get("runtime_gather_output"))
+            self._refuse_gathered_logits(kwargs.get("runtime_gather_output"))
         attended = None
         if attention_mask is not None and packed is None:
             if self.spec == "torch" or kwargs.get("inference_context") is not None:
                 attended = attention_mask != 0
             else:
                 _require_right_padding(attention_mask == 0)
-        return _Prepared(
-            partial(self._embed, token_ids, visual, plan)
-            if self.pre_process
-            else lambda: (None, self._receive(len(local.hidden), plan)),
-            plan.destination,
-            {
-                "input_ids": token_ids,
-                "position_ids": local.take(position_ids, 2),
-                "attention_mask": attended,
-                "labels": None if labels is None else local.take(labels, 1),
-                "packed_seq_params": packed,
-                "padding_mask": self._router_padding(padding, seq_len, local),
-                **kwargs,
-            },
-        )
+        embed: Embed = partial(self._embed, token_ids, visual, plan)
+        if not self.pre_process:
+            embed = lambda: (None, self._receive(len(held), plan))  # noqa: E731
+        arguments = {
+            "input_ids": token_ids,
+            "position_ids": take(position_ids, 2),
+            "attention_mask": attended,
+            "labels": None if labels is None else take(labels, 1),
+            "packed_seq_params": packed,
+            "padding_mask": self._router_padding(padding, seq_len, held),
+            **kwargs,
+        }
+        return embed, plan.destination, arguments
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -371,12 +341,8 @@ class Qwen3VLModel(GPTModel):
         With `sequence_parallel`, return those of its hidden states under SP: (S / cp / tp,). Use it
         to take this rank's part of a loss mask: ``loss_mask[:, model.local_tokens(S)]``.
         """
-        packed = _complete(packed_seq_params, torch.device("cpu"))
-        return self._positions(seq_len, packed, sequence_parallel=sequence_parallel)
-
-    def _positions(
-        self, seq_len: int, packed: PackedSequence | None, *, sequence_parallel: bool
-    ) -> Tensor:
+        host = torch.device("cpu")
+        packed = packed_seq_params and PackedSequence.of(packed_seq_params, host)
         cp, tp = self.pg_collection.cp, self.pg_collection.tp
         return local_positions(
             seq_len,
@@ -387,13 +353,6 @@ class Qwen3VLModel(GPTModel):
             sequence_parallel=sequence_parallel,
             cu_seqlens=None if packed is None else torch.tensor(packed.bounds),
         )
-
-    def _local(self, seq_len: int, packed: PackedSequence | None, device: torch.device) -> _Local:
-        hidden = self._positions(seq_len, packed, sequence_parallel=self.config.sequence_parallel)
-        if self.pg_collection.cp.size() == 1:
-            return _Local(None, hidden)
-        tokens = self._positions(seq_len, packed, sequence_parallel=False)
-        return _Local(to_device(tokens, device), hidden)
 
     def _embed(
         self, token_ids: Tensor, visual: VisualInputs | None, plan: FusionPlan
@@ -410,8 +369,8 @@ class Qwen3VLModel(GPTModel):
             hidden.requires_grad_()
         return hidden, rows
 
-    def _require_divided_logits(self, gather: bool | None) -> None:
-        """Refuse gathered logits: Megatron's cross entropy adds its sums up over TP regardless."""
+    def _refuse_gathered_logits(self, gather: bool | None) -> None:
+        """Megatron's cross entropy would add its sums up over TP regardless."""
         gathers = self.output_layer.gather_output if gather is None else gather
         if gathers and self.pg_collection.tp.size() > 1:
             raise BadInput(
@@ -429,11 +388,11 @@ class Qwen3VLModel(GPTModel):
         self.decoder.set_input_tensor(hidden)
         return features
 
-    def _router_padding(self, padding: Tensor | None, seq_len: int, local: _Local) -> Tensor | None:
+    def _router_padding(self, padding: Tensor | None, seq_len: int, held: Tensor) -> Tensor | None:
         """Return (B, s_local) bool, True for padding, which only MoE layers read."""
         if padding is None or self.config.num_moe_experts is None:
             return None
-        return padding[:, -seq_len:].index_select(1, to_device(local.hidden, padding.device))
+        return padding[:, -seq_len:].index_select(1, to_device(held, padding.device))
 
 
 def _losses(
@@ -447,14 +406,6 @@ def _losses(
     """Return cross entropies (B, s), float32; ``GPTModel`` would compute them from all logits."""
     log_probs, _entropies = output_layer(hidden_states, output_weight, targets=labels)
     return -log_probs
-
-
-def _is_meta(model: torch.nn.Module) -> bool:
-    return any(parameter.is_meta for parameter in model.parameters())
-
-
-def _complete(params: PackedSeqParams | None, device: torch.device) -> PackedSequence | None:
-    return None if params is None else PackedSequence.of(params, device)
 
 
 def _require_right_padding(padding: Tensor) -> None:

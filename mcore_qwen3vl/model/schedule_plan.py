@@ -148,7 +148,7 @@ class SchedulePlan(TransformerModelChunkSchedulePlan):
 
     Args:
         model: the chunk, a :class:`~mcore_qwen3vl.model.qwen3vl.Qwen3VLModel`.
-        embed: returns hidden states (s_local, B, H), or None after the first stage, and DeepStack
+        embed: computes hidden states (s_local, B, H), or None after the first stage, and DeepStack
             features (k, n, H) or None. It is called once, on the stream that computes.
         destination: (n,) int64 rows of the (s_local * B, H) hidden states to add features to.
         arguments: arguments of :meth:`GPTModel.build_schedule_plan`.

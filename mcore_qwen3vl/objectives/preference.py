@@ -1,8 +1,8 @@
-"""Losses over pairs of a chosen and a rejected answer: DPO and its relatives, SimPO and ORPO.
+"""Losses of preferences: of pairs of answers, of labelled answers (KTO), and of reward models.
 
+Those over pairs of a chosen and a rejected answer are DPO and its relatives, SimPO and ORPO.
 Source: Rafailov et al., "Direct Preference Optimization", 2023. With the policy p, the reference p0
 and s = (log p(chosen) - log p0(chosen)) - (log p(rejected) - log p0(rejected)), the losses are:
-
 
 - ``sigmoid``: -log sigmoid(beta s); smoothed, Mitchell's "A note on DPO with noisy preferences",
   2023: -(1 - e) log sigmoid(beta s) - e log sigmoid(-beta s).
@@ -20,6 +20,16 @@ Two losses have no reference. With m, the mean log-probability of an answer's to
 
 To each of them, alpha times the chosen answer's mean negative log-likelihood over its tokens can be
 added. Pang et al., "Iterative Reasoning Preference Optimization", 2024.
+
+KTO has answers that are labelled as wanted or unwanted. Source: Ethayarajh et al., "KTO: Model
+Alignment as Prospect Theoretic Optimization", 2024, as TRL's ``KTOTrainer`` computes it. With
+r = log p(y | x) - log p0(y | x) of an answer y to a prompt x, and the baseline z, the loss is
+
+- w (1 - sigmoid(beta (r - z))) of a wanted answer, with the weight w of wanted answers;
+- u (1 - sigmoid(beta (z - r))) of an unwanted answer, with the weight u of unwanted answers.
+
+The baseline estimates the KL divergence of the policy from the reference. It is the mean of r over
+the batch with each prompt followed by another's answer, and at least 0. It has no gradient.
 """
 
 from __future__ import annotations
@@ -31,7 +41,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mcore_qwen3vl.objectives.settings import Preference
+from mcore_qwen3vl.objectives.settings import Kto, Preference
 
 
 @dataclass(frozen=True)
@@ -96,3 +106,40 @@ def _log_odds(means: Tensor) -> Tensor:
     means = means.clamp(max=-torch.finfo(means.dtype).eps)  # p is 1 to rounding
     low, high = torch.log1p(-means.exp()), torch.log(-torch.expm1(means))
     return means - torch.where(means < -math.log(2), low, high)
+
+
+def labelled_losses(
+    log_probs: Tensor, reference: Tensor, desirable: Tensor, baseline: Tensor, kto: Kto
+) -> tuple[Tensor, Tensor]:
+    """Compute KTO's loss of each answer.
+
+    Args:
+        log_probs: (N,) float32, the policy's log-probabilities of the answers, summed over tokens.
+        reference: (N,), the reference's log-probabilities, without a gradient.
+        desirable: (N,) bool, whether an answer is wanted.
+        baseline: scalar without a gradient, the mean of r for answers of other prompts.
+        kto: the loss's settings.
+
+    Returns:
+        The losses (N,), and the rewards beta r (N,) without a gradient.
+    """
+    change = log_probs - reference
+    sign = torch.where(desirable, 1.0, -1.0)
+    weight = torch.where(desirable, kto.desirable_weight, kto.undesirable_weight)
+    gap = change - baseline.clamp(min=0)
+    losses = weight * (1 - torch.sigmoid(kto.beta * sign * gap))
+    return losses, (kto.beta * change).detach()
+
+
+def reward_losses(rewards: Tensor, margins: Tensor) -> Tensor:
+    """Compute the Bradley-Terry loss (P,) of each pair, with which reward models are trained.
+
+    It is -log sigmoid(r(chosen) - r(rejected) - margin). Source: Ouyang et al., "Training language
+    models to follow instructions with human feedback", 2022; the margin is that of Touvron et al.,
+    "Llama 2", 2023, as in TRL's ``RewardTrainer``.
+
+    Args:
+        rewards: (P, 2) float32, of the chosen and the rejected answer.
+        margins: (P,) float32, by how much the chosen answer is better.
+    """
+    return -F.logsigmoid(rewards[:, 0] - rewards[:, 1] - margins)

@@ -1,4 +1,6 @@
-"""Losses of rerankers over the documents of each query, of which the first is the right one.
+"""Losses of rerankers and of classifiers.
+
+A reranker's are over the documents of each query, of which the first is the right one:
 
 - ``pointwise``: binary cross entropy of each document by itself.
 - ``listwise``: cross entropy of the right document among those of its query. Cao et al., "Learning
@@ -41,3 +43,25 @@ def ranking_losses(
         list(scores.split(list(groups))), batch_first=True, padding_value=-torch.inf
     )
     return rows.logsumexp(1) - rows[:, 0], (rows.argmax(1) == 0).float()
+
+
+def classification_losses(
+    logits: Tensor, right: Tensor, *, is_single: bool
+) -> tuple[Tensor, Tensor]:
+    """Compute the loss of each record, as HF's ``ForSequenceClassificationLoss`` does.
+
+    Args:
+        logits: (N, labels) float32.
+        right: (N, labels) float32, 1 for labels that are right and 0 for others.
+        is_single: whether one label is right, so that they exclude one another: cross entropy.
+            Otherwise each label is judged by itself: the mean of their binary cross entropies.
+
+    Returns:
+        Losses (N,) float32, with a gradient for `logits`; and for each 1.0 if all its labels are
+        predicted right, else 0.0.
+    """
+    if is_single:
+        losses = F.cross_entropy(logits, right, reduction="none")
+        return losses, (logits.argmax(1) == right.argmax(1)).float()
+    losses = F.binary_cross_entropy_with_logits(logits, right, reduction="none").mean(1)
+    return losses, ((logits > 0) == (right > 0)).all(1).float()

@@ -91,7 +91,7 @@ class Preference:
 
 @dataclass(frozen=True)
 class Kto:
-    """Settings of the loss of labelled answers; see :mod:`mcore_qwen3vl.objectives.labelled`.
+    """Settings of the loss of labelled answers; see :mod:`mcore_qwen3vl.objectives.preference`.
 
     Attributes:
         beta: the strength with which the policy is kept near the reference.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.model import pointwise
-from mcore_qwen3vl.model.decoder.rotation import turn
+from mcore_qwen3vl.model.decoder.rope import turn
 from mcore_qwen3vl.model.head.log_probs import Columns, token_log_probs
 from mcore_qwen3vl.model.pointwise import Pointwise
 from mcore_qwen3vl.runtime.launch import run_layout
@@ -80,7 +80,7 @@ PROGRAM = """
 
     import torch
     from mcore_qwen3vl.model import pointwise
-    from mcore_qwen3vl.model.decoder.rotation import turn
+    from mcore_qwen3vl.model.decoder.rope import turn
     from mcore_qwen3vl.model.head.log_probs import Columns, token_log_probs
     from mcore_qwen3vl.pretended.device import Device
 

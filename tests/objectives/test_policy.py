@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.objectives.aggregate import aggregate
-from mcore_qwen3vl.objectives.divergence import divergence
-from mcore_qwen3vl.objectives.policy import Clipping, policy_loss
+from mcore_qwen3vl.objectives.policy import Clipping, aggregate, divergence, policy_loss
 
 LENGTHS = (5, 2, 7, 0)  # the last sequence has no token
 WIDTH = 7

@@ -17,9 +17,7 @@ from torch import Tensor
 
 from mcore_qwen3vl.model.head.top_k import FLOOR
 from mcore_qwen3vl.objectives.distillation import divergences
-from mcore_qwen3vl.objectives.labelled import labelled_losses
-from mcore_qwen3vl.objectives.preference import pair_losses
-from mcore_qwen3vl.objectives.reward import reward_losses
+from mcore_qwen3vl.objectives.preference import labelled_losses, pair_losses, reward_losses
 from mcore_qwen3vl.objectives.settings import Distillation, Kto, Preference
 
 trl = pytest.importorskip("trl")

@@ -42,8 +42,8 @@ class PackedSequence(PackedSeqParams):
 
         Args:
             params: parameters with ``cu_seqlens_q``, or with ``cu_seqlens_q_padded`` if samples end
-                in padding, which then counts as part of them. On the host they cost nothing, on the
-                device one host sync.
+                in padding, which then counts as part of them. On the host they cost nothing, on
+                another device one host sync.
             device: the device of the attention kernels.
         """
         if isinstance(params, cls):
@@ -51,13 +51,8 @@ class PackedSequence(PackedSeqParams):
         given = {f.name: getattr(params, f.name) for f in fields(PackedSeqParams)}
         padded = params.cu_seqlens_q_padded
         cu_seqlens = (params.cu_seqlens_q if padded is None else padded).to("cpu", torch.int32)
-        longest = int(cu_seqlens.diff().max())
-        defaults = {
-            "qkv_format": "thd",
-            "cu_seqlens_kv": params.cu_seqlens_q,
-            "max_seqlen_q": longest,
-            "max_seqlen_kv": longest,
-        }
+        longest = dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), int(cu_seqlens.diff().max()))
+        defaults = {"qkv_format": "thd", "cu_seqlens_kv": params.cu_seqlens_q, **longest}
         given |= {name: value for name, value in defaults.items() if given[name] is None}
         if padded is not None:
             # Padding that ends a sample is treated as part of it: causal attention alone keeps the
@@ -68,10 +63,8 @@ class PackedSequence(PackedSeqParams):
             given |= dict.fromkeys(
                 ("cu_seqlens_q_padded", "cu_seqlens_kv_padded", "pad_between_seqs")
             )
-            given |= dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), longest)
-        for name, value in given.items():
-            if isinstance(value, Tensor):
-                given[name] = to_device(value, device)
+            given |= longest
+        given = {n: to_device(v, device) if isinstance(v, Tensor) else v for n, v in given.items()}
         return cls(**given, bounds=tuple(cu_seqlens.tolist()))
 
 
@@ -98,8 +91,7 @@ def causal_segments(
 
     Args:
         bounds: 0, and then the end of each sample; the last is the full length.
-        cp_size: size of the context-parallel group; keys of all its ranks are gathered in order.
-        cp_rank: rank in the context-parallel group.
+        cp_size, cp_rank: the keys of all ranks of the CP group are gathered in order.
         device: the device on which `Segments.key_rows` is used.
     """
     samples = [(start, stop) for start, stop in pairwise(bounds) if stop > start]
@@ -165,30 +157,29 @@ class TorchAttention(MegatronModule):
             key: (s, B, groups, D) or (t, groups, D).
             value: the same shape as `key`.
             attention_mask: (B, S) bool, True for tokens and False for padding, or None.
-            packed_seq_params: bounds of the packed samples.
 
         Returns:
             (s, B, heads * D), or (t, heads * D) packed.
         """
-        if packed_seq_params is not None:
+        packed = packed_seq_params is not None
+        if packed:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         size, rank = self.cp_group.size(), self.cp_group.rank()
+        bounds: tuple[int, ...] = (0, len(key) * size)
         if packed_seq_params is not None:
             bounds = PackedSequence.of(packed_seq_params, query.device).bounds
-        else:
-            bounds = (0, len(key) * size)
         segments = causal_segments(bounds, size, rank, query.device)
         if size > 1:
             # One collective for both; its backward reduces and scatters.
             pair = torch.cat([key, value], dim=-1)
             pair = gather_from_sequence_parallel_region(pair, group=self.cp_group)
             key, value = pair.index_select(0, segments.key_rows).chunk(2, dim=-1)
-        if packed_seq_params is not None and _varlen_available(query):
+        if packed and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
             output = self._varlen(query[:, 0], key[:, 0], value[:, 0], segments).unsqueeze(1)
         else:
             output = self._segmented(query, key, value, segments, attention_mask)
         output = output.flatten(2)  # (s, B, heads * D)
-        return output if packed_seq_params is None else output.squeeze(1)
+        return output.squeeze(1) if packed else output
 
     def _segmented(
         self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, valid: Tensor | None
@@ -240,10 +231,6 @@ class TorchAttention(MegatronModule):
         )
         assert isinstance(output, Tensor)  # no auxiliary output was asked for
         return output
-
-
-def _varlen_available(query: Tensor) -> bool:
-    return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
 
 
 def _mask(queries: int, keys: int, valid: Tensor | None) -> Tensor | None:

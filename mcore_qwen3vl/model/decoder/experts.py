@@ -1,22 +1,37 @@
-"""The experts of the torch spec: one product for all experts of a rank, where mcore loops."""
+"""The experts of the torch spec: one product for all experts of a rank, where mcore loops.
+
+In checkpoints they have the form of mcore's ``SequentialMLP``. Source: mcore
+``SequentialMLP.sharded_state_dict``, ``apply_swiglu_sharded_factory``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any, Literal
 
 import torch
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import divide
 from torch import Tensor, nn
 
 from mcore_qwen3vl.model.decoder.grouped import Groups, grouped_product
 from mcore_qwen3vl.model.decoder.mlp import weighted_swiglu
-from mcore_qwen3vl.model.decoder.stored_experts import Stored, load_each, save_each
 from mcore_qwen3vl.model.recompute import remember
+
+Offset = tuple[int, int, int]
+"""Axis, index on it, and number of indices: mcore's rank offset."""
+
+_WEIGHT, _EXTRA = "weight", "_extra_state"
 
 
 class GroupedExperts(nn.Module):
@@ -41,16 +56,16 @@ class GroupedExperts(nn.Module):
         super().__init__()
         hidden, inner = config.hidden_size, config.moe_ffn_hidden_size
         assert inner is not None
-        columns, rows = Stored(0, pg_collection), Stored(1, pg_collection)
+        held, groups = num_local_experts, pg_collection
         self.linear_fc1 = GroupedLinear(
-            num_local_experts, (2 * inner, hidden), config, config.init_method, columns
+            held, (2 * inner, hidden), 0, config, config.init_method, groups
         )
         self.linear_fc2 = GroupedLinear(
-            num_local_experts, (hidden, inner), config, config.output_layer_init_method, rows
+            held, (hidden, inner), 1, config, config.output_layer_init_method, groups
         )
         self._swiglu = weighted_swiglu(config)
-        self.register_state_dict_post_hook(save_each)
-        self.register_load_state_dict_pre_hook(load_each)
+        self.register_state_dict_post_hook(_save_each)
+        self.register_load_state_dict_pre_hook(_load_each)
 
     def forward(
         self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor
@@ -76,12 +91,12 @@ class GroupedExperts(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Declare each expert as a box of the tensor of all experts; see :class:`Stored`."""
+        """Declare each expert as a box of the tensor of all experts."""
         return {
             f"{prefix}{name}.{entry}": described
             for name, linear in (("linear_fc1", self.linear_fc1), ("linear_fc2", self.linear_fc2))
-            for entry, described in linear.stored.entries(
-                f"{prefix}experts.{name}.", linear.weight, tuple(sharded_offsets)
+            for entry, described in linear.entries(
+                f"{prefix}experts.{name}.", tuple(sharded_offsets)
             )
         }
 
@@ -92,28 +107,35 @@ class GroupedLinear(nn.Module):
     Args:
         experts: E, the number of experts on this rank.
         shape: (out, in) of one whole expert, before ETP divides it.
+        cut: the axis of (out, in) that ETP divides; on axis 0 gate and up are divided separately.
         config: the model's config.
         init_method: initialises the weight in place.
-        stored: defines how ETP divides the weight, and its form in checkpoints.
+        groups: the model's process groups.
     """
 
     def __init__(
         self,
         experts: int,
         shape: tuple[int, int],
+        cut: Literal[0, 1],
         config: TransformerConfig,
         init_method: Callable[[Tensor], Any] | None,
-        stored: Stored,
+        groups: ProcessGroupCollection,
     ) -> None:
         super().__init__()
-        self.stored = stored
+        self._cut, self._groups = cut, groups
+        part = [experts, *shape]
+        part[1 + cut] = divide(part[1 + cut], groups.expt_tp.size())
         # As mcore's linears: on the GPU, or with CPU initialization on torch's default device.
-        device = None if config.use_cpu_initialization else torch.cuda.current_device()
-        part = (experts, *stored.part(shape))
+        on_host = config.use_cpu_initialization
+        device = None if on_host else torch.cuda.current_device()
         self.weight = nn.Parameter(torch.empty(part, dtype=config.params_dtype, device=device))
-        set_tensor_model_parallel_attributes(self.weight, True, 1 + stored.cut, 1)
+        set_tensor_model_parallel_attributes(self.weight, True, 1 + cut, 1)
         if config.perform_initialization and init_method is not None:
-            _initialize(self.weight, init_method, config.use_cpu_initialization)
+            tracker = get_expert_parallel_rng_tracker_name()
+            states = nullcontext() if on_host else get_cuda_rng_tracker().fork(tracker)
+            with torch.no_grad(), states:
+                init_method(self.weight)
         # If false, gradients are reduced only over the ranks with the same experts.
         self.weight.allreduce = (  # type: ignore[attr-defined]
             config.expert_model_parallel_size == 1
@@ -124,11 +146,74 @@ class GroupedLinear(nn.Module):
         """Apply each expert's matrix to its tokens: (T, in) -> (T, out), and no bias."""
         return grouped_product(tokens, self.weight, groups), None
 
+    def entries(
+        self, key: str, offsets: tuple[Offset, ...]
+    ) -> Iterator[tuple[str, ShardedTensorFactory | ShardedObject]]:
+        """Yield the entries in ``sharded_state_dict()``, by name below this module.
 
-@torch.no_grad()
-def _initialize(weight: Tensor, init_method: Callable[[Tensor], Any], on_host: bool) -> None:
-    if on_host:
-        init_method(weight)
-        return
-    with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
-        init_method(weight)
+        Args:
+            key: the linear's key in the checkpoint, with a dot.
+            offsets: offsets among the layers, if these are stacked.
+        """
+        weight, groups = self.weight, self._groups
+        held, etp, copy = len(weight), groups.expt_tp.rank(), groups.expt_dp.rank()
+        first, all_of_them = groups.ep.rank() * held, groups.ep.size() * held
+        experts = [(first + local, all_of_them) for local in range(held)]
+
+        @torch.no_grad()
+        def build(key: str, whole: Tensor, replica: Any, _range: Any) -> list[ShardedTensor]:
+            return [
+                piece
+                for number, one in zip(experts, whole, strict=True)
+                for piece in self._pieces(key, one, (*offsets, (len(offsets), *number)), replica)
+            ]
+
+        @torch.no_grad()
+        def merge(pieces: list[Tensor]) -> Tensor:
+            return torch.cat(pieces).view(weight.shape)
+
+        factory = ShardedTensorFactory(
+            f"{key}{_WEIGHT}", weight, build, merge, replica_id=(0, 0, copy)
+        )
+        yield _WEIGHT, factory
+        # Entries for FP8's scales, which the te spec expects when it loads.
+        for local, number in enumerate(experts):
+            places = [(place, count) for _, place, count in offsets] + [number]
+            at, shape = zip(*places, strict=True)
+            replica = (0, etp, copy)
+            yield f"{_EXTRA}{local}", ShardedObject(f"{key}{_EXTRA}", None, shape, at, replica)
+
+    def _pieces(
+        self, key: str, one: Tensor, offsets: tuple[Offset, ...], replica: Any
+    ) -> Iterator[ShardedTensor]:
+        """Yield the boxes of one expert (out, in)."""
+        stacked, etp = len(offsets), self._groups.expt_tp
+        parts = one.chunk(2) if self._cut == 0 else (one,)
+        for number, part in enumerate(parts):
+            index, count = number * etp.size() + etp.rank(), len(parts) * etp.size()
+            place = (stacked + self._cut, index, count)
+            yield ShardedTensor.from_rank_offsets(
+                key, part, *offsets, place, replica_id=replica, prepend_axis_num=stacked
+            )
+
+
+def _save_each(experts: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    """Name each expert as in Megatron's legacy format; a hook of ``state_dict()``."""
+    for parameter, _ in experts.named_parameters():
+        name = parameter.removesuffix(f".{_WEIGHT}")
+        for number, one in enumerate(state.pop(f"{prefix}{parameter}")):
+            local = f"{prefix}local_experts.{number}.{name}"
+            state |= {f"{local}.{_WEIGHT}": one, f"{local}.{_EXTRA}": None}
+
+
+def _load_each(experts: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Accept the names of both forms of checkpoint; a hook of ``load_state_dict()``."""
+    for parameter, weight in experts.named_parameters():
+        name = parameter.removesuffix(f".{_WEIGHT}")
+        locals_ = [f"{prefix}local_experts.{number}.{name}" for number in range(len(weight))]
+        if all(f"{local}.{_WEIGHT}" in state for local in locals_):
+            each = [state.pop(f"{local}.{_WEIGHT}") for local in locals_]
+            state[f"{prefix}{parameter}"] = torch.stack(each)
+        for number, local in enumerate(locals_):
+            state.pop(f"{local}.{_EXTRA}", None)
+            state.pop(f"{prefix}{name}.{_EXTRA}{number}", None)

@@ -1,4 +1,4 @@
-"""Interleaved multimodal rotary embedding: from 3-D position ids to mcore's rotary angles.
+"""Interleaved multimodal rotary embedding: from 3-D position ids to rotated queries and keys.
 
 Position ids are reduced to the rank's tokens before they come here, and
 :class:`RotarySelfAttention` rotates queries and keys token by token as soon as they are projected.
@@ -6,6 +6,8 @@ Nothing later needs to know which positions a rank holds, so the same few lines 
 and both layer specs. mcore's own packed path looks positions up again from cu_seqlens, with a host
 sync in every layer. Transformer Engine's fused path counts from 0 in each sample, which is wrong
 for 3-D positions.
+
+A rotation is one kernel of Transformer Engine's, or three or four of torch's.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from transformers import Qwen3VLTextConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.model.decoder.rotation import turn, turn_fused
+from mcore_qwen3vl.model.pointwise import Pointwise
 from mcore_qwen3vl.model.recompute import recipe_of, remember
 
 
@@ -100,6 +102,65 @@ def apply_rotary(x: Tensor, angles: Tensor, *, fused: bool) -> Tensor:
     return turn(x, *tables)
 
 
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate queries or keys, keeping only the tables for the backward pass.
+
+    Source: HF ``apply_rotary_pos_emb`` of Qwen3-VL: the halves of D are the coordinates.
+
+    Args:
+        x: (S, B, heads, D).
+        cos, sin: (S, B or 1, 1, D / 2), in the dtype to compute in.
+
+    Returns:
+        Shape and dtype of `x`.
+    """
+    turned: Tensor = _Turn.apply(x, cos, sin)
+    return turned
+
+
+def turn_fused(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotate with Transformer Engine's kernel, which computes in float32.
+
+    Args:
+        x: (S, B, heads, D).
+        angles: (S, B or 1, 1, D) float32, the second half of D like the first.
+
+    Returns:
+        Shape and dtype of `x`.
+    """
+    from megatron.core.extensions.transformer_engine import fused_apply_rotary_pos_emb
+
+    if angles.shape[1] == 1:
+        return fused_apply_rotary_pos_emb(x, angles)
+    # The kernel takes one row of angles for the whole batch, so each token becomes a position.
+    tokens, of_tokens = x.flatten(0, 1).unsqueeze(1), angles.flatten(0, 1).unsqueeze(1)
+    return fused_apply_rotary_pos_emb(tokens, of_tokens).view(x.shape)
+
+
+class _Turn(torch.autograd.Function):
+    """Rotates; the backward rotates the gradient back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(gradient, cos, sin, -1), None, None
+
+
+@Pointwise
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    halves = x.unflatten(-1, (2, -1))  # (S, B, heads, 2, D / 2)
+    first, second = halves.unbind(-2)
+    turned = halves * cos.unsqueeze(-2)
+    turned.select(-2, 0).addcmul_(second, sin, value=-sign)
+    turned.select(-2, 1).addcmul_(first, sin, value=sign)
+    return turned.flatten(-2).to(x.dtype)
+
+
 class RotarySelfAttention(SelfAttention):
     """mcore's attention, which here rotates queries and keys as soon as they are projected."""
 
@@ -119,7 +180,8 @@ class RotarySelfAttention(SelfAttention):
 
 
 def _turned(x: Tensor, angles: Tensor, fused: bool) -> Tensor:
-    turned, made = apply_rotary(x, angles, fused=fused), recipe_of(x)  # of the norm before
+    """Rotate the output of a norm, and give the result a recipe that begins with the norm's."""
+    turned, made = apply_rotary(x, angles, fused=fused), recipe_of(x)
     if made is None:
         return turned
     return remember(turned, lambda: apply_rotary(made(), angles, fused=fused))

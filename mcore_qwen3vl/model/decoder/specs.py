@@ -47,15 +47,12 @@ def block_spec(
         config: from :func:`mcore_qwen3vl.model.transformer_config.transformer_config`.
         spec: ``torch`` or ``te``.
         deepstack_layers: number of layers, counted from the first, that add visual features.
-        keep_activations: whether to keep cheap activations instead of recomputing them, see
-            :mod:`mcore_qwen3vl.model.recompute`.
-        vp_stage: this chunk's virtual stage.
-        pp_rank: this chunk's pipeline rank.
+        keep_activations: see :class:`mcore_qwen3vl.model.qwen3vl.Qwen3VLModel`.
+        vp_stage, pp_rank: this chunk's virtual stage and pipeline rank.
 
     Raises:
         BadInput: the spec is ``te``, and Transformer Engine is not installed.
     """
-    make = _te_layer if spec == "te" else _torch_layer
     if spec == "te":
         _prepare_transformer_engine()
         remember_fused_norms()
@@ -63,16 +60,20 @@ def block_spec(
     else:
         Norm = StandaloneRMSNorm
     if config.num_moe_experts is not None:
-        keep_local_counts()
-    kinds = {moe: make(config, moe) for moe in {_is_moe(config, i) for i in _all(config)}}
+        _keep_local_counts()
+    moe_layers = [_is_moe(config, number) for number in range(config.num_layers)]
+    make = _te_layer if spec == "te" else _torch_layer
+    kinds = {moe: make(config, moe) for moe in set(moe_layers)}
     for layer in kinds.values():
         layer.module = DeepStackLayer
         layer.params = {"deepstack_layers": deepstack_layers, "recomputes": not keep_activations}
         layer.submodules.self_attention.module = RotarySelfAttention
-        _own_mlp(layer.submodules)
+        mlp = layer.submodules.mlp
+        if getattr(mlp, "func", None) == MLP.as_mlp_submodule:  # a dense one
+            layer.submodules.mlp = partial(GatedMLP.as_mlp_submodule, **mlp.keywords)
     held = layers_of_chunk(config, vp_stage, pp_rank)
     return TransformerBlockSubmodules(
-        layer_specs=[kinds[_is_moe(config, i)] for i in held], layer_norm=Norm
+        layer_specs=[kinds[moe_layers[number]] for number in held], layer_norm=Norm
     )
 
 
@@ -90,7 +91,7 @@ def _torch_layer(config: TransformerConfig, moe: bool) -> ModuleSpec:
     attention.core_attention = TorchAttention
     if moe:
         if config.moe_grouped_gemm:
-            layer.submodules.mlp.keywords["submodules"].experts = GroupedExperts
+            parts.mlp.keywords["submodules"].experts = GroupedExperts
         # mcore renames this norm as if it were fused into a dense MLP. Transformer Engine's MoE
         # layers keep it apart, and a checkpoint must fit both.
         del parts.sharded_state_dict_keys_map["pre_mlp_layernorm."]
@@ -103,12 +104,6 @@ def _te_layer(config: TransformerConfig, moe: bool) -> ModuleSpec:
         moe_grouped_gemm=config.moe_grouped_gemm,
         qk_layernorm=True,
     )
-
-
-def _own_mlp(layer: Any) -> None:
-    """Replace mcore's dense MLP by ours."""
-    if getattr(layer.mlp, "func", None) == MLP.as_mlp_submodule:
-        layer.mlp = partial(GatedMLP.as_mlp_submodule, **layer.mlp.keywords)
 
 
 def _prepare_transformer_engine() -> None:
@@ -124,10 +119,6 @@ def _prepare_transformer_engine() -> None:
         )
 
 
-def _all(config: TransformerConfig) -> range:
-    return range(config.num_layers)
-
-
 def _is_moe(config: TransformerConfig, layer: int) -> bool:
     if config.num_moe_experts is None:
         return False
@@ -135,7 +126,7 @@ def _is_moe(config: TransformerConfig, layer: int) -> bool:
     return bool(frequency[layer]) if isinstance(frequency, list) else layer % frequency == 0
 
 
-def keep_local_counts() -> None:
+def _keep_local_counts() -> None:
     """Keep a rank's own token counts per expert when they are summed over the ranks.
 
     Megatron sums in place over the TP x CP group. With a padding mask it then takes the number of

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionAttention
 
-from mcore_qwen3vl.model.decoder.rotation import turn, turn_fused
+from mcore_qwen3vl.model.decoder.rope import turn, turn_fused
 
 
 class FrameAttention(Qwen3VLVisionAttention):

@@ -36,7 +36,6 @@ _HOLDERS = (  # path part, holder: the first part that the innermost file outsid
     ("mcore_qwen3vl/model/decoder/attention", "attention"),
     ("transformer/attention", "attention"),
     ("mcore_qwen3vl/model/decoder/rope", "attention"),
-    ("mcore_qwen3vl/model/decoder/rotation", "attention"),
     ("models/common/embeddings/rotary", "attention"),
     ("models/common/embeddings/language", "embedding"),
     ("mcore_qwen3vl/model/fusion", "embedding"),

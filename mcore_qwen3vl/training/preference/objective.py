@@ -10,8 +10,7 @@ from torch import Tensor
 from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.inputs import to_device
-from mcore_qwen3vl.objectives.labelled import labelled_losses
-from mcore_qwen3vl.objectives.preference import pair_losses
+from mcore_qwen3vl.objectives.preference import labelled_losses, pair_losses
 from mcore_qwen3vl.objectives.settings import Kto, Preference
 from mcore_qwen3vl.training.step.losses import Objective, Reduced, of_units
 

@@ -12,9 +12,8 @@ from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.data.loader import load_processor
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.labels import Labels
-from mcore_qwen3vl.objectives.classification import classification_losses
-from mcore_qwen3vl.objectives.ranking import ranking_losses
-from mcore_qwen3vl.objectives.reward import reward_losses
+from mcore_qwen3vl.objectives.preference import reward_losses
+from mcore_qwen3vl.objectives.ranking import classification_losses, ranking_losses
 from mcore_qwen3vl.objectives.settings import Ranking
 from mcore_qwen3vl.training.step.forward import Run
 from mcore_qwen3vl.training.step.losses import Objective, Reduced, of_units
