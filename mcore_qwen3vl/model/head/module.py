@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -18,20 +18,7 @@ from torch import Tensor
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.head.log_probs import Columns, token_log_probs
 from mcore_qwen3vl.model.inputs import to_device
-
-
-class LowRank(Protocol):
-    """A product of two small matrices that is added to the head's output."""
-
-    @property
-    def on(self) -> bool:
-        """Whether the product is added."""
-
-    def add(self, x: Tensor, output: Tensor) -> Tensor:
-        """Return the head's `output` for its input `x`, with the product added."""
-
-    def factored(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the two factors: (s, B, r) for the whole sequence, and (V / tp, r)."""
+from mcore_qwen3vl.model.lora.site import Site
 
 
 class Head(ColumnParallelLinear):
@@ -40,12 +27,12 @@ class Head(ColumnParallelLinear):
     Attributes:
         vocab_size: the model's own vocabulary over all ranks, without padding.
         chunk: number of tokens whose logits are held at a time; None: as many as fit a fixed size.
-        adapter: a low-rank product that is added to the logits, or None.
+        adapter: the adapter's product that is added to the logits, or None.
     """
 
     vocab_size: int
     chunk: int | None
-    adapter: LowRank | None
+    adapter: Site | None
 
     @classmethod
     def adopt(cls, output_layer: Any, *, vocab_size: int, chunk: int | None) -> None:
@@ -102,6 +89,8 @@ class Head(ColumnParallelLinear):
             entropies (B, s), float32, or None. With `tokens`: their logits (N, tokens), float32,
             equal on all TP ranks; and None.
         """
+        weight = self.weight if weight is None else weight
+        assert weight is not None
         if tokens is not None:
             return self._logits_of(tokens, input_, weight), None
         if targets is not None:
@@ -115,8 +104,6 @@ class Head(ColumnParallelLinear):
             gathered = logits.shape[-1] == self.output_size
             own = self.vocab_size if gathered else self._columns().count
             return mask_columns(logits, own), bias
-        weight = self.weight if weight is None else weight
-        assert weight is not None
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(input_, group=self.tp_group)
         else:
@@ -131,10 +118,8 @@ class Head(ColumnParallelLinear):
         )
         return found
 
-    def _logits_of(self, tokens: Sequence[int], hidden: Tensor, weight: Tensor | None) -> Tensor:
+    def _logits_of(self, tokens: Sequence[int], hidden: Tensor, weight: Tensor) -> Tensor:
         """Each logit is computed by the TP rank that holds its row; the others add zero."""
-        weight = self.weight if weight is None else weight
-        assert weight is not None
         columns = self._columns()
         rows = torch.tensor(tokens) - columns.first
         own = to_device((rows >= 0) & (rows < columns.count), weight.device)

@@ -1,40 +1,25 @@
-"""Put an adapter that was read from files into a built model with its base weights."""
+"""Put an adapter that was read from files into a built model, and say what trains in it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.adapters.adapter import Adapter
 from mcore_qwen3vl.converters.adapters.peft_model import EMBEDDING, HEAD
 from mcore_qwen3vl.converters.live.factors import load_factors
 from mcore_qwen3vl.converters.live.sharded import hf_parts
-from mcore_qwen3vl.model.freeze import Freezing
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.model.freeze import Freezing, global_name
 from mcore_qwen3vl.model.lora.attach import attach
-from mcore_qwen3vl.model.lora.trainable import freezing, whole
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 
 
-class Read(Protocol):
-    """The attributes of an adapter that this module uses.
-
-    ``converters.adapters.adapter.Adapter`` has them; the model does not import converters.
-    """
-
-    @property
-    def config(self) -> Any: ...
-
-    @property
-    def factors(self) -> Mapping[str, Any]: ...
-
-    @property
-    def saved(self) -> Mapping[str, Tensor]: ...
-
-
-def adapt(chunks: Sequence[Qwen3VLModel], adapter: Read) -> Freezing:
+def adapt(chunks: Sequence[Qwen3VLModel], adapter: Adapter) -> Freezing:
     """Put `adapter` into the chunks of this rank: its factors, and the tensors that it holds whole.
 
     Args:
@@ -46,7 +31,7 @@ def adapt(chunks: Sequence[Qwen3VLModel], adapter: Read) -> Freezing:
 
     Raises:
         BadInput: `adapter` holds something that cannot be adapted or trained; see :func:`attach`
-            and :func:`mcore_qwen3vl.model.lora.trainable.whole`.
+            and :func:`whole`.
     """
     choice = freezing()
     saved = whole_tensors(adapter)
@@ -58,7 +43,7 @@ def adapt(chunks: Sequence[Qwen3VLModel], adapter: Read) -> Freezing:
     return choice
 
 
-def whole_tensors(adapter: Read) -> dict[str, Tensor]:
+def whole_tensors(adapter: Adapter) -> dict[str, Tensor]:
     """Return the tensors that `adapter` trains whole.
 
     The head's base weight, which PEFT stores beside its factors, is not one of them.
@@ -87,3 +72,43 @@ def load_saved(chunks: Sequence[Qwen3VLModel], saved: Mapping[str, Tensor]) -> N
     for part in hf_parts(chunks, expert_layout="v5"):
         if part.name in saved:
             part.local.copy_(saved[part.name][part.box])
+
+
+def freezing() -> Freezing:
+    """Return a choice in which only adapters train; :func:`whole` gives patterns to add."""
+    return Freezing(trainable=[r"adapter\."])
+
+
+def whole(chunk: Qwen3VLModel, saved: Collection[str]) -> Iterator[str]:
+    """Yield patterns for ``Freezing.train``: the parameters of `chunk` that hold `saved`.
+
+    Args:
+        chunk: a pipeline chunk of any layout.
+        saved: Hugging Face names of parameters that train whole. A tied head means the embedding
+            too.
+
+    Raises:
+        BadInput: Megatron holds one of `saved` in one weight with others that do not train.
+    """
+    names = set(saved)
+    if names & {HEAD, EMBEDDING} and chunk.architecture.tie_word_embeddings:
+        names |= {HEAD, EMBEDDING}
+    held: dict[str, set[str]] = {}
+    for part in hf_parts(chunk):
+        held.setdefault(part.parameter, set()).add(part.name)
+    for parameter, sources in held.items():
+        if not sources & names:
+            continue
+        if alone := sorted(sources - names):
+            raise BadInput(
+                f"Megatron stores {', '.join(sorted(sources & names))} in one weight with "
+                f"{', '.join(alone)}, so modules_to_save must name all of them or none: add the "
+                "others, or train them with an adapter."
+            )
+        yield re.escape(global_name(chunk, parameter)) + "$"
+
+
+def trained_names(chunk: Qwen3VLModel) -> set[str]:
+    """Return the local names of the parameters that train, a tied one under all its names."""
+    named = chunk.named_parameters(remove_duplicate=False)
+    return {name for name, parameter in named if parameter.requires_grad}

@@ -9,34 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
-from typing import Protocol
 
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
-from mcore_qwen3vl.converters.adapters.peft_model import HEAD
+from mcore_qwen3vl.converters.adapters.adapter import Factors
+from mcore_qwen3vl.converters.adapters.peft_model import HEAD, Slot
 from mcore_qwen3vl.converters.live.sharded import Part, hf_parts
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.lora.adapter_module import Adapter
 from mcore_qwen3vl.model.lora.blocks import Blocks
-from mcore_qwen3vl.model.lora.grouped import GroupedSite
 from mcore_qwen3vl.model.lora.kinds import Kind, kind_of, weight_shapes
 from mcore_qwen3vl.model.lora.pair import Pair, Place, Span
-from mcore_qwen3vl.model.lora.router import adapt_router, spare_weight_gradient
-from mcore_qwen3vl.model.lora.site import Site
+from mcore_qwen3vl.model.lora.site import (
+    GroupedSite,
+    Site,
+    adapt_router,
+    spare_weight_gradient,
+)
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 
-
-class Target(Protocol):
-    """The adapter wanted for one Hugging Face tensor: its rank and scaling."""
-
-    @property
-    def r(self) -> int: ...
-
-    @property
-    def scaling(self) -> float: ...
-
-
+Target = Factors | Slot
+"""The adapter wanted for one Hugging Face tensor, of which rank and scaling are read."""
 Targets = Mapping[str, Target]
 """Targets by Hugging Face parameter name."""
 
@@ -89,11 +83,8 @@ def _adapt(
         if kind is None:
             raise BadInput(f"LoRA on {names[0]} is not supported: leave it out of the targets.")
         weight = chunk.get_parameter(parameter)
-        pairs = [
-            _pair(name, kind, targets[name], weight, _of(name, held), shapes[name])
-            for name in names
-        ]
-        sites.append(_site(module, pairs, kind, _blocks(held, pairs), dropout))
+        pairs = [_pair(name, kind, targets[name], weight, held, shapes[name]) for name in names]
+        sites.append(Site(pairs, _blocks(held, pairs), kind, module, dropout))
     if kind is not None:
         _install(module, kind, sites)
     return [pair for site in sites for pair in site.pairs]
@@ -118,22 +109,6 @@ def _targets_of(parts: Sequence[Part], targets: Targets) -> list[str]:
     return [name for name in names if name in targets]
 
 
-def _of(name: str, parts: Sequence[Part]) -> list[Part]:
-    return [part for part in parts if part.name == name]
-
-
-def _site(module: nn.Module, pairs: list[Pair], kind: Kind, blocks: Blocks, dropout: float) -> Site:
-    return Site(
-        pairs,
-        blocks,
-        region=kind.region(module),
-        whole=kind.whole,
-        dropout=dropout,
-        distinct=kind.distinct,
-        group=kind.group,
-    )
-
-
 def _install(module: nn.Module, kind: Kind, sites: Sequence[Site]) -> None:
     if kind.router:
         adapt_router(module, sites[0])
@@ -148,20 +123,14 @@ def _pair(
     kind: Kind,
     target: Target,
     weight: Tensor,
-    parts: Sequence[Part],
+    held: Sequence[Part],
     shape: Sequence[int],
 ) -> Pair:
-    """Build the pair of one Hugging Face tensor.
+    """Build the pair of the Hugging Face tensor `name`, whose shape is `shape`, experts first.
 
-    Args:
-        name: the tensor's name.
-        kind: the linear's kind.
-        target: rank and scaling.
-        weight: the linear's weight.
-        parts: the tensor's parts on this rank, in the order of their rows in the weight; may be
-            empty.
-        shape: the tensor's shape, experts first.
+    `held` are all parts in `weight`, in the order of their rows; none may be of this tensor.
     """
+    parts = [part for part in held if part.name == name]
     out, into = shape[-2:]
     a, b = Place((target.r, into), None), Place((out, target.r), None)
     boxes = [part.matrix for part in parts]
@@ -238,5 +207,5 @@ def _adapt_head(chunk: Qwen3VLModel, target: Target, dropout: float) -> Pair:
     pair = Pair(HEAD, a, b, scaling=target.scaling, like=weight)
     kind.mark(pair, weight)
     blocks = Blocks(rows, ((own, target.r),), ((0, 0, 0, own),))
-    head.adapter = _site(head, [pair], kind, blocks, dropout)
+    head.adapter = Site([pair], blocks, kind, head, dropout)
     return pair

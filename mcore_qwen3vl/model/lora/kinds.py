@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from math import gcd
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.mapping.table import hf_shapes, table
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.model.lora import regions
-from mcore_qwen3vl.model.lora.pair import FactorName, Pair
+from mcore_qwen3vl.model.lora.pair import Pair
 from mcore_qwen3vl.model.lora.regions import Region
 
 _LAYER = r"decoder\.layers\.\d+\."
@@ -79,21 +80,17 @@ class Kind:
         Args:
             lengths: lengths of the runs of one Hugging Face tensor's rows on this rank.
         """
-        if self.rows_divide:
-            return gcd(*lengths)
-        return gcd(self.head_dim, *lengths)
+        return gcd(*lengths) if self.rows_divide else gcd(self.head_dim, *lengths)
 
     def mark(self, pair: Pair, weight: Tensor) -> None:
         """Mark both factors, so that Megatron reduces and counts their gradients correctly."""
-        factors: tuple[FactorName, FactorName] = ("lora_A", "lora_B")
-        for factor in factors:
-            # Like the weight's: the data-parallel group, and for undivided weights the sum over TP.
-            names = ["allreduce"]
-            if self.cut is None:
-                names += ["sequence_parallel", "average_gradients_across_tp_domain"]
-            for name in names:
-                if hasattr(weight, name):
-                    setattr(getattr(pair, factor), name, getattr(weight, name))
+        # Like the weight's: the data-parallel group, and for undivided weights the sum over TP.
+        names = ["allreduce"]
+        if self.cut is None:
+            names += ["sequence_parallel", "average_gradients_across_tp_domain"]
+        for factor, name in product((pair.lora_A, pair.lora_B), names):
+            if hasattr(weight, name):
+                setattr(factor, name, getattr(weight, name))
         if self.cut is None:
             return
         cut, whole = (pair.lora_B, pair.lora_A) if self.cut == 0 else (pair.lora_A, pair.lora_B)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -124,8 +124,3 @@ class Pair(nn.Module):
                 else:
                     columns = slice(number, None, count)
             yield (rows, columns), tensor[local]
-
-    def mark(self, factor: FactorName, **attributes: Any) -> None:
-        """Set the attributes that tell Megatron how to reduce and count a factor's gradient."""
-        for name, value in attributes.items():
-            setattr(getattr(self, factor), name, value)

@@ -1,8 +1,14 @@
-"""The place where adapters act: one linear, with all Hugging Face tensors that it holds."""
+"""The place where adapters act: one linear, with all Hugging Face tensors that it holds.
+
+Two linears are special: a grouped one holds all experts of a rank, and a router computes its logits
+in a method and not in a module.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,9 +17,12 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from torch import Tensor
 
+from mcore_qwen3vl.model.decoder.grouped import Groups, grouped_product
 from mcore_qwen3vl.model.lora.blocks import Blocks
+from mcore_qwen3vl.model.lora.kinds import Kind
 from mcore_qwen3vl.model.lora.pair import Pair
-from mcore_qwen3vl.model.lora.regions import Region, local
+
+_ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 class Site:
@@ -26,28 +35,22 @@ class Site:
     Args:
         pairs: one per Hugging Face tensor.
         blocks: places of their rows in the output.
-        region: communication of the rank-r activation between A and B.
-        whole: applied to the factors that are not divided; see ``regions.summed_over``.
+        kind: the kind of the linear.
+        linear: the linear itself.
         dropout: probability, while the pairs are in training mode.
-        distinct: whether the TP ranks hold different values of the input, so that their dropout
-            masks must differ.
-        group: group over which outputs are gathered, if the linear gathers its own.
     """
 
     def __init__(
         self,
         pairs: Sequence[Pair],
         blocks: Blocks,
-        *,
-        region: Region = local,
-        whole: Region = local,
+        kind: Kind,
+        linear: Any,
         dropout: float = 0.0,
-        distinct: bool = False,
-        group: Any = None,
     ) -> None:
-        self.pairs, self.blocks = list(pairs), blocks
-        self._region, self._whole = region, whole
-        self._dropout, self._distinct, self._group = dropout, distinct, group
+        self.pairs, self.blocks, self._kind = list(pairs), blocks, kind
+        self._region, self._whole = kind.region(linear), kind.whole
+        self._dropout = dropout
         scalings = [pair.scaling for pair in self.pairs]
         self._scaling = scalings[0] if len(set(scalings)) == 1 else None
         self._scalings: Tensor | None = None
@@ -76,7 +79,7 @@ class Site:
         a, matrix, scaling = self._product(x, output.dtype)
         if output.shape[-1] != self.blocks.rows:  # the linear gathered it
             part = F.linear(a, matrix) * scaling
-            return output + gather_from_tensor_model_parallel_region(part, group=self._group)
+            return output + gather_from_tensor_model_parallel_region(part, group=self._kind.group)
         if output._is_view():  # autograd forbids in-place changes of a Function's views
             flat = output.reshape(-1, self.blocks.rows)
             flat = torch.addmm(flat, a.reshape(-1, a.shape[-1]), matrix.t(), alpha=scaling)
@@ -93,7 +96,9 @@ class Site:
 
     def _product(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, float]:
         """Return A times `x`, B, and the scaling of their product."""
-        down, up = zip(*(self._factors(pair, dtype) for pair in self.pairs), strict=True)
+        factors = [self.whole(*pair(), of=pair) for pair in self.pairs]
+        # A router computes in float32.
+        down, up = ([one.to(dtype) for one in side] for side in zip(*factors, strict=True))
         a = self._down(x.to(dtype), down)
         if self._scaling is not None:
             return a, self.blocks.matrix(up), self._scaling
@@ -101,34 +106,94 @@ class Site:
         self._scalings = self._scalings.to(a.device, a.dtype)
         return a * self._scalings, self.blocks.matrix(up), 1.0
 
-    def _factors(self, pair: Pair, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return A and B in `dtype`; see :meth:`whole`."""
-        a, b = self.whole(*pair(), of=pair)
-        return a.to(dtype), b.to(dtype)  # a router computes in float32
-
     def whole(self, a: Tensor, b: Tensor, *, of: Pair) -> tuple[Tensor, Tensor]:
-        """Apply `whole` to the undivided factors of a pair, or of several stacked pairs like it."""
+        """Apply `Kind.whole` to the undivided factors of a pair, or of stacked pairs like it."""
         if of.places["lora_A"].axis is None:
             a = self._whole(a)
         if of.places["lora_B"].axis is None:
             b = self._whole(b)
         return a, b
 
-    def _down(self, x: Tensor, factors: Sequence[Tensor]) -> Tensor:
+    def _down(self, x: Tensor, factors: list[Tensor]) -> Tensor:
         """Apply the A factors: (..., in) -> (..., sum of ranks)."""
-        dropping = self._dropout > 0 and self.pairs[0].training
-        if dropping:
-            parts = [F.linear(self._drop(x), a) for a in factors]
+        if self._dropout > 0 and self.pairs[0].training:
+            # Ranks that hold different values of the input need different masks.
+            states = get_cuda_rng_tracker().fork if self._kind.distinct else nullcontext
+            parts = []
+            for a in factors:
+                with states():
+                    dropped = F.dropout(x, self._dropout)
+                parts.append(F.linear(dropped, a))
             return self._region(parts[0] if len(parts) == 1 else torch.cat(parts, -1))
-        return self._region(
-            F.linear(x, factors[0] if len(factors) == 1 else torch.cat(list(factors)))
-        )
+        return self._region(F.linear(x, factors[0] if len(factors) == 1 else torch.cat(factors)))
 
-    def _drop(self, x: Tensor) -> Tensor:
-        if not self._distinct:
-            return F.dropout(x, self._dropout)
-        with get_cuda_rng_tracker().fork():
-            return F.dropout(x, self._dropout)
+
+class GroupedSite:
+    """Computes :class:`Site` for all experts of a rank, each on its own tokens, in two products.
+
+    Each expert's adapter has one pair, all have the same shape and scaling, and no dropout.
+
+    Args:
+        sites: the sites of the rank's experts, in their order.
+    """
+
+    def __init__(self, sites: Sequence[Site]) -> None:
+        self._sites = list(sites)
+
+    def hook(self, module: Any, inputs: Any, outputs: Any) -> Any:
+        """Add the adapters' part: a forward hook of a linear called with tokens (T, in) and groups.
+
+        Transformer Engine's linear is called with numbers of tokens on the host instead of groups.
+        """
+        if not self._sites[0].on:
+            return outputs
+        tokens, groups, *_ = inputs
+        output, *rest = outputs
+        if not isinstance(groups, Groups):
+            groups = Groups.of(groups, tokens.device)
+        return (self._add(tokens, output, groups), *rest)
+
+    def _add(self, tokens: Tensor, output: Tensor, groups: Groups) -> Tensor:
+        """Add the adapters' part to `output` (T, out)."""
+        down, up, scaling = self._factors(output.dtype)
+        part = grouped_product(grouped_product(tokens, down, groups) * scaling, up, groups)
+        # Autograd forbids in-place changes of a Function's views.
+        return output + part if output._is_view() else output.add_(part)
+
+    def _factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, float]:
+        """Return A (E, r, in), B (E, out, r), and the scaling of their product."""
+        pairs = [pair for site in self._sites for pair in site.pairs]
+        down, up = zip(*(pair() for pair in pairs), strict=True)
+        a, b = self._sites[0].whole(torch.stack(down), torch.stack(up), of=pairs[0])
+        return a.to(dtype), b.to(dtype), pairs[0].scaling
+
+
+def adapt_router(router: Any, site: Site) -> None:
+    """Add the part of `site` to the router's logits, in the dtype in which routing is computed.
+
+    Args:
+        router: an mcore ``TopKRouter``.
+        site: a site with one pair, whose factors are (r, H) and (E, r).
+    """
+    router.gating = lambda hidden: site.add(hidden, _logits(router, hidden))
+
+
+def spare_weight_gradient(router: Any) -> None:
+    """Skip the weight gradient of a frozen router that has no adapter; see :func:`_logits`."""
+    router.gating = partial(_logits, router)
+
+
+def _logits(router: Any, hidden: Tensor) -> Tensor:
+    """Compute the router's logits, without the gradient of a frozen weight.
+
+    ``Router.gating`` computes that gradient even for a frozen weight. With Transformer Engine we
+    keep ``Router.gating``: its product takes half precision and returns float32, for which torch's
+    product would need a float32 copy of the input.
+    """
+    if router.weight.requires_grad or router.config.transformer_impl != "local":
+        return type(router).gating(router, hidden)
+    dtype = _ROUTER_DTYPES.get(router.config.moe_router_dtype, hidden.dtype)
+    return F.linear(hidden.to(dtype), router.weight.to(dtype))
 
 
 class _AddProduct(torch.autograd.Function):

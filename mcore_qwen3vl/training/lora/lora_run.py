@@ -24,9 +24,14 @@ from mcore_qwen3vl.converters.mcore.paths import LORA_FOLDER
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.freeze import Freezing
-from mcore_qwen3vl.model.lora.adapt import load_saved, whole_tensors
+from mcore_qwen3vl.model.lora.adapt import (
+    freezing,
+    load_saved,
+    trained_names,
+    whole,
+    whole_tensors,
+)
 from mcore_qwen3vl.model.lora.attach import attach
-from mcore_qwen3vl.model.lora.trainable import freezing, trained_names, whole
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.training.lora.base import Base, save_identity
 from mcore_qwen3vl.training.lora.flags import adapter_config, asked

@@ -21,13 +21,12 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.build import build_chunks
 from mcore_qwen3vl.model.lora import attach as attaching
+from mcore_qwen3vl.model.lora.adapt import freezing, whole
 from mcore_qwen3vl.model.lora.attach import attach
 from mcore_qwen3vl.model.lora.blocks import Blocks
-from mcore_qwen3vl.model.lora.grouped import GroupedSite
 from mcore_qwen3vl.model.lora.kinds import Kind
 from mcore_qwen3vl.model.lora.pair import Pair, Place
-from mcore_qwen3vl.model.lora.site import Site
-from mcore_qwen3vl.model.lora.trainable import freezing, whole
+from mcore_qwen3vl.model.lora.site import GroupedSite, Site
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
@@ -233,7 +232,8 @@ def pair(into: int, out: int, name: str = "x.weight") -> Pair:
 
 
 def site(into: int, out: int) -> Site:
-    return Site([pair(into, out)], Blocks(out, ((out, 2),), ((0, 0, 0, out),)))
+    blocks = Blocks(out, ((out, 2),), ((0, 0, 0, out),))
+    return Site([pair(into, out)], blocks, Kind(None, None), None)
 
 
 class FusedNorm(nn.Module):

@@ -18,9 +18,8 @@ from mcore_qwen3vl.converters.live.sharded import hf_parts
 from mcore_qwen3vl.converters.torch_dist.metadata import guard_reads
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.build import build_chunks
-from mcore_qwen3vl.model.lora.adapt import adapt, whole_tensors
+from mcore_qwen3vl.model.lora.adapt import adapt, trained_names, whole_tensors
 from mcore_qwen3vl.model.lora.adapter_module import Adapter
-from mcore_qwen3vl.model.lora.trainable import trained_names
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize

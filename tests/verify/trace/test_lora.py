@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 from mcore_qwen3vl.cli.verify import verify_trace
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.lora import adapt
-from mcore_qwen3vl.model.lora.grouped import GroupedSite
-from mcore_qwen3vl.model.lora.site import Site
+from mcore_qwen3vl.model.lora.site import GroupedSite, Site
 from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
 from mcore_qwen3vl.verify.trace.probe_points import TEXT
 from mcore_qwen3vl.verify.trace.reference import TraceReference
