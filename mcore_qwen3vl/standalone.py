@@ -166,7 +166,7 @@ def prepare_batch(
     for index, messages in enumerate(conversations):
         name = f"conversation {index}"
         common = {"__key__": name, "__restore_key__": ()}
-        record = {"messages": [_with_encoded_images(message) for message in messages]}
+        record = {"messages": [_plain(message) for message in messages]}
         try:
             raw = RawSample(**common, record=record, folder=MediaFolder(Path.cwd(), {}), source=0)
             plan = preparation.plan(raw)
@@ -216,9 +216,9 @@ def reduce_gradients(
         BadInput: the model is wrapped in Megatron's DDP, which has its own reduction.
     """
     from mcore_qwen3vl.converters.live.sharded import unwrap
-    from mcore_qwen3vl.model import gradients
+    from mcore_qwen3vl.model.gradients import reduce_gradients
 
-    gradients.reduce_gradients(unwrap(models), num_tokens)
+    reduce_gradients(unwrap(models), num_tokens)
 
 
 def save_model(
@@ -251,25 +251,16 @@ def save_model(
     save_hf(models, path, hf_config=config_folder(Path(like)), force=force)
 
 
-def _with_encoded_images(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `message` with its PIL images as PNG bytes, a form that data sets have too."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return dict(message)
-    return {**message, "content": [_encoded(part) for part in content]}
-
-
-def _encoded(part: Any) -> Any:
+def _plain(value: Any) -> Any:
+    """Return a message's content in a form that data sets have: PIL images as PNG bytes."""
     from mcore_qwen3vl.data.records.media import to_rgb
 
-    if not isinstance(part, Mapping):
-        return part
-    made = dict(part)
-    for key, value in part.items():
-        if isinstance(value, Image.Image):
-            png = io.BytesIO()
-            to_rgb(value).save(png, "PNG")
-            made[key] = png.getvalue()
-        elif isinstance(value, Path):
-            made[key] = str(value)
-    return made
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    if isinstance(value, Image.Image):
+        png = io.BytesIO()
+        to_rgb(value).save(png, "PNG")
+        return png.getvalue()
+    return str(value) if isinstance(value, Path) else value

@@ -19,7 +19,7 @@ MULTIPLY_ADD = 2
 
 @dataclass(frozen=True)
 class Trained:
-    """Share of each part's weights that trains, from 0 to 1; near 0 for an adapter."""
+    """The share of each part's weights that trains, from 0 to 1; near 0 for an adapter."""
 
     vision: float = 1.0
     aligner: float = 1.0
@@ -35,7 +35,6 @@ def language(
     """Return the FLOPs of the language model for one step.
 
     Args:
-        a: the model's shape.
         tokens: number of tokens, padding not included.
         squared_lengths: sum of the squared lengths of all samples.
         trained: share that needs weight gradients. Gradients of activations reach the first layer
@@ -54,7 +53,6 @@ def vision(a: Architecture, patches: float, squared_frames: float, trained: Trai
     """Return the FLOPs of the vision tower for one step.
 
     Args:
-        a: the model's shape.
         patches: number of patches of all images and video frames.
         squared_frames: sum of the squared patch counts of all frames; attention is full in a frame.
         trained: shares that need gradients.
@@ -81,6 +79,5 @@ def model(
     trained: Trained = ALL,
 ) -> float:
     """Return the FLOPs of the whole model for one step; see :func:`language` and :func:`vision`."""
-    return language(a, tokens, squared_lengths, trained) + vision(
-        a, patches, squared_frames, trained
-    )
+    of_tower = vision(a, patches, squared_frames, trained)
+    return language(a, tokens, squared_lengths, trained) + of_tower

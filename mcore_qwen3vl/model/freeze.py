@@ -46,8 +46,8 @@ class Freezing:
         Raises:
             BadInput: a pattern is neither a part nor a regular expression.
         """
-        self._frozen = {pattern: _compile(pattern) for pattern in frozen}
-        self._trainable = {pattern: _compile(pattern) for pattern in trainable}
+        self._frozen = _compiled(frozen)
+        self._trainable = _compiled(trainable)
         self._used: set[str] = set()
         self._trained: Counter[str] = Counter()  # values, by part
         self._values: Counter[str] = Counter()
@@ -61,7 +61,7 @@ class Freezing:
         Raises:
             BadInput: a pattern is neither a part nor a regular expression.
         """
-        self._trainable |= {pattern: _compile(pattern) for pattern in patterns}
+        self._trainable |= _compiled(patterns)
 
     def apply(self, chunk: Qwen3VLModel) -> list[str]:
         """Set ``requires_grad`` of every parameter of one pipeline chunk.
@@ -101,21 +101,22 @@ class Freezing:
         own = (self._used, self._trained, self._values, self._layers)
         dist.all_gather_object(everywhere, own)
         patterns = {*self._frozen, *self._trainable}
-        unused = sorted(patterns.difference(*(used for used, *_ in everywhere)))
+        used, trained, values, layers = zip(*everywhere, strict=True)
+        unused = sorted(patterns.difference(*used))
         if unused:
             raise BadInput(
                 f"--freeze/--trainable {' '.join(unused)} selects no parameter. Use "
                 f"{', '.join(PARTS)}, or a regular expression for the start of names such as "
                 "decoder.layers.0.mlp, visual.blocks, embedding or output_layer."
             )
-        trained: Counter[str] = sum((counts for _, counts, *_ in everywhere), Counter())
-        if not trained.total():
+        training: Counter[str] = sum(trained, Counter())
+        whole: Counter[str] = sum(values, Counter())
+        if not training.total():
             raise BadInput("--freeze/--trainable leave no parameter to train: freeze less.")
-        values: Counter[str] = sum((counts for *_, counts, _ in everywhere), Counter())
-        layers = set().union(*(names for *_, names in everywhere))
-        both = sorted(name for name, trains in layers if trains and (name, False) in layers)
-        self.divided = both[0] if both else None
-        return Trained(**{part: trained[part] / max(values[part], 1) for part in PARTS})
+        of_layers = set().union(*layers)
+        both = (name for name, trains in of_layers if trains and (name, False) in of_layers)
+        self.divided = min(both, default=None)
+        return Trained(**{part: training[part] / max(whole[part], 1) for part in PARTS})
 
 
 def part_of(name: str) -> str:
@@ -139,10 +140,13 @@ def global_name(chunk: Qwen3VLModel, name: str) -> str:
     return f"decoder.layers.{number}.{name[match.end() :]}"
 
 
-def _compile(pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(PARTS.get(pattern, pattern))
-    except re.error as error:
-        raise BadInput(
-            f"{pattern!r} is neither one of {', '.join(PARTS)} nor a regular expression: {error}."
-        ) from None
+def _compiled(patterns: Iterable[str]) -> dict[str, re.Pattern[str]]:
+    found = {}
+    for given in patterns:
+        try:
+            found[given] = re.compile(PARTS.get(given, given))
+        except re.error as error:
+            raise BadInput(
+                f"{given!r} is neither one of {', '.join(PARTS)} nor a regular expression: {error}."
+            ) from None
+    return found

@@ -15,7 +15,7 @@ from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 
 
 def reduce_gradients(chunks: Sequence[Qwen3VLModel], num_tokens: Tensor | float) -> None:
-    """Reduce gradients as :func:`mcore_qwen3vl.standalone.reduce_gradients`; same arguments."""
+    """Do what :func:`mcore_qwen3vl.standalone.reduce_gradients` says."""
     device = next(chunks[0].parameters()).device
     # A copy, because Megatron reduces in place; float64 holds any count exactly.
     total = torch.as_tensor(num_tokens, device=device).detach().double().clone()

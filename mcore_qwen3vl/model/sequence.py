@@ -34,10 +34,8 @@ def local_positions(
 
     Args:
         seq_len: S, the length of the full (or packed) sequence.
-        cp_size: size of the context-parallel group.
-        cp_rank: rank in the context-parallel group.
-        tp_size: size of the tensor-parallel group; matters with `sequence_parallel` only.
-        tp_rank: rank in the tensor-parallel group.
+        cp_size, cp_rank: of the context-parallel group.
+        tp_size, tp_rank: of the tensor-parallel group; used with `sequence_parallel` only.
         sequence_parallel: whether hidden states are divided over the TP group too.
         cu_seqlens: (samples + 1,) integers from 0 to `seq_len` on the host: bounds of the packed
             sub-sequences, padding included. None: one sequence.
@@ -70,11 +68,7 @@ def length_multiple(
 ) -> int:
     """Return the number that an unpacked sequence's length must be a multiple of.
 
-    Args:
-        cp_size: size of the context-parallel group.
-        tp_size: size of the tensor-parallel group.
-        sequence_parallel: whether hidden states are divided over the TP group too.
-        local: number that the length of a rank's part must be a multiple of.
+    A rank's part of it is then a multiple of `local`. For the others see :func:`local_positions`.
     """
     zigzag = 2 * cp_size if cp_size > 1 else 1
     shards = cp_size * (tp_size if sequence_parallel else 1)

@@ -77,10 +77,6 @@ def token_log_probs(
     return found.view(shape).t(), entropies.view(shape).t() if entropy else None
 
 
-Terms = Sequence[tuple[Tensor, Tensor]]
-"""Pairs of hidden states (T, H) and rows (V / tp, H), whose products add up to the logits."""
-
-
 def flat_sides(hidden: Tensor, weight: Tensor, more: Sequence[tuple[Tensor, Tensor]]) -> list[Any]:
     """Return the terms of the logits one side after the other, with (T, H) for (s, B, H)."""
     return [side for x, w in ((hidden, weight), *more) for side in (x.flatten(0, 1), w)]
@@ -102,8 +98,11 @@ class Chunks:
         size = self.chunk or max(CHUNK_LOGITS // self.columns.count, 1)
         return (slice(start, start + size) for start in range(0, tokens, size))
 
-    def logits(self, terms: Terms, rows: slice) -> Tensor:
-        """Return logits (n, own columns), float32, which may be changed in place."""
+    def logits(self, terms: Sequence[tuple[Tensor, Tensor]], rows: slice) -> Tensor:
+        """Return logits (n, own columns), float32, which may be changed in place.
+
+        They are the sum of the products of `terms`: hidden states (T, H) and rows (V / tp, H).
+        """
         (hidden, weight), *others = terms
         logits = hidden[rows] @ weight[: self.columns.count].t()
         for x, w in others:

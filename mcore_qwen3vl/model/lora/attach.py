@@ -7,7 +7,7 @@ ETP divide it: B has the rows of the weight and A its columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, groupby
 
 from megatron.core.transformer.moe.router import TopKRouter
@@ -21,12 +21,7 @@ from mcore_qwen3vl.model.lora.adapter_module import Adapter
 from mcore_qwen3vl.model.lora.blocks import Blocks
 from mcore_qwen3vl.model.lora.kinds import Kind, kind_of, weight_shapes
 from mcore_qwen3vl.model.lora.pair import Pair, Place, Span
-from mcore_qwen3vl.model.lora.site import (
-    GroupedSite,
-    Site,
-    adapt_router,
-    spare_weight_gradient,
-)
+from mcore_qwen3vl.model.lora.site import GroupedSite, Site, adapt_router
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 
 Target = Factors | Slot
@@ -63,7 +58,7 @@ def attach(chunk: Qwen3VLModel, targets: Targets, *, dropout: float = 0.0) -> Ad
         adapter.put(_adapt_head(chunk, targets[HEAD], dropout))
     for module in chunk.modules():
         if isinstance(module, TopKRouter) and "gating" not in vars(module):
-            spare_weight_gradient(module)
+            adapt_router(module)
     chunk.adapter = adapter
     return adapter
 
@@ -173,21 +168,19 @@ def _blocks(parts: Sequence[Part], pairs: Sequence[Pair]) -> Blocks:
             placed.append((row, number, taken[number], length))
             taken[number] += length
     shapes = tuple(pair.places["lora_B"].local_shape for pair in pairs)
-    return Blocks(sum(lengths), shapes, tuple(_merged(placed)))
+    return Blocks(sum(lengths), shapes, _merged(placed))
 
 
-def _merged(placed: Sequence[tuple[int, int, int, int]]) -> Iterator[tuple[int, int, int, int]]:
+def _merged(placed: Sequence[tuple[int, int, int, int]]) -> tuple[tuple[int, int, int, int], ...]:
     """Merge adjacent blocks of one pair, such as the gate and up rows of an expert."""
-    held: tuple[int, int, int, int] | None = None
+    merged: list[tuple[int, int, int, int]] = []
     for row, number, first, count in placed:
-        if held and (held[1], held[0] + held[3], held[2] + held[3]) == (number, row, first):
-            held = (*held[:3], held[3] + count)
-            continue
-        if held:
-            yield held
-        held = (row, number, first, count)
-    if held:
-        yield held
+        held = merged[-1] if merged else (0, -1, 0, 0)
+        if (held[1], held[0] + held[3], held[2] + held[3]) == (number, row, first):
+            merged[-1] = (*held[:3], held[3] + count)
+        else:
+            merged.append((row, number, first, count))
+    return tuple(merged)
 
 
 def _adapt_head(chunk: Qwen3VLModel, target: Target, dropout: float) -> Pair:

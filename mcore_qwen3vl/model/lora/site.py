@@ -155,32 +155,27 @@ class GroupedSite:
 
     def _add(self, tokens: Tensor, output: Tensor, groups: Groups) -> Tensor:
         """Add the adapters' part to `output` (T, out)."""
-        down, up, scaling = self._factors(output.dtype)
-        part = grouped_product(grouped_product(tokens, down, groups) * scaling, up, groups)
+        pairs = [pair for site in self._sites for pair in site.pairs]
+        downs, ups = zip(*(pair() for pair in pairs), strict=True)
+        # A (E, r, in) and B (E, out, r).
+        down, up = self._sites[0].whole(torch.stack(downs), torch.stack(ups), of=pairs[0])
+        inner = grouped_product(tokens, down.to(output.dtype), groups) * pairs[0].scaling
+        part = grouped_product(inner, up.to(output.dtype), groups)
         # Autograd forbids in-place changes of a Function's views.
         return output + part if output._is_view() else output.add_(part)
 
-    def _factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, float]:
-        """Return A (E, r, in), B (E, out, r), and the scaling of their product."""
-        pairs = [pair for site in self._sites for pair in site.pairs]
-        down, up = zip(*(pair() for pair in pairs), strict=True)
-        a, b = self._sites[0].whole(torch.stack(down), torch.stack(up), of=pairs[0])
-        return a.to(dtype), b.to(dtype), pairs[0].scaling
 
-
-def adapt_router(router: Any, site: Site) -> None:
+def adapt_router(router: Any, site: Site | None = None) -> None:
     """Add the part of `site` to the router's logits, in the dtype in which routing is computed.
+
+    The gradient of a frozen weight is no longer computed, with a site or without; see `_logits`.
 
     Args:
         router: an mcore ``TopKRouter``.
         site: a site with one pair, whose factors are (r, H) and (E, r).
     """
-    router.gating = lambda hidden: site.add(hidden, _logits(router, hidden))
-
-
-def spare_weight_gradient(router: Any) -> None:
-    """Skip the weight gradient of a frozen router that has no adapter; see :func:`_logits`."""
-    router.gating = partial(_logits, router)
+    logits = partial(_logits, router)
+    router.gating = logits if site is None else lambda hidden: site.add(hidden, logits(hidden))
 
 
 def _logits(router: Any, hidden: Tensor) -> Tensor:
