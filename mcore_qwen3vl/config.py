@@ -146,6 +146,7 @@ def _architecture(config: dict[str, Any]) -> Architecture:
             f"mrope_section is {list(section)}: three numbers that add up to half of head_dim "
             f"{head_dim} are needed."
         )
+    dtypes = (level.get(name) for level in (config, text) for name in ("dtype", "torch_dtype"))
     return Architecture(
         vocab_size=_integer(text, "vocab_size"),
         hidden_size=_integer(text, "hidden_size"),
@@ -161,7 +162,7 @@ def _architecture(config: dict[str, Any]) -> Architecture:
         max_position_embeddings=_integer(text, "max_position_embeddings"),
         initializer_range=_number(text, "initializer_range", 0.02),
         tie_word_embeddings=ties_embeddings(config),
-        dtype=str(_first(config, text, "dtype", "torch_dtype", default="bfloat16")),
+        dtype=str(next((dtype for dtype in dtypes if dtype is not None), "bfloat16")),
         image_token_id=_integer(config, "image_token_id"),
         video_token_id=_integer(config, "video_token_id"),
         vision_start_token_id=_integer(config, "vision_start_token_id"),
@@ -361,11 +362,3 @@ def _number(section: dict[str, Any], name: str, default: float | None = None) ->
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
         raise BadInput(f"config.json: {name} is {value!r:.40}; a number is needed.")
     return float(value)
-
-
-def _first(config: dict[str, Any], text: dict[str, Any], *names: str, default: str) -> Any:
-    for section in (config, text):
-        for name in names:
-            if section.get(name) is not None:
-                return section[name]
-    return default

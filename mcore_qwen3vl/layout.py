@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import asdict, dataclass, fields
 from itertools import accumulate
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
@@ -73,16 +73,13 @@ class Layout:
         """Read Megatron's flags, without checking that the sizes fit one another.
 
         Args:
-            flags: Has the attributes of Megatron's parser, whether validated or not. Those of
+            flags: has the attributes of Megatron's parser, whether validated or not. Those of
                 VERL's engine config have the same names.
-            world_size: Number of ranks, from which DP follows.
-            moe: Whether the model has experts. Their ETP is TP unless a flag sets it.
+            world_size: number of ranks, from which DP follows.
+            moe: whether the model has experts. Their ETP is TP unless a flag sets it.
         """
-        tp, pp, cp = (
-            flags.tensor_model_parallel_size,
-            flags.pipeline_model_parallel_size,
-            flags.context_parallel_size,
-        )
+        tp, pp = flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size
+        cp = flags.context_parallel_size
         chunks = getattr(flags, "num_virtual_stages_per_pipeline_rank", None)
         return cls(
             tp=tp,
@@ -128,9 +125,12 @@ class Layout:
         Stage `i` is on pipeline rank ``i % pp``.
         """
         if self.split is not None:
-            counts = [stage.layers for stage in read_split(self.split)]
+            counts = read_split(self.split)
         else:
-            counts = [count // self.vpp for count in self._equal(num_layers)] * self.vpp
+            uneven = ((0, self.first), (self.pp - 1, self.last))
+            own = {stage: count for stage, count in uneven if count is not None}
+            equal = (num_layers - sum(own.values())) // max(self.pp - len(own), 1)
+            counts = [own.get(stage, equal) // self.vpp for stage in range(self.pp)] * self.vpp
         ends = list(accumulate(counts))
         return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
 
@@ -138,12 +138,6 @@ class Layout:
         """Return how many decoder layers each pipeline rank has in all its virtual stages."""
         stages = self.virtual_stages(num_layers)
         return [sum(map(len, stages[rank :: self.pp])) for rank in range(self.pp)]
-
-    def _equal(self, num_layers: int) -> list[int]:
-        uneven = ((0, self.first), (self.pp - 1, self.last))
-        own = {stage: count for stage, count in uneven if count is not None}
-        equal = (num_layers - sum(own.values())) // max(self.pp - len(own), 1)
-        return [own.get(stage, equal) for stage in range(self.pp)]
 
     def validate(self, architecture: Architecture, *, training: bool = True) -> None:
         """Raise unless the model can be divided by this layout.
@@ -209,7 +203,7 @@ class Layout:
 
     def _check_split(self, split: str, a: Architecture) -> None:
         stages = read_split(split)
-        layers = sum(stage.layers for stage in stages)
+        layers = sum(stages)
         if self.first is not None or self.last is not None:
             raise BadInput(
                 f"The pipeline split {split!r} says how many layers each stage has: drop the "
@@ -261,19 +255,11 @@ _GROUP = re.compile(r"\(([^()]+)\)\*([0-9]+)")
 _REPEATED = re.compile(r"([^()*])\*([0-9]+)")
 
 
-class Stage(NamedTuple):
-    """One virtual stage."""
+def read_split(text: str) -> list[int]:
+    """Return each virtual stage's number of layers in a ``--pipeline-model-parallel-layout``.
 
-    embedding: bool
-    layers: int
-    head: bool
-
-
-def read_split(text: str) -> list[Stage]:
-    """Return the virtual stages of a ``--pipeline-model-parallel-layout``, in the model's order.
-
-    ``E|ttt|(tt|)*4L`` has seven: the embedding (and with it the vision tower) alone, three decoder
-    layers, four stages of two, and the head alone. mcore's own reader
+    ``E|ttt|(tt|)*4L`` has seven stages: the embedding (and with it the vision tower) alone, three
+    decoder layers, four stages of two, and the head alone. mcore's own reader
     (``PipelineParallelLayerLayout``) needs all of megatron, which must not be imported before the
     CPU backend is installed; a test checks that the two agree.
 
@@ -296,4 +282,4 @@ def read_split(text: str) -> list[Stage]:
             f"The pipeline split {text!r} must have one E, which comes first, and one L, which "
             "comes last."
         )
-    return [Stage("E" in part, part.count("t"), "L" in part) for part in plain.split("|")]
+    return [part.count("t") for part in plain.split("|")]

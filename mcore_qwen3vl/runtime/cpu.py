@@ -126,11 +126,6 @@ def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-def _constant(value: Any) -> Callable[[Any], Any]:
-    """Return a function that ignores the original and returns `value`."""
-    return lambda original: value
-
-
 def _get_rng_state(device: Any = None, clone: bool = False, graph_safe: bool = False) -> Tensor:
     return torch.get_rng_state()
 
@@ -161,23 +156,28 @@ _MAKERS = (
 _NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
 _SPELT = "schedules, gradient clipping and the optimizers name CUDA as the device: use the CPU"
 
+
+def _values(module: str, reason: str, **values: Any) -> Iterator[Replacement]:
+    """Yield replacements of attributes of a module by values, for one reason."""
+    for name, value in values.items():
+        yield Replacement(module, name, _constant(value), reason)
+
+
+def _constant(value: Any) -> Callable[[Any], Any]:
+    return lambda original: value
+
+
 # Each function is replaced separately. A torch function mode would cover them all, but would also
 # intercept every other operator, which takes a fifth of a small model's time.
 DEVICE_REPLACEMENTS = (
     *(Replacement("torch", name, _made_on_cpu, _SPELT) for name in _MAKERS),
     *(Replacement("torch.Tensor", name, _made_on_cpu, _SPELT) for name in _NEW),
     Replacement("torch.Tensor", "to", _to_cpu, _SPELT),
-    Replacement("torch.Tensor", "cuda", _constant(lambda self, *a, **k: self), _SPELT),
+    *_values("torch.Tensor", _SPELT, cuda=lambda self, *args, **kwargs: self),
     Replacement(
         "torch.Tensor", "type", _cuda_type, "gradients are grouped by the name of their tensor type"
     ),
 )
-
-
-def _values(module: str, reason: str, **values: Any) -> Iterator[Replacement]:
-    """Yield replacements of attributes of a module by values, for one reason."""
-    for name, value in values.items():
-        yield Replacement(module, name, _constant(value), reason)
 
 
 _RNG = "the tensor-parallel RNG tracker saves and restores the device generator: use the CPU's"
@@ -279,24 +279,20 @@ def install(*, training: bool = False) -> None:
             missing, or this process already uses CUDA.
     """
     if not originals:
-        _install_core()
+        _check_environment()
+        apply(TORCH_REPLACEMENTS)
+        # ``with torch.device(...)`` keeps the tensor factories of its first use: the originals.
+        importlib.import_module("torch.utils._device")._device_constructors()
+        apply(DEVICE_REPLACEMENTS)
+        # mcore compiles small functions at import, which costs more than the tests that run them.
+        torch._dynamo.config.disable = True
+        apply(MEGATRON_REPLACEMENTS)
+        logging.getLogger(_TP_RANDOM).addFilter(
+            # Logged whenever the RNG tracker forks, since CPU and device share one generator here.
+            lambda record: "CPU RNG state changed" not in record.getMessage()
+        )
     if training:
         apply(TRAINING_REPLACEMENTS)
-
-
-def _install_core() -> None:
-    _check_environment()
-    apply(TORCH_REPLACEMENTS)
-    # ``with torch.device(...)`` keeps the tensor factories of its first use: the originals, here.
-    importlib.import_module("torch.utils._device")._device_constructors()
-    apply(DEVICE_REPLACEMENTS)
-    # mcore compiles small functions at import, which costs more than the tests that run them.
-    torch._dynamo.config.disable = True
-    apply(MEGATRON_REPLACEMENTS)
-    logging.getLogger(_TP_RANDOM).addFilter(
-        # Logged whenever the RNG tracker forks, since CPU and device share one generator here.
-        lambda record: "CPU RNG state changed" not in record.getMessage()
-    )
 
 
 def installed() -> bool:

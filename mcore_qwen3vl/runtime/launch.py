@@ -16,6 +16,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -180,33 +181,30 @@ def _call(work: _Work) -> Any:
         "LOCAL_RANK": str(work.rank),
         "WORLD_SIZE": str(work.world_size),
     }
+    around: AbstractContextManager[object] = nullcontext()
     if work.device == "cpu":
         # More threads would oversubscribe the machine, and OpenMP threads do not survive a fork.
         torch.set_num_threads(1)
     elif preloaded():
         from mcore_qwen3vl.pretended.rank import one_rank
 
-        with one_rank(work.rank, work.world_size):  # messages of other ranks are made up
-            return _in_process_group(work)
+        around = one_rank(work.rank, work.world_size)  # messages of other ranks are made up
     else:
         torch.cuda.set_device(work.rank)
-    return _in_process_group(work)
-
-
-def _in_process_group(work: _Work) -> Any:
-    dist.init_process_group(
-        "gloo" if work.device == "cpu" else "nccl",
-        # A file, because a TCP server would be a thread in the process that forks.
-        store=dist.FileStore(str(work.scratch / "store"), work.world_size),
-        rank=work.rank,
-        world_size=work.world_size,
-        # The parent's limit comes first: its report says more about which rank is late.
-        timeout=timedelta(seconds=work.timeout + _GRACE),
-    )
-    result = work.fn(*work.args)
-    dist.barrier()  # a rank that leaves early would break the others' collectives
-    dist.destroy_process_group()
-    return result
+    with around:
+        dist.init_process_group(
+            "gloo" if work.device == "cpu" else "nccl",
+            # A file, because a TCP server would be a thread in the process that forks.
+            store=dist.FileStore(str(work.scratch / "store"), work.world_size),
+            rank=work.rank,
+            world_size=work.world_size,
+            # The parent's limit comes first: its report says more about which rank is late.
+            timeout=timedelta(seconds=work.timeout + _GRACE),
+        )
+        result = work.fn(*work.args)
+        dist.barrier()  # a rank that leaves early would break the others' collectives
+        dist.destroy_process_group()
+        return result
 
 
 def _collect(ranks: list[_Rank], timeout: float, heard: Callable[[Any], None]) -> None:
@@ -226,16 +224,16 @@ def _collect(ranks: list[_Rank], timeout: float, heard: Callable[[Any], None]) -
 def _receive(r: _Rank, heard: Callable[[Any], None]) -> None:
     try:
         succeeded, value = pickle.loads(r.pipe.recv_bytes())
-        if succeeded is None:
-            heard(value)
-            return
-        r.ended = time.monotonic()
     except EOFError:
         r.ended = time.monotonic()
         r.process.join()
         r.died = r.process.exitcode != -signal.SIGABRT
         r.error = f"{death(r.process.exitcode)}\n"
         return
+    if succeeded is None:
+        heard(value)
+        return
+    r.ended = time.monotonic()
     if succeeded:
         r.result = value
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, get_args
 
 from omegaconf import OmegaConf
@@ -78,87 +78,82 @@ def _names(value: Any) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Refusal:
-    """An option that is not supported.
-
-    Attributes:
-        option: its name in VERL's configuration, below ``actor``, ``ref`` or ``critic``.
-        asked: function that returns whether a configuration asks for it.
-        remedy: what to do instead.
-    """
-
-    option: str
-    asked: Callable[[Configs], Any]
-    remedy: str
-
-
-@dataclass(frozen=True)
 class Configs:
     """The configs that VERL passes to an engine."""
 
     model: Any
     engine: Any
-    optimizer: Any = None
-    checkpoint: Any = field(default=None)
+    optimizer: Any
+    checkpoint: Any
+
+    def find(self, path: str) -> Any:
+        """Return the value of an option such as ``engine.qat.enable``; None: there is none."""
+        config: Any = self
+        for name in path.split("."):
+            is_mapping = isinstance(config, Mapping)
+            config = config.get(name) if is_mapping else getattr(config, name, None)
+        return config
 
 
-def _get(config: Any, path: str) -> Any:
-    for name in path.split("."):
-        if config is None:
-            return None
-        config = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-    return config
+@dataclass(frozen=True)
+class Refusal:
+    """An option that is not supported.
 
+    Attributes:
+        path: its place in :class:`Configs`.
+        remedy: what to do instead.
+        wrong: function that returns whether its value is refused.
+    """
 
-def _refuse(option: str, remedy: str, unless: tuple[Any, ...] = ()) -> Refusal:
-    """Make the refusal of `option`, whose first part is an attribute of :class:`Configs`."""
+    path: str
+    remedy: str
+    wrong: Callable[[Any, Configs], Any] = lambda value, _: value
 
-    def asked(configs: Configs) -> bool:
-        value = _get(configs, option)
-        return bool(value) and value not in unless
+    @property
+    def option(self) -> str:
+        """Its name in VERL's configuration, below ``actor``, ``ref`` or ``critic``."""
+        first, _, rest = self.path.partition(".")
+        theirs = {"engine": "megatron", "optimizer": "optim"}
+        return f"{theirs.get(first, first)}.{rest}"
 
-    names = {"engine": "megatron", "optimizer": "optim"}
-    first, _, rest = option.partition(".")
-    return Refusal(f"{names.get(first, first)}.{rest}", asked, remedy)
+    def asked(self, configs: Configs) -> bool:
+        """Return whether a configuration asks for it."""
+        return bool(self.wrong(configs.find(self.path), configs))
 
 
 _FSDP = "it is an option of other engines, which VERL's Megatron engine would ignore: drop it."
 _VALIDATED = "it was never run with this model: drop it."
 
 REFUSALS = (
-    _refuse("engine.qat.enable", "quantization-aware training needs Megatron-Bridge: drop it."),
-    _refuse("engine.use_megatron_fsdp", "use use_distributed_optimizer."),
-    _refuse("engine.dynamic_context_parallel", "VERL has it for text models only: drop it."),
-    _refuse(
+    Refusal("engine.qat.enable", "quantization-aware training needs Megatron-Bridge: drop it."),
+    Refusal("engine.use_megatron_fsdp", "use use_distributed_optimizer."),
+    Refusal("engine.dynamic_context_parallel", "VERL has it for text models only: drop it."),
+    Refusal(
         "engine.use_dist_checkpointing",
         "VERL cannot load model and optimizer back from it: checkpoints hold the weights as "
         "Hugging Face has them, and load under any layout. Drop it.",
     ),
-    _refuse("engine.vanilla_mbridge", "no mbridge is used here: drop it."),
-    Refusal(
-        "megatron.dtype",
-        lambda c: _get(c, "engine.dtype") not in ("bfloat16", "float32"),
-        "use bfloat16.",
-    ),
-    _refuse("model.mtp.enable", "Qwen3-VL has no layers for multi-token prediction: drop it."),
-    _refuse("model.lora_rank", "with Megatron the adapter's rank is model.lora.rank."),
-    _refuse("model.lora_adapter_path", "with Megatron it is model.lora.adapter_path."),
-    _refuse("model.use_liger", _FSDP),
-    _refuse("model.tiled_mlp.enabled", _FSDP),
-    _refuse("model.enable_activation_offload", _FSDP),
+    Refusal("engine.vanilla_mbridge", "no mbridge is used here: drop it."),
+    Refusal("engine.dtype", "use bfloat16.", lambda v, _: v not in ("bfloat16", "float32")),
+    Refusal("model.mtp.enable", "Qwen3-VL has no layers for multi-token prediction: drop it."),
+    Refusal("model.lora_rank", "with Megatron the adapter's rank is model.lora.rank."),
+    Refusal("model.lora_adapter_path", "with Megatron it is model.lora.adapter_path."),
+    Refusal("model.use_liger", _FSDP),
+    Refusal("model.tiled_mlp.enabled", _FSDP),
+    Refusal("model.enable_activation_offload", _FSDP),
     Refusal(
         "model.override_config",
-        lambda c: set(_get(c, "model.override_config") or ()) - {"attn_implementation"},
         "the model's shape is that of model.path alone: leave only attn_implementation.",
+        lambda v, _: set(v or ()) - {"attn_implementation"},
     ),
     Refusal(
         "model.hf_config_path",
-        lambda c: _get(c, "model.hf_config_path") not in (None, _get(c, "model.path")),
         "the config beside the weights is read: drop it.",
+        lambda v, configs: v not in (None, configs.find("model.path")),
     ),
-    _refuse("optimizer.optimizer", "use adam.", unless=("adam",)),
-    _refuse("checkpoint.async_save", _VALIDATED),
-    _refuse("checkpoint.mbridge_config", "no mbridge is used here: drop it."),
+    Refusal("optimizer.optimizer", "use adam.", lambda v, _: v and v != "adam"),
+    Refusal("checkpoint.async_save", _VALIDATED),
+    Refusal("checkpoint.mbridge_config", "no mbridge is used here: drop it."),
 )
 """The refusals that every configuration is checked for; those of LoRA are in
 :mod:`mcore_qwen3vl.verl.lora`."""
