@@ -35,7 +35,9 @@ class Pointwise[**P, R]:
             return self._function(*args, **kwargs)
         if self._compiled is None:
             self._compiled = torch.compile(self._function, dynamic=True)
-        return self._compiled(*map(_value, args), **kwargs)
+        # Requiring a gradient or not would make another variant.
+        values = (one.detach() if isinstance(one, Tensor) else one for one in args)
+        return self._compiled(*values, **kwargs)
 
 
 def switch_on() -> None:
@@ -44,8 +46,3 @@ def switch_on() -> None:
     config: Any = torch._dynamo.config
     config.disable = False  # the CPU backend sets it because of Megatron's functions
     config.recompile_limit = max(config.recompile_limit, VARIANTS)
-
-
-def _value(argument: object) -> object:
-    """Detach a tensor, because requiring a gradient or not would make another variant."""
-    return argument.detach() if isinstance(argument, Tensor) else argument

@@ -47,22 +47,32 @@ def transformer_config(
             "Qwen3-VL has, and would drop them from checkpoints silently. Leave it True."
         )
     dtype = overrides.get("params_dtype", getattr(torch, architecture.dtype))
-    fields: dict[str, Any] = {
-        **_model(architecture, spec),
+    fields = config_fields(architecture)
+    fields |= {
+        "activation_func": getattr(F, fields["activation_func"]),
+        "transformer_impl": "transformer_engine" if spec == "te" else "local",
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
         "use_cpu_initialization": not torch.cuda.is_available(),
         **_interleaving(overrides),
-        **overrides,
     }
-    if fields.get("softmax_scale") is None:  # Megatron's flags give None
-        fields["softmax_scale"] = _softmax_scale(architecture)
+    if any(architecture.moe_layers):
+        fields |= {"moe_grouped_gemm": True, "expert_tensor_parallel_size": 1}  # mcore's is TP
+    fields |= overrides
+    _, factor = rope_frequencies(architecture)
+    if fields.get("softmax_scale") is None and factor != 1:  # Megatron's flags give None
+        # Under a scaled rope HF multiplies the rotated queries and keys by a factor, which scales
+        # their products by its square. As a scale of the products it costs nothing, and suits fused
+        # rotary kernels.
+        fields["softmax_scale"] = factor**2 / architecture.head_dim**0.5
     _check_interleaving(fields)
     # Only a config can tell how many layers a stage builds.
     probe = TransformerConfig(**fields)
-    if features_cross_stages(probe, len(architecture.vision.deepstack_visual_indexes)):
+    deepstack_layers = len(architecture.vision.deepstack_visual_indexes)
+    several = probe.pipeline_model_parallel_size > 1
+    if several and len(layers_of_chunk(probe, vp_stage=0, pp_rank=0)) < deepstack_layers:
         if fields.get("moe_token_dispatcher_type") == "allgather":
             raise BadInput(
                 "Under this pipeline split DeepStack features travel to later stages by "
@@ -71,13 +81,6 @@ def transformer_config(
             )
         fields["variable_seq_lengths"] = True
     return TransformerConfig(**fields)
-
-
-def features_cross_stages(config: TransformerConfig, deepstack_layers: int) -> bool:
-    """Return whether the first pipeline chunk has fewer decoder layers than DeepStack has."""
-    if config.pipeline_model_parallel_size == 1:
-        return False
-    return len(layers_of_chunk(config, vp_stage=0, pp_rank=0)) < deepstack_layers
 
 
 def layers_of_chunk(config: TransformerConfig, vp_stage: int | None, pp_rank: int | None) -> range:
@@ -90,27 +93,6 @@ def layers_of_chunk(config: TransformerConfig, vp_stage: int | None, pp_rank: in
         return range(first, first + custom.get_num_layers_to_build(**of_chunk))
     first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)
     return range(first, first + get_num_layers_to_build(config, vp_stage, pp_rank))
-
-
-def _model(a: Architecture, spec: Spec) -> dict[str, Any]:
-    """Return the fields that the architecture and the spec set."""
-    fields = config_fields(a)
-    fields["activation_func"] = getattr(F, fields["activation_func"])
-    fields["transformer_impl"] = "transformer_engine" if spec == "te" else "local"
-    if any(a.moe_layers):
-        fields["moe_grouped_gemm"] = True
-        fields["expert_tensor_parallel_size"] = 1  # mcore's default is TP
-    return fields
-
-
-def _softmax_scale(a: Architecture) -> float | None:
-    """Return the scale under a scaled rope; None: Megatron's own, 1 / sqrt(D).
-
-    HF multiplies the rotated queries and keys by the same factor, which scales their products by
-    its square. As a scale of the products it costs nothing, and suits fused rotary kernels.
-    """
-    _, factor = rope_frequencies(a)
-    return None if factor == 1 else factor**2 / a.head_dim**0.5
 
 
 def _check_spec(spec: Spec, overrides: dict[str, Any]) -> None:

@@ -45,7 +45,7 @@ def _swiglu(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
         return SwiGLU().__call__  # not a child, whose extra state would be in checkpoints
     if config.bias_activation_fusion:
         return lambda halves: bias_swiglu_impl(halves, None)
-    return _SwiGLU.apply
+    return lambda halves: _SwiGLU.apply(halves, None)
 
 
 def weighted_swiglu(config: TransformerConfig) -> Callable[[Tensor, Tensor], Tensor]:
@@ -55,34 +55,26 @@ def weighted_swiglu(config: TransformerConfig) -> Callable[[Tensor, Tensor], Ten
     """
     if config.bias_activation_fusion:
         return lambda halves, weights: weighted_bias_swiglu_impl(halves, None, weights[:, None])
-    return _WeightedSwiGLU.apply
+    return _SwiGLU.apply
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Computes ``silu(gate) * up`` without keeping ``silu(gate)``."""
+    """Computes ``silu(gate) * up`` without keeping ``silu(gate)``.
+
+    If there are weights, multiplies each row by its own, in the weights' dtype.
+    """
 
     @staticmethod
-    def forward(ctx: Any, halves: Tensor) -> Tensor:
-        ctx.save_for_backward(halves)
-        return _product(halves)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (halves,) = ctx.saved_tensors
-        return _gradient(halves, gradient)
-
-
-class _WeightedSwiGLU(torch.autograd.Function):
-    """Computes the same times a weight for each row, multiplied in the weights' dtype."""
-
-    @staticmethod
-    def forward(ctx: Any, halves: Tensor, weights: Tensor) -> Tensor:
+    def forward(ctx: Any, halves: Tensor, weights: Tensor | None) -> Tensor:
         ctx.save_for_backward(halves, weights)
-        return (_product(halves) * weights[:, None]).to(halves.dtype)
+        product = _product(halves)
+        return product if weights is None else (product * weights[:, None]).to(halves.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
         halves, weights = ctx.saved_tensors
+        if weights is None:
+            return _gradient(halves, gradient), None
         of_weights = (gradient.to(weights.dtype) * _product(halves)).sum(-1)
         weighted = (gradient * weights[:, None]).to(halves.dtype)
         return _gradient(halves, weighted), of_weights

@@ -44,13 +44,9 @@ def column(group: Any, linear: Any) -> Region:
         linear: the linear, whose ``sequence_parallel`` is read at each call, because generation
             turns it off and on.
     """
-
-    def region(x: Tensor) -> Tensor:
-        if linear.sequence_parallel:
-            return tensor_parallel.gather_from_sequence_parallel_region(x, group=group)
-        return tensor_parallel.copy_to_tensor_model_parallel_region(x, group=group)
-
-    return local if group.size() == 1 else region
+    divided = tensor_parallel.gather_from_sequence_parallel_region
+    whole = tensor_parallel.copy_to_tensor_model_parallel_region
+    return lambda x: (divided if linear.sequence_parallel else whole)(x, group=group)
 
 
 def row(group: Any, linear: Any) -> Region:
@@ -58,13 +54,9 @@ def row(group: Any, linear: Any) -> Region:
 
     The arguments are those of :func:`column`.
     """
-
-    def region(x: Tensor) -> Tensor:
-        if linear.sequence_parallel:
-            return tensor_parallel.reduce_scatter_to_sequence_parallel_region(x, group=group)
-        return tensor_parallel.reduce_from_tensor_model_parallel_region(x, group=group)
-
-    return local if group.size() == 1 else region
+    divided = tensor_parallel.reduce_scatter_to_sequence_parallel_region
+    whole = tensor_parallel.reduce_from_tensor_model_parallel_region
+    return lambda x: (divided if linear.sequence_parallel else whole)(x, group=group)
 
 
 def summed_over(group: Any) -> Region:

@@ -44,23 +44,18 @@ class FrameAttention(Qwen3VLVisionAttention):
         """
         qkv = self.qkv(hidden_states).view(len(hidden_states), 3, self.num_heads, -1)
         pair, value = qkv.split((2, 1), dim=1)
-        turned = (_turned_fused if self.fused else _turned)(pair, *position_embeddings)
+        cos, sin = position_embeddings
+        if self.fused:
+            if not hasattr(cos, "angles"):  # once for all blocks
+                cos.angles = torch.atan2(sin, cos)[:, None, None]  # type: ignore[attr-defined]
+            turned = turn_fused(pair, cos.angles)  # type: ignore[attr-defined]
+        else:  # in float32, as HF does
+            half = cos.shape[-1] // 2
+            turned = turn(pair, cos[:, None, None, :half], sin[:, None, None, :half])
         query, key = turned.unbind(1)
         # A copy, because a view of `qkv` would keep all of it for the backward pass.
         value = value.squeeze(1).contiguous()
         return self.proj(attend(query, key, value, cu_seqlens, frame_patches).flatten(1))
-
-
-def _turned(pair: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate (P, 2, heads, head_dim), computing in float32 as HF does."""
-    half = cos.shape[-1] // 2
-    return turn(pair, *(table[:, None, None, :half] for table in (cos, sin)))
-
-
-def _turned_fused(pair: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    if not hasattr(cos, "angles"):  # once for all blocks
-        cos.angles = torch.atan2(sin, cos)[:, None, None]  # type: ignore[attr-defined]
-    return turn_fused(pair, cos.angles)  # type: ignore[attr-defined]
 
 
 def attend(

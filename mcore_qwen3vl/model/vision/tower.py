@@ -47,7 +47,6 @@ class VisionTower(Qwen3VLVisionModel):
     """HF ``Qwen3VLVisionModel`` (``Qwen3VLMoeVisionModel`` is the same network) on Megatron ranks.
 
     Args:
-        architecture: the model's shape.
         config: Megatron's config; only `sequence_parallel`, `params_dtype` and
             `use_cpu_initialization` are read.
         group: the TP x CP process group, over whose ranks the frames are divided; None for a
@@ -67,7 +66,7 @@ class VisionTower(Qwen3VLVisionModel):
         fused_rotary: bool = False,
     ) -> None:
         super().__init__(Qwen3VLVisionConfig(**asdict(architecture.vision)))
-        self.patch_embed = _PatchEmbed(self.get_submodule("patch_embed.proj"))
+        self.patch_embed.proj = _PatchProjection(self.get_submodule("patch_embed.proj"))
         self.rotary_pos_emb = RotaryEmbedding(self.config)
         self.to(config.params_dtype)
         if not config.use_cpu_initialization and self.device.type != "meta":
@@ -164,18 +163,6 @@ class VisionTower(Qwen3VLVisionModel):
         }
 
 
-class _PatchEmbed(nn.Module):
-    """HF's patch embedding, with its projection as a matrix product."""
-
-    def __init__(self, proj: nn.Conv3d) -> None:
-        super().__init__()
-        self.proj = _PatchProjection(proj)
-
-    def forward(self, pixel_values: Tensor) -> Tensor:
-        """Embed patches: (P, patch_dim) -> (P, hidden)."""
-        return self.proj(pixel_values)
-
-
 class _PatchProjection(nn.Module):
     """A convolution whose stride equals its kernel, as a matrix product, which is much faster.
 
@@ -186,12 +173,11 @@ class _PatchProjection(nn.Module):
 
     def __init__(self, convolution: nn.Conv3d) -> None:
         super().__init__()
-        self.weight = convolution.weight
-        self.bias = convolution.bias
+        self.weight, self.bias = convolution.weight, convolution.bias
 
-    def forward(self, pixel_values: Tensor) -> Tensor:
-        weight = self.weight.flatten(1)
-        return F.linear(pixel_values.to(weight.dtype), weight, self.bias)
+    def forward(self, patches: Tensor) -> Tensor:
+        """Project patches: (P, channels, frames, height, width) -> (P, hidden)."""
+        return F.linear(patches.flatten(1), self.weight.flatten(1), self.bias)
 
 
 def make_lean(block: nn.Module) -> None:
