@@ -29,7 +29,11 @@ from mcore_qwen3vl.model.head.module import Head
 from mcore_qwen3vl.model.inputs import VisualInputs, to_device
 from mcore_qwen3vl.model.lora.adapter_module import Adapter
 from mcore_qwen3vl.model.schedule_plan import SchedulePlan
-from mcore_qwen3vl.model.sequence import local_positions
+from mcore_qwen3vl.model.sequence import (
+    check_shapes,
+    local_positions,
+    require_right_padding,
+)
 from mcore_qwen3vl.model.transformer_config import Spec, layers_of_chunk, transformer_config
 from mcore_qwen3vl.model.vision.tower import VisionTower
 
@@ -271,7 +275,7 @@ class Qwen3VLModel(GPTModel):
         """
         device = input_ids.device
         packed = packed_seq_params and PackedSequence.of(packed_seq_params, device)
-        _check_shapes(input_ids, position_ids, packed)
+        check_shapes(input_ids, position_ids, packed and packed.bounds)
         batch, seq_len = input_ids.shape
         divided = self.config.sequence_parallel
         held = self.local_tokens(seq_len, packed, sequence_parallel=divided)  # rows after SP
@@ -301,7 +305,7 @@ class Qwen3VLModel(GPTModel):
             if self.spec == "torch" or kwargs.get("inference_context") is not None:
                 attended = attention_mask != 0
             else:
-                _require_right_padding(attention_mask == 0)
+                require_right_padding(attention_mask == 0)
         embed: Embed = partial(self._embed, token_ids, visual, plan)
         if not self.pre_process:
             embed = lambda: (None, self._receive(len(held), plan))  # noqa: E731
@@ -406,39 +410,3 @@ def _losses(
     """Return cross entropies (B, s), float32; ``GPTModel`` would compute them from all logits."""
     log_probs, _entropies = output_layer(hidden_states, output_weight, targets=labels)
     return -log_probs
-
-
-def _require_right_padding(padding: Tensor) -> None:
-    """Refuse padding on the left, from which causal attention does not keep the tokens.
-
-    For a mask on a device the check is a device-side assertion, which takes no host sync. If it
-    fails, the process cannot use CUDA any more.
-
-    Args:
-        padding: (B, S) bool, True for padding.
-
-    Raises:
-        BadInput: there is padding before a token, in a tensor on the host.
-    """
-    right = (padding[:, 1:] >= padding[:, :-1]).all()
-    refusal = "The te spec takes padding on the right only: pad there, or use the torch spec."
-    if padding.is_cuda:
-        torch._assert_async(right, refusal)
-    elif not right:
-        raise BadInput(refusal)
-
-
-def _check_shapes(input_ids: Tensor, position_ids: Tensor, packed: PackedSequence | None) -> None:
-    batch, seq_len = input_ids.shape
-    if position_ids.shape != (3, batch, seq_len):
-        raise BadInput(
-            f"position_ids have shape {tuple(position_ids.shape)}; Qwen3-VL needs time, height and "
-            f"width for each of the {batch} x {seq_len} tokens: (3, {batch}, {seq_len})."
-        )
-    if packed is not None and batch != 1:
-        raise BadInput(f"A packed micro-batch has one row; input_ids have {batch}.")
-    if packed is not None and packed.bounds[-1] != seq_len:
-        raise BadInput(
-            f"cu_seqlens end at {packed.bounds[-1]} and input_ids have {seq_len} tokens: make the "
-            "tail padding a sample of its own."
-        )

@@ -1,7 +1,8 @@
 """The positions of the full sequence that a rank holds under CP, packing and SP.
 
-Every rank receives full sequences and takes its own part. This module is the only place that knows
-the order; position ids, labels, visual features and rotary angles are all divided with it.
+Every rank receives full sequences and takes its own part. This module checks them, and is the only
+place that knows the order. Position ids, labels, visual features and rotary angles are all divided
+with it.
 """
 
 from __future__ import annotations
@@ -73,6 +74,47 @@ def length_multiple(
     zigzag = 2 * cp_size if cp_size > 1 else 1
     shards = cp_size * (tp_size if sequence_parallel else 1)
     return lcm(zigzag, shards * local)
+
+
+def check_shapes(input_ids: Tensor, position_ids: Tensor, bounds: tuple[int, ...] | None) -> None:
+    """Check the shapes of a micro-batch, whose samples have these `bounds` if it is packed.
+
+    Raises:
+        BadInput: shapes do not agree.
+    """
+    batch, seq_len = input_ids.shape
+    if position_ids.shape != (3, batch, seq_len):
+        raise BadInput(
+            f"position_ids have shape {tuple(position_ids.shape)}; Qwen3-VL needs time, height and "
+            f"width for each of the {batch} x {seq_len} tokens: (3, {batch}, {seq_len})."
+        )
+    if bounds is not None and batch != 1:
+        raise BadInput(f"A packed micro-batch has one row; input_ids have {batch}.")
+    if bounds is not None and bounds[-1] != seq_len:
+        raise BadInput(
+            f"cu_seqlens end at {bounds[-1]} and input_ids have {seq_len} tokens: make the "
+            "tail padding a sample of its own."
+        )
+
+
+def require_right_padding(padding: Tensor) -> None:
+    """Refuse padding on the left, from which causal attention does not keep the tokens.
+
+    For a mask on a device the check is a device-side assertion, which takes no host sync. If it
+    fails, the process cannot use CUDA any more.
+
+    Args:
+        padding: (B, S) bool, True for padding.
+
+    Raises:
+        BadInput: there is padding before a token, in a tensor on the host.
+    """
+    right = (padding[:, 1:] >= padding[:, :-1]).all()
+    refusal = "The te spec takes padding on the right only: pad there, or use the torch spec."
+    if padding.is_cuda:
+        torch._assert_async(right, refusal)
+    elif not right:
+        raise BadInput(refusal)
 
 
 def _cp_mask(seq_len: int, cp_size: int, cp_rank: int, cu_seqlens: Tensor | None) -> Tensor:

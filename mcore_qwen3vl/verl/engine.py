@@ -26,6 +26,7 @@ from verl.workers.engine import (
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.torch_dist.metadata import guard_reads
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.labels import ONE_SCORE
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.transformer_config import transformer_config
@@ -147,18 +148,17 @@ class Qwen3VLEngine(MegatronEngineWithLMHead):
         **_: Any,
     ) -> PolicyModel:
         """Build one pipeline chunk, load its weights, and freeze what does not train."""
-        options: dict[str, Any] = {
-            "spec": self.options.spec,
-            "recompute_vision": self.options.recompute_vision,
-            "head_chunk": self.options.head_chunk,
-            "pre_process": pre_process,
-            "post_process": post_process,
-            "vp_stage": vp_stage,
-        }
-        if self.is_value_model:
-            options["seed"] = self.engine_config.seed
-        kind = ValueModel if self.is_value_model else PolicyModel
-        model = kind(self.tf_config, self.architecture, **options)
+        value_model = ValueModel.of(ONE_SCORE, self.engine_config.seed)
+        model: PolicyModel = (value_model if self.is_value_model else PolicyModel)(
+            self.tf_config,
+            self.architecture,
+            spec=self.options.spec,
+            recompute_vision=self.options.recompute_vision,
+            head_chunk=self.options.head_chunk,
+            pre_process=pre_process,
+            post_process=post_process,
+            vp_stage=vp_stage,
+        )
         self.bridge.load_weights([model], self.model_config.local_path)
         if self.lora is not None:
             self.lora.adapt(model, freezing)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,12 +11,11 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.encoding.positions import mrope_position_ids
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.labels import ONE_SCORE
 from mcore_qwen3vl.model.head.module import Head
-from mcore_qwen3vl.model.head.score import ScoreHead
+from mcore_qwen3vl.model.head.score import ScoreHead, TaskModel
 from mcore_qwen3vl.model.inputs import visual_inputs
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 
@@ -133,26 +132,13 @@ class PolicyModel(Qwen3VLModel):
         return process
 
 
-class ValueModel(PolicyModel):
-    """A critic, which returns one value a token instead of logits.
-
-    Args:
-        config, architecture, kwargs: as for :class:`Qwen3VLModel`; embeddings are never tied.
-        seed: seed of the head's initial weights, which are the same under every layout.
-    """
+class ValueModel(PolicyModel, TaskModel):
+    """A critic, which returns one value a token instead of logits."""
 
     head_labels = ONE_SCORE
-    output_layer: Any
 
-    def __init__(
-        self, config: TransformerConfig, architecture: Architecture, *, seed: int, **kwargs: Any
-    ) -> None:
-        super().__init__(config, replace(architecture, tie_word_embeddings=False), **kwargs)
-        self.architecture = architecture
-        if self.post_process:
-            self.output_layer = ValueHead(
-                config, seed, group=self.pg_collection.tp, like=self.output_layer.weight
-            )
+    def build_head(self, like: Tensor) -> nn.Module:
+        return ValueHead(self.config, self.seed, group=self.pg_collection.tp, like=like)
 
 
 class ValueHead(ScoreHead):

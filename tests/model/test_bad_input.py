@@ -12,7 +12,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, _require_right_padding
+from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+from mcore_qwen3vl.model.sequence import require_right_padding
 from mcore_qwen3vl.model.transformer_config import transformer_config
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
@@ -128,6 +129,6 @@ def test_features_that_could_not_travel() -> None:
 
 def test_only_padding_on_the_right_passes_without_a_mask() -> None:
     padding = torch.tensor([[False, False, True], [False, False, False]])
-    _require_right_padding(padding)
+    require_right_padding(padding)
     with pytest.raises(BadInput, match="padding on the right only"):
-        _require_right_padding(padding.flip(1))
+        require_right_padding(padding.flip(1))

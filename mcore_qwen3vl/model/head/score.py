@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from megatron.core.transformer.module import MegatronModule
@@ -61,16 +61,18 @@ class TaskModel(Qwen3VLModel):
         super().__init__(config, replace(architecture, tie_word_embeddings=False), **kwargs)
         self.architecture = architecture
         if self.post_process:
-            labels, like = len(self.head_labels), self.output_layer.weight
-            self.output_layer = (
-                ScoreHead(config, labels, self.seed, like=like) if labels else nn.Identity()
-            )
+            self.output_layer = self.build_head(self.output_layer.weight)
+
+    def build_head(self, like: Tensor) -> nn.Module:
+        """Return the head, whose weight has the dtype and device of `like`."""
+        labels = len(self.head_labels)
+        return ScoreHead(self.config, labels, self.seed, like=like) if labels else nn.Identity()
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state as Megatron's modules do; ``GPTModel`` would look for logits in it."""
         return MegatronModule.sharded_state_dict(self, *args, **kwargs)
 
     @classmethod
-    def of(cls, labels: Labels, seed: int = 1) -> type[TaskModel]:
+    def of(cls, labels: Labels, seed: int = 1) -> type[Self]:
         """Return the class of models with `labels`, whose new heads have the seed `seed`."""
         return type(cls.__name__, (cls,), {"head_labels": labels, "seed": seed})
