@@ -23,11 +23,11 @@ def build_chunks(
     """Build the pipeline chunks of this rank, with random weights; process groups must exist.
 
     Args:
-        architecture: the model's shape.
+        architecture, spec: see :class:`Qwen3VLModel`.
         layout: the layout for which the process groups were created.
-        spec: layer spec.
         kind: the class of the chunks.
-        overrides: further ``TransformerConfig`` fields, which override the layout's.
+        overrides: further arguments of :meth:`Qwen3VLModel.from_hf_config`, which override the
+            layout's.
     """
     return [
         kind.from_hf_config(

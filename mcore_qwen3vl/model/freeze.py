@@ -120,11 +120,9 @@ class Freezing:
 
 
 def part_of(name: str) -> str:
-    """Return which of :data:`PARTS` a parameter belongs to.
+    """Return which of :data:`PARTS` a parameter belongs to, by its name in ``named_parameters()``.
 
-    Args:
-        name: its name from ``named_parameters()``, with or without the ``module.`` of Megatron's
-            wrappers.
+    The ``module.`` of Megatron's wrappers may be in front of it.
     """
     while name.startswith("module."):
         name = name.removeprefix("module.")

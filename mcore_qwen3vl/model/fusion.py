@@ -63,7 +63,6 @@ def fuse(embeddings: Tensor, features: Tensor, plan: FusionPlan) -> Tensor:
     Args:
         embeddings: (s_local, B, H) text embeddings on this rank.
         features: (N, H) features of the whole micro-batch; N may be 0.
-        plan: from :func:`plan_fusion`.
 
     Returns:
         (s_local, B, H). The features stay in the graph even when no row is local, so that the
@@ -75,17 +74,13 @@ def fuse(embeddings: Tensor, features: Tensor, plan: FusionPlan) -> Tensor:
 
 
 def add_features(hidden: Tensor, features: Tensor, destination: Tensor) -> Tensor:
-    """Add visual features to the output of a decoder layer, as DeepStack does.
+    """Add visual features to the output (s_local, B, H) of a decoder layer, as DeepStack does.
 
     Source: Meng et al., "DeepStack", 2024; HF ``Qwen3VLTextModel._deepstack_process``.
 
     Args:
-        hidden: (s_local, B, H).
         features: (n, H) rows of one layer's features, from :meth:`FusionPlan.select`.
         destination: (n,) ``FusionPlan.destination``.
-
-    Returns:
-        (s_local, B, H), a new tensor.
     """
     flat = hidden.reshape(-1, hidden.shape[-1])  # (s_local * B, H)
     return flat.index_add(0, destination, features.to(flat.dtype)).view_as(hidden)

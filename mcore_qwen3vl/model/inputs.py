@@ -60,8 +60,7 @@ class VisualInputs:
     pixel_scale: PixelScale | None = None
 
     def __post_init__(self) -> None:
-        """Check that pixels have a scale if, and only if, they are bytes.
-
+        """
         Raises:
             BadInput: pixels are bytes without a scale, or floating point with one.
         """
@@ -108,7 +107,6 @@ def visual_inputs(
     """Check one micro-batch's images and videos against its placeholders and index them.
 
     Args:
-        architecture: the model's shape.
         input_ids: (B, S) integers, the whole micro-batch; (1, S) when packed.
         pixel_values: (P_images, patch_dim), as the HF image processor returns it.
         image_grid_thw: (images, 3) frames, rows and columns in patches.
@@ -157,10 +155,7 @@ def visual_inputs(
 
 
 def check_one_frame(image_grid_thw: Tensor) -> None:
-    """Check that every image has one frame.
-
-    Args:
-        image_grid_thw: (images, 3) frames, rows and columns in patches.
+    """Check that every image has one frame: (images, 3) frames, rows and columns in patches.
 
     Raises:
         BadInput: an image has several frames, for which its prompt has no timestamps.

@@ -89,15 +89,10 @@ def _unpack(kept: Tensor | Recipe) -> Tensor:
 
 
 def remember(output: Tensor, recipe: Recipe) -> Tensor:
-    """Register the recipe of `output`, which then covers all views of its storage.
+    """Register the recipe of `output`, a whole tensor, and return `output`.
 
-    Args:
-        output: a whole tensor, not a part of one.
-        recipe: recomputes `output`. It runs without gradients; the tensors that it refers to are
-            kept until the backward has run.
-
-    Returns:
-        `output`.
+    The recipe then covers all views of its storage. It runs without gradients; the tensors that it
+    refers to are kept until the backward has run.
     """
     scope = _scopes.innermost
     if scope is not None and torch.is_grad_enabled() and type(output) is Tensor:

@@ -12,12 +12,8 @@ _EXTRAS = {"matplotlib": "plots", "pyarrow": "data", "tensorboard": "logging"}
 def require_extra(package: str, what: str) -> None:
     """Raise an error that names the extra to install, if a package is missing.
 
-    Args:
-        package: matplotlib, pyarrow or tensorboard.
-        what: what needs the package; the message begins with it.
-
     Raises:
-        BadInput: the package is not installed.
+        BadInput: the package is not installed. The message begins with `what`, which needs it.
     """
     if find_spec(package) is None:
         raise BadInput(

@@ -57,13 +57,9 @@ def end_with_parent(parent: int | None = None) -> None:
 
 @contextmanager
 def scratch_folder(prefix: str = "mcore-qwen3vl-", parent: Path | None = None) -> Iterator[Path]:
-    """Make a temporary folder that is removed even if this process is killed.
+    """Make a temporary folder, in `parent` or the system's, that is always removed.
 
-    A shell waits until this process, and those forked from it, have ended.
-
-    Args:
-        prefix: beginning of the folder's name.
-        parent: folder in which it is made; None: the system's temporary folder.
+    A shell waits until this process, which may be killed, and those forked from it have ended.
     """
     temporary = tempfile.TemporaryDirectory(prefix=prefix, dir=parent)
     remover = subprocess.Popen(

@@ -44,7 +44,6 @@ def lora_run(
 
     Args:
         given: ``model.lora``, without OmegaConf's containers.
-        architecture: the model's shape.
         source: the base checkpoint.
         seed: seed of the initial factors, which are the same under every layout.
 

@@ -145,10 +145,6 @@ class ValueHead(ScoreHead):
     """A head with one label, for the states of all tokens.
 
     Source: the head of Megatron-Bridge, which VERL uses.
-
-    Args:
-        config, seed, like: as for :class:`ScoreHead`.
-        group: the TP group.
     """
 
     def __init__(self, config: TransformerConfig, seed: int, *, group: Any, like: Tensor) -> None:
@@ -169,15 +165,11 @@ class ValueHead(ScoreHead):
 
 
 def pack(ids: Tensor, valid: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
-    """Pack padded rows into one.
+    """Pack padded rows (B, S) into one: ids (1, T), 0 at padding, and a mask, True for tokens.
 
     Args:
-        ids: (B, S) on the host.
         valid: (B, S) bool, True for tokens, which come first in their row.
         bounds: (B + 1,) starts of the samples in the pack, then the pack's length T.
-
-    Returns:
-        Ids (1, T), 0 at padding, and a mask (1, T) bool, True for tokens.
     """
     packed = ids.new_zeros(1, int(bounds[-1]))
     tokens = torch.zeros_like(packed, dtype=torch.bool)

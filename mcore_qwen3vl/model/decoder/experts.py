@@ -37,13 +37,8 @@ _WEIGHT, _EXTRA = "weight", "_extra_state"
 class GroupedExperts(nn.Module):
     """Replaces mcore's ``SequentialMLP``, with the same names and shapes in every checkpoint.
 
-    Source: HF ``Qwen3VLMoeTextExperts``; mcore ``TEGroupedMLP``, which needs Transformer Engine.
-
-    Args:
-        num_local_experts: E, the number of experts on this rank.
-        config: the model's config.
-        pg_collection: process groups, of which the expert groups are used.
-        name: mcore's name of the module; not used.
+    The arguments are mcore's; E is `num_local_experts`, the number of experts on this rank. Source:
+    HF ``Qwen3VLMoeTextExperts``; mcore ``TEGroupedMLP``, which needs Transformer Engine.
     """
 
     def __init__(
@@ -108,9 +103,7 @@ class GroupedLinear(nn.Module):
         experts: E, the number of experts on this rank.
         shape: (out, in) of one whole expert, before ETP divides it.
         cut: the axis of (out, in) that ETP divides; on axis 0 gate and up are divided separately.
-        config: the model's config.
         init_method: initialises the weight in place.
-        groups: the model's process groups.
     """
 
     def __init__(

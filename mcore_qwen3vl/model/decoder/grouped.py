@@ -31,12 +31,7 @@ class Groups:
 
     @classmethod
     def of(cls, counts: Tensor | Sequence[int], device: torch.device) -> Groups:
-        """Build groups without a host sync.
-
-        Args:
-            counts: number of rows in each run.
-            device: the rows' device.
-        """
+        """Build groups from the numbers of rows on `device`, without a host sync."""
         if not isinstance(counts, Tensor):
             counts = torch.tensor(counts, device="cpu")
         return cls(counts, to_device(counts.cumsum(0, dtype=torch.int32), device))
@@ -61,13 +56,7 @@ class Groups:
 def grouped_product(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
     """Multiply each run of rows by its own matrix, transposed as in ``F.linear``.
 
-    Args:
-        rows: (T, in).
-        matrices: (E, out, in) of the same dtype.
-        groups: the rows of each matrix.
-
-    Returns:
-        (T, out).
+    Rows (T, in) and matrices (E, out, in) of one dtype give (T, out).
     """
     if len(matrices) == 1 or not len(rows):
         return F.linear(rows, matrices[0])

@@ -95,11 +95,7 @@ class DeepStackLayer(TransformerLayer):
 
 
 def pack_features(hidden: Tensor, features: Tensor) -> Tensor:
-    """Append the features that later pipeline stages need to the hidden states that they receive.
-
-    Args:
-        hidden: (s_local, B, H).
-        features: (k, n, H) rows of the k DeepStack layers on later stages.
+    """Append the features (k, n, H) of later pipeline stages to the states (s_local, B, H).
 
     Returns:
         (s_local + ceil(k * n / B), B, H), in the dtype of `hidden`.

@@ -28,15 +28,11 @@ from mcore_qwen3vl.model.recompute import recipe_of, remember
 def rope_frequencies(
     architecture: Architecture, rope_theta: float | None = None
 ) -> tuple[Tensor, float]:
-    """Compute a model's rotary frequencies with HF's own class, on the CPU.
-
-    Args:
-        architecture: the model's shape.
-        rope_theta: another base than the model's.
+    """Compute a model's rotary frequencies with HF's own class, or those of another base.
 
     Returns:
-        The inverse frequencies, (D / 2,) float32, and the factor by which a scaled rope such as
-        YaRN multiplies cosines and sines.
+        The inverse frequencies, (D / 2,) float32 on the CPU, and the factor by which a scaled rope
+        such as YaRN multiplies cosines and sines.
     """
     config = Qwen3VLTextConfig(
         head_dim=architecture.head_dim,
@@ -59,9 +55,6 @@ class InterleavedMRoPE(nn.Module):
     each axis has a contiguous chunk. Source: HF ``Qwen3VLTextRotaryEmbedding``.
 
     Attention's softmax scale applies the factor of a scaled rope, see :func:`transformer_config`.
-
-    Args:
-        architecture: the model's shape.
     """
 
     def __init__(self, architecture: Architecture) -> None:
@@ -103,30 +96,19 @@ def apply_rotary(x: Tensor, angles: Tensor, *, fused: bool) -> Tensor:
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate queries or keys, keeping only the tables for the backward pass.
+    """Rotate (S, B, heads, D), keeping only the tables for the backward pass.
 
-    Source: HF ``apply_rotary_pos_emb`` of Qwen3-VL: the halves of D are the coordinates.
-
-    Args:
-        x: (S, B, heads, D).
-        cos, sin: (S, B or 1, 1, D / 2), in the dtype to compute in.
-
-    Returns:
-        Shape and dtype of `x`.
+    The tables are (S, B or 1, 1, D / 2), in the dtype to compute in. Source: HF
+    ``apply_rotary_pos_emb`` of Qwen3-VL: the halves of D are the coordinates.
     """
     turned: Tensor = _Turn.apply(x, cos, sin)
     return turned
 
 
 def turn_fused(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotate with Transformer Engine's kernel, which computes in float32.
+    """Rotate (S, B, heads, D) with Transformer Engine's kernel, which computes in float32.
 
-    Args:
-        x: (S, B, heads, D).
-        angles: (S, B or 1, 1, D) float32, the second half of D like the first.
-
-    Returns:
-        Shape and dtype of `x`.
+    The angles are (S, B or 1, 1, D) float32, the second half of D like the first.
     """
     from megatron.core.extensions.transformer_engine import fused_apply_rotary_pos_emb
 

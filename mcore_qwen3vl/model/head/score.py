@@ -18,11 +18,7 @@ from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 class ScoreHead(nn.Linear):
     """A linear layer to a few labels, replicated on all TP ranks.
 
-    Args:
-        config: Megatron's config.
-        labels: number of outputs.
-        seed: seed of the weights, which are the same under every layout.
-        like: tensor whose dtype and device the weight gets.
+    Its weights depend on `seed` alone, not on the layout; dtype and device are those of `like`.
     """
 
     def __init__(self, config: TransformerConfig, labels: int, seed: int, *, like: Tensor) -> None:

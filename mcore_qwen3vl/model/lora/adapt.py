@@ -22,9 +22,7 @@ from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 def adapt(chunks: Sequence[Qwen3VLModel], adapter: Adapter) -> Freezing:
     """Put `adapter` into the chunks of this rank: its factors, and the tensors that it holds whole.
 
-    Args:
-        chunks: this rank's chunks with the base weights of `adapter`, not wrapped by Megatron.
-        adapter: an adapter read from a PEFT directory.
+    The chunks hold the adapter's base weights, and Megatron has not wrapped them.
 
     Returns:
         The choice of what trains. Apply it to every chunk to train only what `adapter` holds.
@@ -61,12 +59,9 @@ def with_tied(architecture: Architecture, saved: Mapping[str, Tensor]) -> dict[s
 
 @torch.no_grad()
 def load_saved(chunks: Sequence[Qwen3VLModel], saved: Mapping[str, Tensor]) -> None:
-    """Overwrite base weights with the tensors in `saved`.
+    """Overwrite base weights with the tensors in `saved`, by Hugging Face's names.
 
-    Args:
-        chunks: this rank's chunks.
-        saved: values by Hugging Face parameter name, with experts laid out as in transformers 5.
-            One name is enough for tied embeddings.
+    Experts are laid out as in transformers 5. One name is enough for tied embeddings.
     """
     saved = with_tied(chunks[0].architecture, saved)
     for part in hf_parts(chunks, expert_layout="v5"):
@@ -82,10 +77,7 @@ def freezing() -> Freezing:
 def whole(chunk: Qwen3VLModel, saved: Collection[str]) -> Iterator[str]:
     """Yield patterns for ``Freezing.train``: the parameters of `chunk` that hold `saved`.
 
-    Args:
-        chunk: a pipeline chunk of any layout.
-        saved: Hugging Face names of parameters that train whole. A tied head means the embedding
-            too.
+    Those are Hugging Face's names of what trains whole. A tied head means the embedding too.
 
     Raises:
         BadInput: Megatron holds one of `saved` in one weight with others that do not train.

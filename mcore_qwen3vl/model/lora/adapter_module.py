@@ -20,9 +20,6 @@ class Adapter(nn.Module):
 
     A pair is ``model.language_model.layers.3.self_attn.q_proj`` with ``lora_A`` and ``lora_B``.
     Layers are counted over the whole model. An expert's number is the last part of its name.
-
-    Args:
-        groups: the model's process groups.
     """
 
     def __init__(self, groups: ProcessGroupCollection) -> None:

@@ -75,10 +75,9 @@ class Kind:
         return self.cut == 1 or (self.cut == 0 and self.sequence_parallel)
 
     def grain(self, lengths: Sequence[int]) -> int:
-        """Return a length that divides all runs of rows, on every rank.
+        """Return a length that divides all runs of a tensor's rows, on every rank.
 
-        Args:
-            lengths: lengths of the runs of one Hugging Face tensor's rows on this rank.
+        `lengths` are those of the runs on this rank.
         """
         return gcd(*lengths) if self.rows_divide else gcd(self.head_dim, *lengths)
 
@@ -100,12 +99,7 @@ class Kind:
 
 
 def kind_of(chunk: Any, parameter: str) -> Kind | None:
-    """Return the kind of a weight, or None if it cannot have an adapter.
-
-    Args:
-        chunk: one pipeline chunk.
-        parameter: the weight's local name in the chunk.
-    """
+    """Return the kind of a weight, by its local name; None: it cannot have an adapter."""
     groups, config = chunk.pg_collection, chunk.config
     column = re.fullmatch(_COLUMN, parameter)
     if column or re.fullmatch(_ROW, parameter):

@@ -31,16 +31,12 @@ class FrameAttention(Qwen3VLVisionAttention):
         frame_patches: tuple[int, ...],
         **_: Any,
     ) -> Tensor:
-        """Attend within each frame.
+        """Attend within each frame: (P, hidden) -> (P, hidden).
 
         Args:
-            hidden_states: (P, hidden).
             position_embeddings: cosines and sines, (P, head_dim) float32.
             cu_seqlens: (F + 1,) int32 boundaries of the frames.
             frame_patches: number of patches in each of F frames; the sum is P.
-
-        Returns:
-            (P, hidden).
         """
         qkv = self.qkv(hidden_states).view(len(hidden_states), 3, self.num_heads, -1)
         pair, value = qkv.split((2, 1), dim=1)
@@ -61,18 +57,10 @@ class FrameAttention(Qwen3VLVisionAttention):
 def attend(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, frame_patches: tuple[int, ...]
 ) -> Tensor:
-    """Compute full attention within each frame, and none between frames.
+    """Compute full attention within each frame: (P, heads, head_dim) each, scaled as usual.
 
     Uses the variable-length kernel where it exists (CUDA, half precision), otherwise SDPA frame by
-    frame, with lengths that are known on the host.
-
-    Args:
-        query, key, value: (P, heads, head_dim); scaled by 1 / sqrt(head_dim).
-        cu_seqlens: (F + 1,) int32, the frames' boundaries.
-        frame_patches: the frames' lengths in patches.
-
-    Returns:
-        (P, heads, head_dim).
+    frame, with lengths that are known on the host. The frames are those of :class:`FrameAttention`.
     """
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
         longest = max(frame_patches)

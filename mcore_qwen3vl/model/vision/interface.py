@@ -29,7 +29,6 @@ def interpolation(grid_thw: Tensor, vision: VisionArchitecture) -> tuple[Tensor,
 
     Args:
         grid_thw: (images + videos, 3) int64, host.
-        vision: gives the size of the grid and the merge size.
 
     Returns:
         The four corners (P, 4) int64, and their bilinear weights (P, 4) float32.
@@ -56,22 +55,16 @@ def interpolation_arguments(indices: Tensor, weights: Tensor) -> dict[str, Tenso
     return {"interp_indices": indices, "interp_weights": weights}
 
 
-def _rotary_argument(config: Qwen3VLVisionConfig) -> Any:
-    return config if _rotary_takes_config else config.hidden_size // config.num_heads // 2
-
-
 class RotaryEmbedding(Qwen3VLVisionRotaryEmbedding):
-    """HF's, with frequencies that stay float32 when Megatron casts the model to half precision.
-
-    Args:
-        config: the tower's HF config.
-    """
+    """HF's, with frequencies that stay float32 when Megatron casts the model to half precision."""
 
     inv_freq: Tensor
 
     def __init__(self, config: Qwen3VLVisionConfig) -> None:
-        super().__init__(_rotary_argument(config))
-        self._argument = _rotary_argument(config)
+        width = config.hidden_size // config.num_heads // 2
+        argument: Any = config if _rotary_takes_config else width
+        super().__init__(argument)
+        self._argument = argument
 
     def _apply(self, fn: Any, recurse: bool = True) -> RotaryEmbedding:
         super()._apply(fn, recurse)

@@ -29,7 +29,6 @@ def assign_frames(frame_patches: np.ndarray, ranks: int) -> np.ndarray:
 
     Args:
         frame_patches: (F,) number of patches in each frame.
-        ranks: size of the group.
 
     Returns:
         (F,) rank that encodes each frame, the same on every rank. The largest load is at most 4/3
@@ -50,8 +49,6 @@ def share_frames(frame_patches: Tensor, merge_unit: int, ranks: int, rank: int) 
     Args:
         frame_patches: (F,) int64 on the CPU: number of patches in each frame; F may be 0.
         merge_unit: number of patches that merge into one feature.
-        ranks: size of the group.
-        rank: this rank's place in the group.
     """
     patches = frame_patches.numpy()
     features = patches // merge_unit
