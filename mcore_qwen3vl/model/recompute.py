@@ -26,27 +26,21 @@ Recipe = Callable[[], Tensor]
 """A function that recomputes a tensor: the same values, shape and strides."""
 
 
-class _Scope:
+class _Scope(dict[int, tuple[torch.UntypedStorage, Recipe]]):
     """The recipes of outputs, by the address of their storage.
 
     Keeps each output's storage alive so that its address, our key, is not reused. It does not keep
     the tensor, which Transformer Engine empties if the weight needs no gradient.
     """
 
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[torch.UntypedStorage, Recipe]] = {}
-
     def add(self, output: Tensor, recipe: Recipe) -> None:
         storage = output.untyped_storage()
         if storage.nbytes():  # all empty tensors have the same address
-            self._known[storage.data_ptr()] = storage, recipe
+            self[storage.data_ptr()] = storage, recipe
 
     def recipe(self, output: Tensor) -> Recipe | None:
-        known = self._known.get(output.untyped_storage().data_ptr())
+        known = self.get(output.untyped_storage().data_ptr())
         return None if known is None else known[1]
-
-    def forget(self) -> None:
-        self._known.clear()
 
     def pack(self, saved: Tensor) -> Tensor | Recipe:
         # Subclasses hold quantized values, which are not those that the recipe computes.
@@ -80,7 +74,7 @@ def recomputing() -> Iterator[None]:
             yield
     finally:
         _scopes.innermost = outer
-        scope.forget()  # packed values refer to the hook, which refers to the scope
+        scope.clear()  # packed values refer to the hook, which refers to the scope
 
 
 @torch.no_grad()

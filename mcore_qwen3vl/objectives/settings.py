@@ -69,8 +69,7 @@ class Preference:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise BadInput(f"kind is {self.kind!r}; it must be one of {', '.join(KINDS)}.")
-        if not self.beta > 0:
-            raise BadInput(f"beta is {self.beta:g}: it must be above 0.")
+        _require_positive("beta", self.beta)
         if not 0 <= self.label_smoothing < 0.5:
             raise BadInput(
                 f"dpo_label_smoothing is {self.label_smoothing:g}; it must be a share from 0 to "
@@ -81,10 +80,9 @@ class Preference:
                 f"dpo_label_smoothing belongs to the sigmoid loss, and the loss is {self.kind}: "
                 "drop one of them."
             )
-        if not self.rpo_alpha >= 0:
-            raise BadInput(f"rpo_alpha is {self.rpo_alpha:g}: it must not be below 0.")
-        if not self.gamma >= 0:
-            raise BadInput(f"simpo_gamma is {self.gamma:g}: it must not be below 0.")
+        for name, value in (("rpo_alpha", self.rpo_alpha), ("simpo_gamma", self.gamma)):
+            if not value >= 0:
+                raise BadInput(f"{name} is {value:g}: it must not be below 0.")
         if self.gamma and self.kind != "simpo":
             raise BadInput(f"simpo_gamma belongs to simpo, and the loss is {self.kind}: drop it.")
 
@@ -108,8 +106,7 @@ class Kto:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not value > 0:
-                raise BadInput(f"{name} is {value:g}: it must be above 0.")
+            _require_positive(name, value)
 
 
 @dataclass(frozen=True)
@@ -139,8 +136,7 @@ class Contrastive:
         return "similarity loss" if self.takes_scores else "contrastive loss"
 
     def __post_init__(self) -> None:
-        if not self.temperature > 0:
-            raise BadInput(f"temperature is {self.temperature:g}: it must be above 0.")
+        _require_positive("temperature", self.temperature)
         if any(dimension < 1 for dimension in self.dimensions):
             raise BadInput(f"matryoshka_dims is {self.dimensions}: each must be at least 1.")
 
@@ -171,12 +167,16 @@ class Distillation:
                 f"distill_beta is {self.beta:g}: it must be above 0 and below 1. For GKD's 0 and "
                 "1, choose the divergences forward and reverse."
             )
-        if not self.temperature > 0:
-            raise BadInput(f"distill_temperature is {self.temperature:g}: it must be above 0.")
+        _require_positive("distill_temperature", self.temperature)
         if not 0 <= self.alpha < 1:
             raise BadInput(
                 f"distill_alpha is {self.alpha:g}: it must be a share from 0 to below 1."
             )
+
+
+def _require_positive(name: str, value: float) -> None:
+    if not value > 0:
+        raise BadInput(f"{name} is {value:g}: it must be above 0.")
 
 
 def check_top_k(flag: str, k: int, vocab_size: int) -> None:

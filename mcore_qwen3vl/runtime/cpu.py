@@ -72,22 +72,12 @@ class NullStream:
 def _made_on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(make)
     def on_cpu(*args: Any, **kwargs: Any) -> Any:
+        args = tuple(_on_cpu(a) if isinstance(a, str | torch.device) else a for a in args)
         if "device" in kwargs:
             kwargs["device"] = _on_cpu(kwargs["device"])
         return make(*args, **kwargs)
 
     return on_cpu
-
-
-def _to_cpu(to: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(to)
-    def moved(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        args = tuple(_on_cpu(a) if isinstance(a, str | torch.device) else a for a in args)
-        if "device" in kwargs:
-            kwargs["device"] = _on_cpu(kwargs["device"])
-        return to(self, *args, **kwargs)
-
-    return moved
 
 
 def _cuda_type(name: Callable[..., Any]) -> Callable[..., Any]:
@@ -153,7 +143,9 @@ _MAKERS = (
     "randint", "randint_like", "randn", "randn_like", "randperm", "tensor", "tril_indices",
     "triu_indices", "zeros", "zeros_like",
 )  # fmt: skip
-_NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
+_METHODS = (
+    "new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros", "to",
+)  # fmt: skip
 _SPELT = "schedules, gradient clipping and the optimizers name CUDA as the device: use the CPU"
 
 
@@ -171,8 +163,7 @@ def _constant(value: Any) -> Callable[[Any], Any]:
 # intercept every other operator, which takes a fifth of a small model's time.
 DEVICE_REPLACEMENTS = (
     *(Replacement("torch", name, _made_on_cpu, _SPELT) for name in _MAKERS),
-    *(Replacement("torch.Tensor", name, _made_on_cpu, _SPELT) for name in _NEW),
-    Replacement("torch.Tensor", "to", _to_cpu, _SPELT),
+    *(Replacement("torch.Tensor", name, _made_on_cpu, _SPELT) for name in _METHODS),
     *_values("torch.Tensor", _SPELT, cuda=lambda self, *args, **kwargs: self),
     Replacement(
         "torch.Tensor", "type", _cuda_type, "gradients are grouped by the name of their tensor type"

@@ -49,18 +49,12 @@ def _locked(file: Path, place: Path) -> TextIO:
             ) from None
         except OSError:  # the file system has no locks
             pass
-        if _is_still(file, lock):
-            break
+        with suppress(FileNotFoundError):
+            if os.path.samestat(file.stat(), os.fstat(lock.fileno())):
+                break
         lock.close()  # the previous holder has removed the file meanwhile
     # Unbuffered. It may fail on a full disk: then only the message to the next process says less.
     with suppress(OSError):
         os.truncate(file, 0)
         os.write(lock.fileno(), f"Process {os.getpid()} on {socket.gethostname()}".encode())
     return lock
-
-
-def _is_still(file: Path, lock: TextIO) -> bool:
-    try:
-        return os.path.samestat(file.stat(), os.fstat(lock.fileno()))
-    except FileNotFoundError:
-        return False

@@ -236,47 +236,38 @@ def _combine(
 
 
 class TermGradient:
-    """Accumulates the gradients of one term of the logits, as far as they are needed."""
+    """Accumulates the gradients of one term of the logits, as far as they are needed.
+
+    The head's is summed over chunks in float32, or in Megatron's ``main_grad``.
+    """
 
     def __init__(self, hidden: Tensor, weight: Tensor, of_hidden: bool, of_weight: bool) -> None:
         self._hidden, self._weight = hidden, weight
         self._of_hidden = torch.zeros_like(hidden) if of_hidden else None
-        self._of_weight = _WeightGradient(weight) if of_weight else None
+        self._of_weight: Tensor | None = None
+        # Megatron's protocol for kernels that add to the gradient buffer directly.
+        buffer = getattr(weight, "main_grad", None)
+        self._direct = buffer is not None and hasattr(weight, "grad_added_to_main_grad")
+        if of_weight:
+            zeros = torch.zeros_like
+            self._of_weight = buffer if self._direct else zeros(weight, dtype=torch.float32)
 
     def add(self, of_logits: Tensor, rows: slice) -> None:
+        columns = of_logits.shape[1]
         if self._of_hidden is not None:
-            torch.mm(of_logits, self._weight[: of_logits.shape[1]], out=self._of_hidden[rows])
+            torch.mm(of_logits, self._weight[:columns], out=self._of_hidden[rows])
         if self._of_weight is not None:
-            self._of_weight.add(of_logits, self._hidden[rows])
+            self._of_weight[:columns] += of_logits.t() @ self._hidden[rows]
 
     def result(self) -> tuple[Tensor | None, Tensor | None]:
-        return self._of_hidden, self._of_weight.result() if self._of_weight else None
-
-
-class _WeightGradient:
-    """Accumulates the head's gradient over chunks, in float32 or in Megatron's ``main_grad``."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self._weight = weight
-        # Megatron's protocol for kernels that add to the gradient buffer directly.
-        self._direct = getattr(weight, "main_grad", None) is not None and hasattr(
-            weight, "grad_added_to_main_grad"
-        )
-        self._sum: Tensor = (
-            weight.main_grad  # type: ignore[attr-defined]
-            if self._direct
-            else torch.zeros_like(weight, dtype=torch.float32)
-        )
-
-    def add(self, of_logits: Tensor, hidden: Tensor) -> None:
-        self._sum[: of_logits.shape[1]] += of_logits.t() @ hidden
-
-    def result(self) -> Tensor | None:
-        """Return the gradient for autograd."""
+        """Return the gradients for autograd."""
+        if self._of_weight is None:
+            return self._of_hidden, None
         if not self._direct:
-            return self._sum.to(self._weight.dtype)
+            return self._of_hidden, self._of_weight.to(self._weight.dtype)
         self._weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         if getattr(self._weight, "zero_out_wgrad", False):
-            return None  # tied: the embedding's gradient reaches the same hook, and is added there
+            # Tied: the embedding's gradient reaches the same hook, and is added there.
+            return self._of_hidden, None
         # DDP's hook runs when a gradient arrives, and ignores the value of this one.
-        return torch.empty_like(self._weight)
+        return self._of_hidden, torch.empty_like(self._weight)

@@ -103,12 +103,9 @@ def _pieces(
     """Divide a factor into parts of one regular grid, which is all that a checkpoint can hold."""
     stacked = 1 if expert else 0
     first = [(0, *expert)] if expert else []
+    kept = {"replica_id": replica, "prepend_axis_num": stacked}
     if place.axis is None:
-        return [
-            ShardedTensor.from_rank_offsets(
-                key, tensor, *first, replica_id=replica, prepend_axis_num=stacked
-            )
-        ]
+        return [ShardedTensor.from_rank_offsets(key, tensor, *first, **kept)]
     count = place.shape[place.axis] // place.grain
     pieces = []
     for span in place.spans:
@@ -116,11 +113,7 @@ def _pieces(
             part = tensor.narrow(place.axis, span.local + step, place.grain)
             whole = tensor if part.shape == tensor.shape else part
             offset = (place.axis + stacked, (span.whole + step) // place.grain, count)
-            pieces.append(
-                ShardedTensor.from_rank_offsets(
-                    key, whole, *first, offset, replica_id=replica, prepend_axis_num=stacked
-                )
-            )
+            pieces.append(ShardedTensor.from_rank_offsets(key, whole, *first, offset, **kept))
     return pieces
 
 

@@ -40,24 +40,24 @@ class Place:
 
     @property
     def local_shape(self) -> tuple[int, int]:
-        held = sum(span.length for span in self.spans)
+        rows, columns = self.shape
         if self.axis is None:
-            return self.shape
-        return (held, self.shape[1]) if self.axis == 0 else (self.shape[0], held)
+            return rows, columns
+        held = sum(span.length for span in self.spans)
+        return (held, columns) if self.axis == 0 else (rows, held)
 
     def boxes(self) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice]]]:
         """Yield boxes that cover this rank's part: in the part, and in the whole factor."""
-        full = (slice(0, self.shape[0]), slice(0, self.shape[1]))
+        rows, columns = (slice(0, size) for size in self.shape)
         if self.axis is None:
-            yield full, full
-            return
+            yield (rows, columns), (rows, columns)
         for span in self.spans:
             local = slice(span.local, span.local + span.length)
             whole = slice(span.whole, span.whole + span.length)
             if self.axis == 0:
-                yield (local, full[1]), (whole, full[1])
+                yield (local, columns), (whole, columns)
             else:
-                yield (full[0], local), (full[0], whole)
+                yield (rows, local), (rows, whole)
 
 
 class Pair(nn.Module):
