@@ -103,14 +103,13 @@ def _run(
 
 
 def _attention() -> Any:
-    from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from mcore_qwen3vl.model.decoder.attention import TorchAttention
 
     config = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=1)
     groups: Any = SimpleNamespace(cp=None)  # nothing is gathered here
-    return TorchAttention(config, 1, AttnMaskType.causal, "self", pg_collection=groups)
+    return TorchAttention(config, pg_collection=groups)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.inference.utils import InferenceMode
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import set_model_to_sequence_parallel
 from torch import Tensor
 
@@ -125,9 +124,6 @@ def _torch_attention(model: Qwen3VLModel) -> Iterator[None]:
     for attention in attentions:
         attention.core_attention = TorchAttention(
             model.config,
-            attention.layer_number,
-            AttnMaskType.causal,
-            "self",
             softmax_scale=model.config.softmax_scale,
             pg_collection=model.pg_collection,
         )

@@ -80,8 +80,7 @@ class VisualInputs:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """Move the tensors with a patch axis; `grid_thw` and `token_index` stay on the host."""
         return replace(
-            self,
-            **{n: getattr(self, n).to(device, non_blocking=non_blocking) for n in PER_PATCH},
+            self, **{n: getattr(self, n).to(device, non_blocking=non_blocking) for n in PER_PATCH}
         )
 
     def pin_memory(self) -> Self:

@@ -29,11 +29,7 @@ from mcore_qwen3vl.model.head.module import Head
 from mcore_qwen3vl.model.inputs import VisualInputs, to_device
 from mcore_qwen3vl.model.lora.adapter_module import Adapter
 from mcore_qwen3vl.model.schedule_plan import SchedulePlan
-from mcore_qwen3vl.model.sequence import (
-    check_shapes,
-    local_positions,
-    require_right_padding,
-)
+from mcore_qwen3vl.model.sequence import check_shapes, local_positions, require_right_padding
 from mcore_qwen3vl.model.transformer_config import Spec, layers_of_chunk, transformer_config
 from mcore_qwen3vl.model.vision.tower import VisionTower
 
@@ -110,8 +106,7 @@ class Qwen3VLModel(GPTModel):
             vp_stage=vp_stage,
             **kwargs,
         )
-        self.architecture = architecture
-        self.spec = spec
+        self.architecture, self.spec = architecture, spec
         self.adapter: Adapter | None = None
         self.rotary_pos_emb = InterleavedMRoPE(architecture)
         # An empty range has a place too: a chunk without layers lies between its neighbours.
@@ -125,17 +120,15 @@ class Qwen3VLModel(GPTModel):
                 "layers to later stages: set variable_seq_lengths, so that their features can "
                 "travel there."
             )
+        if recompute_vision is None:
+            recompute_vision = config.recompute_granularity == "full"
         if pre_process:
             self.visual = VisionTower(
                 architecture,
                 config,
                 group=groups.tp_cp,
                 fused_rotary=spec == "te",
-                recompute=(
-                    config.recompute_granularity == "full"
-                    if recompute_vision is None
-                    else recompute_vision
-                ),
+                recompute=recompute_vision,
             )
         # Only Megatron's own output layer can defer its weight gradient.
         self.losses_in_chunks = head_chunk != 0 and not config.defer_embedding_wgrad_compute
@@ -148,11 +141,7 @@ class Qwen3VLModel(GPTModel):
 
     @classmethod
     def from_hf_config(
-        cls,
-        architecture: Architecture | str | Path,
-        *,
-        spec: Spec = "torch",
-        **options: Any,
+        cls, architecture: Architecture | str | Path, *, spec: Spec = "torch", **options: Any
     ) -> Qwen3VLModel:
         """Build one pipeline chunk from an HF config alone, with random weights.
 
@@ -245,11 +234,9 @@ class Qwen3VLModel(GPTModel):
         return SchedulePlan(self, embed, destination, **arguments)
 
     def pack(self, output: Tensor, features: Tensor | None) -> Tensor:
-        """Append the features that later stages need, if any, to this chunk's output.
+        """Append what later stages need of this chunk's features (k, n, H), if any, to its output.
 
-        Args:
-            output: (s_local, B, H) hidden states, or what the head gives.
-            features: (k, n, H) features of this chunk and later ones.
+        The output is hidden states (s_local, B, H), or what the head gives.
         """
         if self._deepstack_out and features is not None:
             return pack_features(output, features[-self._deepstack_out :])
@@ -287,13 +274,8 @@ class Qwen3VLModel(GPTModel):
             """Return this CP rank's part of a tensor that holds the full sequence on `dim`."""
             return full if own is None else full.index_select(dim, own)
 
-        plan = plan_fusion(
-            visual.token_index if visual else None,
-            held,
-            seq_len=seq_len,
-            batch_size=batch,
-            device=device,
-        )
+        index = visual.token_index if visual else None
+        plan = plan_fusion(index, held, seq_len=seq_len, batch_size=batch, device=device)
         token_ids = take(input_ids, 1)
         padding = padding_mask if attention_mask is None else attention_mask == 0  # (B, cached + S)
         if labels is not None and self.losses_in_chunks:

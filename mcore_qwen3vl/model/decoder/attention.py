@@ -19,7 +19,6 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -126,11 +125,7 @@ class TorchAttention(MegatronModule):
     def __init__(
         self,
         config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
         softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         **_: Any,
     ) -> None:
@@ -146,9 +141,8 @@ class TorchAttention(MegatronModule):
         value: Tensor,
         attention_mask: Tensor | None,
         *,
-        attn_mask_type: AttnMaskType | None = None,
-        attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
+        **_: Any,
     ) -> Tensor:
         """Compute causal attention: a query sees the keys of its own sample up to itself.
 

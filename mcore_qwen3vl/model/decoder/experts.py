@@ -46,7 +46,7 @@ class GroupedExperts(nn.Module):
         num_local_experts: int,
         config: TransformerConfig,
         pg_collection: ProcessGroupCollection,
-        name: str | None = None,
+        **_: Any,
     ) -> None:
         super().__init__()
         hidden, inner = config.hidden_size, config.moe_ffn_hidden_size

@@ -41,12 +41,7 @@ class Site:
     """
 
     def __init__(
-        self,
-        pairs: Sequence[Pair],
-        blocks: Blocks,
-        kind: Kind,
-        linear: Any,
-        dropout: float = 0.0,
+        self, pairs: Sequence[Pair], blocks: Blocks, kind: Kind, linear: Any, dropout: float = 0.0
     ) -> None:
         self.pairs, self.blocks, self._kind = list(pairs), blocks, kind
         self._region, self._whole = kind.region(linear), kind.whole
