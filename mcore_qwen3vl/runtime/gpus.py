@@ -12,19 +12,14 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU."""
+    """One kind of GPU; its speed is from NVIDIA's data sheets."""
 
     name: str
-    memory_gib: float
-    """What ``torch.cuda.get_device_properties`` reports, without ECC and firmware."""
-    capability: int
-    """Compute capability, 10 x major + minor."""
-    tflops: float
-    """Dense bf16 peak in TFLOP/s. This and the bandwidths are from NVIDIA's data sheets."""
-    nvlink_gb_per_s: float
-    """Bandwidth in one direction, to all GPUs of the node together."""
-    memory_tb_per_s: float
-    """Bandwidth of the GPU's own memory."""
+    memory_gib: float  # as torch.cuda.get_device_properties reports, without ECC and firmware
+    capability: int  # compute capability, 10 x major + minor
+    tflops: float  # dense bf16 peak in TFLOP/s
+    nvlink_gb_per_s: float  # bandwidth in one direction, to all GPUs of the node together
+    memory_tb_per_s: float  # bandwidth of the GPU's own memory
 
     @property
     def model(self) -> str:

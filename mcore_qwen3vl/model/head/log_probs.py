@@ -15,7 +15,7 @@ d log p[t] / dl = onehot(t) - p, and dH / dl = -p (l - z + H).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,11 +69,10 @@ def token_log_probs(
         Log-probabilities (B, s), and entropies (B, s) or None. Both are float32, the same on all
         ranks, and differentiable with respect to `hidden`, `weight` and all of `more`.
     """
-    length, batch, _ = hidden.shape
-    options = _Options(columns, temperature, chunk, group, entropy)
+    shape = hidden.shape[:2]
+    chunks = Chunks(columns, temperature, chunk, group)
     sides = flat_sides(hidden, weight, more)
-    found, entropies = _TokenLogProbs.apply(targets.t().reshape(-1), options, *sides)
-    shape = (length, batch)
+    found, entropies = _TokenLogProbs.apply(targets.t().reshape(-1), chunks, entropy, *sides)
     return found.view(shape).t(), entropies.view(shape).t() if entropy else None
 
 
@@ -91,12 +90,12 @@ class Chunks:
     chunk: int | None
     group: dist.ProcessGroup | None
 
-    def chunks(self, tokens: int) -> Iterator[slice]:
+    def chunks(self, tokens: int) -> list[slice]:
         """Return the chunks of `tokens` positions; none if this rank has only padding."""
         if self.columns.count == 0:
-            return iter(())
+            return []
         size = self.chunk or max(CHUNK_LOGITS // self.columns.count, 1)
-        return (slice(start, start + size) for start in range(0, tokens, size))
+        return [slice(start, start + size) for start in range(0, tokens, size)]
 
     def logits(self, terms: Sequence[tuple[Tensor, Tensor]], rows: slice) -> Tensor:
         """Return logits (n, own columns), float32, which may be changed in place.
@@ -116,15 +115,6 @@ class Chunks:
         return local.where(ours, 0), ours
 
 
-@dataclass(frozen=True)
-class _Options(Chunks):
-    entropy: bool
-
-    def alone(self, tokens: int) -> bool:
-        """Return whether to keep the only chunk, as its exponentials, for the backward pass."""
-        return not self.entropy and len(list(self.chunks(tokens))) == 1
-
-
 class _TokenLogProbs(torch.autograd.Function):
     """Log-probabilities and entropies, (T,) each, of targets (T,).
 
@@ -133,28 +123,29 @@ class _TokenLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, targets: Tensor, options: _Options, *sides: Tensor
+        ctx: Any, targets: Tensor, chunks: Chunks, entropy: bool, *sides: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         ctx.exponentials = None
         terms, hidden = in_pairs(sides), sides[0]
-        local, ours = options.find(targets)
+        local, ours = chunks.find(targets)
         # Numbers of this rank's columns. `maximum` is their maximum. `sums` has the sum of
         # exponentials relative to it, the target's logit, and the sum of logits, relative too,
         # weighted by the exponentials. A rank that has only padding keeps the neutral elements.
         lowest = torch.finfo(torch.float32).min
         maximum = hidden.new_full((len(hidden),), lowest, dtype=torch.float32)
         sums = hidden.new_zeros((3, len(hidden)), dtype=torch.float32)
-        for rows in options.chunks(len(hidden)):
-            logits = options.logits(terms, rows)
-            _reduce(logits, local[rows], maximum[rows], sums[:, rows], options.entropy)
-            if options.alone(len(hidden)) and any(ctx.needs_input_grad):
+        runs = chunks.chunks(len(hidden))
+        for rows in runs:
+            logits = chunks.logits(terms, rows)
+            _reduce(logits, local[rows], maximum[rows], sums[:, rows], entropy)
+            if len(runs) == 1 and not entropy and any(ctx.needs_input_grad):
                 ctx.exponentials = logits
             del logits  # before the next chunk's are computed
         sums[1].masked_fill_(~ours, 0.0)
-        total, target, entropies = _combine(maximum, sums, options.group)
-        ctx.options = options
+        total, target, entropies = _combine(maximum, sums, chunks.group)
+        ctx.chunks, ctx.entropy = chunks, entropy
         ctx.save_for_backward(local, ours, total, entropies, maximum, *sides)
-        return target - total, entropies if options.entropy else None
+        return target - total, entropies if entropy else None
 
     @staticmethod
     @once_differentiable
@@ -162,23 +153,23 @@ class _TokenLogProbs(torch.autograd.Function):
         ctx: Any, of_log_probs: Tensor, of_entropies: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         local, ours, total, entropies, maximum, *sides = ctx.saved_tensors
-        terms, wanted = in_pairs(sides), in_pairs(ctx.needs_input_grad[2:])
-        options: _Options = ctx.options
-        of_log_probs = of_log_probs / options.temperature
+        terms, wanted = in_pairs(sides), in_pairs(ctx.needs_input_grad[3:])
+        chunks: Chunks = ctx.chunks
+        of_log_probs = of_log_probs / chunks.temperature
         of_target = of_log_probs.where(ours, 0.0)
         gradients = [
             TermGradient(x, w, *of_term) for (x, w), of_term in zip(terms, wanted, strict=True)
         ]
         kept, ctx.exponentials = ctx.exponentials, None
-        for rows in options.chunks(len(local)):
+        for rows in chunks.chunks(len(local)):
             factor = -of_log_probs[rows, None]
             if kept is not None:
                 gradient = kept.mul_((maximum - total).exp_()[:, None] * factor)
                 kept = None
             else:
-                logits = options.logits(terms, rows)
-                if options.entropy and of_entropies is not None:
-                    of_entropy = of_entropies[rows, None] / options.temperature
+                logits = chunks.logits(terms, rows)
+                if ctx.entropy and of_entropies is not None:
+                    of_entropy = of_entropies[rows, None] / chunks.temperature
                     offset = (entropies - total)[rows, None]
                     factor = factor - (logits + offset).mul_(of_entropy)
                 gradient = _scaled_exponentials(logits, total[rows, None], factor)
@@ -190,7 +181,7 @@ class _TokenLogProbs(torch.autograd.Function):
             for of_term in gradients:
                 of_term.add(narrow, rows)
             del narrow
-        return None, None, *(side for of_term in gradients for side in of_term.result())
+        return None, None, None, *(side for of_term in gradients for side in of_term.result())
 
 
 def in_pairs(flat: Sequence[Any]) -> list[tuple[Any, Any]]:

@@ -152,9 +152,9 @@ def test_without_entropy_the_log_probs_and_their_gradients_are_the_same(
 
 def test_one_chunk_of_logits_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     given, times = inputs(), []
-    logits = log_probs._Options.logits
+    logits = log_probs.Chunks.logits
     monkeypatch.setattr(
-        log_probs._Options, "logits", lambda *args: (times.append(1), logits(*args))[1]
+        log_probs.Chunks, "logits", lambda *args: (times.append(1), logits(*args))[1]
     )
     hidden, weight = given.hidden.requires_grad_(), given.weight[:VOCABULARY].requires_grad_()
     found, _ = token_log_probs(hidden, weight, given.targets, Columns(0, VOCABULARY))
