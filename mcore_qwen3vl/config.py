@@ -308,13 +308,9 @@ def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
     return section
 
 
-LIMITS = {
-    "num_hidden_layers": 2**12,
-    "depth": 2**12,
-    "num_experts": 2**12,
-    "num_local_experts": 2**12,
-    "num_key_value_heads": 2**12,
-}
+LIMITS = dict.fromkeys(
+    ("num_hidden_layers", "depth", "num_experts", "num_local_experts", "num_key_value_heads"), 2**12
+)
 """The largest values of counts that multiply tensors: a damaged file must not ask for billions."""
 
 LARGEST = 2**31 - 1

@@ -142,13 +142,9 @@ class Layout:
     def validate(self, architecture: Architecture, *, training: bool = True) -> None:
         """Raise unless the model can be divided by this layout.
 
-        Args:
-            architecture: the model's shape.
-            training: whether to refuse also what only training forbids.
-
         Raises:
-            BadInput: the layout does not fit the model; the message names both numbers and what to
-                change.
+            BadInput: the layout does not fit the model, or `training` forbids it; the message names
+                both numbers and what to change.
         """
         for name, size in asdict(self).items():
             if isinstance(size, int) and size is not False and size < 1:

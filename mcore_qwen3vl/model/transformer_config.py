@@ -30,8 +30,6 @@ def transformer_config(
     (and ``moe_z_loss_coeff``) to train with it.
 
     Args:
-        architecture: the model's shape.
-        spec: the layer spec that the config is for.
         overrides: any ``TransformerConfig`` field. Fields that the architecture sets can be
             overridden too, which gives another model. ``Layout.config_overrides()`` gives the
             parallel sizes.

@@ -68,9 +68,6 @@ class Head(ColumnParallelLinear):
     ) -> tuple[Tensor, Tensor | None]:
         """Compute logits as ``ColumnParallelLinear`` does, or the log-probabilities of `targets`.
 
-        With `tokens`, compute only their logits, without an adapter's product. With `reduce`, call
-        it with what the logits are computed from, and return what it returns.
-
         Args:
             input_: (s_local, B, H) hidden states, divided over TP under sequence parallelism. With
                 `tokens`: (N, H) hidden states, which all TP ranks have.
@@ -79,9 +76,9 @@ class Head(ColumnParallelLinear):
             targets: (B, s) integers, valid token ids whose log-probabilities to return.
             temperature: divides the logits if `targets` are given.
             entropy: whether to return the entropy of each position's distribution too.
-            tokens: token ids whose logits to return.
+            tokens: token ids whose logits to return, without an adapter's product.
             reduce: a function with the arguments of :func:`token_log_probs`, except `targets`,
-                `temperature` and `entropy`.
+                `temperature` and `entropy`; what it returns is returned.
 
         Returns:
             Without `targets`: logits (s, B, V / tp), -inf at padded columns; and the bias, None.

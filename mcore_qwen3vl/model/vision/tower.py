@@ -99,23 +99,20 @@ class VisionTower(Qwen3VLVisionModel):
             The features (N, H), and the features (N, H) of each DeepStack layer. They are complete
             on every rank, in the order of ``visual.token_index``.
         """
-        share = self._share(visual)
-        stacked = self._encode(visual, share)  # (n, 1 + layers, H)
-        if self.sharing_group is not None:
-            padding = (0, 0, 0, 0, 0, share.padded_features - len(stacked))
-            stacked = gather_from_sequence_parallel_region(
-                F.pad(stacked, padding), group=self.sharing_group
-            )  # (ranks * padded, 1 + layers, H)
-        if self.sharing_group is not None or visual is None:
-            stacked = stacked.index_select(0, to_device(share.order, stacked.device))
-        features, *deepstack = stacked.unbind(1)
-        return features, deepstack
-
-    def _share(self, visual: VisualInputs | None) -> Share:
         frames = torch.empty(0, dtype=torch.int64) if visual is None else visual.frame_patches
         group = self.sharing_group
         ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
-        return share_frames(frames, self.spatial_merge_unit, ranks, rank)
+        share = share_frames(frames, self.spatial_merge_unit, ranks, rank)
+        stacked = self._encode(visual, share)  # (n, 1 + layers, H)
+        if group is not None:
+            padding = (0, 0, 0, 0, 0, share.padded_features - len(stacked))
+            padded = F.pad(stacked, padding)
+            # (ranks * padded, 1 + layers, H)
+            stacked = gather_from_sequence_parallel_region(padded, group=group)
+        if group is not None or visual is None:
+            stacked = stacked.index_select(0, to_device(share.order, stacked.device))
+        features, *deepstack = stacked.unbind(1)
+        return features, deepstack
 
     def _encode(self, visual: VisualInputs | None, share: Share) -> Tensor:
         """Encode this rank's frames, or a dummy feature, by HF's forward: (n, 1 + layers, H)."""
