@@ -8,7 +8,7 @@ ETP divide it: B has the rows of the weight and A its columns.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, groupby
+from itertools import groupby
 
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
@@ -157,30 +157,25 @@ def _joined(rows: Sequence[slice]) -> tuple[Span, ...]:
 
 
 def _blocks(parts: Sequence[Part], pairs: Sequence[Pair]) -> Blocks:
-    """Return the place of each B factor's rows among the rows of the weight."""
+    """Return the place of each B factor's rows among the rows of the weight.
+
+    Adjacent blocks of one pair, such as the gate and up rows of an expert, are merged.
+    """
     numbers = {pair.name: number for number, pair in enumerate(pairs)}
-    lengths = [len(part.local) for part in parts]
-    taken = [0] * len(pairs)
-    placed = []
-    for part, row, length in zip(parts, accumulate(lengths, initial=0), lengths, strict=False):
-        number = numbers.get(part.name)
+    row, taken = 0, [0] * len(pairs)
+    placed: list[tuple[int, int, int, int]] = []
+    for part in parts:
+        length, number = len(part.local), numbers.get(part.name)
         if number is not None:
-            placed.append((row, number, taken[number], length))
+            last = placed[-1] if placed else (0, -1, 0, 0)
+            if (last[1], last[0] + last[3], last[2] + last[3]) == (number, row, taken[number]):
+                placed[-1] = (*last[:3], last[3] + length)
+            else:
+                placed.append((row, number, taken[number], length))
             taken[number] += length
+        row += length
     shapes = tuple(pair.places["lora_B"].local_shape for pair in pairs)
-    return Blocks(sum(lengths), shapes, _merged(placed))
-
-
-def _merged(placed: Sequence[tuple[int, int, int, int]]) -> tuple[tuple[int, int, int, int], ...]:
-    """Merge adjacent blocks of one pair, such as the gate and up rows of an expert."""
-    merged: list[tuple[int, int, int, int]] = []
-    for row, number, first, count in placed:
-        held = merged[-1] if merged else (0, -1, 0, 0)
-        if (held[1], held[0] + held[3], held[2] + held[3]) == (number, row, first):
-            merged[-1] = (*held[:3], held[3] + count)
-        else:
-            merged.append((row, number, first, count))
-    return tuple(merged)
+    return Blocks(row, shapes, tuple(placed))
 
 
 def _adapt_head(chunk: Qwen3VLModel, target: Target, dropout: float) -> Pair:
