@@ -44,15 +44,12 @@ ARCHITECTURES = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGen
 
 def register() -> None:
     """Register both engines instead of VERL's own, for NVIDIA's and AMD's devices."""
-    for model_type, engine in (
-        ("language_model", Qwen3VLEngine),
-        ("value_model", Qwen3VLValueEngine),
-    ):
-        EngineRegistry.register(model_type, "megatron", device="cuda", vendor=["nvidia", "amd"])(
-            engine
-        )
-        if cpu.installed():
-            EngineRegistry.register(model_type, "megatron", device="cpu")(engine)
+    devices: list[dict[str, Any]] = [{"device": "cuda", "vendor": ["nvidia", "amd"]}]
+    if cpu.installed():
+        devices.append({"device": "cpu"})
+    for device in devices:
+        EngineRegistry.register("language_model", "megatron", **device)(Qwen3VLEngine)
+        EngineRegistry.register("value_model", "megatron", **device)(Qwen3VLValueEngine)
 
 
 class Qwen3VLEngine(MegatronEngineWithLMHead):
@@ -96,13 +93,9 @@ class Qwen3VLEngine(MegatronEngineWithLMHead):
         )
         self.param_dtype = self.dtype = PrecisionType.to_dtype(config.dtype)
         self.vanilla_bridge, self.provider, self.peft_cls = True, None, None
-        self.lora = lora_run(
-            plain(self.model_config.lora or {}),
-            self.architecture,
-            self.model_config.local_path,
-            config.seed,
-        )
-        self.bridge = Bridge(self.model_config.local_path, self.lora)
+        lora, source = plain(self.model_config.lora or {}), self.model_config.local_path
+        self.lora = lora_run(lora, self.architecture, source, config.seed)
+        self.bridge = Bridge(source, self.lora)
         self.tf_config = transformer_config(
             self.architecture,
             spec=self.options.spec,

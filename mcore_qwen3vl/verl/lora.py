@@ -16,6 +16,7 @@ from mcore_qwen3vl.converters.live.sharded import unwrap
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.lora import adapter_module
 from mcore_qwen3vl.training.lora.lora_run import LoraRun
+from mcore_qwen3vl.verl.options import refuse
 
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """VERL's default ``target_modules``, in Megatron's names: all linears of the language model."""
@@ -88,11 +89,7 @@ def _check(given: Mapping[str, Any]) -> None:
             "model.lora.merge: the rollout cannot take an adapter without its base; set it to "
             "True, which sends merged weights and does not change the weights that train."
         )
-    if wrong:
-        raise BadInput(
-            "VERL's configuration asks for options that are not supported with Qwen3-VL. "
-            + " ".join(wrong)
-        )
+    refuse(wrong)
 
 
 def _targets(names: Sequence[str], architecture: Architecture) -> list[str]:

@@ -165,9 +165,13 @@ def check(configs: Configs) -> None:
     Raises:
         BadInput: options are not supported; the message names each of them and what to do.
     """
-    wrong = [refusal for refusal in REFUSALS if refusal.asked(configs)]
+    refuse([f"{each.option}: {each.remedy}" for each in REFUSALS if each.asked(configs)])
+
+
+def refuse(wrong: list[str]) -> None:
+    """Raise if there are sentences about options that are not supported."""
     if wrong:
         raise BadInput(
             "VERL's configuration asks for options that are not supported with Qwen3-VL. "
-            + " ".join(f"{refusal.option}: {refusal.remedy}" for refusal in wrong)
+            + " ".join(wrong)
         )
