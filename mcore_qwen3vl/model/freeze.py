@@ -29,8 +29,7 @@ _LAYER = re.compile(r"^decoder\.layers\.\d+\.")
 class Freezing:
     """Chooses which parameters train, for all pipeline chunks of a rank.
 
-    Training, parity checks and tests all freeze with this class. Call :meth:`apply` on every chunk
-    before Megatron wraps them, then :meth:`check` on all ranks.
+    Call :meth:`apply` on every chunk before Megatron wraps them, then :meth:`check` on all ranks.
     """
 
     def __init__(self, frozen: Sequence[str] = (), trainable: Sequence[str] = ()) -> None:
@@ -56,11 +55,7 @@ class Freezing:
         """After :meth:`check`: a parameter that trains in some of the decoder's layers only."""
 
     def train(self, patterns: Iterable[str]) -> None:
-        """Add patterns of parameters to train, for the next :meth:`apply`.
-
-        Raises:
-            BadInput: a pattern is neither a part nor a regular expression.
-        """
+        """Add patterns of parameters to train, like the class's, for the next :meth:`apply`."""
         self._trainable |= _compiled(patterns)
 
     def apply(self, chunk: Qwen3VLModel) -> list[str]:
@@ -87,12 +82,7 @@ class Freezing:
         return frozen
 
     def check(self) -> Trained:
-        """Check that every pattern selects something, and that something trains.
-
-        All ranks call this.
-
-        Returns:
-            How much trains, over all ranks.
+        """Return how much trains over all ranks, which all call this.
 
         Raises:
             BadInput: a pattern selects no parameter on any rank, or nothing trains.

@@ -47,11 +47,10 @@ class Qwen3VLModel(GPTModel):
     Args:
         config: from :func:`mcore_qwen3vl.model.transformer_config.transformer_config`.
         architecture: the HF shape.
-        spec: layer spec, ``torch`` or ``te``.
+        spec: layer spec, ``torch`` or ``te`` (Transformer Engine).
         vocab_size: rows of the embedding, padding included; default: the architecture's.
         pre_process: whether this chunk embeds tokens and encodes images.
         post_process: whether this chunk ends in the head.
-        vp_stage: virtual pipeline stage of this chunk.
         pg_collection: process groups; default: those of Megatron's parallel state.
         recompute_vision: keep only the inputs of the tower's blocks, and recompute the blocks in
             the backward pass; None: only under full recompute of the decoder.
@@ -147,9 +146,8 @@ class Qwen3VLModel(GPTModel):
 
         Args:
             architecture: the HF shape, or the directory or ``config.json`` that describes it.
-            spec: layer spec: ``torch``, or ``te`` for Transformer Engine.
-            options: other arguments of the class, and ``TransformerConfig`` fields, such as those
-                of ``Layout.config_overrides()``.
+            spec, options: other arguments of the class, and ``TransformerConfig`` fields, such as
+                those of ``Layout.config_overrides()``.
 
         Raises:
             BadInput: the config is not Qwen3-VL's, the overrides contradict the spec, or the spec

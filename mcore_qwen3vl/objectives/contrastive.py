@@ -44,7 +44,6 @@ def contrastive_losses(
             and so on.
         groups: the number of texts of each query: itself, its positive and its negatives. Losses of
             pairs have no negatives.
-        contrastive: the loss's settings.
         scores: (queries,) float32, for losses of pairs.
 
     Returns:

@@ -27,7 +27,6 @@ def divergences(student: Tensor, teacher: Tensor, settings: Distillation) -> Ten
     Args:
         student: (..., k + 1) log-probabilities of the teacher's likeliest tokens and of the rest.
         teacher: the teacher's, without a gradient.
-        settings: the kind of divergence.
 
     Returns:
         (...), with a gradient for `student`. It is not multiplied by the squared temperature.

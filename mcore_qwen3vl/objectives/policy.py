@@ -99,11 +99,9 @@ def policy_loss(
             geometric mean over the answer, with each token's own gradient: Zheng et al., "Group
             Sequence Policy Optimization", 2025, equation 14 (GSPO-token). If all advantages of a
             sequence are equal, value and gradient are those of equation 7, GSPO itself.
-        clipping: bounds of the ratio.
         mode, tokens, sequences, horizon: see :func:`aggregate`.
         reference: (B, T), the reference's log-probabilities, without a gradient; it needs
             `kl_coefficient`.
-        kl_coefficient: weight of the divergence.
         kl_estimate: see :func:`divergence`.
 
     Raises:

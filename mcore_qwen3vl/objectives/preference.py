@@ -73,7 +73,6 @@ def pair_losses(
         reference: (P, 2), the reference's log-probabilities, without a gradient; None for a loss
             without a reference.
         lengths: (P, 2), the answers' numbers of tokens.
-        preference: the kind of loss and its settings.
     """
     change = log_probs / lengths if reference is None else log_probs - reference
     rewards = (preference.beta * change).detach()
@@ -118,7 +117,6 @@ def labelled_losses(
         reference: (N,), the reference's log-probabilities, without a gradient.
         desirable: (N,) bool, whether an answer is wanted.
         baseline: scalar without a gradient, the mean of r for answers of other prompts.
-        kto: the loss's settings.
 
     Returns:
         The losses (N,), and the rewards beta r (N,) without a gradient.

@@ -27,7 +27,6 @@ def ranking_losses(
     Args:
         scores: (N,) float32, the logit of each document's relevance, a query's after the other's.
         groups: the number of documents of each query, its right one first.
-        ranking: the kind of loss.
 
     Returns:
         Losses (documents,) or (queries,), float32, with a gradient for `scores`; and for each 1.0

@@ -43,12 +43,8 @@ def block_spec(
 ) -> TransformerBlockSubmodules:
     """Return the decoder layers of one pipeline chunk, dense or MoE as ``moe_layer_freq`` says.
 
-    Args:
-        config: from :func:`mcore_qwen3vl.model.transformer_config.transformer_config`.
-        spec: ``torch`` or ``te``.
-        deepstack_layers: number of layers, counted from the first, that add visual features.
-        keep_activations: see :class:`mcore_qwen3vl.model.qwen3vl.Qwen3VLModel`.
-        vp_stage, pp_rank: this chunk's virtual stage and pipeline rank.
+    The arguments are those of :class:`mcore_qwen3vl.model.qwen3vl.Qwen3VLModel`, and the number of
+    layers, counted from the first, that add visual features.
 
     Raises:
         BadInput: the spec is ``te``, and Transformer Engine is not installed.
