@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from megatron.core.tensor_parallel import mappings
 
-from mcore_qwen3vl.model.lora import attach, kinds, regions, site
+from mcore_qwen3vl.model.lora import attach, kinds, regions
 from mcore_qwen3vl.model.lora.pair import Pair
 from mcore_qwen3vl.verify.parity.matrix import OVERLAPPED, Matrix, MatrixRow
 from mcore_qwen3vl.verify.parity.reference import AFTER_STEP
@@ -145,11 +145,7 @@ def test_etp_cuts_gate_and_up_rows_apart(matrix: Matrix, monkeypatch: Any) -> No
 
 def test_gathered_factors_are_waited_for(matrix: Matrix, monkeypatch: Any) -> None:
     """With overlap, a factor read without calling its owner has its value before the step."""
-    monkeypatch.setattr(
-        site.Site,
-        "_factors",
-        lambda self, pair, dtype: (pair.lora_A, pair.lora_B),
-    )
+    monkeypatch.setattr(Pair, "__call__", lambda self: (self.lora_A, self.lora_B))
     report = matrix.run(MatrixRow.of("dense", "dp2", "mixed", lora="mixed ranks", **OVERLAPPED))
     assert worst(report, AFTER_STEP) > FAR_OFF
     assert worst(report, "parameters") < 2e-5
