@@ -174,10 +174,7 @@ def measure(model: Path, jsonl: Path, path: Path, args: argparse.Namespace) -> d
     result: dict[str, Any] = {"samples": args.samples, "tokens_per_sample": tokens_per_sample}
     for name, values in costs.items():
         rate = 1 / statistics.median(values)
-        result[name] = {
-            "samples_per_second": rate,
-            "tokens_per_second": tokens_per_sample * rate,
-        }
+        result[name] = {"samples_per_second": rate, "tokens_per_second": tokens_per_sample * rate}
     for name in ("ours", "ours_normalised"):
         ratios = [a / b for a, b in zip(costs["processor"], costs[name], strict=True)]
         found = {"median": statistics.median(ratios), "least": min(ratios), "most": max(ratios)}

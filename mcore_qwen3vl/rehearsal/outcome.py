@@ -14,7 +14,6 @@ from mcore_qwen3vl.rehearsal.roles import Role
 from mcore_qwen3vl.rehearsal.step_time import StepTime
 from mcore_qwen3vl.runtime.gpus import GIB, Gpu
 from mcore_qwen3vl.schedule import Pipeline
-from mcore_qwen3vl.training.phases import LOG
 
 SPARE = 0.05
 """Share of the GPU's memory that a run should leave free, since a rehearsal is not exact."""
@@ -111,7 +110,7 @@ class RoleOutcome:
         """Host syncs of one iteration, without those of periodic logging."""
         iteration = self.iteration
         return (
-            sum(s.count for s in iteration.host_syncs if s.phase != LOG)
+            sum(s.count for s in iteration.host_syncs if s.phase != holders.LOG)
             if iteration is not None
             else 0
         )

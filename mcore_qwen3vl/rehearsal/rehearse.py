@@ -19,13 +19,13 @@ from mcore_qwen3vl.pretended.workbench import Failed, SimulatedRank, Workbench
 from mcore_qwen3vl.rehearsal.command import Command
 from mcore_qwen3vl.rehearsal.material import prepare, rehearsed_micro_batches
 from mcore_qwen3vl.rehearsal.outcome import Device, Rehearsal, RoleOutcome
+from mcore_qwen3vl.rehearsal.rank.holders import BACKWARD, FORWARD
 from mcore_qwen3vl.rehearsal.roles import Role, roles_of
 from mcore_qwen3vl.rehearsal.step_time import Constants, Model, RankWork, StepTime
 from mcore_qwen3vl.runtime.gpus import Gpu, allowance_gib
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.schedule import Durations, Pipeline, model_pipeline
 from mcore_qwen3vl.training.arguments.layout import check_layout
-from mcore_qwen3vl.training.phases import BACKWARD, FORWARD
 
 IMPORTS = (
     "mcore_qwen3vl.rehearsal.rank.measure",

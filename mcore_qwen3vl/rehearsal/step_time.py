@@ -22,9 +22,9 @@ from typing import Any
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.pretended.flops import BYTES, KINDS
 from mcore_qwen3vl.pretended.report import Interval, Traffic
+from mcore_qwen3vl.rehearsal.rank.holders import BACKWARD, FORWARD
 from mcore_qwen3vl.runtime.gpus import Gpu
 from mcore_qwen3vl.schedule import Durations, order_of_work, simulate
-from mcore_qwen3vl.training.phases import BACKWARD, FORWARD
 
 GEMM, ATTENTION, MEMORY, HOST = "GEMM", "attention", "other kernels (memory)", "host"
 EXPERTS = "EP exchange"

@@ -14,7 +14,8 @@ from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.training.arguments.checks import require_gpu
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.arguments.early import check_early
-from mcore_qwen3vl.training.arguments.help import PROGRAM, add_common, print_help
+from mcore_qwen3vl.training.arguments.flag_table import add_flags
+from mcore_qwen3vl.training.arguments.help import COMMON, PROGRAM, print_help
 from mcore_qwen3vl.training.arguments.layout import check_layout
 from mcore_qwen3vl.training.arguments.own_flags import add_arguments
 
@@ -36,7 +37,7 @@ def show_help(words: Sequence[str]) -> None:
         "launch/train.py --help lists them all.",
         add_help=False,
     )
-    add_common(parser.add_argument_group("common (Megatron)"))
+    add_flags(parser.add_argument_group("common (Megatron)"), COMMON)
     print_help(add_arguments(parser))
 
 

@@ -1,4 +1,4 @@
-"""The purpose of a piece of device memory, from the code that allocated it."""
+"""What a record is by: phases of an iteration, and the purpose of a piece of device memory."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ from functools import cache
 
 from mcore_qwen3vl.pretended.peak import Frames
 
+FORWARD, BACKWARD = "forward", "backward"
+"""The two parts of a micro-batch's work."""
+FORWARD_BACKWARD, FINALIZE, LOG = "forward and backward", "finalize gradients", "log"
+"""Phases by which host syncs are counted; all others are ``other``. Logging counts towards the next
+iteration: after the first one and every --log-interval."""
+
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
 FROZEN = "weights, second model"
 BUFFERS = "buffers"
 BATCH = "batch"
 LOGITS = "logits and loss"
-BACKWARD = "backward, temporary"
+TEMPORARY = "backward, temporary"
 
 _HOLDERS = (  # path part, holder: the first part that the innermost file outside PyTorch contains
     ("megatron/core/optimizer/", f"{OPTIMIZER}, temporary"),
@@ -66,7 +72,7 @@ def holder(frames: Frames) -> str:
         name = _of_file(frame["filename"])
         if name is not None:
             return name
-    return BACKWARD
+    return TEMPORARY
 
 
 @cache

@@ -10,7 +10,8 @@ from __future__ import annotations
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -22,9 +23,9 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model import flops
 from mcore_qwen3vl.pretended import rank as this_rank
 from mcore_qwen3vl.pretended.rank import Rank
+from mcore_qwen3vl.rehearsal.rank.holders import BACKWARD, FINALIZE, FORWARD, FORWARD_BACKWARD, LOG
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.logs import metrics
-from mcore_qwen3vl.training.phases import BACKWARD, FINALIZE, FORWARD, FORWARD_BACKWARD, LOG
 
 OnSetup = Callable[[list[nn.Module], Any, list[nn.Module]], None]
 """Takes the model's chunks, the optimizer, and the chunks of the second model, if any."""
@@ -67,30 +68,25 @@ def main(argv: Sequence[str], on_setup: OnSetup = lambda *_: None) -> None:
     from mcore_qwen3vl.training.second_model import model as second_model
 
     watch = _Watch(rank, on_setup)
-    data_provider = reads_itself(provider.DataProvider, watch.show, watch.use)
-    with (
-        mock.patch.object(provider, "DataProvider", data_provider),
-        mock.patch.object(
-            training,
-            "setup_model_and_optimizer",
-            watch.setup(training.setup_model_and_optimizer),
-        ),
-        mock.patch.object(second_model, "fill", watch.keep_second),
-        mock.patch.object(training, "train_step", watch.step(training.train_step)),
-        mock.patch.object(run.Run, "_log", watch.in_phase(LOG, run.Run._log)),
-        mock.patch.object(run.Run, "_report", watch.in_phase(LOG, run.Run._report)),
-        mock.patch.object(schedules, "forward_step", watch.work.forward(schedules.forward_step)),
-        mock.patch.object(schedules, "backward_step", watch.work.backward(schedules.backward_step)),
-        mock.patch.object(
-            combined_1f1b,
-            "combined_forward_backward_step",
-            watch.work.combined(combined_1f1b.combined_forward_backward_step),
-        ),
-        mock.patch.object(ScheduleNode, "_backward", watch.work.node(ScheduleNode._backward)),
-        count_transformer_engine(rank.work.counts),
-        shapes_from_neighbours(),
-        patterns_of_other_stages(),
-    ):
+    work, log = watch.work, partial(watch.in_phase, LOG)
+    wrapped: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
+        (provider, "DataProvider", lambda base: reads_itself(base, watch.show, watch.use)),
+        (training, "setup_model_and_optimizer", watch.setup),
+        (training, "train_step", watch.step),
+        (run.Run, "_log", log),
+        (run.Run, "_report", log),
+        (schedules, "forward_step", work.forward),
+        (schedules, "backward_step", work.backward),
+        (combined_1f1b, "combined_forward_backward_step", work.combined),
+        (ScheduleNode, "_backward", work.node),
+        (second_model, "fill", lambda original: watch.keep_second),
+    )
+    with ExitStack() as stack:
+        for owner, name, wrap in wrapped:
+            stack.enter_context(mock.patch.object(owner, name, wrap(getattr(owner, name))))
+        stack.enter_context(count_transformer_engine(rank.work.counts))
+        stack.enter_context(shapes_from_neighbours())
+        stack.enter_context(patterns_of_other_stages())
         run.main(CommandLine(argv))
 
 
@@ -124,32 +120,15 @@ class _Watch:
     def step(self, original: Any) -> Any:
         done = 0
 
-        def train_step(
-            forward_step: Any,
-            data: Any,
-            model: Any,
-            optimizer: Any,
-            scheduler: Any,
-            config: Any,
-            forward_backward: Any,
-            *args: Any,
-            **kwargs: Any,
-        ) -> Any:
+        def train_step(*args: Any, **kwargs: Any) -> Any:
             nonlocal done
+            before, (config, forward_backward), rest = args[:5], args[5:7], args[7:]
+            model = before[2]
             self._reached.clear()
             finalize = self.in_phase(FINALIZE, config.finalize_model_grads_func)
+            passes = self.in_phase(FORWARD_BACKWARD, forward_backward)
             with mock.patch.object(config, "finalize_model_grads_func", finalize):
-                result = original(
-                    forward_step,
-                    data,
-                    model,
-                    optimizer,
-                    scheduler,
-                    config,
-                    self.in_phase(FORWARD_BACKWARD, forward_backward),
-                    *args,
-                    **kwargs,
-                )
+                result = original(*before, config, passes, *rest, **kwargs)
             done += 1
             self._facts["work"] = self.work.of_iteration()
             self._facts |= self._useful()
@@ -196,10 +175,8 @@ class _Watch:
         trained = {n: p for n, p in _parameters(model).items() if p.requires_grad}
         self._facts["parameters"] = sum(p.numel() for p in trained.values())
         for name, parameter in trained.items():
-            parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._reach(name))
-
-    def _reach(self, name: str) -> None:
-        self._reached.add(name)
+            reach = partial(self._reached.add, name)
+            parameter.register_post_accumulate_grad_hook(lambda _, reach=reach: reach())
 
     def _without_gradient(self, model: list[nn.Module]) -> list[str]:
         trained = {n for n, p in _parameters(model).items() if p.requires_grad}

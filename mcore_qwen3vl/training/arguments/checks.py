@@ -9,12 +9,7 @@ from pathlib import Path
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.hub import HUB_ID
-from mcore_qwen3vl.converters.mcore.paths import (
-    TRACKER,
-    folder_name,
-    numbered_iterations,
-    tracked,
-)
+from mcore_qwen3vl.converters.mcore.paths import TRACKER, folder_name, numbered_iterations, tracked
 from mcore_qwen3vl.data.loading.sources import parse_sources, require_data_set
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.cuda import c_compiler
@@ -139,10 +134,7 @@ def _check_uncompiled(args: argparse.Namespace) -> None:
 
 def _check_torch_spec(args: argparse.Namespace) -> None:
     """Refuse flags that would do nothing, and optimizers for matrices with stacked experts."""
-    ignored = {
-        "--fp8-format": args.fp8,
-        "--tp-comm-overlap": args.tp_comm_overlap,
-    }
+    ignored = {"--fp8-format": args.fp8, "--tp-comm-overlap": args.tp_comm_overlap}
     named = [flag for flag, value in ignored.items() if value]
     if named:
         raise BadInput(
@@ -218,8 +210,7 @@ def _check_kinds(args: argparse.Namespace) -> None:
 
     if hf:
         require_huggingface(
-            Path(hf),
-            instead="use --load, or --pretrained-checkpoint for the base of LoRA",
+            Path(hf), instead="use --load, or --pretrained-checkpoint for the base of LoRA"
         )
     for folder in filter(None, (args.load, args.pretrained_checkpoint)):
         require_megatron(Path(folder), instead="use --load-hf")

@@ -110,11 +110,7 @@ class ArgumentSetup:
         return parser
 
     def _keep(
-        self,
-        parser: argparse.ArgumentParser,
-        explicit: Mapping[str, Any],
-        kept: Kept,
-        ranks: int,
+        self, parser: argparse.ArgumentParser, explicit: Mapping[str, Any], kept: Kept, ranks: int
     ) -> None:
         """Make what the checkpoint was trained with the default, for `ranks` data-parallel ones."""
         workers = kept.workers_of_a_rank(ranks)

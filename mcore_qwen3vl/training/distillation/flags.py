@@ -7,12 +7,8 @@ from dataclasses import fields
 from typing import get_args
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.objectives.settings import (
-    TEACHER_TOP_K,
-    Distillation,
-    Divergence,
-    check_top_k,
-)
+from mcore_qwen3vl.objectives.settings import TEACHER_TOP_K, Distillation, Divergence, check_top_k
+from mcore_qwen3vl.training.arguments.flag_table import add_flags
 from mcore_qwen3vl.training.preference.flags import refuse_without
 
 DISTILL = "distill"
@@ -24,46 +20,22 @@ _FLAGS = {f"distill_{field.name}": field.name for field in fields(Distillation)}
 def add_distillation_arguments(group: argparse._ArgumentGroup) -> None:
     """Add the flags of distillation to `group`."""
     default = Distillation()
-    group.add_argument(
-        "--distill-divergence",
-        choices=get_args(Divergence),
-        help="of the student from the teacher: forward KL (teacher || student), reverse KL "
-        f"(student || teacher) or Jensen-Shannon; default {default.divergence}",
-    )
-    group.add_argument(
-        "--distill-beta",
-        type=float,
-        metavar="X",
-        help=f"with jsd: share of the teacher in the mixture, as in GKD; default {default.beta}",
-    )
-    group.add_argument(
-        "--distill-temperature",
-        type=float,
-        metavar="X",
-        help="the logits of both are divided by this; give `mcore-qwen3vl score` the same "
-        f"--temperature; default {default.temperature:g}",
-    )
-    group.add_argument(
-        "--distill-alpha",
-        type=float,
-        metavar="X",
-        help=f"share of the cross entropy in the loss; default {default.alpha:g}",
-    )
-
-    group.add_argument(
-        "--teacher",
-        metavar="DIR",
-        help="a teacher in memory, on the same GPUs: a checkpoint of any Qwen3-VL with the "
-        "student's vocabulary, or hub id (default: the tokens that `mcore-qwen3vl score --top-k` "
-        "wrote beside the data)",
-    )
-    group.add_argument(
-        "--teacher-top-k",
-        type=int,
-        metavar="K",
-        help="with --teacher: number of its likeliest tokens to learn from; default "
-        f"{TEACHER_TOP_K}",
-    )
+    flags = {
+        f"--distill-divergence {'|'.join(get_args(Divergence))}": "of the student from the "
+        "teacher: forward KL (teacher || student), reverse KL (student || teacher) or "
+        f"Jensen-Shannon; default {default.divergence}",
+        "--distill-beta X": "with jsd: share of the teacher in the mixture, as in GKD; default "
+        f"{default.beta}",
+        "--distill-temperature X": "the logits of both are divided by this; give `mcore-qwen3vl "
+        f"score` the same --temperature; default {default.temperature:g}",
+        "--distill-alpha X": f"share of the cross entropy in the loss; default {default.alpha:g}",
+        "--teacher DIR": "a teacher in memory, on the same GPUs: a checkpoint of any Qwen3-VL with "
+        "the student's vocabulary, or hub id (default: the tokens that `mcore-qwen3vl score "
+        "--top-k` wrote beside the data)",
+        "--teacher-top-k K": "with --teacher: number of its likeliest tokens to learn from; "
+        f"default {TEACHER_TOP_K}",
+    }
+    add_flags(group, flags)
 
 
 def is_distillation(args: argparse.Namespace) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,11 +15,11 @@ from mcore_qwen3vl.data.teacher import Top
 from mcore_qwen3vl.model.head.module import Head
 from mcore_qwen3vl.model.head.top_k import likeliest
 from mcore_qwen3vl.training.step.forward import forward
-from mcore_qwen3vl.training.step.two_passes import in_two_passes
+from mcore_qwen3vl.training.step.two_passes import Within, two_passes
 
 
 def with_teacher(
-    within: Callable[[Any], AbstractContextManager[Any]],
+    within: Within,
     k: int,
     temperature: float,
     original: Callable[..., Any],
@@ -30,18 +29,12 @@ def with_teacher(
     """Replace ``get_forward_backward_func``: return schedules that first run the teacher.
 
     Args:
-        within: a function that makes, from the student, a context which gives the teacher.
+        within: gives the teacher.
         k: number of likeliest tokens to keep at each position.
         temperature: number that the logits are divided by.
-        original: Megatron's function; `args` and `kwargs` are for it.
     """
-    schedule = original(*args, **kwargs)
     first = partial(_step, partial(_likeliest, k=k, temperature=temperature))
-
-    def run(**given: Any) -> Any:
-        return in_two_passes(schedule, given, first=first, use=_with, within=within)
-
-    return run
+    return two_passes(original(*args, **kwargs), first=first, use=_with, within=within)
 
 
 def _with(batches: list[Batch], found: list[Top]) -> list[Batch]:

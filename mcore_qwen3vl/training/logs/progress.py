@@ -31,10 +31,7 @@ class RunProgress:
     """
 
     def __init__(
-        self,
-        screen: Console | None,
-        *,
-        clock: Callable[[], float] = time.perf_counter,
+        self, screen: Console | None, *, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.steps = 0
         """Number of the last step that has ended."""

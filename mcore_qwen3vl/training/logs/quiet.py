@@ -63,12 +63,7 @@ def quiet(command: CommandLine) -> Iterator[Console | None]:
     errors: Any = AboveProgress(sys.stderr) if terminal.isatty() else sys.stderr
     # Each data worker would show a bar while filling its buffer, drawn over the others' bars.
     no_bars = mock.patch.object(tqdm, "__init__", partialmethod(tqdm.__init__, disable=True))
-    with (
-        redirect_stdout(file),
-        redirect_stderr(errors),
-        _logging_to(file, errors, rank),
-        no_bars,
-    ):
+    with redirect_stdout(file), redirect_stderr(errors), _logging_to(file, errors, rank), no_bars:
         yield screen
     file.close()
 

@@ -169,10 +169,7 @@ def _distillation(args: argparse.Namespace) -> list[tuple[str, str]]:
         teacher = f"a frozen model in memory, its {args.teacher_top_k} likeliest tokens"
     mixed = f", cross entropy x {loss.alpha:g}" if loss.alpha else ""
     return [
-        (
-            "loss",
-            f"distillation, {loss.divergence}{beta}, temperature {loss.temperature:g}{mixed}",
-        ),
+        ("loss", f"distillation, {loss.divergence}{beta}, temperature {loss.temperature:g}{mixed}"),
         ("teacher", teacher),
     ]
 

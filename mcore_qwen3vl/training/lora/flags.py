@@ -24,6 +24,7 @@ from mcore_qwen3vl.converters.adapters.presets import (
 )
 from mcore_qwen3vl.data.config import SCORED
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.training.arguments.flag_table import add_flags
 
 RANK = 16
 """Default of ``--lora-rank``; vLLM takes no larger one by default."""
@@ -40,36 +41,20 @@ _NAMES = (*ATTENTION, *MLP, *MERGERS, *VISION, *EXPERTS, ROUTER, "mlp.gate", *_E
 
 def add_lora_arguments(group: argparse._ArgumentGroup) -> None:
     """Add the flags; any of the first four makes the run a LoRA run."""
-    group.add_argument(
-        "--lora-rank", type=int, metavar="R", help=f"train adapters of this rank; default {RANK}"
-    )
-    group.add_argument(
-        "--lora-target",
-        nargs="+",
-        metavar="NAME",
-        help=f"what to adapt: {', '.join(get_args(Preset))} (default: language), all-linear, a "
-        "regular expression, or PEFT's names of modules (q_proj, attn.qkv, lm_head) and of "
-        f"parameters ({EXPERTS[0]}, {ROUTER})",
-    )
-    group.add_argument(
-        "--lora-config", metavar="FILE", help="take all LoRA settings from an adapter_config.json"
-    )
-    group.add_argument(
-        "--lora-init", metavar="ADAPTER", help="continue from this PEFT adapter, with its config"
-    )
-    group.add_argument(
-        "--lora-alpha", type=float, help="updates are scaled by alpha / rank; default 2 * rank"
-    )
-    group.add_argument("--lora-dropout", type=float, help="dropout on the input of A; default 0")
-    group.add_argument(
-        "--lora-rslora", action="store_true", help="scale by alpha / sqrt(rank) instead"
-    )
-    group.add_argument(
-        "--lora-modules-to-save",
-        nargs="+",
-        metavar="NAME",
-        help="also train these whole: embed_tokens, lm_head, merger, visual, gate",
-    )
+    flags = {
+        "--lora-rank R": f"train adapters of this rank; default {RANK}",
+        "--lora-target NAME...": f"what to adapt: {', '.join(get_args(Preset))} (default: "
+        "language), all-linear, a regular expression, or PEFT's names of modules (q_proj, "
+        f"attn.qkv, lm_head) and of parameters ({EXPERTS[0]}, {ROUTER})",
+        "--lora-config FILE": "take all LoRA settings from an adapter_config.json",
+        "--lora-init ADAPTER": "continue from this PEFT adapter, with its config",
+        "--lora-alpha X": "updates are scaled by alpha / rank; default 2 * rank",
+        "--lora-dropout X": "dropout on the input of A; default 0",
+        "--lora-rslora": "scale by alpha / sqrt(rank) instead",
+        "--lora-modules-to-save NAME...": "also train these whole: embed_tokens, lm_head, merger, "
+        "visual, gate",
+    }
+    add_flags(group, flags)
 
 
 def asked(args: argparse.Namespace) -> bool:

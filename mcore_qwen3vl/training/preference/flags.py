@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.objectives.settings import DEFAULTS, DpoKind, Kto, Preference
+from mcore_qwen3vl.training.arguments.flag_table import add_flags
 from mcore_qwen3vl.training.lora.flags import asked as asks_for_lora
 
 LOSSES = ("dpo", "simpo", "orpo")
@@ -36,61 +37,29 @@ _ROUTER_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
 
 def add_preference_arguments(group: argparse._ArgumentGroup) -> None:
     """Add the flags of preference training to `group`."""
-    default = Preference()
-    simpo = DEFAULTS["simpo"]
-    group.add_argument(
-        "--beta",
-        "--dpo-beta",
-        type=float,
-        metavar="X",
-        help="dpo, kto: cost of deviating from the reference; simpo: scale of the rewards; orpo: "
-        f"weight of the odds ratio; default {default.beta}, with simpo {simpo['beta']}",
-    )
-    group.add_argument(
-        "--dpo-loss", choices=get_args(DpoKind), help=f"loss of a pair; default {default.kind}"
-    )
-    group.add_argument(
-        "--dpo-label-smoothing",
-        type=float,
-        metavar="X",
-        help="share of pairs that are labelled the wrong way round; default 0",
-    )
-    group.add_argument(
-        "--rpo-alpha",
-        type=float,
-        metavar="X",
-        help="dpo, simpo: weight of the chosen answer's own loss, a mean over its tokens; default "
-        "0 (always 1 with orpo)",
-    )
-    group.add_argument(
-        "--simpo-gamma",
-        type=float,
-        metavar="X",
-        help=f"margin that the rewards of a pair should have; default {simpo['gamma']}",
-    )
-    for name in ("desirable", "undesirable"):
-        group.add_argument(
-            f"--{name}-weight",
-            type=float,
-            metavar="X",
-            help=f"kto: weight of the losses of answers with the label "
-            f"{str(name == 'desirable').lower()}; default 1",
-        )
-    group.add_argument(
-        "--reference",
-        "--dpo-reference",
-        choices=get_args(Reference),
-        help="adapter: the model with its LoRA switched off (the default with LoRA from scratch); "
-        "file: NAME.scores.jsonl beside each NAME.jsonl, which `mcore-qwen3vl score` writes (not "
-        "with kto; otherwise the default); model: a frozen model in memory (the default with kto "
-        "and without LoRA)",
-    )
-    group.add_argument(
-        "--reference-model",
-        metavar="DIR",
-        help="with --reference model: its checkpoint or hub id (default: what training starts "
-        "from, --load-hf or --pretrained-checkpoint)",
-    )
+    default, simpo = Preference(), DEFAULTS["simpo"]
+    answers = "kto: weight of the losses of answers with the label {}; default 1"
+    flags = {
+        "--beta,--dpo-beta X": "dpo, kto: cost of deviating from the reference; simpo: scale of "
+        f"the rewards; orpo: weight of the odds ratio; default {default.beta}, with simpo "
+        f"{simpo['beta']}",
+        f"--dpo-loss {'|'.join(get_args(DpoKind))}": f"loss of a pair; default {default.kind}",
+        "--dpo-label-smoothing X": "share of pairs that are labelled the wrong way round; default "
+        "0",
+        "--rpo-alpha X": "dpo, simpo: weight of the chosen answer's own loss, a mean over its "
+        "tokens; default 0 (always 1 with orpo)",
+        "--simpo-gamma X": "margin that the rewards of a pair should have; default "
+        f"{simpo['gamma']}",
+        "--desirable-weight X": answers.format("true"),
+        "--undesirable-weight X": answers.format("false"),
+        f"--reference,--dpo-reference {'|'.join(get_args(Reference))}": "adapter: the model with "
+        "its LoRA switched off (the default with LoRA from scratch); file: NAME.scores.jsonl "
+        "beside each NAME.jsonl, which `mcore-qwen3vl score` writes (not with kto; otherwise the "
+        "default); model: a frozen model in memory (the default with kto and without LoRA)",
+        "--reference-model DIR": "with --reference model: its checkpoint or hub id (default: what "
+        "training starts from, --load-hf or --pretrained-checkpoint)",
+    }
+    add_flags(group, flags)
 
 
 def is_preference(args: argparse.Namespace) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,27 +19,20 @@ from mcore_qwen3vl.model.lora.adapter_module import switched_off
 from mcore_qwen3vl.training.preference.objective import answer_log_probs
 from mcore_qwen3vl.training.step.forward import forward
 from mcore_qwen3vl.training.step.two_passes import (
+    Within,
     evaluated,
     forward_pass,
-    in_two_passes,
     read,
     replayed,
+    two_passes,
 )
-
-Within = Callable[[Any], AbstractContextManager[Any]]
-"""A function that makes, from the model that trains, a context which gives the reference."""
 
 
 def with_reference(
     within: Within, original: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Callable[..., Any]:
     """Replace ``get_forward_backward_func``: return schedules that first compute the reference."""
-    schedule = original(*args, **kwargs)
-
-    def run(**given: Any) -> Any:
-        return in_two_passes(schedule, given, first=_step, use=_with, within=within)
-
-    return run
+    return two_passes(original(*args, **kwargs), first=_step, use=_with, within=within)
 
 
 def _with(batches: list[Batch], references: list[Tensor]) -> list[Batch]:

@@ -16,8 +16,13 @@ from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.model.decoder.attention import PackedSequence
 from mcore_qwen3vl.model.inputs import to_device
 from mcore_qwen3vl.training.logs.by_part import DataSetLosses
-from mcore_qwen3vl.training.step.blame import StepRecords
 from mcore_qwen3vl.training.step.losses import Objective
+
+Names = tuple[str, ...]
+"""Of the samples of a micro-batch: file and line."""
+
+_SHOWN = 8
+_KEPT_STEPS = 2  # the gradient norm is checked a step late
 
 LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
 Run = Callable[..., tuple[Tensor, Tensor]]
@@ -53,6 +58,47 @@ def forward(
     return output, chunk.local_tokens(batch.input_ids.shape[1], packing)
 
 
+class StepRecords:
+    """The micro-batches of this rank's last steps, and their losses where they are known."""
+
+    def __init__(self) -> None:
+        self._running: dict[Names, Tensor | None] = {}
+        self._done: dict[int, dict[Names, Tensor | None]] = {}
+
+    def add(self, names: Names, loss: Tensor | None = None) -> None:
+        """Note a micro-batch of the step that runs.
+
+        Args:
+            names: of its samples.
+            loss: scalar, on the device, which it stays on; None before it is known, and on the
+                ranks that compute none.
+        """
+        self._running[names] = loss
+
+    def finish(self, step: int) -> None:
+        """Count what was added to `step`, as the log counts."""
+        self._done[step], self._running = self._running, {}
+        self._done = dict(list(self._done.items())[-_KEPT_STEPS:])
+
+    def explain(self, step: int) -> FloatingPointError:
+        """Make the error that names the records of `step`; waits for the device."""
+        batches = self._done.get(step, self._running)
+        bad = [n for n, loss in batches.items() if loss is not None and not loss.isfinite().item()]
+        what = "loss is" if bad else "gradients are"
+        return FloatingPointError(
+            f"In step {step} the {what} NaN or infinite, on {_listing(bad or list(batches))}. No "
+            "checkpoint holds that step. To go on without its records, run the same command with "
+            f"--iterations-to-skip {step}. Where loss or gradient norm had grown before, lower "
+            "--lr: begin anew, or from a checkpoint with --load DIR --finetune and another --save"
+        )
+
+
+def _listing(batches: list[Names]) -> str:
+    names = list(dict.fromkeys(name for batch in batches for name in batch))
+    rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + rest if names else "records that this rank does not know"
+
+
 class ForwardStep:
     """Megatron's ``forward_step_func`` for one run."""
 
@@ -78,10 +124,7 @@ class ForwardStep:
         self.validation_sets = DataSetLosses(validation_sets)
 
     def __call__(
-        self,
-        batches: Iterator[Batch],
-        model: torch.nn.Module,
-        return_schedule_plan: bool = False,
+        self, batches: Iterator[Batch], model: torch.nn.Module, return_schedule_plan: bool = False
     ) -> tuple[Tensor, LossFunction]:
         """Run one micro-batch through one pipeline chunk.
 

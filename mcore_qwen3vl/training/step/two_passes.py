@@ -14,16 +14,18 @@ from megatron.core.utils import unwrap_model
 
 from mcore_qwen3vl.data.encoding.batch import Batch
 
+Within = Callable[[Any], AbstractContextManager[Any]]
+"""A function that makes, from the model that trains, a context which gives the model to run."""
 
-def in_two_passes(
+
+def two_passes(
     schedule: Callable[..., Any],
-    given: dict[str, Any],
     *,
     first: Callable[..., Any],
     use: Callable[[list[Batch], list[Any]], list[Batch]],
-    within: Callable[[Any], AbstractContextManager[Any]],
-) -> Any:
-    """Run Megatron's schedule twice, and return what its second call returns.
+    within: Within,
+) -> Callable[..., Any]:
+    """Return what runs Megatron's schedule twice, and returns what its second call returns.
 
     An iteration's micro-batches are all read before it begins, and kept until it ends.
 
@@ -31,14 +33,16 @@ def in_two_passes(
         first: the forward step of the first pass.
         use: a function that puts what the loss function of `first` returned into the
             micro-batches. Only the last stage calls it.
-        within: a function that makes, from the model, the context of the first pass, which gives
-            the model to run.
+        within: gives the model of the first pass.
     """
-    held = read(given)
-    found = forward_pass(schedule, given, held, first=first, within=within)
-    if found:  # the last stage
-        held[-1] = use(held[-1], found)
-    return schedule(**{**given, "data_iterator": replayed(held)})
+
+    def run(**given: Any) -> Any:
+        held = read(given)
+        if found := forward_pass(schedule, given, held, first=first, within=within):
+            held[-1] = use(held[-1], found)  # on the last stage
+        return schedule(**{**given, "data_iterator": replayed(held)})
+
+    return run
 
 
 def read(given: Mapping[str, Any]) -> list[list[Batch]]:
@@ -54,9 +58,9 @@ def forward_pass(
     held: list[list[Batch]],
     *,
     first: Callable[..., Any],
-    within: Callable[[Any], AbstractContextManager[Any]],
+    within: Within,
 ) -> list[Any]:
-    """Run the schedule's forward passes alone.
+    """Run the schedule's forward passes alone, with the arguments of :func:`two_passes`.
 
     Returns:
         On the last stage what the loss function of `first` returned for each micro-batch.

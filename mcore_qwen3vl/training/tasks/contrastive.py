@@ -23,7 +23,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.objectives.contrastive import contrastive_losses
 from mcore_qwen3vl.objectives.settings import Contrastive
 from mcore_qwen3vl.training.step.losses import Objective, Reduced, of_units
-from mcore_qwen3vl.training.step.two_passes import evaluated, in_two_passes
+from mcore_qwen3vl.training.step.two_passes import evaluated, two_passes
 from mcore_qwen3vl.training.tasks.pooling import pooled, states
 
 EMBED = pooled(states)
@@ -53,12 +53,8 @@ def with_contrasts(
         found = contrasts(batches, embeddings, contrastive)
         return [replace(batch, contrast=one) for batch, one in zip(batches, found, strict=True)]
 
-    def run(**given: Any) -> Any:
-        if given["num_microbatches"] == 1:
-            return schedule(**given)
-        return in_two_passes(schedule, given, first=_step, use=use, within=evaluated)
-
-    return run
+    both = two_passes(schedule, first=_step, use=use, within=evaluated)
+    return lambda **given: (schedule if given["num_microbatches"] == 1 else both)(**given)
 
 
 def contrasts(

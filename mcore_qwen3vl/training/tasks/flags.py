@@ -16,6 +16,7 @@ from mcore_qwen3vl.data.loading.sources import parse_sources
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.labels import NO_LABELS, ONE_SCORE, SINGLE, Labels, ProblemType
 from mcore_qwen3vl.objectives.settings import ANSWERS, Contrastive, EmbeddingKind, Ranking
+from mcore_qwen3vl.training.arguments.flag_table import add_flags
 from mcore_qwen3vl.training.lora.flags import adapter_config
 from mcore_qwen3vl.training.lora.flags import asked as asks_for_lora
 from mcore_qwen3vl.training.preference.flags import refuse_router_losses, refuse_without
@@ -47,56 +48,31 @@ _TASKS: dict[Task, _Row] = {
 
 def add_task_arguments(group: argparse._ArgumentGroup) -> None:
     """Add the flags of the tasks to `group`."""
-    group.add_argument(
-        "--task",
-        choices=get_args(Task),
-        help="embedding: train the embedding at the last token with the contrastive loss, on "
-        "retrieval records; the model has no lm_head, and is written without one. reranker: train "
-        "the answer, yes or no, to a query and a document of the same records. reward: train a "
-        "score at the last token with the Bradley-Terry loss, on preference records; the model has "
-        "the head `score` instead of lm_head. classify: train the same head with one value for "
-        "each label, on records with `label`",
-    )
-    group.add_argument(
-        "--num-labels",
-        type=int,
-        metavar="N",
-        help="with --task classify: number of labels, if records have numbers and --hf-model has "
-        "no `id2label`; default: the labels of the training data, which are then all read first",
-    )
-    group.add_argument(
-        "--problem-type",
-        choices=get_args(ProblemType),
-        help="with --task classify: whether a record has one label (the default) or any number",
-    )
-    group.add_argument(
-        "--embedding-loss",
-        choices=get_args(EmbeddingKind),
-        help="with --task embedding: infonce (the default) trains a query to find its positive; "
-        "cosine and cosent train on pairs with a score, cosine as the cosine itself, cosent for "
-        "the order of all pairs of the global batch",
-    )
-    group.add_argument(
-        "--temperature",
-        type=float,
-        metavar="X",
-        help="with --task embedding: cosines are divided by this; default "
+    flags = {
+        f"--task {'|'.join(get_args(Task))}": "embedding: train the embedding at the last token "
+        "with the contrastive loss, on retrieval records; the model has no lm_head, and is written "
+        "without one. reranker: train the answer, yes or no, to a query and a document of the same "
+        "records. reward: train a score at the last token with the Bradley-Terry loss, on "
+        "preference records; the model has the head `score` instead of lm_head. classify: train "
+        "the same head with one value for each label, on records with `label`",
+        "--num-labels N": "with --task classify: number of labels, if records have numbers and "
+        "--hf-model has no `id2label`; default: the labels of the training data, which are then "
+        "all read first",
+        f"--problem-type {'|'.join(get_args(ProblemType))}": "with --task classify: whether a "
+        "record has one label (the default) or any number",
+        f"--embedding-loss {'|'.join(get_args(EmbeddingKind))}": "with --task embedding: infonce "
+        "(the default) trains a query to find its positive; cosine and cosent train on pairs with "
+        "a score, cosine as the cosine itself, cosent for the order of all pairs of the global "
+        "batch",
+        "--temperature X": "with --task embedding: cosines are divided by this; default "
         f"{Contrastive.temperature}",
-    )
-    group.add_argument(
-        "--matryoshka-dims",
-        type=int,
-        nargs="+",
-        metavar="N",
-        help="with --task embedding: add up the losses of embeddings that are cut to each of these "
-        "lengths; default: whole embeddings only",
-    )
-    group.add_argument(
-        "--reranker-loss",
-        choices=get_args(Ranking),
-        help="with --task reranker: compare each document with its label (pointwise, the default), "
-        "or all documents of a query with one another (listwise)",
-    )
+        "--matryoshka-dims N...": "with --task embedding: add up the losses of embeddings that are "
+        "cut to each of these lengths; default: whole embeddings only",
+        f"--reranker-loss {'|'.join(get_args(Ranking))}": "with --task reranker: compare each "
+        "document with its label (pointwise, the default), or all documents of a query with one "
+        "another (listwise)",
+    }
+    add_flags(group, flags)
     group.add_argument(
         "--answers",
         nargs=2,

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from mcore_qwen3vl.pretended import Report, Workbench
+from mcore_qwen3vl.rehearsal.rank.holders import FINALIZE, FORWARD_BACKWARD, LOG
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
-from mcore_qwen3vl.training.phases import FINALIZE, FORWARD_BACKWARD, LOG
 from tests.rehearsal.rank.conftest import WITHOUT_TE, Rehearse
 
 TOLERANCE = 0.02  # of peak memory
