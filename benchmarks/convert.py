@@ -9,7 +9,7 @@ Memory is the proportional set size of all processes without mapped files, which
 is measured in separate runs, because measuring it slows a process with mapped files.
 
     python benchmarks/convert.py [--models 2B 30B-A3B:6] [--rounds 3] [--workers N] [--scratch DIR]
-                                 [--json FILE] [--plot FILE]
+                                 [--json FILE]
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import os
 import resource
 import shutil
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -171,10 +170,19 @@ def one_round(
 
 
 def summarise(
-    rounds: list[dict[str, dict[str, float]]], memory: dict[str, dict[str, float]], nbytes: int
+    rounds: list[dict[str, dict[str, float]]],
+    memory: dict[str, dict[str, float]],
+    nbytes: int,
+    pairs: dict[str, str],
 ) -> dict[str, Any]:
-    """Return medians; ratios are taken within a round, so that a busy machine slows both sides."""
-    pairs = {"HF to mcore": "copy of HF", "mcore to HF": "copy of mcore"}
+    """Return medians; ratios are taken within a round, so that a busy machine slows both sides.
+
+    Args:
+        rounds: figures of each step, by its name.
+        memory: those of the round in which memory was measured.
+        nbytes: bytes of the checkpoint.
+        pairs: the step that each step is compared with.
+    """
     summary: dict[str, Any] = {"bytes": nbytes}
     for name in rounds[0]:
         runs = [round_[name] for round_ in rounds]
@@ -199,71 +207,59 @@ def result_table(results: dict[str, Any]) -> str:
     ]
     for model, result in results.items():
         for name, run in result.items():
-            if name == "bytes":
-                continue
-            ratio = f"{run['ratio']:.2f}" if "ratio" in run else ""
-            lines.append(
-                f"{model + ' ' + name:24.24}{result['bytes'] / 1e9:7.2f}{run['seconds']:8.1f}"
-                f"{run['gb_per_s']:7.2f}{ratio:>7}{run['cpu_seconds']:8.1f}{run['peak_gb']:9.2f}{run['peak_rss_gb']:8.2f}"
-            )
+            if isinstance(run, dict):
+                ratio = f"{run['ratio']:.2f}" if "ratio" in run else ""
+                lines.append(
+                    f"{model + ' ' + name:24.24}{result['bytes'] / 1e9:7.2f}{run['seconds']:8.1f}"
+                    f"{run['gb_per_s']:7.2f}{ratio:>7}{run['cpu_seconds']:8.1f}"
+                    f"{run['peak_gb']:9.2f}{run['peak_rss_gb']:8.2f}"
+                )
     return "\n".join(lines)
 
 
-def plot(results: dict[str, Any], file: Path) -> None:
-    from matplotlib.figure import Figure
+def run(doc: str, compare: Callable[..., dict[str, Any]], *more: str) -> None:
+    """Measure each model of the command line, print a table and write the figures.
 
-    figure = Figure(figsize=(9, 3.5), layout="tight")
-    speed, space = figure.subplots(1, 2)
-    names = ["copy of HF", "HF to mcore", "copy of mcore", "mcore to HF"]
-    for number, name in enumerate(names):
-        places = [at + 0.2 * number for at in range(len(results))]
-        speed.bar(places, [r[name]["seconds"] for r in results.values()], 0.18, label=name)
-    speed.set_xticks([at + 0.3 for at in range(len(results))], list(results))
-    speed.set_ylabel("seconds")
-    speed.legend()
-    sizes = [r["bytes"] / 1e9 for r in results.values()]
-    for name in ("HF to mcore", "mcore to HF"):
-        peaks = [r[name]["peak_gb"] for r in results.values()]
-        space.plot(sizes, peaks, marker="o", label=name)
-    space.set_xlabel("checkpoint, GB")
-    space.set_ylabel("peak memory, GB")
-    space.set_ylim(bottom=0)
-    space.legend()
-    figure.savefig(file)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    Args:
+        doc: docstring of the program.
+        compare: returns a model's figures from its checkpoint, a scratch folder and the flags.
+        more: further flags, which are numbers.
+    """
+    parser = argparse.ArgumentParser(description=doc.split("\n\n")[0])
     parser.add_argument("--models", nargs="+", default=["2B"], help="NAME or NAME:LAYERS")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=None)
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
+    for flag in more:
+        parser.add_argument(flag, type=int, default=16)
     args = parser.parse_args()
     results = {}
-    with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
-        for model in args.models:
+    for model in args.models:
+        with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
             name, _, layers = model.partition(":")
             file = f"{name.lower().replace('-', '_')}.json"
             config = json.loads((SHAPES / file).read_text(encoding="utf-8"))
             if layers:
                 config["text_config"]["num_hidden_layers"] = int(layers)
             source = write_checkpoint(config, Path(folder) / "source")
-            nbytes = sum(file.stat().st_size for file in source.glob("*.safetensors"))
-            rounds = [
-                one_round(source, Path(folder), args.workers, number)
-                for number in range(args.rounds)
-            ]
-            memory = one_round(source, Path(folder), args.workers, 0, look_at_memory=True)
-            results[model] = summarise(rounds, memory, nbytes)
-            shutil.rmtree(source)
-            print(result_table(results), flush=True)
+            results[model] = compare(source, Path(folder), args)
+        print(result_table(results), flush=True)
     if args.json:
         args.json.write_text(json.dumps(results, indent=2) + "\n")
-    if args.plot:
-        plot(results, args.plot)
+
+
+def bytes_of(folder: Path) -> int:
+    """Return the size of a checkpoint's weights."""
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+def compare(source: Path, scratch: Path, args: argparse.Namespace) -> dict[str, Any]:
+    rounds = [one_round(source, scratch, args.workers, number) for number in range(args.rounds)]
+    memory = one_round(source, scratch, args.workers, 0, look_at_memory=True)
+    pairs = {"HF to mcore": "copy of HF", "mcore to HF": "copy of mcore"}
+    return summarise(rounds, memory, bytes_of(source), pairs)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(__doc__, compare)
