@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
+from torch.distributed import Work
 from torch.distributed import distributed_c10d as c10d
+from torch.utils._pytree import tree_leaves
 
 from mcore_qwen3vl.pretended.build import Unavailable
 from mcore_qwen3vl.pretended.report import Traffic
@@ -102,26 +105,11 @@ def _name(group: Any, description: str, backend: Any) -> None:
     group.description = description + (" (gloo)" if asked == "gloo" else "")
 
 
-class Done(dist.Work):
-    """Work that is already finished."""
-
-    def __init__(self, result: Iterable[Tensor] = ()) -> None:
-        super().__init__()
-        self._result = list(result)
-        self._future: torch.futures.Future[Any] = torch.futures.Future()
-        self._future.set_result(self._result)
-
-    def wait(self, timeout: Any = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def result(self) -> list[Tensor]:
-        return self._result
-
-    def get_future(self) -> Any:
-        return self._future
+def _done(result: Any) -> Work:
+    """Return work that is already finished."""
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(list(result))
+    return _create_work_from_future(future)
 
 
 _ProcessGroup: Any = dist.ProcessGroup  # its type stubs have overloads that Python never calls
@@ -137,12 +125,12 @@ class OneRankGroup(_ProcessGroup):
         self._size = size
         self.span = size  # ranks from the first member to the last one
 
-    def _did(self, operation: str, tensors: Sequence[Tensor], result: Any = ()) -> Done:
+    def _did(self, operation: str, handed: Any, result: Any = ()) -> Work:
         entry = _traffic[f"{self.description}[{self._size}]", operation]
         entry[0] += 1
-        entry[1] += sum(t.numel() * t.element_size() for t in tensors)
+        entry[1] += sum(t.numel() * t.element_size() for t in tree_leaves(handed))
         entry[2] = self.span
-        return Done(result)
+        return _done(result)
 
     def size(self) -> int:
         return self._size
@@ -162,8 +150,8 @@ class OneRankGroup(_ProcessGroup):
     def group_name(self) -> str:
         return self.pg_name
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> Done:
-        tensors = _list(tensors)
+    def allreduce(self, tensors: Any, opts: Any = None) -> Work:
+        tensors = tree_leaves(tensors)
         for tensor in tensors:
             if not tensor.is_cuda and opts is not None and opts.reduceOp == dist.ReduceOp.SUM:
                 tensor.mul_(self._size)
@@ -171,44 +159,41 @@ class OneRankGroup(_ProcessGroup):
 
     allreduce_coalesced = allreduce
 
-    def broadcast(self, tensors: Any, opts: Any = None) -> Done:
-        return self._did("broadcast", _list(tensors), _list(tensors))
+    def broadcast(self, tensors: Any, opts: Any = None) -> Work:
+        return self._did("broadcast", tensors, tree_leaves(tensors))
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Done:
-        for parts, own in zip(outputs, inputs, strict=True):
-            for part in parts:
-                if _has_values(own):
-                    part.copy_(own)
-        return self._did("all_gather", [part for parts in outputs for part in parts], outputs)
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        _copy_to_all(outputs, inputs)
+        return self._did("all_gather", outputs, outputs)
 
-    def _allgather_base(self, out: Tensor, own: Tensor, opts: Any = None) -> Done:
+    def _allgather_base(self, out: Tensor, own: Tensor, opts: Any = None) -> Work:
         if _has_values(own):
             out.view(self._size, -1).copy_(own.reshape(1, -1).expand(self._size, -1))
         return self._did("all_gather", [out], [out])
 
     all_gather_single = _allgather_base
 
-    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Done:
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         return self._did("all_gather", outputs, outputs)
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
-    def _reduce_scatter_base(self, out: Tensor, own: Tensor, opts: Any = None) -> Done:
+    def _reduce_scatter_base(self, out: Tensor, own: Tensor, opts: Any = None) -> Work:
         return self._did("reduce_scatter", [own], [out])
 
     reduce_scatter_single = _reduce_scatter_base
 
-    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Done:
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         return self._did("reduce_scatter", inputs, outputs)
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Done:
-        return self._did("reduce_scatter", [part for parts in inputs for part in parts], outputs)
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        return self._did("reduce_scatter", inputs, outputs)
 
     def alltoall_base(
         self, out: Tensor, own: Tensor, out_splits: Any, in_splits: Any, opts: Any = None
-    ) -> Done:
+    ) -> Work:
         for name, splits, tensor in (("output", out_splits, out), ("input", in_splits, own)):
             sizes = [int(n) for n in splits] if splits is not None else []
             if sizes and sum(sizes) != tensor.shape[0]:
@@ -217,51 +202,50 @@ class OneRankGroup(_ProcessGroup):
 
     all_to_all_single = alltoall_base
 
-    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Done:
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         return self._did("all_to_all", inputs, outputs)
 
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Done:
-        for parts, own in zip(outputs, inputs, strict=False):
-            for part in parts:
-                if _has_values(own):
-                    part.copy_(own)
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        _copy_to_all(outputs, inputs)
         return self._did("gather", inputs)
 
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Done:
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         return self._did("scatter", outputs)
 
-    def reduce(self, tensors: Any, opts: Any = None) -> Done:
+    def reduce(self, tensors: Any, opts: Any = None) -> Work:
         return self._did("reduce", tensors, tensors)
 
-    def send(self, tensors: Any, to: int, tag: int = 0) -> Done:
+    def send(self, tensors: Any, to: int, tag: int = 0) -> Work:
         return self._did("send", tensors)
 
-    def recv(self, tensors: Any, source: int, tag: int = 0) -> Done:
+    def recv(self, tensors: Any, source: int, tag: int = 0) -> Work:
         for tensor in tensors:
             if _has_values(tensor):
                 tensor.zero_()  # nothing was sent, and what was in memory must not count
         return self._did("recv", tensors, tensors)
 
-    def recv_anysource(self, tensors: Any, tag: int = 0) -> Done:
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
         return self.recv(tensors, -1, tag)
 
-    def barrier(self, opts: Any = None) -> Done:
+    def barrier(self, opts: Any = None) -> Work:
         return self._did("barrier", [])
 
     def _set_sequence_number_for_group(self) -> None: ...
 
     def _start_coalescing(self, device: Any) -> None: ...
 
-    def _end_coalescing(self, device: Any) -> Done:
-        return Done()
+    def _end_coalescing(self, device: Any) -> Work:
+        return _done([])
 
     def shutdown(self) -> None: ...
 
     abort = shutdown
 
 
-def _list(tensors: Any) -> list[Tensor]:
-    return list(tensors) if isinstance(tensors, list | tuple) else [tensors]
+def _copy_to_all(outputs: Any, inputs: Any) -> None:
+    for parts, own in zip(outputs, inputs, strict=False):  # only a gather's root has outputs
+        for part in parts if _has_values(own) else ():
+            part.copy_(own)
 
 
 def _has_values(tensor: Tensor) -> bool:

@@ -60,21 +60,14 @@ class TrueIntegers(TorchDispatchMode):
             return result if true else 0.0
         if func in _UNTOUCHED or func.is_view or func.namespace != "aten":
             return result
-        outputs = [t for t in _many(result) if _is_whole(t)]
-        inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
-        if outputs and any(t.is_cuda for t in (*outputs, *inputs)):
-            self._fill(func, args, kwargs, inputs, outputs, result)
+        self._fill(func, args, kwargs, result)
         return result
 
-    def _fill(
-        self,
-        func: Any,
-        args: Any,
-        kwargs: Any,
-        inputs: list[Tensor],
-        outputs: list[Tensor],
-        result: Any,
-    ) -> None:
+    def _fill(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        outputs = [t for t in _many(result) if _is_whole(t)]
+        inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+        if not outputs or not any(t.is_cuda for t in (*outputs, *inputs)):
+            return
         mutates = func._schema.is_mutable
         if func in _IN_TURN and inputs[0].is_floating_point():
             indices = _many(result)[-1]

@@ -10,7 +10,7 @@ from mcore_qwen3vl.converters.mcore.paths import config_folder
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.rehearsal.command import Command
 from mcore_qwen3vl.tiny.stand_in import write_half_images, write_stand_in
-from mcore_qwen3vl.training.distillation.flags import is_distillation
+from mcore_qwen3vl.training.distillation.flags import DISTILL
 from mcore_qwen3vl.training.preference.flags import KTO, LOSSES
 from mcore_qwen3vl.training.second_model.source import source_of
 
@@ -116,7 +116,7 @@ def _made_up(command: Command, model: Path, folder: Path) -> Command:
         pairs=command.value("--loss") in LOSSES,
         labelled=command.value("--loss") == KTO,
     )
-    if is_distillation(command.args) and not command.args.teacher:
+    if command.args.loss == DISTILL and not command.args.teacher:
         from mcore_qwen3vl.rehearsal.teacher import write_made_up  # imports torch
 
         write_made_up(file, folder / "model", command.args)

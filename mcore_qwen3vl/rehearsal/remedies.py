@@ -74,15 +74,7 @@ def _try(rehearser: Rehearser, command: Command, changes: Sequence[Change]) -> l
         except BadInput:  # the model or the ranks do not divide that way
             continue
         worst = max(tried.outcomes, key=lambda outcome: (not outcome.ok, outcome.reserved))
-        remedies.append(
-            Remedy(
-                change,
-                [str(word) for word in flags],
-                gpus,
-                tried.fits,
-                worst.peak,
-                worst.reserved,
-                "" if tried.fits else tried.verdict,
-            )
-        )
+        why, words = "" if tried.fits else tried.verdict, list(map(str, flags))
+        found = Remedy(change, words, gpus, tried.fits, worst.peak, worst.reserved, why)
+        remedies.append(found)
     return remedies

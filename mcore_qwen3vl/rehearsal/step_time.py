@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.pretended.flops import BYTES, KINDS
@@ -154,6 +154,22 @@ class RankWork:
     useful_flops: float
 
 
+class _Parts(NamedTuple):
+    """A rank's seconds by activity."""
+
+    chunks: list[tuple[dict[str, float], dict[str, float]]]  # micro-batch: virtual stage, direction
+    after: dict[str, float]  # once a step
+
+    def total(self, micro_batches: int) -> dict[str, float]:
+        total: defaultdict[str, float] = defaultdict(float)
+        for spent in (direction for chunk in self.chunks for direction in chunk):
+            for name, seconds in spent.items():
+                total[name] += micro_batches * seconds
+        for name, seconds in self.after.items():
+            total[name] += seconds
+        return total
+
+
 class Model:
     """A model that turns counted work into seconds on one kind of GPU."""
 
@@ -279,13 +295,10 @@ class Model:
         self, traffic: Iterable[Traffic], chunks: Sequence[Sequence[Mapping[str, float]]]
     ) -> float:
         """Return the seconds of the data-parallel exchange that no micro-batch hides."""
-        gather = scatter = 0.0
-        for t in traffic:
-            if _overlapped(t):
-                if t.operation == "all_gather":
-                    gather += self._exchange(t, t.size)
-                else:
-                    scatter += self._exchange(t, t.size)
+        seconds = {True: 0.0, False: 0.0}
+        for t in filter(_overlapped, traffic):
+            seconds[t.operation == "all_gather"] += self._exchange(t, t.size)
+        gather, scatter = seconds[True], seconds[False]
         forward, backward = (
             sum(sum(chunk[direction].values()) for chunk in chunks) for direction in (0, 1)
         )
@@ -294,23 +307,6 @@ class Model:
         if "--overlap-grad-reduce" in self._flags:
             scatter = max(scatter - backward, 0.0)
         return gather + scatter
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """A rank's seconds by activity: of a micro-batch by stage and direction, and once a step."""
-
-    chunks: list[tuple[dict[str, float], dict[str, float]]]
-    after: dict[str, float]
-
-    def total(self, micro_batches: int) -> dict[str, float]:
-        total: dict[str, float] = {}
-        for spent in (direction for chunk in self.chunks for direction in chunk):
-            for name, seconds in spent.items():
-                total[name] = total.get(name, 0.0) + micro_batches * seconds
-        for name, seconds in self.after.items():
-            total[name] = total.get(name, 0.0) + seconds
-        return total
 
 
 def _filled(spent: dict[str, float], seconds: float) -> dict[str, float]:

@@ -20,7 +20,7 @@ from mcore_qwen3vl.model.head.score import TaskModel
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.training.checkpoints.resume import OtherMaker
 from mcore_qwen3vl.training.lora.lora_run import LoraRun
-from mcore_qwen3vl.training.preference.flags import is_preference
+from mcore_qwen3vl.training.preference.flags import LOSSES
 from mcore_qwen3vl.training.tasks.flags import labels_of
 
 
@@ -58,7 +58,7 @@ def model_provider(
         of a LoRA run, and freezes what the flags say.
     """
     fields_of_all = {**fields_from_flags(args), **config_overrides}
-    several = is_preference(args) or args.task
+    several = args.loss in LOSSES or args.task
     if args.pad_to_longest or (several and not args.packing):
         # Otherwise stages would transfer --seq-length tokens of --micro-batch-size rows, whatever
         # the batch's shape.

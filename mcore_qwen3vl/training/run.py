@@ -105,15 +105,7 @@ class Run:
         # The last rank shows progress, as with Megatron's own log: it knows the loss.
         last = args.rank == args.world_size - 1
         self.progress = RunProgress(screen if last else None)
-        self.checkpoints = RunCheckpoints(
-            args,
-            lora=self.lora,
-            other=self.other,
-            data=self.data,
-            norms=self.norms,
-            metrics=self.metrics,
-            progress=self.progress,
-        )
+        self.checkpoints = RunCheckpoints(self)
 
     def introduce(self, screen: Console | None, explicit: Collection[str]) -> None:
         """Print what the run will do; one rank calls this."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.files import atomic_write
@@ -28,18 +27,15 @@ COLOURS = (
 )
 
 
-@dataclass(frozen=True)
-class Area:
-    """One holder's share of the plot."""
+class Area(NamedTuple):
+    """One holder's share of the plot, an SVG polygon."""
 
     name: str
     colour: str
     points: str
-    """An SVG polygon."""
 
 
-@dataclass(frozen=True)
-class Mark:
+class Mark(NamedTuple):
     """The beginning of an interval; `y` is the line of its label."""
 
     x: float
@@ -47,8 +43,7 @@ class Mark:
     name: str
 
 
-@dataclass(frozen=True)
-class Plot:
+class Plot(NamedTuple):
     """Memory of one role over its allocations, stacked by holder."""
 
     areas: list[Area]

@@ -151,40 +151,23 @@ def _left(outcome: RoleOutcome, scale: float) -> str:
 
 
 def _work(rehearsal: Rehearsal) -> None:
-    columns = (
-        ">rank",
-        ">parameters",
-        ">launches",
-        ">host syncs",
-        ">GEMM",
-        ">attention",
-        ">seconds",
-    )
+    columns = ("rank", "parameters", "launches", "host syncs", "GEMM", "attention", "seconds")
     count = rehearsal.rehearsed_micro_batches
     table = _table(
         f"One iteration of {count} micro-batch{'es' * (count > 1)}; FLOPs in TFLOP, recomputed "
         "work included; seconds of the rehearsal",
-        "role",
-        *columns,
+        *("role", *(f">{name}" for name in columns)),
     )
     for outcome in rehearsal.outcomes:
         iteration = outcome.iteration
         numbers = ["", "", "", ""]
         if iteration is not None:
-            numbers = [
-                f"{iteration.counters['launches']:,}",
-                f"{outcome.host_syncs:,}",
-                f"{iteration.flops.get('gemm', 0) / 1e12:,.1f}",
-                f"{iteration.flops.get('attention', 0) / 1e12:,.1f}",
-            ]
-        parameters = sum(outcome.measured["parameters"].values())
-        table.add_row(
-            outcome.role.name,
-            str(outcome.role.rank),
-            f"{parameters / 1e9:.2f} G",
-            *numbers,
-            f"{outcome.seconds:.0f}",
-        )
+            flops = (iteration.flops.get(kind, 0) / 1e12 for kind in ("gemm", "attention"))
+            counts = (iteration.counters["launches"], outcome.host_syncs)
+            numbers = [*(f"{count:,}" for count in counts), *(f"{n:,.1f}" for n in flops)]
+        parameters = f"{sum(outcome.measured['parameters'].values()) / 1e9:.2f} G"
+        role, seconds = outcome.role, f"{outcome.seconds:.0f}"
+        table.add_row(role.name, str(role.rank), parameters, *numbers, seconds)
     console.output.print(table)
 
 

@@ -22,18 +22,11 @@ from mcore_qwen3vl.data.loading.sources import Source, parse_sources
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.flops import ALL
 from mcore_qwen3vl.model.sequence import length_multiple
-from mcore_qwen3vl.training.broadcast import data_state
+from mcore_qwen3vl.training.broadcast import data_state, groups
 from mcore_qwen3vl.training.broadcast.batches import SharedBatches
-from mcore_qwen3vl.training.broadcast.groups import (
-    StageFeed,
-    host_group,
-    reads,
-    stages_group,
-    wait_for_measuring,
-)
-from mcore_qwen3vl.training.distillation.flags import distillation_of, is_distillation
-from mcore_qwen3vl.training.preference.flags import is_kto, is_preference, reference_of
-from mcore_qwen3vl.training.tasks.flags import contrastive_of, is_embedding, labels_of
+from mcore_qwen3vl.training.distillation.flags import DISTILL, distillation_of
+from mcore_qwen3vl.training.preference.flags import KTO, LOSSES, reference_of
+from mcore_qwen3vl.training.tasks.flags import contrastive_of, labels_of
 
 
 def data_config(args: argparse.Namespace) -> DataConfig:
@@ -55,14 +48,14 @@ def data_config(args: argparse.Namespace) -> DataConfig:
     chosen = {f.name: given[f.name] for f in fields(DataConfig) if f.name in given}
     # CP divides each packed sample; SP divides the pack.
     chosen["length_multiple"] = length_multiple(cp) if args.packing else whole
-    chosen["pairs"], chosen["labelled"] = is_preference(args), is_kto(args)
-    chosen["similarities"] = is_embedding(args) and contrastive_of(args).takes_scores
+    chosen["pairs"], chosen["labelled"] = args.loss in LOSSES, args.loss == KTO
+    chosen["similarities"] = args.task == "embedding" and contrastive_of(args).takes_scores
     chosen["labels"] = labels_of(args) if args.task == "classify" else None
     if args.balance is None:
         grouped = chosen["pairs"] or chosen["labelled"] or args.task
         chosen["balance"] = args.packing and not grouped
     chosen["references"] = chosen["pairs"] and reference_of(args) == "file"
-    if is_distillation(args) and not args.teacher:
+    if args.loss == DISTILL and not args.teacher:
         chosen["teacher_temperature"] = distillation_of(args).temperature
     per_step = args.micro_batch_size * args.data_parallel_size
     chosen["micro_batches"] = max(1, args.global_batch_size // per_step)
@@ -110,9 +103,9 @@ class DataProvider:
 
     def _build(self) -> tuple[SharedBatches, SharedBatches | None]:
         args = self._args
-        shared_host_group = host_group()
-        stages = stages_group()
-        feeds = [StageFeed(stages, tag) if stages else None for tag in range(2)]
+        shared_host_group = groups.host_group()
+        stages = groups.stages_group()
+        feeds = [groups.StageFeed(stages, tag) if stages else None for tag in range(2)]
         self.train_loader = self._loader(self._sources(), "train")
         if self.train_loader and args.iteration and not args.finetune:
             dp = parallel_state.get_data_parallel_rank(), args.data_parallel_size
@@ -122,11 +115,11 @@ class DataProvider:
             loader = self._loader(parse_sources(args.valid_data_path, args.preprocess), "val")
             valid = self._share(loader, shared_host_group, feeds[1])
         if data_config(args).balance:
-            wait_for_measuring()
+            groups.wait_for_measuring()
         return self._share(self.train_loader, shared_host_group, feeds[0], self._on_batch), valid
 
     def _share(
-        self, loader: Loader | None, host_group: Any, feed: StageFeed | None, *on_batch: Any
+        self, loader: Loader | None, host_group: Any, feed: groups.StageFeed | None, *on_batch: Any
     ) -> SharedBatches:
         return SharedBatches(
             loader,
@@ -159,7 +152,7 @@ class DataProvider:
 
     def _reads(self) -> bool:
         """Return whether this rank reads; see :func:`.groups.reads`."""
-        return reads()
+        return groups.reads()
 
     def save_state(self, directory: str, iteration: int) -> None:
         """Save this data-parallel rank's position in the training data."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from megatron.core.utils import unwrap_model
@@ -15,51 +15,32 @@ from megatron.training.utils import print_rank_0
 from mcore_qwen3vl.converters.live.export import save_hf
 from mcore_qwen3vl.converters.mcore.paths import folder_name
 from mcore_qwen3vl.training.broadcast import data_state
-from mcore_qwen3vl.training.broadcast.provider import DataProvider
+from mcore_qwen3vl.training.checkpoints import resume
 from mcore_qwen3vl.training.checkpoints.best import Validations
 from mcore_qwen3vl.training.checkpoints.disk import explained_save
 from mcore_qwen3vl.training.checkpoints.optimizer import check_state_of_weights
-from mcore_qwen3vl.training.checkpoints.resume import (
-    OtherMaker,
-    choose_checkpoint,
-    explained,
-    other_parts,
-    other_reference,
-    save_companions,
-)
 from mcore_qwen3vl.training.folders import claim
-from mcore_qwen3vl.training.host_copy import NormCheck
-from mcore_qwen3vl.training.logs.metrics import Metrics
-from mcore_qwen3vl.training.logs.progress import RunProgress
-from mcore_qwen3vl.training.lora.lora_run import LoraRun, check_checkpoint
+from mcore_qwen3vl.training.lora.lora_run import check_checkpoint
+
+if TYPE_CHECKING:
+    from mcore_qwen3vl.training.run import Run
 
 
 class RunCheckpoints:
     """Wrappers of the functions with which Megatron's loop loads and saves."""
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        *,
-        lora: LoraRun | None,
-        other: OtherMaker | None,
-        data: DataProvider,
-        norms: NormCheck,
-        metrics: Metrics,
-        progress: RunProgress,
-    ) -> None:
-        self.validations = Validations(args)
-        self._args, self._lora, self._other, self._data = args, lora, other, data
-        self._norms, self._metrics, self._progress = norms, metrics, progress
+    def __init__(self, run: Run) -> None:
+        self._run, self._args = run, run.args
+        self.validations = Validations(run.args)
         self._on_disk: tuple[str, int] | None = None  # the folder and step of the last checkpoint
 
     def load(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Load the newest checkpoint that can be read, and export it if nothing is left to do."""
-        check_checkpoint(self._args, self._lora)
-        if self._other:  # the provider has read it
+        check_checkpoint(self._args, self._run.lora)
+        if self._run.other:  # the provider has read it
             return 0, 0
-        choose_checkpoint(self._args)
-        with explained(self._args):
+        resume.choose_checkpoint(self._args)
+        with resume.explained(self._args):
             found = original(model, *args, **kwargs)
         step, folder = found[0], self._args.load
         if not step:
@@ -71,7 +52,7 @@ class RunCheckpoints:
         self.validations.resume(step)
         if self.validations.exhausted:
             self._args.train_iters = step
-        self._progress.say(f"resuming after step {step} of {folder}")
+        self._run.progress.say(f"resuming after step {step} of {folder}")
         lacks_export = self._args.save_hf and not self._export_folder(step).exists()
         if step == self._args.train_iters and lacks_export:
             self._export(model, optimizer, step)
@@ -80,9 +61,9 @@ class RunCheckpoints:
     def compare_parts(self, original: Any, saved: argparse.Namespace, **kwargs: Any) -> None:
         """Say so if the checkpoint's run trained other parts, or had another reference."""
         original(saved, **kwargs)
-        for compare in (other_parts, other_reference):
+        for compare in (resume.other_parts, resume.other_reference):
             if difference := compare(saved, self._args):
-                self._progress.say(difference)
+                self._run.progress.say(difference)
 
     def save(self, original: Any, iteration: int, *args: Any, **kwargs: Any) -> None:
         """Save a checkpoint, and with it the position in the data."""
@@ -90,18 +71,18 @@ class RunCheckpoints:
         if (self._args.save, iteration) == self._on_disk:
             return
         folder = self._args.save
-        self._norms.settle()
-        with self._metrics.paused(), explained_save(folder, iteration):
+        self._run.norms.settle()
+        with self._run.metrics.paused(), explained_save(folder, iteration):
             if dist.get_rank() == 0:
-                save_companions(self._args)
-            if self._lora:
-                self._lora.save_config()
-            self._data.save_state(folder, iteration)
+                resume.save_companions(self._args)
+            if self._run.lora:
+                self._run.lora.save_config()
+            self._run.data.save_state(folder, iteration)
             original(iteration, *args, **kwargs)
             if self._args.save_retain_interval and dist.get_rank() == 0:
                 data_state.remove_orphans(folder, iteration)
         self._on_disk = folder, iteration
-        self._progress.say(f"step {iteration}: saved to {folder}")
+        self._run.progress.say(f"step {iteration}: saved to {folder}")
 
     def validated(self, iteration: int, losses: Mapping[str, Any]) -> None:
         """Record a validation's losses; a collective."""
@@ -127,18 +108,18 @@ class RunCheckpoints:
     def _export(self, model: list[Any], optimizer: Any, iteration: int) -> None:
         """Write ``--save-hf`` ``/iter_NNNNNNN``: weights or adapter, config and processor."""
         folder = self._export_folder(iteration)
-        self._norms.settle()
+        self._run.norms.settle()
         if self._args.rank == 0:
             claim(self._args.save, self._args.save_hf)
-        with self._metrics.paused():
+        with self._run.metrics.paused():
             if training.should_disable_forward_pre_hook(self._args):
                 training.force_param_sync(model, optimizer=optimizer)  # overlapped gathers
-            if self._lora is None:
+            if self._run.lora is None:
                 save_hf(unwrap_model(model), folder, hf_config=self._args.hf_model, force=True)
             else:
-                self._lora.export(unwrap_model(model), folder)
+                self._run.lora.export(unwrap_model(model), folder)
         print_rank_0(f"exported iteration {iteration} to {folder}")
-        self._progress.say(f"step {iteration}: exported to {folder}")
+        self._run.progress.say(f"step {iteration}: exported to {folder}")
 
     def _export_folder(self, iteration: int) -> Path:
         return Path(self._args.save_hf) / folder_name(iteration)

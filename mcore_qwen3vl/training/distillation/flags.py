@@ -38,11 +38,6 @@ def add_distillation_arguments(group: argparse._ArgumentGroup) -> None:
     add_flags(group, flags)
 
 
-def is_distillation(args: argparse.Namespace) -> bool:
-    """Return whether the run distils a teacher."""
-    return bool(args.loss == DISTILL)
-
-
 def distillation_of(args: argparse.Namespace) -> Distillation:
     """Return the settings of distillation from the flags.
 
@@ -59,7 +54,7 @@ def check_distillation(args: argparse.Namespace) -> None:
     Raises:
         BadInput: flags do not fit together; the message names them and the remedy.
     """
-    if not is_distillation(args):
+    if args.loss != DISTILL:
         refuse_without(f"--loss {DISTILL}", args, [*_FLAGS, "teacher", "teacher_top_k"])
         return
     _check_teacher(args)

@@ -17,15 +17,9 @@ from mcore_qwen3vl.runtime.cuda import c_compiler
 from mcore_qwen3vl.training import memory
 from mcore_qwen3vl.training.arguments.defaults import statement
 from mcore_qwen3vl.training.arguments.layout import validated_layout
-from mcore_qwen3vl.training.distillation.flags import distillation_of, is_distillation
+from mcore_qwen3vl.training.distillation.flags import DISTILL, distillation_of
 from mcore_qwen3vl.training.folders import LOGS
-from mcore_qwen3vl.training.preference.flags import (
-    is_kto,
-    is_preference,
-    kto_of,
-    preference_of,
-    reference_of,
-)
+from mcore_qwen3vl.training.preference import flags as preference
 from mcore_qwen3vl.training.second_model.source import architecture_of, source_of
 from mcore_qwen3vl.training.tasks.flags import answers_of, contrastive_of, labels_of, ranking_of
 
@@ -69,9 +63,9 @@ def summary(
         ("model", _model(args.hf_model, a)),
         ("weights", _weights(args, lora, other)),
         *([("trains", _adapter(args, a, lora))] if lora else []),
-        *(_preference(args) if is_preference(args) else []),
-        *(_kto(args) if is_kto(args) else []),
-        *(_distillation(args) if is_distillation(args) else []),
+        *(_preference(args) if args.loss in preference.LOSSES else []),
+        *(_kto(args) if args.loss == preference.KTO else []),
+        *(_distillation(args) if args.loss == DISTILL else []),
         *(_task(args) if args.task else []),
         *_second(args, a),
         ("layout", _layout(args)),
@@ -142,22 +136,22 @@ def _task(args: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 def _preference(args: argparse.Namespace) -> list[tuple[str, str]]:
-    loss = preference_of(args)
+    loss = preference.preference_of(args)
     extra = f", gamma {loss.gamma:g}" if loss.gamma else ""
     extra += f", label smoothing {loss.label_smoothing:g}" if loss.label_smoothing else ""
     extra += f", chosen answer's own loss x {loss.rpo_alpha:g}" if loss.rpo_alpha else ""
     return [
         ("loss", f"{_LOSS_NAMES.get(loss.kind, f'DPO ({loss.kind})')}, beta {loss.beta:g}{extra}"),
-        ("reference", _REFERENCES[reference_of(args)]),
+        ("reference", _REFERENCES[preference.reference_of(args)]),
     ]
 
 
 def _kto(args: argparse.Namespace) -> list[tuple[str, str]]:
-    loss = kto_of(args)
+    loss = preference.kto_of(args)
     weights = f"desirable x {loss.desirable_weight:g}, undesirable x {loss.undesirable_weight:g}"
     return [
         ("loss", f"KTO, beta {loss.beta:g}, {weights}"),
-        ("reference", _REFERENCES[reference_of(args)]),
+        ("reference", _REFERENCES[preference.reference_of(args)]),
     ]
 
 

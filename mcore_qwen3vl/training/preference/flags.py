@@ -62,16 +62,6 @@ def add_preference_arguments(group: argparse._ArgumentGroup) -> None:
     add_flags(group, flags)
 
 
-def is_preference(args: argparse.Namespace) -> bool:
-    """Return whether the run trains on preference pairs."""
-    return args.loss in LOSSES
-
-
-def is_kto(args: argparse.Namespace) -> bool:
-    """Return whether the run trains on labelled records."""
-    return bool(args.loss == KTO)
-
-
 def kto_of(args: argparse.Namespace) -> Kto:
     """Return the settings of the loss over labelled records from the flags.
 
@@ -106,13 +96,13 @@ def reference_of(args: argparse.Namespace) -> Reference | None:
     An adapter that training starts from (``--lora-init``) is part of the reference. Switching it
     off would lose that, so the default is then ``file``, or ``model`` for KTO, which has no file.
     """
-    if is_preference(args) and not preference_of(args).has_reference:
+    if args.loss in LOSSES and not preference_of(args).has_reference:
         return None
     if args.reference is not None:
         chosen: Reference = args.reference
         return chosen
     from_scratch = asks_for_lora(args) and not (args.lora_init or _whole(args))
-    return "adapter" if from_scratch else "model" if is_kto(args) else "file"
+    return "adapter" if from_scratch else "model" if args.loss == KTO else "file"
 
 
 def _whole(args: argparse.Namespace) -> bool:
@@ -141,17 +131,17 @@ def check_preference(args: argparse.Namespace) -> None:
     for name, losses in _FLAGS.items():
         if args.loss not in losses:
             refuse_without(f"--loss {listed(losses)}", args, [name])
-    if not (is_preference(args) or is_kto(args)):
+    if args.loss not in (*LOSSES, KTO):
         return
-    _ = kto_of(args) if is_kto(args) else preference_of(args)
+    _ = kto_of(args) if args.loss == KTO else preference_of(args)
     loss = f"--loss {args.loss}"
     if args.overlong == "truncate":
         raise BadInput(
             f"--overlong truncate with {loss}: an answer that is cut has no "
             "log-probability. Leave the flag out: pairs that are too long are then left out."
         )
-    refuse_router_losses(args, loss, "answers" if is_kto(args) else "pairs")
-    if is_kto(args):
+    refuse_router_losses(args, loss, "answers" if args.loss == KTO else "pairs")
+    if args.loss == KTO:
         _check_kto(args)
     if reference_of(args) == "adapter":
         _check_adapter_reference(args)

@@ -10,7 +10,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.hub import resolve
 from mcore_qwen3vl.converters.mcore.paths import config_folder
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.training.preference.flags import is_kto, is_preference, reference_of
+from mcore_qwen3vl.training.preference.flags import KTO, LOSSES, reference_of
 
 
 class Source(NamedTuple):
@@ -24,7 +24,7 @@ def source_of(args: argparse.Namespace) -> Source | None:
     """Return the source of the second model; None if the run has no such model."""
     if args.teacher:
         return Source("--teacher", args.teacher)
-    if (is_preference(args) or is_kto(args)) and reference_of(args) == "model":
+    if args.loss in (*LOSSES, KTO) and reference_of(args) == "model":
         # A rehearsal starts from no weights.
         return Source("--reference-model", args.reference_model or args.hf_model)
     return None

@@ -82,11 +82,6 @@ def add_task_arguments(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def is_embedding(args: argparse.Namespace) -> bool:
-    """Return whether the run trains an embedding model."""
-    return bool(args.task == "embedding")
-
-
 def labels_of(args: argparse.Namespace) -> Labels | None:
     """Return the labels of the model's head; none of them: it has no head; None: it has lm_head.
 
@@ -201,7 +196,7 @@ def check_task(args: argparse.Namespace, architecture: Architecture) -> None:
 
 
 def _check_adapter(config: AdapterConfig, args: argparse.Namespace) -> None:
-    if config.lora_dropout and is_embedding(args):
+    if config.lora_dropout and args.task == "embedding":
         raise BadInput(
             f"lora_dropout is {config.lora_dropout:g} with --task embedding: embeddings are "
             "computed twice in a step, and dropout would make them differ. Set it to 0."

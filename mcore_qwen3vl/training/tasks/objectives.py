@@ -18,13 +18,7 @@ from mcore_qwen3vl.objectives.settings import Ranking
 from mcore_qwen3vl.training.step.forward import Run
 from mcore_qwen3vl.training.step.losses import Objective, Reduced, of_units
 from mcore_qwen3vl.training.tasks.contrastive import EMBED, of_queries
-from mcore_qwen3vl.training.tasks.flags import (
-    answers_of,
-    contrastive_of,
-    is_embedding,
-    labels_of,
-    ranking_of,
-)
+from mcore_qwen3vl.training.tasks.flags import answers_of, contrastive_of, labels_of, ranking_of
 from mcore_qwen3vl.training.tasks.pooling import SCORES, answers, pooled
 
 
@@ -34,7 +28,7 @@ def objective_of(args: argparse.Namespace) -> tuple[Objective, Run]:
     Raises:
         BadInput: a reranker's answer is not a single token.
     """
-    if is_embedding(args):
+    if args.task == "embedding":
         return of_queries(contrastive_of(args)), EMBED
     if args.task == "reward":
         return of_rewards, SCORES
