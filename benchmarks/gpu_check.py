@@ -54,26 +54,6 @@ print(json.dumps({**{name: version(name) for name in names}, "CUDA": torch.versi
     "cuDNN": torch.backends.cudnn.version(),
     "GPUs": [f"{d.name}, {d.total_memory / 2**30:.1f} GiB" for d in devices]}))
 """
-EXPERTS = """
-import json, sys, torch
-from mcore_qwen3vl.model.decoder.grouped import Groups, grouped_product
-counts = [37, 0, 129, 5]
-rows, matrices = torch.randn(sum(counts), 768), torch.randn(len(counts), 512, 768)
-gradient = torch.randn(len(rows), 512)
-def run(product, device, dtype):
-    inputs = [x.bfloat16().to(device, dtype).requires_grad_() for x in (rows, matrices)]
-    output = product(*inputs)
-    output.backward(gradient.bfloat16().to(device, dtype))
-    return [x.detach().float().cpu() for x in (output, *(x.grad for x in inputs))]
-def each(rows, matrices):
-    return torch.cat([run @ one.T for run, one in zip(rows.split(counts), matrices)])
-groups = Groups.of(counts, torch.device("cuda"))
-ours = run(lambda *x: grouped_product(*x, groups), "cuda", torch.bfloat16)
-expected = run(each, "cpu", torch.float32)
-errors = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(ours, expected)]
-print(json.dumps(dict(zip(("output", "gradient of rows", "of matrices"), errors))))
-sys.exit(not all(error <= 2**-7 for error in errors))
-"""
 
 
 @dataclass
@@ -135,9 +115,9 @@ def parts(options: argparse.Namespace) -> Iterator[Part]:
             if gpus > 1:
                 used = even(gpus)
                 yield parity(f"{name}, {used} GPUs", model, spec, dtype, layout(name, used))
-    attention = [sys.executable, str(ROOT / "benchmarks" / "attention.py")]
-    yield Part("attention kernels, torch spec, bf16", attention, 180, worst_kernels)
-    yield Part("experts, torch spec, bf16", [sys.executable, "-c", EXPERTS], 120, last_json)
+    kernels = [sys.executable, str(ROOT / "benchmarks" / "attention.py")]
+    yield Part("attention kernels, torch spec, bf16", kernels, 180, worst_kernels)
+    yield Part("experts, torch spec, bf16", [*kernels, "--experts"], 120, last_json)
     for spec in specs:
         words = ["generate", str(models["dense"]), "--spec", spec, "--prompt", "What is it?"]
         flags = ["--max-new-tokens", "16", "--temperature", "0", "--json"]
@@ -251,22 +231,14 @@ def memory(options: argparse.Namespace, gpus: int) -> Iterator[Part]:
     folder = options.out / "memory"
     if not folder.exists():
         code = "import sys; from benchmarks.gpu_check import stand_in; stand_in(*sys.argv[1:])"
-        yield Part(
-            "write a model to measure",
-            [sys.executable, "-c", code, str(folder), options.shape],
-            120,
-        )
+        command = [sys.executable, "-c", code, str(folder), options.shape]
+        yield Part("write a model to measure", command, 120)
+    length = 256 if options.shape == "tiny" else 8192
     flags = [
         *("--hf-model", str(folder / "model"), "--data-path", str(folder / "data" / "train.jsonl")),
-        *(
-            "--spec",
-            "torch",
-            "--packing",
-            "--seq-length",
-            "256" if options.shape == "tiny" else "8192",
-        ),
-        *("--bf16", "--use-distributed-optimizer", "--global-batch-size", str(2 * gpus)),
-        *("--lr", "1e-5", "--train-iters", "5", "--log-interval", "1", "--num-workers", "0"),
+        *f"--spec torch --packing --seq-length {length} --bf16 --use-distributed-optimizer".split(),
+        *f"--global-batch-size {2 * gpus} --lr 1e-5 --train-iters 5 --log-interval 1".split(),
+        *("--num-workers", "0"),
     ]
     # --verbose: the peak is in Megatron's own log.
     real = Part("memory, real", [*trainer(gpus), *flags, "--verbose"], 300, real_run)
