@@ -116,7 +116,10 @@ class Rehearser:
         """
         a = checked(command)
         roles = roles_of(command, a, self.options.roles)
-        prepared = self._prepare(command)
+        self._made += 1
+        folder = self._folder / str(self._made)
+        folder.mkdir()
+        prepared = prepare(command, folder)
         rehearsal = Rehearsal(
             command=list(command.flags),
             script=command.script,
@@ -153,15 +156,8 @@ class Rehearser:
             for outcome in rehearsal.outcomes
             if outcome.iteration is not None
         ]
-        layout = command.layout
-        group = command.micro_batch_group
-        return model.step(ranks, command.micro_batches, group, command.gpus, layout.dp)
-
-    def _prepare(self, command: Command) -> Command:
-        self._made += 1
-        folder = self._folder / str(self._made)
-        folder.mkdir()
-        return prepare(command, folder)
+        group, dp = command.micro_batch_group, command.layout.dp
+        return model.step(ranks, command.micro_batches, group, command.gpus, dp)
 
     def _role(self, prepared: Command, role: Role, what: str) -> RoleOutcome:
         device = self.options.device(prepared)
@@ -177,14 +173,12 @@ class Rehearser:
                     _ON_RANK, list(prepared.flags), progress, simulated=simulated
                 )
         except Failed as failed:
+            lines = self._log.read_text("utf-8", errors="replace").splitlines()
+            last = " / ".join(line.strip() for line in lines[-_LOG_LINES:] if line.strip())
             raise BadInput(
-                f"The rehearsal of {what} ended without a result ({failed}): {self._last_words()}"
+                f"The rehearsal of {what} ended without a result ({failed}): {last}"
             ) from failed
         return RoleOutcome(role, measured, report, time.monotonic() - started, device.usable)
-
-    def _last_words(self) -> str:
-        lines = self._log.read_text("utf-8", errors="replace").splitlines()
-        return " / ".join(line.strip() for line in lines[-_LOG_LINES:] if line.strip())
 
 
 def checked(command: Command) -> Architecture:

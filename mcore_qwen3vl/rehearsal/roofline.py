@@ -49,7 +49,10 @@ class Step:
 def step_seconds(a: Architecture, layout: Layout, gpu: Gpu, step: Step, recompute: bool) -> float:
     """Return the modelled seconds of a step."""
     tokens = step.seq_length * step.rows
-    language, vision = _micro_batch_flops(a, step, tokens)
+    patches = a.vision.spatial_merge_size**2  # of an image token
+    visual = tokens / 2 * patches
+    language = flops.language(a, tokens, tokens * step.sample)
+    vision = flops.vision(a, visual, visual * step.image * patches)
     divided = layout.tp * layout.cp
     speed = EFFICIENCY * gpu.tflops * 1e12 / (RECOMPUTE if recompute else 1)
     every = language / layout.pp / divided / speed
@@ -59,13 +62,6 @@ def step_seconds(a: Architecture, layout: Layout, gpu: Gpu, step: Step, recomput
     slowest = max(stages)
     work = step.micro_batches * slowest + (sum(stages) - slowest) / layout.vpp
     return max(work, _gradients(a, layout, gpu))
-
-
-def _micro_batch_flops(a: Architecture, step: Step, tokens: int) -> tuple[float, float]:
-    language = flops.language(a, tokens, tokens * step.sample)
-    patches = a.vision.spatial_merge_size**2
-    frame = step.image * patches
-    return language, flops.vision(a, tokens / 2 * patches, tokens / 2 * patches * frame)
 
 
 def _exchange(a: Architecture, layout: Layout, gpu: Gpu, tokens: int, recompute: bool) -> float:

@@ -225,7 +225,7 @@ class Model:
                 inside[key] += amount * rank.micro_batches
         left = {k: n - inside[k] for k, n in _totals(rank.iteration).items() if n > inside[k]}
         transfers = {k: left.pop(k) for k in list(left) if k.endswith(("\nsend", "\nrecv"))}
-        after = {ONCE: sum(self._spent(left, spans).values())}
+        after = {ONCE: sum(self._with_host(self._busy(left, spans), left).values())}
         sent = sum(self._exchange(spans[k], n) for k, n in transfers.items() if k.endswith("send"))
         if len(rank.chunks) == 1:  # virtual stages overlap their transfers
             after[_link("PIPELINE_MODEL_PARALLEL")] = sent / rank.micro_batches * micro_batches
@@ -244,10 +244,6 @@ class Model:
             if EXPERTS in spent:
                 spent[EXPERTS] -= hidden * min(spent[EXPERTS], other)
         return self._with_host(forward, chunk[FORWARD]), self._with_host(backward, chunk[BACKWARD])
-
-    def _spent(self, work: Mapping[str, float], spans: Mapping[str, Traffic]) -> dict[str, float]:
-        """Return the seconds that a piece of work takes, by activity."""
-        return self._with_host(self._busy(work, spans), work)
 
     def _busy(self, work: Mapping[str, float], spans: Mapping[str, Traffic]) -> dict[str, float]:
         """Return the seconds that the GPU needs for a piece of work, by activity."""
@@ -275,7 +271,7 @@ class Model:
     def _exchange(self, t: Traffic, size: float) -> float:
         """Return the seconds that a group takes to exchange `size` bytes."""
         c = self._constants
-        ranks = _ranks(t)
+        ranks = int(t.group.rpartition("[")[2].rstrip("]"))
         if ranks == 1 or t.group.partition("[")[0].endswith("(gloo)"):
             return 0.0
         apart = max((t.span - 1) // (ranks - 1), 1)
@@ -327,10 +323,6 @@ def _totals(interval: Interval) -> dict[str, float]:
 def _overlapped(t: Traffic) -> bool:
     """Return whether `t` is the exchange of gradients and weights between data-parallel ranks."""
     return t.group.startswith(_DATA_PARALLEL) and t.size > 1 << 20
-
-
-def _ranks(t: Traffic) -> int:
-    return int(t.group.rpartition("[")[2].rstrip("]"))
 
 
 def _link(group: str) -> str:

@@ -98,7 +98,27 @@ def by_stage(
             while the other layers keep everything, as with ``none``.
         trained: see `TrainedCounts`; None if everything trains.
     """
-    return [_stage(a, layout, work, recompute, stage, trained) for stage in range(layout.pp)]
+    counts = parameters.count(a)
+    frozen, factors = (Counter[Group](), counts) if trained is None else (counts, trained)
+    vision = any(group.part == "vision" for group in factors)
+    # The distributed optimizer divides states over the ranks that hold the same weights.
+    shared_copies = layout.dp * layout.cp
+    expert_copies = layout.tp * layout.cp * layout.dp / (layout.ep * layout.etp)
+    tokens = work.seq_length * work.micro_batch_size / layout.cp
+    alive = min(tokens * a.vocab_size / layout.tp, CHUNK_LOGITS)
+    stages = []
+    for stage in range(layout.pp):
+        held = rank_parameters(a, layout, stage, frozen)
+        shared, experts = rank_parameters(a, layout, stage, factors)
+        memory = Memory(
+            weights=WEIGHT * (sum(held) + shared + experts),
+            gradients=GRADIENT * (shared + experts),
+            optimizer=OPTIMIZER * (shared / shared_copies + experts / expert_copies),
+            activations=_activations(a, layout, work, recompute, stage, vision),
+            logits=LOGIT * alive if stage == layout.pp - 1 else 0.0,
+        )
+        stages.append(memory)
+    return stages
 
 
 def of_flags(
@@ -127,32 +147,6 @@ def of_flags(
 def trained_of(args: argparse.Namespace, a: Architecture, model: Path) -> TrainedCounts | None:
     """Count the parameters that a LoRA run trains; None for a run without LoRA."""
     return trained_parameters(adapter_config(args, a), model) if asked(args) else None
-
-
-def _stage(
-    a: Architecture,
-    layout: Layout,
-    work: Workload,
-    recompute: Recompute,
-    stage: int,
-    trained: TrainedCounts | None,
-) -> Memory:
-    counts = parameters.count(a)
-    frozen, factors = (Counter[Group](), counts) if trained is None else (counts, trained)
-    held = rank_parameters(a, layout, stage, frozen)
-    shared, experts = rank_parameters(a, layout, stage, factors)
-    # The distributed optimizer divides states over the ranks that hold the same weights.
-    shared_copies = layout.dp * layout.cp
-    expert_copies = layout.tp * layout.cp * layout.dp / (layout.ep * layout.etp)
-    tokens = work.seq_length * work.micro_batch_size / layout.cp
-    alive = min(tokens * a.vocab_size / layout.tp, CHUNK_LOGITS)
-    return Memory(
-        weights=WEIGHT * (sum(held) + shared + experts),
-        gradients=GRADIENT * (shared + experts),
-        optimizer=OPTIMIZER * (shared / shared_copies + experts / expert_copies),
-        activations=_activations(a, layout, tokens, work, recompute, stage, factors),
-        logits=LOGIT * alive if stage == layout.pp - 1 else 0.0,
-    )
 
 
 def stage_layers(a: Architecture, layout: Layout) -> list[list[int]]:
@@ -197,20 +191,14 @@ def _outside_layers(group: Group, a: Architecture, layout: Layout, stage: int) -
 
 
 def _activations(
-    a: Architecture,
-    layout: Layout,
-    tokens: float,
-    work: Workload,
-    recompute: Recompute,
-    stage: int,
-    trained: TrainedCounts,
+    a: Architecture, layout: Layout, work: Workload, recompute: Recompute, stage: int, vision: bool
 ) -> float:
     """Return the bytes of stored activations on one rank.
 
     They are those of the decoder layers for all micro-batches in flight, and of the vision tower.
     """
     held = layout.virtual_stages(a.num_hidden_layers)[stage :: layout.pp]
-    cheap = recompute == "cheap"
+    tokens, cheap = work.seq_length * work.micro_batch_size / layout.cp, recompute == "cheap"
     each = [
         [_layer_activations(a, layout, tokens, a.moe_layers[n], cheap) for n in layers]
         for layers in held
@@ -220,7 +208,7 @@ def _activations(
     inputs = ACTIVATION * a.hidden_size * tokens / (layout.tp if layout.sp else 1)
     kept = [inputs * len(chunk[:again]) + sum(chunk[again:]) for chunk in each]
     recomputed = max((size for chunk in each for size in chunk[:again]), default=0.0)
-    if stage == 0 and any(group.part == "vision" for group in trained):
+    if stage == 0 and vision:
         kept[0] += _vision_activations(a, layout, work, recompute)
     return in_flight(layout, stage, kept) + recomputed
 

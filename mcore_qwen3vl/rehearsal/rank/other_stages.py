@@ -43,6 +43,7 @@ def patterns_of_other_stages() -> Iterator[None]:
 def shapes_from_neighbours() -> Iterator[None]:
     """Give the empty tensors that a stage receives their shape, when they are used."""
     from megatron.core.pipeline_parallel import combined_1f1b, schedules
+    from megatron.training import get_args
 
     sent = WeakTensorKeyDictionary()  # output -> shape that it had when it was sent; freed then
     free, backward = schedules.deallocate_output_tensor, schedules.custom_backward
@@ -68,7 +69,7 @@ def shapes_from_neighbours() -> Iterator[None]:
     def _receive(self: Qwen3VLModel, seq_len: int, plan: FusionPlan) -> Tensor | None:
         received = self.decoder.input_tensor
         if received is not None and not received.numel():
-            batch = _micro_batch_size()
+            batch = get_args().micro_batch_size
             rows = self._deepstack_in * len(plan.destination)
             # Changed in place: it is a leaf, whose gradient is sent back.
             received.data = received.new_empty(
@@ -123,18 +124,7 @@ def reads_itself(base: Any, on_batch: Callable[[Batch], None], made: Callable[[A
 
         def _share(self, loader: Any, host_group: Any, feed: Any, *others: Any) -> Any:
             later = parallel_state.get_pipeline_model_parallel_rank() > 0
-            return super()._share(
-                None if later else loader,
-                host_group,
-                OwnBatches(loader) if later else None,
-                on_batch,
-                *others,
-            )
+            loader, feed = (None, OwnBatches(loader)) if later else (loader, None)
+            return super()._share(loader, host_group, feed, on_batch, *others)
 
     return OwnData
-
-
-def _micro_batch_size() -> int:
-    from megatron.training import get_args
-
-    return int(get_args().micro_batch_size)

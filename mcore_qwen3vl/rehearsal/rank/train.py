@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mcore_qwen3vl.data.encoding.batch import Batch
@@ -132,7 +132,8 @@ class _Watch:
             done += 1
             self._facts["work"] = self.work.of_iteration()
             self._facts |= self._useful()
-            self._facts["without gradient"] = self._without_gradient(model)
+            trained = {n for n, p in _parameters(model).items() if p.requires_grad}
+            self._facts["without gradient"] = sorted(trained - self._reached)
             self._rank.end_interval(f"iteration {done}")
             return result
 
@@ -170,17 +171,14 @@ class _Watch:
         return in_named_phase
 
     def _watch(self, model: list[nn.Module]) -> None:
-        tensors = {**_parameters(model), **_buffers(model)}
+        buffers = {f"{i}.{n}": b for i, part in enumerate(model) for n, b in part.named_buffers()}
+        tensors = {**_parameters(model), **buffers}
         self._facts["not on the device"] = sorted(n for n, t in tensors.items() if not t.is_cuda)
         trained = {n: p for n, p in _parameters(model).items() if p.requires_grad}
         self._facts["parameters"] = sum(p.numel() for p in trained.values())
         for name, parameter in trained.items():
             reach = partial(self._reached.add, name)
             parameter.register_post_accumulate_grad_hook(lambda _, reach=reach: reach())
-
-    def _without_gradient(self, model: list[nn.Module]) -> list[str]:
-        trained = {n for n, p in _parameters(model).items() if p.requires_grad}
-        return sorted(trained - self._reached)
 
 
 class StageWork:
@@ -283,10 +281,6 @@ def _only(output: Any) -> Any:
 
 def _parameters(model: list[nn.Module]) -> dict[str, nn.Parameter]:
     return {f"{i}.{n}": p for i, chunk in enumerate(model) for n, p in chunk.named_parameters()}
-
-
-def _buffers(model: list[nn.Module]) -> dict[str, Tensor]:
-    return {f"{i}.{n}": b for i, chunk in enumerate(model) for n, b in chunk.named_buffers()}
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 
-from mcore_qwen3vl.converters.storage.boxes import Box, Extent, Shape, flat_range, overlap
+from mcore_qwen3vl.converters.storage.boxes import Extent, Shape, flat_range, overlap
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.training.step.optimizer import parts_of
 
@@ -218,7 +218,8 @@ def _boxes(
             both = overlap(box, extent)
             if both is None:
                 continue
-            inside, sizes = _corner_and_sizes(both.stored)
+            inside = tuple(part.start for part in both.stored)
+            sizes = tuple(part.stop - part.start for part in both.stored)
             at = (a + b for a, b in zip(extent.offsets, inside, strict=True))
             first = sum(a * stride for a, stride in zip(at, whole.stride(), strict=True))
             chosen = whole.dim() - piece.data.dim()  # axes that select one of several experts
@@ -253,10 +254,6 @@ def _extent_of(view: Tensor, whole: Tensor) -> Extent:
         at, rest = divmod(rest, stride)
         corner.append(at)
     return Extent(tuple(corner), (*(1 for _ in range(whole.dim() - view.dim())), *view.shape))
-
-
-def _corner_and_sizes(box: Box) -> tuple[Shape, Shape]:
-    return tuple(part.start for part in box), tuple(part.stop - part.start for part in box)
 
 
 def _place(piece: ShardedTensor, inside: Shape, sizes: Shape, instance: int) -> ShardedTensor:

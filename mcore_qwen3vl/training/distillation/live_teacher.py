@@ -34,11 +34,11 @@ def with_teacher(
         temperature: number that the logits are divided by.
     """
     first = partial(_step, partial(_likeliest, k=k, temperature=temperature))
-    return two_passes(original(*args, **kwargs), first=first, use=_with, within=within)
 
+    def use(batches: list[Batch], found: list[Top]) -> list[Batch]:
+        return [replace(batch, teacher=top) for batch, top in zip(batches, found, strict=True)]
 
-def _with(batches: list[Batch], found: list[Top]) -> list[Batch]:
-    return [replace(batch, teacher=top) for batch, top in zip(batches, found, strict=True)]
+    return two_passes(original(*args, **kwargs), first=first, use=use, within=within)
 
 
 def _step(

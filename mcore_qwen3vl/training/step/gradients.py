@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 PIECE = 2**26  # values; 256 MB of float32
+_MARKS = ("sequence_parallel", "average_gradients_across_tp_domain")  # of what is reduced
 Named = tuple[str, nn.Parameter]
 
 
@@ -44,7 +45,8 @@ def _pieces(parameters: Iterator[Named]) -> Iterator[list[Named]]:
     piece: list[Named] = []
     size = 0
     for name, parameter in parameters:
-        counts = parameter.numel() if _is_reduced(parameter) else 0
+        reduced = any(getattr(parameter, mark, False) for mark in _MARKS)
+        counts = parameter.numel() if reduced else 0
         if size and size + counts > PIECE:
             yield piece
             piece, size = [], 0
@@ -52,8 +54,3 @@ def _pieces(parameters: Iterator[Named]) -> Iterator[list[Named]]:
         size += counts
     if piece:
         yield piece
-
-
-def _is_reduced(parameter: nn.Parameter) -> bool:
-    marks = ("sequence_parallel", "average_gradients_across_tp_domain")
-    return any(getattr(parameter, mark, False) for mark in marks)
