@@ -84,7 +84,7 @@ def wrap_all(wrappers: Mapping[str, Wrapper]) -> None:
         BadInput: the installed Megatron lacks one of them.
     """
     for name, module in HOOKS.items():
-        wrap(import_module(module), {name: wrappers[name]})
+        wrap(import_module(module), name, wrappers[name])
 
 
 def unchanged(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -92,23 +92,21 @@ def unchanged(original: Any, *args: Any, **kwargs: Any) -> Any:
     return original(*args, **kwargs)
 
 
-def wrap(module: Any, wrappers: dict[str, Wrapper]) -> None:
-    """Replace functions of `module` by wrappers, each of which receives the original.
+def wrap(module: Any, name: str, wrapper: Wrapper) -> None:
+    """Replace a function of `module` by a wrapper, which receives the original.
 
     Raises:
         BadInput: the installed Megatron has no such function.
     """
-    for name, wrapper in wrappers.items():
-        original = getattr(module, name, None)
-        if original is None:
-            raise BadInput(
-                f"{module.__name__}.{name} does not exist in the installed megatron-core, so "
-                "training would not do what its flags say. Install the pinned version."
-            )
-        original = getattr(original, "__wrapped__", original)  # not an earlier run's wrapper
-        wrapped = functools.partial(wrapper, original)
-        functools.update_wrapper(wrapped, original)
-        setattr(module, name, wrapped)
+    original = getattr(module, name, None)
+    if original is None:
+        raise BadInput(
+            f"{module.__name__}.{name} does not exist in the installed megatron-core, so training "
+            "would not do what its flags say. Install the pinned version."
+        )
+    original = getattr(original, "__wrapped__", original)  # not an earlier run's wrapper
+    wrapped = functools.partial(wrapper, original)
+    setattr(module, name, functools.update_wrapper(wrapped, original))
 
 
 def results_queue(original: Any, mp_mode: str = "spawn") -> queue.Queue[Any]:

@@ -85,7 +85,7 @@ class Qwen3VLEngine(MegatronEngineWithLMHead):
 
     def _build_tf_config(self) -> None:
         guard_reads()  # VERL loads checkpoints with Megatron's own reader
-        wrap(filesystem_async, {"get_write_results_queue": results_queue})
+        wrap(filesystem_async, "get_write_results_queue", results_queue)
         config = self.engine_config
         self.is_value_model = self.model_config.model_type == "value_model"
         self.share_embeddings_and_output_weights = (

@@ -101,13 +101,8 @@ def reference_of(args: argparse.Namespace) -> Reference | None:
     if args.reference is not None:
         chosen: Reference = args.reference
         return chosen
-    from_scratch = asks_for_lora(args) and not (args.lora_init or _whole(args))
+    from_scratch = asks_for_lora(args) and not (args.lora_init or args.lora_modules_to_save)
     return "adapter" if from_scratch else "model" if args.loss == KTO else "file"
-
-
-def _whole(args: argparse.Namespace) -> bool:
-    """Return whether the flags name weights that train whole, besides the adapter."""
-    return bool(args.lora_modules_to_save)
 
 
 def preference_defaults(explicit: Mapping[str, Any]) -> dict[str, Any]:
@@ -201,7 +196,7 @@ def _check_adapter_reference(args: argparse.Namespace) -> None:
             "--reference model, or precompute the reference with `mcore-qwen3vl score` "
             "(--reference file, not with kto)."
         )
-    if _whole(args):
+    if args.lora_modules_to_save:
         raise BadInput(
             "--reference adapter with --lora-modules-to-save: what trains whole cannot be "
             "switched off. Precompute the reference with `mcore-qwen3vl score` (--reference "

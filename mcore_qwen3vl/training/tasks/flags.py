@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -25,25 +25,13 @@ if TYPE_CHECKING:
     from mcore_qwen3vl.converters.adapters.peft_model import HFConfig
 
 
-@dataclass(frozen=True)
-class _Row:
-    """What the flags have to know of a task.
-
-    Attributes:
-        units: what its loss is a mean over.
-        details: the flags that have a meaning with it alone.
-    """
-
-    units: str
-    details: tuple[str, ...] = ()
-
-
-_TASKS: dict[Task, _Row] = {
-    "embedding": _Row("queries", ("embedding_loss", "temperature", "matryoshka_dims")),
-    "reranker": _Row("documents or queries", ("reranker_loss", "answers")),
-    "reward": _Row("pairs"),
-    "classify": _Row("records", ("num_labels", "problem_type")),
+_TASKS: dict[Task, tuple[str, tuple[str, ...]]] = {
+    "embedding": ("queries", ("embedding_loss", "temperature", "matryoshka_dims")),
+    "reranker": ("documents or queries", ("reranker_loss", "answers")),
+    "reward": ("pairs", ()),
+    "classify": ("records", ("num_labels", "problem_type")),
 }
+"""By task, what its loss is a mean over, and the flags that have a meaning with it alone."""
 
 
 def add_task_arguments(group: argparse._ArgumentGroup) -> None:
@@ -169,9 +157,9 @@ def check_task(args: argparse.Namespace, architecture: Architecture) -> None:
     Raises:
         BadInput: flags do not fit together; the message names them and the remedy.
     """
-    for other, row in _TASKS.items():
+    for other, (_, details) in _TASKS.items():
         if args.task != other:
-            refuse_without(f"--task {other}", args, row.details)
+            refuse_without(f"--task {other}", args, details)
     if args.task is None:
         return
     longest = max(contrastive_of(args).dimensions, default=0)
@@ -192,7 +180,7 @@ def check_task(args: argparse.Namespace, architecture: Architecture) -> None:
         require_classifier(Path(args.load), labels)
     if asks_for_lora(args):
         _check_adapter(adapter_config(args, architecture), args)
-    refuse_router_losses(args, task, _TASKS[args.task].units)
+    refuse_router_losses(args, task, _TASKS[args.task][0])
 
 
 def _check_adapter(config: AdapterConfig, args: argparse.Namespace) -> None:
