@@ -22,8 +22,6 @@ from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.tiny.tiny_checkpoint import tiny_config
 
 RANK = 16
-
-
 CHUNK = 16 * 2**20
 """Number of values of a rank that one plain all-gather moves."""
 

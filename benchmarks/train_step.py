@@ -42,7 +42,8 @@ def main() -> None:
         results = {side: in_process_of_its_own(side) for side in options.sides}
     else:
         results = {options.sides[0]: measure(options.sides[0], shape(options), options)}
-    report = {"options": vars(options), "device": device_name(options), "results": results}
+    device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
+    report = {"options": vars(options), "device": device, "results": results}
     print(json.dumps(report, indent=2))
 
 
@@ -333,10 +334,6 @@ def hf_inputs(
         "image_grid_thw": batch["grid"],
     }
     return {name: tensor.to(device) for name, tensor in inputs.items()}
-
-
-def device_name(options: argparse.Namespace) -> str:
-    return torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
 
 
 if __name__ == "__main__":

@@ -109,11 +109,8 @@ class RoleOutcome:
     def host_syncs(self) -> int:
         """Host syncs of one iteration, without those of periodic logging."""
         iteration = self.iteration
-        return (
-            sum(s.count for s in iteration.host_syncs if s.phase != holders.LOG)
-            if iteration is not None
-            else 0
-        )
+        found = iteration.host_syncs if iteration is not None else []
+        return sum(sync.count for sync in found if sync.phase != holders.LOG)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the role's results for ``--json``; sizes in bytes."""
@@ -232,10 +229,7 @@ class Remedy:
     """A changed run that was rehearsed too.
 
     Attributes:
-        change: the change in words.
         flags: flags to append.
-        gpus: number of GPUs of the changed run.
-        fits: whether its roles ran to their ends.
         peak: most bytes that tensors took, on the role that failed or reserved most.
         reserved: most bytes that the allocator reserved, on the same role.
         why_not: what stopped the changed run; empty if it fits.

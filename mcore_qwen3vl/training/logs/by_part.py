@@ -27,9 +27,7 @@ def part_grad_norms(model: list[Any]) -> dict[str, Tensor]:
     squares = torch.zeros(len(NAMES), device=torch.cuda.current_device())
     for chunk in model:
         parts = {parameter: part_of(name) for name, parameter in chunk.named_parameters()}
-        for buffer in chunk.buffers:
-            _add_squares(squares, buffer, parts, chunk)
-        for buffer in chunk.expert_parallel_buffers:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             _add_squares(squares, buffer, parts, chunk)
     dist.all_reduce(squares)
     return dict(zip(NAMES, squares.sqrt(), strict=True))

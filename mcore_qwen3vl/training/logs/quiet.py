@@ -99,7 +99,7 @@ class LogFile(io.TextIOBase):
         super().close()
 
 
-class AboveProgress(io.TextIOBase):
+class AboveProgress:
     """Standard error on a terminal whose last line may be any process's progress bar."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -111,14 +111,8 @@ class AboveProgress(io.TextIOBase):
         self._at_start = text.endswith("\n")
         return len(text)
 
-    def flush(self) -> None:
-        self._stream.flush()
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
-
-    def isatty(self) -> bool:
-        return self._stream.isatty()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 @contextmanager
