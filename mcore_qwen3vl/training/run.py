@@ -310,20 +310,11 @@ class Run:
         if iteration % self.args.log_interval == 0:
             self._report(model, iteration)
 
-    def _log(
-        self,
-        original: Any,
-        losses: Any,
-        totals: Any,
-        rate: Any,
-        iteration: int,
-        *rest: Any,
-        **kw: Any,
-    ) -> Any:
+    def _log(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         from megatron.training.utils import is_last_rank
 
-        signature = inspect.signature(original)
-        given = signature.bind(losses, totals, rate, iteration, *rest, **kw).arguments
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        losses, iteration = given["loss_dict"], given["iteration"]
         due = iteration % self.args.log_interval == 0
         if not self.args.fp16:  # whose loss scaler skips steps with a norm that is no number
             self.norms.add(given["grad_norm"], iteration)
@@ -335,12 +326,12 @@ class Run:
                 numbers: dict[str, Any] = {n: float(loss) for n, loss in losses.items()}
                 norm = given["grad_norm"]
                 numbers |= {"grad norm": None if norm is None else float(norm)}
-                numbers |= {"learning rate": rate}
+                numbers |= {"learning rate": given["learning_rate"]}
                 numbers |= self.last_report if due else {}
                 self.progress.show(iteration, numbers)
                 if due and self.args.log_json:
                     metrics.append_json(self.args.log_json, {"iteration": iteration, **numbers})
-        return original(losses, totals, rate, iteration, *rest, **kw)
+        return original(*args, **kwargs)
 
     def _report(self, model: list[Any], iteration: int) -> None:
         from megatron.core import parallel_state
