@@ -32,10 +32,7 @@ NOT_THE_CALLER = ("/torch/", f"{Path(__file__).parent}/", "<")
 
 
 class Device:
-    """The simulated device of this process.
-
-    Only the newest object records host syncs and launches.
-    """
+    """The simulated device of this process; only the newest object records syncs and launches."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(None)

@@ -44,10 +44,7 @@ class SimulatedRank:
 
 
 class Workbench:
-    """A process on the pretended device that runs functions, each in a fork of its own.
-
-    Use it as a context manager.
-    """
+    """A process on the pretended device that runs functions in forks; use it in a ``with``."""
 
     def __init__(
         self,

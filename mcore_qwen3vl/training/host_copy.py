@@ -53,11 +53,7 @@ class NormCheck:
             self._pending = iteration, AsyncHostCopy(values)
 
     def settle(self) -> None:
-        """Check the norm that was added last, waiting for it if necessary.
-
-        Raises:
-            FloatingPointError: the norm is infinite or NaN.
-        """
+        """Check the norm that was added last, waiting for it if necessary; see :meth:`add`."""
         pending, self._pending = self._pending, None
         if pending is None:
             return

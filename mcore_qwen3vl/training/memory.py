@@ -193,10 +193,7 @@ def _outside_layers(group: Group, a: Architecture, layout: Layout, stage: int) -
 def _activations(
     a: Architecture, layout: Layout, work: Workload, recompute: Recompute, stage: int, vision: bool
 ) -> float:
-    """Return the bytes of stored activations on one rank.
-
-    They are those of the decoder layers for all micro-batches in flight, and of the vision tower.
-    """
+    """Return the bytes that a rank keeps, of decoder layers in flight and the vision tower."""
     held = layout.virtual_stages(a.num_hidden_layers)[stage :: layout.pp]
     tokens, cheap = work.seq_length * work.micro_batch_size / layout.cp, recompute == "cheap"
     each = [
@@ -251,10 +248,7 @@ def _layer_activations(
 def _vision_activations(
     a: Architecture, layout: Layout, work: Workload, recompute: Recompute
 ) -> float:
-    """Return the bytes of the vision tower's activations on one rank of the TP x CP group.
-
-    The group's ranks divide the patches among them.
-    """
+    """Return the vision tower's bytes; the ranks of a TP x CP group divide the patches."""
     v = a.vision
     tokens = work.seq_length * work.micro_batch_size * work.visual_share
     patches = tokens * v.spatial_merge_size**2 / (layout.tp * layout.cp)

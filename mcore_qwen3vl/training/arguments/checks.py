@@ -186,10 +186,7 @@ def check_surroundings(args: argparse.Namespace) -> None:
 
 
 def _check_kinds(args: argparse.Namespace) -> None:
-    """Check which kind of checkpoint each flag names, and that it is there.
-
-    Megatron would start from random weights if ``--load`` held none of its checkpoints.
-    """
+    """Check each flag's checkpoint: without one Megatron would start from random weights."""
     if args.ckpt_step and (folder := args.load or args.save):
         _check_step(Path(folder), args.ckpt_step)
     hf = args.load_hf

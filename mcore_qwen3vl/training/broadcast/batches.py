@@ -87,10 +87,7 @@ class SharedBatches:
             yield self._waiting[index].popleft()
 
     def position(self) -> Any:
-        """Return the loader's position before it read ahead, for its ``state_dict``.
-
-        It is None if nothing was read ahead, or this rank has no loader.
-        """
+        """Return the loader's ``state_dict`` position before it read ahead; None if it did not."""
         if self._upcoming is None:
             return None
         self._upcoming.exception()  # waits until the thread has finished reading

@@ -117,10 +117,7 @@ class AboveProgress:
 
 @contextmanager
 def _logging_to(file: LogFile, errors: Any, rank: int) -> Iterator[None]:
-    """Log all records to the file, and warnings to standard error too.
-
-    Libraries' warnings are shown by the first rank only.
-    """
+    """Log to the file, and warnings to standard error too; libraries' on the first rank alone."""
     record = logging.StreamHandler(file)
     record.setLevel(logging.INFO)
     show = logging.StreamHandler(errors)

@@ -112,11 +112,7 @@ def _parameters(
 
 
 def keep_trained(original: Any, args: Any, model: Any, *rest: Any, **kwargs: Any) -> dict[str, Any]:
-    """Replace ``generate_state_dict``: keep only the trained entries of each chunk.
-
-    That holds for saving and for loading. The optimizer's part, which Megatron derives from the
-    model's, has no others.
-    """
+    """Replace ``generate_state_dict``: keep a chunk's trained entries, to save and load."""
     from megatron.core.utils import unwrap_model
 
     state: dict[str, Any] = original(args, model, *rest, **kwargs)

@@ -74,10 +74,6 @@ def _baseline(policy: list[Tensor], reference: list[Tensor]) -> Tensor:
 
     A record that is alone in its micro-batch has kept its own answer, and is left out. If all are
     alone, the baseline is 0.
-
-    Args:
-        policy: (N,) float32 log-probabilities of the exchanged answers of each micro-batch.
-        reference: those of the reference.
     """
     changes = [p - r for p, r in zip(policy, reference, strict=True) if len(p) > 1]
     found = torch.cat([policy[0].new_zeros(0), *changes])

@@ -38,10 +38,7 @@ def reduce_in_pieces(original: Any, model: Sequence[Any], *args: Any) -> None:
 
 
 def _pieces(parameters: Iterator[Named]) -> Iterator[list[Named]]:
-    """Divide parameters into pieces, in order, so that all ranks make the same pieces.
-
-    Only parameters that are reduced count towards a piece's size.
-    """
+    """Divide parameters, in order, into pieces; only those that are reduced have a size."""
     piece: list[Named] = []
     size = 0
     for name, parameter in parameters:

@@ -60,11 +60,7 @@ def forward_pass(
     first: Callable[..., Any],
     within: Within,
 ) -> list[Any]:
-    """Run the schedule's forward passes alone, with the arguments of :func:`two_passes`.
-
-    Returns:
-        On the last stage what the loss function of `first` returned for each micro-batch.
-    """
+    """Run the forward passes alone; on the last stage return what `first`'s loss function gave."""
     with within(given["model"]) as model:
         found: list[Any] = schedule(
             **{
