@@ -146,7 +146,7 @@ class Trained:
 
     def _save(self, state: dict[str, Any], folder: Path) -> None:
         folder.mkdir(exist_ok=True)
-        wrap(filesystem_async, {"get_write_results_queue": results_queue})  # as in a run
+        wrap(filesystem_async, "get_write_results_queue", results_queue)  # as in a run
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(), group)
         dist_checkpointing.save(state, str(folder), strategy)
