@@ -100,7 +100,7 @@ Measuring = Callable[[Any], Size | Unusable]
 
 
 class MeasuredFactory(BaseCoreDatasetFactory[CrudeSample]):
-    """A wrapper of energon's factory for one data set, whose samples are stubs with their number."""
+    """A wrapper of energon's factory for one data set, whose samples are their numbers alone."""
 
     __sample_type__ = CrudeSample
 
