@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core.utils import unwrap_model
@@ -22,14 +22,15 @@ from mcore_qwen3vl.training.checkpoints.optimizer import check_state_of_weights
 from mcore_qwen3vl.training.folders import claim
 from mcore_qwen3vl.training.lora.lora_run import check_checkpoint
 
-if TYPE_CHECKING:
-    from mcore_qwen3vl.training.run import Run
-
 
 class RunCheckpoints:
     """Wrappers of the functions with which Megatron's loop loads and saves."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Any) -> None:
+        """
+        Args:
+            run: the :class:`~mcore_qwen3vl.training.run.Run`, which imports this module.
+        """
         self._run, self._args = run, run.args
         self.validations = Validations(run.args)
         self._on_disk: tuple[str, int] | None = None  # the folder and step of the last checkpoint
