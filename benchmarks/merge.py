@@ -25,10 +25,10 @@ from mcore_qwen3vl import console
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import Factors
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
+from mcore_qwen3vl.converters.adapters.files import write_adapter
 from mcore_qwen3vl.converters.adapters.merge import merge
 from mcore_qwen3vl.converters.adapters.presets import preset
 from mcore_qwen3vl.converters.adapters.targets import resolve_targets
-from mcore_qwen3vl.converters.adapters.write import write_adapter
 from mcore_qwen3vl.converters.convert import hf_to_hf
 
 COPY, REWRITE, MERGE = "copy", "hf-to-hf", "lora merge"

@@ -242,6 +242,19 @@ def emit_json(data: Any) -> None:
     sys.stdout.write(json.dumps(data, indent=2, default=str) + "\n")
 
 
+def present(as_json: bool, data: Any, show: Callable[..., None], *shown: Any) -> None:
+    """Write `data` as JSON if that was asked for; otherwise call `show` with `shown`."""
+    if as_json:
+        emit_json(data)
+    else:
+        show(*shown)
+
+
+def say(text: str) -> None:
+    """Print plain text to standard output, without wrapping it."""
+    output.print(plain(text), soft_wrap=True)
+
+
 def counted(number: int, what: str) -> str:
     """Return a number with its noun: ``1 image``, ``2 images``."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"

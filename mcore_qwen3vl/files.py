@@ -39,10 +39,6 @@ def atomic_write(target: Path, remedy: str = "Make room, or name another place."
     Args:
         target: a file, or a folder that is empty or does not exist. A device or a pipe such as
             ``/dev/stdout`` is written to directly.
-        remedy: the last sentence of the error message.
-
-    Raises:
-        BadInput: the system refuses to write; nothing is left behind.
     """
     target = Path(os.path.realpath(target))
     if target.exists() and not (target.is_file() or target.is_dir()):
@@ -61,11 +57,7 @@ def atomic_write(target: Path, remedy: str = "Make room, or name another place."
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """Do as :func:`atomic_write`, for a folder that must be empty or not exist yet.
-
-    Raises:
-        BadInput: `target` exists and is not an empty folder, or the system refuses to write.
-    """
+    """Do as :func:`atomic_write`, for a folder that must be empty or not exist yet."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise BadInput(f"{target} exists and is not an empty directory: name another one.")
     with atomic_write(target) as partial:
@@ -90,11 +82,6 @@ def parse_json(text: str | bytes) -> Any:
 def read_object(path: Path, name: str, where: str) -> dict[str, Any]:
     """Return the JSON object in a file, or in the file `name` of a directory.
 
-    Args:
-        path: the file or the directory.
-        name: name of the file in the directory.
-        where: a sentence that says where such a file is, for the message.
-
     Raises:
         BadInput: there is no such file, or it holds something else.
     """
@@ -114,13 +101,7 @@ def read_object(path: Path, name: str, where: str) -> dict[str, Any]:
 
 
 def refuse_special_files(folder: Path) -> None:
-    """Raise if `folder` directly holds a pipe, a socket or a device; nothing is opened.
-
-    Opening a pipe would wait for a writer, and a device may have no end.
-
-    Raises:
-        BadInput: `folder` holds a pipe, a socket or a device, or a link to one.
-    """
+    """Raise BadInput if `folder` directly holds a pipe, a socket or a device, or a link to one."""
     if not folder.is_dir():
         return
     with os.scandir(folder) as entries:

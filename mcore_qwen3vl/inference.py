@@ -13,7 +13,7 @@ import torch.distributed as dist
 from mcore_qwen3vl import console
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import Adapter, is_adapter
-from mcore_qwen3vl.converters.adapters.read import read_adapter
+from mcore_qwen3vl.converters.adapters.files import read_adapter
 from mcore_qwen3vl.converters.live.load import load_checkpoint, load_hf
 from mcore_qwen3vl.converters.mapping.forms import SCORE
 from mcore_qwen3vl.converters.mcore.formats import is_megatron
@@ -28,10 +28,6 @@ from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
 
 _WEEK = 7 * 86400.0  # seconds: a command may take long, and the user can interrupt it
-
-
-_HEADS = (("reward", "reward model"), ("classify", "classifier"))
-"""The task and the kind of model of a head with one label, and of a head with more."""
 
 
 def hf_folder_of(checkpoint: Path, hf: Path | None, command: str) -> Path:
@@ -72,7 +68,6 @@ def load_chunks(
     Args:
         dtype: a name of ``DTYPES``, or ``config`` for the dtype of the checkpoint's config.
         adapter: a LoRA adapter to attach; a classifier's head may be in it alone.
-        kind: the class of the chunks.
         overrides: further ``TransformerConfig`` fields.
     """
     initialize(layout)
@@ -105,22 +100,18 @@ def adapter_for(
     if lora is None:
         return None
     adapter = read_adapter(lora, folder)
-    _require_head_for(task, adapter, lora, checkpoint)
+    if adapter.labels is not None:
+        several = len(adapter.labels) > 1
+        own, model = ("classify", "classifier") if several else ("reward", "reward model")
+        if task != own:
+            raise BadInput(
+                f"{lora} is the adapter of a {model}, whose head only `score --task {own}` uses: "
+                f"`score {checkpoint} DATA --lora {lora} --task {own}`."
+            )
     if os.environ.get("RANK", "0") == "0":
         for note in adapter.other_base(checkpoint):
             console.messages.print(f"warning: {console.plain(note)}", soft_wrap=True)
     return adapter
-
-
-def _require_head_for(task: str | None, adapter: Adapter, lora: Path, checkpoint: Path) -> None:
-    if adapter.labels is None:
-        return
-    own, model = _HEADS[len(adapter.labels) > 1]
-    if task != own:
-        raise BadInput(
-            f"{lora} is the adapter of a {model}, whose head only `score --task {own}` uses: "
-            f"`score {checkpoint} DATA --lora {lora} --task {own}`."
-        )
 
 
 def on_all_ranks(on_rank: Callable[[], Any], layout: Layout, *, on_cpu: bool, purpose: str) -> Any:
@@ -139,7 +130,13 @@ def on_all_ranks(on_rank: Callable[[], Any], layout: Layout, *, on_cpu: bool, pu
     if not (on_cpu or torch.cuda.device_count()):
         raise BadInput(f"There is no GPU here: pass --cpu to {purpose} on the CPU.")
     if "RANK" in os.environ:
-        return _under_torchrun(on_rank, on_cpu)
+        if not on_cpu:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("gloo" if on_cpu else "nccl")
+        try:
+            return on_rank()
+        finally:
+            dist.destroy_process_group()
     if not on_cpu and torch.cuda.device_count() < layout.world_size:
         raise BadInput(
             f"Layout {layout} needs {layout.world_size} GPUs and this machine has "
@@ -148,13 +145,3 @@ def on_all_ranks(on_rank: Callable[[], Any], layout: Layout, *, on_cpu: bool, pu
         )
     device: Any = "cpu" if on_cpu else "cuda"
     return run_layout(on_rank, layout.world_size, timeout=_WEEK, device=device)[0]
-
-
-def _under_torchrun(on_rank: Callable[[], Any], on_cpu: bool) -> Any:
-    if not on_cpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("gloo" if on_cpu else "nccl")
-    try:
-        return on_rank()
-    finally:
-        dist.destroy_process_group()

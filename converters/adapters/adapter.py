@@ -1,7 +1,7 @@
 """A LoRA adapter in memory, and the names of its file and tensors in PEFT.
 
 In memory an adapter has Hugging Face's parameter names and one convention for the factors of fused
-experts, whatever wrote its file; `read` and `write` convert from and to PEFT's directory.
+experts, whatever wrote its file; `files` converts from and to PEFT's directory.
 """
 
 from __future__ import annotations

@@ -59,18 +59,10 @@ class AdapterConfig:
 
     Attributes:
         r: rank; for fused experts, the rank of each expert.
-        lora_alpha: numerator of the scaling, ``lora_alpha / r``.
-        lora_dropout: dropout probability.
-        use_rslora: whether the scaling is ``lora_alpha / sqrt(r)`` instead.
         target_modules: names of modules or ends of names, or a regular expression, or
             ``all-linear``.
         target_parameters: names of parameters or ends of names, for fused experts and the router.
         rank_pattern, alpha_pattern: other ranks and alphas for names that match a key.
-        exclude_modules: modules to leave out, given like `target_modules`.
-        layers_to_transform: the only layers in which `target_modules` are adapted; None: all.
-        layers_pattern: name of the model's list of layers.
-        modules_to_save: modules that are trained and stored whole.
-        ensure_weight_tying: whether tied embeddings stay tied in `modules_to_save`.
         raw: every other field of the file, unchanged.
     """
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import WEIGHTS, Adapter, Factors, is_adapter
 from mcore_qwen3vl.converters.adapters.config import FILE
+from mcore_qwen3vl.converters.adapters.files import read_adapter
 from mcore_qwen3vl.converters.adapters.peft_model import EMBEDDING, HEAD
-from mcore_qwen3vl.converters.adapters.read import read_adapter
 from mcore_qwen3vl.converters.adapters.roles import Roles
 from mcore_qwen3vl.converters.adapters.update import of_expert, product, row_chunks
 from mcore_qwen3vl.converters.hf.config_file import Changes
@@ -66,6 +66,7 @@ def plan_merge(
     """Check a checkpoint and an adapter for it and plan their merge; write nothing.
 
     Args:
+        dtype: "keep", "bf16", "fp16" or "fp32".
         max_shard_size: largest safetensors file, like "5GB".
         expert_layout: "published", "v5" or "source"; default: "published" for MoE, since vLLM reads
             no other layout, and "source" for dense models.

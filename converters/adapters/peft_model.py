@@ -79,8 +79,6 @@ class Applied:
     Attributes:
         slots: descriptions of the factors, by HF parameter, in the model's order.
         saved: shapes of the parameters that are stored whole, by HF parameter.
-        modules: names of all modules of the model.
-        parameters: names of all parameters of the model.
         matched: names of the modules that match ``target_modules`` by PEFT's own rule.
         spelled_out: ``target_modules`` as PEFT would store them, sorted, with ``all-linear``
             replaced by the names that it matches. None if they are a regular expression or absent.
@@ -152,20 +150,12 @@ def has_score(config: AdapterConfig) -> bool:
 
 
 def labels_of(config: Mapping[str, Any]) -> Labels:
-    """Return the labels that a ``config.json`` gives an adapter's head: one score if it has none.
-
-    Raises:
-        BadInput: `Labels.of_config` raised it.
-    """
+    """Return the labels that a ``config.json`` gives an adapter's head, or else one score."""
     return Labels.of_config(config) or ONE_SCORE
 
 
 def config_content(hf_config: HFConfig) -> dict[str, Any]:
-    """Return a copy of the parsed ``config.json``, after checking that it is Qwen3-VL's.
-
-    Raises:
-        BadInput: `Architecture.from_hf` raised it.
-    """
+    """Return a copy of the parsed ``config.json``, after checking that it is Qwen3-VL's."""
     parsed = hf_config if isinstance(hf_config, Mapping) else read_config_file(Path(hf_config))
     Architecture.from_hf(dict(parsed))
     return copy.deepcopy(dict(parsed))  # transformers modifies the config that it is given

@@ -39,9 +39,6 @@ def preset(name: str, architecture: Architecture) -> Targets:
     Args:
         architecture: architecture of the model. Parts that it lacks are not named, since a target
             that matches nothing is an error.
-
-    Raises:
-        BadInput: `name` is not a `Preset`.
     """
     if name not in get_args(Preset):
         raise BadInput(f"{name!r} is not one of {', '.join(get_args(Preset))}.")

@@ -1,10 +1,13 @@
-"""Inspect a path: the kind of checkpoint, its model, size and tensors."""
+"""Inspect a path: the kind of checkpoint, its model, size and tensors, and their mapping."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.hf.form_file import read_form
@@ -14,6 +17,7 @@ from mcore_qwen3vl.converters.mapping.dialects import recognise
 from mcore_qwen3vl.converters.mapping.forms import Form
 from mcore_qwen3vl.converters.mapping.row import Row, SourceTensor
 from mcore_qwen3vl.converters.mapping.table import hf_shapes, table
+from mcore_qwen3vl.converters.mapping.transforms import Rearrangement
 from mcore_qwen3vl.converters.mcore.formats import (
     is_megatron,
     open_megatron,
@@ -24,6 +28,8 @@ from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.converters.torch_dist import metadata
 from mcore_qwen3vl.errors import BadInput
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 @dataclass(frozen=True)
@@ -36,13 +42,12 @@ class TensorInfo:
     nbytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Inspection:
     """The result of `inspect_path`.
 
     Attributes:
         kind: "huggingface", "megatron" or "config" (a config without weights).
-        architecture: the model's shape.
         form: how its Hugging Face tensors are called, and which head it has.
         expert_layout: declared layout of the fused experts; None for a dense model.
         iteration: name of the iteration's folder in a Megatron checkpoint; else None.
@@ -51,8 +56,6 @@ class Inspection:
         parameters: parameter count by part of the model, without vocabulary padding.
         active_parameters: parameters used for one token (top-k experts), all parts.
         padded_vocab_size: rows of the embedding in a Megatron checkpoint; else None.
-        files: number of weight files.
-        nbytes: bytes of tensor data.
     """
 
     path: str
@@ -60,11 +63,11 @@ class Inspection:
     architecture: Architecture
     form: Form
     expert_layout: str | None
-    iteration: str | None
+    iteration: str | None = None
     tensors: tuple[TensorInfo, ...]
     parameters: dict[str, int]
     active_parameters: int
-    padded_vocab_size: int | None
+    padded_vocab_size: int | None = None
     files: int
     nbytes: int
     maker: str | None = None
@@ -126,17 +129,17 @@ def _megatron(path: Path, hf_config: Path | None) -> Inspection:
     tensors = tuple(
         _info(key, t.shape, dtype_name(t.dtype), t.dtype.itemsize) for key, t in stored.items()
     )
-    found = _inspection(
+    return _inspection(
         path,
-        "megatron",
         architecture,
         read_form(folder),
         tensors,
+        kind="megatron",
+        maker=None if checkpoint.dialect is None else checkpoint.dialect.maker,
         iteration=checkpoint.folder.name,
         padded_vocab_size=checkpoint.vocab_size,
         files=len(checkpoint.data_files),
     )
-    return found if checkpoint.dialect is None else replace(found, maker=checkpoint.dialect.maker)
 
 
 def _maker(path: Path) -> str | None:
@@ -154,14 +157,8 @@ def _huggingface(path: Path) -> Inspection:
         _info(checkpoint.form.names.stored(name), e.shape, dtype_name(e.stored), e.stored.itemsize)
         for name, e in (checkpoint.entries | checkpoint.scales).items()
     )
-    return _inspection(
-        path,
-        "huggingface",
-        Architecture.from_hf(path),
-        checkpoint.form,
-        tensors,
-        files=len(checkpoint.files),
-    )
+    facts = {"kind": "huggingface", "files": len(checkpoint.files)}
+    return _inspection(path, Architecture.from_hf(path), checkpoint.form, tensors, **facts)
 
 
 def _config(path: Path) -> Inspection:
@@ -169,35 +166,119 @@ def _config(path: Path) -> Inspection:
     shapes = hf_shapes(table(architecture))
     itemsize = {"float32": 4}.get(architecture.dtype, 2)
     tensors = tuple(_info(n, s, architecture.dtype, itemsize) for n, s in shapes.items())
-    return _inspection(path, "config", architecture, Form(), tensors, files=0)
+    return _inspection(path, architecture, Form(), tensors, kind="config", files=0)
 
 
 def _inspection(
     path: Path,
-    kind: str,
     architecture: Architecture,
     form: Form,
     tensors: tuple[TensorInfo, ...],
-    *,
-    files: int,
-    iteration: str | None = None,
-    padded_vocab_size: int | None = None,
+    **facts: Any,
 ) -> Inspection:
     return Inspection(
         path=str(path),
-        kind=kind,
         architecture=architecture,
         form=form,
         expert_layout=architecture.expert_layout,
-        iteration=iteration,
         tensors=tensors,
         parameters=dict(parameters.by_part(architecture, form.head)),
         active_parameters=parameters.active(architecture, form.head),
-        padded_vocab_size=padded_vocab_size,
-        files=files,
         nbytes=sum(tensor.nbytes for tensor in tensors),
+        **facts,
     )
 
 
 def _info(name: str, shape: Shape, dtype: str, itemsize: int) -> TensorInfo:
     return TensorInfo(name, shape, dtype, prod(shape) * itemsize)
+
+
+@dataclass(frozen=True)
+class MappingLine:
+    """Rows of the mapping that differ only in the layer, block or expert.
+
+    Attributes:
+        hf: names of the Hugging Face tensors that make one mcore piece, in the order of the
+            transform; ``layers.{0..35}`` stands for each of these layers.
+        hf_shapes: shape of each whole HF tensor (fused experts with their first axis).
+        mcore: sharded checkpoint key of the mcore tensor, written in the same way.
+        shape: shape of one piece: one layer, or one expert.
+        stacked: sizes of the axes on which the pieces are stacked before `shape`: (layers,),
+            (experts,), (layers, experts) or ().
+        transform: how the tensors in `hf` become the piece, in a few words.
+        tp_axis: axis of `shape` that tensor parallelism cuts; None if every rank holds the piece.
+        tp_parts: number of equal parts along `tp_axis` that are each cut (2 for gate and up).
+        cut_by: ``TP``, or ``ETP`` for an expert; None where `tp_axis` is None.
+    """
+
+    hf: tuple[str, ...]
+    hf_shapes: tuple[Shape, ...]
+    mcore: str
+    shape: Shape
+    stacked: Shape
+    transform: str
+    tp_axis: int | None
+    tp_parts: int
+    cut_by: str | None
+    rows: int
+
+
+def mapping_lines(rows: Iterable[Row]) -> list[MappingLine]:
+    """Fold the rows of :func:`mcore_qwen3vl.converters.mapping.table.table`, in order."""
+    groups: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        names = (row.key, *(source.name for source in row.sources))
+        shapes = (row.global_shape, *(source.shape for source in row.sources))
+        alike = (*(_NUMBER.sub("#", name) for name in names), *shapes, row.rearrangement)
+        groups.setdefault((*alike, row.tp_axis, row.tp_parts), []).append(row)
+    return [_line(group) for group in groups.values()]
+
+
+def describe(rearrangement: Rearrangement) -> str:
+    """Return the name of the transform, in a few words."""
+    if rearrangement.transposed:
+        return "transpose"
+    if rearrangement.padding:
+        return f"append {rearrangement.padding} zero rows"
+    if rearrangement.source_count == 1:
+        return "identity"
+    if len(rearrangement.blocks) == rearrangement.source_count:
+        return "concatenate rows"
+    groups = len(rearrangement.blocks) // rearrangement.source_count
+    return f"interleave rows in {groups} groups"
+
+
+def _line(group: Sequence[Row]) -> MappingLine:
+    first = group[0]
+    sources = range(len(first.sources))
+    return MappingLine(
+        hf=tuple(_folded([row.sources[i].name for row in group]) for i in sources),
+        hf_shapes=tuple(source.shape for source in first.sources),
+        mcore=_folded([row.key for row in group]),
+        shape=first.shape,
+        stacked=first.global_shape[: len(first.offset)],
+        transform=describe(first.rearrangement),
+        tp_axis=first.tp_axis,
+        tp_parts=first.tp_parts,
+        cut_by=None if first.tp_axis is None else "ETP" if ".experts." in first.key else "TP",
+        rows=len(group),
+    )
+
+
+def _folded(names: Sequence[str]) -> str:
+    """Return one name for all `names`, with the numbers in braces if there are several."""
+    numbers = sorted({int(match[0]) for name in names if (match := _NUMBER.search(name))})
+    if len(numbers) < 2:
+        return names[0]
+    return _NUMBER.sub(f"{{{_ranges(numbers)}}}", names[0])
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return ``0..3,7`` for 0, 1, 2, 3 and 7."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}..{b}" for a, b in runs)

@@ -12,7 +12,7 @@ from typing import Any
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import Adapter
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
-from mcore_qwen3vl.converters.adapters.read import AdapterFile, read_adapter
+from mcore_qwen3vl.converters.adapters.files import AdapterFile, read_adapter
 from mcore_qwen3vl.converters.adapters.roles import Roles
 from mcore_qwen3vl.converters.adapters.serving import vllm_notes
 from mcore_qwen3vl.converters.storage.boxes import Shape
@@ -27,10 +27,8 @@ class AdapterPart:
     Attributes:
         name: name of the parameters with numbers replaced by ``*``; PEFT's key if the model is not
             known.
-        count: number of such parameters.
         r: rank; None for a tensor that is stored whole, or if the model is not known.
         scaling: see `Factors`; None where `r` is None.
-        shapes: shapes of A and B, or of the one tensor.
     """
 
     name: str
@@ -45,15 +43,11 @@ class AdapterInspection:
     """The result of `inspect_adapter`.
 
     Attributes:
-        kind: "adapter".
         base: directory of the model that the adapter was checked against; None if it was not
             checked.
-        config: content of ``adapter_config.json``.
         roles: roles of the factors of fused experts; None if there are none, or if the model is
             not known.
         parts: the adapted parameters and those stored whole.
-        parameters: number of values in the adapter.
-        nbytes: bytes of tensor data.
         notes: notes of the reader (see `Adapter`), and what vLLM would not serve.
     """
 

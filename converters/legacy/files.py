@@ -44,12 +44,7 @@ def saved_arguments(folder: Path) -> Namespace:
 
 @dataclass(frozen=True)
 class RankFile:
-    """The mapped file of one rank.
-
-    Attributes:
-        rank: the rank whose parameters the file holds.
-        layout: the parallel sizes that the file was saved under.
-    """
+    """The mapped file of one rank."""
 
     path: Path
     rank: Rank
@@ -57,11 +52,7 @@ class RankFile:
     models: list[dict[str, Any]]
 
     def tensor(self, vp: int, name: str) -> Tensor:
-        """Return parameter `name` of chunk `vp`.
-
-        Raises:
-            BadInput: the parameter is absent, is not a tensor, or has an unsupported dtype.
-        """
+        """Return parameter `name` of chunk `vp`."""
         if name not in self.models[vp]:
             raise BadInput(
                 f"{self.path} lacks the parameter {name}, which other ranks have. The files do not "
@@ -138,7 +129,6 @@ def _arguments(content: Any, path: Path) -> Namespace:
 
 
 def _layout(content: Any, path: Path) -> Layout:
-    """Return the parallel sizes in the file's arguments."""
     args = _arguments(content, path)
     tp = getattr(args, "tensor_model_parallel_size", None)
     layout = Layout(

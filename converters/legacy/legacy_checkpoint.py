@@ -40,9 +40,6 @@ class LegacyCheckpoint(MegatronCheckpoint):
     `index` lists a parameter that the table does not know as ``FOLDER/NAME``, with the name of its
     rank's folder.
 
-    Attributes:
-        layout: the parallel sizes that the checkpoint was saved under.
-
     Raises:
         BadInput: the path is not a legacy checkpoint; a file is damaged, or holds more than tensors
             and Megatron's own state; or a rank's file is absent.
@@ -80,7 +77,6 @@ class _Parts:
     """The parts of each row's tensor, found in the ranks' files.
 
     Attributes:
-        index: the tensors that the parts make up.
         values: values of each chunk, by key and first corner.
     """
 

@@ -162,8 +162,8 @@ class ToLegacy:
             return source.read(name, box, tensor.dtype)
 
         for rows, *columns in tensor.boxes:
-            whole = row.rearrangement.transposed
-            step = rows.stop - rows.start if whole else max_rows(row, tensor.dtype)
+            height = rows.stop - rows.start
+            step = height if row.rearrangement.transposed else max_rows(row, tensor.dtype)
             for start in range(rows.start, rows.stop, step):
                 yield row.take(fetch, (slice(start, min(start + step, rows.stop)), *columns))
 
@@ -184,12 +184,14 @@ def plan(source: Path, layout: Layout, spec: Spec, **options: Any) -> Conversion
     base = same.conversion
     assert isinstance(base, ToMcore)
     layout = layout if base.architecture.is_moe else replace(layout, etp=1)
-    _check_head(base)
     rows = [row for unit in same.units for row in unit.work]
     _check(layout, base, rows)
     divisor = options.get("make_vocab_size_divisible_by", 1)
     conversion = ToLegacy(base, rows, layout, spec, _arguments(layout, spec, base, divisor))
-    files = [_unit(conversion, rank) for rank in ranks(layout)]
+    files = []
+    for rank in ranks(layout):
+        nbytes = sum(tensor.nbytes for _, tensors in conversion.models(rank) for tensor in tensors)
+        files.append(Unit(rank.folder(layout), nbytes, (rank,)))
     checksums = [Unit(f"checksums {unit.name}", 0, unit.work) for unit in same.units]
     return replace(
         same,
@@ -201,14 +203,14 @@ def plan(source: Path, layout: Layout, spec: Spec, **options: Any) -> Conversion
     )
 
 
-def _unit(conversion: ToLegacy, rank: Rank) -> Unit:
-    nbytes = sum(tensor.nbytes for _, tensors in conversion.models(rank) for tensor in tensors)
-    return Unit(rank.folder(conversion.layout), nbytes, (rank,))
-
-
 def _check(layout: Layout, mcore: ToMcore, rows: list[Row]) -> None:
     """Raise BadInput if the layout does not fit the model or the format."""
     a = mcore.architecture
+    if not mcore.source.form.head.kind.is_language_model:
+        raise BadInput(
+            f"{mcore.source.path} has no language model's head, and Megatron loads the legacy "
+            "format only with one: choose --format torch_dist."
+        )
     if min(layout.tp, layout.pp, layout.vpp, layout.ep, layout.etp) < 1:
         raise BadInput(f"{layout}: parallel sizes start at 1.")
     if a.is_moe and layout.tp % layout.etp:
@@ -228,14 +230,6 @@ def _check(layout: Layout, mcore: ToMcore, rows: list[Row]) -> None:
                 f"{row.key} {list(row.shape)} cannot be cut into {size} equal parts along axis "
                 f"{row.tp_axis}: choose another TP."
             )
-
-
-def _check_head(mcore: ToMcore) -> None:
-    if not mcore.source.form.head.kind.is_language_model:
-        raise BadInput(
-            f"{mcore.source.path} has no language model's head, and Megatron loads the legacy "
-            "format only with one: choose --format torch_dist."
-        )
 
 
 def _arguments(layout: Layout, spec: Spec, mcore: ToMcore, divisor: int) -> dict[str, Any]:

@@ -20,12 +20,7 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.converters.storage.archive import Archive, BadArchive
-from mcore_qwen3vl.converters.storage.restricted_pickle import (
-    FAILURES,
-    Record,
-    Refused,
-    make_set,
-)
+from mcore_qwen3vl.converters.storage.restricted_pickle import FAILURES, Record, Refused, make_set
 from mcore_qwen3vl.converters.storage.tensor_pickle import ReadTensor, TensorUnpickler
 from mcore_qwen3vl.errors import BadInput
 
@@ -102,7 +97,6 @@ class _NamespaceRecord(Record):
     """A stand-in for ``argparse.Namespace``."""
 
     def namespace(self) -> Namespace:
-        """Return a real namespace with the attributes in the pickle."""
         if not isinstance(self.state, dict) or not all(isinstance(k, str) for k in self.state):
             raise pickle.UnpicklingError("arguments that are not names with values")
         made = Namespace()
@@ -126,10 +120,11 @@ class _Unpickler(TensorUnpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
+        # Parameters are rebuilt without their attributes, of which Megatron sets some.
         functions: dict[str, Callable[..., Any]] = {
             "torch._utils._rebuild_tensor_v3": self._rebuild_untyped,
             "torch._utils._rebuild_parameter_with_state": lambda tensor, *_: tensor,
-            "torch._tensor._rebuild_from_type_v2": _rebuild_with_attributes,
+            "torch._tensor._rebuild_from_type_v2": lambda make, _, arguments, *__: make(*arguments),
             "__builtin__.set": make_set,
             "builtins.set": make_set,
         }
@@ -165,8 +160,3 @@ class _Unpickler(TensorUnpickler):
             raise pickle.UnpicklingError("a tensor without a dtype")
         typed = memory._replace(dtype=dtype, values=memory.values // dtype.itemsize)
         return self._rebuild(typed, offset, size, stride)
-
-
-def _rebuild_with_attributes(function: Any, _: Any, arguments: Any, *__: Any) -> Any:
-    """Rebuild a tensor without its attributes; Megatron sets some on parameters."""
-    return function(*arguments)

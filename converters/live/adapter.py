@@ -13,12 +13,11 @@ from torch import Tensor
 from mcore_qwen3vl.config import ExpertLayout
 from mcore_qwen3vl.converters.adapters.adapter import Factors
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
+from mcore_qwen3vl.converters.adapters.files import write_adapter
 from mcore_qwen3vl.converters.adapters.peft_model import EMBEDDING, HEAD, HFConfig, Slot, apply
 from mcore_qwen3vl.converters.adapters.update import add_update
-from mcore_qwen3vl.converters.adapters.write import write_adapter
 from mcore_qwen3vl.converters.live.export import BUCKET_BYTES, Gatherer, Models, together
-from mcore_qwen3vl.converters.live.factors import factor_parts
-from mcore_qwen3vl.converters.live.sharded import Part, hf_parts, unwrap
+from mcore_qwen3vl.converters.live.sharded import Part, factor_parts, hf_parts, unwrap
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.errors import BadInput
 
@@ -37,7 +36,6 @@ def save_adapter(
     directory appears complete or not at all.
 
     Args:
-        models: the adapted model, or its virtual pipeline chunks.
         hf_config: the base model's ``config.json``: its content, the file or its directory.
         force: replace `path` if it is an adapter.
 

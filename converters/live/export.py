@@ -36,10 +36,7 @@ Models = nn.Module | Sequence[nn.Module]
 
 
 def export_hf(
-    models: Models,
-    *,
-    expert_layout: ExpertLayout | None = None,
-    bucket_bytes: int = BUCKET_BYTES,
+    models: Models, *, expert_layout: ExpertLayout | None = None, bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield Hugging Face names and whole tensors, in the order of the network, on every rank.
 
@@ -94,7 +91,9 @@ def save_hf(
     files = shards.plan_shards(exporter.tensors, shards.parse_size(max_shard_size))
     with ExitStack() as stack:
         stage = together(lambda: _prepare(stack, path, files, force), path)
-        writer = _Writer(_from_first(stage and stage.tree), files)
+        first: list[Any] = [stage and stage.tree]
+        dist.broadcast_object_list(first)
+        writer = _Writer(first[0], files)
         for number, bucket in enumerate(exporter.buckets(bucket_bytes)):
             turn = number % dist.get_world_size()
             gathered = exporter.gather(bucket, only=turn)
@@ -173,12 +172,7 @@ class Gatherer:
         return tensors
 
     def _agree(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.dtype]:
-        """Check that the ranks hold every tensor whole, and return the tensors' dtypes.
-
-        Raises:
-            BadInput: the ranks do not hold the whole tensor, or hold parts of it in different
-                dtypes.
-        """
+        """Check that the ranks hold every tensor whole, in one dtype, and return the dtypes."""
         held = {
             name: (parts[0].local.dtype, sum(part.local.numel() for part in parts))
             for name, parts in self._parts.items()
@@ -217,7 +211,6 @@ class _Writer:
             self._pending = self._thread.submit(self._write, tensors)
 
     def finish(self) -> None:
-        """Wait for the last bucket and raise the first error."""
         self._wait()
         self._thread.shutdown()
         if self._error is not None:
@@ -276,9 +269,3 @@ def together[Result](work: Callable[[], Result], path: str | Path) -> Result:
         if message is not None:
             raise BadInput(f"Rank {rank} could not save the model to {path}: {message}")
     return result  # type: ignore[return-value]
-
-
-def _from_first(value: Any) -> Any:
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]

@@ -119,10 +119,7 @@ def load_checkpoint(models: Sequence[Any], path: str | Path, *, whole: bool = Tr
         # mcore calls keys that the checkpoint lacks `unexpected`, and keys that it holds but the
         # model does not request `missing`.
         loaded, extra, lacking = dist_checkpointing.load(
-            state,
-            str(folder),
-            strict=StrictHandling.RETURN_ALL,
-            validate_access_integrity=whole,
+            state, str(folder), strict=StrictHandling.RETURN_ALL, validate_access_integrity=whole
         )
     except CheckpointingException as error:
         raise _not_this_model(folder, str(error)) from error

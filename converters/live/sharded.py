@@ -7,11 +7,13 @@ TP, PP, EP or ETP cut a tensor, or how a layer spec names its parameters.
 
 from __future__ import annotations
 
+import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import xxhash
 from megatron.core.dist_checkpointing.mapping import (
@@ -26,7 +28,7 @@ from mcore_qwen3vl.converters.mapping.forms import Head, head_of
 from mcore_qwen3vl.converters.mapping.row import Row
 from mcore_qwen3vl.converters.mapping.table import table
 from mcore_qwen3vl.converters.storage.archive import as_bytes
-from mcore_qwen3vl.converters.storage.boxes import Selection
+from mcore_qwen3vl.converters.storage.boxes import Selection, Shape
 from mcore_qwen3vl.errors import BadInput
 
 ADAPTER = "adapter."
@@ -41,12 +43,10 @@ class Part:
     """The overlap of a local tensor and one Hugging Face tensor.
 
     Attributes:
-        name: HF tensor name.
         box: place in the whole HF tensor: a slice for each axis; for one expert of a fused tensor,
             the expert's number and a slice for each other axis.
         local: the overlapping part of the local tensor, a view of it in HF's orientation.
         main: whether this rank holds the main replica; other ranks may hold copies.
-        parameter: local name of the parameter.
     """
 
     name: str
@@ -63,11 +63,7 @@ class Part:
 
     @property
     def expert(self) -> int:
-        """The number of the expert.
-
-        Raises:
-            ValueError: this is not a part of fused experts.
-        """
+        """The number of the expert."""
         first = self.box[0]
         if not isinstance(first, int):
             raise ValueError(f"{self.name} is no tensor of fused experts")
@@ -104,7 +100,6 @@ def hf_parts(
     Args:
         models: the model, or its virtual pipeline chunks; wrappers are removed. Adapters are left
             out.
-        values: returns the tensor to cut for each parameter.
         expert_layout: layout of the fused experts on the HF side; default: the layout that the
             model's config declares.
 
@@ -139,10 +134,7 @@ def mcore_pieces(
 
 
 def table_of(
-    chunks: Sequence[Any],
-    expert_layout: ExpertLayout | None = None,
-    *,
-    head: Head | None = None,
+    chunks: Sequence[Any], expert_layout: ExpertLayout | None = None, *, head: Head | None = None
 ) -> list[Row]:
     """Return the table of a running model, whose vocabulary may be padded.
 
@@ -194,9 +186,85 @@ def check_replicas(models: Any) -> None:
         )
 
 
-class _Rows:
-    """The table's rows, by key and position on the stacked axes."""
+def factor_parts(
+    models: nn.Module | Sequence[nn.Module], values: Values = weight
+) -> Iterator[Part]:
+    """Yield every local factor, cut into parts of PEFT's tensors.
 
+    Args:
+        values: returns the tensor to cut for each factor; None leaves the factor out.
+
+    Yields:
+        Parts whose `name` is that of the Hugging Face parameter and the factor, as in
+        ``model.language_model.layers.0.self_attn.q_proj.weight.lora_A``. The box of a part refers
+        to PEFT's tensor: for experts (E * r, in) or (out, r * E).
+    """
+    for chunk in unwrap(models):
+        if chunk.adapter is None:
+            continue
+        entries = chunk.adapter.sharded_state_dict(ADAPTER)
+        for path, pair in chunk.adapter.pairs():
+            for factor in pair.places:
+                name = f"{ADAPTER}{path}.{factor}"
+                tensor = values(getattr(pair, factor))
+                if tensor is None or name not in entries:
+                    continue
+                main = is_main_replica(entries[name].replica_id)
+                for box, local in pair.parts(factor, tensor):
+                    yield Part(f"{pair.name}.{factor}", box, local, main, name)
+
+
+def local_shapes(models: nn.Module | Sequence[nn.Module]) -> dict[str, Shape]:
+    """Return the shapes of PEFT's tensors that this rank holds parts of, by `Part.name`."""
+    return {
+        f"{pair.name}.{factor}": pair.whole_shape(factor)
+        for chunk in unwrap(models)
+        if chunk.adapter is not None
+        for _, pair in chunk.adapter.pairs()
+        for factor in pair.places
+    }
+
+
+@torch.no_grad()
+def load_factors(models: nn.Module | Sequence[nn.Module], factors: Mapping[str, Any]) -> None:
+    """Fill every factor that this rank holds.
+
+    Args:
+        factors: factors by Hugging Face parameter name, with ``a`` and ``b`` in PEFT's shapes.
+            Values are cast to the parameters' dtype.
+    """
+    for part in factor_parts(models):
+        name, _, factor = part.name.rpartition(".")
+        whole: Tensor = factors[name].a if factor == "lora_A" else factors[name].b
+        part.local.copy_(whole[part.box])
+
+
+@torch.no_grad()
+def initialize_factors(models: nn.Module | Sequence[nn.Module], seed: int) -> None:
+    """Initialise as PEFT does: A uniform within 1 / sqrt(in) of zero, B zero.
+
+    The values are the same under every layout.
+    """
+    shapes = local_shapes(models)
+    by_name: dict[str, list[Part]] = {}
+    for part in factor_parts(models):
+        by_name.setdefault(part.name, []).append(part)
+    for name, parts in by_name.items():
+        if name.endswith("lora_B"):
+            _fill(parts, torch.zeros(()).expand(shapes[name]))
+            continue
+        generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
+        bound = shapes[name][1] ** -0.5
+        whole = torch.empty(shapes[name], dtype=torch.float32)
+        _fill(parts, whole.uniform_(-bound, bound, generator=generator))
+
+
+def _fill(parts: Iterable[Part], whole: Tensor) -> None:
+    for part in parts:
+        part.local.copy_(whole[part.box])
+
+
+class _Rows:
     def __init__(self, rows: Iterable[Row]) -> None:
         self._rows = {(row.key, row.offset): row for row in rows}
 

@@ -124,8 +124,7 @@ def inspect(
         float | None, typer.Option(help="With --hf-config: disk speed, for the time estimate.")
     ] = None,
     table: Annotated[
-        bool,
-        typer.Option("--table", help="Show which tensors are converted into which, and how."),
+        bool, typer.Option("--table", help="Show which tensors are converted into which, and how.")
     ] = False,
     tensors: Annotated[bool, typer.Option("--tensors", help="Also list every tensor.")] = False,
     json: Json = False,
@@ -133,45 +132,31 @@ def inspect(
     """Show what a checkpoint is: sizes, shapes, layout, dtype, parameter count by part."""
     from mcore_qwen3vl.converters.adapters.adapter import is_adapter
     from mcore_qwen3vl.converters.describe.estimate import estimate
-    from mcore_qwen3vl.converters.describe.inspect import inspect_path
+    from mcore_qwen3vl.converters.describe.inspect import inspect_path, mapping_lines
     from mcore_qwen3vl.converters.describe.inspect_adapter import inspect_adapter
-    from mcore_qwen3vl.converters.describe.mapping_lines import mapping_lines
 
     if path is not None and is_adapter(path) and not table:
         console.quiet_libraries()
         adapter = inspect_adapter(path, hf_config)
-        if json:
-            console.emit_json(asdict(adapter))
-        else:
-            show.adapter(adapter)
-        return
-    if path is None:
+        console.present(json, asdict(adapter), show.adapter, adapter)
+    elif path is None:
         if hf_config is None:
             raise BadInput("name one thing to inspect: PATH, or --hf-config DIR.")
         if table:
             raise BadInput("--table takes PATH, which may be a config.json, not --hf-config.")
         expected = estimate(hf_config, workers=workers, disk_gb_per_s=disk_gb_per_s)
-        if json:
-            console.emit_json(asdict(expected))
-        else:
-            show.estimate(expected)
-        return
-    inspection = inspect_path(path, hf_config=hf_config)
-    if table:
+        console.present(json, asdict(expected), show.estimate, expected)
+    elif table:
+        inspection = inspect_path(path, hf_config=hf_config)
         lines = mapping_lines(inspection.mapping())
-        if json:
-            found = {"path": inspection.path, "kind": inspection.kind}
-            mapping = [asdict(line) for line in lines]
-            console.emit_json({**found, "mapping": mapping})
-        else:
-            show.mapping(lines)
-        return
-    if json:
-        total = inspection.total_parameters
-        form = inspection.form.record
-        console.emit_json({"total_parameters": total, **asdict(inspection), "form": form})
+        found = {"path": inspection.path, "kind": inspection.kind}
+        mapping = {**found, "mapping": [asdict(line) for line in lines]}
+        console.present(json, mapping, show.mapping, lines)
     else:
-        show.inspection(inspection, tensors=tensors)
+        inspection = inspect_path(path, hf_config=hf_config)
+        total = {"total_parameters": inspection.total_parameters}
+        facts = {**total, **asdict(inspection), "form": inspection.form.record}
+        console.present(json, facts, show.inspection, inspection, tensors)
 
 
 @app.command("tiny")
@@ -204,12 +189,8 @@ def tiny(
             partial, moe=moe, tie=tie, seed=seed, text=text, vocabulary=vocabulary
         )
     kind = "MoE" if moe else "dense"
-    if json:
-        console.emit_json({"out": path, "kind": kind, "seed": seed})
-    else:
-        console.output.print(
-            console.plain(f"wrote a tiny Qwen3-VL {kind} to {path}"), soft_wrap=True
-        )
+    written = {"out": path, "kind": kind, "seed": seed}
+    console.present(json, written, console.say, f"wrote a tiny Qwen3-VL {kind} to {path}")
 
 
 @app.command("demo")
@@ -228,10 +209,7 @@ def demo(
 
     with console.messages.status("starting") as status:
         result = run_demo(dense=dense, keep=keep, status=status.update)
-    if json:
-        console.emit_json({"ok": result.ok, **asdict(result)})
-    else:
-        show.demo(result)
+    console.present(json, {"ok": result.ok, **asdict(result)}, show.demo, result)
     require(result.ok, "the demo failed: see its results above.")
 
 

@@ -1,7 +1,6 @@
 """``mcore-qwen3vl convert``: between Hugging Face and Megatron-Core, and within the first."""
 
 from collections.abc import Callable
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -20,27 +19,10 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Convert checkpoints, without a GPU.", no_args_is_help=True)
 
 
-class Dtype(StrEnum):
-    """Dtype of the written floating-point tensors."""
-
-    keep = "keep"
-    bf16 = "bf16"
-    fp16 = "fp16"
-    fp32 = "fp32"
-
-
-class Format(StrEnum):
-    """Megatron's checkpoint format to write."""
-
-    torch_dist = "torch_dist"
-    torch = "torch"
-
-
-class LayerSpec(StrEnum):
-    """The layer spec whose parameter names a legacy checkpoint has."""
-
-    te = "te"
-    torch = "torch"
+Dtype = Annotated[Literal["keep", "bf16", "fp16", "fp32"], typer.Option(help="Dtype to write.")]
+MaxShardSize = Annotated[str, typer.Option(help="Largest safetensors file.")]
+ExpertLayoutChoice = Literal["source", "published", "v5"]
+"""Layout of fused experts and config in an exported checkpoint."""
 
 
 def _legacy_size(flag: str, what: str, default: str = "1") -> Any:
@@ -51,10 +33,6 @@ def _legacy_size(flag: str, what: str, default: str = "1") -> Any:
         help=f"{what} (--format torch; default: {default}).",
         rich_help_panel="Legacy format",
     )
-
-
-ExpertLayoutChoice = Literal["source", "published", "v5"]
-"""Layout of fused experts and config in an exported checkpoint."""
 
 
 def carry_out(
@@ -95,18 +73,17 @@ def hf_to_mcore(
         ),
     ],
     dst: Annotated[Path, typer.Argument(help="Megatron-Core checkpoint directory to write.")],
-    dtype: Annotated[Dtype, typer.Option(help="Dtype to write.")] = Dtype.keep,
+    dtype: Dtype = "keep",
     make_vocab_size_divisible_by: Annotated[
         int, typer.Option(help="Pad the vocabulary to a multiple of this times --tp.")
     ] = 1,
     tp: Annotated[
-        int,
-        typer.Option(min=1, help="Tensor-parallel size for padding and for --format torch."),
+        int, typer.Option(min=1, help="Tensor-parallel size for padding and for --format torch.")
     ] = 1,
     format: Annotated[
-        Format,
+        Literal["torch_dist", "torch"],
         typer.Option(help="torch_dist loads under any layout; torch (legacy) only under its own."),
-    ] = Format.torch_dist,
+    ] = "torch_dist",
     pp: Annotated[int | None, _legacy_size("pp", "Pipeline parallel size")] = None,
     vpp: Annotated[int | None, _legacy_size("vpp", "Virtual stages per pipeline rank")] = None,
     ep: Annotated[int | None, _legacy_size("ep", "Expert parallel size")] = None,
@@ -122,7 +99,7 @@ def hf_to_mcore(
         _legacy_size("decoder-last-pipeline-num-layers", "Layers of the last rank", "equal"),
     ] = None,
     spec: Annotated[
-        LayerSpec | None,
+        Literal["te", "torch"] | None,
         typer.Option(
             help="Layer spec (--format torch; default: te).", rich_help_panel="Legacy format"
         ),
@@ -141,7 +118,7 @@ def hf_to_mcore(
     from mcore_qwen3vl.converters import convert
 
     layout = None
-    if format is Format.torch:
+    if format == "torch":
         layout = Layout(tp, pp or 1, vpp or 1, ep or 1, etp or tp, first=first, last=last)
     elif any((pp, vpp, ep, etp, first, last, spec)):
         raise BadInput(
@@ -151,12 +128,12 @@ def hf_to_mcore(
     plan = partial(
         convert.plan_hf_to_mcore,
         src,
-        dtype=dtype.value,
+        dtype=dtype,
         make_vocab_size_divisible_by=make_vocab_size_divisible_by,
         tp=tp,
-        format=format.value,
+        format=format,
         layout=layout,
-        spec=None if spec is None else spec.value,
+        spec=spec,
         dialect=dialect,
     )
     carry_out(plan, dst, force=force, workers=workers, dry_run=dry_run, json=json, strict=strict)
@@ -170,8 +147,8 @@ def mcore_to_hf(
         Path | None,
         sources.option("Directory with config and tokenizer, or hub id; the default is SRC/hf."),
     ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Dtype to write.")] = Dtype.keep,
-    max_shard_size: Annotated[str, typer.Option(help="Largest safetensors file.")] = "5GB",
+    dtype: Dtype = "keep",
+    max_shard_size: MaxShardSize = "5GB",
     expert_layout: Annotated[
         ExpertLayoutChoice,
         typer.Option(help="source: as the checkpoint came; published: transformers 4.57; v5."),
@@ -189,7 +166,7 @@ def mcore_to_hf(
         convert.plan_mcore_to_hf,
         src,
         hf_config=hf_config,
-        dtype=dtype.value,
+        dtype=dtype,
         max_shard_size=max_shard_size,
         expert_layout=expert_layout,
     )
@@ -204,8 +181,8 @@ def hf_to_hf(
         ExpertLayoutChoice,
         typer.Option(help="published: vLLM, transformers 4.57 and 5; v5: transformers 5; source."),
     ] = "source",
-    dtype: Annotated[Dtype, typer.Option(help="Dtype to write.")] = Dtype.keep,
-    max_shard_size: Annotated[str, typer.Option(help="Largest safetensors file.")] = "5GB",
+    dtype: Dtype = "keep",
+    max_shard_size: MaxShardSize = "5GB",
     workers: Workers = None,
     force: Force = False,
     strict: Strict = False,
@@ -218,7 +195,7 @@ def hf_to_hf(
     plan = partial(
         convert.plan_hf_to_hf,
         src,
-        dtype=dtype.value,
+        dtype=dtype,
         max_shard_size=max_shard_size,
         expert_layout=expert_layout,
     )

@@ -139,10 +139,9 @@ def check(
     else:
         show.data_report(report)
         if plot is not None:
-            console.output.print(f"  histograms in {console.plain(str(plot))}", soft_wrap=True)
+            console.say(f"  histograms in {plot}")
         if write_clean is not None and report.tokens:
-            wrote = f"  {len(report.tokens):,} usable records in {write_clean}"
-            console.output.print(console.plain(wrote), soft_wrap=True)
+            console.say(f"  {len(report.tokens):,} usable records in {write_clean}")
     require(
         not report.bad or write_clean is not None,
         f"{console.counted(len(report.bad), 'sample')} of {path} cannot be used.",
@@ -182,13 +181,11 @@ def show_sample(
     seen = read_sample(path, number, processor, config, split=split, preprocess=preprocess)
     write_page(seen, out)
     kinds = Counter(one.kind for one in seen.media)
-    if json:
-        counts = {"tokens": seen.tokens, "trained": seen.trained, "media": kinds}
-        console.emit_json({"sample": seen.name, "format": seen.format, **counts, "out": out})
-        return
+    counts = {"tokens": seen.tokens, "trained": seen.trained, "media": kinds}
+    found = {"sample": seen.name, "format": seen.format, **counts, "out": out}
     shown = ", ".join(console.counted(kinds[kind], kind) for kind in sorted(kinds)) or "no images"
     said = (
         f"{seen.name}: {seen.format}, {console.counted(seen.tokens, 'token')}, {seen.trained:,} of "
         f"them trained, {shown}: {out}"
     )
-    console.output.print(console.plain(said), soft_wrap=True)
+    console.present(json, found, console.say, said)

@@ -12,7 +12,7 @@ import typer
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.cli import sources
-from mcore_qwen3vl.cli.options import ConfigSource, Cpu, Dtype, Json, Spec, layout_flags
+from mcore_qwen3vl.cli.options import Checkpoint, ConfigSource, Cpu, Dtype, Json, Spec, layout_flags
 from mcore_qwen3vl.data.records.options import is_missing_file
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
@@ -26,9 +26,7 @@ def small_layout(**sizes: Any) -> Layout:
 
 @layout_flags(small_layout, without=("vpp", "cp"))
 def generate(
-    checkpoint: Annotated[
-        Path, sources.argument("CHECKPOINT", "Megatron-Core or Hugging Face directory, or hub id.")
-    ],
+    checkpoint: Checkpoint,
     prompt: Annotated[
         list[str],
         typer.Option(

@@ -59,14 +59,10 @@ def copy(
         for file in sorted(_folder().iterdir()):
             if file.suffix in (".sh", ".yaml") or file.name == "train.py":
                 shutil.copy(file, partial)
-    if json:
-        console.emit_json({"out": path, "scripts": list(scripts())})
-        return
-    console.output.print(
-        f"{len(scripts())} scripts in {console.plain(str(path))}; "
-        f"bash {console.plain(str(path / 'sft_2b.sh'))} --dry-run prints a command",
-        soft_wrap=True,
+    said = (
+        f"{len(scripts())} scripts in {path}; bash {path / 'sft_2b.sh'} --dry-run prints a command"
     )
+    console.present(json, {"out": path, "scripts": list(scripts())}, console.say, said)
 
 
 def _folder() -> Path:
@@ -76,6 +72,5 @@ def _folder() -> Path:
 
 
 def _title(script: Path) -> str:
-    """Return the first line of the comment at the head of a script."""
     lines = script.read_text(encoding="utf-8").splitlines()
     return next(x for x in lines if x.startswith("# ")).removeprefix("# ")

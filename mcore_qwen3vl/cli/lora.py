@@ -8,7 +8,7 @@ import typer
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.cli import sources
-from mcore_qwen3vl.cli.convert import Dtype, ExpertLayoutChoice, carry_out
+from mcore_qwen3vl.cli.convert import Dtype, ExpertLayoutChoice, MaxShardSize, carry_out
 from mcore_qwen3vl.cli.options import DryRun, Force, Json, Workers
 
 app = typer.Typer(help="LoRA adapters, as PEFT stores them.", no_args_is_help=True)
@@ -28,8 +28,7 @@ FromRoles = Annotated[
 @app.command("merge")
 def merge(
     base: Annotated[
-        Path,
-        sources.argument("BASE", "Hugging Face checkpoint directory, or hub id."),
+        Path, sources.argument("BASE", "Hugging Face checkpoint directory, or hub id.")
     ],
     adapter: Annotated[Path, sources.argument("ADAPTER", "PEFT adapter directory, or hub id.")],
     out: Annotated[Path, typer.Argument(help="Hugging Face checkpoint directory to write.")],
@@ -39,8 +38,8 @@ def merge(
             help="Layout to write; default: published for MoE (vLLM, transformers 4.57 and 5)."
         ),
     ] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Dtype to write.")] = Dtype.keep,
-    max_shard_size: Annotated[str, typer.Option(help="Largest safetensors file.")] = "5GB",
+    dtype: Dtype = "keep",
+    max_shard_size: MaxShardSize = "5GB",
     from_roles: FromRoles = None,
     workers: Workers = None,
     force: Force = False,
@@ -55,7 +54,7 @@ def merge(
         merging.plan_merge,
         base,
         adapter,
-        dtype=dtype.value,
+        dtype=dtype,
         max_shard_size=max_shard_size,
         expert_layout=expert_layout,
         roles=from_roles,
@@ -86,19 +85,12 @@ def convert(
     console.quiet_libraries()
     from mcore_qwen3vl.config import Architecture
     from mcore_qwen3vl.converters.adapters.config import AdapterConfig
+    from mcore_qwen3vl.converters.adapters.files import convert_adapter
     from mcore_qwen3vl.converters.adapters.serving import vllm_notes
-    from mcore_qwen3vl.converters.adapters.write import convert_adapter
     from mcore_qwen3vl.converters.describe.inspect_adapter import require_base
 
     base = require_base(AdapterConfig.from_file(adapter), hf_config)
-    read = convert_adapter(
-        adapter,
-        out,
-        base,
-        roles=roles,
-        from_roles=from_roles,
-        force=force,
-    )
+    read = convert_adapter(adapter, out, base, roles=roles, from_roles=from_roles, force=force)
     notes = vllm_notes(read, Architecture.from_hf(base), roles)
     result = {"target": str(out), "from": read.roles, "to": roles, "notes": notes}
     if json:

@@ -45,6 +45,10 @@ ConfigSource = Annotated[
     Path | None,
     sources.option("Directory or hub id of config and processor, if the checkpoint has none."),
 ]
+Checkpoint = Annotated[
+    Path, sources.argument("CHECKPOINT", "Megatron-Core or Hugging Face directory, or hub id.")
+]
+Timeout = Annotated[float, typer.Option(help="Time limit for the ranks, in seconds.")]
 Cpu = Annotated[bool, typer.Option("--cpu", help="Run on the CPU, one process for each rank.")]
 Workers = Annotated[
     int | None, typer.Option(help="Parallel workers; the default suits the machine.")
@@ -146,19 +150,12 @@ def require(held: bool, otherwise: str) -> None:
 
 
 def conclude(report: Report, folder: Path | None, json: bool) -> None:
-    """End a ``verify`` command: write the files, show the report, and exit by its verdict.
-
-    Raises:
-        typer.Exit: something differs, as the report says.
-    """
+    """End a ``verify`` command: write the files, show the report, and exit by its verdict."""
     from mcore_qwen3vl.verify.report.terminal import render
     from mcore_qwen3vl.verify.report.write import write_report
 
     if folder is not None:
         write_report(report, folder)
-    if json:
-        console.emit_json(report.to_dict())
-    else:
-        console.output.print(render(report))
+    console.present(json, report.to_dict(), lambda: console.output.print(render(report)))
     if not report.ok:
         raise typer.Exit(CheckFailed.exit_code)

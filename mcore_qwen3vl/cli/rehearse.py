@@ -30,16 +30,14 @@ def rehearse(
         ),
     ] = "h100-80gb",
     roles: Annotated[
-        str,
-        typer.Option(help="all, or some of first,middle,last: pipeline stages to rehearse."),
+        str, typer.Option(help="all, or some of first,middle,last: pipeline stages to rehearse.")
     ] = "all",
     routing: Annotated[
         Literal["uniform", "skewed"],
         typer.Option(help="skewed: a quarter of the experts get 2.5 times their share of tokens."),
     ] = "uniform",
     memory_gib: Annotated[
-        float | None,
-        typer.Option(metavar="GIB", help="Memory of the GPU; default: that of --gpu."),
+        float | None, typer.Option(metavar="GIB", help="Memory of the GPU; default: that of --gpu.")
     ] = None,
     allowance_gib: Annotated[
         float | None,
@@ -50,8 +48,7 @@ def rehearse(
         ),
     ] = None,
     suggest: Annotated[
-        bool,
-        typer.Option(help="If it does not fit, rehearse similar settings until some fit."),
+        bool, typer.Option(help="If it does not fit, rehearse similar settings until some fit.")
     ] = True,
     fit: Annotated[
         bool,
@@ -120,10 +117,7 @@ def rehearse(
     if fit:
         with console.progress("searching") as say, Rehearser(options, say) as rehearser:
             fits = search(rehearser, command, architecture)
-        if json:
-            console.emit_json([one.to_dict() for one in fits])
-        else:
-            show_fits(fits, command)
+        console.present(json, [one.to_dict() for one in fits], show_fits, fits, command)
         require(any(one.good for one in fits), "none of the rehearsed layouts fits.")
         return
     with console.progress("rehearsing") as say, Rehearser(options, say) as rehearser:
@@ -132,8 +126,5 @@ def rehearse(
             rehearsal.remedies = suggest_remedies(rehearser, command, rehearsal)
     if report is not None:
         write_page(rehearsal, report)
-    if json:
-        console.emit_json(rehearsal.to_dict())
-    else:
-        show(rehearsal)
+    console.present(json, rehearsal.to_dict(), show, rehearsal)
     require(rehearsal.fits, rehearsal.verdict)

@@ -13,6 +13,7 @@ from mcore_qwen3vl.cli import show, sources
 from mcore_qwen3vl.cli.data import DATA_SETS, Preprocess, Split, TrustData
 from mcore_qwen3vl.cli.generate import small_layout
 from mcore_qwen3vl.cli.options import (
+    Checkpoint,
     ConfigSource,
     Cpu,
     Dtype,
@@ -30,9 +31,7 @@ from mcore_qwen3vl.objectives.settings import ANSWERS
 @layout_flags(small_layout)
 @media_flags
 def score(
-    checkpoint: Annotated[
-        Path, sources.argument("CHECKPOINT", "Megatron-Core or Hugging Face directory, or hub id.")
-    ],
+    checkpoint: Checkpoint,
     data: Annotated[Path, sources.data_argument(f"{DATA_SETS} Preference records too.")],
     layout: Layout,
     out: Annotated[
@@ -118,8 +117,5 @@ def score(
     if found is None:  # a rank of torchrun other than the first
         return
     written = str(request.written)
-    if json:
-        console.emit_json({"out": written, **asdict(found)})
-    else:
-        show.scores(found, written)
+    console.present(json, {"out": written, **asdict(found)}, show.scores, found, written)
     require(bool(found.scored), f"No record of {data} could be scored.")

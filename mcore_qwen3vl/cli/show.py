@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mcore_qwen3vl.console import counted, emit_json, output, plain, size, table
 
 if TYPE_CHECKING:
     from mcore_qwen3vl.converters.describe.estimate import Estimate
-    from mcore_qwen3vl.converters.describe.inspect import Inspection
+    from mcore_qwen3vl.converters.describe.inspect import Inspection, MappingLine
     from mcore_qwen3vl.converters.describe.inspect_adapter import AdapterInspection
-    from mcore_qwen3vl.converters.describe.mapping_lines import MappingLine
     from mcore_qwen3vl.converters.offline.engine import ConversionResult
     from mcore_qwen3vl.converters.offline.plan import ConversionPlan
     from mcore_qwen3vl.data.check import DataReport
@@ -32,11 +31,8 @@ def plan(plan: ConversionPlan, as_json: bool) -> None:
         return
     lines = table(f"{plan.direction}: {plan.source}", "from", "to", "shape", "dtype", ">size")
     for tensor in plan.planned:
-        shape = "x".join(map(str, tensor.shape))
-        sources = ", ".join(tensor.sources)
-        lines.add_row(
-            plain(sources), plain(tensor.target), shape, tensor.dtype, size(tensor.nbytes)
-        )
+        sources, target = plain(", ".join(tensor.sources)), plain(tensor.target)
+        lines.add_row(sources, target, _shape(tensor.shape), tensor.dtype, size(tensor.nbytes))
     output.print(lines)
     for note in plan.notes:
         output.print(plain(note))
@@ -66,7 +62,7 @@ def summary(summary: ConversionResult, as_json: bool) -> None:
         output.print(plain(note))
 
 
-def inspection(inspection: Inspection, *, tensors: bool) -> None:
+def inspection(inspection: Inspection, tensors: bool) -> None:
     """Print what a path is, its parameters by part, and with `tensors` each of its tensors."""
     a = inspection.architecture
     kinds = {"huggingface": "Hugging Face checkpoint", "megatron": "Megatron-Core checkpoint"}
@@ -87,9 +83,7 @@ def inspection(inspection: Inspection, *, tensors: bool) -> None:
         "weights": f"{size(inspection.nbytes)} in {inspection.files} files",
         "parameters": f"{inspection.total_parameters:,} ({inspection.active_parameters:,} active)",
     }
-    for name, fact in facts.items():
-        if fact is not None:
-            output.print(f"{name:20}{plain(str(fact))}")
+    _print(facts)
     parts = table("parameters by part", "part", ">count")
     for part, count in inspection.parameters.items():
         parts.add_row(part, f"{count:,}")
@@ -100,7 +94,7 @@ def inspection(inspection: Inspection, *, tensors: bool) -> None:
         return
     lines = table("tensors", "name", "shape", "dtype", ">size")
     for t in inspection.tensors:
-        lines.add_row(plain(t.name), "x".join(map(str, t.shape)), t.dtype, size(t.nbytes))
+        lines.add_row(plain(t.name), _shape(t.shape), t.dtype, size(t.nbytes))
     output.print(lines)
 
 
@@ -122,9 +116,7 @@ def adapter(adapter: AdapterInspection) -> None:
         "weights": f"{size(adapter.nbytes)} in {adapter.tensors} tensors",
         "parameters": f"{adapter.parameters:,}",
     }
-    for name, fact in facts.items():
-        if fact is not None:
-            output.print(f"{name:20}{plain(str(fact))}")
+    _print(facts)
     lines = table("what it adapts", "parameter", ">count", ">rank", ">scaling", "A, B")
     for part in adapter.parts:
         rank, scaling = ("" if x is None else f"{x:g}" for x in (part.r, part.scaling))
@@ -176,8 +168,13 @@ def estimate(estimate: Estimate) -> None:
             f"{estimate.seconds:,.0f} s to read and write everything once at "
             f"{estimate.disk_gb_per_s:g} GB/s"
         )
+    _print(facts, soft_wrap=True)
+
+
+def _print(facts: Mapping[str, Any], **options: Any) -> None:
     for name, fact in facts.items():
-        output.print(f"{name:20}{plain(fact)}", soft_wrap=True)
+        if fact is not None:
+            output.print(f"{name:20}{plain(str(fact))}", **options)
 
 
 def demo(demo: Demo) -> None:

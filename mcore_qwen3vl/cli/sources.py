@@ -16,24 +16,19 @@ def argument(metavar: str, help: str) -> Any:
     return typer.Argument(metavar=metavar, help=help, parser=_checkpoint)
 
 
-def config_argument(metavar: str, help: str) -> Any:
-    """Return an argument for a config, what holds one, or a name; no weights are downloaded."""
-    return typer.Argument(metavar=metavar, help=help, parser=_resolved)
-
-
 def option(help: str) -> Any:
     """Return an option for a checkpoint's config, tokenizer and processor, without its weights."""
     return typer.Option(metavar="DIR", help=help, parser=_config)
 
 
+def weights_option(metavar: str, help: str) -> Any:
+    """Return an option for a checkpoint or an adapter, which is downloaded if needed."""
+    return typer.Option(metavar=metavar, help=help, parser=_checkpoint)
+
+
 def adapter_option(help: str) -> Any:
-    """Return an option for a PEFT adapter, which is downloaded if needed."""
-    return typer.Option(metavar="ADAPTER", help=help, parser=_checkpoint)
-
-
-def megatron_option(help: str) -> Any:
-    """Return an option for a Megatron-Core checkpoint."""
-    return typer.Option(metavar="DIR", help=help, parser=_checkpoint)
+    """Return an option for a PEFT adapter."""
+    return weights_option("ADAPTER", help)
 
 
 def data_argument(help: str) -> Any:

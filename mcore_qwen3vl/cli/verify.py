@@ -15,6 +15,7 @@ from mcore_qwen3vl.cli.options import (
     Json,
     ReportFolder,
     Strict,
+    Timeout,
     Workers,
     conclude,
     layout_flags,
@@ -123,18 +124,18 @@ def verify_parity(
     ] = None,
     checkpoint: Annotated[
         Path | None,
-        sources.megatron_option(
-            "Megatron-Core checkpoint, by any known maker, to load our model from; default: HF."
+        sources.weights_option(
+            "DIR",
+            "Megatron-Core checkpoint, by any known maker, to load our model from; default: HF.",
         ),
     ] = None,
     compile_pointwise: Annotated[
         bool,
         typer.Option(
-            "--compile-pointwise",
-            help="Compile pointwise operations, as the flag of train does.",
+            "--compile-pointwise", help="Compile pointwise operations, as the flag of train does."
         ),
     ] = False,
-    timeout: Annotated[float, typer.Option(help="Time limit for the ranks, in seconds.")] = 600.0,
+    timeout: Timeout = 600.0,
     report: ReportFolder = None,
     json: Json = False,
 ) -> None:
@@ -190,7 +191,7 @@ def verify_trace(
         Path | None,
         sources.adapter_option("A PEFT adapter for both models; PEFT's model is the reference."),
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Time limit for the ranks, in seconds.")] = 600.0,
+    timeout: Timeout = 600.0,
     report: ReportFolder = None,
     json: Json = False,
 ) -> None:

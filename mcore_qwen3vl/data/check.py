@@ -24,7 +24,7 @@ from mcore_qwen3vl.data.loading.bad_samples import number_of, sample_id
 from mcore_qwen3vl.data.loading.datasets import CrudeSamples
 from mcore_qwen3vl.data.loading.measured import Size
 from mcore_qwen3vl.data.loading.sources import parse_sources
-from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample
+from mcore_qwen3vl.data.records.flaws import OverlongSample, reason_of
 from mcore_qwen3vl.data.records.media import peculiarities
 from mcore_qwen3vl.data.teacher import teachers_of
 from mcore_qwen3vl.errors import BadInput
@@ -106,14 +106,9 @@ class DataReport:
         ]
         if self.unread:
             rows.append(("keys that are not read", self._unread()))
-        for name, values in (
-            ("tokens a sample", self.tokens),
-            ("trained tokens a sample", self.trained_tokens),
-            ("patches a sample", self.patches),
-        ):
-            if values:
-                low, median, high = np.percentile(values, [0, 50, 100]).astype(int)
-                rows.append((name, f"{low:,} to {high:,}, median {median:,}"))
+        for name, values in self._measured().items():
+            low, median, high = np.percentile(values, [0, 50, 100]).astype(int)
+            rows.append((f"{name} a sample", f"{low:,} to {high:,}, median {median:,}"))
         if self.packing_efficiency is not None:
             efficiency = f"{self.packing_efficiency:.1%} in {self.packed_sequences:,} sequences"
             rows.append(("packing efficiency", efficiency))
@@ -122,6 +117,11 @@ class DataReport:
                 (f"work, most over mean of the ranks, packed {way}", f"{one.micro_batch_step:.3f}")
             )
         return rows
+
+    def _measured(self) -> dict[str, list[int]]:
+        kinds = ("tokens", "trained tokens", "patches")
+        values = (self.tokens, self.trained_tokens, self.patches)
+        return {kind: found for kind, found in zip(kinds, values, strict=True) if found}
 
     def _unread(self) -> str:
         names = [f"{key} ({len(samples):,})" for key, samples in self.unread.items()]
@@ -135,21 +135,13 @@ class DataReport:
             return []
         return ["Keys that are not read do no harm. --preprocess MODULE:FUNCTION can use them."]
 
-    def histograms(self, bins: int = 20) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    def histograms(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """Return histograms of tokens, trained tokens and patches a sample.
 
         Each is (counts (bins,), edges (bins + 1,)).
         """
-        measured = {
-            "tokens": self.tokens,
-            "trained tokens": self.trained_tokens,
-            "patches": self.patches,
-        }
-        return {
-            name: np.histogram(v, min(bins, max(v) - min(v) + 1))
-            for name, v in measured.items()
-            if v
-        }
+        measured = self._measured().items()
+        return {name: np.histogram(v, min(20, max(v) - min(v) + 1)) for name, v in measured}
 
 
 def check_data(
@@ -205,8 +197,7 @@ def check_data(
         except OverlongSample as error:
             report.overlong.append(Flaw(sample_id(crude), str(error)))
         except Exception as error:  # as in the loader, any exception makes the sample bad
-            kind = "" if isinstance(error, BadSample | BadInput) else type(error).__name__
-            report.bad.append(Flaw(sample_id(crude), f"{kind}: {error}" if kind else str(error)))
+            report.bad.append(Flaw(sample_id(crude), reason_of(error)))
         else:
             usable(crude)
             _record(report, sample_id(crude), plans, parts[0].unread)
@@ -236,7 +227,6 @@ def _record(report: DataReport, sample: str, plans: Sequence[Plan], unread: Sequ
 
 
 def _pack(report: DataReport, config: DataConfig) -> None:
-    """Pack the samples buffer by buffer, as the loader does."""
     size = config.packing_buffer
     for start in range(0, len(report.tokens), size):
         lengths = [config.padded(length) for length in report.tokens[start : start + size]]
@@ -310,10 +300,6 @@ def _draw_balance(axes: Any, balance: dict[str, Balance]) -> None:
 @contextmanager
 def clean_file(out: Path, data: Path) -> Iterator[Callable[[Any], object]]:
     """Write records to a file, which appears complete at the end, or not at all if it is empty.
-
-    Args:
-        out: JSONL file to write.
-        data: ``.jsonl`` or ``.json`` file that the records come from.
 
     Yields:
         A function that takes a crude sample and writes its record.

@@ -25,11 +25,11 @@ from mcore_qwen3vl.converters.hf.processor_files import require
 from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.encoding.balanced import BalancedTaskEncoder
 from mcore_qwen3vl.data.encoding.batch import Batch
-from mcore_qwen3vl.data.encoding.encoder import Qwen3VLTaskEncoder
-from mcore_qwen3vl.data.encoding.groups import (
+from mcore_qwen3vl.data.encoding.encoder import (
     GroupTaskEncoder,
     LabelledTaskEncoder,
     PairTaskEncoder,
+    Qwen3VLTaskEncoder,
 )
 from mcore_qwen3vl.data.loader_state import from_plain, to_plain
 from mcore_qwen3vl.data.loading.datasets import load_sources
@@ -268,15 +268,15 @@ class Loader(Iterator[Batch]):
                 to a run with another setting of `balance`.
         """
         if state.get("balance", False) != self._balanced:
+            was, now = ("without", "with") if self._balanced else ("with", "without")
+            remedy = (
+                "Add --no-balance."
+                if self._balanced
+                else "Pass --packing and --balance, and leave --no-balance out."
+            )
             raise BadInput(
-                "The data state was saved "
-                f"{'without' if self._balanced else 'with'} --balance, and this run is "
-                f"{'with' if self._balanced else 'without'} it: the order of samples differs. "
-                + (
-                    "Add --no-balance."
-                    if self._balanced
-                    else "Pass --packing and --balance, and leave --no-balance out."
-                )
+                f"The data state was saved {was} --balance, and this run is {now} it: the order of "
+                f"samples differs. {remedy}"
             )
         saved = {name: state[name] for name in self._place}
         if saved != self._place:
@@ -313,11 +313,12 @@ def _encoder(
         )
     if config.balance:
         return BalancedTaskEncoder(architecture, processor, config, sources, **balancing)
-    kind: type[Qwen3VLTaskEncoder] = PairTaskEncoder if config.pairs else Qwen3VLTaskEncoder
-    if config.task:
-        kind = GroupTaskEncoder
-    elif config.labelled:
-        kind = LabelledTaskEncoder
+    kinds = (
+        (config.task, GroupTaskEncoder),
+        (config.labelled, LabelledTaskEncoder),
+        (config.pairs, PairTaskEncoder),
+    )
+    kind = next((kind for wanted, kind in kinds if wanted), Qwen3VLTaskEncoder)
     return kind(architecture, processor, config, sources)
 
 

@@ -24,7 +24,7 @@ from megatron.energon.savable_loader import (
 from megatron.energon.state import FlexState
 
 from mcore_qwen3vl.console import counted
-from mcore_qwen3vl.data.encoding.shared_packing import go_on_with, is_state
+from mcore_qwen3vl.data.encoding.balanced import go_on_with, is_state
 from mcore_qwen3vl.errors import BadInput
 
 _CLASSES: dict[str, type] = {

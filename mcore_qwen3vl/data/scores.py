@@ -34,25 +34,15 @@ from mcore_qwen3vl.files import parse_json
 _CHUNK = 1 << 22
 
 
-def scores_of(data: Path) -> Path:
-    """Return the default path of a data set's scores."""
+def scores_of(data: Path, ending: str = "scores.jsonl") -> Path:
+    """Return the default path of a data set's scores, or of another file beside it."""
     data = data if data.name else data.absolute()
-    return data.with_name(f"{data.name.removesuffix('.jsonl')}.scores.jsonl")
-
-
-def embeddings_of(data: Path) -> Path:
-    """Return the default path of a data set's embeddings."""
-    return scores_of(data).with_suffix("").with_suffix(".embeddings.parquet")
+    return data.with_name(f"{data.name.removesuffix('.jsonl')}.{ending}")
 
 
 def teacher_of(data: Path) -> Path:
     """Return the default path of a teacher's likeliest tokens for a data set."""
-    return scores_of(data).with_suffix("").with_suffix(".topk.arrow")
-
-
-def task_scores_of(data: Path, task: str) -> Path:
-    """Return the default path of a task's scores, where training looks for no reference."""
-    return scores_of(data).with_suffix("").with_suffix(f".{task}.jsonl")
+    return scores_of(data, "topk.arrow")
 
 
 def facts_of(scores: Path) -> Path:
@@ -110,22 +100,14 @@ class References:
         return _read(data, scores)
 
     def of(self, index: int) -> tuple[float, float]:
-        """Return the log-probabilities of a record's chosen and rejected answer.
-
-        Raises:
-            BadSample: the reference's log-probabilities could not be computed.
-        """
+        """Return the log-probabilities of a record's chosen and rejected answer."""
         if index in self.errors:
             raise BadSample(f"it has no reference in {self.scores}: {self.errors[index]}")
         chosen, rejected = self.log_probs[index].tolist()
         return chosen, rejected
 
     def check(self, index: int, chosen: np.ndarray, rejected: np.ndarray) -> None:
-        """Raise unless the sequences, (T,) int64 each, have the tokens that were scored.
-
-        Raises:
-            BadInput: a sequence has other tokens.
-        """
+        """Raise BadInput unless the sequences, (T,) int64 each, have the scored tokens."""
         if [digest(chosen), digest(rejected)] != self.digests[index].tolist():
             raise other_tokens(self.data, index, self.scores)
 

@@ -22,7 +22,7 @@ from mcore_qwen3vl.data.loading.bad_samples import sample_id
 from mcore_qwen3vl.data.loading.datasets import CrudeSamples
 from mcore_qwen3vl.data.loading.index import ensure_index, record_of
 from mcore_qwen3vl.data.loading.sources import parse_sources
-from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample
+from mcore_qwen3vl.data.records.flaws import reason_of
 from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.files import atomic_write
 from mcore_qwen3vl.pages import templates
@@ -105,9 +105,7 @@ def read_sample(
         plan = preparation.plan(raw, parsed)
         pixels = preparation.pixels(plan, raw.source)
     except Exception as error:  # as in the loader, any exception makes the sample bad
-        told = isinstance(error, BadSample | OverlongSample)
-        reason = str(error) if told else f"{type(error).__name__}: {error}"
-        raise CheckFailed(f"{sample_id(crude)} cannot be used: {reason}") from error
+        raise CheckFailed(f"{sample_id(crude)} cannot be used: {reason_of(error)}") from error
     return Seen(
         name=sample_id(crude),
         format=parsed.format,

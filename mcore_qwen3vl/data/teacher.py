@@ -25,13 +25,7 @@ from torch import Tensor
 from mcore_qwen3vl.data.encoding.planning import Plan
 from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.data.records.flaws import BadSample
-from mcore_qwen3vl.data.scores import (
-    checked_facts,
-    digest,
-    other_tokens,
-    teacher_of,
-    vocabulary_of,
-)
+from mcore_qwen3vl.data.scores import checked_facts, digest, other_tokens, teacher_of, vocabulary_of
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.objectives.settings import TEACHER_TOP_K
 from mcore_qwen3vl.runtime.extras import require_extra
@@ -102,17 +96,9 @@ def joined(parts: Sequence[Top]) -> Top:
 
 
 def teachers_of(
-    sources: Sequence[Source],
-    temperature: float | None,
-    *,
-    tokenizer: Any,
-    vocab_size: int,
+    sources: Sequence[Source], temperature: float | None, *, tokenizer: Any, vocab_size: int
 ) -> list[Teacher]:
-    """Open the files beside the data sets; return none without a `temperature`.
-
-    Raises:
-        BadInput: see :class:`Teacher`.
-    """
+    """Open the files beside the data sets; return none without a `temperature`."""
     if temperature is None:
         return []
     vocabulary = vocabulary_of(tokenizer, vocab_size)
@@ -151,11 +137,7 @@ class Teacher:
             ) from error
 
     def of(self, index: int) -> Top:
-        """Return the teacher's tokens for the trained tokens of a record.
-
-        Raises:
-            BadSample: the teacher could not score the record.
-        """
+        """Return the teacher's tokens for the trained tokens of a record."""
         row = self._row(index)
         if error := row["error"][0].as_py():
             raise BadSample(f"it has no scores in {self._file}: {error}")
@@ -166,11 +148,7 @@ class Teacher:
         return Top(ids.view(-1, self._k), log_probs.view(-1, self._k + 1))
 
     def check(self, index: int, plan: Plan) -> None:
-        """Raise unless a record has the tokens that the teacher saw.
-
-        Raises:
-            BadInput: it has others, or others of them are trained.
-        """
+        """Raise BadInput unless a record has the tokens that the teacher saw."""
         row = self._row(index)
         seen = row["digest"][0].as_py(), row["tokens"][0].as_py()
         if seen != (digest(plan.input_ids), int((plan.loss_weights[1:] > 0).sum())):

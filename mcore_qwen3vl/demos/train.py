@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -35,16 +34,11 @@ class DemoResult:
 
 
 def run_demo(
-    *,
-    keep: Path | None = None,
-    say: Callable[[str], None] = print,
-    steps: int = STEPS,
-    lora: bool = False,
+    *, keep: Path | None = None, say: Callable[[str], None] = print, lora: bool = False
 ) -> DemoResult:
     """Train a tiny model on image questions, with one interruption, and ask it the same questions.
 
     Args:
-        steps: total number of training steps; the run stops and resumes halfway.
         lora: whether to train an adapter, and ask PEFT's model.
 
     Raises:
@@ -62,24 +56,24 @@ def run_demo(
         checkpoint = write_tiny_checkpoint(folder / "model")
         data = write_image_qa(folder / "data", SAMPLES, text_only_every=None)
         job = Job(
-            checkpoint, data, Layout(tp=2, dp=2, sp=True), steps=steps, batch=2, seq_length=256,
+            checkpoint, data, Layout(tp=2, dp=2, sp=True), steps=STEPS, batch=2, seq_length=256,
             packing=True,
             flags=(
                 "--lr", "5e-3", "--weight-decay", "0", "--packing-buffer", str(SAMPLES),
                 *DISTRIBUTED,
-                "--save", str(folder / "checkpoints"), "--save-interval", str(steps // 2),
+                "--save", str(folder / "checkpoints"), "--save-interval", str(STEPS // 2),
                 "--save-hf", str(folder / "hf"), *(LORA if lora else ()),
             ),
         )  # fmt: skip
-        method, half = "LoRA" if lora else "SFT", steps // 2
-        say(f"{method} at TP2 x DP2 on four processes, stopped after {half} of {steps} steps")
-        first = train(job, folder / "first", "--exit-interval", str(steps // 2))
+        method, half = "LoRA" if lora else "SFT", STEPS // 2
+        say(f"{method} at TP2 x DP2 on four processes, stopped after {half} of {STEPS} steps")
+        first = train(job, folder / "first", "--exit-interval", str(STEPS // 2))
         format = "a PEFT adapter" if lora else "Hugging Face"
         say(f"the same command again: it resumes, finishes, and exports to {format}")
         rest = train(job, folder / "rest")
         say("Hugging Face's generate, with the exported model")
         records = [json.loads(line)["messages"] for line in data.read_text("utf-8").splitlines()]
-        exported = folder / "hf" / f"iter_{steps:07d}"
+        exported = folder / "hf" / f"iter_{STEPS:07d}"
         answers = (
             answer(checkpoint, records, data.parent, adapter=exported)
             if lora
@@ -96,13 +90,13 @@ def run_demo(
         asked=len(wanted),
         seconds=time.monotonic() - started,
     )
-    _check(result, steps)
+    _check(result)
     return result
 
 
-def _check(result: DemoResult, steps: int) -> None:
-    if result.resumed_at != steps // 2 + 1:
-        raise CheckFailed(f"resumed at step {result.resumed_at}, not {steps // 2 + 1}")
+def _check(result: DemoResult) -> None:
+    if result.resumed_at != STEPS // 2 + 1:
+        raise CheckFailed(f"resumed at step {result.resumed_at}, not {STEPS // 2 + 1}")
     if result.last_loss > LEARNT:
         raise CheckFailed(f"the loss ended at {result.last_loss:.3f}, above {LEARNT}")
     if result.answered != result.asked:
@@ -143,22 +137,3 @@ def answer(
         new = output[0, inputs["input_ids"].shape[1] :]
         answers.append(processor.decode(new, skip_special_tokens=True))
     return answers
-
-
-def main() -> int:
-    """Run the demo for ``python -m mcore_qwen3vl.demos.train``; return 1 if a check failed."""
-    try:
-        result = run_demo()
-    except CheckFailed as error:
-        print(f"failed: {error}")
-        return error.exit_code
-    print(
-        f"loss {result.first_loss:.2f} -> {result.last_loss:.4f}, resumed at step "
-        f"{result.resumed_at}, {result.answered} of {result.asked} answers as learnt, "
-        f"{result.seconds:.0f} s"
-    )
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

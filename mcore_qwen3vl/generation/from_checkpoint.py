@@ -17,12 +17,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import Adapter
 from mcore_qwen3vl.data.loader import load_processor
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.generation.generate import (
-    MAX_NEW_TOKENS,
-    Generation,
-    check_lengths,
-    generate,
-)
+from mcore_qwen3vl.generation.generate import MAX_NEW_TOKENS, Generation, check_lengths, generate
 from mcore_qwen3vl.generation.prompts import Prompts, encode_prompts
 from mcore_qwen3vl.generation.sampling import Sampler, load_generation_config
 from mcore_qwen3vl.inference import adapter_for, hf_folder_of, load_chunks, on_all_ranks
@@ -34,10 +29,7 @@ class Request:
     """The conversations to answer, the checkpoint and the settings.
 
     Attributes:
-        checkpoint: Megatron-Core or Hugging Face directory.
         conversations: conversations in the form of :func:`mcore_qwen3vl.generation.generate`.
-        layout: parallel sizes.
-        spec: layer spec.
         dtype: dtype of weights and computation; ``config``: the dtype of the checkpoint's config.
         hf: directory with config, tokenizer and processor; None: the checkpoint's own.
         lora: directory of a PEFT adapter to answer with.
@@ -54,15 +46,6 @@ class Request:
     lora: Path | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def hf_folder(self) -> Path:
-        """The folder with config, tokenizer and processor.
-
-        Raises:
-            BadInput: the checkpoint has none.
-        """
-        return hf_folder_of(self.checkpoint, self.hf, "generate")
-
 
 def run(request: Request, *, on_cpu: bool = False) -> list[Generation]:
     """Generate on all ranks: torchrun's if torchrun started us, otherwise ranks started here.
@@ -78,7 +61,7 @@ def run(request: Request, *, on_cpu: bool = False) -> list[Generation]:
 
 def _checked(request: Request) -> Callable[[], list[Generation]]:
     """Check a request and read its prompts; return what each rank calls."""
-    folder, layout = request.hf_folder, request.layout
+    folder, layout = hf_folder_of(request.checkpoint, request.hf, "generate"), request.layout
     architecture = Architecture.from_hf(folder)
     layout.validate(architecture, training=False)
     for name, size in (("VPP", layout.vpp), ("CP", layout.cp)):

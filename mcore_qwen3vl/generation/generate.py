@@ -54,11 +54,8 @@ def generate(
     group take the same steps. One rank chooses the tokens and broadcasts them.
 
     Args:
-        models: this rank's only chunk, or a list of it.
-        processor: HF ``Qwen3VLProcessor`` of the checkpoint.
         conversations: conversations of any lengths, which are padded on the left, or the result of
             :func:`mcore_qwen3vl.generation.prompts.encode_prompts` for them.
-        max_new_tokens: number of tokens after which an answer is cut off.
         stream: function that is called as answers grow, on every rank that passes one.
         generation_config: stop tokens and defaults of sampling, from
             :func:`mcore_qwen3vl.generation.sampling.load_generation_config`.
@@ -139,7 +136,15 @@ def decode(
             active = torch.tensor([not answer.stopped for answer in answers], device=cache.device)
             tokens = torch.where(active, tokens, pad)
             sequences = torch.cat([sequences, tokens[:, None]], dim=1)
-            _append(answers, tokens.tolist(), stop, streamers)
+            for i, (answer, token) in enumerate(zip(answers, tokens.tolist(), strict=True)):
+                if answer.stopped:
+                    continue
+                answer.token_ids.append(token)
+                answer.stopped = token in stop
+                if streamers:
+                    streamers[i].put(torch.tensor([token]))
+                    if answer.stopped:
+                        streamers[i].end()
             if all(answer.stopped for answer in answers) or step == max_new_tokens - 1:
                 break
             logits = cache.decode(tokens)
@@ -147,20 +152,6 @@ def decode(
         if not answer.stopped:
             streamer.end()
     return answers
-
-
-def _append(
-    answers: list[Answer], tokens: list[int], stop: set[int], streamers: Sequence[TextStreamer]
-) -> None:
-    for i, (answer, token) in enumerate(zip(answers, tokens, strict=True)):
-        if answer.stopped:
-            continue
-        answer.token_ids.append(token)
-        answer.stopped = token in stop
-        if streamers:
-            streamers[i].put(torch.tensor([token]))
-            if answer.stopped:
-                streamers[i].end()
 
 
 def _choosing_rank(model: Qwen3VLModel, device: torch.device) -> int:

@@ -17,7 +17,7 @@ from transformers.video_utils import VideoMetadata
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.encoding.positions import mrope_position_ids
-from mcore_qwen3vl.data.loading.bad_samples import BadSample
+from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.media import Media, load_image, to_rgb
 from mcore_qwen3vl.data.records.options import is_missing_file
 from mcore_qwen3vl.data.records.video import load_frames, probe_video
@@ -76,7 +76,6 @@ def user_turns(
 
 
 def _tagged(text: str, left: Mapping[str, Iterator[Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the parts of a text and the media for its tags."""
     for number, piece in enumerate(_TAG.split(text)):
         if number % 2:
             yield {"type": piece, piece: next(left[piece])}
@@ -91,11 +90,7 @@ def encode_prompts(
     *,
     multiple_of: int = 1,
 ) -> Prompts:
-    """Render, tokenise, load images and videos, and compute positions.
-
-    Raises:
-        BadInput: see :func:`process`.
-    """
+    """Render, tokenise, load images and videos, and compute positions."""
     inputs = process(processor, conversations, multiple_of=multiple_of)
     return prompts_from_inputs(architecture, inputs)
 

@@ -46,7 +46,6 @@ class Sampler:
 
     Args:
         temperature, top_p, top_k: overrides of the config; top-p 1 and top-k 0 are off.
-        seed: seed of the draws; None: a random one.
 
     Raises:
         BadInput: a value is out of range, or has no effect because decoding is greedy.

@@ -32,7 +32,7 @@ def write_made_up(data: Path, model: Path, args: argparse.Namespace) -> None:
     records = Records(samples, sources, architecture, processor, config, 1)
     lines = []
     for micro in records.plan(range(len(samples))):
-        plan = micro.sequences[0].plan
+        plan = micro[0].plan
         count = int((plan.loss_weights[1:] > 0).sum())
         ids, log_probs = (
             np.tile(np.arange(K), (count, 1)),

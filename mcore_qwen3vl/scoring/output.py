@@ -159,11 +159,7 @@ class Output:
         return blocks
 
     def append(self, entries: Sequence[dict[str, Any]]) -> None:
-        """Append a block and sync it to disk.
-
-        Raises:
-            BadInput: the system refuses to write.
-        """
+        """Append a block and sync it to disk."""
         try:
             with self._partial.open("a", encoding="utf-8") as file:
                 file.writelines(f"{json.dumps(entry)}\n" for entry in entries)
@@ -176,7 +172,6 @@ class Output:
             ) from error
 
     def tally(self) -> Tally:
-        """Summarise what has been written so far."""
         return tally(self._partial)
 
     def finish(self) -> Tally:
@@ -195,7 +190,6 @@ class Output:
 
 
 def _is_entry(line: bytes) -> bool:
-    """Return whether a line is complete."""
     try:
         return line.endswith(b"\n") and isinstance(parse_json(line), dict)
     except ValueError:

@@ -11,8 +11,7 @@ import torch
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.encoding.batch import Batch, Batcher
-from mcore_qwen3vl.data.encoding.encoder import raw_sample
-from mcore_qwen3vl.data.encoding.groups import plan_each
+from mcore_qwen3vl.data.encoding.encoder import plan_each, raw_sample
 from mcore_qwen3vl.data.encoding.packing import best_fit
 from mcore_qwen3vl.data.encoding.pixels import Pixels
 from mcore_qwen3vl.data.encoding.planning import Plan
@@ -21,9 +20,8 @@ from mcore_qwen3vl.data.encoding.samples import EncodedSample
 from mcore_qwen3vl.data.loading.bad_samples import Place, place_of
 from mcore_qwen3vl.data.loading.datasets import CrudeSamples
 from mcore_qwen3vl.data.loading.sources import Source
-from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample
+from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample, reason_of
 from mcore_qwen3vl.data.scores import digest
-from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.scoring.output import OVERLONG
 
 
@@ -41,11 +39,8 @@ class Planned:
         return f"{self.record} {self.side}"
 
 
-@dataclass(frozen=True)
-class Micro:
-    """The sequences that one micro-batch will hold."""
-
-    sequences: tuple[Planned, ...]
+Micro = Sequence[Planned]
+"""The sequences that one micro-batch will hold."""
 
 
 @dataclass
@@ -109,14 +104,14 @@ class Records:
         """Choose which sequences of `records` share a micro-batch."""
         planned = [one for record in records for one in self._plan(record)]
         if not self._config.packing:
-            return [Micro((one,)) for one in planned]
+            return [[one] for one in planned]
         lengths = [self._config.padded(len(one.plan.input_ids)) for one in planned]
         packs = best_fit(lengths, self._config.seq_length)
-        return [Micro(tuple(planned[i] for i in pack)) for pack in packs]
+        return [[planned[i] for i in pack] for pack in packs]
 
     def batches(self, micros: Sequence[Micro], count: int) -> Iterator[Batch]:
         """Yield the micro-batches with their pixels, then empty ones up to `count` in all."""
-        for micro in [*micros, *[Micro(())] * (count - len(micros))]:
+        for micro in [*micros, *[()] * (count - len(micros))]:
             yield self._batch(micro)
 
     def _plan(self, record: int) -> list[Planned]:
@@ -132,19 +127,15 @@ class Records:
             self._found.errors[record] = f"{OVERLONG}{error}"
             return []
         except Exception as error:  # as in the loader, any exception makes the record bad
-            self._note(record, error)
+            self._found.errors[record] = reason_of(error)
             return []
         self._found.sides[record] = tuple(plans)
         found = [Planned(record, side, plan, raw.source) for side, plan in plans.items()]
         self._found.digests |= {one.name: digest(one.plan.input_ids) for one in found}
         return found
 
-    def _note(self, record: int, error: Exception) -> None:
-        kind = "" if isinstance(error, BadSample | BadInput) else f"{type(error).__name__}: "
-        self._found.errors[record] = f"{kind}{error}"
-
     def _batch(self, micro: Micro) -> Batch:
-        samples = [found for one in micro.sequences if (found := self._encoded(one)) is not None]
+        samples = [found for one in micro if (found := self._encoded(one)) is not None]
         samples = samples or [self._nothing()]
         lengths = [self._config.padded(len(sample.input_ids)) for sample in samples]
         width = -(-sum(lengths) // self._multiple) * self._multiple
@@ -160,7 +151,7 @@ class Records:
         try:
             pixels = self._preparation.pixels(one.plan, one.source)
         except Exception as error:
-            self._note(one.record, error)
+            self._found.errors[one.record] = reason_of(error)
             return None
         return _sample(one.name, one.plan.token_tensor(), one.plan.weight_tensor(), pixels)
 

@@ -19,15 +19,7 @@ from mcore_qwen3vl.data.loading.bad_samples import Place
 from mcore_qwen3vl.data.loading.datasets import CrudeSamples
 from mcore_qwen3vl.data.loading.sources import Source, parse_sources
 from mcore_qwen3vl.data.loading.stand_in import fingerprint
-from mcore_qwen3vl.data.scores import (
-    embeddings_of,
-    facts_of,
-    file_digest,
-    scores_of,
-    task_scores_of,
-    teacher_of,
-    vocabulary_of,
-)
+from mcore_qwen3vl.data.scores import facts_of, file_digest, scores_of, teacher_of, vocabulary_of
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.inference import adapter_for, hf_folder_of, load_chunks, on_all_ranks
 from mcore_qwen3vl.labels import SINGLE, Labels
@@ -40,7 +32,7 @@ from mcore_qwen3vl.scoring.output import OVERLONG, Output, Tally
 from mcore_qwen3vl.scoring.records import Found, Records
 
 if TYPE_CHECKING:
-    from mcore_qwen3vl.scoring.readouts import Readout
+    from mcore_qwen3vl.scoring.on_rank import Readout
 
 ScoreTask = Literal["log-probabilities"] | Task
 """What is written for each record."""
@@ -54,24 +46,14 @@ class Request:
     """The data to score, the checkpoint and the settings.
 
     Attributes:
-        checkpoint: Megatron-Core or Hugging Face directory.
         data: any data set of training, or a mixture file, whose data sets are scored one after the
             other, each once.
         out: file to write; None: the file beside `data` where training looks for its reference.
-        layout: parallel sizes.
-        spec: layer spec.
         dtype: dtype of weights and computation; ``config``: the dtype of the checkpoint's config.
         hf: directory with config, tokenizer and processor; None: the checkpoint's own.
-        lora: directory of a PEFT adapter to score with.
-        temperature: number that the logits are divided by.
-        entropy: whether to compute the entropy at each trained token too.
-        packing: True: pack several sequences into one; False: score them one by one.
+        packing: whether several sequences share one.
         seq_length: length of the longest record and of a pack; None: :data:`LONGEST`.
-        media: budgets of images and videos.
         buffer: records of a replica that are packed and written together.
-        max_bad_fraction: share of the records that may be bad; scoring stops when more are.
-        force: whether to replace an existing output.
-        split: part of a data set that has several.
         preprocess: hook for data sets that name none.
         trust_data: whether to run code that a metadataset or a WebDataset names.
         task: ``embedding``: write embeddings of retrieval records instead of log-probabilities;
@@ -121,7 +103,7 @@ class Request:
             return teacher_of(self.data)
         if self.out or self.task == "log-probabilities":
             return self.out or scores_of(self.data)
-        return embeddings_of(self.data) if self.embeds else task_scores_of(self.data, self.task)
+        return scores_of(self.data, "embeddings.parquet" if self.embeds else f"{self.task}.jsonl")
 
     @property
     def suffix(self) -> str:
@@ -247,13 +229,14 @@ class _Job:
                 records = range(start, min(start + self.block, total))
                 found = scorer.block(records)
                 if found is not None:
-                    entries = _entries(records, found, request.data)
-                    self.output.append(entries)
+                    places = (_named(found.places[one], request.data) for one in records)
+                    lines = zip(places, (_entry(one, found) for one in records), strict=True)
+                    self.output.append([place | entry for place, entry in lines])
                     bad = self._report(found, bad)
                 advance(records.stop)
 
     def _readout(self) -> Readout:
-        from mcore_qwen3vl.scoring.readouts import (
+        from mcore_qwen3vl.scoring.on_rank import (
             Classes,
             Embeddings,
             LogProbs,
@@ -287,11 +270,7 @@ class _Job:
         )
 
     def _report(self, found: Found, bad: int) -> int:
-        """Print which records could not be scored; return how many are bad so far.
-
-        Raises:
-            BadInput: too many records are bad.
-        """
+        """Print which records could not be scored; return how many are bad so far."""
         for record, error in sorted(found.errors.items()):
             say = console.plain(f"record {found.places[record]} left out: {error}")
             console.messages.print(f"warning: {say}", soft_wrap=True)
@@ -306,10 +285,7 @@ class _Job:
 
 
 def _check_top_k(request: Request, architecture: Architecture) -> None:
-    """
-    Raises:
-        BadInput: the number is out of range, or something else is asked for too.
-    """
+    """Raise BadInput if the number is out of range, or something else is asked for too."""
     if request.top_k is None:
         return
     check_top_k("--top-k", request.top_k, architecture.vocab_size)
@@ -319,11 +295,7 @@ def _check_top_k(request: Request, architecture: Architecture) -> None:
 
 
 def _labels(adapter: Adapter | None, folder: Path) -> Labels:
-    """Return a classifier's labels, which are the adapter's if it has a head.
-
-    Raises:
-        BadInput: there are fewer than two.
-    """
+    """Return a classifier's labels, which are the adapter's if it has a head."""
     own = None if adapter is None else adapter.labels
     labels = own or Labels.of_config(read_config_file(folder))
     if labels is None or len(labels) < 2:
@@ -361,21 +333,13 @@ def _data_config(request: Request, architecture: Architecture, multiple: int) ->
 def _settings(
     request: Request, paths: Sequence[Path], config: DataConfig, block: int
 ) -> dict[str, Any]:
-    """Return all settings that the output depends on."""
+    own = ("split", "preprocess", "spec", "dtype", "task", "answers", "temperature", "entropy")
     return {
+        **{name: getattr(request, name) for name in (*own, "top_k")},
         "data": _data_identity(request, paths),
-        "split": request.split,
-        "preprocess": request.preprocess,
         "checkpoint": _identity(request.checkpoint),
         "lora": None if request.lora is None else _identity(request.lora),
         "layout": str(request.layout),
-        "spec": request.spec,
-        "dtype": request.dtype,
-        "task": request.task,
-        "answers": request.answers,
-        "temperature": request.temperature,
-        "entropy": request.entropy,
-        "top_k": request.top_k,
         "packing": config.packing,
         "seq_length": config.seq_length,
         "media": asdict(config.media),
@@ -399,11 +363,6 @@ def _identity(folder: Path) -> dict[str, Any]:
     newest = max((path.stat().st_mtime_ns for path in files), default=0)
     size = sum(path.stat().st_size for path in files)
     return {"path": str(folder.absolute()), "bytes": size, "newest": newest}
-
-
-def _entries(records: Sequence[int], found: Found, data: Path) -> list[dict[str, Any]]:
-    """Return the lines of a block."""
-    return [{**_named(found.places[one], data), **_entry(one, found)} for one in records]
 
 
 def _named(place: Place, data: Path) -> dict[str, Any]:

@@ -24,13 +24,7 @@ _MOST_PIXELS = 1 << 22  # the largest image; large enough that none is shrunk
 def write_stand_in(
     config: Path, out: Path, *, layers: int | None = None, vision_blocks: int | None = None
 ) -> None:
-    """Write a model directory without weights.
-
-    Args:
-        layers: number of decoder layers; None: the config's.
-        vision_blocks: number of vision blocks, the first of which DeepStack taps; None: the
-            config's.
-    """
+    """Write a model directory without weights."""
     fields: dict[str, Any] = json.loads(config.read_text("utf-8"))
     text, vision = fields["text_config"], fields["vision_config"]
     for name, token in _TOKENS.items():

@@ -27,11 +27,7 @@ TEXT: dict[str, Any] = {
     "num_hidden_layers": 4,
     "num_key_value_heads": 4,
     "rms_norm_eps": 1e-06,
-    "rope_scaling": {
-        "mrope_interleaved": True,
-        "mrope_section": [5, 4, 3],
-        "rope_type": "default",
-    },
+    "rope_scaling": {"mrope_interleaved": True, "mrope_section": [5, 4, 3], "rope_type": "default"},
     "rope_theta": 5000000,
     "use_cache": True,
 }
@@ -131,20 +127,12 @@ def write_tiny_checkpoint(
     """Write a Hugging Face checkpoint with random values in every tensor.
 
     Args:
-        path: the directory to write; it is created if needed.
-        moe: whether to write Qwen3-VL-MoE instead of the dense model.
         tie: whether to tie the head to the embedding, so that no ``lm_head.weight`` is stored.
         layout: ``published`` writes experts and config as transformers 4.57 does; ``v5`` writes
             the output of ``save_pretrained`` in the installed transformers.
-        dtype: torch's name of the stored dtype.
-        max_shard_size: as in ``save_pretrained``; a small size gives a sharded checkpoint.
-        seed: seed of the weights.
         text, vision: fields that override those of the text and vision configs; `SERVABLE` is such
             a text config.
         vocabulary: the tokenizer's tokens and the rows of the embedding.
-
-    Returns:
-        `path`.
     """
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)

@@ -11,12 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mcore_qwen3vl.converters.adapters.adapter import is_adapter
-from mcore_qwen3vl.converters.adapters.read import read_adapter
+from mcore_qwen3vl.converters.adapters.files import read_adapter
 from mcore_qwen3vl.converters.live.adapter import export_merged
 from mcore_qwen3vl.converters.live.export import export_hf, save_hf, together
-from mcore_qwen3vl.converters.live.factors import load_factors
 from mcore_qwen3vl.converters.live.load import load_hf
-from mcore_qwen3vl.converters.live.sharded import unwrap
+from mcore_qwen3vl.converters.live.sharded import load_factors, unwrap
 from mcore_qwen3vl.model.lora.adapt import load_saved, whole_tensors
 from mcore_qwen3vl.training.lora.lora_run import LoraRun
 

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mcore_qwen3vl.converters.live.factors import factor_parts
-from mcore_qwen3vl.converters.live.sharded import gradient, hf_parts, unwrap
+from mcore_qwen3vl.converters.live.sharded import factor_parts, gradient, hf_parts, unwrap
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.training.run import Run
 from mcore_qwen3vl.verify.curves.job import Job, run_rank

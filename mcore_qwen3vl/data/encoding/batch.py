@@ -66,7 +66,7 @@ class Batch:
     names: tuple[str, ...]  # file and line of each sample
     references: Tensor | None = None
     """(pairs, 2) or, with labelled records, (samples,) float32 log-probabilities of the reference;
-    see mcore_qwen3vl.data.encoding.groups."""
+    see mcore_qwen3vl.data.encoding.encoder."""
     desirable: Tensor | None = None  # (samples,) bool: the labels of labelled records
     mismatched: Batch | None = None
     """With labelled records: the same prompts with the answers of others. Its `cu_seqlens` stays on
@@ -147,7 +147,7 @@ class Batcher:
         self._pad_id = pad_id
         self._pixel_scale = pixel_scale
 
-    def pack(self, samples: Sequence[EncodedSample], skipped: int = 0, dropped: int = 0) -> Batch:
+    def pack(self, samples: Sequence[EncodedSample]) -> Batch:
         """Make one sequence of `seq_length`: each sample is a sub-sequence, the rest padding."""
         lengths = [self._config.padded(len(sample.input_ids)) for sample in samples]
         bounds = [0, *accumulate(lengths)]
@@ -157,15 +157,15 @@ class Batcher:
             bounds.append(seq_length)
         cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
         places = [(0, start) for start in bounds[: len(samples)]]
-        return self._assemble(samples, places, (1, seq_length), cu_seqlens, skipped, dropped)
+        return self._assemble(samples, places, (1, seq_length), cu_seqlens)
 
-    def pad(self, samples: Sequence[EncodedSample], skipped: int = 0, dropped: int = 0) -> Batch:
+    def pad(self, samples: Sequence[EncodedSample]) -> Batch:
         """Make a batch with one sample a row, padded on the right."""
         width = self._config.seq_length
         if self._config.pad_to_longest:
             width = self._config.padded(max(len(sample.input_ids) for sample in samples))
         places = [(row, 0) for row in range(len(samples))]
-        return self._assemble(samples, places, (len(samples), width), None, skipped, dropped)
+        return self._assemble(samples, places, (len(samples), width), None)
 
     def _assemble(
         self,
@@ -173,8 +173,6 @@ class Batcher:
         places: list[tuple[int, int]],
         shape: tuple[int, int],
         cu_seqlens: Tensor | None,
-        skipped: int,
-        dropped: int,
     ) -> Batch:
         """Write each sample at its (row, column), and compute positions and visual indices."""
         input_ids = torch.full(shape, self._pad_id)
@@ -218,8 +216,6 @@ class Batcher:
                 images=_rows(image_grid),
                 videos=_rows(video_grid),
                 patches=_rows(patches),
-                skipped=skipped,
-                dropped=dropped,
             ),
             names=tuple(sample.name for sample in samples),
             lengths=tuple(len(sample.input_ids) for sample in samples),

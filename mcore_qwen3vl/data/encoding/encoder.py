@@ -7,10 +7,11 @@ that the buffer holds tokens and file names, not pixels, and is cheap to rebuild
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from megatron.energon import (
     Cooker,
     CrudeSample,
@@ -21,8 +22,8 @@ from megatron.energon import (
 )
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.data.config import DataConfig
-from mcore_qwen3vl.data.encoding.batch import Batch, Batcher
+from mcore_qwen3vl.data.config import DataConfig, Task
+from mcore_qwen3vl.data.encoding.batch import Batch, Batcher, without_pixels
 from mcore_qwen3vl.data.encoding.packing import best_fit
 from mcore_qwen3vl.data.encoding.pixels import Pixels
 from mcore_qwen3vl.data.encoding.planning import Plan, check_length, padded
@@ -36,6 +37,10 @@ from mcore_qwen3vl.data.encoding.samples import (
 from mcore_qwen3vl.data.loading.bad_samples import BadSampleGuard, number_of, sample_id
 from mcore_qwen3vl.data.loading.datasets import SOURCE
 from mcore_qwen3vl.data.loading.sources import Source, source_names
+from mcore_qwen3vl.data.records.flaws import BadSample
+from mcore_qwen3vl.data.records.parsed import Conversation
+from mcore_qwen3vl.data.records.preference import SIDES
+from mcore_qwen3vl.data.records.retrieval import POSITIVE, QUERY
 from mcore_qwen3vl.data.scores import References
 from mcore_qwen3vl.data.teacher import joined, teachers_of
 
@@ -95,11 +100,7 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, EncodedRecord, Batch, Batch]):
         )
 
     def _planned(self, sample: RawSample) -> dict[str, Any]:
-        """Return the fields of the planned record that depend on its kind.
-
-        Raises:
-            BadSample, OverlongSample: the record cannot be used.
-        """
+        """Return the fields of the planned record that depend on its kind."""
         return {"plans": [self.preparation.plan(sample)]}
 
     def select_samples_to_pack(self, samples: list[Any]) -> list[list[Any]]:
@@ -108,7 +109,6 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, EncodedRecord, Batch, Batch]):
         return [[samples[i] for i in pack] for pack in best_fit(lengths, self.config.seq_length)]
 
     def _length(self, sample: PlannedRecord) -> int:
-        """Return how many tokens of a pack a record takes."""
         return padded(self.config, sample.plans)
 
     @stateless
@@ -139,20 +139,19 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, EncodedRecord, Batch, Batch]):
 
     @stateless
     def pack_selected_samples(self, samples: list[EncodedRecord]) -> Batch:
-        """Make a packed batch."""
         return self._batch(self._batcher.pack, samples)
 
     @stateless
     def batch(self, samples: list[EncodedRecord]) -> Batch:
-        """Make a padded batch."""
         return self._batch(self._batcher.pad, samples)
 
     def _batch(self, assemble: Callable[..., Batch], records: list[EncodedRecord]) -> Batch:
         if not records:  # all samples had bad pixels
             raise SkipSample
         samples = [one for record in records for one in record.sequences]
+        batch = assemble(samples)
         skipped, dropped = self.guard.take()
-        batch = assemble(samples, skipped, dropped)
+        batch = replace(batch, counts=replace(batch.counts, skipped=skipped, dropped=dropped))
         if self._teachers:
             batch = replace(batch, teacher=joined([one.teacher for one in samples if one.teacher]))
         if not self._source_names:
@@ -162,3 +161,139 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, EncodedRecord, Batch, Batch]):
 
 def _shown(plan: Plan) -> list[Any]:
     return [item.media for item in plan.media]
+
+
+_NEEDED: dict[Task | None, tuple[str, ...]] = {
+    "embedding": (QUERY, POSITIVE),
+    "reranker": (POSITIVE,),  # in its prompt is the query
+    "reward": SIDES,
+    "classify": ("",),
+}
+"""By task, the sequences that a record needs."""
+
+
+def plan_each(
+    preparation: Preparation, sample: RawSample, *, task: Task | Literal["pairs"] | None = None
+) -> dict[str, Plan]:
+    """Tokenise the sequences of a raw record, by their names in :meth:`Preparation.parse_each`."""
+    parts = preparation.parse_each(sample, task=task)
+    return {name: preparation.plan(sample, part) for name, part in parts.items()}
+
+
+class GroupTaskEncoder(Qwen3VLTaskEncoder):
+    """Energon's hooks for records of several sequences; this class reads those of a task.
+
+    A batch holds the sequences of one record after the other: chosen and rejected of a preference
+    record; query, positive and negatives of a retrieval record.
+    """
+
+    def _planned(self, sample: RawSample) -> dict[str, Any]:
+        plans = plan_each(self.preparation, sample, task=self.config.task)
+        _require(plans, self.config)
+        return {"plans": list(plans.values()), "target": next(iter(plans.values())).target}
+
+    def _batch(self, assemble: Callable[..., Batch], records: list[EncodedRecord]) -> Batch:
+        batch = super()._batch(assemble, records)
+        targets = [record.target for record in records]
+        return replace(
+            batch,
+            groups=tuple(len(record.sequences) for record in records),
+            targets=None if None in targets else torch.tensor(targets, dtype=torch.float32),
+        )
+
+
+class PairTaskEncoder(GroupTaskEncoder):
+    """Energon's hooks for preference records."""
+
+    @stateless
+    def preencode_sample(self, sample: RawSample) -> Any:
+        """Tokenise a pair, and check that its reference is of these tokens."""
+        planned = super().preencode_sample(sample)
+        if self._references:  # outside of the guard, so that the error stops the run
+            tokens = [plan.input_ids for plan in planned.plans]
+            self._references[sample.source].check(number_of(sample), *tokens)
+        return planned
+
+    def _planned(self, sample: RawSample) -> dict[str, Any]:
+        plans = plan_each(self.preparation, sample, task="pairs")
+        sides = [plans[side] for side in SIDES]
+        check_length(self.config, sides)  # an over-long pair may have no reference
+        if not self._references:
+            return {"plans": sides}
+        return {"plans": sides, "reference": self._references[sample.source].of(number_of(sample))}
+
+    def _batch(self, assemble: Callable[..., Batch], records: list[EncodedRecord]) -> Batch:
+        batch = super()._batch(assemble, records)
+        if not self._references:
+            return batch
+        return replace(batch, references=torch.tensor([pair.reference for pair in records]))
+
+
+class LabelledTaskEncoder(GroupTaskEncoder):
+    """Energon's hooks for labelled records, each of which is one sequence.
+
+    The records of a micro-batch exchange their answers for KTO's baseline: each prompt is also
+    followed by the answer of the record before it, the first one's by the last. TRL does the same
+    in the batches of a device.
+    """
+
+    def _planned(self, sample: RawSample) -> dict[str, Any]:
+        parsed = self.preparation.parse_each(sample).get("")
+        if not isinstance(parsed, Conversation) or parsed.label is None:
+            raise BadSample(
+                "it is not a labelled record: --loss kto needs a label that is true or false."
+            )
+        return {"plans": [self.preparation.plan(sample, parsed)], "label": parsed.label}
+
+    def _length(self, sample: PlannedRecord) -> int:
+        """Return the tokens that a record may take with the answer of another.
+
+        The tokens of a pack remain the same, but each sequence may need more padding.
+        """
+        more = self.config.length_multiple - 1
+        length = self.config.padded(len(sample.plans[0].input_ids) + more)
+        return min(length, self.config.seq_length)
+
+    def _batch(self, assemble: Callable[..., Batch], records: list[EncodedRecord]) -> Batch:
+        batch = super()._batch(assemble, records)
+        sequences = [record.sequences[0] for record in records]
+        answers = [sequences[-1], *sequences[:-1]]
+        pairs = zip(sequences, answers, strict=True)
+        other = assemble([_answered(one, by, self.config.seq_length) for one, by in pairs])
+        visual = other.visual and without_pixels(other.visual)
+        return replace(
+            batch,
+            desirable=torch.tensor([record.label for record in records]),
+            mismatched=replace(other, visual=visual),
+        )
+
+
+def _answered(sample: EncodedSample, by: EncodedSample, most: int) -> EncodedSample:
+    """Return the prompt of `sample` with the answer of `by`, cut to at most `most` tokens."""
+    own, start = (int((one.loss_weights > 0).nonzero()[0]) for one in (sample, by))
+    return replace(
+        sample,
+        input_ids=torch.cat([sample.input_ids[:own], by.input_ids[start:]])[:most],
+        loss_weights=torch.cat([sample.loss_weights[:own], by.loss_weights[start:]])[:most],
+    )
+
+
+def _require(plans: Mapping[str, Plan], config: DataConfig) -> None:
+    """Raise BadSample if the record lacks what the task trains on, or is made for another loss."""
+    needed = _NEEDED[config.task]
+    for name in needed:
+        if name not in plans:
+            raise BadSample(
+                f"--task {config.task} trains on {' and '.join(needed)}; the record has no {name}."
+            )
+    score = plans[needed[0]].target
+    if config.similarities and (score is None or len(plans) != len(needed)):
+        raise BadSample(
+            "--embedding-loss cosine and cosent train on two texts with a score; the record has "
+            f"{'no score' if score is None else 'negatives'}."
+        )
+    if config.task == "embedding" and not config.similarities and score not in (None, 1.0):
+        raise BadSample(
+            f"its score is {score:g}, and this would train on it as on any positive: add "
+            "--embedding-loss cosine or cosent, or take the key out."
+        )

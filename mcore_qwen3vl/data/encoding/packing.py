@@ -76,7 +76,6 @@ def divide(
 
     Args:
         capacity: tokens of a pack; no sample is longer.
-        ranks: data-parallel ranks; there are at least as many samples.
         carried: number of first samples that were left from the previous buffer.
         rows_per_step: rows of one optimizer step; every step gets rows of all amounts of work,
             sorted.

@@ -53,11 +53,7 @@ class PixelLoader:
         self._options: dict[str, Any] = {"return_tensors": "pt", **(raw if self.scale else {})}
 
     def load(self, media: list[PlannedMedia]) -> Pixels:
-        """Decode the media of one sample.
-
-        Raises:
-            BadSample: a file is corrupt, or has another size than its header says.
-        """
+        """Decode the media of one sample."""
         images = [item for item in media if item.media.kind == "image"]
         videos = [item for item in media if item.media.kind == "video"]
         return Pixels(*_in_runs(images, self._load_images), *_in_runs(videos, self._load_videos))

@@ -174,7 +174,6 @@ class Planner:
         return start, end
 
     def _fit(self, plan: Plan, trains: bool) -> Plan:
-        """Apply the over-length policy."""
         length, limit = len(plan.input_ids), self._config.seq_length
         if length > limit:
             if self._config.overlong == "drop":
@@ -203,11 +202,7 @@ def padded(config: DataConfig, plans: Sequence[Plan]) -> int:
 
 
 def check_length(config: DataConfig, plans: Sequence[Plan]) -> None:
-    """Raise if a pack cannot hold all sequences; the planner checked that each fits a row.
-
-    Raises:
-        OverlongSample: the sequences together are longer than a pack.
-    """
+    """Raise if a pack cannot hold all sequences; the planner checked that each fits a row."""
     length = padded(config, plans)
     if config.packing and length > config.seq_length:
         which = "both" if len(plans) == 2 else f"all {len(plans)}"

@@ -13,10 +13,7 @@ from mcore_qwen3vl.data.encoding.planning import Plan, Planner
 from mcore_qwen3vl.data.encoding.samples import RawSample
 from mcore_qwen3vl.data.loading.datasets import SOURCE, dataset_path
 from mcore_qwen3vl.data.loading.sources import Source
-from mcore_qwen3vl.data.records.classification import (
-    is_classification,
-    parse_classification,
-)
+from mcore_qwen3vl.data.records.classification import is_classification, parse_classification
 from mcore_qwen3vl.data.records.flaws import time_limit
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.parse import join_parts, parse_record
@@ -44,7 +41,7 @@ class Preparation:
     """
 
     def __init__(self, processor: Any, config: DataConfig, sources: Sequence[Source]) -> None:
-        """Prepare a processor for each data set, and import the hooks.
+        """Set the budgets on `processor`, prepare one for each data set, and import the hooks.
 
         Raises:
             BadInput: a hook cannot be imported, or a budget is empty.
@@ -72,11 +69,7 @@ class Preparation:
         return MediaFolder(root=root, parts=parts)
 
     def parse(self, sample: RawSample) -> Conversation | Document:
-        """Parse a record.
-
-        Raises:
-            BadSample: the record is malformed. A hook's own exceptions pass through.
-        """
+        """Parse a record."""
         with time_limit(self._max_seconds):
             return parse_record(
                 self._record(sample), sample.folder, self._sources[sample.source].reading
@@ -96,9 +89,6 @@ class Preparation:
             One part without a name, which has a label if the record has; chosen and rejected of a
             preference record; query, positive and negatives; or, for a reranker, positive and
             negatives, each with the query.
-
-        Raises:
-            BadSample: the record is malformed. A hook's own exceptions pass through.
         """
         reading = self._sources[sample.source].reading
         with time_limit(self._max_seconds):
@@ -130,22 +120,14 @@ class Preparation:
         return record
 
     def plan(self, sample: RawSample, parsed: Conversation | Document | None = None) -> Plan:
-        """Tokenise a sample and measure its media.
-
-        Raises:
-            BadSample, OverlongSample: the sample cannot be used.
-        """
+        """Tokenise a sample and measure its media."""
         with time_limit(self._max_seconds):
             parsed = parsed or self.parse(sample)
             plan = self._planners[sample.source].plan(self._renderer.render(parsed))
         return replace(plan, target=getattr(parsed, "target", None))
 
     def pixels(self, plan: Plan, source: int) -> Pixels:
-        """Decode the images and videos of a plan from the data set with number `source`.
-
-        Raises:
-            BadSample: a file is corrupt, or decoding takes too long.
-        """
+        """Decode the images and videos of a plan from the data set with number `source`."""
         with time_limit(self._max_seconds):
             return self._pixels[source].load(plan.media)
 

@@ -15,7 +15,7 @@ from megatron.energon.source_info import SourceInfo, get_source_info
 
 from mcore_qwen3vl.data.loading.index import line_of
 from mcore_qwen3vl.data.loading.stand_in import origin
-from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample
+from mcore_qwen3vl.data.records.flaws import OverlongSample, reason_of
 from mcore_qwen3vl.errors import BadInput
 
 log = logging.getLogger(__name__)
@@ -104,13 +104,13 @@ class BadSampleGuard:
             return
         self._bad.add(name)
         self._skipped += 1
-        kind = "" if isinstance(error, BadSample | BadInput) else f"{type(error).__name__}: "
-        log.warning("bad sample %s skipped: %s%s", name, kind, error)
+        reason = reason_of(error)
+        log.warning("bad sample %s skipped: %s", name, reason)
         if len(self._bad) > self._max_fraction * self._records:
             raise BadInput(
                 f"{len(self._bad)} of about {self._records} records are bad, more than the "
                 f"accepted share of {self._max_fraction:g} (--max-bad-fraction); the rest was not "
-                f"read. The last one is {name}: {kind}{error} Run "
+                f"read. The last one is {name}: {reason} Run "
                 "`mcore-qwen3vl data check` on the data set, which lists what is wrong with each."
             )
 

@@ -7,6 +7,7 @@ Energon shards, shuffles, blends and resumes it like its own JSONL and WebDatase
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -52,82 +53,68 @@ def crude_sample(
     }
 
 
+@dataclass(eq=False)
 class CrudeFactory(BaseCoreDatasetFactory[CrudeSample], Sharder):
-    """Energon's factory over a :class:`Reader`."""
+    """Energon's factory over a :class:`Reader`; its options are those of energon's own factories.
+
+    Attributes:
+        counts: number of samples in each run that is best read together, such as a row group.
+        training: whether to shuffle, and to start again at the end.
+        shuffle_over_epochs: energon's number of epochs to shuffle over; None: do not shuffle.
+        parallel_shard_iters: number of runs that a worker reads from in turn.
+        max_samples_per_sequence: length of the pieces into which runs are cut and shuffled.
+    """
 
     __sample_type__ = CrudeSample
 
-    def __init__(
-        self,
-        path: Path,
-        reader: Reader,
-        counts: Sequence[int],
-        *,
-        training: bool,
-        worker_config: WorkerConfig,
-        subflavors: Mapping[str, Any] | None = None,
-        shuffle_over_epochs: int | None = 1,
-        parallel_shard_iters: int = 16,
-        max_samples_per_sequence: int | None = None,
-        subset: DatasetSubset | None = None,
-    ) -> None:
-        """Wrap a reader; the keyword arguments are those of energon's own factories.
+    path: Path
+    reader: Reader
+    counts: Sequence[int]
+    training: bool
+    worker_config: WorkerConfig
+    subflavors: dict[str, Any]
+    shuffle_over_epochs: int | None = 1
+    parallel_shard_iters: int = 16
+    max_samples_per_sequence: int | None = None
+    subset: DatasetSubset | None = None
 
-        Args:
-            counts: number of samples in each run that is best read together, such as a row group.
-            training: whether to shuffle, and to start again at the end.
-            subflavors: values that each sample carries.
-            shuffle_over_epochs: energon's number of epochs to shuffle over; None: do not shuffle.
-            parallel_shard_iters: number of runs that a worker reads from in turn.
-            max_samples_per_sequence: length of the pieces into which runs are cut and shuffled.
-            subset: the part of the data set to use; None: all.
-        """
-        self.path = path
-        self.paths = [EPath(path)]
-        self.name = path.name
-        self.reader = reader
-        self.subflavors = dict(subflavors or {})
-        self._counts = counts
-        self._training = training
-        self._worker_config = worker_config
-        self._shuffle_over_epochs = shuffle_over_epochs
-        self._parallel = parallel_shard_iters
-        self._run_length = max_samples_per_sequence
-        self._subset = subset
+    def __post_init__(self) -> None:
+        self.paths = [EPath(self.path)]
+        self.name = self.path.name
 
     def __len__(self) -> int:
-        if self._subset is None:
+        if self.subset is None:
             return len(self.reader)
-        start, end = self._subset.compute_subset(len(self.reader))
+        start, end = self.subset.compute_subset(len(self.reader))
         return end - start
 
     def build(self, worker_rotation_offset: int = 0) -> SavableDataset[CrudeSample]:
         """Build this rank's data set."""
         shards = [
             ShardInfo(name=f"{self.name}-{index}", path=EPath(self.path), count=count)
-            for index, count in enumerate(self._counts)
+            for index, count in enumerate(self.counts)
         ]
         offsets = self.shard_workers(
             shards,
-            worker_config=self._worker_config,
-            max_samples_per_sequence=self._run_length,
+            worker_config=self.worker_config,
+            max_samples_per_sequence=self.max_samples_per_sequence,
             rotation_offset=worker_rotation_offset,
-            subset=self._subset,
+            subset=self.subset,
         )
         readers: Any = [self.reader]
         samples = WebdatasetSampleLoaderDataset(
             join_readers=readers,
             workers_sample_slice_offsets=offsets,
-            worker_config=self._worker_config,
-            shuffle_over_epochs=self._shuffle_over_epochs if self._training else None,
-            parallel_slice_iters=self._parallel if self._training else 1,
+            worker_config=self.worker_config,
+            shuffle_over_epochs=self.shuffle_over_epochs if self.training else None,
+            parallel_slice_iters=self.parallel_shard_iters if self.training else 1,
         )
         return MapDataset(
             samples,
             self.load_raw,
             stateless_map_fn=True,
             map_fn_config=self.config,
-            worker_config=self._worker_config,
+            worker_config=self.worker_config,
         )
 
     def load_raw(self, raw: Any) -> CrudeSample:
@@ -141,13 +128,13 @@ class CrudeFactory(BaseCoreDatasetFactory[CrudeSample], Sharder):
     def config(self) -> dict[str, Any]:
         return {
             "type": type(self).__qualname__,
-            "training": self._training,
+            "training": self.training,
             "_path": str(self.path),
             "count": len(self.reader),
-            "shuffle_over_epochs": self._shuffle_over_epochs,
-            "parallel_shard_iters": self._parallel,
-            "max_samples_per_sequence": self._run_length,
-            "subset": self._subset.config() if self._subset else None,
+            "shuffle_over_epochs": self.shuffle_over_epochs,
+            "parallel_shard_iters": self.parallel_shard_iters,
+            "max_samples_per_sequence": self.max_samples_per_sequence,
+            "subset": self.subset.config() if self.subset else None,
             "subflavors": self.subflavors,
         }
 

@@ -23,13 +23,18 @@ from mcore_qwen3vl.data.loading.index import ensure_index, index_beside
 from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.data.loading.stand_in import origin
 from mcore_qwen3vl.data.loading.tables import TableReader, is_table
+from mcore_qwen3vl.data.records.classification import labels_in
+from mcore_qwen3vl.data.records.reading import preprocessed
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.files import parse_json
+from mcore_qwen3vl.labels import Labels
 
 SOURCE = "source"
 """The key in a sample's subflavors that holds the number of its source."""
 
 _RUN_LENGTH = 100  # consecutive samples that are read together when data are shuffled
 _OPEN_GROUPS = 4  # row groups of a table that a worker reads from in turn
+_MOST_LABELS = 100_000  # a head of more labels is rather a record with an id in the wrong key
 _OWN_MODULE = "megatron.energon"
 _PYTHON_FILES = ("sample_loader", "part_filter")
 """Settings of a WebDataset that can name a function in a Python file beside it."""
@@ -48,7 +53,6 @@ def load_sources(
 
     Args:
         training: whether the data sets repeat without end.
-        shuffle: whether samples come in another order than in the files.
         trust: whether energon may run code that a metadataset or a WebDataset names.
 
     Raises:
@@ -150,11 +154,7 @@ def _limit(factory: Any, source: Source) -> None:
 
 
 def _check_leaves(path: Path) -> None:
-    """Index the data sets of a metadataset beside them: energon opens all splits there.
-
-    Raises:
-        BadInput: a data set has a format that energon cannot read, or its folder is not writable.
-    """
+    """Index a metadataset's data sets beside them, where energon opens all splits."""
     for split in yaml.safe_load(path.read_text(encoding="utf-8")).get("splits", {}):
         for leaf in traverse_metadataset(path, split_part=split):
             place = Path(str(leaf.path))
@@ -183,11 +183,7 @@ def _split_of(path: Path, split: str) -> str:
 
 
 class _Part(Dataset[Any]):
-    """The samples of one data set that are used, by their number.
-
-    Args:
-        factory: energon's factory, for one rank without workers.
-    """
+    """The samples of one data set that are used, by their number."""
 
     def __init__(self, factory: Any) -> None:
         with redirect_stdout(io.StringIO()):  # energon prints how it divides the data
@@ -220,11 +216,7 @@ class CrudeSamples(ConcatDataset[Any]):
     """
 
     def __init__(self, sources: Sequence[Source], *, split: str, trust: bool) -> None:
-        """Open the data sets.
-
-        Raises:
-            BadInput: :func:`load_sources` refuses a source.
-        """
+        """Open the data sets."""
         workers = WorkerConfig(rank=0, world_size=1, num_workers=0)
         datasets, _ = load_sources(
             sources, split=split, training=False, shuffle=False, workers=workers, trust=trust
@@ -236,6 +228,43 @@ class CrudeSamples(ConcatDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return (self[number] for number in range(len(self)))
+
+
+def found_labels(sources: Sequence[Source], *, trust: bool) -> Labels:
+    """Return the labels of all records: names in alphabetical order, or numbers up to the largest.
+
+    Records that cannot be used are left out, as in training.
+
+    Raises:
+        BadInput: there are none, or both names and numbers.
+    """
+    found: set[int | str] = set()
+    for crude in CrudeSamples(sources, split="train", trust=trust):
+        record = crude.get("json")
+        try:
+            record = parse_json(record) if isinstance(record, bytes) else record
+            source = sources[crude["__subflavors__"][SOURCE]]
+            found.update(labels_in(preprocessed(record, source.reading)))
+        except BadInput:  # the hook cannot be imported
+            raise
+        except Exception:  # as in the loader, any exception makes the record bad
+            continue
+    numbers = [one for one in found if isinstance(one, int)]
+    names = sorted(one for one in found if isinstance(one, str))
+    if numbers and names:
+        raise BadInput(
+            f"Some labels are numbers ({min(numbers)}), others names ({names[0]}): use one kind."
+        )
+    if not found:
+        raise BadInput(
+            f"No record of {sources[0].path} has a label, which --task classify trains on."
+        )
+    if numbers and max(numbers) >= _MOST_LABELS:
+        raise BadInput(
+            f"A label is {max(numbers)}, and labels are numbered from 0: for so many, pass "
+            "--num-labels."
+        )
+    return Labels(tuple(names)) if names else Labels.numbered(max(numbers) + 1)
 
 
 def dataset_path(sample: Any) -> Path:

@@ -84,11 +84,7 @@ def _is_indexed(path: Path) -> bool:
 
 
 def _index_once(path: Path) -> None:
-    """Make the index under a lock, so that one of the ranks that need it makes it.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Make the index under a lock, so that only one of the ranks that need it makes it."""
     lock = path / ".energon.lock" if path.is_dir() else path.with_name(path.name + ".idx.lock")
     try:
         with FileLock(lock, timeout=_PATIENCE):

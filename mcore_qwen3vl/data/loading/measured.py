@@ -158,8 +158,6 @@ class MeasuredFactory(BaseCoreDatasetFactory[CrudeSample]):
 
 
 class _Stubs:
-    """The stubs of a factory, in the form of energon's readers."""
-
     def __init__(self, factory: MeasuredFactory) -> None:
         self._factory = factory
 

@@ -106,11 +106,7 @@ def source_names(sources: Sequence[Source]) -> tuple[str, ...]:
 
 
 def require_data_set(path: Path) -> Path:
-    """Return `path` if it exists.
-
-    Raises:
-        BadInput: `path` does not exist.
-    """
+    """Return `path` if it exists."""
     if not path.exists():
         raise BadInput(f"The data set {path} does not exist; check the path.")
     return path
@@ -136,11 +132,7 @@ def _content(path: Path) -> Any:
 
 
 def _mixture(content: Mapping[str, Any], path: Path) -> list[Source]:
-    """Return the data sets in the content of a mixture file.
-
-    Raises:
-        BadInput: an entry is malformed; the message names it and the key.
-    """
+    """Return the data sets in the content of a mixture file."""
     entries = content["datasets"]
     if other := sorted(set(content) - {"datasets"}):
         raise BadInput(f"{path}: unknown key {other[0]!r}; the only key is datasets.")
@@ -156,8 +148,8 @@ def _source(entry: Any, where: str, file: Path) -> Source:
         _check(key, value, where)
     if "weight" in entry and "epochs" in entry:
         raise BadInput(f"{where} has both weight and epochs; keep one of them.")
-    if "format" in entry:
-        _check_format(entry["format"], where)
+    if "format" in entry and (name := entry["format"]) not in (names := _formats()):
+        raise BadInput(f"{where}: format is {name!r}; the formats are {', '.join(names)}.")
     if "preprocess" in entry and "format" in entry:
         raise BadInput(
             f"{where} has both preprocess and format; keep one of them. The keys of the hook's "
@@ -189,9 +181,7 @@ def _check(key: str, value: Any, where: str) -> None:
         raise BadInput(f"{where}: {key} is {value!r}; it must be above 0.")
 
 
-def _check_format(name: str, where: str) -> None:
+def _formats() -> list[str]:
     from mcore_qwen3vl.data.records.parse import FORMATS
 
-    names = [one.name for one in FORMATS]
-    if name not in names:
-        raise BadInput(f"{where}: format is {name!r}; the formats are {', '.join(names)}.")
+    return [one.name for one in FORMATS]

@@ -49,9 +49,6 @@ def parse_classification(
 
     Returns:
         The conversation, with 1 for each of `labels` that is right and 0 for others.
-
-    Raises:
-        BadSample: the record is malformed, and the message says how.
     """
     rest = {key: value for key, value in record.items() if key not in (_LABEL, *_INPUT)}
     messages = record.get("messages")
@@ -69,11 +66,7 @@ def parse_classification(
 
 
 def labels_in(record: Mapping[str, Any]) -> list[int | str]:
-    """Return the numbers and names in a record's ``label``; none if it has no label.
-
-    Raises:
-        BadSample: a label is neither a number from 0 nor a name.
-    """
+    """Return the numbers and names in a record's ``label``; none if it has no label."""
     label = record.get(_LABEL)
     given = label if isinstance(label, list) else [] if label is None else [label]
     for one in given:

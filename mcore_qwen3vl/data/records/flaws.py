@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from mcore_qwen3vl.errors import BadInput
+
 _AGAIN = 1.0  # seconds until it interrupts again: a hook may catch the first interruption
 
 
@@ -19,18 +21,18 @@ class OverlongSample(Exception):
     """The sample is longer than the sequence length, and the policy is to leave it out."""
 
 
+def reason_of(error: Exception) -> str:
+    """Return why a sample is bad: the message, after the type of an error that is not ours."""
+    told = isinstance(error, BadSample | OverlongSample | BadInput)
+    return str(error) if told else f"{type(error).__name__}: {error}"
+
+
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
     """Interrupt the code in the block by SIGALRM, once its time is up.
 
     If limits are nested, the outermost one applies. Only the main thread is interrupted, and C code
     only when it returns to Python.
-
-    Args:
-        seconds: the limit; 0: no limit.
-
-    Raises:
-        BadSample: the time is up.
     """
     limited = signal.getitimer(signal.ITIMER_REAL)[0] > 0
     if seconds <= 0 or limited or threading.current_thread() is not threading.main_thread():

@@ -54,11 +54,7 @@ class Media:
     options: MediaOptions = USUAL
 
     def open(self) -> BinaryIO:
-        """Open the encoded bytes.
-
-        Raises:
-            BadSample: the file cannot be opened, or is a folder, a pipe or a device.
-        """
+        """Open the encoded bytes."""
         assert not isinstance(self.content, tuple)
         if isinstance(self.content, bytes):
             return BytesIO(self.content)
@@ -82,15 +78,11 @@ class MediaFolder:
         """Return the image or video that a record refers to.
 
         Args:
-            kind: image or video.
             reference: a path relative to the data file, a part name, a data URI, base64 text, raw
                 bytes, or a mapping with ``bytes``, ``base64``, ``path`` or ``url``. A video may be
                 a list of images, or a mapping with ``frames``.
             said: keys beside the reference, see :func:`read_options`; a mapping's own take
                 precedence.
-
-        Raises:
-            BadSample: the reference cannot be understood, or names a remote file.
         """
         said = said or {}
         if isinstance(reference, Mapping):
@@ -149,11 +141,7 @@ def _shown(reference: Any) -> str:
 
 
 class Shelf:
-    """A record's images and videos: a list or a single one, under the plural or singular key.
-
-    Raises:
-        BadSample: both keys are given, or audio, which the model does not take.
-    """
+    """A record's images and videos: a list or a single one, under the plural or singular key."""
 
     def __init__(self, record: Mapping[str, Any], folder: MediaFolder) -> None:
         self._folder = folder
@@ -173,9 +161,6 @@ class Shelf:
         Args:
             reference: its location; None: the next unused entry of the record's list.
             said: keys of its part of the message, such as ``fps``. They override the record's keys.
-
-        Raises:
-            BadSample: the record's list has no entry left, or the reference is unusable.
         """
         if reference is None:
             if not self._left[kind]:
@@ -200,11 +185,7 @@ class Shelf:
             yield {"type": "text", "text": text[end:]}
 
     def check_empty(self) -> None:
-        """Raise if media are left over.
-
-        Raises:
-            BadSample: media are given that no placeholder uses.
-        """
+        """Raise if media are left over."""
         for kind, left in self._left.items():
             if left:
                 raise BadSample(
@@ -262,11 +243,7 @@ def _kind_of(media: Media) -> str:
 
 
 def image_size(media: Media) -> tuple[int, int]:
-    """Read (height, width) in pixels, as displayed, from the header.
-
-    Raises:
-        BadSample: the file is missing or is not an image.
-    """
+    """Read (height, width) in pixels, as displayed, from the header."""
     with _image(media) as image:
         width, height = image.size
         # getexif() decodes the whole of a PNG that has no EXIF header.
@@ -276,11 +253,7 @@ def image_size(media: Media) -> tuple[int, int]:
 
 
 def load_image(media: Media) -> Image.Image:
-    """Decode an image to RGB, upright (see :func:`to_rgb`); of an animation, the first frame.
-
-    Raises:
-        BadSample: the file is missing, is not an image, is truncated, or has floating-point values.
-    """
+    """Decode an image to RGB, upright (see :func:`to_rgb`); of an animation, the first frame."""
     with _image(media) as image:
         ImageOps.exif_transpose(image, in_place=True)
         image.load()  # conversion would load it too, but an RGB image is not converted
@@ -318,11 +291,7 @@ def _eight_bits(image: Image.Image) -> Image.Image:
 
 
 def peculiarities(media: Media) -> list[str]:
-    """Describe in words how an image is changed when it is read; only its header is read here.
-
-    Raises:
-        BadSample: the file is missing or is not an image.
-    """
+    """Describe in words how an image is changed when it is read; only its header is read here."""
     with _image(media) as image:
         animated = image.format in _ANIMATIONS and getattr(image, "is_animated", False)
         found = {

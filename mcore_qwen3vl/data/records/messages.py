@@ -37,11 +37,7 @@ _READ = (*_OWN, "role", "name", "tool_calls", "tool_call_id", "reasoning_content
 def read_messages(
     record: Mapping[str, Any], folder: MediaFolder, *, prompt: bool = False
 ) -> Conversation:
-    """Read ``messages`` with ``role`` and ``content``: text with or without tags, or parts.
-
-    Raises:
-        BadSample: the record is malformed, and the message says how.
-    """
+    """Read ``messages`` with ``role`` and ``content``: text with or without tags, or parts."""
     turns = []
     for index, message in enumerate(_turns(record, "messages"), 1):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
@@ -51,11 +47,7 @@ def read_messages(
 
 
 def read_conversations(record: Mapping[str, Any], folder: MediaFolder) -> Conversation:
-    """Read ``conversations`` with ``from`` and ``value``, and optionally a ``system`` text.
-
-    Raises:
-        BadSample: the record is malformed, and the message says how.
-    """
+    """Read ``conversations`` with ``from`` and ``value``, and optionally a ``system`` text."""
     turns = []
     for index, turn in enumerate(_turns(record, "conversations"), 1):
         if not isinstance(turn, Mapping) or not isinstance(turn.get("from"), str):
@@ -77,11 +69,7 @@ def _turns(record: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def unpacked(value: Any, key: str) -> Any:
-    """Return the value of `key`, parsed if it is text: tables keep nested values as JSON text.
-
-    Raises:
-        BadSample: it is text, but not JSON.
-    """
+    """Return the value of `key`, parsed if it is text: tables keep nested values as JSON text."""
     if not isinstance(value, str):
         return value
     try:
@@ -144,7 +132,6 @@ def _conversation(
 
 
 def _message(turn: Mapping[str, Any], role: str, index: int, shelf: Shelf) -> dict[str, Any]:
-    """Return one message in the form of the chat template."""
     kept = {name: value for name, value in turn.items() if name not in _OWN}
     if role == _CALL:
         return {**kept, "role": "assistant", "content": "", "tool_calls": _calls(turn, index)}

@@ -17,11 +17,9 @@ class MediaOptions:
 
     Attributes:
         fps: Frames a second: to sample from a file, or at which a list of frames was taken.
-        start: Second of a file at which its clip starts.
-        end: Second of a file at which its clip ends.
+        start, end: Seconds of a file at which its clip starts and ends.
         timestamps: Second of each frame of a list.
-        min_pixels: Fewest pixels of the resized image, or of each resized frame.
-        max_pixels: Most pixels of the resized image, or of each resized frame.
+        min_pixels, max_pixels: Pixels of the resized image, or of each resized frame.
     """
 
     fps: float | None = None
@@ -36,9 +34,6 @@ class MediaOptions:
 
         Args:
             usual: the processor's own ``size``, in pixels of the image or of all frames.
-
-        Raises:
-            BadSample: the least number of pixels is above the greatest.
         """
         if self.min_pixels is None and self.max_pixels is None:
             return None
@@ -79,9 +74,6 @@ def read_options(kind: Literal["image", "video"], said: Mapping[str, Any]) -> Me
 
     Args:
         said: the keys of its part or reference; other keys are left alone.
-
-    Raises:
-        BadSample: a value is not a number, or not one that makes sense.
     """
     found: dict[str, Any] = {}
     for option, keys in _KEYS[kind].items():

@@ -27,11 +27,7 @@ _VIDEO_SUFFIXES = ("mp4", "mkv", "webm", "mov", "avi")
 
 
 def read_interleaved(record: Mapping[str, Any], folder: MediaFolder) -> Document:
-    """Read ``texts`` and ``images``: lists of equal length, with one of the two null at each place.
-
-    Raises:
-        BadSample: the record is malformed, and the message says how.
-    """
+    """Read ``texts`` and ``images``: equally long lists, with one of the two null at each place."""
     texts, images = record["texts"], record.get("images")
     if not isinstance(texts, list) or not isinstance(images, list | None):
         raise BadSample("texts and images must be lists.")
@@ -50,11 +46,7 @@ def read_interleaved(record: Mapping[str, Any], folder: MediaFolder) -> Document
 
 
 def read_caption(record: Mapping[str, Any], folder: MediaFolder) -> Document:
-    """Read ``text``, ``caption`` or ``txt``, with images and videos before it.
-
-    Raises:
-        BadSample: the record is malformed, and the message says how.
-    """
+    """Read ``text``, ``caption`` or ``txt``, with images and videos before it."""
     text = next((record[key] for key in CAPTION_KEYS if record.get(key) is not None), None)
     if not isinstance(text, str):
         raise BadSample(f"{' or '.join(CAPTION_KEYS)} must be text.")
@@ -107,12 +99,7 @@ only if it is true or false: data sets of other kinds have numbers and words the
 
 
 def format_of(record: Mapping[str, Any], name: str | None = None) -> Format:
-    """Return the format of a JSON record.
-
-    Raises:
-        BadSample: the record has no known format, not the format `name`, or is made for another
-            task.
-    """
+    """Return the format of a JSON record."""
     if {"chosen", "rejected"} & record.keys():
         raise BadSample(
             "it is a preference record: --loss dpo, simpo or orpo trains on these, and --task "
@@ -140,11 +127,7 @@ def format_of(record: Mapping[str, Any], name: str | None = None) -> Format:
 
 
 def parse_record(record: Any, folder: MediaFolder, reading: Reading = PLAIN) -> Parsed:
-    """Read a JSON record of any of :data:`FORMATS`.
-
-    Raises:
-        BadSample: the record is malformed, and the message says how.
-    """
+    """Read a JSON record of any of :data:`FORMATS`."""
     record = preprocessed(record, reading)
     form = format_of(record, reading.format)
     parsed = observed(record, form.name, lambda seen: form.read(seen, folder))

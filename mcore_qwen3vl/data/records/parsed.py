@@ -75,11 +75,7 @@ def observed[P: Conversation | Document](
 
 
 def finite(holder: Mapping[str, Any], key: str) -> float:
-    """Return the number under `key`.
-
-    Raises:
-        BadSample: the value is not a finite number.
-    """
+    """Return the number under `key`."""
     value = holder[key]
     if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
         raise BadSample(f"{key} is {value!r:.40}; a number is needed.")
@@ -87,11 +83,7 @@ def finite(holder: Mapping[str, Any], key: str) -> float:
 
 
 def weight_of(holder: Mapping[str, Any], key: str = "weight") -> float:
-    """Return the weight of a record or a message: ``weight``, or ms-swift's ``loss``; default 1.
-
-    Raises:
-        BadSample: the weight is not a number from 0 to 1e6.
-    """
+    """Return the weight of a record or a message: ``weight``, or ms-swift's ``loss``; default 1."""
     weight = holder.get(key)
     if weight is None:
         return 1.0

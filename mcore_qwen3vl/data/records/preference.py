@@ -71,9 +71,6 @@ def parse_pair(
     Returns:
         Two conversations with the same beginning, by the names in :data:`SIDES`; weights are 1 for
         turns that count, else 0. The chosen one has the margin as its target.
-
-    Raises:
-        BadSample: the record is malformed, and the message says how.
     """
     missing = [side for side in SIDES if side not in record]
     if missing:
@@ -83,11 +80,16 @@ def parse_pair(
     shared = record.get("messages") or []
     if not isinstance(shared, list):
         raise BadSample("messages must be a list of messages.")
-    sides = [[*shared, *_side(record[side], side, alone=not shared)] for side in SIDES]
+    for side in SIDES:
+        if not shared and not (isinstance(record[side], list) and record[side]):
+            raise BadSample(f"{side} must be a list of messages.")
+    sides = [[*shared, *_turns(record[side], side, "assistant")] for side in SIDES]
     rest = {k: v for k, v in record.items() if k not in (*SIDES, "messages", "margin")}
     if sides[0] == sides[1]:
         raise BadSample("chosen and rejected are the same.")
-    common = _common(*sides)
+    pairs = zip(*sides, strict=False)
+    unequal = (place for place, (a, b) in enumerate(pairs) if a != b)
+    common = next(unequal, min(map(len, sides)))  # messages at the beginning that both share
     common += len(reading.instructed(sides[0])) - len(sides[0])
     pair = {
         side: _continued(rest, side, reading.instructed(messages), common, folder)
@@ -100,11 +102,7 @@ def parse_pair(
 def parse_labelled(
     record: Mapping[str, Any], folder: MediaFolder, reading: Reading = PLAIN
 ) -> Conversation:
-    """Read a labelled record; the arguments and errors are those of :func:`parse_pair`.
-
-    Returns:
-        The conversation with its label. A message's weight is 1 if it counts, else 0.
-    """
+    """Read a labelled record; the arguments and errors are those of :func:`parse_pair`."""
     if record.get("weight") is not None:
         raise BadSample("a labelled record has no weight: --desirable-weight weighs all alike.")
     prompt, answer = _parts(record)
@@ -115,13 +113,6 @@ def parse_labelled(
     if any(map(_has_media, parsed.messages[before:])):
         raise BadSample("the answer has an image or a video; only the prompt may have them.")
     return replace(parsed, format="labelled", label=record[_LABEL])
-
-
-def _side(value: Any, side: str, *, alone: bool) -> list[Any]:
-    """Return the messages of a side, which is a whole conversation if `alone`."""
-    if alone and not (isinstance(value, list) and value):
-        raise BadSample(f"{side} must be a list of messages.")
-    return _turns(value, side, "assistant")
 
 
 def _parts(record: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
@@ -139,22 +130,12 @@ def _parts(record: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
 
 
 def _turns(value: Any, name: str, role: str) -> list[Any]:
-    """Return the messages that the value of key `name` stands for; a text is a message of `role`.
-
-    Raises:
-        BadSample: it is neither a text, nor a message, nor a list of messages.
-    """
+    """Return the messages that the value of key `name` stands for; a text is one of `role`."""
     if isinstance(value, list) and value:
         return value
     if not isinstance(value, str | Mapping):
         raise BadSample(f"{name} must be text, a message or a list of messages.")
     return [{"role": role, "content": value} if isinstance(value, str) else value]
-
-
-def _common(chosen: list[Any], rejected: list[Any]) -> int:
-    """Return how many messages at the beginning are the same in both."""
-    pairs = zip(chosen, rejected, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
 
 
 def _continued(

@@ -70,9 +70,6 @@ def parse_retrieval(
     Returns:
         The texts by name, in this order: ``query``, ``positive``, ``negative 0`` and so on. The
         query has the score as its target.
-
-    Raises:
-        BadSample: the record is malformed, and the message says how.
     """
     unread = tuple(str(key) for key in record if key not in _READ)
     found = {}
@@ -88,13 +85,10 @@ def parse_retrieval(
     if not found:
         raise BadSample("a retrieval record has query, or messages, and positive.")
     if QUERY in found:
-        found[QUERY] = replace(found[QUERY], target=_score(record))
+        key = next((key for key in _SCORE if record.get(key) is not None), None)
+        score = None if key is None else finite(record, key)
+        found[QUERY] = replace(found[QUERY], target=score)
     return found
-
-
-def _score(record: Mapping[str, Any]) -> float | None:
-    key = next((key for key in _SCORE if record.get(key) is not None), None)
-    return None if key is None else finite(record, key)
 
 
 def _texts(record: Mapping[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
@@ -136,11 +130,7 @@ def _documents(key: str, value: Any) -> list[Any]:
 
 
 def messages_of(text: Any) -> list[Any]:
-    """Return the messages that a text of any kind stands for.
-
-    Raises:
-        BadSample: it is of another kind, or empty.
-    """
+    """Return the messages that a text of any kind stands for."""
     if isinstance(text, str):
         return [{"role": "user", "content": text}]
     if isinstance(text, list) and text:
@@ -166,9 +156,6 @@ def parse_judgements(
 
     Returns:
         The prompts by the documents' names: ``positive``, ``negative 0`` and so on.
-
-    Raises:
-        BadSample: the record is malformed, or has no query or no document.
     """
     texts = parse_retrieval(record, folder, reading)
     query = texts.pop(QUERY, None)

@@ -65,11 +65,7 @@ class Renderer:
             )
 
     def render(self, record: Conversation | Document) -> Rendered:
-        """Render a record.
-
-        Raises:
-            BadSample: the template refuses the messages, or rewrites earlier turns.
-        """
+        """Render a record."""
         if isinstance(record, Document):
             return self._document(record)
         return self._conversation(record)
@@ -145,7 +141,6 @@ class Renderer:
         return Rendered("".join(pieces), spans, record.media)
 
     def _placeholder(self, media: Media) -> str:
-        """Return the placeholder of `media` as the chat template writes it."""
         processor = self._processor
         token = processor.image_token if media.kind == "image" else processor.video_token
         return processor.vision_start_token + token + processor.vision_end_token

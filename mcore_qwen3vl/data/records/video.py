@@ -45,9 +45,6 @@ def probe_video(media: Media) -> VideoMetadata:
     """Read frame count, frame rate and size from the container, or from a list of frames.
 
     The metadata of a list of frames have ``frames_indices`` too, since none is left out.
-
-    Raises:
-        BadSample: the file is missing, is not a video, or states no frame rate.
     """
     if isinstance(media.content, tuple):
         return _probe_frames(media.content, media.options)
@@ -92,9 +89,6 @@ def sample_frames(media: Media, metadata: VideoMetadata, processor: Any) -> np.n
 
     Returns:
         (F,) indices among all frames of the file.
-
-    Raises:
-        BadSample: the clip holds no frame.
     """
     if metadata.frames_indices is not None:
         return np.asarray(metadata.frames_indices)
@@ -119,10 +113,6 @@ def load_frames(media: Media, indices: np.ndarray) -> np.ndarray:
 
     Returns:
         (F, height, width, 3) uint8 RGB.
-
-    Raises:
-        BadSample: the file is missing, is not a video, or has fewer frames than its header says;
-            or listed frames differ in size.
     """
     if isinstance(media.content, tuple):
         return _load_listed(media.content, media.name)
@@ -152,7 +142,6 @@ def _load_listed(frames: tuple[Media, ...], name: str) -> np.ndarray:
 
 
 def _in_order(media: Media, wanted: list[int]) -> dict[int, np.ndarray]:
-    """Decode all frames in order, up to the last one that is wanted."""
     frames: dict[int, np.ndarray] = {}
     left = set(wanted)
     to_rgb = _rgb_converter()
@@ -192,7 +181,6 @@ def _decode_at(
     """Decode frames by their times; None if a frame is not where its packet says.
 
     Args:
-        container: the open container.
         wanted: times of the frames, by their index, ascending.
         keys: times of the key frames, ascending.
     """

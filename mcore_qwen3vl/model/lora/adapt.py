@@ -11,8 +11,7 @@ from torch import Tensor
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import Adapter
 from mcore_qwen3vl.converters.adapters.peft_model import EMBEDDING, HEAD
-from mcore_qwen3vl.converters.live.factors import load_factors
-from mcore_qwen3vl.converters.live.sharded import hf_parts
+from mcore_qwen3vl.converters.live.sharded import hf_parts, load_factors
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.freeze import Freezing, global_name
 from mcore_qwen3vl.model.lora.attach import attach

@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.config import FILE, AdapterConfig
+from mcore_qwen3vl.converters.adapters.files import read_adapter
 from mcore_qwen3vl.converters.adapters.peft_model import EMBEDDING, HEAD, Slot, apply
-from mcore_qwen3vl.converters.adapters.read import read_adapter
 from mcore_qwen3vl.converters.adapters.targets import resolve_targets
 from mcore_qwen3vl.converters.live.adapter import save_adapter
-from mcore_qwen3vl.converters.live.factors import initialize_factors, load_factors
+from mcore_qwen3vl.converters.live.sharded import initialize_factors, load_factors
 from mcore_qwen3vl.converters.mcore.formats import is_megatron
 from mcore_qwen3vl.converters.mcore.paths import LORA_FOLDER
 from mcore_qwen3vl.converters.storage.boxes import Shape

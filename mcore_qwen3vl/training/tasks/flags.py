@@ -102,7 +102,7 @@ def _labels(
     elif count is not None:
         labels = Labels.numbered(count)
     else:
-        from mcore_qwen3vl.data.found_labels import found_labels
+        from mcore_qwen3vl.data.loading.datasets import found_labels
 
         labels = found_labels(parse_sources(data, preprocess), trust=trust)
     if len(labels) < 2:

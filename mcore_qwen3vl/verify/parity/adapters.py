@@ -11,10 +11,10 @@ from torch import Tensor
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import Factors
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
+from mcore_qwen3vl.converters.adapters.files import write_adapter
 from mcore_qwen3vl.converters.adapters.peft_model import HEAD, HFConfig, apply
 from mcore_qwen3vl.converters.adapters.presets import preset
 from mcore_qwen3vl.converters.adapters.targets import resolve_targets
-from mcore_qwen3vl.converters.adapters.write import write_adapter
 from mcore_qwen3vl.converters.storage.boxes import Shape
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.adapters.read import read_adapter
+from mcore_qwen3vl.converters.adapters.files import read_adapter
 from mcore_qwen3vl.converters.mapping.table import table
 from mcore_qwen3vl.converters.mcore.formats import require_huggingface
 from mcore_qwen3vl.errors import BadInput

@@ -30,9 +30,8 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture, ExpertLayout
 from mcore_qwen3vl.converters.adapters.adapter import Adapter
-from mcore_qwen3vl.converters.live.factors import factor_parts
 from mcore_qwen3vl.converters.live.load import load_checkpoint, load_hf
-from mcore_qwen3vl.converters.live.sharded import Values, gradient, hf_parts, unwrap
+from mcore_qwen3vl.converters.live.sharded import Values, factor_parts, gradient, hf_parts, unwrap
 from mcore_qwen3vl.model import pointwise
 from mcore_qwen3vl.model.build import build_chunks
 from mcore_qwen3vl.model.freeze import Freezing

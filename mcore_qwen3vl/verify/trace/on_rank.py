@@ -15,8 +15,7 @@ from torch import Tensor
 
 from mcore_qwen3vl.converters.adapters.adapter import Adapter
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
-from mcore_qwen3vl.converters.live.factors import factor_parts
-from mcore_qwen3vl.converters.live.sharded import Values, gradient, hf_parts, weight
+from mcore_qwen3vl.converters.live.sharded import Values, factor_parts, gradient, hf_parts, weight
 from mcore_qwen3vl.converters.storage.dtypes import cast
 from mcore_qwen3vl.model.lora.adapt import whole_tensors, with_tied
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel

@@ -15,9 +15,8 @@ from safetensors.torch import load_file
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
-from mcore_qwen3vl.converters.adapters.read import read_adapter
+from mcore_qwen3vl.converters.adapters.files import convert_adapter, read_adapter, write_adapter
 from mcore_qwen3vl.converters.adapters.targets import resolve_targets
-from mcore_qwen3vl.converters.adapters.write import convert_adapter, write_adapter
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.verify.parity.cached_reference import TOLERANCE
 from mcore_qwen3vl.verify.report.measurement import measure

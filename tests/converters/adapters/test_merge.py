@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters import update
+from mcore_qwen3vl.converters.adapters.files import read_adapter
 from mcore_qwen3vl.converters.adapters.merge import merge
-from mcore_qwen3vl.converters.adapters.read import read_adapter
 from mcore_qwen3vl.verify.parity.cached_reference import TOLERANCE
 from mcore_qwen3vl.verify.report.measurement import measure
 from tests.converters.adapters.conftest import Made

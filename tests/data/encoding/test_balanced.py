@@ -218,5 +218,5 @@ def test_states_of_another_kind_are_refused(make: Callable[..., Loader], data: P
     plain = replace(CONFIG, balance=False)
     with pytest.raises(BadInput, match=r"with --balance, .* without it: .* leave --no-balance out"):
         make(data, 0, plain).load_state_dict(states[0])
-    with pytest.raises(BadInput, match="turn packing on"):
+    with pytest.raises(BadInput, match="add --packing"):
         replace(CONFIG, packing=False)

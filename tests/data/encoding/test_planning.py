@@ -14,7 +14,7 @@ from transformers.video_utils import read_video_pyav
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits
 from mcore_qwen3vl.data.encoding.pixels import PixelLoader
 from mcore_qwen3vl.data.encoding.planning import Plan, Planner, truncate
-from mcore_qwen3vl.data.loading.bad_samples import BadSample, OverlongSample
+from mcore_qwen3vl.data.records.flaws import BadSample, OverlongSample
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.parse import Conversation, parse_record
 from mcore_qwen3vl.data.records.template import Renderer

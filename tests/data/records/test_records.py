@@ -17,7 +17,7 @@ from PIL import EpsImagePlugin, Image
 from transformers.image_transforms import convert_to_rgb
 from transformers.image_utils import load_image as hf_load_image
 
-from mcore_qwen3vl.data.loading.bad_samples import BadSample
+from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.records.media import (
     Media,
     MediaFolder,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.adapters.read import read_adapter
+from mcore_qwen3vl.converters.adapters.files import read_adapter
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.build import build_chunks
 from mcore_qwen3vl.model.lora.adapt import adapt

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import AutoProcessor
 
 from mcore_qwen3vl.config import read_config_file
+from mcore_qwen3vl.converters.adapters.files import convert_adapter
 from mcore_qwen3vl.converters.adapters.merge import merge
-from mcore_qwen3vl.converters.adapters.write import convert_adapter
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.generation import from_checkpoint as generation
 from mcore_qwen3vl.labels import Labels

@@ -1,26 +1,35 @@
-"""Read PEFT's adapter directory: ``adapter_config.json`` beside ``adapter_model.safetensors``."""
+"""PEFT's adapter directory: ``adapter_config.json`` beside ``adapter_model.safetensors``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
-from mcore_qwen3vl.config import read_config_file
+from mcore_qwen3vl.config import Architecture, read_config_file
 from mcore_qwen3vl.converters.adapters import config as config_file
 from mcore_qwen3vl.converters.adapters.adapter import (
     BASE_LAYER,
     WEIGHTS,
     Adapter,
     Factors,
+    is_adapter,
     some,
     whole_shape,
 )
-from mcore_qwen3vl.converters.adapters.config import AdapterConfig, names_a_linear_router
+from mcore_qwen3vl.converters.adapters.config import (
+    AdapterConfig,
+    names_a_linear_router,
+    with_router_as_parameter,
+)
 from mcore_qwen3vl.converters.adapters.peft_model import (
+    EMBEDDING,
     HEAD,
     PREFIX,
     Applied,
@@ -33,11 +42,13 @@ from mcore_qwen3vl.converters.adapters.peft_model import (
 )
 from mcore_qwen3vl.converters.adapters.roles import Roles, find_roles, swap
 from mcore_qwen3vl.converters.adapters.targets import unused_names
-from mcore_qwen3vl.converters.hf.header import DTYPES
+from mcore_qwen3vl.converters.hf.config_file import dumps
+from mcore_qwen3vl.converters.hf.header import DTYPES as READ_DTYPES
 from mcore_qwen3vl.converters.hf.hf_checkpoint import open_safetensors
 from mcore_qwen3vl.converters.storage.boxes import Shape
-from mcore_qwen3vl.converters.storage.dtypes import MODEL_DTYPES, all_finite
+from mcore_qwen3vl.converters.storage.dtypes import DTYPES, MODEL_DTYPES, all_finite, dtype_name
 from mcore_qwen3vl.converters.storage.mapped import FirstBytes, bring_in
+from mcore_qwen3vl.converters.storage.staging import staging, write_durably
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.labels import Labels
 
@@ -65,7 +76,9 @@ def read_adapter(path: str | Path, hf_config: HFConfig, *, roles: Roles | None =
     applied = apply(config, content, linear_router=True)
     file = path / WEIGHTS
     tensors = AdapterFile(path)
-    keys = _keys(applied)
+    keys = {f"{PREFIX}{name}": name for name in applied.saved}  # of the tensors stored whole
+    if HEAD in applied.slots:
+        keys[BASE_LAYER] = HEAD
     _require_keys(file, set(tensors.shapes), keys, applied)
     found = find_roles(applied.slots, tensors.shapes, roles, str(file))
     factors = {
@@ -102,9 +115,6 @@ def _with_labels(path: Path, config: AdapterConfig, hf_config: HFConfig) -> dict
 class AdapterFile:
     """The tensors of an adapter's file, by PEFT's keys.
 
-    Attributes:
-        shapes, dtypes: shape and torch dtype of each tensor, by key.
-
     Raises:
         BadInput: the directory has no such file, or the file is a pickle or damaged.
     """
@@ -130,14 +140,10 @@ class AdapterFile:
                     f"{', '.join(FLOATS)} are understood."
                 )
             self.shapes[key] = tuple(header.get_shape())
-            self.dtypes[key] = DTYPES[header.get_dtype()]
+            self.dtypes[key] = READ_DTYPES[header.get_dtype()]
 
     def read(self, key: str) -> Tensor:
-        """Return the tensor under `key`, a view of the file.
-
-        Raises:
-            BadInput: a value is not finite, or the file cannot be read.
-        """
+        """Return the tensor under `key`, a view of the file."""
         try:
             self._first_bytes.check(key)
             tensor = bring_in(self._open.get_tensor(key))
@@ -149,12 +155,6 @@ class AdapterFile:
                 "The training run that wrote it had diverged: use an earlier adapter."
             )
         return tensor
-
-
-def _keys(applied: Applied) -> dict[str, str]:
-    """Return a map from the key of each tensor that is stored whole to its parameter's name."""
-    keys = {f"{PREFIX}{name}": name for name in applied.saved}
-    return {**keys, BASE_LAYER: HEAD} if HEAD in applied.slots else keys
 
 
 def _require_keys(file: Path, found: set[str], whole: Mapping[str, str], applied: Applied) -> None:
@@ -200,3 +200,130 @@ def _whole(name: str, tensor: Tensor, shape: Shape, file: Path) -> Tensor:
         f"{file}: {name} has shape {list(tensor.shape)}, but {list(shape)} in this model. The "
         "adapter belongs to another model."
     )
+
+
+def write_adapter(
+    path: str | Path,
+    config: AdapterConfig,
+    factors: Mapping[str, Factors],
+    saved: Mapping[str, Tensor],
+    hf_config: HFConfig,
+    *,
+    roles: Roles = "canonical",
+    force: bool = False,
+) -> None:
+    """Write a PEFT adapter directory, which appears complete or not at all.
+
+    Args:
+        factors: all factors that the config calls for, by Hugging Face parameter, in the canonical
+            roles.
+        saved: all parameters that the config stores whole; one of two tied embeddings is enough. A
+            parameter that also has factors is stored as their base layer.
+
+    Raises:
+        BadInput: the tensors are not those that `config` calls for; `path` exists and `force` is
+            not set, or is not an adapter; or writing failed, in which case nothing is left.
+    """
+    config.require_supported()
+    applied = apply(config, hf_config, linear_router=True)
+    tied = Architecture.from_hf(config_content(hf_config)).tie_word_embeddings
+    tensors = dict(_stored(applied, factors, _with_tied(saved, applied, tied), roles))
+    config = _spelled_out(config, applied)
+    target = Path(path)
+    with staging(target, os.urandom(8).hex(), force=force, replaceable=is_adapter) as stage:
+        try:
+            save_file(tensors, stage.tree / WEIGHTS, metadata={"format": "pt"})
+            with (stage.tree / WEIGHTS).open("rb+") as handle:
+                os.fsync(handle.fileno())
+            write_durably(stage.tree / config_file.FILE, config.to_json().encode())
+            if has_score(config):  # PEFT's file does not name the labels
+                write_durably(stage.tree / "config.json", dumps(config_content(hf_config)))
+            stage.publish()
+        except Exception as error:  # safetensors has its own exception for a full disk
+            raise BadInput(f"{target} cannot be written: {error!s:.200}.") from error
+
+
+def _with_tied(saved: Mapping[str, Tensor], applied: Applied, tied: bool) -> dict[str, Tensor]:
+    """Return `saved` with both of the tied embeddings if only one of them was given."""
+    given = {HEAD, EMBEDDING} & saved.keys()
+    if not tied or len(given) != 1 or not {HEAD, EMBEDDING} <= applied.saved.keys():
+        return dict(saved)
+    return dict(saved) | dict.fromkeys((HEAD, EMBEDDING), saved[given.pop()])
+
+
+def _stored(
+    applied: Applied, factors: Mapping[str, Factors], saved: Mapping[str, Tensor], roles: Roles
+) -> Iterator[tuple[str, Tensor]]:
+    """Check that the given tensors are those of the config; yield PEFT's keys and tensors."""
+    whole = set(saved) - set(factors)
+    for what, given, wanted in (
+        ("factors", set(factors), set(applied.slots)),
+        ("whole tensors", whole, set(applied.saved)),
+    ):
+        if given != wanted:
+            names = sorted(given ^ wanted)
+            raise BadInput(f"the {what} given are not those the config calls for: {some(names)}.")
+    memory: set[int] = set()
+    for name, slot in applied.slots.items():
+        a, b = factors[name].a, factors[name].b
+        if (tuple(a.shape), tuple(b.shape)) != (slot.a_shape, slot.b_shape):
+            raise BadInput(
+                f"the factors of {name} are {list(a.shape)} and {list(b.shape)}; the config makes "
+                f"them {list(slot.a_shape)} and {list(slot.b_shape)}."
+            )
+        if len(slot.base) == 3 and roles == "swapped":
+            a, b = swap(a, b, slot.base[0])
+        yield slot.a_key, _own(a, memory)
+        yield slot.b_key, _own(b, memory)
+    for name, tensor in saved.items():
+        if tuple(tensor.shape) != whole_shape(name, applied):
+            raise BadInput(
+                f"{name} is {list(tensor.shape)} and not {list(whole_shape(name, applied))}."
+            )
+        yield (BASE_LAYER if name in factors else f"{PREFIX}{name}"), _own(tensor, memory)
+
+
+def _own(tensor: Tensor, memory: set[int]) -> Tensor:
+    """Return `tensor`, contiguous and in its own memory: safetensors refuses shared memory."""
+    tensor = tensor.detach().cpu().contiguous()
+    if tensor.dtype not in DTYPES.values():
+        raise BadInput(
+            f"adapters are stored as {', '.join(DTYPES)}, not {dtype_name(tensor.dtype)}."
+        )
+    if tensor.data_ptr() in memory:
+        tensor = tensor.clone()
+    memory.add(tensor.data_ptr())
+    return tensor
+
+
+def _spelled_out(config: AdapterConfig, applied: Applied) -> AdapterConfig:
+    """Replace ``all-linear`` by the names that it matches, as PEFT does; releases differ on it."""
+    targets = config.target_modules
+    if not isinstance(targets, str) or targets.lower() != "all-linear":
+        return config
+    return replace(config, target_modules=applied.spelled_out)
+
+
+def convert_adapter(
+    source: str | Path,
+    target: str | Path,
+    hf_config: HFConfig,
+    *,
+    roles: Roles,
+    from_roles: Roles | None = None,
+    force: bool = False,
+) -> Adapter:
+    """Copy an adapter, with the factors of fused experts converted to `roles`.
+
+    A router that is named as in transformers 4.57 is renamed by `with_router_as_parameter`.
+    Everything else stays as it is.
+
+    Args:
+        from_roles: roles in `source`; needed if the shapes do not tell.
+    """
+    adapter = read_adapter(source, hf_config, roles=from_roles)
+    config = with_router_as_parameter(adapter.config)
+    base = config_content(hf_config)
+    base = adapter.labels.in_config(base) if adapter.labels else base
+    write_adapter(target, config, adapter.factors, adapter.saved, base, roles=roles, force=force)
+    return adapter
