@@ -8,7 +8,8 @@
 # flag that train does not know, and notes on standard error what would stop the run on this machine.
 #
 # Environment variables: NODES (default: the Slurm job's nodes, or else the script's),
-# GPUS_PER_NODE, MASTER_PORT, FP8=1, TP_OVERLAP=1, DEEPEP=1; without Slurm MASTER_ADDR and NODE_RANK.
+# GPUS_PER_NODE, MASTER_PORT, FP8=1, TP_OVERLAP=1, DEEPEP=1, EP_OVERLAP=1; without Slurm MASTER_ADDR
+# and NODE_RANK.
 # Kubeflow (pytorchjob.yaml) and SkyPilot (skypilot.yaml) set the nodes and their names themselves.
 # CHECK_RANKS=0 skips the check that the layout divides the ranks.
 # LAUNCH_DIR is the path of this folder, in case Slurm cannot tell where a script comes from.
@@ -112,7 +113,7 @@ usage() {
 # check_switches: refuse a switch in the environment that is neither 0 nor 1.
 check_switches() {
     local name
-    for name in FP8 TP_OVERLAP DEEPEP; do
+    for name in FP8 TP_OVERLAP DEEPEP EP_OVERLAP; do
         [[ ${!name:-0} == [01] ]] || refuse "$name is '${!name}': 1 switches it on, 0 off."
     done
 }
@@ -185,6 +186,9 @@ train() {
         esac
     done
     if [[ ${MOE_MODEL:-0} == 1 && $(value_of --spec te "${flags[@]}") == te ]]; then flags+=("${MOE_TE[@]}"); fi
+    if [[ ${EP_OVERLAP:-0} == 1 && " ${flags[*]} " != *" --overlap-moe-expert-parallel-comm "* ]]; then
+        refuse "EP_OVERLAP=1: this script has no layout for it. sft_30b_a3b, pretrain_30b_a3b and pretrain_235b_a22b have one."
+    fi
     if [[ ${CHECK_RANKS:-1} == 1 ]]; then check_ranks "${flags[@]}"; fi
     local command=(torchrun --nnodes "$NODES" --nproc-per-node "$GPUS_PER_NODE")
     if [[ -n ${SLURM_JOB_ID:-} ]]; then

@@ -111,6 +111,32 @@ def test_optional_flags_are_accepted(tmp_path: Path) -> None:
     assert transformer_config(architecture, spec="te", **fields_from_flags(args)).fp8 == "e4m3"
 
 
+HIDING = ("sft_30b_a3b", "pretrain_30b_a3b", "pretrain_235b_a22b")
+
+
+@pytest.mark.parametrize("name", HIDING)
+def test_layouts_that_hide_the_exchange_of_experts(name: str, tmp_path: Path) -> None:
+    """Megatron and our checks accept them, and all layers are on some stage."""
+    from mcore_qwen3vl.model.transformer_config import transformer_config
+    from mcore_qwen3vl.training.model import fields_from_flags
+
+    args = parsed(LAUNCH / f"{name}.sh", tmp_path, EP_OVERLAP="1")
+    assert args.overlap_moe_expert_parallel_comm
+    assert args.recompute_granularity is None
+    assert args.global_batch_size % (args.micro_batch_size * args.data_parallel_size) == 0
+    architecture = Architecture.from_hf(config_of(LAUNCH / f"{name}.sh"))
+    fields = fields_from_flags(args)
+    assert transformer_config(architecture, spec="te", **fields).num_layers == args.num_layers
+
+
+@pytest.mark.parametrize("name", ["lora_30b_a3b", "sft_235b_a22b", "sft_8b"])
+def test_a_script_without_such_a_layout_says_so(name: str) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        final_command(LAUNCH / f"{name}.sh", EP_OVERLAP="1", CHECK_RANKS="0")
+    assert refused.value.returncode == 2
+    assert all(other in refused.value.stderr for other in HIDING)
+
+
 def test_the_users_flags_win_but_not_over_the_architecture(tmp_path: Path) -> None:
     script = LAUNCH / "sft_2b.sh"
     assert parsed(script, tmp_path, "--lr", "3e-6").lr == 3e-6
