@@ -235,20 +235,6 @@ def train(
     show_help(words)
 
 
-@app.command(
-    "memory",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    hidden=True,
-)
-def memory() -> NoReturn:
-    """Say which command estimates memory now."""
-    raise BadInput(
-        "The command memory is now rehearse --estimate, with a launch script or training's flags: "
-        "mcore-qwen3vl rehearse --estimate --gpus 8 --hf-model DIR "
-        "--tensor-model-parallel-size 2."
-    )
-
-
 @app.command("train-demo")
 def train_demo(
     keep: Annotated[Path | None, typer.Option(help="Keep the files in this directory.")] = None,

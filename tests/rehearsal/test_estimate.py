@@ -79,10 +79,3 @@ def test_it_is_a_table_and_what_does_not_divide_is_refused(
     assert "16 attention heads cannot be divided over TP 3" in capsys.readouterr().err
     assert run("2b", 8, options=("--fit",)) == 2
     assert "--estimate rehearses nothing: drop it" in capsys.readouterr().err
-
-
-def test_the_command_that_it_was_says_its_new_name(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["memory", "8b", "--tp", "2"])
-    assert stopped.value.code == 2
-    assert "is now rehearse --estimate" in capsys.readouterr().err

@@ -176,15 +176,11 @@ def measure(factory: MeasuredFactory, measuring: Measuring, settings: str, proce
     """
     data = origin(factory.path)
     key = hashlib.sha256((settings + fingerprint(data)).encode()).hexdigest()[:16]
-    name = f"{data.name}.{key}.sizes"
-    if (beside := data.with_name(name)).exists():  # written by an earlier version
-        factory.sizes = Sizes.load(beside)
-        return
-    file = cache_of(data) / name
+    file = cache_of(data) / f"{data.name}.{key}.sizes"
     try:
         if not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(file.with_name(f"{name}.lock"), timeout=PATIENCE):
+            with FileLock(file.with_name(f"{file.name}.lock"), timeout=PATIENCE):
                 if not file.exists():  # another rank may have done it meanwhile
                     Sizes(_measured(factory, measuring, processes)).save(file)
     except OSError as error:
