@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -20,6 +21,9 @@ from mcore_qwen3vl.pretended.build import cached_in  # noqa: E402
 from mcore_qwen3vl.runtime import launch  # noqa: E402
 from mcore_qwen3vl.tiny import write_tiny_checkpoint  # noqa: E402
 from mcore_qwen3vl.tiny.records import write_image_qa  # noqa: E402
+
+if TYPE_CHECKING:  # it imports transformers, which is slow
+    from mcore_qwen3vl.verify.parity.matrix import Matrix
 
 pytest_plugins = ("tests.turns",)
 logging.getLogger("megatron").setLevel(logging.ERROR)
@@ -56,6 +60,14 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_image_qa(tmp_path_factory.mktemp("data"), 40)
+
+
+@pytest.fixture(scope="session")
+def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    """Return the layout matrix; it makes each tiny checkpoint and reference once a session."""
+    from mcore_qwen3vl.verify.parity.matrix import Matrix
+
+    return Matrix(tmp_path_factory.mktemp("parity"))
 
 
 @pytest.fixture

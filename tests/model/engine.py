@@ -17,6 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.model.build import build_chunks
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
@@ -76,22 +77,12 @@ def check(case: Case) -> Errors:
 
 
 def build(case: Case) -> list[Qwen3VLModel]:
-    layout = case.layout
-    initialize(layout)
-    stages = range(layout.vpp) if layout.vpp > 1 else [None]
-    chunks = []
-    for stage in stages:
-        where = {"ignore_virtual": False, "vp_stage": stage}
-        chunk = Qwen3VLModel.from_hf_config(
-            case.reference.architecture,
-            pre_process=ps.is_pipeline_first_stage(**where),
-            post_process=ps.is_pipeline_last_stage(**where),
-            vp_stage=stage,
-            **{**layout.config_overrides(), "head_chunk": HEAD_CHUNK, **case.overrides},
-        )
+    initialize(case.layout)
+    overrides = {"head_chunk": HEAD_CHUNK, **case.overrides}
+    chunks = build_chunks(case.reference.architecture, case.layout, **overrides)
+    for chunk in chunks:
         weights.load(chunk, case.reference.weights)
         case.prepare(chunk)
-        chunks.append(chunk)
     return chunks
 
 

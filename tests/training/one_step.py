@@ -17,7 +17,7 @@ from mcore_qwen3vl.training.run import Run
 from mcore_qwen3vl.verify.curves.job import Job, run_rank
 from mcore_qwen3vl.verify.parity.on_rank import IN_MEMORY
 from mcore_qwen3vl.verify.parity.reference import Reference
-from mcore_qwen3vl.verify.report.measurement import Measurement, measure
+from mcore_qwen3vl.verify.report.measurement import Measurements, measure, merge
 
 TOLERANCE = 2e-5
 
@@ -49,19 +49,19 @@ def plain_model(job: Job, *, headless: bool = False) -> tuple[nn.Module, dict[st
     return model, {f"{prefix}{name}": one for name, one in model.named_parameters()}
 
 
-def _measured_on_rank(argv: list[str], output: Path, expected: Plain) -> dict[str, Measurement]:
+def _measured_on_rank(argv: list[str], output: Path, expected: Plain) -> Measurements:
     """Train one step on this rank, and compare the gradients that the optimizer would take."""
-    found: dict[str, Measurement] = {}
+    found: Measurements = {}
     finalize = Run._finalize_gradients
 
     def compare(self: Run, model: list[Any], *rest: Any, **named: Any) -> None:
         finalize(self, model, *rest, **named)
         chunks = unwrap(model)
-        parts = hf_parts(chunks, gradient, expert_layout=IN_MEMORY)
-        for part in chain(parts, factor_parts(chunks, gradient)):
-            one = measure(part.local, expected.gradients[part.name][part.box])
-            old = found.get(part.name, Measurement())
-            found[part.name] = old + (one if part.main else one.as_copy())
+        base = hf_parts(chunks, gradient, expert_layout=IN_MEMORY)
+        parts = chain(base, factor_parts(chunks, gradient))
+        each = [(p, expected.gradients[p.name][p.box]) for p in parts]
+        one = ({("", p.name): measure(p.local, right, main=p.main)} for p, right in each)
+        found.update(merge([found, *one]))
 
     Run._finalize_gradients = compare  # type: ignore[method-assign]
     run_rank(argv, output)
@@ -82,9 +82,7 @@ def check_step(job: Job, expected: Plain, loss: str, folder: Path) -> dict[str, 
     ranks = run_layout(
         _measured_on_rank, job.layout.world_size, argv, folder / "output.txt", expected, timeout=300
     )
-    whole: dict[str, Measurement] = {}
-    for name, one in chain.from_iterable(rank.items() for rank in ranks):
-        whole[name] = whole.get(name, Measurement()) + one
+    whole = {name: one for (_, name), one in merge(ranks).items()}
     assert {n: m.count for n, m in whole.items()} == {
         name: one.numel() for name, one in expected.gradients.items()
     }

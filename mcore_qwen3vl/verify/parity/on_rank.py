@@ -197,9 +197,8 @@ class Engine:
             for ddp in self.model:
                 ddp.start_param_sync(force_sync=True)
         measured = self._measure_parts("parameters", _trained, stepped.parameters)
-        norm = measure(torch.tensor(float(norm)), torch.tensor(stepped.grad_norm))
-        first = dist.get_rank() == 0
-        measured["gradient norm", "all"] = norm if first else norm.as_copy()
+        norms = torch.tensor(float(norm)), torch.tensor(stepped.grad_norm)
+        measured["gradient norm", "all"] = measure(*norms, main=dist.get_rank() == 0)
         return merge([measured, *forward])
 
     def run(self, expected: Expected) -> list[_Output]:
@@ -261,10 +260,12 @@ class Engine:
         micro = expected.batch.micro_batches[number]
         rows = _local_tokens(chunk, micro)
         valid = expected.valid[number][:, rows]  # (B, s)
-        rank = mpu.get_tensor_model_parallel_rank()
-        logits = self._measure_logits(output, expected.logits, expected)
-        loss = measure(output.losses.cpu()[valid], expected.losses[number][:, rows][valid])
-        return {("logits", "all"): logits, ("loss", "all"): loss.as_copy() if rank else loss}
+        main = mpu.get_tensor_model_parallel_rank() == 0
+        right = expected.losses[number][:, rows][valid]
+        return {
+            ("logits", "all"): self._measure_logits(output, expected.logits, expected),
+            ("loss", "all"): measure(output.losses.cpu()[valid], right, main=main),
+        }
 
     def _measure_logits(
         self, output: _Output, logits: Sequence[Tensor], expected: Expected
@@ -281,26 +282,23 @@ class Engine:
         self, kind: str, values: Values, expected: dict[str, Tensor]
     ) -> Measurements:
         """Compare every local parameter with its slices of Hugging Face tensors."""
-        measured: Measurements = {}
         base = hf_parts(self.chunks, values, expert_layout=IN_MEMORY)
-        for part in chain(base, factor_parts(self.chunks, values)):
-            one = measure(part.local.cpu(), expected[part.name][part.box])
-            key = (kind, part.label)
-            measured[key] = measured.get(key, Measurement()) + (one if part.main else one.as_copy())
-        return measured
+        return merge(
+            {(kind, p.label): measure(p.local.cpu(), expected[p.name][p.box], main=p.main)}
+            for p in chain(base, factor_parts(self.chunks, values))
+        )
 
     def _frozen(self) -> Measurements:
         """Count the frozen values of each tensor, and assert that they have no gradient."""
-        counts: Measurements = {}
         for chunk in self.chunks:
             for parameter in chunk.parameters():
                 held = parameter.grad is not None or hasattr(parameter, "main_grad")
                 assert parameter.requires_grad or not held
-        for part in hf_parts(self.chunks, lambda p: None if p.requires_grad else p.data):
-            key = (FROZEN, part.label)
-            count = part.local.numel() if part.main else 0
-            counts[key] = counts.get(key, Measurement()) + Measurement(count=count)
-        return counts
+        parts = hf_parts(self.chunks, lambda p: None if p.requires_grad else p.data)
+        return merge(
+            {(FROZEN, part.label): Measurement(count=part.local.numel() * part.main)}
+            for part in parts
+        )
 
     def _keep_logits(self, head: Any, inputs: Any, kwargs: Any, outputs: Any) -> None:
         self._logits = logits_of(head, inputs, kwargs, outputs).transpose(0, 1)

@@ -59,14 +59,10 @@ class Measurement:
             self.copies_different + other.copies_different,
         )
 
-    def as_copy(self) -> Measurement:
-        """Return this comparison as one of places that another rank answers for."""
-        return Measurement(
-            self.error, self.scale, copies=self.count, copies_different=self.different
-        )
 
-
-def measure(actual: Tensor, expected: Tensor, *, bitwise: bool = False) -> Measurement:
+def measure(
+    actual: Tensor, expected: Tensor, *, bitwise: bool = False, main: bool = True
+) -> Measurement:
     """Compare two tensors of equal shape.
 
     Args:
@@ -74,6 +70,7 @@ def measure(actual: Tensor, expected: Tensor, *, bitwise: bool = False) -> Measu
         expected: the expected values; of the same dtype if `bitwise`.
         bitwise: compare bits, so that zeros of different sign differ and equal NaNs do not;
             otherwise compare in float32 or wider.
+        main: whether no other rank answers for these places; otherwise the values are copies.
 
     Raises:
         CheckFailed: the shapes differ or, if `bitwise`, the dtypes.
@@ -87,9 +84,13 @@ def measure(actual: Tensor, expected: Tensor, *, bitwise: bool = False) -> Measu
         return Measurement()
     expected = expected.to(actual.device)
     if bitwise:
-        return _measure_bits(actual, expected)
-    wide = torch.promote_types(torch.promote_types(actual.dtype, expected.dtype), torch.float32)
-    return _measure_values(actual.to(wide), expected.to(wide))
+        found = _measure_bits(actual, expected)
+    else:
+        wide = torch.promote_types(torch.promote_types(actual.dtype, expected.dtype), torch.float32)
+        found = _measure_values(actual.to(wide), expected.to(wide))
+    if not main:
+        found = Measurement(found.error, found.scale, 0, found.count, 0, found.different)
+    return found
 
 
 def _measure_values(actual: Tensor, expected: Tensor) -> Measurement:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from megatron.core import parallel_state as mpu
 from torch import Tensor, nn
 
@@ -31,8 +30,8 @@ class ColumnMap:
     """
 
     point: str
-    local: slice
-    reference: slice
+    local: slice = slice(None)
+    reference: slice = slice(None)
     split: bool = False
 
 
@@ -76,7 +75,7 @@ def hooks_of(chunk: Qwen3VLModel, points: list[ProbePoint]) -> Iterator[Hook]:
     yield Hook(
         chunk.rotary_pos_emb,
         "tokens",
-        (ColumnMap(f"{TEXT}.rotary_emb", slice(None), slice(None)),),
+        (ColumnMap(f"{TEXT}.rotary_emb"),),
         spread=lambda angles: (
             cosine_and_sine((angles.cos(), angles.sin())) * chunk.rotary_pos_emb.attention_scaling
         ),
@@ -97,7 +96,7 @@ def hooks_of(chunk: Qwen3VLModel, points: list[ProbePoint]) -> Iterator[Hook]:
 
 
 def _whole(module: nn.Module, point: str, side: str = "output") -> Hook:
-    return Hook(module, "tokens", (ColumnMap(point, slice(None), slice(None)),), side)
+    return Hook(module, "tokens", (ColumnMap(point),), side)
 
 
 def _tower(chunk: Qwen3VLModel, points: list[ProbePoint]) -> Iterator[Hook]:
@@ -106,24 +105,19 @@ def _tower(chunk: Qwen3VLModel, points: list[ProbePoint]) -> Iterator[Hook]:
         if not point.name.startswith(VISUAL):
             continue
         module = chunk.visual.get_submodule(point.module.removeprefix(f"{VISUAL}."))
-        whole = ColumnMap(point.name, slice(None), slice(None))
         wide = 2 if point.name.endswith("pos_embed") else 1
-        yield Hook(module, point.rows, (whole,), pick=point.pick, wide=wide)
+        yield Hook(module, point.rows, (ColumnMap(point.name),), pick=point.pick, wide=wide)
 
 
 def _linears_and_norms(chunk: Qwen3VLModel) -> Iterator[Hook]:
     """Yield the hooks of the decoder's linear layers and norms, found by their weights."""
     modules = dict(chunk.named_modules())
     outputs: dict[str, list[ColumnMap]] = defaultdict(list)
-    inputs: dict[str, list[ColumnMap]] = {}
     used: dict[str, int] = defaultdict(int)  # columns of a module's output so far
     for part in hf_parts([chunk]):
         owner, point = (n.rpartition(".")[0] for n in (part.parameter, part.name))
-        if not owner.startswith("decoder.") or ".experts" in owner or "router" in owner:
-            continue
-        if owner.endswith(("q_layernorm", "k_layernorm")):
-            continue
-        if part.parameter.endswith("layer_norm_weight"):
+        elsewhere = (".experts", "router", "q_layernorm", "k_layernorm", ".layer_norm_weight")
+        if not owner.startswith("decoder.") or any(name in part.parameter for name in elsewhere):
             continue
         rows, *columns = part.box
         assert isinstance(rows, slice)
@@ -135,14 +129,11 @@ def _linears_and_norms(chunk: Qwen3VLModel) -> Iterator[Hook]:
         outputs[owner].append(ColumnMap(point, local, rows, split))
         if point.endswith("o_proj"):
             assert isinstance(columns[0], slice)
-            width = columns[0].stop - columns[0].start
-            inputs[owner] = [
-                ColumnMap(f"{point}:input", slice(0, width), columns[0], _tp_size() > 1)
-            ]
+            held = slice(0, columns[0].stop - columns[0].start)
+            of_input = ColumnMap(f"{point}:input", held, columns[0], _tp_size() > 1)
+            yield Hook(modules[owner], "tokens", (of_input,), "input")
     for owner, maps in outputs.items():
         yield Hook(modules[owner], "tokens", tuple(maps))
-    for owner, maps in inputs.items():
-        yield Hook(modules[owner], "tokens", tuple(maps), "input")
 
 
 def _head_norms(chunk: Qwen3VLModel, attention: Any, name: str) -> Iterator[Hook]:
@@ -179,13 +170,3 @@ def _head(chunk: Qwen3VLModel) -> Hook:
 
 def _tp_size() -> int:
     return int(mpu.get_tensor_model_parallel_world_size())
-
-
-def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the hidden states that a module was called with."""
-    return args[0] if args else kwargs["hidden_states"]
-
-
-def rows_of(index: Tensor, batch_size: int, seq_len: int) -> Tensor:
-    """Return flat indices b * S + s, (s * B,), of sequence-major rows at positions `index` (s,)."""
-    return (index[:, None] + torch.arange(batch_size) * seq_len).flatten()

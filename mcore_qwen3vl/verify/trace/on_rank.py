@@ -15,7 +15,14 @@ from torch import Tensor
 
 from mcore_qwen3vl.converters.adapters.adapter import Adapter
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
-from mcore_qwen3vl.converters.live.sharded import Values, factor_parts, gradient, hf_parts, weight
+from mcore_qwen3vl.converters.live.sharded import (
+    Part,
+    Values,
+    factor_parts,
+    gradient,
+    hf_parts,
+    weight,
+)
 from mcore_qwen3vl.converters.storage.dtypes import cast
 from mcore_qwen3vl.model.lora.adapt import whole_tensors, with_tied
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
@@ -25,9 +32,9 @@ from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.verify.parity.case import Case
 from mcore_qwen3vl.verify.parity.on_rank import Engine
 from mcore_qwen3vl.verify.report.measurement import Measurement, Measurements, measure, merge
-from mcore_qwen3vl.verify.trace.hooks import ColumnMap, Hook, hooks_of, input_of, rows_of
-from mcore_qwen3vl.verify.trace.probe_points import ProbePoint
-from mcore_qwen3vl.verify.trace.recording import Recording, valid_tokens
+from mcore_qwen3vl.verify.trace.hooks import ColumnMap, Hook, hooks_of
+from mcore_qwen3vl.verify.trace.probe_points import ProbePoint, input_of
+from mcore_qwen3vl.verify.trace.recording import Recording
 from mcore_qwen3vl.verify.trace.result import ACTIVATION_GRADIENTS, ACTIVATIONS, GRADIENTS, WEIGHTS
 
 Choose = Callable[[Measurements], tuple[str, str] | None]
@@ -101,14 +108,17 @@ def _weights(chunks: list[Qwen3VLModel], request: TraceRequest) -> Measurements:
     if request.adapter is not None:
         own = with_tied(chunks[0].architecture, whole_tensors(request.adapter))
         own |= request.adapter.tensors()
-    measured: Measurements = {}
-    for part in chain(hf_parts(chunks), factor_parts(chunks)):
-        stored = own[part.name][part.box] if part.name in own else None
-        stored = checkpoint.read(part.name, part.box) if stored is None else stored
-        one = measure(part.local.cpu(), cast(stored, part.local.dtype, part.name), bitwise=True)
-        key = (WEIGHTS, part.label)
-        measured[key] = measured.get(key, Measurement()) + (one if part.main else one.as_copy())
-    return measured
+
+    def compared(part: Part) -> Measurement:
+        if part.name in own:
+            stored = own[part.name][part.box]
+        else:
+            stored = checkpoint.read(part.name, part.box)
+        right = cast(stored, part.local.dtype, part.name)
+        return measure(part.local.cpu(), right, bitwise=True, main=part.main)
+
+    parts = chain(hf_parts(chunks), factor_parts(chunks))
+    return merge({(WEIGHTS, part.label): compared(part)} for part in parts)
 
 
 def _held(
@@ -146,16 +156,13 @@ class _ComparisonHooks:
             (ACTIVATIONS, self.values, self.recording.values),
             (ACTIVATION_GRADIENTS, self.gradients, self.recording.gradients),
         )
-        measured: Measurements = {}
+        measured: list[Measurements] = []
         for kind, local, expected in kinds:
             for name, main, rows, columns, value in self._compared(local):
-                if name not in expected:
-                    continue
-                known = expected[name].flatten(0, -2)[rows][:, columns.reference]
-                one = measure(value, known)
-                key = (kind, name)
-                measured[key] = measured.get(key, Measurement()) + (one if main else one.as_copy())
-        return measured
+                if name in expected:
+                    known = expected[name].flatten(0, -2)[rows][:, columns.reference]
+                    measured.append({(kind, name): measure(value, known, main=main)})
+        return merge(measured)
 
     def pieces(self, point: str, *, gradients: bool) -> Iterator[tuple[Tensor, slice, Tensor]]:
         """Yield the rows, columns and values of `point` that this rank answers for."""
@@ -201,8 +208,10 @@ class _ComparisonHooks:
             raise AssertionError(
                 f"{count} rows of {hook.columns[0].point} are not the rank's tokens"
             )
-        rows = rows_of(positions, batch, length)
-        mine = torch.nonzero(valid_tokens(micro).flatten()[rows]).squeeze(1)
+        # Flat indices b * S + s, (s * B,), of sequence-major rows.
+        rows = (positions[:, None] + torch.arange(batch) * length).flatten()
+        valid = self.recording.expected.valid[0].flatten()
+        mine = torch.nonzero(valid[rows]).squeeze(1)
         shared = sequence_parallel and chunk.config.sequence_parallel
         return rows[mine], mine, bool(shared)
 

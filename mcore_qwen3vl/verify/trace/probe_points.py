@@ -27,7 +27,6 @@ class ProbePoint:
 
     Attributes:
         name: HF module name, with ``:input`` for the input of a module whose output is one too.
-        part: part of the model that the point belongs to.
         rows: what its rows stand for.
         module: HF module with the hook.
         side: whether the module's input or output is compared.
@@ -36,7 +35,6 @@ class ProbePoint:
     """
 
     name: str
-    part: str
     rows: Rows
     module: str
     side: Literal["input", "output"] = "output"
@@ -54,56 +52,56 @@ def cosine_and_sine(tables: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat(tables, dim=-1)
 
 
+def input_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the hidden states that a module was called with."""
+    return args[0] if args else kwargs["hidden_states"]
+
+
 def _vision(a: Architecture) -> Iterator[ProbePoint]:
-    def patches(name: str, part: str = "vision", **kwargs: Any) -> ProbePoint:
-        return ProbePoint(f"{VISUAL}.{name}", part, "patches", f"{VISUAL}.{name}", **kwargs)
+    def visual(name: str, rows: Rows = "patches", **kwargs: Any) -> ProbePoint:
+        return ProbePoint(f"{VISUAL}.{name}", rows, f"{VISUAL}.{name}", **kwargs)
 
-    def merger(name: str, part: str) -> ProbePoint:
-        return ProbePoint(f"{VISUAL}.{name}", part, "features", f"{VISUAL}.{name}")
-
-    yield patches("patch_embed")
-    yield patches("pos_embed")
-    yield patches("rotary_pos_emb", pick=cosine_and_sine)
+    yield visual("patch_embed")
+    yield visual("pos_embed")
+    yield visual("rotary_pos_emb", pick=cosine_and_sine)
     deepstack = a.vision.deepstack_visual_indexes
     for i in range(a.vision.depth):
         for child in ("norm1", "attn.qkv", "attn", "norm2", "mlp"):
-            yield patches(f"blocks.{i}.{child}")
-        yield patches(f"blocks.{i}")
+            yield visual(f"blocks.{i}.{child}")
+        yield visual(f"blocks.{i}")
         if i in deepstack:
-            yield merger(f"deepstack_merger_list.{deepstack.index(i)}", "DeepStack")
-    yield merger("merger", "merger")
+            yield visual(f"deepstack_merger_list.{deepstack.index(i)}", "features")
+    yield visual("merger", "features")
 
 
 def _text(a: Architecture) -> Iterator[ProbePoint]:
-    def tokens(name: str, part: str, **kwargs: Any) -> ProbePoint:
-        return ProbePoint(name, part, "tokens", kwargs.pop("module", name), **kwargs)
+    def tokens(name: str, module: str = "", **kwargs: Any) -> ProbePoint:
+        return ProbePoint(name, "tokens", module or name, **kwargs)
 
-    yield tokens(f"{TEXT}.embed_tokens", "embedding")
-    yield tokens(f"{TEXT}.inputs_embeds", "embedding", module=f"{TEXT}.layers.0", side="input")
-    yield tokens(f"{TEXT}.rotary_emb", "rotary", pick=cosine_and_sine)
+    yield tokens(f"{TEXT}.embed_tokens")
+    yield tokens(f"{TEXT}.inputs_embeds", module=f"{TEXT}.layers.0", side="input")
+    yield tokens(f"{TEXT}.rotary_emb", pick=cosine_and_sine)
     for i in range(a.num_hidden_layers):
         layer = f"{TEXT}.layers.{i}"
-        yield tokens(f"{layer}.input_layernorm", "attention")
+        yield tokens(f"{layer}.input_layernorm")
         for child in ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm"):
-            yield tokens(f"{layer}.self_attn.{child}", "attention")
+            yield tokens(f"{layer}.self_attn.{child}")
         projection = f"{layer}.self_attn.o_proj"
-        yield tokens(f"{projection}:input", "attention", module=projection, side="input")
-        yield tokens(projection, "attention")
-        yield tokens(f"{layer}.post_attention_layernorm", "mlp")
+        yield tokens(f"{projection}:input", module=projection, side="input")
+        yield tokens(projection)
+        yield tokens(f"{layer}.post_attention_layernorm")
         if a.moe_layers[i]:
-            yield tokens(
-                f"{layer}.mlp.gate", "router", pick=lambda out: out[1], spread=_over_all_experts
-            )
-            yield tokens(f"{layer}.mlp.experts", "experts")
+            yield tokens(f"{layer}.mlp.gate", pick=lambda out: out[1], spread=_over_all_experts)
+            yield tokens(f"{layer}.mlp.experts")
         else:
             for child in ("gate_proj", "up_proj", "down_proj"):
-                yield tokens(f"{layer}.mlp.{child}", "mlp")
+                yield tokens(f"{layer}.mlp.{child}")
         # DeepStack features are added between one layer and the next.
         last = i == a.num_hidden_layers - 1
         follows = f"{TEXT}.norm" if last else f"{TEXT}.layers.{i + 1}"
-        yield tokens(layer, "layer output", module=follows, side="input")
-    yield tokens(f"{TEXT}.norm", "head")
-    yield tokens("lm_head", "head")
+        yield tokens(layer, module=follows, side="input")
+    yield tokens(f"{TEXT}.norm")
+    yield tokens("lm_head")
 
 
 def _over_all_experts(scores: Tensor, outputs: Any) -> Tensor:

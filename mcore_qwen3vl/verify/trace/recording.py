@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mcore_qwen3vl.verify.parity.batches import Batch, MicroBatch
 from mcore_qwen3vl.verify.parity.reference import Expected, Reference
-from mcore_qwen3vl.verify.trace.probe_points import ProbePoint
+from mcore_qwen3vl.verify.trace.probe_points import ProbePoint, input_of
 
 Call = tuple[tuple[Any, ...], dict[str, Any], Any]
 """Positional arguments, keyword arguments and output of one call of a module."""
@@ -94,14 +94,6 @@ def assemble(point: ProbePoint, micro: MicroBatch, outputs: Sequence[Tensor]) ->
     return whole
 
 
-def valid_tokens(micro: MicroBatch) -> Tensor:
-    """Return a mask (B, S) bool that is False at padding."""
-    valid = torch.zeros(micro.input_ids.shape, dtype=torch.bool)
-    for span in micro.spans:
-        valid[span.tokens] = True
-    return valid
-
-
 def _kinds(sample: Any) -> list[int]:
     """Return a sample's calls of the vision tower: 0 for its images, 1 for its videos."""
     grids = (sample.image_grid_thw, sample.video_grid_thw)
@@ -138,9 +130,7 @@ class _RecordingHooks:
 
     def _keeper(self, point: ProbePoint) -> Callable[..., None]:
         def keep(_: Any, args: Any, kwargs: Any, output: Any) -> None:
-            value = (
-                (args[0] if args else kwargs["hidden_states"]) if point.side == "input" else output
-            )
+            value = input_of(args, kwargs) if point.side == "input" else output
             tensor = point.pick(value)
             number = len(self.values[point.name])
             self.values[point.name].append(point.spread(tensor.detach(), value))

@@ -20,7 +20,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
 from tests.converters.checkpoints import assert_same_files, assert_same_tensors
-from tests.converters.ranks import build_chunks, check_chunks
+from tests.converters.ranks import build_empty, check_chunks
 from tests.turns import slow_except
 
 Tiny = Callable[[str], Path]
@@ -42,7 +42,7 @@ def load_strictly(chunks: list[Any], checkpoint: Path) -> None:
 def check_rank(layout: Layout, source: Path, checkpoint: Path) -> int:
     """Load and compare, and return how many parameters this rank compared."""
     initialize(layout)
-    chunks = build_chunks(layout, Architecture.from_hf(source))
+    chunks = build_empty(layout, Architecture.from_hf(source))
     load_strictly(chunks, checkpoint)
     return check_chunks(chunks, source)
 
@@ -106,7 +106,7 @@ def save_rank(layout: Layout, source: Path, checkpoint: Path, out: Path) -> None
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     initialize(layout)
-    chunks = build_chunks(layout, Architecture.from_hf(source))
+    chunks = build_empty(layout, Architecture.from_hf(source))
     load_strictly(chunks, checkpoint)
     state = {f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(chunks)}
     moment = torch.full((layout.world_size, 5), 3.0)
@@ -165,7 +165,7 @@ def stored(chunks: list[Any]) -> tuple[dict[str, Any], set[str]]:
 
 def keys_on_one_rank(source: Path) -> tuple[dict[str, Any], set[str]]:
     initialize(Layout())
-    return stored(build_chunks(Layout(), Architecture.from_hf(source)))
+    return stored(build_empty(Layout(), Architecture.from_hf(source)))
 
 
 @pytest.mark.parametrize("case", ["dense", "dense-tied", "moe", "mixed-listed", "mixed-step-v5"])

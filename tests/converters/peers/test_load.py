@@ -31,7 +31,7 @@ from mcore_qwen3vl.verify.trace.tracing import trace
 from tests.converters.checkpoints import copy, load, save
 from tests.converters.peers.make_peers import MOE, TEXT, VISION
 from tests.converters.peers.test_peers import HERE, MAKERS, PEERS, source_of
-from tests.converters.ranks import build_chunks
+from tests.converters.ranks import build_empty
 from tests.turns import slow_except
 
 
@@ -40,7 +40,7 @@ def loaded_both_ways(layout: Layout, peer: str, overrides: dict[str, Any]) -> in
     initialize(layout)
     source = source_of(peer)
     ours, theirs = (
-        build_chunks(layout, Architecture.from_hf(source), **overrides) for _ in range(2)
+        build_empty(layout, Architecture.from_hf(source), **overrides) for _ in range(2)
     )
     load_hf(ours, source)
     load_checkpoint(theirs, HERE / peer)
@@ -148,7 +148,7 @@ def test_its_optimizer_state_is_not_resumed(peer: str, tmp_path: Path) -> None:
 
 def into_model(layout: Layout, source: Path, checkpoint: Path) -> bool:
     initialize(layout)
-    chunks = build_chunks(layout, Architecture.from_hf(source))
+    chunks = build_empty(layout, Architecture.from_hf(source))
     load_checkpoint(chunks, checkpoint)
     return all(p.isfinite().all() for chunk in chunks for p in chunk.parameters())
 

@@ -26,11 +26,6 @@ from mcore_qwen3vl.verify.parity.cached_reference import CachedReference
 from mcore_qwen3vl.verify.parity.matrix import Matrix
 
 
-@pytest.fixture(scope="session")
-def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
-    return Matrix(tmp_path_factory.mktemp("lora"))
-
-
 def adapted(layout: Layout, reference: CachedReference) -> list[Qwen3VLModel]:
     initialize(layout)
     chunks = build_chunks(Architecture.from_hf(reference.path), layout)

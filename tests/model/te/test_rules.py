@@ -24,18 +24,12 @@ from mcore_qwen3vl.model.decoder.attention import PackedSequence  # noqa: E402
 from mcore_qwen3vl.model.decoder.rope import InterleavedMRoPE  # noqa: E402
 from mcore_qwen3vl.model.lora import attach, site  # noqa: E402
 from mcore_qwen3vl.verify.parity.matrix import Matrix, MatrixRow  # noqa: E402
-from mcore_qwen3vl.verify.report.result import Report  # noqa: E402
 from tests.model.te.rows import with_te  # noqa: E402
+from tests.verify.parity.test_rules import worst  # noqa: E402
 
 pytestmark = pytest.mark.slow
 FAR_OFF = 1e-3
 """Far above the tolerance of 2e-5, because each of the mistakes is a gross one."""
-
-
-def worst(report: Report, part: str, name: str = "") -> float:
-    errors = [f.error for f in report.findings if f.part == part and name in f.name]
-    print(f"observed error in {part} {name}: {max(errors):.2e}")
-    return max(errors)
 
 
 def row(model: str, layout: str, batch: str, lora: str = "", **config: Any) -> MatrixRow:

@@ -26,7 +26,7 @@ from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training.arguments.parser import validate
 from mcore_qwen3vl.verify.curves.job import Job, layout_flags, train
 from tests.converters.checkpoints import assert_same_tensors
-from tests.converters.ranks import build_chunks, check_chunks
+from tests.converters.ranks import build_empty, check_chunks
 from tests.training.exact import numbers_of
 from tests.turns import slow_except
 
@@ -80,7 +80,7 @@ def start(layout: Layout, args: Namespace) -> list[Any]:
     initialize(layout)
     set_args(args)
     init_num_microbatches_calculator(0, None, args.global_batch_size, 1, layout.dp)
-    return build_chunks(layout, Architecture.from_hf(args.hf_model))
+    return build_empty(layout, Architecture.from_hf(args.hf_model))
 
 
 @pytest.mark.parametrize(("case", "layout"), slow_except(CASES, *FAST))

@@ -14,18 +14,9 @@ from mcore_qwen3vl.model.lora import attach, kinds, regions
 from mcore_qwen3vl.model.lora.pair import Pair
 from mcore_qwen3vl.verify.parity.matrix import OVERLAPPED, Matrix, MatrixRow
 from mcore_qwen3vl.verify.parity.reference import AFTER_STEP
-from mcore_qwen3vl.verify.report.result import Report
+from tests.verify.parity.test_rules import FAR_OFF, worst
 
 pytestmark = pytest.mark.slow
-
-FAR_OFF = 1e-2
-"""Far above the tolerance, because each of the mistakes is a gross one."""
-
-
-def worst(report: Report, part: str, name: str = "") -> float:
-    errors = [f.error for f in report.findings if f.part == part and name in f.name]
-    print(f"observed error in {part} {name}: {max(errors):.2e}")
-    return max(errors)
 
 
 def marking(monkeypatch: Any, cut: int | None, expert: bool, mark: str, value: Any) -> None:

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from mcore_qwen3vl.errors import CheckFailed
 from mcore_qwen3vl.verify.report.measurement import Finding, Measurement, findings, measure, merge
@@ -70,7 +71,8 @@ def test_what_cannot_be_compared_fails_whatever_the_numbers():
 
 def test_measurements_of_ranks_merge():
     key = ("gradients", "w")
-    merged = merge([{key: Measurement(1.0, 2.0, 3)}, {key: Measurement(0.5, 4.0, 3).as_copy()}])
+    copy = measure(torch.tensor([4.5, 0.0, 0.0]), torch.tensor([4.0, 0.0, 0.0]), main=False)
+    merged = merge([{key: Measurement(1.0, 2.0, 3)}, {key: copy}])
     assert merged == {key: Measurement(1.0, 4.0, 3, copies=3)}
 
 
@@ -104,15 +106,14 @@ def test_a_report_on_nothing_is_not_a_success():
 
 def test_values_that_ranks_hold_copies_of_are_counted_once():
     """For example, each TP rank holds all of a norm's weight."""
-    found = measure(torch.ones(7), torch.zeros(7), bitwise=True)
-    right = measure(torch.zeros(7), torch.zeros(7), bitwise=True)
+    key, wrong, right = ("weights", "norm"), torch.ones(7), torch.zeros(7)
 
-    def of_two_ranks(first: Measurement, second: Measurement) -> Finding:
-        key = ("weights", "norm")
-        merged = merge([{key: first}, {key: second.as_copy()}])[key]
-        return Finding(*key, merged, expected_count=7)
+    def of_two_ranks(first: Tensor, second: Tensor) -> Finding:
+        ranks = ((first, True), (second, False))
+        each = [{key: measure(v, right, bitwise=True, main=main)} for v, main in ranks]
+        return Finding(*key, merge(each)[key], expected_count=7)
 
-    assert of_two_ranks(found, found).detail == "7 values differ, by at most 1"
-    copy = of_two_ranks(right, found)
+    assert of_two_ranks(wrong, wrong).detail == "7 values differ, by at most 1"
+    copy = of_two_ranks(right, wrong)
     assert not copy.ok
     assert copy.detail == "7 copies on other ranks differ, by at most 1"
