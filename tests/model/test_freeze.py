@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from megatron.core import parallel_state
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.model.build import build_chunks
 from mcore_qwen3vl.model.freeze import Freezing, global_name, part_of
-from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.tiny import tiny_config
@@ -37,12 +36,7 @@ def frozen_and_trained(
 ) -> tuple[list[str], list[str]]:
     """Return the names frozen and trained on this rank, in the whole model's numbering."""
     initialize(layout)
-    model = Qwen3VLModel.from_hf_config(
-        DENSE,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        **layout.config_overrides(),
-    )
+    (model,) = build_chunks(DENSE, layout)
     freezing = Freezing(frozen, trainable)
     stopped = freezing.apply(model)
     trained = [global_name(model, n) for n, p in model.named_parameters() if p.requires_grad]

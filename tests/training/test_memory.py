@@ -47,17 +47,10 @@ def test_memory_counts_the_parameters_that_ranks_hold(a: Architecture, layout: s
 
 
 def held_parameters(a: Architecture, layout: Layout) -> int:
-    from megatron.core import parallel_state
-
-    from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+    from mcore_qwen3vl.model.build import build_chunks
 
     initialize(layout)
-    model = Qwen3VLModel.from_hf_config(
-        a,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        **layout.config_overrides(),
-    )
+    (model,) = build_chunks(a, layout)
     return sum(p.numel() for p in model.parameters())
 
 

@@ -29,11 +29,9 @@ from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.converters.storage.staging import Meter, Progress
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.verify.checkpoints.bitwise import TENSORS
 from mcore_qwen3vl.verify.report.measurement import Finding
 from mcore_qwen3vl.verify.report.result import Report
-
-TENSORS = "tensors"
-"""The only part of the report."""
 
 
 def check_manifest(
@@ -53,7 +51,12 @@ def check_manifest(
         BadInput: there is no usable manifest, or the checkpoint is damaged, incomplete or not
             structured as its config says.
     """
-    file = _find(Path(path))
+    file = manifest.find(Path(path))
+    if file is None:
+        raise BadInput(
+            f"{path} has no {manifest.FILE}. `convert hf-to-mcore` writes one; without it, compare "
+            "with the source: `verify tensors`."
+        )
     made = manifest.read(file)
     folder = file.parent / made["iteration"]
     architecture, form = Architecture.from_hf(hf_folder(folder)), read_form(hf_folder(folder))
@@ -156,12 +159,3 @@ def _difference(pieces: list[_Piece]) -> str:
         return "has other bytes than the manifest's checksum"
     listed = ", ".join(map(str, experts[:8])) + (", ..." if len(experts) > 8 else "")
     return f"has other bytes than the manifest's checksums in experts {listed} ({len(experts)})"
-
-
-def _find(path: Path) -> Path:
-    if (file := manifest.find(path)) is not None:
-        return file
-    raise BadInput(
-        f"{path} has no {manifest.FILE}. `convert hf-to-mcore` writes one; without it, compare "
-        "with the source: `verify tensors`."
-    )

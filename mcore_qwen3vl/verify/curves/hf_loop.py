@@ -29,7 +29,7 @@ from mcore_qwen3vl.verify.curves.job import (
     Job,
     StepMetrics,
 )
-from mcore_qwen3vl.verify.parity.reference import with_adapter
+from mcore_qwen3vl.verify.parity.reference import decay_groups, with_adapter
 
 Split = Literal["train", "val"]
 
@@ -87,14 +87,8 @@ def batch_names(
 
 def adamw(trained: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
     """Return torch's AdamW with the job's settings, for parameters by their names in the model."""
-    decayed = [p for n, p in trained.items() if p.ndim > 1 and not n.endswith("bias")]
-    kept = [p for n, p in trained.items() if p.ndim <= 1 or n.endswith("bias")]
-    return torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": kept, "weight_decay": 0.0}],
-        lr=LEARNING_RATE,
-        betas=BETAS,
-        eps=EPSILON,
-    )
+    groups = decay_groups(trained, WEIGHT_DECAY)
+    return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=EPSILON)
 
 
 def hf_curve(

@@ -31,7 +31,7 @@ def main() -> int:
     rows = [row for row in (*MATRIX, *LORA_MATRIX) if arguments.only in str(row)]
     started = time.monotonic()
     with scratch_folder("mcore-qwen3vl-parity-") as folder:
-        results = parity_matrix(folder, rows, progress=show)
+        results = parity_matrix(folder, rows, show)
     table = markdown(results)
     if arguments.output:
         arguments.output.write_text(table, encoding="utf-8")

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from mcore_qwen3vl.verify.parity.matrix import BOTH, OVERLAPPED, SHARDED, MatrixRow, uniform
-
-SELECTIVE = {"recompute_granularity": "selective"}
-
+from mcore_qwen3vl.verify.parity.matrix import (
+    BOTH,
+    OVERLAPPED,
+    SELECTIVE,
+    SELECTIVE_MOE,
+    SHARDED,
+    MatrixRow,
+    uniform,
+)
 
 LORA_MATRIX: tuple[MatrixRow, ...] = (
     MatrixRow.of("dense", "single", "mixed", "packed", "padded", "text", lora="everything"),
@@ -51,14 +56,8 @@ LORA_MATRIX: tuple[MatrixRow, ...] = (
     MatrixRow.of("moe-mixed", "tp2xep2+sp", "packed", lora="experts and MLP"),
     MatrixRow.of("dense", "tp2+sp", lora="mixed ranks", **uniform(1)),
     MatrixRow.of("moe", "pp2xep2xdp2", lora="experts", **uniform(2)),
-    MatrixRow.of("dense", "cp2", lora="q and v", note="recompute selective", config=SELECTIVE),
-    MatrixRow.of(
-        "moe",
-        "ep2xdp2",
-        lora="router",
-        note="recompute selective moe",
-        config={**SELECTIVE, "recompute_modules": ["core_attn", "moe"]},
-    ),
+    MatrixRow.of("dense", "cp2", lora="q and v", **SELECTIVE),
+    MatrixRow.of("moe", "ep2xdp2", lora="router", **SELECTIVE_MOE),
 )
 """Different things can go wrong in each row. Together, the rows combine every rule of
 ``mcore_qwen3vl.model.lora.regions`` and every kind of target with every kind of parallelism."""

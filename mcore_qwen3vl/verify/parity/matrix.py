@@ -84,15 +84,30 @@ class MatrixRow:
         return " ".join(filter(None, [self.model, self.layout, lora, self.note]))
 
 
-DISPATCH = {"moe_token_dispatcher_type": "allgather"}
 BOTH = "distr. opt., overlap"
 SPLIT = "overlapped experts"
 
 
+def noted(note: str, **config: Any) -> dict[str, Any]:
+    """Return arguments of :meth:`MatrixRow.of` for these ``TransformerConfig`` fields."""
+    return {"note": note, "config": config}
+
+
 def uniform(layers: int) -> dict[str, Any]:
     """Return arguments of :meth:`MatrixRow.of` for uniform recompute of this many layers."""
-    config = {**UNIFORM, "recompute_num_layers": layers}
-    return {"note": f"recompute uniform {layers}", "config": config}
+    return noted(f"recompute uniform {layers}", **UNIFORM, recompute_num_layers=layers)
+
+
+BLOCK = noted("recompute block", **UNIFORM | {"recompute_method": "block"}, recompute_num_layers=1)
+SELECTIVE = noted("recompute selective", recompute_granularity="selective")
+SELECTIVE_MOE = noted(
+    "recompute selective moe",
+    recompute_granularity="selective",
+    recompute_modules=["core_attn", "moe"],
+)
+ALLGATHER = noted("allgather", moe_token_dispatcher_type="allgather")
+ONE_EXPERT = noted("one expert after another", moe_grouped_gemm=False)
+MEGATRONS_LOSS = noted("Megatron's loss", head_chunk=0)
 
 
 MATRIX: tuple[MatrixRow, ...] = (
@@ -141,9 +156,9 @@ MATRIX: tuple[MatrixRow, ...] = (
     MatrixRow.of("moe", "tp2+sp", "image", "padded", "packed"),
     MatrixRow.of("moe", "pp2xvpp2", "images", "packed", "ragged"),
     MatrixRow("moe", "ep2xdp2"),
-    MatrixRow.of("moe", "ep2xdp2", "mixed", "padded", "packed", note="allgather", config=DISPATCH),
+    MatrixRow.of("moe", "ep2xdp2", "mixed", "padded", "packed", **ALLGATHER),
     MatrixRow.of("moe", "ep4xdp4", "images", "imageless", "packed", note=BOTH, **OVERLAPPED),
-    MatrixRow.of("moe", "ep4xdp4", "mixed", note="allgather", config=DISPATCH),
+    MatrixRow.of("moe", "ep4xdp4", "mixed", **ALLGATHER),
     MatrixRow.of("moe", "tp2xetp2+sp", "mixed", "packed"),
     MatrixRow("moe", "tp2xep2+sp"),
     MatrixRow.of("moe", "cp2xep2", "video", "packed", "padded"),
@@ -169,48 +184,14 @@ MATRIX: tuple[MatrixRow, ...] = (
     MatrixRow.of("moe", "tp2xep2+sp", "mixed", **uniform(4)),
     MatrixRow.of("dense", "pp2", "images", **uniform(2)),
     MatrixRow.of("dense", "pp2xvpp2", "packed", **uniform(1)),
-    MatrixRow.of(
-        "dense",
-        "tp2xpp2+sp",
-        "packed",
-        note="recompute block",
-        config={
-            "recompute_granularity": "full",
-            "recompute_method": "block",
-            "recompute_num_layers": 1,
-        },
-    ),
-    MatrixRow.of(
-        "dense",
-        "cp2",
-        "mixed",
-        note="recompute selective",
-        config={"recompute_granularity": "selective"},
-    ),
-    MatrixRow.of(
-        "dense", "tp2+sp", "mixed", note="recompute vision", config={"recompute_vision": True}
-    ),
-    MatrixRow.of(
-        "dense", "tp2xcp2+sp", "packed", note="all kept", config={"keep_activations": True}
-    ),
-    MatrixRow.of(
-        "moe",
-        "ep2xdp2",
-        "packed",
-        note="recompute selective moe",
-        config={"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]},
-    ),
-    MatrixRow.of("dense", "tp2xcp2+sp", "packed", note="Megatron's loss", config={"head_chunk": 0}),
-    MatrixRow.of(
-        "tied", "dp2", "imageless", note="Megatron's loss", **OVERLAPPED, config={"head_chunk": 0}
-    ),
-    MatrixRow.of(
-        "moe",
-        "ep2xdp2",
-        "packed",
-        note="one expert after another",
-        config={"moe_grouped_gemm": False},
-    ),
+    MatrixRow.of("dense", "tp2xpp2+sp", "packed", **BLOCK),
+    MatrixRow.of("dense", "cp2", "mixed", **SELECTIVE),
+    MatrixRow.of("dense", "tp2+sp", "mixed", **noted("recompute vision", recompute_vision=True)),
+    MatrixRow.of("dense", "tp2xcp2+sp", "packed", **noted("all kept", keep_activations=True)),
+    MatrixRow.of("moe", "ep2xdp2", "packed", **SELECTIVE_MOE),
+    MatrixRow.of("dense", "tp2xcp2+sp", "packed", **MEGATRONS_LOSS),
+    MatrixRow.of("tied", "dp2", "imageless", **OVERLAPPED, **MEGATRONS_LOSS),
+    MatrixRow.of("moe", "ep2xdp2", "packed", **ONE_EXPERT),
     MatrixRow.of(
         "dense", "tp2xcp2+sp", "packed", "padded-left", note="compiled", compile_pointwise=True
     ),
@@ -282,17 +263,10 @@ class Matrix:
 
 def parity_matrix(
     folder: Path,
-    rows: Iterable[MatrixRow] = MATRIX,
-    *,
-    progress: Callable[[MatrixRow, Report], None] = lambda row, report: None,
+    rows: Iterable[MatrixRow],
+    progress: Callable[[MatrixRow, Report], None],
 ) -> list[tuple[MatrixRow, Report]]:
-    """Run the matrix.
-
-    Args:
-        folder: scratch directory for tiny checkpoints.
-        rows: rows to run.
-        progress: called after each row.
-    """
+    """Run `rows` with their tiny checkpoints in `folder`; `progress` is called after each row."""
     matrix = Matrix(folder)
     results = []
     for row in rows:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,13 +142,8 @@ class Reference:
         for name, parameter in parameters.items():
             parameter.grad = expected.gradients[name].clone()
         norm = torch.nn.utils.clip_grad_norm_(parameters.values(), adamw.clip_grad)
-        spared = [p for n, p in parameters.items() if _is_spared(n, p)]
-        decayed = [p for n, p in parameters.items() if not _is_spared(n, p)]
         torch.optim.AdamW(
-            [
-                {"params": decayed, "weight_decay": adamw.weight_decay},
-                {"params": spared, "weight_decay": 0.0},
-            ],
+            decay_groups(parameters, adamw.weight_decay),
             lr=adamw.lr,
             betas=(adamw.adam_beta1, adamw.adam_beta2),
             eps=adamw.adam_eps,
@@ -257,5 +252,12 @@ def trained_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
     return found
 
 
-def _is_spared(name: str, parameter: Tensor) -> bool:
-    return parameter.ndim == 1 or name.endswith(".bias")
+def decay_groups(
+    trained: Mapping[str, torch.nn.Parameter], weight_decay: float
+) -> list[dict[str, Any]]:
+    """Return an optimizer's groups; decay spares biases and one-dimensional weights."""
+    groups: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for name, parameter in trained.items():
+        groups[parameter.ndim <= 1 or name.endswith("bias")].append(parameter)
+    rates = (weight_decay, 0.0)
+    return [{"params": p, "weight_decay": r} for p, r in zip(groups, rates, strict=True)]

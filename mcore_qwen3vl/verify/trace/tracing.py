@@ -89,19 +89,30 @@ def trace(
     case.validate(architecture, (whole,))
 
     run = reference.run(whole, gradients)
-    points, exact, tolerances = run.points, run.exact, run.tolerances
     from mcore_qwen3vl.verify.trace.on_rank import TraceRequest, trace_on_rank
 
-    choose = partial(_first, tolerances=tolerances, points=points)
-    sent = replace(exact, calls={})
-    request = TraceRequest(hf, config, mcore, case, points, sent, choose, reference.adapter)
+    choose = partial(_first, tolerances=run.tolerances, points=run.points)
+    sent = replace(run.exact, calls={})
+    request = TraceRequest(hf, config, mcore, case, run.points, sent, choose, reference.adapter)
     found = run_layout(
         trace_on_rank, case.layout.world_size, request, timeout=timeout, device=case.device
     )
     measured = merge(rank.measured for rank in found)
-    counts = _counts(exact, case, reference, take_frozen(measured))
-    result = _result(hf, mcore, case, micro, measured, tolerances, counts, points)
-    first = _first(measured, tolerances=tolerances, points=points)
+    counts = _counts(run.exact, case, reference, take_frozen(measured))
+    examined = mcore.name if mcore else f"{hf.name} loaded directly"
+    facts: dict[str, Any] = {
+        "layout": str(case.layout),
+        "spec": case.spec,
+        "dtype": "float32, judged by Hugging Face in float64",
+        "tokens": int(micro.input_ids.numel()),
+        "images and videos": 0 if micro.visual is None else len(micro.visual.grid_thw),
+    }
+    result = Trace(f"{hf.name}: trace of {examined} at {case}", facts)
+    for key in dict.fromkeys([*_order(run.points), *counts, *measured]):
+        if key in counts or key in measured:
+            one, tolerance = measured.get(key, Measurement()), run.tolerances.of(*key)
+            result.findings.append(Finding(*key, one, tolerance, counts.get(key)))
+    first = choose(measured)
     if first is not None:
         from mcore_qwen3vl.verify.trace.causes import Divergence, find_cause
 
@@ -155,17 +166,14 @@ def _counts(
     copies = len(exact.expected.batch.micro_batches)
     counts["logits", "all"] = copies * tokens * a.vocab_size
     counts["loss", "all"] = copies * tokens
-    if case.layout.tp > a.num_key_value_heads:  # ranks share a head, each with part of its gradient
-        for key in [k for k in counts if k[0] == ACTIVATION_GRADIENTS and k[1].endswith("k_norm")]:
-            del counts[key]
-    if case.spec == "te":  # norms are fused into the linear layer that follows
-        fused = ("input_layernorm", "post_attention_layernorm")
-        for key in [
-            k
-            for k in counts
-            if k[0] in (ACTIVATIONS, ACTIVATION_GRADIENTS) and k[1].endswith(fused)
-        ]:
-            del counts[key]
+    fused = ("input_layernorm", "post_attention_layernorm")  # te: into the next linear layer
+    for part, name in list(counts):
+        backward = part == ACTIVATION_GRADIENTS
+        # Ranks that share a head have each a part of its gradient.
+        shared = backward and name.endswith("k_norm") and case.layout.tp > a.num_key_value_heads
+        inside = (backward or part == ACTIVATIONS) and name.endswith(fused) and case.spec == "te"
+        if shared or inside:
+            del counts[part, name]
     return counts
 
 
@@ -186,34 +194,6 @@ def _first(
         if one and one.relative > tolerances.of(part, name):
             return part, name
     return None
-
-
-def _result(
-    hf: Path,
-    mcore: Path | None,
-    case: Case,
-    micro: MicroBatch,
-    measured: Measurements,
-    tolerances: Tolerances,
-    counts: dict[tuple[str, str], int],
-    points: list[ProbePoint],
-) -> Trace:
-    examined = mcore.name if mcore else f"{hf.name} loaded directly"
-    facts: dict[str, Any] = {
-        "layout": str(case.layout),
-        "spec": case.spec,
-        "dtype": "float32, judged by Hugging Face in float64",
-        "tokens": int(micro.input_ids.numel()),
-        "images and videos": 0 if micro.visual is None else len(micro.visual.grid_thw),
-    }
-    result = Trace(f"{hf.name}: trace of {examined} at {case}", facts)
-    order = [key for key in _order(points) if key in measured or key in counts]
-    rest = [key for key in {**counts, **measured} if key not in set(order)]
-    for part, name in dict.fromkeys([*order, *rest]):
-        one = measured.get((part, name), Measurement())
-        tolerance = tolerances.of(part, name)
-        result.findings.append(Finding(part, name, one, tolerance, counts.get((part, name))))
-    return result
 
 
 def from_prompt(

@@ -38,7 +38,7 @@ def main() -> int:
     device.install()
     rows = [row for row in (*ROWS, *LORA_ROWS) if arguments.only in str(row)]
     with tempfile.TemporaryDirectory(prefix="mcore-qwen3vl-te-") as folder:
-        results = parity_matrix(Path(folder), rows, progress=show)
+        results = parity_matrix(Path(folder), rows, show)
     if arguments.output:
         arguments.output.write_text("\n".join(summary(results)) + "\n", encoding="utf-8")
     failed = [row for row, report in results if not report.ok]

@@ -14,13 +14,9 @@ from torch import Tensor
 
 from mcore_qwen3vl.objectives.settings import Kto, Preference
 from mcore_qwen3vl.tiny.records import write_image_qa
-from mcore_qwen3vl.verify.curves.hf_loop import batch_order, encode, sample_order
+from mcore_qwen3vl.verify.curves.hf_loop import adamw, batch_order, encode, sample_order
 from mcore_qwen3vl.verify.curves.job import (
-    BETAS,
     CLIP,
-    EPSILON,
-    LEARNING_RATE,
-    WEIGHT_DECAY,
     Job,
     StepMetrics,
 )
@@ -214,11 +210,7 @@ def plain_curve(job: Job, preference: Preference) -> tuple[list[StepMetrics], li
     if job.lora is not None:
         model = PeftModel.from_pretrained(base, job.lora, is_trainable=True)
     trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim > 1], "weight_decay": WEIGHT_DECAY},
-        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=EPSILON)
+    optimizer = adamw({n: p for n, p in model.named_parameters() if p.requires_grad})
     curve, margins = [], []
     for lines in sample_order(job):
         order = lines[::2]  # every pair is named twice in a row

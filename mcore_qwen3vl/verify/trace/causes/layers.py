@@ -76,15 +76,10 @@ def find_router(divergence: Divergence, point: ProbePoint) -> Iterator[Cause | N
     logits = divergence.select(logits)
     right = divergence.architecture.num_experts_per_tok
     count = int((divergence.actual != 0).sum(1).median())
-    probabilities, sigmoid = logits.softmax(1), logits.sigmoid()
+    softmax, sigmoid = logits.softmax(1), logits.sigmoid()
     ways = (
-        (
-            "router top-k",
-            f"{count} experts a token are chosen instead of {right}",
-            probabilities,
-            1,
-        ),
-        ("router scores", "the chosen experts' weights do not add up to 1", probabilities, 0),
+        ("router top-k", f"{count} experts a token are chosen instead of {right}", softmax, 1),
+        ("router scores", "the chosen experts' weights do not add up to 1", softmax, 0),
         ("router scores", "a sigmoid replaces the softmax", sigmoid, 1),
         ("router scores", "a sigmoid replaces the softmax, not normalised", sigmoid, 0),
     )
