@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.legacy.files import open_ranks
 from mcore_qwen3vl.data.loading.json_file import write_index
@@ -23,6 +22,7 @@ from mcore_qwen3vl.files import parse_json
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.arguments.early import check_early
 from mcore_qwen3vl.training.checkpoints.resume import damage
+from tests.command import exit_code
 
 DEEP = "[" * 100_000 + "]" * 100_000
 
@@ -143,9 +143,7 @@ def test_deep_records_are_bad_samples(
 ) -> None:
     deep = ('{"messages": ' + DEEP + "}", json.dumps({"messages": DEEP}))
     (tmp_path / "a.jsonl").write_text("".join(f"{one}\n" for one in deep))
-    with pytest.raises(SystemExit) as stopped:
-        main(["data", "check", str(tmp_path / "a.jsonl"), "--hf-model", str(dense)])
-    assert stopped.value.code == 1
+    assert exit_code("data", "check", tmp_path / "a.jsonl", "--hf-model", dense) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert said.count("nested too deeply") == 2
 

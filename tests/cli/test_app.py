@@ -13,12 +13,12 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from mcore_qwen3vl import __version__
-from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.mapping.table import table
 from mcore_qwen3vl.demos.convert import Demo, DemoStep
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.tiny.records import write_image_qa
+from tests.command import exit_code
 
 
 @pytest.fixture(scope="module")
@@ -26,22 +26,19 @@ def checkpoint(tmp_path_factory):
     return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "hf", moe=True)
 
 
-def run(*arguments) -> int:
-    with pytest.raises(SystemExit) as stopped:
-        main([str(argument) for argument in arguments])
-    return stopped.value.code
-
-
 def test_both_ways_and_compare(checkpoint, tmp_path, capsys):
-    assert run("convert", "hf-to-mcore", checkpoint, tmp_path / "mcore") == 0
+    assert exit_code("convert", "hf-to-mcore", checkpoint, tmp_path / "mcore") == 0
     capsys.readouterr()
-    assert run("convert", "mcore-to-hf", tmp_path / "mcore", tmp_path / "back", "--json") == 0
+    assert exit_code("convert", "mcore-to-hf", tmp_path / "mcore", tmp_path / "back", "--json") == 0
     summary = json.loads(capsys.readouterr().out)
     assert summary["direction"] == "mcore-to-hf"
     assert summary["expert_layout"] == "published"
-    assert run("verify", "tensors", checkpoint, tmp_path / "back") == 0
+    assert exit_code("verify", "tensors", checkpoint, tmp_path / "back") == 0
     folder = tmp_path / "report"
-    assert run("verify", "tensors", tmp_path / "mcore", tmp_path / "back", "--report", folder) == 0
+    assert (
+        exit_code("verify", "tensors", tmp_path / "mcore", tmp_path / "back", "--report", folder)
+        == 0
+    )
     assert "All 140 comparisons hold." in capsys.readouterr().out
     parts = json.loads((folder / "report.json").read_text())["parts"]
     assert [(p["part"], p["compared"], p["failed"]) for p in parts] == [
@@ -53,7 +50,7 @@ def test_both_ways_and_compare(checkpoint, tmp_path, capsys):
 
 def test_roundtrip_writes_its_findings(checkpoint, tmp_path, capsys):
     report = tmp_path / "report"
-    assert run("verify", "roundtrip", checkpoint, "--report", report) == 0
+    assert exit_code("verify", "roundtrip", checkpoint, "--report", report) == 0
     found = json.loads((report / "report.json").read_text())
     assert found["ok"] is True
     assert sum(finding["part"] == "tensors" for finding in found["findings"]) == 134
@@ -69,7 +66,7 @@ def test_roundtrip_writes_its_findings(checkpoint, tmp_path, capsys):
     [("parity", ("--batches", "text", "--no-gradients")), ("trace", ("--batch", "text"))],
 )
 def test_too_little_time_is_exit_code_3(command, words, dense, capsys):
-    assert run("verify", command, dense, *words, "--timeout", 0.01) == 3
+    assert exit_code("verify", command, dense, *words, "--timeout", 0.01) == 3
     (message,) = capsys.readouterr().err.splitlines()
     assert "rank 0 did not finish within 0.01 s, so the result is unknown" in message
     assert "Pass a larger --timeout" in message
@@ -83,7 +80,7 @@ def test_weights_in_another_format_are_refused(checkpoint, tmp_path, capsys):
     for file in (tmp_path / "old").glob("*.safetensors*"):
         file.unlink()
     (tmp_path / "old" / "pytorch_model.bin").write_bytes(b"x")
-    assert run("convert", "hf-to-mcore", tmp_path / "old", tmp_path / "out") == 2
+    assert exit_code("convert", "hf-to-mcore", tmp_path / "old", tmp_path / "out") == 2
     message = capsys.readouterr().err
     assert "with save_pretrained" in message
     assert "safe_serialization" not in message  # transformers 5 has no such option
@@ -91,12 +88,12 @@ def test_weights_in_another_format_are_refused(checkpoint, tmp_path, capsys):
 
 def test_a_difference_is_exit_code_1(checkpoint, tmp_path, capsys):
     other = write_tiny_checkpoint(tmp_path / "other", moe=True, seed=1)
-    assert run("verify", "tensors", checkpoint, other) == 1
+    assert exit_code("verify", "tensors", checkpoint, other) == 1
     printed = capsys.readouterr()
     assert "134 of 140 comparisons failed" in printed.out
     assert "and 114 more" in printed.out
     assert printed.err == ""  # the verdict is printed once
-    assert run("verify", "tensors", checkpoint, other, "--json") == 1
+    assert exit_code("verify", "tensors", checkpoint, other, "--json") == 1
     printed = capsys.readouterr()
     assert json.loads(printed.out)["verdict"] == "134 of 140 comparisons failed."
     assert printed.err == ""
@@ -112,7 +109,7 @@ def test_a_difference_is_exit_code_1(checkpoint, tmp_path, capsys):
     ],
 )
 def test_under_json_an_error_is_json_alone(words, said, capsys):
-    assert run(*words, "--json") == 2
+    assert exit_code(*words, "--json") == 2
     printed = capsys.readouterr()
     found = json.loads(printed.out)
     assert found["exit_code"] == 2
@@ -145,9 +142,9 @@ def test_a_path_that_is_not_there_is_refused_without_torch(dense):
 
 
 def test_version_and_short_help(capsys):
-    assert run("--version") == 0
+    assert exit_code("--version") == 0
     assert capsys.readouterr().out == f"mcore-qwen3vl {__version__}\n"
-    assert run("verify", "-h") == 0
+    assert exit_code("verify", "-h") == 0
     assert "roundtrip" in capsys.readouterr().out
 
 
@@ -160,27 +157,27 @@ def test_the_module_is_the_command():
 
 def test_dry_run_writes_nothing(checkpoint, tmp_path, capsys):
     dst = tmp_path / "mcore"
-    assert run("convert", "hf-to-mcore", checkpoint, dst, "--dry-run", "--json") == 0
+    assert exit_code("convert", "hf-to-mcore", checkpoint, dst, "--dry-run", "--json") == 0
     plan = json.loads(capsys.readouterr().out)
     step = next(s for s in plan["steps"] if "experts.linear_fc1" in s["target"])
     assert step["sources"] == ["model.language_model.layers.0.mlp.experts.gate_up_proj"]
     assert (step["shape"], step["nbytes"]) == ([12, 72, 48], 12 * 72 * 48 * 4)
-    assert run("convert", "hf-to-mcore", checkpoint, dst, "--dry-run") == 0
+    assert exit_code("convert", "hf-to-mcore", checkpoint, dst, "--dry-run") == 0
     assert "Nothing was written" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
 
 def test_inspect(checkpoint, tmp_path, capsys):
-    assert run("inspect", checkpoint, "--json") == 0
+    assert exit_code("inspect", checkpoint, "--json") == 0
     inspection = json.loads(capsys.readouterr().out)
     assert inspection["kind"] == "huggingface"
     assert inspection["total_parameters"] == sum(inspection["parameters"].values()) == 532_168
-    assert run("inspect", checkpoint) == 0
+    assert exit_code("inspect", checkpoint) == 0
     summary = capsys.readouterr().out
     assert "12, 3 a token, layout published" in summary
     assert "134 Hugging Face tensors; --tensors lists them" in summary
     assert "lm_head.weight" not in summary
-    assert run("inspect", checkpoint, "--tensors") == 0
+    assert exit_code("inspect", checkpoint, "--tensors") == 0
     assert "lm_head.weight" in capsys.readouterr().out
 
 
@@ -198,7 +195,7 @@ def test_inspect(checkpoint, tmp_path, capsys):
 )
 def test_bad_input_and_usage_are_exit_code_2(arguments, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert run(*arguments) == 2
+    assert exit_code(*arguments) == 2
     message = capsys.readouterr().err
     assert message
     assert "Traceback" not in message
@@ -206,14 +203,14 @@ def test_bad_input_and_usage_are_exit_code_2(arguments, tmp_path, capsys, monkey
 
 
 def test_a_work_directory_that_is_not_there_is_named(checkpoint, tmp_path, capsys):
-    assert run("verify", "roundtrip", checkpoint, "--work-dir", tmp_path / "nowhere") == 2
+    assert exit_code("verify", "roundtrip", checkpoint, "--work-dir", tmp_path / "nowhere") == 2
     assert "--work-dir" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
 def converted(checkpoint, tmp_path_factory):
     path = tmp_path_factory.mktemp("converted") / "mcore"
-    assert run("convert", "hf-to-mcore", checkpoint, path) == 0
+    assert exit_code("convert", "hf-to-mcore", checkpoint, path) == 0
     return path
 
 
@@ -234,7 +231,7 @@ def test_a_checkpoint_of_the_other_kind(
     monkeypatch.chdir(tmp_path)
     capsys.readouterr()
     paths = {"HF": checkpoint, "MCORE": converted}
-    assert run(*(paths.get(word, word) for word in command.split())) == 2
+    assert exit_code(*(paths.get(word, word) for word in command.split())) == 2
     assert message in " ".join(capsys.readouterr().err.split())
     assert list(tmp_path.iterdir()) == []
 
@@ -255,20 +252,20 @@ def test_interrupted_conversion_says_how_to_go_on(checkpoint, tmp_path, capsys, 
 
     with monkeypatch.context() as patch:
         patch.setattr("mcore_qwen3vl.console.byte_progress", interrupting)
-        assert run("convert", "hf-to-mcore", checkpoint, tmp_path / "mcore") == 130
+        assert exit_code("convert", "hf-to-mcore", checkpoint, tmp_path / "mcore") == 130
     assert "interrupted: run the same command to continue" in capsys.readouterr().err
     assert not (tmp_path / "mcore").exists()
-    assert run("convert", "hf-to-mcore", checkpoint, tmp_path / "mcore") == 0
+    assert exit_code("convert", "hf-to-mcore", checkpoint, tmp_path / "mcore") == 0
 
 
 def test_without_a_gpu_it_is_one_line(checkpoint, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     flags = ("--hf-model", checkpoint, "--data-path", checkpoint, "--train-iters", 3)
-    assert run("train", *flags) == 2
+    assert exit_code("train", *flags) == 2
     assert capsys.readouterr().err == (
         "error: There is no GPU here: add --cpu to train on the CPU.\n"
     )
-    assert run("verify", "parity", checkpoint, "--device", "cuda") == 2
+    assert exit_code("verify", "parity", checkpoint, "--device", "cuda") == 2
     assert capsys.readouterr().err == (
         "error: On CUDA each rank needs a GPU: this machine has none, the layout 1 rank. "
         "Run on the CPU (verify: --device cpu).\n"
@@ -282,12 +279,12 @@ def test_parity_names_the_weights_that_are_nan(dense, tmp_path, capsys):
     tensors = load_file(broken / "model.safetensors")
     tensors[name][2, 3] = float("nan")
     save_file(tensors, broken / "model.safetensors", {"format": "pt"})
-    assert run("verify", "parity", broken, "--batches", "text", "--no-gradients") == 2
+    assert exit_code("verify", "parity", broken, "--batches", "text", "--no-gradients") == 2
     assert f"broken: 1 tensor has NaN or infinite values: {name}." in capsys.readouterr().err
 
 
 def test_help_about_a_word_names_the_command(capsys):
-    assert run("train", "--help", "lr") == 0
+    assert exit_code("train", "--help", "lr") == 0
     printed = capsys.readouterr().out
     assert printed.startswith("usage: mcore-qwen3vl train [--processes N] --hf-model DIR")
     assert "--lr-decay-style" in printed
@@ -297,15 +294,15 @@ def test_a_layout_that_does_not_fit_starts_no_rank(checkpoint, capsys, monkeypat
     monkeypatch.setattr("torch.distributed.run.run", pytest.fail)
     given = ("--hf-model", checkpoint, "--data-path", checkpoint, "--train-iters", 3)
     command = ("train", "--cpu", *given)
-    assert run("verify", "parity", checkpoint, "--tp", "3") == 2
+    assert exit_code("verify", "parity", checkpoint, "--tp", "3") == 2
     wanted = capsys.readouterr().err
-    assert run(*command, "--tensor-model-parallel-size", "3") == 2
+    assert exit_code(*command, "--tensor-model-parallel-size", "3") == 2
     assert capsys.readouterr().err == wanted
-    assert run(*command, "--processes", "3", "--context-parallel-size", "2") == 2
+    assert exit_code(*command, "--processes", "3", "--context-parallel-size", "2") == 2
     assert "The world size is 3, which TP 1 x PP 1 x CP 2 = 2 does not" in capsys.readouterr().err
-    assert run(*command, "--tensor-model-parallel-size", "two") == 2
+    assert exit_code(*command, "--tensor-model-parallel-size", "two") == 2
     assert "--tensor-model-parallel-size: invalid int value: 'two'" in capsys.readouterr().err
-    assert run("train", "--cpu", "--data-path", "x") == 2
+    assert exit_code("train", "--cpu", "--data-path", "x") == 2
     assert "--hf-model" in capsys.readouterr().err
 
 
@@ -322,7 +319,7 @@ def test_missing_tokenizer_files_are_named(command, code, checkpoint, data, tmp_
     bare = tmp_path / "bare"
     shutil.copytree(checkpoint, bare, ignore=lambda *_: ["tokenizer.json", "chat_template.jinja"])
     paths = {"HF": bare, "DATA": data, "dst": tmp_path / "mcore"}
-    assert run(*(paths.get(word, word) for word in command.split())) == code
+    assert exit_code(*(paths.get(word, word) for word in command.split())) == code
     printed = capsys.readouterr()
     said = " ".join((printed.out if code == 0 else printed.err).split())
     assert f"There is no tokenizer and no chat template in {bare}," in said
@@ -331,12 +328,12 @@ def test_missing_tokenizer_files_are_named(command, code, checkpoint, data, tmp_
 
 def test_existing_target_needs_force(checkpoint, tmp_path, capsys):
     dst = tmp_path / "mcore"
-    assert run("convert", "hf-to-mcore", checkpoint, dst) == 0
+    assert exit_code("convert", "hf-to-mcore", checkpoint, dst) == 0
     before = {f: f.read_bytes() for f in dst.rglob("*") if f.is_file()}
-    assert run("convert", "hf-to-mcore", checkpoint, dst) == 2
+    assert exit_code("convert", "hf-to-mcore", checkpoint, dst) == 2
     assert "exists. Remove it, choose another directory, or add --force" in capsys.readouterr().err
     assert {f: f.read_bytes() for f in dst.rglob("*") if f.is_file()} == before
-    assert run("convert", "hf-to-mcore", checkpoint, dst, "--force") == 0
+    assert exit_code("convert", "hf-to-mcore", checkpoint, dst, "--force") == 0
 
 
 def test_help_does_not_wait_for_torch():
@@ -345,7 +342,7 @@ def test_help_does_not_wait_for_torch():
 
 
 def test_inspect_table_is_the_mapping_of_a_checkpoint(checkpoint, tmp_path, capsys):
-    assert run("inspect", checkpoint, "--table", "--json") == 0
+    assert exit_code("inspect", checkpoint, "--table", "--json") == 0
     lines = {line["mcore"]: line for line in json.loads(capsys.readouterr().out)["mapping"]}
     qkv = lines["decoder.layers.self_attention.linear_qkv.weight"]
     layer = "model.language_model.layers.{0..3}."
@@ -362,46 +359,46 @@ def test_inspect_table_is_the_mapping_of_a_checkpoint(checkpoint, tmp_path, caps
         table(Architecture.from_hf(checkpoint))
     )
 
-    assert run("inspect", checkpoint, "--table") == 0
+    assert exit_code("inspect", checkpoint, "--table") == 0
     printed = capsys.readouterr().out
     assert "model.visual.blocks.{0..4}.attn.qkv.weight" in printed
     assert "…" not in printed
 
 
 def test_inspect_table_of_a_config_and_of_a_padded_checkpoint(checkpoint, tmp_path, capsys):
-    assert run("inspect", checkpoint / "config.json", "--table", "--json") == 0
+    assert exit_code("inspect", checkpoint / "config.json", "--table", "--json") == 0
     alone = json.loads(capsys.readouterr().out)
     assert alone["kind"] == "config"
-    assert run("inspect", checkpoint, "--table", "--json") == 0
+    assert exit_code("inspect", checkpoint, "--table", "--json") == 0
     assert json.loads(capsys.readouterr().out)["mapping"] == alone["mapping"]
     padded = tmp_path / "mcore"
-    run("convert", "hf-to-mcore", checkpoint, padded, "--make-vocab-size-divisible-by", 128)
+    exit_code("convert", "hf-to-mcore", checkpoint, padded, "--make-vocab-size-divisible-by", 128)
     capsys.readouterr()
-    assert run("inspect", padded, "--table", "--json") == 0
+    assert exit_code("inspect", padded, "--table", "--json") == 0
     lines = json.loads(capsys.readouterr().out)["mapping"]
     head = next(line for line in lines if line["mcore"] == "output_layer.weight")
     assert (head["shape"], head["transform"]) == ([384, 48], "append 32 zero rows")
-    assert run("inspect", "--hf-config", checkpoint, "--table") == 2
+    assert exit_code("inspect", "--hf-config", checkpoint, "--table") == 2
 
 
 def test_tiny_writes_a_checkpoint_and_nothing_over_another(tmp_path, capsys):
-    assert run("tiny", tmp_path / "moe", "--moe") == 0
-    assert run("verify", "roundtrip", tmp_path / "moe") == 0
+    assert exit_code("tiny", tmp_path / "moe", "--moe") == 0
+    assert exit_code("verify", "roundtrip", tmp_path / "moe") == 0
     before = (tmp_path / "moe" / "config.json").read_bytes()
-    assert run("tiny", tmp_path / "moe") == 2
+    assert exit_code("tiny", tmp_path / "moe") == 2
     assert (tmp_path / "moe" / "config.json").read_bytes() == before
     assert "name another one" in capsys.readouterr().err
 
 
 def test_tiny_writes_sizes_that_can_be_served(tmp_path):
-    assert run("tiny", tmp_path / "dense", "--servable") == 0
+    assert exit_code("tiny", tmp_path / "dense", "--servable") == 0
     architecture = Architecture.from_hf(tmp_path / "dense")
     assert (architecture.head_dim, architecture.hidden_size) == (64, 96)
 
 
 def test_under_json_small_commands_print_json_alone(checkpoint, tmp_path, capsys, monkeypatch):
     def found(*words):
-        assert run(*words, "--json") == 0
+        assert exit_code(*words, "--json") == 0
         printed = capsys.readouterr()
         assert printed.err == ""
         return json.loads(printed.out)

@@ -35,6 +35,7 @@ from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.training.broadcast import data_state
 from mcore_qwen3vl.training.checkpoints.resume import explained
 from mcore_qwen3vl.verify.curves.job import Job
+from tests.command import exit_code
 from tests.memory import little_memory
 
 PROMPT = ("--prompt", "Hello", "--max-new-tokens", "1")
@@ -262,9 +263,7 @@ def test_playlist(name: str, places: dict[str, Path], calls: list[str]) -> None:
     words = [word.format(**places) for word in commands[name]]
     if name == "generate":
         words += ["--video", str(playlist)]
-    with pytest.raises(SystemExit) as stopped:
-        main(words)
-    assert stopped.value.code
+    assert exit_code(*words)
     assert calls[1:] == []
 
 

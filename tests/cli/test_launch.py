@@ -7,15 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from mcore_qwen3vl.cli import main
+from tests.command import exit_code
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 
 
 def run(*arguments: str) -> int | str | None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["launch", *arguments])
-    return stopped.value.code
+    return exit_code("launch", *arguments)
 
 
 def test_list_names_every_script(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data import DataConfig, load_processor
 from mcore_qwen3vl.data.check import DataReport, check_data, plot_report
@@ -21,6 +20,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.rehearsal.teacher import write_made_up
 from mcore_qwen3vl.tiny.stand_in import write_half_images
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
+from tests.command import exit_code
 from tests.data.conftest import WriteJsonl, chat, question
 from tests.data.encoding.test_planning import planned
 
@@ -179,9 +179,7 @@ def test_the_command_takes_a_converted_checkpoint_and_wants_a_usable_sample(
     (tmp_path / "mcore" / "hf").symlink_to(processor_dir)
     path = write_jsonl([question(0, image=False), question(1, image=False)])
     command = ["data", "check", str(path), "--hf-model", str(tmp_path / "mcore")]
-    with pytest.raises(SystemExit) as left:
-        main([*command, "--seq-length", str(length)])
-    assert left.value.code == code
+    assert exit_code(*command, "--seq-length", length) == code
     printed = " ".join(capsys.readouterr().err.split())
     assert ("all 2 are longer than 8 tokens; raise --seq-length." in printed) == bool(code)
 
@@ -193,9 +191,7 @@ def test_the_command_takes_the_budgets_of_training(
     command = ["data", "check", str(path), "--hf-model", str(processor_dir), "--json"]
     patches = []
     for budget in ([], ["--image-max-tokens", "6"]):
-        with pytest.raises(SystemExit) as left:
-            main([*command, *budget])
-        assert left.value.code == 0
+        assert exit_code(*command, *budget) == 0
         patches.append(json.loads(capsys.readouterr().out)["patches"])
     assert max(patches[0]) > 4 * 6
     assert max(patches[1]) <= 4 * 6  # a token has two by two patches
@@ -212,24 +208,19 @@ def test_the_balance_of_the_ranks_work(
     path = write_jsonl([question(i, image=i % 5 == 0, words=3 + i**2 % 90) for i in range(40)])
     command = ["data", "check", str(path), "--hf-model", str(processor_dir), "--seq-length", "256"]
     command += ["--dp", "4", "--global-batch-size", "16", "--packing-buffer", "32"]
-    with pytest.raises(SystemExit) as left:
-        main([*command, "--json", "--plot", str(tmp_path / "plot.png")])
-    assert left.value.code == 0
+    assert exit_code(*command, "--json", "--plot", tmp_path / "plot.png") == 0
     found = json.loads(capsys.readouterr().out)
     by_length, by_work = (found["balance"][way] for way in ("by length", "by work"))
     assert 1 <= by_work["micro_batch_step"] < by_length["micro_batch_step"]
     assert sum(by_work["packs"]) == pytest.approx(len(by_work["packs"]))
     with Image.open(tmp_path / "plot.png") as image:
         assert image.width >= 4 * 4 * 150
-    with pytest.raises(SystemExit):
-        main(command)
+    exit_code(*command)
     assert "most over mean of the ranks, packed by work" in capsys.readouterr().out
 
 
 def check(path: Path, model: Path, *flags: str) -> int:
-    with pytest.raises(SystemExit) as stopped:
-        main(["data", "check", str(path), "--hf-model", str(model), "--seq-length", "200", *flags])
-    return int(stopped.value.code or 0)
+    return exit_code("data", "check", path, "--hf-model", model, "--seq-length", "200", *flags)
 
 
 def test_a_sample_that_takes_too_long_is_bad(

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.data import DataConfig
 from mcore_qwen3vl.data.show import read_sample, write_page
 from mcore_qwen3vl.errors import BadInput, CheckFailed
+from tests.command import exit_code
 from tests.data.conftest import WriteJsonl, chat
 
 TALK = {
@@ -69,9 +69,7 @@ def test_the_command_writes_a_page_that_needs_nothing_else(
 ) -> None:
     path = write_jsonl([TALK])
     page = tmp_path / "page.html"
-    with pytest.raises(SystemExit) as left:
-        main(["data", "show", str(path), "1", "--hf-model", str(processor_dir), "--out", str(page)])
-    assert left.value.code == 0
+    assert exit_code("data", "show", path, "1", "--hf-model", processor_dir, "--out", page) == 0
     said = capsys.readouterr().out
     assert "messages, " in said
     assert "of them trained, 1 image, 1 video: " in said

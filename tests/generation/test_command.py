@@ -14,7 +14,6 @@ import pytest
 import torch
 import transformers
 
-from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.console import visible
 from mcore_qwen3vl.converters.convert import hf_to_mcore
@@ -29,6 +28,7 @@ from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.verify.parity.cached_reference import HALF_PRECISION_FACTOR
 from mcore_qwen3vl.verify.report.measurement import measure
+from tests.command import exit_code
 from tests.generation.cases import (
     NEW_TOKENS,
     checkpoint,
@@ -61,9 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(source: Path, *arguments: Any) -> int:
-    with pytest.raises(SystemExit) as stopped:
-        main(["generate", str(source), "--cpu", *map(str, arguments)])
-    return int(stopped.value.code or 0)
+    return exit_code("generate", source, "--cpu", *arguments)
 
 
 def tokens(capsys: Any, *arguments: Any) -> list[list[int]]:

@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.shapes import SHAPES
 from mcore_qwen3vl.training import memory
+from tests.command import exit_code
 
 SIZES = (
     *("--tensor-model-parallel-size", "4", "--sequence-parallel"),
@@ -25,9 +25,7 @@ UNEVEN = (
 
 def run(name: str, gpus: int, *words: str, options: tuple[str, ...] = ()) -> int:
     command = ["rehearse", "--estimate", "--gpus", str(gpus), *options]
-    with pytest.raises(SystemExit) as stopped:
-        main([*command, "--hf-model", str(SHAPES / f"{name}.json"), *words])
-    return stopped.value.code
+    return exit_code(*command, "--hf-model", SHAPES / f"{name}.json", *words)
 
 
 @pytest.mark.parametrize(

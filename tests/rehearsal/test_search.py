@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model import flops
@@ -17,6 +16,7 @@ from mcore_qwen3vl.rehearsal.search import candidates
 from mcore_qwen3vl.runtime.gpus import GPUS
 from mcore_qwen3vl.schedule import Durations, model_pipeline
 from mcore_qwen3vl.shapes import SHAPES
+from tests.command import exit_code
 from tests.launch.test_scripts import final_command
 from tests.rehearsal.conftest import Command as RunCommand
 
@@ -108,9 +108,7 @@ def test_a_page_of_one_rehearsal_is_refused_for_several(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = tmp_path / "page.html"
-    with pytest.raises(SystemExit) as left:
-        main(["rehearse", "--fit", "--gpus", "8", "--report", str(page), str(SCRIPT)])
-    assert left.value.code == 2
+    assert exit_code("rehearse", "--fit", "--gpus", "8", "--report", page, SCRIPT) == 2
     assert "--report writes a page about one" in " ".join(capsys.readouterr().err.split())
 
 

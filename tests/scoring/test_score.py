@@ -26,6 +26,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.scoring.score import Request, score
 from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
+from tests.command import exit_code
 from tests.generation.cases import clip, frames, picture
 from tests.runtime.test_lock import held_elsewhere
 
@@ -299,12 +300,6 @@ def command(checkpoint: Path, data: Path, out: Path) -> list[str]:
     return [str(word) for word in [*words, "--seq-length", 512, "--json"]]
 
 
-def run(arguments: list[str]) -> int:
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    return int(stopped.value.code or 0)
-
-
 def test_a_bad_record_has_its_line_in_every_command(
     dense: Path, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -321,7 +316,7 @@ def test_a_bad_record_has_its_line_in_every_command(
     ):
         checkpoint = [dense] if words[0] == "score" else ["--hf-model", dense]
         place = 1 if words[0] == "score" else len(words)
-        run([str(word) for word in [*words[:place], *checkpoint, *words[place:]]])
+        exit_code(*words[:place], *checkpoint, *words[place:])
         printed = "".join(capfd.readouterr())
         assert "data.jsonl:4" in printed.replace("\n", ""), printed
     assert [(entry["line"], "error" in entry) for entry in lines(out)] == [
@@ -330,7 +325,7 @@ def test_a_bad_record_has_its_line_in_every_command(
         (5, False),
     ]
     data.write_text(f"{bad}\n{good}\n")  # the index of the earlier lines must not be used
-    run(["data", "check", str(data), "--hf-model", str(dense)])
+    exit_code("data", "check", data, "--hf-model", dense)
     assert "data.jsonl:1" in "".join(capfd.readouterr()).replace("\n", "")
     data.write_text(f"\n{good}\n\n\n{good}")
     with pytest.raises(BadInput, match=r"Line 1 of .* is blank"):
@@ -360,8 +355,8 @@ def test_a_killed_run_goes_on_to_the_same_bytes(
     # Add a part of the next block, such as the disk might hold.
     partial.write_bytes(written + b'{"line": 1}\n{"line": 9, "log_pr')
     assert not broken.exists()
-    assert run(command(dense, data, whole)) == 0
-    assert run(command(dense, data, broken)) == 0
+    assert exit_code(*command(dense, data, whole)) == 0
+    assert exit_code(*command(dense, data, broken)) == 0
     assert broken.read_bytes() == whole.read_bytes()
     entries = lines(whole)
     assert len(entries) == 60
@@ -375,23 +370,23 @@ def test_a_damaged_beginning_is_computed_again_or_refused(
     dense: Path, folder: Path, tmp_path: Path, capfd: Any
 ) -> None:
     data, whole, broken = many(folder, 24), tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
-    assert run(command(dense, data, whole)) == 0
+    assert exit_code(*command(dense, data, whole)) == 0
     settings = json.loads(facts_of(whole).read_text())["settings"]
     partial, facts = (tmp_path / f"broken.jsonl.partial{end}" for end in ("", ".json"))
     good = whole.read_bytes().splitlines(keepends=True)
     partial.write_bytes(b"".join(good[:9]) + b'{"index": 9, "lo\n' + b"".join(good[10:20]))
     facts.write_text(json.dumps({"settings": settings})[:40])
-    assert run(command(dense, data, broken)) == 2
+    assert exit_code(*command(dense, data, broken)) == 2
     assert "is missing or damaged" in capfd.readouterr().out
     facts.write_text(json.dumps({"settings": settings}))
-    assert run(command(dense, data, broken)) == 0
+    assert exit_code(*command(dense, data, broken)) == 0
     assert broken.read_bytes() == whole.read_bytes()
 
 
 def test_an_output_has_one_writer(dense: Path, folder: Path, tmp_path: Path, capfd: Any) -> None:
     out = tmp_path / "out.jsonl"
     with held_elsewhere(out) as number:
-        assert run(command(dense, many(folder, 12), out)) == 2
+        assert exit_code(*command(dense, many(folder, 12), out)) == 2
     assert f"Process {number} on" in capfd.readouterr().out
     assert not out.exists()
 
@@ -400,7 +395,7 @@ def test_what_is_refused(dense: Path, folder: Path, tmp_path: Path, capfd: Any) 
     data, out = folder / "data.jsonl", tmp_path / "out.jsonl"
 
     def said(*words: Any, code: int = 2) -> str:
-        assert run([str(word) for word in ("score", dense, *words, "--cpu")]) == code
+        assert exit_code("score", dense, *words, "--cpu") == code
         return " ".join(capfd.readouterr().err.split())
 
     out.write_text("")

@@ -12,11 +12,11 @@ import pytest
 import tiktoken
 from transformers import AutoProcessor
 
-from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.scoring.score import Request, score
 from mcore_qwen3vl.shapes import SHAPES
 from mcore_qwen3vl.tiny import read_vocabulary, write_tiny_checkpoint
+from tests.command import exit_code
 from tests.generation import cases
 from tests.scoring.test_score import check, folder, hugging_face, lines
 
@@ -28,12 +28,6 @@ TEXTS = (
     "Ωμέγα — Привет, мир! नमस्ते 🙂🚀",
     "   leading, and trailing   ",
 )
-
-
-def run(*words: object) -> int:
-    with pytest.raises(SystemExit) as stopped:
-        main([str(word) for word in words])
-    return int(stopped.value.code or 0)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +102,7 @@ def test_greedy_answers_are_hugging_faces(
 
 @pytest.mark.slow
 def test_logits_and_gradients_are_hugging_faces(checkpoint: Path, capsys: Any) -> None:
-    assert run("verify", "parity", checkpoint, "--tp", 2, "--sp", "--json") == 0
+    assert exit_code("verify", "parity", checkpoint, "--tp", 2, "--sp", "--json") == 0
     assert json.loads(capsys.readouterr().out)["ok"]
 
 
@@ -124,6 +118,6 @@ def test_what_is_refused(content: bytes | None, message: str, tmp_path: Path, ca
     file = tmp_path / "some.tiktoken"
     if content is not None:
         file.write_bytes(content)
-    assert run("tiny", tmp_path / "out", "--real-vocab", file) == 2
+    assert exit_code("tiny", tmp_path / "out", "--real-vocab", file) == 2
     assert message in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "out").exists()

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.files import read_adapter
 from mcore_qwen3vl.converters.adapters.merge import Merged, merge, plan_merge
 from mcore_qwen3vl.converters.adapters.serving import vllm_notes
 from mcore_qwen3vl.converters.convert import hf_to_hf
 from mcore_qwen3vl.converters.offline import to_hf
+from tests.command import exit_code
 from tests.converters.adapters.conftest import Made
 from tests.converters.adapters.peft_made import Kind, make
 from tests.converters.adapters.rounding import assert_merged
@@ -73,12 +73,6 @@ def test_another_adapter_is_not_continued(made: Get, tmp_path: Path) -> None:
     assert merge(second.base, second.folder, target).resumed_units == 0
 
 
-def command(*arguments: object) -> int | str | None:
-    with pytest.raises(SystemExit) as ended:
-        main([str(argument) for argument in arguments])
-    return ended.value.code
-
-
 def test_a_full_disk_is_one_error(
     made: Get, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -94,13 +88,13 @@ def test_a_full_disk_is_one_error(
 
     monkeypatch.setattr(os, "pwrite", full)
     arguments = ("lora", "merge", source.base, source.folder, target, "--workers", 1, "--json")
-    assert command(*arguments) == 2
+    assert exit_code(*arguments) == 2
     message = json.loads(capsys.readouterr().out)["error"]
     assert "No space left on device" in message
     assert "running the same command again continues from there" in message
     assert not target.exists()
     left = 10**9
-    assert command(*arguments) == 0
+    assert exit_code(*arguments) == 0
     assert json.loads(capsys.readouterr().out)["resumed_units"] > 0
     merge(source.base, source.folder, tmp_path / "whole")
     assert tree_digests(target) == tree_digests(tmp_path / "whole")
@@ -111,7 +105,7 @@ def test_a_full_disk_leaves_no_adapter(
 ) -> None:
     source, out = made("swapped roles"), tmp_path / "out"
     with full_disk(5000):
-        code = command("lora", "convert", source.folder, out, "--hf-config", source.base)
+        code = exit_code("lora", "convert", source.folder, out, "--hf-config", source.base)
     assert code == 2
     said = capsys.readouterr().err
     assert f"{out} cannot be written: " in said
@@ -125,7 +119,7 @@ def test_layouts_roles_and_dtypes(made: Get, tmp_path: Path) -> None:
     hf_to_hf(source.base, tmp_path / "base-v5", expert_layout="v5")
     canonical = tmp_path / "canonical"
     config = ("--hf-config", source.base)
-    assert command("lora", "convert", source.folder, canonical, *config) == 0
+    assert exit_code("lora", "convert", source.folder, canonical, *config) == 0
     assert read_adapter(canonical, source.base).roles == "canonical"
     merge(source.base, source.folder, tmp_path / "merged")
     merge(source.base, canonical, tmp_path / "half", dtype="bf16")
@@ -152,7 +146,7 @@ def test_bad_input_leaves_nothing(
         (("convert", moe.base, "out"), "adapter_config.json does not exist"),
         (("convert", moe.folder, "out", "--from-roles", "swapped"), "are not the swapped roles"),
     ):
-        assert command("lora", *arguments) == 2
+        assert exit_code("lora", *arguments) == 2
         text = " ".join(capsys.readouterr().err.split())
         assert any(part in text for part in message.split("|")), text
         assert "Traceback" not in text

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from mcore_qwen3vl.cli import main
+from tests.command import exit_code
 from tests.converters.adapters.conftest import Made
 
 
@@ -49,9 +50,7 @@ def test_an_adapter(
     assert (code, found["base"], found["roles"], found["tensors"]) == (0, None, None, 24)
     code, found = inspect(capsys, moved, "--hf-config", source.base, "--json")
     assert (code, found["roles"]) == (0, "swapped")
-    with pytest.raises(SystemExit) as ended:
-        main(["lora", "convert", str(moved), str(tmp_path / "out")])
-    assert ended.value.code == 2
+    assert exit_code("lora", "convert", moved, tmp_path / "out") == 2
     assert "('someone/model') was not found" in " ".join(capsys.readouterr().err.split())
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.describe.estimate import estimate, slice_bytes
 from mcore_qwen3vl.converters.mapping.row import max_rows
 from mcore_qwen3vl.converters.mapping.table import table
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.shapes import SHAPES
+from tests.command import exit_code
 
 BF16 = torch.bfloat16
 
@@ -41,9 +41,7 @@ def test_bytes_are_those_of_transformers_model(model: str) -> None:
 def test_the_largest_model(capsys: pytest.CaptureFixture[str]) -> None:
     file = str(SHAPES / "235b_a22b.json")
     options = ["--workers", "8", "--disk-gb-per-s", "2", "--json"]
-    with pytest.raises(SystemExit) as ended:
-        main(["inspect", "--hf-config", file, *options])
-    assert ended.value.code in (0, None)
+    assert exit_code("inspect", "--hf-config", file, *options) == 0
     found = json.loads(capsys.readouterr().out)
     assert round(found["nbytes"] / 1e9) == 471  # as published
     assert found["largest_slice_bytes"] == 4096 * 2 * 1536 * 2  # one expert's gate and up
@@ -82,14 +80,11 @@ def test_no_slice_is_larger(layout: Any) -> None:
 
 def test_text_and_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = str(SHAPES / "2b.json")
-    with pytest.raises(SystemExit):
-        main(["inspect", "--hf-config", file, "--disk-gb-per-s", "1.5", "--workers", "2"])
+    exit_code("inspect", "--hf-config", file, "--disk-gb-per-s", "1.5", "--workers", "2")
     text = capsys.readouterr().out
     for part in ("4.26 GB", "units of work", "for 2 workers", "6 s to read and write", "1.5 GB/s"):
         assert part in text
-    with pytest.raises(SystemExit) as ended:
-        main(["inspect"])
-    assert ended.value.code == 2
+    assert exit_code("inspect") == 2
     for options in ({"workers": 0}, {"disk_gb_per_s": 0.0}, {"disk_gb_per_s": float("nan")}):
         with pytest.raises(BadInput, match="must be positive"):
             estimate(file, **options)

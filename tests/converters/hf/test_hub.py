@@ -15,9 +15,9 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants, errors
 
-from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.converters.hf import hub
 from mcore_qwen3vl.errors import BadInput
+from tests.command import exit_code
 from tests.converters.checkpoints import load
 
 Tiny = Callable[[str], Path]
@@ -52,20 +52,14 @@ def cache(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def code(*arguments: object) -> object:
-    with pytest.raises(SystemExit) as stopped:
-        main([str(argument) for argument in arguments])
-    return stopped.value.code
-
-
 def test_commands_take_a_hub_id(cache: Path, tiny: Tiny, tmp_path: Path) -> None:
-    assert code("convert", "hf-to-mcore", REPO, tmp_path / "mcore") == 0
-    assert code("verify", "tensors", tiny("bf16-sharded"), tmp_path / "mcore") == 0
-    assert code("verify", "tensors", f"{REPO}@main", tmp_path / "mcore") == 0
-    assert code("verify", "roundtrip", f"{REPO}@{COMMIT}") == 0
-    assert code("inspect", REPO) == 0
+    assert exit_code("convert", "hf-to-mcore", REPO, tmp_path / "mcore") == 0
+    assert exit_code("verify", "tensors", tiny("bf16-sharded"), tmp_path / "mcore") == 0
+    assert exit_code("verify", "tensors", f"{REPO}@main", tmp_path / "mcore") == 0
+    assert exit_code("verify", "roundtrip", f"{REPO}@{COMMIT}") == 0
+    assert exit_code("inspect", REPO) == 0
     back = tmp_path / "back"
-    assert code("convert", "mcore-to-hf", tmp_path / "mcore", back, "--hf-config", REPO) == 0
+    assert exit_code("convert", "mcore-to-hf", tmp_path / "mcore", back, "--hf-config", REPO) == 0
     assert set(load(back)) == set(load(tiny("bf16-sharded")))
     source = json.loads((tmp_path / "mcore" / "manifest.json").read_text())["source"]
     assert (source["hub_id"], source["revision"]) == (REPO, COMMIT)
@@ -91,7 +85,7 @@ def test_other_paths_are_left_alone(cache: Path, name: str) -> None:
 
 def test_offline_and_not_in_the_cache(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("Owner/Another", f"{REPO}@v3"):
-        assert code("inspect", name) == 2
+        assert exit_code("inspect", name) == 2
         message = capsys.readouterr().err.replace("\n", " ")
         assert "is not a local path" in message
         assert "HF_HUB_OFFLINE is set" in message
@@ -125,7 +119,7 @@ def test_a_shard_missing_from_the_cache_is_named(
 ) -> None:
     shard = sorted(hub.resolve(REPO).glob("model-*.safetensors"))[1]
     shard.resolve().unlink()  # this removes the blob, so the link dangles
-    assert code("convert", "hf-to-mcore", REPO, tmp_path / "mcore") == 2
+    assert exit_code("convert", "hf-to-mcore", REPO, tmp_path / "mcore") == 2
     assert f"in {shard.name}, which does not exist" in capsys.readouterr().err
     assert not (tmp_path / "mcore").exists()
 

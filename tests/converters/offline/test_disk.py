@@ -17,6 +17,7 @@ import pytest
 from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.offline import to_hf, to_mcore
+from tests.command import exit_code
 from tests.converters.checkpoints import copy, tree_digests
 from tests.converters.offline.test_resume import in_child
 
@@ -46,9 +47,7 @@ def expected(source: Path, tmp_path: Path, direction: str) -> dict[str, str]:
 
 
 def command(direction: str, source: Path, target: Path) -> int | str | None:
-    with pytest.raises(SystemExit) as ended:
-        main(["convert", direction, str(source), str(target), "--workers", "1", "--json"])
-    return ended.value.code
+    return exit_code("convert", direction, source, target, "--workers", "1", "--json")
 
 
 class Failing:
@@ -102,9 +101,7 @@ def test_a_round_trip_on_a_full_disk_does_not_promise_to_go_on(
     work = tmp_path / "work"
     work.mkdir()
     words = ["verify", "roundtrip", str(tiny("dense")), "--work-dir", str(work), "--workers", "1"]
-    with pytest.raises(SystemExit) as ended:
-        main([*words, "--json"])
-    assert ended.value.code == 2
+    assert exit_code(*words, "--json") == 2
     message = json.loads(capsys.readouterr().out)["error"]
     assert os.strerror(errno.ENOSPC) in message
     assert f"room for twice the checkpoint in {work}, or in another folder" in message

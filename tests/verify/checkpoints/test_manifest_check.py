@@ -13,10 +13,10 @@ import torch
 import xxhash
 from torch import Tensor
 
-from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.verify.checkpoints.manifest_check import check_manifest
+from tests.command import exit_code
 from tests.converters.checkpoints import copy, load, save
 
 Tiny = Callable[[str], Path]
@@ -211,9 +211,7 @@ def test_exit_codes(mcore: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     path = copy(mcore, tmp_path / "mcore")
 
     def code(*arguments: object) -> object:
-        with pytest.raises(SystemExit) as stopped:
-            main(["verify", "manifest", *map(str, arguments)])
-        return stopped.value.code
+        return exit_code("verify", "manifest", *arguments)
 
     assert code(path, "--json") == 0
     result = json.loads(capsys.readouterr().out)

@@ -10,20 +10,18 @@ from typing import Any
 
 import pytest
 
-from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.verify.parity import comparison
 from mcore_qwen3vl.verify.parity.batches import RECIPES
 from mcore_qwen3vl.verify.parity.matrix import Matrix
 from mcore_qwen3vl.verify.report.measurement import Finding, Measurement
 from mcore_qwen3vl.verify.report.result import Report
+from tests.command import exit_code
 from tests.converters.checkpoints import copy
 
 
 def run(*arguments: Any) -> int:
-    with pytest.raises(SystemExit) as stopped:
-        main(["verify", "parity", *map(str, arguments)])
-    return int(stopped.value.code or 0)
+    return exit_code("verify", "parity", *arguments)
 
 
 def test_a_layout_that_holds_and_one_that_does_not(
