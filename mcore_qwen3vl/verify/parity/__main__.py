@@ -12,8 +12,13 @@ import torch
 
 from mcore_qwen3vl.console import quiet_libraries
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
-from mcore_qwen3vl.verify.parity.lora_matrix import LORA_MATRIX
-from mcore_qwen3vl.verify.parity.matrix import MATRIX, MatrixRow, markdown, parity_matrix
+from mcore_qwen3vl.verify.parity.matrix import (
+    LORA_MATRIX,
+    MATRIX,
+    MatrixRow,
+    markdown,
+    parity_matrix,
+)
 from mcore_qwen3vl.verify.report.result import Report
 
 

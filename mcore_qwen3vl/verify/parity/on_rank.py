@@ -109,11 +109,8 @@ class Engine:
     """This rank's part of the model, wrapped as Megatron's training loop wraps it.
 
     Args:
-        path: Hugging Face directory with the model's config and weights.
-        case: how the model runs.
+        path, case, mcore, adapter: see `measure_on_rank`.
         uneven: whether micro-batches differ in shape.
-        mcore: Megatron-Core checkpoint to take the weights from instead.
-        adapter: LoRA adapter, if any, which is then the only thing trained.
     """
 
     def __init__(

@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from mcore_qwen3vl.verify.parity.batches import batches_of
-from mcore_qwen3vl.verify.parity.lora_matrix import LORA_MATRIX
-from mcore_qwen3vl.verify.parity.matrix import MATRIX, MatrixRow
+from mcore_qwen3vl.verify.parity.matrix import LORA_MATRIX, MATRIX, MatrixRow
 
 TRAINED = {"bias_activation_fusion": True, "bias_dropout_fusion": True}
 """Megatron's fusions that training switches on; a model built directly has them off."""

@@ -10,8 +10,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.verify.parity.adapters import ADAPTERS
 from mcore_qwen3vl.verify.parity.comparison import verify_parity
-from mcore_qwen3vl.verify.parity.lora_matrix import LORA_MATRIX
-from mcore_qwen3vl.verify.parity.matrix import Matrix, MatrixRow
+from mcore_qwen3vl.verify.parity.matrix import LORA_MATRIX, Matrix, MatrixRow
 from mcore_qwen3vl.verify.parity.reference import AFTER_STEP
 
 FAST = {

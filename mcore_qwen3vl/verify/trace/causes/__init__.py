@@ -19,9 +19,9 @@ from mcore_qwen3vl.verify.trace.causes.layers import (
     find_attention,
     find_lora,
     find_norm,
+    find_rotary,
     find_router,
 )
-from mcore_qwen3vl.verify.trace.causes.rotary import find_rotary
 from mcore_qwen3vl.verify.trace.causes.vision import find_deepstack, find_fusion, find_merger
 from mcore_qwen3vl.verify.trace.causes.weights import find_weight
 from mcore_qwen3vl.verify.trace.probe_points import ProbePoint
