@@ -43,19 +43,16 @@ from mcore_qwen3vl.converters.adapters.peft_model import (
 from mcore_qwen3vl.converters.adapters.roles import Roles, find_roles, swap
 from mcore_qwen3vl.converters.adapters.targets import unused_names
 from mcore_qwen3vl.converters.hf.config_file import dumps
-from mcore_qwen3vl.converters.hf.header import DTYPES as READ_DTYPES
+from mcore_qwen3vl.converters.hf.header import FLOATS
 from mcore_qwen3vl.converters.hf.hf_checkpoint import open_safetensors
 from mcore_qwen3vl.converters.storage.boxes import Shape
-from mcore_qwen3vl.converters.storage.dtypes import DTYPES, MODEL_DTYPES, all_finite, dtype_name
+from mcore_qwen3vl.converters.storage.dtypes import DTYPES, all_finite, dtype_name
 from mcore_qwen3vl.converters.storage.mapped import FirstBytes, bring_in
 from mcore_qwen3vl.converters.storage.staging import staging, write_durably
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.labels import Labels
 
 PICKLE = "adapter_model.bin"
-
-FLOATS = [known.safetensors for known in MODEL_DTYPES]
-"""safetensors' names of the dtypes that an adapter may have."""
 
 
 def read_adapter(path: str | Path, hf_config: HFConfig, *, roles: Roles | None = None) -> Adapter:
@@ -140,7 +137,7 @@ class AdapterFile:
                     f"{', '.join(FLOATS)} are understood."
                 )
             self.shapes[key] = tuple(header.get_shape())
-            self.dtypes[key] = READ_DTYPES[header.get_dtype()]
+            self.dtypes[key] = FLOATS[header.get_dtype()]
 
     def read(self, key: str) -> Tensor:
         """Return the tensor under `key`, a view of the file."""

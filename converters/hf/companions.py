@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 from mcore_qwen3vl.config import read_config_file
@@ -31,7 +30,11 @@ def companion_files(path: Path) -> dict[str, Path]:
     Raises:
         BadInput: a file is a link that leads out of the checkpoint.
     """
-    found = [file for file in sorted(_walk(path)) if _is_companion(file)]
+    found: list[Path] = []
+    for folder, folders, files in path.walk():
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += (folder / name for name in files if _is_companion(folder / name))
+    found.sort()
     refuse_links_out(found, path)
     return {str(file.relative_to(path)): file for file in found}
 
@@ -64,12 +67,6 @@ def digest(file: Path) -> str:
     """Return the SHA-256 of a file's content, in hexadecimal."""
     with file.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
-
-
-def _walk(path: Path) -> Iterator[Path]:
-    for folder, folders, files in path.walk():
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (folder / name for name in files)
 
 
 def _is_companion(file: Path) -> bool:

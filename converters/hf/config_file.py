@@ -51,7 +51,9 @@ class Changes:
         """
         wanted = fp8.without(config)
         if self.untied:
-            wanted = with_untied_embeddings(wanted)
+            wanted |= {"tie_word_embeddings": False}
+            if "tie_word_embeddings" in wanted["text_config"]:
+                wanted["text_config"] |= {"tie_word_embeddings": False}
         if self.labels:
             wanted = self.labels.in_config(wanted)
         if self.layout is not None:
@@ -87,14 +89,6 @@ def with_dtype(config: Config, dtype: str) -> Config:
                 section[key] = dtype
     if "torch_dtype" not in config:
         config["dtype"] = dtype
-    return config
-
-
-def with_untied_embeddings(config: Config) -> Config:
-    """Return `config` with ``tie_word_embeddings`` false."""
-    config = {**deepcopy(config), "tie_word_embeddings": False}
-    if "tie_word_embeddings" in config["text_config"]:
-        config["text_config"]["tie_word_embeddings"] = False
     return config
 
 

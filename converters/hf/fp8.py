@@ -9,7 +9,7 @@ each expert. A value is the stored number times its block's factor, multiplied i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -115,33 +115,28 @@ def pair(
         BadInput: an FP8 tensor has no factors or factors of the wrong shape or dtype, the config
             does not declare it as quantised, or a tensor belongs to another kind of quantisation.
     """
-    tensors, scales = {}, {}
+    quantized = [name for name, entry in stored.items() if entry.stored == FP8]
+    for name in quantized:
+        _check(name, stored[name], stored.get(f"{name}{SUFFIX}"), quantization)
+    scales = {f"{name}{SUFFIX}": stored[f"{name}{SUFFIX}"] for name in quantized}
+    tensors = {}
     for name, entry in stored.items():
-        if entry.stored == FP8:
-            scale = f"{name}{SUFFIX}"
-            _check(name, entry, scale, stored.get(scale), quantization)
-            tensors[name] = replace(entry, dtype=DEQUANTIZED, scale=scale)
-            scales[scale] = stored[scale]
-    for name, entry in stored.items():
-        if name in tensors or name in scales:
+        if name in scales:
             continue
-        if LEFTOVER.search(name):
+        if entry.stored == FP8:
+            entry = replace(entry, dtype=DEQUANTIZED, scale=f"{name}{SUFFIX}")
+        elif LEFTOVER.search(name):
             raise BadInput(
                 f"tensor {name} {list(entry.shape)} ({dtype_name(entry.stored)}) belongs to a "
                 "quantised checkpoint of a kind that is not understood. Convert the model's "
                 "original checkpoint."
             )
         tensors[name] = entry
-    return {name: tensors[name] for name in stored if name in tensors}, scales
+    return tensors, scales
 
 
 def dequantize(
-    stored: Tensor,
-    factors: Tensor,
-    rows: slice,
-    columns: slice,
-    dtype: torch.dtype,
-    name: str,
+    stored: Tensor, factors: Tensor, rows: slice, columns: slice, dtype: torch.dtype, name: str
 ) -> Tensor:
     """Return the values of a box of one FP8 matrix or of a stack of FP8 matrices.
 
@@ -158,7 +153,8 @@ def dequantize(
     """
     result = torch.empty(stored.shape, dtype=dtype)
     across = torch.arange(columns.start, columns.stop) // BLOCK
-    for matrix, grid, out in zip(*map(_matrices, (stored, factors, result)), strict=True):
+    stacks = ([t] if t.ndim == 2 else t for t in (stored, factors, result))
+    for matrix, grid, out in zip(*stacks, strict=True):
         if not grid.isfinite().all():
             raise BadInput(f"tensor {name}{SUFFIX} holds a factor that is not finite.")
         for block in range(rows.start // BLOCK, -(-rows.stop // BLOCK)):
@@ -171,17 +167,13 @@ def dequantize(
     return result
 
 
-def _matrices(tensor: Tensor) -> Iterable[Tensor]:
-    return [tensor] if tensor.ndim == 2 else tensor
-
-
 def _check(
     name: str,
     entry: TensorHeader,
-    scale: str,
     factors: TensorHeader | None,
     quantization: Mapping[str, Any] | None,
 ) -> None:
+    scale = f"{name}{SUFFIX}"
     if quantization is None:
         raise BadInput(
             f"tensor {name} is {dtype_name(FP8)}, but config.json has no quantization_config. "

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 import torch
 
 from mcore_qwen3vl.converters.storage.boxes import Shape
-from mcore_qwen3vl.converters.storage.dtypes import MODEL_DTYPES
 
 FP8 = torch.float8_e4m3fn
 
-DTYPES = {known.safetensors: known.dtype for known in MODEL_DTYPES} | {"F8_E4M3": FP8}
+FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+"""safetensors' names of the dtypes that are not quantised."""
+
+DTYPES = FLOATS | {"F8_E4M3": FP8}
 """safetensors' names of the dtypes that a Qwen3-VL checkpoint may hold."""
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -171,9 +171,3 @@ def boxes(row: Row, shape: Shape, index: int, size: int) -> list[Box]:
     width = part // size
     starts = (number * part + index * width for number in range(row.tp_parts))
     return [(*whole[:axis], slice(at, at + width), *whole[axis + 1 :]) for at in starts]
-
-
-def local_shape(row: Row, size: int) -> Shape:
-    """Return the shape of one of `size` parts of a row's piece."""
-    axis = row.tp_axis
-    return tuple(n // size if i == axis else n for i, n in enumerate(row.shape))

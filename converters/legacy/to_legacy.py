@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import batched
+from itertools import batched, count
 from math import lcm, prod
 from pathlib import Path
 from typing import Any, get_args
@@ -26,7 +26,6 @@ from mcore_qwen3vl.converters.legacy.layout import (
     boxes,
     extra_state,
     local_name,
-    local_shape,
     model_key,
     ranks,
     share_out,
@@ -38,9 +37,10 @@ from mcore_qwen3vl.converters.mcore.paths import RELEASE
 from mcore_qwen3vl.converters.offline import manifest, to_mcore
 from mcore_qwen3vl.converters.offline.plan import ConversionPlan, Unit
 from mcore_qwen3vl.converters.offline.to_mcore import ToMcore
-from mcore_qwen3vl.converters.storage.archive import Described, write_archive
+from mcore_qwen3vl.converters.storage.archive import write_archive
 from mcore_qwen3vl.converters.storage.boxes import Box, Shape
 from mcore_qwen3vl.converters.storage.direct import DirectFile
+from mcore_qwen3vl.converters.storage.tensor_pickle import Described
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.megatron_config import architecture_arguments
@@ -124,23 +124,19 @@ class ToLegacy:
             index, size = rank.share(row, layout)
             dtype = self.mcore.tensors.get(row.key, self.mcore.tensors[EMBEDDING]).dtype
             found = boxes(row, row.shape, index, size)
-            yield _LocalTensor(name, row, found, local_shape(row, size), dtype)
+            shape = tuple(n // size if i == row.tp_axis else n for i, n in enumerate(row.shape))
+            yield _LocalTensor(name, row, found, shape, dtype)
 
     def _content(self, models: _Models) -> dict[str, Any]:
         """Return what ``megatron.training.checkpointing.generate_state_dict`` would make."""
-        content: dict[str, Any] = {
-            "args": Namespace(**self.args),
-            "checkpoint_version": 3.0,
-            "iteration": 0,
-        }
-        storage = 0
+        content: dict[str, Any] = {"args": Namespace(**self.args)}
+        content |= {"checkpoint_version": 3.0, "iteration": 0}
+        numbers = count()
         for stage, tensors in models:
             state: OrderedDict[str, Any] = OrderedDict()
             for tensor in tensors:
-                state[tensor.name] = Described(tensor.dtype, tensor.shape, storage)
-                storage += 1
-                for name in extra_state(tensor.row, tensor.name, self.spec):
-                    state[name] = None
+                state[tensor.name] = Described(tensor.dtype, tensor.shape, next(numbers))
+                state |= dict.fromkeys(extra_state(tensor.row, tensor.name, self.spec))
             if stage.last:
                 state["output_layer._extra_state"] = None
             content[model_key(stage.vp, self.layout.vpp)] = state

@@ -92,20 +92,12 @@ OLD = Names(
     "transformers 5 does not load: `--expert-layout v5` of `convert` writes its names.",
     read_by_transformers=False,
 )
+VISION_PARTS = ("blocks", "deepstack_merger_list", "merger", "patch_embed", "pos_embed")
 COSMOS = Names(
     "cosmos3",
     (
         *((f"model.language_model.{part}", part) for part in ("embed_tokens.", "layers.", "norm.")),
-        *(
-            (f"model.visual.{part}", part)
-            for part in (
-                "blocks.",
-                "deepstack_merger_list.",
-                "merger.",
-                "patch_embed.",
-                "pos_embed.",
-            )
-        ),
+        *((f"model.visual.{part}.", f"{part}.") for part in VISION_PARTS),
     ),
     left_out=(
         r"\.add_q_proj\.",
@@ -134,16 +126,13 @@ COSMOS = Names(
 COSMOS_NEW = replace(
     COSMOS,
     key="cosmos3, newer",
-    parts=tuple(
-        (f".self_attn.{current}.", f".self_attn.{here}.")
-        for current, here in (
-            ("q_proj", "to_q"),
-            ("k_proj", "to_k"),
-            ("v_proj", "to_v"),
-            ("o_proj", "to_out"),
-            ("q_norm", "norm_q"),
-            ("k_norm", "norm_k"),
-        )
+    parts=(
+        (".self_attn.q_proj.", ".self_attn.to_q."),
+        (".self_attn.k_proj.", ".self_attn.to_k."),
+        (".self_attn.v_proj.", ".self_attn.to_v."),
+        (".self_attn.o_proj.", ".self_attn.to_out."),
+        (".self_attn.q_norm.", ".self_attn.norm_q."),
+        (".self_attn.k_norm.", ".self_attn.norm_k."),
     ),
 )
 NAMES = {names.key: names for names in (CURRENT, BASE, OLD, COSMOS, COSMOS_NEW)}
@@ -225,13 +214,8 @@ class Form:
     @property
     def record(self) -> dict[str, str | int]:
         """What tells this form from another, for JSON."""
-        head = self.head
-        return {
-            "names": self.names.key,
-            "head": head.kind.key,
-            "labels": head.labels,
-            "bias": head.bias,
-        }
+        kind, labels, bias = self.head.kind, self.head.labels, self.head.bias
+        return {"names": self.names.key, "head": kind.key, "labels": labels, "bias": bias}
 
     def require_language_model(self, path: object) -> None:
         """

@@ -24,7 +24,7 @@ from mcore_qwen3vl.converters.mapping.forms import (
     TIED_COPY,
     Head,
 )
-from mcore_qwen3vl.converters.mapping.row import Row, SourceTensor, same
+from mcore_qwen3vl.converters.mapping.row import LAYERS, Row, SourceTensor, same
 from mcore_qwen3vl.converters.mapping.transforms import Rearrangement
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.errors import BadInput
@@ -61,19 +61,10 @@ def table(
         raise BadInput(
             f"padded vocabulary {padded} is smaller than vocab_size {architecture.vocab_size}."
         )
-    decoder = (
-        row
-        for layer in range(architecture.num_hidden_layers)
-        for row in _layer(architecture, layer, layout)
-    )
-    vision = vision_rows(architecture.vision)
-    return [*vision, *_ends(architecture, padded, head), *decoder]
-
-
-def padded_vocab_size(vocab_size: int, *, make_vocab_size_divisible_by: int, tp: int) -> int:
-    """Round up to a multiple of ``make_vocab_size_divisible_by * tp``, as Megatron does."""
-    multiple = make_vocab_size_divisible_by * tp
-    return -(-vocab_size // multiple) * multiple
+    rows = [*vision_rows(architecture.vision), *_ends(architecture, padded, head)]
+    for layer in range(architecture.num_hidden_layers):
+        rows += _layer(architecture, layer, layout)
+    return rows
 
 
 def hf_shapes(rows: list[Row]) -> dict[str, Shape]:
@@ -95,10 +86,10 @@ def extra_state_keys(a: Architecture) -> Iterator[str]:
     yield "decoder.final_layernorm._extra_state/shard_0_1"
     for layer in range(a.num_hidden_layers):
         moe = a.moe_layers[layer]
-        modules = ["linear_qkv", "linear_proj", "q_layernorm", "k_layernorm"]
-        modules = [f"self_attention.{module}" for module in modules]
+        attention = ("linear_qkv", "linear_proj", "q_layernorm", "k_layernorm")
+        modules = [f"self_attention.{module}" for module in attention]
         modules += ["pre_mlp_layernorm"] if moe else ["mlp.linear_fc1", "mlp.linear_fc2"]
-        prefix = f"decoder.layers.{layer}." if a.mixed_layers else "decoder.layers."
+        prefix = f"{LAYERS}{layer}." if a.mixed_layers else LAYERS
         place = [] if a.mixed_layers else [(layer, a.num_hidden_layers)]
         for module in modules:
             yield f"{prefix}{module}._extra_state/{shard(place or [(0, 1)])}"
@@ -128,15 +119,10 @@ def _ends(a: Architecture, padded: int, head: Head) -> Iterator[Row]:
         yield same("output_layer.weight", SCORE, (head.labels, a.hidden_size))
         if head.bias:
             yield same("output_layer.bias", SCORE_BIAS, (head.labels,))
+    how = transforms.pad_rows(a.vocab_size, padded)
     for key, name in vocabulary:
-        yield Row(
-            key,
-            (padded, a.hidden_size),
-            (),
-            (SourceTensor(name, (a.vocab_size, a.hidden_size)),),
-            transforms.pad_rows(a.vocab_size, padded),
-            tp_axis=0,
-        )
+        source = SourceTensor(name, (a.vocab_size, a.hidden_size))
+        yield Row(key, (padded, a.hidden_size), (), (source,), how, tp_axis=0)
     yield same("decoder.final_layernorm.weight", f"{TEXT}norm.weight", (a.hidden_size,))
 
 
@@ -152,154 +138,115 @@ class _Layer:
     count: int
     stacked: bool
 
+    def source(self, name: str, *shape: int) -> SourceTensor:
+        return SourceTensor(f"{TEXT}layers.{self.index}.{name}.weight", shape)
+
     def row(
         self,
         key: str,
         shape: Shape,
         sources: tuple[SourceTensor, ...],
-        rearrangement: Rearrangement,
+        how: Rearrangement,
         tp_axis: int | None = None,
         tp_parts: int = 1,
         expert: tuple[int, int] | None = None,  # (this one, how many)
     ) -> Row:
-        stack = (self.count,) if self.stacked else ()
-        offset = (self.index,) if self.stacked else ()
+        stack, offset = ((self.count,), (self.index,)) if self.stacked else ((), ())
         if expert is not None:
             stack, offset = (*stack, expert[1]), (*offset, expert[0])
-        prefix = "decoder.layers." if self.stacked else f"decoder.layers.{self.index}."
-        return Row(
-            prefix + key, (*stack, *shape), offset, sources, rearrangement, tp_axis, tp_parts
-        )
+        prefix = LAYERS if self.stacked else f"{LAYERS}{self.index}."
+        return Row(prefix + key, (*stack, *shape), offset, sources, how, tp_axis, tp_parts)
 
-    def same(self, key: str, source: SourceTensor, tp_axis: int | None = None) -> Row:
-        shape = source.shape
-        return self.row(key, shape, (source,), transforms.identity(shape[0]), tp_axis)
+    def same(self, key: str, name: str, *shape: int, tp_axis: int | None = None) -> Row:
+        """Return the row of HF's ``name.weight``, which is the same on both sides."""
+        how = transforms.identity(shape[0])
+        return self.row(key, shape, (self.source(name, *shape),), how, tp_axis)
 
 
 def _layer(a: Architecture, index: int, layout: ExpertLayout | None) -> Iterator[Row]:
     layer = _Layer(index, a.num_hidden_layers, stacked=not a.mixed_layers)
     yield from _attention(a, layer)
     if a.moe_layers[index]:
-        assert layout is not None  # `table` checked
-        yield from _experts(a, layer, layout)
+        yield from _experts(a, layer, swapped=layout == "published")
     else:
         yield from _mlp(a, layer)
 
 
 def _attention(a: Architecture, layer: _Layer) -> Iterator[Row]:
-    hf, hidden, d = f"{TEXT}layers.{layer.index}.", a.hidden_size, a.head_dim
+    hidden, d = a.hidden_size, a.head_dim
     query, kv = a.num_attention_heads * d, a.num_key_value_heads * d
-    yield layer.same(
-        "self_attention.linear_qkv.layer_norm_weight",
-        SourceTensor(f"{hf}input_layernorm.weight", (hidden,)),
-    )
+    yield layer.same("self_attention.linear_qkv.layer_norm_weight", "input_layernorm", hidden)
     yield layer.row(
         "self_attention.linear_qkv.weight",
         (query + 2 * kv, hidden),
         (
-            SourceTensor(f"{hf}self_attn.q_proj.weight", (query, hidden)),
-            SourceTensor(f"{hf}self_attn.k_proj.weight", (kv, hidden)),
-            SourceTensor(f"{hf}self_attn.v_proj.weight", (kv, hidden)),
+            layer.source("self_attn.q_proj", query, hidden),
+            layer.source("self_attn.k_proj", kv, hidden),
+            layer.source("self_attn.v_proj", kv, hidden),
         ),
         transforms.qkv(a.num_attention_heads, a.num_key_value_heads, d),
         tp_axis=0,
     )
-    for key, name in (("q_layernorm", "q_norm"), ("k_layernorm", "k_norm")):
-        yield layer.same(
-            f"self_attention.{key}.weight", SourceTensor(f"{hf}self_attn.{name}.weight", (d,))
-        )
-    yield layer.same(
-        "self_attention.linear_proj.weight",
-        SourceTensor(f"{hf}self_attn.o_proj.weight", (hidden, query)),
-        tp_axis=1,
-    )
+    yield layer.same("self_attention.q_layernorm.weight", "self_attn.q_norm", d)
+    yield layer.same("self_attention.k_layernorm.weight", "self_attn.k_norm", d)
+    key = "self_attention.linear_proj.weight"
+    yield layer.same(key, "self_attn.o_proj", hidden, query, tp_axis=1)
 
 
 def _mlp(a: Architecture, layer: _Layer) -> Iterator[Row]:
-    hf, hidden, ffn = f"{TEXT}layers.{layer.index}.", a.hidden_size, a.intermediate_size
-    yield layer.same(
-        "mlp.linear_fc1.layer_norm_weight",
-        SourceTensor(f"{hf}post_attention_layernorm.weight", (hidden,)),
-    )
-    yield layer.row(
-        "mlp.linear_fc1.weight",
-        (2 * ffn, hidden),
-        (
-            SourceTensor(f"{hf}mlp.gate_proj.weight", (ffn, hidden)),
-            SourceTensor(f"{hf}mlp.up_proj.weight", (ffn, hidden)),
-        ),
-        transforms.concatenate(ffn, ffn),
-        tp_axis=0,
-        tp_parts=2,
-    )
-    yield layer.same(
-        "mlp.linear_fc2.weight", SourceTensor(f"{hf}mlp.down_proj.weight", (hidden, ffn)), tp_axis=1
-    )
+    hidden, ffn = a.hidden_size, a.intermediate_size
+    yield layer.same("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm", hidden)
+    gate, up = (layer.source(f"mlp.{name}", ffn, hidden) for name in ("gate_proj", "up_proj"))
+    how = transforms.concatenate(ffn, ffn)
+    yield layer.row("mlp.linear_fc1.weight", (2 * ffn, hidden), (gate, up), how, 0, tp_parts=2)
+    yield layer.same("mlp.linear_fc2.weight", "mlp.down_proj", hidden, ffn, tp_axis=1)
 
 
-def _experts(a: Architecture, layer: _Layer, layout: ExpertLayout) -> Iterator[Row]:
-    hf, hidden, ffn = f"{TEXT}layers.{layer.index}.", a.hidden_size, a.moe_intermediate_size
-    yield layer.same(
-        "pre_mlp_layernorm.weight", SourceTensor(f"{hf}post_attention_layernorm.weight", (hidden,))
-    )
-    yield layer.same(
-        "mlp.router.weight", SourceTensor(f"{hf}mlp.gate.weight", (a.num_experts, hidden))
-    )
+def _experts(a: Architecture, layer: _Layer, *, swapped: bool) -> Iterator[Row]:
+    hidden, ffn, count = a.hidden_size, a.moe_intermediate_size, a.num_experts
+    yield layer.same("pre_mlp_layernorm.weight", "post_attention_layernorm", hidden)
+    yield layer.same("mlp.router.weight", "mlp.gate", count, hidden)
     fused = (
         ("linear_fc1", "gate_up_proj", (2 * ffn, hidden), 0, 2),
         ("linear_fc2", "down_proj", (hidden, ffn), 1, 1),
     )
-    for key, name, shape, tp_axis, tp_parts in fused:
-        swapped = layout == "published"
-        stored = shape[::-1] if swapped else shape
+    for linear, name, shape, tp_axis, tp_parts in fused:
+        key = f"mlp.experts.experts.{linear}.weight"
+        name = f"{TEXT}layers.{layer.index}.mlp.experts.{name}"
+        stored = (count, *(shape[::-1] if swapped else shape))
         how = transforms.transpose(shape[0]) if swapped else transforms.identity(shape[0])
-        for expert in range(a.num_experts):
-            source = SourceTensor(f"{hf}mlp.experts.{name}", (a.num_experts, *stored), expert)
-            yield layer.row(
-                f"mlp.experts.experts.{key}.weight",
-                shape,
-                (source,),
-                how,
-                tp_axis,
-                tp_parts,
-                expert=(expert, a.num_experts),
-            )
+        for expert in range(count):
+            sources = (SourceTensor(name, stored, expert),)
+            yield layer.row(key, shape, sources, how, tp_axis, tp_parts, (expert, count))
 
 
 def vision_rows(v: VisionArchitecture) -> Iterator[Row]:
     """Yield the vision tower's rows: the same tensors, under ``visual.`` for ``model.visual.``."""
-    for name, shape in vision_shapes(v).items():
+    for name, shape in _vision_shapes(v).items():
         yield same(f"visual.{name}", f"model.visual.{name}", shape)
 
 
-def vision_shapes(v: VisionArchitecture) -> dict[str, Shape]:
+def _vision_shapes(v: VisionArchitecture) -> dict[str, Shape]:
     """Return the names and shapes of the parameters of HF's ``Qwen3VLVisionModel``."""
     hidden, merged = v.hidden_size, v.hidden_size * v.spatial_merge_size**2
+    patch = (v.in_channels, v.temporal_patch_size, v.patch_size, v.patch_size)
     shapes: dict[str, Shape] = {
-        "patch_embed.proj.weight": (
-            hidden,
-            v.in_channels,
-            v.temporal_patch_size,
-            v.patch_size,
-            v.patch_size,
-        ),
+        "patch_embed.proj.weight": (hidden, *patch),
         "patch_embed.proj.bias": (hidden,),
         "pos_embed.weight": (v.num_position_embeddings, hidden),
     }
+    linears = {
+        "attn.qkv": (3 * hidden, hidden),
+        "attn.proj": (hidden, hidden),
+        "mlp.linear_fc1": (v.intermediate_size, hidden),
+        "mlp.linear_fc2": (hidden, v.intermediate_size),
+    }
     for block in range(v.depth):
-        linears = {
-            "attn.qkv": (3 * hidden, hidden),
-            "attn.proj": (hidden, hidden),
-            "mlp.linear_fc1": (v.intermediate_size, hidden),
-            "mlp.linear_fc2": (hidden, v.intermediate_size),
-        }
         norms = {"norm1": hidden, "norm2": hidden}
         shapes |= _weights_and_biases(f"blocks.{block}.", norms, linears)
-    mergers = {"merger.": hidden}  # its norm precedes the patch merge; the others' follow it
-    mergers |= {
-        f"deepstack_merger_list.{i}.": merged for i in range(len(v.deepstack_visual_indexes))
-    }
-    for merger, width in mergers.items():
+    # The first merger's norm precedes the patch merge; the others' follow it.
+    deepstack = [f"deepstack_merger_list.{i}." for i in range(len(v.deepstack_visual_indexes))]
+    for merger, width in {"merger.": hidden, **dict.fromkeys(deepstack, merged)}.items():
         linears = {"linear_fc1": (merged, merged), "linear_fc2": (v.out_hidden_size, merged)}
         shapes |= _weights_and_biases(merger, {"norm": width}, linears)
     return shapes

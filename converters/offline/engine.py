@@ -15,19 +15,8 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from mcore_qwen3vl.converters.mcore.formats import is_checkpoint
-from mcore_qwen3vl.converters.offline.plan import (
-    ConversionPlan,
-    Unit,
-    nonfinite_notes,
-    tensors_in,
-)
-from mcore_qwen3vl.converters.storage.staging import (
-    Meter,
-    Progress,
-    Staging,
-    check_target,
-    staging,
-)
+from mcore_qwen3vl.converters.offline.plan import ConversionPlan, Unit, nonfinite_notes, tensors_in
+from mcore_qwen3vl.converters.storage.staging import Meter, Progress, Staging, check_target, staging
 from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.machine import usable_cores
 
@@ -48,7 +37,6 @@ class ConversionResult:
 
     Attributes:
         direction: "hf-to-mcore", "mcore-to-hf", "hf-to-hf" or "lora merge".
-        source, target: paths of the source and the target.
         tensors: number of tensors in the target; in mcore, stacked layers are one tensor.
         nbytes: bytes of tensor data.
         files: number of files with tensor data.
@@ -118,7 +106,37 @@ def write(
     """
     dst = Path(dst)
     check_target(dst, force=force, replaceable=is_checkpoint)
-    return _execute(plan(), dst, force, workers or default_workers(), progress, strict)
+    planned = plan()
+    started = time.monotonic()
+    _keep_apart(planned, dst)
+    try:
+        with staging(dst, planned.fingerprint, force=force, replaceable=is_checkpoint) as stage:
+            resumed = _run_units(planned, stage, workers or default_workers(), progress)
+            results = {u.name: stage.done[u.name] for u in planned.units}
+            found = nonfinite_notes(results.values())
+            if strict and found:
+                raise CheckFailed(f"{planned.source}: {' '.join(found)} Nothing was written.")
+            planned.conversion.finish(stage.tree, results)
+            stage.publish()
+    except OSError as error:
+        raise Interrupted(
+            f"the conversion of {planned.source} stopped: {error}. {dst} was not touched; what is "
+            "finished is kept beside it, and running the same command again continues from there."
+        ) from error
+    return ConversionResult(
+        direction=planned.direction,
+        source=planned.source,
+        target=str(dst),
+        tensors=planned.tensors,
+        nbytes=planned.nbytes,
+        files=planned.files,
+        companion_files=tuple(planned.companion_files),
+        dtypes=planned.dtypes,
+        expert_layout=planned.expert_layout,
+        resumed_units=resumed,
+        seconds=time.monotonic() - started,
+        notes=(*planned.notes, *found),
+    )
 
 
 def convert(
@@ -127,46 +145,6 @@ def convert(
     """Plan and write a conversion; `options` are those of `plan` and of `write`."""
     writing = {name: options.pop(name) for name in Writing.__annotations__ if name in options}
     return write(partial(plan, src, **options), dst, **writing)
-
-
-def _execute(
-    plan: ConversionPlan,
-    dst: Path,
-    force: bool,
-    workers: int,
-    progress: Progress | None,
-    strict: bool,
-) -> ConversionResult:
-    started = time.monotonic()
-    _keep_apart(plan, dst)
-    try:
-        with staging(dst, plan.fingerprint, force=force, replaceable=is_checkpoint) as stage:
-            resumed = _run_units(plan, stage, workers, progress)
-            results = {u.name: stage.done[u.name] for u in plan.units}
-            found = nonfinite_notes(results.values())
-            if strict and found:
-                raise CheckFailed(f"{plan.source}: {' '.join(found)} Nothing was written.")
-            plan.conversion.finish(stage.tree, results)
-            stage.publish()
-    except OSError as error:
-        raise Interrupted(
-            f"the conversion of {plan.source} stopped: {error}. {dst} was not touched; what is "
-            "finished is kept beside it, and running the same command again continues from there."
-        ) from error
-    return ConversionResult(
-        direction=plan.direction,
-        source=plan.source,
-        target=str(dst),
-        tensors=plan.tensors,
-        nbytes=plan.nbytes,
-        files=plan.files,
-        companion_files=tuple(plan.companion_files),
-        dtypes=plan.dtypes,
-        expert_layout=plan.expert_layout,
-        resumed_units=resumed,
-        seconds=time.monotonic() - started,
-        notes=(*plan.notes, *found),
-    )
 
 
 def _run_units(
@@ -190,10 +168,8 @@ def _run_units(
             raise _Stopped
 
     def work(unit: Unit) -> None:
-        if stop.is_set():
-            return
-        result = plan.conversion.run(unit, stage.tree, moved)
-        stage.finish(unit.name, result)
+        if not stop.is_set():
+            stage.finish(unit.name, plan.conversion.run(unit, stage.tree, moved))
 
     with ThreadPoolExecutor(workers) as pool:
         futures = [pool.submit(work, unit) for unit in plan.units if unit.name not in kept]

@@ -68,19 +68,11 @@ def plan_hf_to_hf(
 
 
 def stream_copy(
-    checkpoint: HuggingFaceCheckpoint,
-    row: Row,
-    number: int,
-    dtype: torch.dtype,
-    *,
-    swapped: bool,
+    checkpoint: HuggingFaceCheckpoint, row: Row, number: int, dtype: torch.dtype, *, swapped: bool
 ) -> Iterator[Tensor]:
-    """Yield HF piece `number` of `row` as `dtype`, read from the tensor of that name.
+    """Yield HF piece `number` of `row` as `dtype`, read from the tensor of that name; see `Stream`.
 
-    Args:
-        checkpoint: the source.
-        row, number, dtype: see `to_hf.Stream`.
-        swapped: whether to swap the last two axes of fused experts.
+    `swapped` says whether to swap the last two axes of fused experts.
     """
     source = row.sources[number]
     if source.index is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,7 @@ class RowChecksums:
     def __init__(self, row: Row) -> None:
         self._row = row
         self._after = [xxhash.xxh3_128() for _ in row.sources]
-        self._before = [xxhash.xxh3_128() for _ in row.sources]
-        self._cast = [False for _ in row.sources]
+        self._before: defaultdict[int, Any] = defaultdict(xxhash.xxh3_128)  # only before a cast
         self._seen = [0 for _ in row.sources]
         self.nonfinite: set[str] = set()
         """Names of the HF tensors that hold a NaN or infinite value as written."""
@@ -72,7 +72,6 @@ class RowChecksums:
         if not all_finite(converted):
             self.nonfinite.add(self._row.sources[source].name)
         if stored.dtype != converted.dtype:
-            self._cast[source] = True
             self._before[source].update(as_bytes(stored))
 
     def finish(self) -> list[Checksum]:
@@ -81,7 +80,7 @@ class RowChecksums:
         for number, source in enumerate(self._row.sources):
             if self._seen[number] != source.piece_shape[0]:
                 raise AssertionError(f"{source.name} was not read to its end")
-            before = self._before[number].hexdigest() if self._cast[number] else None
+            before = self._before[number].hexdigest() if number in self._before else None
             found.append((source.name, source.index, self._after[number].hexdigest(), before))
         return found
 
@@ -234,14 +233,9 @@ def _check_form(manifest: dict[str, Any]) -> None:
 
 
 def stated_checksum(tensors: Mapping[str, dict[str, Any]], source: SourceTensor) -> str | None:
-    """Return the checksum of an HF tensor, or of one expert of it.
+    """Return the checksum of an HF tensor or expert; None without one, or one of another form.
 
-    Args:
-        tensors: the manifest's tensors, under the table's names.
-        source: the tensor.
-
-    Returns:
-        The checksum; None if there is none of a tensor of this name, or not in the same form.
+    `tensors` are the manifest's, under the table's names.
     """
     sums = tensors.get(source.name, {}).get(CHECKSUM)
     if source.index is None:

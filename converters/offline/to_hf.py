@@ -67,17 +67,26 @@ Stated = Callable[[SourceTensor], str | None]
 
 @dataclass(frozen=True)
 class Fill:
-    """One row's part of one HF tensor and its offset in the shard."""
+    """One row's part of one HF tensor, and the shard that it is written to."""
 
     row: Row
     source: int
     name: str  # in the shard
-    dtype: torch.dtype
-    offset: int
+    shard: Shard
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.shard.tensors[self.name].dtype
 
     @property
     def nbytes(self) -> int:
         return shards.TensorSpec(self.dtype, self.row.sources[self.source].piece_shape).nbytes
+
+    @property
+    def offset(self) -> int:
+        """Where the part begins in the shard."""
+        index = self.row.sources[self.source].index or 0
+        return self.shard.offset(self.name) + index * self.nbytes
 
 
 @dataclass(frozen=True)
@@ -96,12 +105,11 @@ class ToHuggingFace:
                 shard.create(tree)
 
     def is_done(self, unit: Unit, tree: Path, result: Any) -> bool:
-        file = tree / self._shard(unit).file
+        file = tree / unit.work[0].shard.file
         return file.is_file() and file.stat().st_size == result["size"]
 
     def run(self, unit: Unit, tree: Path, moved: Callable[[int, str], None]) -> Any:
-        shard = self._shard(unit)
-
+        shard = unit.work[0].shard
         nonfinite: set[str] = set()
 
         def looked_at(fill: Fill) -> Iterator[Tensor]:
@@ -123,10 +131,6 @@ class ToHuggingFace:
         if len(self.shards) > 1:
             write_durably(tree / INDEX, shards.index_json(self.shards))
 
-    def _shard(self, unit: Unit) -> Shard:
-        file = unit.name.split(":")[0]
-        return next(shard for shard in self.shards if shard.file == file)
-
 
 def stream_hf(
     checkpoint: MegatronCheckpoint,
@@ -142,7 +146,8 @@ def stream_hf(
     Raises:
         BadInput: the piece, before a cast, does not have the checksum that `stated` gives.
     """
-    expected = stated(row.sources[source])
+    named = row.sources[source]
+    expected = stated(named)
     found = xxhash.xxh3_128()
 
     def fetch(box: Box) -> Tensor:
@@ -156,16 +161,13 @@ def stream_hf(
             found.update(as_bytes(chunk))
         yield cast(chunk, dtype, row.key)
     if expected is not None and found.hexdigest() != expected:
-        raise _changed(checkpoint, row.sources[source])
-
-
-def _changed(checkpoint: MegatronCheckpoint, source: SourceTensor) -> BadInput:
-    expert = "" if source.index is None else f" in expert {source.index}"
-    return BadInput(
-        f"{checkpoint.folder}: {source.name} has other bytes than {manifest.FILE} states{expert}, "
-        "so it was damaged or changed after the conversion. `verify manifest` names all such "
-        "tensors. Copy the checkpoint again; if the change is meant, delete the manifest."
-    )
+        expert = "" if named.index is None else f" in expert {named.index}"
+        raise BadInput(
+            f"{checkpoint.folder}: {named.name} has other bytes than {manifest.FILE} "
+            f"states{expert}, so it was damaged or changed after the conversion. `verify manifest` "
+            "names all such tensors. Copy the checkpoint again; if the change is meant, delete the "
+            "manifest."
+        )
 
 
 def _stated(checkpoint: MegatronCheckpoint, names: Names, layout: ExpertLayout | None) -> Stated:
@@ -219,13 +221,11 @@ def plan_mcore_to_hf(
     form = read_form(folder)
     stated = _stated(checkpoint, form.names, layout)
     form = form if expert_layout == "source" else form.for_transformers
-    rows = table(
-        architecture,
-        expert_layout=layout,
-        padded_vocab_size=checkpoint.vocab_size,
-        head=form.head,
-    )
+    padded = checkpoint.vocab_size
+    rows = table(architecture, expert_layout=layout, padded_vocab_size=padded, head=form.head)
     checkpoint.require(rows)
+    padding = padded - architecture.vocab_size
+    left_out = f"The last {padding} rows of the vocabulary are padding and were left out."
     return lay_out(
         "mcore-to-hf",
         source,
@@ -238,7 +238,7 @@ def plan_mcore_to_hf(
         max_shard_size=max_shard_size,
         layout=layout,
         names=form.names,
-        notes=(*form.notes, *_notes(checkpoint.vocab_size - architecture.vocab_size)),
+        notes=(*form.notes, left_out) if padding else form.notes,
     )
 
 
@@ -313,12 +313,6 @@ def lay_out(
     )
 
 
-def _notes(padding: int) -> tuple[str, ...]:
-    if not padding:
-        return ()
-    return (f"The last {padding} rows of the vocabulary are padding and were left out.",)
-
-
 def chosen_layout(architecture: Architecture, choice: LayoutChoice) -> ExpertLayout | None:
     """Return the layout of the experts to write; None for a dense model.
 
@@ -339,17 +333,6 @@ def _units(rows: list[Row], names: Names, files: tuple[Shard, ...]) -> Iterator[
             places.setdefault(names.stored(source.name), []).append((row, number))
     size = unit_bytes(sum(shard.data_bytes for shard in files))
     for shard in files:
-        fills = (
-            _fill(row, number, shard, name)
-            for name in shard.tensors
-            for row, number in places[name]
-        )
+        fills = (Fill(*place, name, shard) for name in shard.tensors for place in places[name])
         work = ((fill, fill.nbytes) for fill in fills)
         yield from group_units(work, size, functools.partial("{}:{}".format, shard.file))
-
-
-def _fill(row: Row, number: int, shard: Shard, name: str) -> Fill:
-    source = row.sources[number]
-    dtype = shard.tensors[name].dtype
-    piece = shards.TensorSpec(dtype, source.piece_shape).nbytes
-    return Fill(row, number, name, dtype, shard.offset(name) + (source.index or 0) * piece)

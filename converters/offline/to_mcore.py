@@ -24,7 +24,7 @@ from mcore_qwen3vl.converters.hf.form_file import write_form
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.mapping.dialects import Dialect
 from mcore_qwen3vl.converters.mapping.row import Row, max_rows
-from mcore_qwen3vl.converters.mapping.table import extra_state_keys, padded_vocab_size, table
+from mcore_qwen3vl.converters.mapping.table import extra_state_keys, table
 from mcore_qwen3vl.converters.mcore.index import CheckpointIndex, Chunk, ChunkedTensor, FileRange
 from mcore_qwen3vl.converters.mcore.paths import HF_FOLDER, RELEASE, TRACKER, folder_name
 from mcore_qwen3vl.converters.offline import manifest
@@ -83,17 +83,20 @@ class ToMcore:
                 found.append(sums)
                 moved(row.numel * dtype.itemsize, row.key)
             out.sync()
-        return {
-            "size": file.stat().st_size,
-            "chunks": _chunks_as_json(out.index),
-            **manifest.summed(found),
-        }
+        chunks = [
+            [key, chunk.offsets, chunk.sizes, chunk.data.offset, chunk.data.length]
+            for key, tensor in out.index.tensors.items()
+            for chunk in tensor.chunks
+        ]
+        return {"size": file.stat().st_size, "chunks": chunks, **manifest.summed(found)}
 
     def finish(self, tree: Path, results: dict[str, Any]) -> None:
         folder = self.folder(tree)
         index = CheckpointIndex({key: replace(t, chunks=[]) for key, t in self.tensors.items()})
-        for name, result in results.items():
-            _add_chunks(index, name, result["chunks"])
+        for file, result in results.items():
+            for key, offsets, sizes, start, length in result["chunks"]:
+                chunk = Chunk(tuple(offsets), tuple(sizes), FileRange(file, start, length))
+                index.tensors[key].chunks.append(chunk)
         with DistcpFile(folder / OBJECTS) as out:
             for key, content in _objects(self.architecture, self.dialect):
                 out.write_object(key, content)
@@ -123,10 +126,7 @@ class ToMcore:
     def _read(self, row: Row, dtype: torch.dtype, sums: RowChecksums) -> Iterator[Tensor]:
         """Iterate over the chunks of the row's piece in order, views of the source where possible.
 
-        Args:
-            row: The row to read.
-            dtype: The dtype of the chunks.
-            sums: Receives the checksums of each HF piece when it is read.
+        `sums` receives what is read of each HF piece.
         """
 
         def fetch(source: int, box: Box) -> Tensor:
@@ -159,11 +159,8 @@ def plan(
         raise BadInput("--make-vocab-size-divisible-by and --tp must be at least 1.")
     wanted = parse_dtype(dtype)
     architecture = Architecture.from_hf(source)
-    padded = padded_vocab_size(
-        architecture.vocab_size,
-        make_vocab_size_divisible_by=make_vocab_size_divisible_by,
-        tp=tp,
-    )
+    multiple = make_vocab_size_divisible_by * tp  # as Megatron pads
+    padded = -(-architecture.vocab_size // multiple) * multiple
     checkpoint = open_checkpoint(source, architecture)
     rows = table(architecture, padded_vocab_size=padded, head=checkpoint.form.head.in_megatron)
     if dialect is not None:
@@ -194,14 +191,7 @@ def plan(
             "vocabulary": padded,
             "dialect": dialect and dialect.key,
         },
-        conversion=ToMcore(
-            checkpoint,
-            architecture,
-            tensors,
-            wanted,
-            facts,
-            dialect,
-        ),
+        conversion=ToMcore(checkpoint, architecture, tensors, wanted, facts, dialect),
         files=len(units),
         notes=(
             *checkpoint.form.notes,
@@ -224,26 +214,15 @@ def open_checkpoint(source: Path, architecture: Architecture) -> HuggingFaceChec
 
 def reading_notes(checkpoint: HuggingFaceCheckpoint, dtype: torch.dtype | None) -> tuple[str, ...]:
     """Return what reading changes: tensors left out, and FP8 written dequantised as `dtype`."""
-    return (*_left_out_notes(checkpoint), *_dequantized_notes(checkpoint, dtype))
-
-
-def _left_out_notes(checkpoint: HuggingFaceCheckpoint) -> tuple[str, ...]:
+    notes = []
     kinds = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in checkpoint.left_out)
-    if not kinds:
-        return ()
-    listed = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    return (f"No part of a Qwen3-VL, and left out as by transformers: {listed}.",)
-
-
-def _dequantized_notes(
-    checkpoint: HuggingFaceCheckpoint, dtype: torch.dtype | None
-) -> tuple[str, ...]:
-    stored = [entry.stored for entry in checkpoint.entries.values()]
-    count = stored.count(fp8.FP8)
-    if not count:
-        return ()
-    written = dtype_name(dtype or fp8.DEQUANTIZED)
-    return (f"{count} tensors are FP8 and are written dequantised, as {written}.",)
+    if kinds:
+        listed = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        notes.append(f"No part of a Qwen3-VL, and left out as by transformers: {listed}.")
+    if count := sum(entry.stored == fp8.FP8 for entry in checkpoint.entries.values()):
+        written = dtype_name(dtype or fp8.DEQUANTIZED)
+        notes.append(f"{count} tensors are FP8 and are written dequantised, as {written}.")
+    return tuple(notes)
 
 
 def _targets(
@@ -312,17 +291,3 @@ def _saved(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
-
-
-def _chunks_as_json(index: CheckpointIndex) -> list[Any]:
-    return [
-        [key, chunk.offsets, chunk.sizes, chunk.data.offset, chunk.data.length]
-        for key, tensor in index.tensors.items()
-        for chunk in tensor.chunks
-    ]
-
-
-def _add_chunks(index: CheckpointIndex, file: str, chunks: list[Any]) -> None:
-    for key, offsets, sizes, start, length in chunks:
-        place = FileRange(file, start, length)
-        index.tensors[key].chunks.append(Chunk(tuple(offsets), tuple(sizes), place))

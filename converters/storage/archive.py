@@ -18,25 +18,16 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from math import prod
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.converters.storage.restricted_pickle import FAILURES, Refused
-from mcore_qwen3vl.converters.storage.tensor_pickle import (
-    Described,
-    ReadTensor,
-    TensorUnpickler,
-    dumps,
-)
+from mcore_qwen3vl.converters.storage.tensor_pickle import ReadTensor, TensorUnpickler, dumps
 
 FOLDER = "archive"
 EPOCH = (1980, 1, 1, 0, 0, 0)  # zip's earliest date; a fixed date keeps the bytes reproducible
-
-
 LARGEST_PICKLE = 2**16
 """Most bytes accepted for the pickle that describes one tensor; it usually has 150."""
 
@@ -56,19 +47,6 @@ class Writable(Protocol):
     def write(self, data: Any, /) -> int: ...
 
 
-def write_tensor(
-    stream: Writable, dtype: torch.dtype, shape: Shape, chunks: Iterable[Tensor]
-) -> None:
-    """Append the archive of one contiguous tensor to `stream`.
-
-    Args:
-        stream: file to write to; it is never seeked.
-        dtype, shape: dtype and shape of the tensor.
-        chunks: tensors of `dtype` that hold the tensor's values in order.
-    """
-    write_archive(stream, Described(dtype, shape), [(prod(shape) * dtype.itemsize, chunks)])
-
-
 def write_archive(
     stream: Writable, value: Any, storages: Iterable[tuple[int, Iterable[Tensor]]]
 ) -> None:
@@ -79,7 +57,8 @@ def write_archive(
         value: the object to store, with a `Described` in place of each tensor.
         storages: number of bytes and chunks of each tensor, in the order of `Described.storage`.
     """
-    with zipfile.ZipFile(_Unseekable(stream), "w") as archive:
+    file: Any = _Unseekable(stream)
+    with zipfile.ZipFile(file, "w") as archive:
         _add(archive, "data.pkl", [dumps(value)])
         _add(archive, "byteorder", [b"little"])
         for number, (size, chunks) in enumerate(storages):
@@ -201,18 +180,14 @@ def _add(
             entry.write(chunk)
 
 
-class _Unseekable(io.RawIOBase):
+class _Unseekable:
     """A stream that makes `zipfile` count offsets from 0 and write sizes after the data."""
 
     def __init__(self, stream: Writable) -> None:
-        self._stream = stream
+        self.write = stream.write
 
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        self._stream.write(data)
-        return memoryview(data).nbytes
+    def flush(self) -> None:
+        """Do nothing; `zipfile` flushes at the end."""
 
 
 class _View(io.RawIOBase):

@@ -2,37 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 
 from mcore_qwen3vl.errors import BadInput
 
-
-class ModelDtype(NamedTuple):
-    """One dtype that a model's tensors may have, and its names.
-
-    Attributes:
-        dtype: torch's dtype.
-        option: its name in commands.
-        safetensors: its name in safetensors files.
-        storage: the class that stands for it in torch's pickles.
-    """
-
-    dtype: torch.dtype
-    option: str
-    safetensors: str
-    storage: Any
-
-
-MODEL_DTYPES = (
-    ModelDtype(torch.bfloat16, "bf16", "BF16", torch.BFloat16Storage),
-    ModelDtype(torch.float16, "fp16", "F16", torch.HalfStorage),
-    ModelDtype(torch.float32, "fp32", "F32", torch.FloatStorage),
-)
-
-DTYPES = {known.option: known.dtype for known in MODEL_DTYPES}
-"""dtypes by their names in commands."""
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""The dtypes that a model's tensors may have, by their names in commands."""
 
 
 def parse_dtype(name: str) -> torch.dtype | None:

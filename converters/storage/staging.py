@@ -53,8 +53,15 @@ class Staging:
         self.tree = self.folder / "tree"
         self._journal = self.folder / "journal"
         self._lock = threading.Lock()
-        self.done: dict[str, Any] = {}
-        self._start(fingerprint)
+        header = json.dumps({"plan": fingerprint}) + "\n"
+        lines = self._read_journal()
+        if not lines or lines[0] != header:
+            shutil.rmtree(self.tree, ignore_errors=True)
+            lines = [header]
+        records = (json.loads(line) for line in lines[1:])
+        self.done: dict[str, Any] = {record["unit"]: record["result"] for record in records}
+        write_durably(self._journal, "".join(lines).encode())
+        self.tree.mkdir(exist_ok=True)
 
     def finish(self, unit: str, result: Any) -> None:
         """Record in the journal that `unit` is durably written, with its `result`."""
@@ -76,17 +83,6 @@ class Staging:
         sync_folder(self.target.parent)
         shutil.rmtree(self.folder)
 
-    def _start(self, fingerprint: str) -> None:
-        header = json.dumps({"plan": fingerprint}) + "\n"
-        lines = self._read_journal()
-        if not lines or lines[0] != header:
-            shutil.rmtree(self.tree, ignore_errors=True)
-            lines = [header]
-        records = (json.loads(line) for line in lines[1:])
-        self.done = {record["unit"]: record["result"] for record in records}
-        write_durably(self._journal, "".join(lines).encode())
-        self.tree.mkdir(exist_ok=True)
-
     def _read_journal(self) -> list[str]:
         """Return the journal's complete lines; drop a last line that a run died while writing."""
         if not self._journal.exists() or not self.tree.exists():
@@ -95,13 +91,9 @@ class Staging:
         return [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-Replaceable = Callable[[Path], bool]
-"""Tells whether ``--force`` may delete an existing directory."""
-
-
 @contextmanager
 def staging(
-    target: Path, fingerprint: str, *, force: bool, replaceable: Replaceable
+    target: Path, fingerprint: str, *, force: bool, replaceable: Callable[[Path], bool]
 ) -> Iterator[Staging]:
     """Yield a `Staging` that no other process uses at the same time.
 
@@ -112,11 +104,11 @@ def staging(
         target: the directory to write.
         fingerprint: identifies the plan; only a run with the same fingerprint is resumed.
         force: whether to replace an existing target, if it is `replaceable`.
-        replaceable: see `Replaceable`.
+        replaceable: tells whether an existing directory may be deleted.
 
     Raises:
-        BadInput: the target exists and `force` is not set, or the target is not `replaceable`;
-            another process is writing it; or its directory cannot be created.
+        BadInput: `check_target` raised it; another process is writing the target; or its directory
+            cannot be created.
     """
     target = Path(os.path.abspath(target))
     check_target(target, force=force, replaceable=replaceable)
@@ -138,13 +130,8 @@ def staging(
             raise
 
 
-def check_target(target: Path, *, force: bool, replaceable: Replaceable) -> None:
-    """Refuse a target that exists and may not be overwritten.
-
-    Args:
-        target: the directory to write.
-        force: whether an existing target may be replaced, if it is `replaceable`.
-        replaceable: see `Replaceable`.
+def check_target(target: Path, *, force: bool, replaceable: Callable[[Path], bool]) -> None:
+    """Refuse a target that may not be written; the arguments are those of `staging`.
 
     Raises:
         BadInput: the target exists and `force` is not set, or it is not `replaceable`.

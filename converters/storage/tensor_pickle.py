@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.converters.storage.boxes import Shape
-from mcore_qwen3vl.converters.storage.dtypes import MODEL_DTYPES
 from mcore_qwen3vl.converters.storage.restricted_pickle import (
     Refused,
     RestrictedUnpickler,
@@ -22,7 +21,11 @@ from mcore_qwen3vl.converters.storage.restricted_pickle import (
     make_tuple,
 )
 
-STORAGES = {known.dtype: known.storage for known in MODEL_DTYPES}
+STORAGES: dict[torch.dtype, Any] = {
+    torch.bfloat16: torch.BFloat16Storage,
+    torch.float16: torch.HalfStorage,
+    torch.float32: torch.FloatStorage,
+}
 """The classes that stand for a model's dtypes in torch's pickles."""
 
 
@@ -41,15 +44,10 @@ class Described:
 
     def __reduce__(self) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
         memory = _Storage(self.dtype, prod(self.shape), self.storage)
-        stride = contiguous_stride(self.shape)
-        return torch._utils._rebuild_tensor_v2, (
-            memory,
-            0,
-            tuple(self.shape),
-            stride,
-            False,
-            OrderedDict(),
-        )
+        stride = tuple(prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
+        hooks: OrderedDict[str, Any] = OrderedDict()
+        arguments = (memory, 0, tuple(self.shape), stride, False, hooks)
+        return torch._utils._rebuild_tensor_v2, arguments
 
 
 @dataclass(frozen=True)
@@ -73,11 +71,6 @@ def dumps(value: Any) -> bytes:
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=2).dump(value)
     return buffer.getvalue()
-
-
-def contiguous_stride(shape: Shape) -> Shape:
-    """Return the stride of each axis of a contiguous tensor, in elements."""
-    return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 @dataclass(frozen=True)

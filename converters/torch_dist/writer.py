@@ -10,8 +10,9 @@ from torch import Tensor
 
 from mcore_qwen3vl.converters.mapping.row import Row
 from mcore_qwen3vl.converters.mcore.index import CheckpointIndex, Chunk, ChunkedTensor, FileRange
-from mcore_qwen3vl.converters.storage.archive import write_tensor
+from mcore_qwen3vl.converters.storage.archive import write_archive
 from mcore_qwen3vl.converters.storage.direct import DirectFile
+from mcore_qwen3vl.converters.storage.tensor_pickle import Described
 
 
 class DistcpFile(DirectFile):
@@ -30,7 +31,8 @@ class DistcpFile(DirectFile):
         """Append one row's piece; `chunks` hold its values in order."""
         start = self.tell()
         sizes = (*(1 for _ in row.offset), *row.shape)
-        write_tensor(self, dtype, sizes, chunks)
+        nbytes = row.numel * dtype.itemsize
+        write_archive(self, Described(dtype, sizes), [(nbytes, chunks)])
         tensor = self.index.tensors.setdefault(row.key, ChunkedTensor(dtype, row.global_shape))
         corner = (*row.offset, *(0 for _ in row.shape))
         tensor.chunks.append(Chunk(corner, sizes, self._place(start)))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mcore_qwen3vl.converters.storage.dtypes import MODEL_DTYPES, all_finite, cast
+from mcore_qwen3vl.converters.storage.dtypes import DTYPES, all_finite, cast
 from mcore_qwen3vl.errors import BadInput
 
 
-@pytest.mark.parametrize("dtype", [known.dtype for known in MODEL_DTYPES])
+@pytest.mark.parametrize("dtype", DTYPES.values())
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_one_value_that_is_not_finite_is_found(dtype: torch.dtype, value: float) -> None:
     for size in (1, 7, 64, 1003):

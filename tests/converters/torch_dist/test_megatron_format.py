@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 
 from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.converters.mcore.index import CheckpointIndex, Chunk, ChunkedTensor, FileRange
-from mcore_qwen3vl.converters.storage.archive import BadArchive, read_tensor, write_tensor
+from mcore_qwen3vl.converters.storage.archive import BadArchive, read_tensor, write_archive
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.converters.storage.tensor_pickle import STORAGES, Described, dumps
 from mcore_qwen3vl.converters.torch_dist import metadata
@@ -33,7 +33,8 @@ OLD = Path(__file__).parent / "torch-2.11"
 
 def archive(tensor: torch.Tensor, pieces: int = 1) -> bytes:
     stream = io.BytesIO()
-    write_tensor(stream, tensor.dtype, tuple(tensor.shape), tensor.chunk(pieces))
+    described = Described(tensor.dtype, tuple(tensor.shape))
+    write_archive(stream, described, [(tensor.nbytes, tensor.chunk(pieces))])
     return stream.getvalue()
 
 
