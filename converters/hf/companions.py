@@ -40,12 +40,9 @@ def companion_files(path: Path) -> dict[str, Path]:
 
 
 def copy_companions(source: Path, target: Path, changes: Changes = UNCHANGED) -> None:
-    """Copy the companion files of an HF checkpoint, durably, to go beside converted weights.
+    """Copy the companion files in `source`, durably, to go beside converted weights in `target`.
 
-    Args:
-        source: directory of the checkpoint, or of its config.
-        target: directory to write into; created if absent.
-        changes: how the weights in `target` differ from those of `source`.
+    `changes` says how the weights in `target` differ from those of `source`.
 
     Raises:
         BadInput: the config cannot be read.

@@ -76,7 +76,10 @@ def with_layout(config: Config, layout: ExpertLayout) -> Config:
     text["tie_word_embeddings"] = bool(config.get("tie_word_embeddings", False))
     config["transformers_version"] = VERSIONS[layout]
     text.pop("transformers_version", None)
-    _same_dtype_key(config)
+    for section in (config, text, vision):  # transformers dropped ``torch_dtype`` at 4.56
+        if "torch_dtype" in section:
+            section.setdefault("dtype", section["torch_dtype"])
+            del section["torch_dtype"]
     return config
 
 
@@ -115,11 +118,3 @@ def _v5(text: Config, vision: Config, family: str) -> None:
     if "num_experts" in text:
         text["num_local_experts"] = text.pop("num_experts")
     vision["model_type"] = f"{family}_vision"
-
-
-def _same_dtype_key(config: Config) -> None:
-    """Rename ``torch_dtype``, which transformers dropped at 4.56, to ``dtype``."""
-    for section in (config, config["text_config"], config["vision_config"]):
-        if "torch_dtype" in section:
-            section.setdefault("dtype", section["torch_dtype"])
-            del section["torch_dtype"]

@@ -1,4 +1,4 @@
-"""Read a Hugging Face checkpoint lazily: safetensors files, their index, and the files beside them.
+"""Read a Hugging Face checkpoint lazily: safetensors files and their index.
 
 Tensors are views of memory-mapped files; nothing is read until it is used.
 """
@@ -28,7 +28,7 @@ from mcore_qwen3vl.converters.mapping.forms import (
 )
 from mcore_qwen3vl.converters.mapping.row import CHUNK_BYTES, Row
 from mcore_qwen3vl.converters.mapping.table import hf_shapes
-from mcore_qwen3vl.converters.storage.boxes import Selection, Shape, explicit
+from mcore_qwen3vl.converters.storage.boxes import Selection, explicit
 from mcore_qwen3vl.converters.storage.dtypes import cast
 from mcore_qwen3vl.converters.storage.mapped import FirstBytes, bring_in
 from mcore_qwen3vl.errors import BadInput
@@ -37,6 +37,18 @@ from mcore_qwen3vl.files import parse_json, refuse_special_files
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 NUMBERED = re.compile(r"^(.*-)\d+-of-(\d{1,9})\.safetensors$")
+
+
+_TURNED = (
+    " (the last two axes are swapped: the experts are in the other layout than the one that "
+    "config.json declares, so the config is not the one saved with these weights)"
+)
+
+
+_TURNED = (
+    " (the last two axes are swapped: the experts are in the other layout than the one that "
+    "config.json declares, so the config is not the one saved with these weights)"
+)
 
 
 def is_huggingface(path: Path) -> bool:
@@ -146,10 +158,11 @@ class HuggingFaceCheckpoint:
                 )
             found = self.entries[name].shape
             if found != shape:
+                turned = ".experts." in name and found == (shape[0], shape[2], shape[1])
                 raise BadInput(
                     f"{self.path}: tensor {stored(name)} has shape {list(found)}, but config.json "
                     f"makes it {list(shape)}. The config and the weights belong to different models"
-                    f"{_layout_hint(name, found, shape)}."
+                    f"{_TURNED if turned else ''}."
                 )
         for name in self.entries:
             if name not in wanted:
@@ -211,15 +224,6 @@ class HuggingFaceCheckpoint:
                 f"{self.path}: tensor {extra} is in {self.entries[extra].file} but not in {INDEX}. "
                 "The index belongs to another checkpoint or a file was replaced."
             )
-
-
-def _layout_hint(name: str, found: Shape, wanted: Shape) -> str:
-    if ".experts." in name and found == (wanted[0], wanted[2], wanted[1]):
-        return (
-            " (the last two axes are swapped: the experts are in the other layout than the one "
-            "that config.json declares, so the config is not the one saved with these weights)"
-        )
-    return ""
 
 
 def _only_file(path: Path) -> str:

@@ -18,21 +18,15 @@ _ANY = {
 _TEMPLATE_INSIDE = ("tokenizer_config.json", "processor_config.json")
 
 
-def missing(folder: Path) -> dict[str, tuple[str, ...]]:
-    """Return what `folder` lacks, with the files that would provide it."""
-    lacking: dict[str, tuple[str, ...]] = {}
-    for what, choices in _ANY.items():
-        if any(all((folder / name).is_file() for name in files) for files in choices):
-            continue
-        if what == "chat template" and any(_has_template(folder / n) for n in _TEMPLATE_INSIDE):
-            continue
-        lacking[what] = choices[0]
-    return lacking
-
-
 def sentence(folder: Path) -> str | None:
     """Return a sentence on what `folder` lacks and the remedy, or None if it lacks nothing."""
-    lacking = missing(folder)
+    lacking: dict[str, tuple[str, ...]] = {}
+    for what, choices in _ANY.items():
+        there = any(all((folder / name).is_file() for name in files) for files in choices)
+        if what == "chat template":
+            there = there or any(_has_template(folder / name) for name in _TEMPLATE_INSIDE)
+        if not there:
+            lacking[what] = choices[0]
     if not lacking:
         return None
     files = dict.fromkeys(name for names in lacking.values() for name in names)

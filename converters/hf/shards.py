@@ -127,14 +127,10 @@ def plan_shards(tensors: Mapping[str, TensorSpec], max_shard_size: int) -> list[
 def fill_shard(
     folder: Path, shard: Shard, data: Iterable[tuple[int, Iterable[torch.Tensor]]]
 ) -> None:
-    """Write tensors, or parts of them, durably into a file that `Shard.create` made.
+    """Write tensors, or parts of them, durably into a file that `Shard.create` made in `folder`.
 
-    Several callers may fill one file at once if their bytes do not overlap.
-
-    Args:
-        folder: the folder of the file.
-        shard: the layout of the file.
-        data: offsets in the file, each with the chunks to write one after another from there.
+    Several callers may fill one file at once if their bytes do not overlap. `data` has offsets in
+    the file, each with the chunks to write one after another from there.
 
     Raises:
         OSError: writing failed.

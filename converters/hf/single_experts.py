@@ -88,7 +88,11 @@ def fuse(
             fused[name] = entry
     split: dict[str, SplitExperts] = {}
     for prefix, experts in found.items():
-        _check_numbers(prefix, experts)
+        if missing := set(range(len(experts))) - experts:
+            raise BadInput(
+                f"the checkpoint stores {prefix} one by one and has {len(experts)} of them, but "
+                f"lacks number {min(missing)}. Fetch the complete checkpoint."
+            )
         for target, kinds in FUSED.items():
             name = f"{prefix}.{target}"
             if name in fused:
@@ -102,14 +106,6 @@ def fuse(
             split[name] = SplitExperts(tuple(map(tuple, names)), shape, height, swapped)
             fused[name] = replace(first, shape=shape, scale=None)
     return fused, split
-
-
-def _check_numbers(prefix: str, experts: set[int]) -> None:
-    if missing := set(range(len(experts))) - experts:
-        raise BadInput(
-            f"the checkpoint stores {prefix} one by one and has {len(experts)} of them, but lacks "
-            f"number {min(missing)}. Fetch the complete checkpoint."
-        )
 
 
 def _alike(names: list[list[str]], entries: Mapping[str, TensorHeader]) -> TensorHeader:

@@ -121,10 +121,9 @@ class _Parts:
 
     def _file(self, row: Row, stage: Stage, part: int) -> RankFile:
         """Return one file with part number `part` of `row`; other files may have copies of it."""
-        expert = row.expert
-        if expert is None:
+        if row.expert is None:
             return self._by_tp[stage.pp, part]
-        return self._by_etp[stage.pp, expert // self._experts, part]
+        return self._by_etp[stage.pp, row.expert // self._experts, part]
 
     def _add(self, row: Row, stage: Stage, name: str) -> None:
         """Add the ranks' parts of `row` to the index, each cut into boxes of the whole."""

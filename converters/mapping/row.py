@@ -39,7 +39,6 @@ class SourceTensor:
 
     @property
     def label(self) -> str:
-        """The name, followed by the expert's number for one expert of a fused tensor."""
         return self.name if self.index is None else f"{self.name}[{self.index}]"
 
 

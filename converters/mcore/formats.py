@@ -91,11 +91,7 @@ def format_of(path: Path) -> Format:
 
 
 def open_megatron(path: Path, architecture: Architecture) -> MegatronCheckpoint:
-    """Open the checkpoint at `path`, whatever its format and whoever wrote it.
-
-    Args:
-        path: checkpoint directory, or the folder of one iteration.
-        architecture: the architecture that the checkpoint's model should have.
+    """Open the checkpoint or iteration at `path`, whatever its format and whoever wrote it.
 
     Raises:
         BadInput: the checkpoint has no known format, is damaged or incomplete, or has the keys of

@@ -162,14 +162,10 @@ def find_hf_folder(path: Path) -> Path | None:
 
 
 def hf_folder(path: Path, *, flag: str = "--hf-config") -> Path:
-    """Return the folder of the HF config of a checkpoint; see `find_hf_folder`.
-
-    Args:
-        path: see `find_hf_folder`.
-        flag: the option with which the user can name another folder, for the message.
+    """Return what `find_hf_folder` finds.
 
     Raises:
-        BadInput: there is no such folder.
+        BadInput: there is no such folder; the message names the option, `flag`, that names another.
     """
     folder = find_hf_folder(path)
     if folder is None:

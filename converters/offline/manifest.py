@@ -115,7 +115,7 @@ def dumps(
 
     Args:
         checkpoint: the source.
-        facts: choices of the conversion, which are copied into the manifest.
+        facts: other entries, which are the choices of the conversion.
         dtype: the one dtype that was written; None if each tensor kept its own.
         checksums: checksums of all pieces, with the experts of a tensor in order.
     """

@@ -251,11 +251,10 @@ def _targets(
 
 def _planned(rows: list[Row], tensors: dict[str, ChunkedTensor]) -> Iterator[PlannedTensor]:
     for row in rows:
-        experts = 1
-        if row.sources[0].index is not None:
-            if row.sources[0].index > 0:
-                continue
-            experts = row.sources[0].shape[0]
+        first = row.sources[0]
+        if first.index:
+            continue  # the first expert's line stands for all
+        experts = 1 if first.index is None else first.shape[0]
         dtype = tensors[row.key].dtype
         layer = f"[{row.offset[0]}]" if row.global_shape[:-2] and row.offset else ""
         shape = row.shape if experts == 1 else (experts, *row.shape)

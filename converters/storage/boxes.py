@@ -59,14 +59,8 @@ def overlap(wanted: Extent, stored: Extent) -> Overlap | None:
 def flat_range(shape: Shape, start: int, stop: int) -> Iterator[Extent]:
     """Yield the boxes that make up elements `start` to `stop` of a flattened row-major tensor.
 
-    Args:
-        shape: shape of the tensor.
-        start: index of the first element.
-        stop: index after the last element.
-
-    Yields:
-        In order: the boxes of a partial first row, one box of all whole rows, and the boxes of a
-        partial last row.
+    In order: the boxes of a partial first row, one box of all whole rows, and the boxes of a
+    partial last row.
     """
     if start >= stop:
         return

@@ -19,12 +19,7 @@ _NAMED = re.compile(r"GLOBAL (\S+)")
 
 
 def refused_by_torch(place: str | Path, error: pickle.UnpicklingError) -> BadInput:
-    """Turn an error of ``torch.load(weights_only=True)`` into BadInput, without its long advice.
-
-    Args:
-        place: the file, or part of it, that was read.
-        error: torch's error.
-    """
+    """Turn an error of ``torch.load(weights_only=True)`` into BadInput, without its long advice."""
     if named := _NAMED.search(str(error)):
         return BadInput(
             f"{place} asks for {named[1]}, which has no place in a checkpoint. Refused: loading it "
