@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def experts(device: torch.device) -> dict[str, float]:
     """Compare the grouped product of uneven experts, one of which has no row."""
-    from mcore_qwen3vl.model.decoder.grouped import Groups, grouped_product
+    from mcore_qwen3vl.model.decoder.experts import Groups, grouped_product
 
     counts = [37, 0, 129, 5]
 
@@ -91,7 +91,7 @@ def decoder(device: torch.device) -> Iterator[tuple[str, float]]:
 
 def vision(device: torch.device) -> Iterator[tuple[str, float]]:
     """Compare full attention within each frame."""
-    from mcore_qwen3vl.model.vision.attention import attend
+    from mcore_qwen3vl.model.vision import attend
 
     for size in (64, 72):
         for what, frames in (("500 frames of 4", (4,) * 500), ("uneven frames", (16, 4, 1024, 64))):

@@ -203,7 +203,7 @@ def our_step(
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29611")
     from mcore_qwen3vl.layout import Layout
-    from mcore_qwen3vl.runtime.cuda import order_transfers
+    from mcore_qwen3vl.runtime.gpus import order_transfers
     from mcore_qwen3vl.runtime.parallel import initialize
 
     order_transfers()

@@ -1,4 +1,4 @@
-"""What this process runs on: its cores, and versions of Python and the main dependencies."""
+"""What this process runs on: its cores, versions of the main dependencies, optional packages."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import os
 import platform
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, metadata, version
+from importlib.util import find_spec
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from mcore_qwen3vl import console
+from mcore_qwen3vl.errors import BadInput
 
 PACKAGES = ("torch", "transformers", "megatron-core", "megatron-energon", "peft")
+
+EXTRAS = {"matplotlib": "plots", "pyarrow": "data", "tensorboard": "logging"}
+"""Packages that only some commands need, and the extra of ``mcore-qwen3vl`` that brings each."""
 
 
 def usable_cores() -> int:
@@ -53,3 +58,15 @@ def _sentence(name: str, found: str, allowed: SpecifierSet) -> str:
         f"{name} {found} is installed, and this package is tested with {name} {allowed}: what "
         "follows may fail or be wrong. Install one of those."
     )
+
+
+def require_extra(package: str, what: str) -> None:
+    """Raise an error that names the extra to install, if a package is missing.
+
+    Raises:
+        BadInput: the package is not installed. The message begins with `what`, which needs it.
+    """
+    if find_spec(package) is None:
+        raise BadInput(
+            f"{what} needs the package {package}: pip install 'mcore-qwen3vl[{EXTRAS[package]}]'."
+        )

@@ -29,7 +29,7 @@ from mcore_qwen3vl.converters.mcore.paths import config_folder
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
-from mcore_qwen3vl.runtime.cuda import order_transfers
+from mcore_qwen3vl.runtime.gpus import order_transfers
 from mcore_qwen3vl.runtime.parallel import initialize
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ def reduce_gradients(
         BadInput: the model is wrapped in Megatron's DDP, which has its own reduction.
     """
     from mcore_qwen3vl.converters.live.sharded import unwrap
-    from mcore_qwen3vl.model.gradients import reduce_gradients
+    from mcore_qwen3vl.model.build import reduce_gradients
 
     reduce_gradients(unwrap(models), num_tokens)
 

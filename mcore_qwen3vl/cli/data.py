@@ -98,7 +98,7 @@ def check(
     from mcore_qwen3vl.converters.mcore.paths import config_folder
     from mcore_qwen3vl.data import load_processor
     from mcore_qwen3vl.data.check import check_data, clean_file, plot_report
-    from mcore_qwen3vl.runtime.extras import require_extra
+    from mcore_qwen3vl.machine import require_extra
 
     if plot is not None:  # before the data is read
         require_extra("matplotlib", "--plot")

@@ -29,7 +29,7 @@ from mcore_qwen3vl.data.records.media import peculiarities
 from mcore_qwen3vl.data.teacher import teachers_of
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import atomic_write
-from mcore_qwen3vl.runtime.extras import require_extra
+from mcore_qwen3vl.machine import require_extra
 
 _BUFFERS = 4  # packing buffers of each rank that are enough to measure how even the work is
 _KEYS_NAMED = 10

@@ -27,8 +27,8 @@ from mcore_qwen3vl.data.loading.sources import Source
 from mcore_qwen3vl.data.records.flaws import BadSample
 from mcore_qwen3vl.data.scores import checked_facts, digest, other_tokens, teacher_of, vocabulary_of
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.machine import require_extra
 from mcore_qwen3vl.objectives.settings import TEACHER_TOP_K
-from mcore_qwen3vl.runtime.extras import require_extra
 
 _ROWS = 64
 """Rows of a record batch, by which a row is found."""

@@ -1,12 +1,18 @@
-"""Build this rank's part of a model, for every parity check and test."""
+"""A model without Megatron's training loop: build this rank's part, and reduce its gradients."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from megatron.core import parallel_state as mpu
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from torch import Tensor, nn
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.model.transformer_config import Spec
@@ -40,3 +46,44 @@ def build_chunks(
         )
         for stage in (range(layout.vpp) if layout.vpp > 1 else [None])
     ]
+
+
+def reduce_gradients(chunks: Sequence[Qwen3VLModel], num_tokens: Tensor | float) -> None:
+    """Do what :func:`mcore_qwen3vl.standalone.reduce_gradients` says."""
+    device = next(chunks[0].parameters()).device
+    # A copy, because Megatron reduces in place; float64 holds any count exactly.
+    total = torch.as_tensor(num_tokens, device=device).detach().double().clone()
+    finalize_model_grads([_Unwrapped(chunk) for chunk in chunks], total)
+
+
+class _Unwrapped:
+    """A chunk with the DDP interface that ``finalize_model_grads`` needs; uses ``grad``."""
+
+    def __init__(self, module: Qwen3VLModel) -> None:
+        self.module, self.config = module, module.config
+        self.ddp_config = DistributedDataParallelConfig()
+
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+        """Sum over the ranks that have other tokens: DP x CP, and for experts their own DP."""
+        groups: Any = self.module.pg_collection
+        for parameter in self._trained():
+            group = groups.dp_cp if getattr(parameter, "allreduce", True) else groups.expt_dp
+            if parameter.grad is None:  # on this rank; another may have one
+                parameter.grad = torch.zeros_like(parameter)
+            if group.size() > 1:
+                parameter.grad = parameter.grad.contiguous()
+                dist.all_reduce(parameter.grad, group=group)
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        for parameter in self._trained():
+            assert parameter.grad is not None
+            parameter.grad.mul_(factor)
+
+    def _trained(self) -> list[nn.Parameter]:
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        if any(hasattr(parameter, "main_grad") for parameter in trained):
+            raise BadInput(
+                "The model is wrapped in Megatron's DDP, which keeps its gradients in main_grad: "
+                "call megatron.core.distributed.finalize_model_grads instead of reduce_gradients."
+            )
+        return trained

@@ -6,7 +6,7 @@ copy (and DeepStack an index add) with a fixed number of rows: no mask, no host 
 Every operation is linear and out of place with an explicit index, hence the gradient that reaches
 the features on a rank is that of the rows which the rank holds. Ranks that hold different rows
 (CP, SP) have different parts of it, to be summed; ranks that hold the same rows (TP without SP)
-have equal copies. :class:`mcore_qwen3vl.model.vision.tower.VisionTower` relies on exactly this.
+have equal copies. :class:`mcore_qwen3vl.model.vision.VisionTower` relies on exactly this.
 """
 
 from __future__ import annotations

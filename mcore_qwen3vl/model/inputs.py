@@ -11,11 +11,14 @@ from typing import Self
 
 import torch
 from torch import Tensor
-from transformers.vision_utils import get_vision_position_ids
+from transformers import vision_utils
 
 from mcore_qwen3vl.config import Architecture, VisionArchitecture
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.model.vision.interface import interpolation
+
+# Until transformers 5.14 the tower took (4, P) ``bilinear_indices`` and ``bilinear_weights``, which
+# another function computes; since then (P, 4) ``interp_indices`` and ``interp_weights``.
+_interpolation = getattr(vision_utils, "get_vision_interpolation_indices_and_weights", None)
 
 # Fields of VisualInputs with one row per patch.
 PER_PATCH = (
@@ -141,16 +144,45 @@ def visual_inputs(
     grid_thw = torch.cat(grids)
     if len(grid_thw) == 0:
         return None
-    indices, weights = interpolation(grid_thw, vision)
+    indices, weights = _interpolated(grid_thw, vision)
     return VisualInputs(
         # An empty kind must not decide the dtype of the other.
         pixel_values=torch.cat([values for values in pixels if len(values)]),
         grid_thw=grid_thw,
         token_index=torch.cat(indexes),
-        rotary_position_ids=get_vision_position_ids(grid_thw, vision.spatial_merge_size),
+        rotary_position_ids=vision_utils.get_vision_position_ids(
+            grid_thw, vision.spatial_merge_size
+        ),
         interpolation_indices=indices,
         interpolation_weights=weights,
     )
+
+
+def _interpolated(grid_thw: Tensor, vision: VisionArchitecture) -> tuple[Tensor, Tensor]:
+    """Return the place of each of P patches in the square grid of learned positions.
+
+    It is four corners (P, 4) int64, and their bilinear weights (P, 4) float32.
+    """
+    side, merge = int(vision.num_position_embeddings**0.5), vision.spatial_merge_size
+    if _interpolation is None:
+        indices, weights = vision_utils.get_vision_bilinear_indices_and_weights(
+            grid_thw, num_grid_per_side=side, spatial_merge_size=merge
+        )
+        return indices.t().long(), weights.t()
+    return _interpolation(
+        grid_thw,
+        num_grid_per_side=side,
+        mode="bilinear",
+        align_corners=True,
+        spatial_merge_size=merge,
+    )
+
+
+def interpolation_arguments(indices: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    """Return the arguments of the tower's forward, for tensors as in :class:`VisualInputs`."""
+    if _interpolation is None:
+        return {"bilinear_indices": indices.t(), "bilinear_weights": weights.t()}
+    return {"interp_indices": indices, "interp_weights": weights}
 
 
 def check_one_frame(image_grid_thw: Tensor) -> None:

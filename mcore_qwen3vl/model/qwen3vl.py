@@ -31,7 +31,7 @@ from mcore_qwen3vl.model.lora.adapter_module import Adapter
 from mcore_qwen3vl.model.schedule_plan import SchedulePlan
 from mcore_qwen3vl.model.sequence import check_shapes, local_positions, require_right_padding
 from mcore_qwen3vl.model.transformer_config import Spec, layers_of_chunk, transformer_config
-from mcore_qwen3vl.model.vision.tower import VisionTower
+from mcore_qwen3vl.model.vision import VisionTower
 
 Embed = Callable[[], tuple[Tensor | None, Tensor | None]]
 """Computes a chunk's inputs: hidden states (s_local, B, H), or None after the first stage; and

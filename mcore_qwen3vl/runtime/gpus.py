@@ -1,13 +1,22 @@
-"""The kinds of GPU that are known: their speed, and their memory that PyTorch does not get."""
+"""GPUs: what must be set before CUDA starts, and the kinds that are known.
+
+Of a kind we know the speed, and the memory that PyTorch does not get.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import os
+import shutil
 from dataclasses import dataclass
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 
 GIB = 1 << 30
+
+BLACKWELL = 10
+"""Major compute capability."""
 
 
 @dataclass(frozen=True)
@@ -70,3 +79,57 @@ def allowance_gib(layout: Layout) -> float:
     groups = sum(size > 1 for size in (layout.tp, layout.pp, layout.cp, layout.dp * layout.cp))
     exchange = NCCL_ALL_TO_ALL_GIB if layout.ep > 1 else 0.0
     return round(CONTEXT_GIB + groups * NCCL_GROUP_GIB + exchange, 2)
+
+
+def order_transfers(*, several_queues: bool = False) -> None:
+    """Set ``CUDA_DEVICE_MAX_CONNECTIONS=1`` on GPUs before Blackwell, unless it is set already.
+
+    Before Blackwell, Megatron's overlapped transfers stay in order only in a single hardware queue.
+    Blackwell does not need this, and is slow with it. An unknown GPU counts as older.
+
+    Args:
+        several_queues: set it to 32 instead, the most. In one queue, an exchange that waits for its
+            event holds up all kernels launched after it, also those of another stream.
+    """
+    major = _compute_capability()
+    if major is None or major < BLACKWELL:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32" if several_queues else "1")
+
+
+def _compute_capability() -> int | None:
+    """Return the first GPU's major compute capability; None: not known.
+
+    NVML is asked, because a question to the CUDA runtime would start CUDA.
+    """
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    if library.nvmlInit_v2():
+        return None
+    device, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+    failed = library.nvmlDeviceGetHandleByIndex_v2(
+        0, ctypes.byref(device)
+    ) or library.nvmlDeviceGetCudaComputeCapability(
+        device, ctypes.byref(major), ctypes.byref(minor)
+    )
+    library.nvmlShutdown()
+    return None if failed else major.value
+
+
+def c_compiler() -> str | None:
+    """Return the C compiler with which Triton builds its kernels; None: there is none."""
+    return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+
+
+def compile_where_possible() -> None:
+    """Disable ``torch.compile``, which Megatron uses for fusions, where there is no compiler.
+
+    Fused functions then run one kernel after another. Otherwise the warm-up before training would
+    fail.
+    """
+    if c_compiler() is None:
+        import torch
+
+        config: object = torch._dynamo.config
+        config.disable = True  # type: ignore[attr-defined]

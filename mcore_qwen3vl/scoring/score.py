@@ -21,13 +21,13 @@ from mcore_qwen3vl.data.loading.sources import Source, parse_sources
 from mcore_qwen3vl.data.loading.stand_in import fingerprint
 from mcore_qwen3vl.data.scores import facts_of, file_digest, scores_of, teacher_of, vocabulary_of
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.files import only_writer
 from mcore_qwen3vl.inference import adapter_for, hf_folder_of, load_chunks, on_all_ranks
 from mcore_qwen3vl.labels import SINGLE, Labels
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.machine import require_extra
 from mcore_qwen3vl.model.sequence import length_multiple
 from mcore_qwen3vl.objectives.settings import ANSWERS, check_top_k
-from mcore_qwen3vl.runtime.extras import require_extra
-from mcore_qwen3vl.runtime.lock import only_writer
 from mcore_qwen3vl.scoring.output import OVERLONG, Output, Tally
 from mcore_qwen3vl.scoring.records import Found, Records
 

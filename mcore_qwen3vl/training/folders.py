@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mcore_qwen3vl.converters.mcore.paths import numbered_iterations
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.runtime.lock import only_writer
+from mcore_qwen3vl.files import only_writer
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 
 LOGS = "logs"

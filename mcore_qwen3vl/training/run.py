@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from mcore_qwen3vl.model.flops import Trained
-from mcore_qwen3vl.runtime.cuda import compile_where_possible, order_transfers
+from mcore_qwen3vl.runtime.gpus import compile_where_possible, order_transfers
 from mcore_qwen3vl.training.arguments.checks import require_gpu
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.arguments.defaults import statement

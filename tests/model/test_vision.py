@@ -18,7 +18,7 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVis
 
 from mcore_qwen3vl.model.fusion import add_features, fuse, plan_fusion
 from mcore_qwen3vl.model.inputs import PixelScale, VisualInputs
-from mcore_qwen3vl.model.vision.tower import VisionTower
+from mcore_qwen3vl.model.vision import VisionTower
 from tests.model.visual_batches import ARCHITECTURE, DTYPE, SEQ, batch, exact_rotary, vision_weights
 
 MIXED = batch([("image", 1, 4, 6), ("video", 2, 4, 2)], [("image", 1, 8, 4)])

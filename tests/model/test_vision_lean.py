@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionBlock
 
-from mcore_qwen3vl.model.vision.tower import make_lean
+from mcore_qwen3vl.model.vision import make_lean
 
 PATCHES, HIDDEN, INNER = 10, 24, 52
 

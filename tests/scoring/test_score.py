@@ -28,7 +28,7 @@ from mcore_qwen3vl.scoring.score import Request, score
 from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
 from tests.command import exit_code
 from tests.generation.cases import clip, frames, picture
-from tests.runtime.test_lock import held_elsewhere
+from tests.test_lock import held_elsewhere
 
 TOLERANCE = 2e-5
 """The largest error in float32, relative to the largest log-probability."""

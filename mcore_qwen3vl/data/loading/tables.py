@@ -19,7 +19,7 @@ from typing import Any
 from mcore_qwen3vl.data.loading.crude import crude_sample
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json
-from mcore_qwen3vl.runtime.extras import require_extra
+from mcore_qwen3vl.machine import require_extra
 
 _BATCH, _BATCH_BYTES = 32, 64 << 20  # most rows and bytes decoded at a time, but at least one row
 # Most batches and bytes that are kept: a worker reads from a few row groups in turn, and goes back

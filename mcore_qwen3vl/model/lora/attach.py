@@ -17,11 +17,9 @@ from mcore_qwen3vl.converters.adapters.adapter import Factors
 from mcore_qwen3vl.converters.adapters.peft_model import HEAD, Slot
 from mcore_qwen3vl.converters.live.sharded import Part, hf_parts
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.model.lora.adapter_module import Adapter
-from mcore_qwen3vl.model.lora.blocks import Blocks
+from mcore_qwen3vl.model.lora.adapter_module import Adapter, Pair, Place, Span
 from mcore_qwen3vl.model.lora.kinds import Kind, kind_of, weight_shapes
-from mcore_qwen3vl.model.lora.pair import Pair, Place, Span
-from mcore_qwen3vl.model.lora.site import GroupedSite, Site, adapt_router
+from mcore_qwen3vl.model.lora.site import Blocks, GroupedSite, Site, adapt_router
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 
 Target = Factors | Slot

@@ -1,24 +1,47 @@
-"""The kinds of linears in a model, by how tensor parallelism divides them."""
+"""The kinds of linears in a model, by how tensor parallelism divides them.
+
+Adapters always exchange the rank-r activation, never one as wide as the model. For a
+column-parallel weight, B's rows are divided like the weight's, and every rank has all of A. For a
+row-parallel weight, A's columns are divided, and every rank has all of B. With x the input that the
+rank holds:
+
+======  =====================================  ====================================================
+weight  TP                                     TP with SP
+======  =====================================  ====================================================
+column  x A^T is whole; its gradient is        x A^T is gathered for all tokens; its gradient is
+        summed over the ranks (copy to TP)     summed and scattered. A sees this rank's tokens only
+row     x A^T is a part: summed over TP        summed and scattered. B sees this rank's tokens only
+======  =====================================  ====================================================
+
+A factor that sees this rank's tokens only is marked ``sequence_parallel``, so that Megatron sums
+its gradient over TP, as it does for norms.
+
+Under ETP the token dispatcher gathers the experts' inputs and sums their outputs, and does the same
+for gradients, so activations need nothing here. But every rank computes the gradient of a whole
+factor from its part of the other factor: :func:`summed_over` adds these gradients up.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from math import gcd
 from typing import Any, Literal
 
+from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.mapping.table import hf_shapes, table
 from mcore_qwen3vl.converters.storage.boxes import Shape
-from mcore_qwen3vl.model.lora import regions
-from mcore_qwen3vl.model.lora.pair import Pair
-from mcore_qwen3vl.model.lora.regions import Region
+from mcore_qwen3vl.model.lora.adapter_module import Pair
+
+Region = Callable[[Tensor], Tensor]
+"""What ranks exchange at one place of an adapter."""
 
 _LAYER = r"decoder\.layers\.\d+\."
 _COLUMN = rf"{_LAYER}(self_attention\.linear_qkv|mlp\.linear_fc1)\.weight|output_layer\.weight"
@@ -29,6 +52,35 @@ _VISION = (
     r"visual\.(blocks\.\d+\.(attn\.(qkv|proj)|mlp\.linear_fc[12])"
     r"|(merger|deepstack_merger_list\.\d+)\.linear_fc[12])\.weight"
 )
+
+
+def local(activation: Tensor) -> Tensor:
+    """Do nothing: no tensor parallelism, or inputs and weights are whole on every rank."""
+    return activation
+
+
+def column(group: Any, linear: Any) -> Region:
+    """Return the region after A for a column-parallel weight: (s_local, B, r) -> (s, B, r).
+
+    ``linear.sequence_parallel`` is read at each call, because generation turns it off and on.
+    """
+    divided = tensor_parallel.gather_from_sequence_parallel_region
+    whole = tensor_parallel.copy_to_tensor_model_parallel_region
+    return lambda x: (divided if linear.sequence_parallel else whole)(x, group=group)
+
+
+def row(group: Any, linear: Any) -> Region:
+    """Return the region after A for a row-parallel weight: (s, B, r) -> (s_local, B, r)."""
+    divided = tensor_parallel.reduce_scatter_to_sequence_parallel_region
+    whole = tensor_parallel.reduce_from_tensor_model_parallel_region
+    return lambda x: (divided if linear.sequence_parallel else whole)(x, group=group)
+
+
+def summed_over(group: Any) -> Region:
+    """Return a region that keeps a whole factor, and sums its gradient over `group`."""
+    if group.size() == 1:
+        return local
+    return lambda factor: tensor_parallel.copy_to_tensor_model_parallel_region(factor, group=group)
 
 
 @dataclass(frozen=True)
@@ -60,14 +112,13 @@ class Kind:
     def region(self, linear: Any) -> Region:
         """Return the region between A and B for `linear`."""
         if self.expert or self.cut is None:
-            return regions.local
-        make = regions.column if self.cut == 0 else regions.row
-        return make(self.group, linear)
+            return local
+        return (column if self.cut == 0 else row)(self.group, linear)
 
     @property
     def whole(self) -> Region:
         """The region for the factor that is not divided."""
-        return regions.summed_over(self.group) if self.expert else regions.local
+        return summed_over(self.group) if self.expert else local
 
     @property
     def distinct(self) -> bool:
@@ -101,12 +152,12 @@ class Kind:
 def kind_of(chunk: Any, parameter: str) -> Kind | None:
     """Return the kind of a weight, by its local name; None: it cannot have an adapter."""
     groups, config = chunk.pg_collection, chunk.config
-    column = re.fullmatch(_COLUMN, parameter)
-    if column or re.fullmatch(_ROW, parameter):
+    rows_are_cut = re.fullmatch(_COLUMN, parameter)
+    if rows_are_cut or re.fullmatch(_ROW, parameter):
         if groups.tp.size() == 1:
             return Kind(None, groups.tp)
         return Kind(
-            0 if column else 1,
+            0 if rows_are_cut else 1,
             groups.tp,
             config.sequence_parallel,
             rows_divide="linear_qkv" not in parameter

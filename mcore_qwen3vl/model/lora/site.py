@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -17,10 +18,9 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from torch import Tensor
 
-from mcore_qwen3vl.model.decoder.grouped import Groups, grouped_product
-from mcore_qwen3vl.model.lora.blocks import Blocks
+from mcore_qwen3vl.model.decoder.experts import Groups, grouped_product
+from mcore_qwen3vl.model.lora.adapter_module import Pair
 from mcore_qwen3vl.model.lora.kinds import Kind
-from mcore_qwen3vl.model.lora.pair import Pair
 
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -29,15 +29,11 @@ class Site:
     """Adds ``scaling * B A x`` for all pairs of one linear to its output.
 
     The A factors of a fused linear read the same input, so they make one product. So do the B
-    factors, see :mod:`mcore_qwen3vl.model.lora.blocks`. With dropout each pair has a mask of its
-    own, as in PEFT, and so a product of its own for A.
+    factors, see :class:`Blocks`. With dropout each pair has a mask of its own, as in PEFT, and so a
+    product of its own for A.
 
-    Args:
-        pairs: one per Hugging Face tensor.
-        blocks: places of their rows in the output.
-        kind: the kind of the linear.
-        linear: the linear itself.
-        dropout: probability, while the pairs are in training mode.
+    There is one pair per Hugging Face tensor, and `blocks` are the places of their rows in the
+    output. Dropout is a probability, which counts while the pairs are in training mode.
     """
 
     def __init__(
@@ -126,10 +122,8 @@ class Site:
 class GroupedSite:
     """Computes :class:`Site` for all experts of a rank, each on its own tokens, in two products.
 
-    Each expert's adapter has one pair, all have the same shape and scaling, and no dropout.
-
-    Args:
-        sites: the sites of the rank's experts, in their order.
+    The sites are those of the rank's experts, in their order. Each has one pair, all have the same
+    shape and scaling, and no dropout.
     """
 
     def __init__(self, sites: Sequence[Site]) -> None:
@@ -164,10 +158,7 @@ def adapt_router(router: Any, site: Site | None = None) -> None:
     """Add the part of `site` to the router's logits, in the dtype in which routing is computed.
 
     The gradient of a frozen weight is no longer computed, with a site or without; see `_logits`.
-
-    Args:
-        router: an mcore ``TopKRouter``.
-        site: a site with one pair, whose factors are (r, H) and (E, r).
+    The site of an mcore ``TopKRouter`` has one pair, whose factors are (r, H) and (E, r).
     """
     logits = partial(_logits, router)
     router.gating = logits if site is None else lambda hidden: site.add(hidden, logits(hidden))
@@ -204,3 +195,69 @@ class _AddProduct(torch.autograd.Function):
         of_a = (flat @ matrix).mul_(ctx.scaling).view(a.shape)
         of_matrix = (flat.t() @ a.reshape(-1, a.shape[-1])).mul_(ctx.scaling)
         return gradient, of_a, of_matrix, None
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The B factors of fused tensors as one matrix, whose rows are those of the fused linear.
+
+    ``linear_qkv`` interleaves q, k and v by KV group. We put their B factors, of shapes (out_i,
+    r_i), into one (rows, r_1 + r_2 + r_3) matrix that is zero outside of its blocks. One product
+    then gives the interleaved output, and nothing as large as an activation is rearranged.
+
+    Attributes:
+        rows: number of rows of the fused linear, on this rank.
+        shapes: (out_i, r_i) of each factor, on this rank.
+        placed: for each run of rows: its first row in the fused linear, the number of the factor,
+            its first row in the factor, and its length.
+    """
+
+    rows: int
+    shapes: tuple[tuple[int, int], ...]
+    placed: tuple[tuple[int, int, int, int], ...]
+
+    def matrix(self, factors: Sequence[Tensor]) -> Tensor:
+        """Assemble the (rows, sum of r_i) matrix; differentiable."""
+        if len(self.shapes) == 1 and self.placed == ((0, 0, 0, self.rows),):
+            return factors[0]
+        return _Assemble.apply(self, *factors)
+
+
+@lru_cache(maxsize=64)  # all layers are alike
+def _indices(blocks: Blocks, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Map each value of the matrix to its place among the factors' values, and back.
+
+    The factors' values lie one factor after another, followed by a zero for all other places.
+    """
+    sizes, ranks = [rows * rank for rows, rank in blocks.shapes], [r for _, r in blocks.shapes]
+    values = torch.arange(sum(sizes), dtype=torch.int32).split(sizes)
+    forward = torch.full((blocks.rows, sum(ranks)), sum(sizes), dtype=torch.int32)
+    columns = forward.split(ranks, 1)
+    for row, number, first, count in blocks.placed:
+        of_factor = values[number].view(blocks.shapes[number])
+        columns[number][row : row + count] = of_factor[first : first + count]
+    inverse = torch.empty(sum(sizes) + 1, dtype=torch.int32)
+    inverse[forward.flatten().long()] = torch.arange(forward.numel(), dtype=torch.int32)
+    return forward.flatten().to(device), inverse[:-1].to(device)
+
+
+class _Assemble(torch.autograd.Function):
+    """Assembles the matrix with two kernels in each direction.
+
+    The backward of plain indexing would add up the gradients of all zeros one by one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, blocks: Blocks, *factors: Tensor) -> Tensor:
+        ctx.blocks = blocks
+        forward, _ = _indices(blocks, factors[0].device)
+        values = torch.cat([*(f.flatten() for f in factors), factors[0].new_zeros(1)])
+        return values.index_select(0, forward).view(blocks.rows, -1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        blocks = ctx.blocks
+        _, inverse = _indices(blocks, gradient.device)
+        values = gradient.reshape(-1).index_select(0, inverse)
+        parts = values.split([rows * rank for rows, rank in blocks.shapes])
+        return None, *(p.view(s) for p, s in zip(parts, blocks.shapes, strict=True))

@@ -12,8 +12,8 @@ from mcore_qwen3vl.converters.hf.hub import HUB_ID
 from mcore_qwen3vl.converters.mcore.paths import TRACKER, folder_name, numbered_iterations, tracked
 from mcore_qwen3vl.data.loading.sources import parse_sources, require_data_set
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.runtime.cuda import c_compiler
-from mcore_qwen3vl.runtime.extras import require_extra
+from mcore_qwen3vl.machine import require_extra
+from mcore_qwen3vl.runtime.gpus import c_compiler
 
 
 def check(args: argparse.Namespace, architecture: Architecture) -> None:

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.runtime.cuda import c_compiler
+from mcore_qwen3vl.runtime.gpus import c_compiler
 
 SEQ_LENGTH = 8192
 """Default row length, for ``data check`` too; less if the model has fewer positions."""

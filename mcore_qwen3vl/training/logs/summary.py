@@ -13,7 +13,7 @@ from rich.table import Table
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.console import plain, visible
 from mcore_qwen3vl.converters.mapping import parameters
-from mcore_qwen3vl.runtime.cuda import c_compiler
+from mcore_qwen3vl.runtime.gpus import c_compiler
 from mcore_qwen3vl.training import memory
 from mcore_qwen3vl.training.arguments.defaults import statement
 from mcore_qwen3vl.training.arguments.layout import validated_layout

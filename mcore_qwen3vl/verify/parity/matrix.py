@@ -262,7 +262,7 @@ LORA_MATRIX: tuple[MatrixRow, ...] = (
     MatrixRow.of("moe", "ep2xdp2", lora="router", **SELECTIVE_MOE),
 )
 """Different things can go wrong in each row. Together, the rows combine every rule of
-``mcore_qwen3vl.model.lora.regions`` and every kind of target with every kind of parallelism."""
+``mcore_qwen3vl.model.lora.kinds`` and every kind of target with every kind of parallelism."""
 
 
 class Matrix:

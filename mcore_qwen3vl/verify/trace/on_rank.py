@@ -27,7 +27,7 @@ from mcore_qwen3vl.converters.storage.dtypes import cast
 from mcore_qwen3vl.model.lora.adapt import whole_tensors, with_tied
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.model.sequence import local_positions
-from mcore_qwen3vl.model.vision.sharing import share_frames
+from mcore_qwen3vl.model.vision import share_frames
 from mcore_qwen3vl.runtime.parallel import initialize
 from mcore_qwen3vl.verify.parity.case import Case
 from mcore_qwen3vl.verify.parity.on_rank import Engine

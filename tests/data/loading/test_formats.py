@@ -303,7 +303,7 @@ def test_broken_files_and_missing_splits_are_refused(
     pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "none.parquet")
     with pytest.raises(BadInput, match="is empty"):
         make(tmp_path / "none.parquet")
-    monkeypatch.setattr("mcore_qwen3vl.runtime.extras.find_spec", lambda name: None)
+    monkeypatch.setattr("mcore_qwen3vl.machine.find_spec", lambda name: None)
     with pytest.raises(BadInput, match=r"needs the package pyarrow: pip install .*\[data\]"):
         make(tmp_path / "dict")
 

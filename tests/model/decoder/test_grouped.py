@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mcore_qwen3vl.model.decoder import grouped
-from mcore_qwen3vl.model.decoder.grouped import Groups, grouped_product
+from mcore_qwen3vl.model.decoder import experts
+from mcore_qwen3vl.model.decoder.experts import Groups, grouped_product
 
 COUNTS = [3, 0, 5, 1]
 KERNEL, NO_KERNEL = (12, 20), (10, 14)  # in, out: the kernel needs lines of whole 16 bytes
@@ -79,7 +79,7 @@ def test_what_the_kernel_leaves_for_no_rows_is_no_gradient(counts: list[int]) ->
 def test_rows_at_an_odd_address_do_without_the_kernel() -> None:
     rows = torch.randn(9 * 12 + 1)[1:].view(9, 12)
     matrices = torch.randn(4, 20, 12)
-    assert not grouped._has_kernel(rows, matrices)
+    assert not experts._has_kernel(rows, matrices)
     expected = one_by_one(rows, matrices, COUNTS)
     torch.testing.assert_close(
         grouped_product(rows, matrices, Groups.of(COUNTS, rows.device)), expected

@@ -22,11 +22,10 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.build import build_chunks
 from mcore_qwen3vl.model.lora import attach as attaching
 from mcore_qwen3vl.model.lora.adapt import freezing, whole
+from mcore_qwen3vl.model.lora.adapter_module import Pair, Place
 from mcore_qwen3vl.model.lora.attach import attach
-from mcore_qwen3vl.model.lora.blocks import Blocks
 from mcore_qwen3vl.model.lora.kinds import Kind
-from mcore_qwen3vl.model.lora.pair import Pair, Place
-from mcore_qwen3vl.model.lora.site import GroupedSite, Site
+from mcore_qwen3vl.model.lora.site import Blocks, GroupedSite, Site
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.parallel import initialize

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mcore_qwen3vl.model.lora.blocks import Blocks
+from mcore_qwen3vl.model.lora.site import Blocks
 
 # A fused linear has the rows q q k v | q q k v, where k has no adapter, and one row of padding.
 BLOCKS = Blocks(

@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModel, AutoProcessor, Qwen3VLModel
 
+from mcore_qwen3vl import machine
 from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.objectives.settings import Contrastive
-from mcore_qwen3vl.runtime import extras
 from mcore_qwen3vl.scoring.score import Request, _Job, score
 from mcore_qwen3vl.verify.curves.job import Job, train
 from mcore_qwen3vl.verify.parity.adapters import ADAPTERS, write_random_adapter
@@ -258,7 +258,7 @@ def test_what_score_refuses(
 def test_only_parquet_needs_pyarrow(
     headless: Path, retrieval: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    monkeypatch.setattr(machine, "find_spec", lambda name: None)
     request = Request(headless, retrieval, tmp_path / "out.npy", task="embedding")
     _Job.of(request)
     with pytest.raises(BadInput, match=r"out\.parquet needs the package pyarrow"):

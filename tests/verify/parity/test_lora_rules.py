@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from megatron.core.tensor_parallel import mappings
 
-from mcore_qwen3vl.model.lora import attach, kinds, regions
-from mcore_qwen3vl.model.lora.pair import Pair
+from mcore_qwen3vl.model.lora import attach, kinds
+from mcore_qwen3vl.model.lora.adapter_module import Pair
 from mcore_qwen3vl.verify.parity.matrix import OVERLAPPED, Matrix, MatrixRow
 from mcore_qwen3vl.verify.parity.reference import AFTER_STEP
 from tests.verify.parity.test_rules import FAR_OFF, worst
@@ -34,7 +34,7 @@ def marking(monkeypatch: Any, cut: int | None, expert: bool, mark: str, value: A
 
 
 def test_the_product_with_a_is_copied_into_tp(matrix: Matrix, monkeypatch: Any) -> None:
-    monkeypatch.setattr(regions, "column", lambda group, linear: regions.local)
+    monkeypatch.setattr(kinds, "column", lambda group, linear: kinds.local)
     report = matrix.run(MatrixRow.of("dense", "tp2", "image", lora="mixed ranks"))
     assert worst(report, "gradients", "q_proj.weight.lora_A") > FAR_OFF
     assert worst(report, "gradients", "down_proj.weight.lora_B") > FAR_OFF  # its input is wrong
@@ -68,7 +68,7 @@ def test_the_gathered_product_is_summed_backwards(matrix: Matrix, monkeypatch: A
 
         return slicing
 
-    monkeypatch.setattr(regions, "column", column)
+    monkeypatch.setattr(kinds, "column", column)
     report = matrix.run(MatrixRow.of("dense", "tp2+sp", "image", lora="mixed ranks"))
     assert worst(report, "gradients", "up_proj.weight.lora_A") > FAR_OFF
     assert worst(report, "logits") < 2e-5
@@ -110,7 +110,7 @@ def test_expert_factors_are_reduced_over_their_own_ranks(matrix: Matrix, monkeyp
 
 
 def test_whole_expert_factors_are_summed_over_etp(matrix: Matrix, monkeypatch: Any) -> None:
-    monkeypatch.setattr(regions, "summed_over", lambda group: regions.local)
+    monkeypatch.setattr(kinds, "summed_over", lambda group: kinds.local)
     report = matrix.run(MatrixRow.of("moe", "tp2xetp2+sp", "image", lora="experts"))
     assert worst(report, "gradients", "gate_up_proj.lora_A") > FAR_OFF
     assert worst(report, "gradients", "down_proj.lora_B") > FAR_OFF

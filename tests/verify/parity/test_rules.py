@@ -15,9 +15,8 @@ from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer import transformer_block
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.model import fusion, qwen3vl, transformer_config
+from mcore_qwen3vl.model import fusion, qwen3vl, transformer_config, vision
 from mcore_qwen3vl.model.decoder import attention, layer, rope
-from mcore_qwen3vl.model.vision import tower as vision
 from mcore_qwen3vl.runtime.launch import RanksFailed
 from mcore_qwen3vl.verify.parity.matrix import UNIFORM, Matrix, MatrixRow
 from mcore_qwen3vl.verify.report.result import Report

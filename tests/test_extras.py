@@ -8,23 +8,23 @@ from pathlib import Path
 
 import pytest
 
+from mcore_qwen3vl import machine
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.runtime import extras
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize(("package", "extra"), extras._EXTRAS.items())
+@pytest.mark.parametrize(("package", "extra"), machine.EXTRAS.items())
 def test_the_extra_is_named_and_brings_it(
     package: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    extras.require_extra(package, "--plot")
+    machine.require_extra(package, "--plot")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert any(p.startswith(package) for p in project["optional-dependencies"][extra])
-    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    monkeypatch.setattr(machine, "find_spec", lambda name: None)
     said = rf"--plot needs the package {package}: pip install 'mcore-qwen3vl\[{extra}\]'\."
     with pytest.raises(BadInput, match=said):
-        extras.require_extra(package, "--plot")
+        machine.require_extra(package, "--plot")
 
 
 def test_no_module_needs_one_to_be_imported() -> None:
@@ -35,7 +35,7 @@ def test_no_module_needs_one_to_be_imported() -> None:
         for file in files
         for node in ast.parse(file.read_text("utf-8")).body
         for name in _imported(node)
-        if name.partition(".")[0] in extras._EXTRAS
+        if name.partition(".")[0] in machine.EXTRAS
     }
     assert needed == set()
     assert _imported(ast.parse("from pyarrow import parquet").body[0]) == ["pyarrow"]

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.files import only_writer
 from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.runtime.lock import only_writer
 from mcore_qwen3vl.verify.curves.job import Job
 
 FORK = multiprocessing.get_context("fork")

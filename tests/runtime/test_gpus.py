@@ -12,7 +12,7 @@ from mcore_qwen3vl.pretended import Settings
 
 PROGRAM = """
 import os
-from mcore_qwen3vl.runtime.cuda import order_transfers
+from mcore_qwen3vl.runtime.gpus import order_transfers
 order_transfers(several_queues={several})
 print(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"))
 """

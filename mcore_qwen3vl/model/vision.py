@@ -22,25 +22,37 @@ change. See ``megatron.core.distributed.finalize_model_grads``.
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import heapq
+import inspect
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
-from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionBlock, Qwen3VLVisionModel
+from transformers.models.qwen3_vl.modeling_qwen3_vl import (
+    Qwen3VLVisionAttention,
+    Qwen3VLVisionBlock,
+    Qwen3VLVisionModel,
+    Qwen3VLVisionRotaryEmbedding,
+)
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.model.inputs import PER_PATCH, VisualInputs, to_device
+from mcore_qwen3vl.model.decoder.rope import turn, turn_fused
+from mcore_qwen3vl.model.inputs import (
+    PER_PATCH,
+    VisualInputs,
+    interpolation_arguments,
+    to_device,
+)
 from mcore_qwen3vl.model.recompute import recomputing, remember_outputs_of
-from mcore_qwen3vl.model.vision.attention import FrameAttention
-from mcore_qwen3vl.model.vision.interface import RotaryEmbedding, interpolation_arguments
-from mcore_qwen3vl.model.vision.sharing import Share, share_frames
 
 
 class VisionTower(Qwen3VLVisionModel):
@@ -195,3 +207,148 @@ class _LeanBlock(Qwen3VLVisionBlock):
         with recomputing():
             output: Tensor = super().forward(*args, **kwargs)
         return output
+
+
+class RotaryEmbedding(Qwen3VLVisionRotaryEmbedding):
+    """HF's, with frequencies that stay float32 when Megatron casts the model to half precision."""
+
+    inv_freq: Tensor
+
+    def __init__(self, config: Qwen3VLVisionConfig) -> None:
+        # Until transformers 5.16 it was constructed from a width.
+        takes_config = "config" in inspect.signature(Qwen3VLVisionRotaryEmbedding).parameters
+        width = config.hidden_size // config.num_heads // 2
+        self._argument: Any = config if takes_config else width
+        super().__init__(self._argument)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> RotaryEmbedding:
+        super()._apply(fn, recurse)
+        with torch.device("cpu"):  # the current ones may be rounded, or on the meta device
+            exact = Qwen3VLVisionRotaryEmbedding(self._argument).inv_freq
+        self.inv_freq = nn.Buffer(exact.to(self.inv_freq.device), persistent=False)
+        return self
+
+
+class FrameAttention(Qwen3VLVisionAttention):
+    """HF's attention, with one rotary embedding for queries and keys that keeps no inputs.
+
+    Attributes:
+        fused: whether to rotate with Transformer Engine's kernel.
+    """
+
+    fused = False
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        position_embeddings: tuple[Tensor, Tensor],
+        cu_seqlens: Tensor,
+        frame_patches: tuple[int, ...],
+        **_: Any,
+    ) -> Tensor:
+        """Attend within each frame: (P, hidden) -> (P, hidden).
+
+        Args:
+            position_embeddings: cosines and sines, (P, head_dim) float32.
+            cu_seqlens: (F + 1,) int32 boundaries of the frames.
+            frame_patches: number of patches in each of F frames; the sum is P.
+        """
+        qkv = self.qkv(hidden_states).view(len(hidden_states), 3, self.num_heads, -1)
+        pair, value = qkv.split((2, 1), dim=1)
+        cos, sin = position_embeddings
+        if self.fused:
+            if not hasattr(cos, "angles"):  # once for all blocks
+                cos.angles = torch.atan2(sin, cos)[:, None, None]  # type: ignore[attr-defined]
+            turned = turn_fused(pair, cos.angles)  # type: ignore[attr-defined]
+        else:  # in float32, as HF does
+            half = cos.shape[-1] // 2
+            turned = turn(pair, cos[:, None, None, :half], sin[:, None, None, :half])
+        query, key = turned.unbind(1)
+        # A copy, because a view of `qkv` would keep all of it for the backward pass.
+        value = value.squeeze(1).contiguous()
+        return self.proj(attend(query, key, value, cu_seqlens, frame_patches).flatten(1))
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, frame_patches: tuple[int, ...]
+) -> Tensor:
+    """Compute full attention within each frame: (P, heads, head_dim) each, scaled as usual.
+
+    Uses the variable-length kernel where it exists (CUDA, half precision), otherwise SDPA frame by
+    frame, with lengths that are known on the host. The frames are those of :class:`FrameAttention`.
+    """
+    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+        longest = max(frame_patches)
+        attended = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest)
+        assert isinstance(attended, Tensor)  # no auxiliary output was asked for
+        return attended
+    tensors = (t.transpose(0, 1).split(frame_patches, dim=1) for t in (query, key, value))
+    parts = [F.scaled_dot_product_attention(*frame) for frame in zip(*tensors, strict=True)]
+    return torch.cat(parts, dim=1).transpose(0, 1)
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's frames, and the order of the gathered features. All on the host.
+
+    The unit of sharing is the frame, because attention never leaves one. So a video can be divided
+    between its frames, and a frame's features do not depend on which rank encodes it.
+    """
+
+    frame_patches: tuple[int, ...]  # patches of each frame this rank encodes; empty: none
+    patch_rows: Tensor  # (P_local,) int64: rows of the (P, ...) inputs
+    padded_features: int  # rows that every rank contributes to the gather; at least 1
+    order: Tensor  # (N,) int64: row of the (ranks * padded_features, ...) gather for each feature
+
+
+def assign_frames(frame_patches: np.ndarray, ranks: int) -> np.ndarray:
+    """Assign each frame to a rank: the largest first, to the rank with the least work so far.
+
+    Args:
+        frame_patches: (F,) number of patches in each frame.
+
+    Returns:
+        (F,) rank that encodes each frame, the same on every rank. The largest load is at most 4/3
+        of the optimum (Graham, "Bounds on multiprocessing timing anomalies", 1969).
+    """
+    owners = np.zeros(len(frame_patches), dtype=np.int64)
+    loads = [(0, rank) for rank in range(ranks)]
+    for frame in np.argsort(-frame_patches, kind="stable"):
+        load, rank = loads[0]
+        owners[frame] = rank
+        heapq.heapreplace(loads, (load + int(frame_patches[frame]), rank))
+    return owners
+
+
+def share_frames(frame_patches: Tensor, merge_unit: int, ranks: int, rank: int) -> Share:
+    """Divide F frames among `ranks` and describe the part of `rank`.
+
+    Args:
+        frame_patches: (F,) int64 on the CPU: number of patches in each frame; F may be 0.
+        merge_unit: number of patches that merge into one feature.
+    """
+    patches = frame_patches.numpy()
+    features = patches // merge_unit
+    owners = assign_frames(patches, ranks)
+    load = np.bincount(owners, weights=features, minlength=ranks).astype(np.int64)
+    padded = max(int(load.max()), 1)  # a rank without a frame contributes one dummy feature
+
+    # Each rank keeps its frames in their original order; the gather puts them rank by rank.
+    by_owner = np.argsort(owners, kind="stable")
+    start = np.empty_like(features)
+    start[by_owner] = _starts(features[by_owner])
+    start += owners * padded - _starts(load)[owners]
+    return Share(
+        frame_patches=tuple(patches[owners == rank].tolist()),
+        patch_rows=torch.from_numpy(np.flatnonzero(np.repeat(owners, patches) == rank)),
+        padded_features=padded,
+        order=torch.from_numpy(
+            np.repeat(start - _starts(features), features) + np.arange(features.sum())
+        ),
+    )
+
+
+def _starts(lengths: np.ndarray) -> np.ndarray:
+    """Return the start of each of consecutive pieces."""
+    return np.cumsum(lengths) - lengths

@@ -1,1 +1,0 @@
-"""Hugging Face's vision tower, its work shared by the TP x CP ranks."""
